@@ -1,0 +1,1 @@
+"""shoal trains many models at once, each possibly larger than the device, exactly as alone."""

@@ -1,0 +1,1 @@
+"""The shared vocabulary: types and pure helpers that import no torch."""

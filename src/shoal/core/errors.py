@@ -1,0 +1,48 @@
+"""The exception tree.
+
+ShoalError
++-- SpecError        the request itself is wrong; nothing has started
++-- PlanError        no plan fits, or a plan fails its checks
++-- ProgramError     a program breaks a rule of its format (checked before it runs)
++-- CapacityError    a tier cannot hold what was asked of it
++-- TransitionError  a state machine got an event it cannot take
++-- WorkerError      a device worker failed; carries the original traceback
++-- TrialError       one trial cannot go on; the others do
+
+A message has three parts: what was asked, what was found, what to do; with the
+numbers. Every class has a section in docs/errors.md.
+"""
+
+from __future__ import annotations
+
+
+class ShoalError(Exception):
+    """Base class: ``except ShoalError`` catches everything this package raises."""
+
+
+class SpecError(ShoalError, ValueError):
+    """The request itself is wrong; nothing has started."""
+
+
+class PlanError(ShoalError):
+    """No plan fits, or a plan fails its checks; no device was touched."""
+
+
+class ProgramError(ShoalError):
+    """A program breaks a rule of its format; names the action and the rule."""
+
+
+class CapacityError(ShoalError):
+    """A tier cannot hold what was asked of it."""
+
+
+class TransitionError(ShoalError):
+    """A state machine got an event it cannot take."""
+
+
+class WorkerError(ShoalError):
+    """A device worker failed; carries the original traceback."""
+
+
+class TrialError(ShoalError):
+    """One trial cannot go on: its loss is not finite, its data failed, its model raised."""

@@ -1,0 +1,210 @@
+"""What happened: the one stream that the log, the screens, the trace and the report read.
+
+Events are past participles, flat and JSON-ready. ``time`` is Unix seconds of the
+process that saw it happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shoal.core.spec import Scalar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyStarted:
+    """A study begins: written once per run, with what is needed to read it back."""
+
+    time: float
+    study: str
+    metric: str
+    mode: str
+    trials: int
+    devices: tuple[Mapping[str, Any], ...]
+    source: str  # FILE.py:attribute, or "" when the study was made interactively
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialPlanned:
+    """A trial got its job."""
+
+    time: float
+    trial: int
+    hp: Mapping[str, Scalar]
+    seed: int
+    technique: str
+    shards: int
+    steps: int | None
+    peak_bytes: int
+    numerics: Mapping[str, Scalar]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialStarted:
+    """A trial's first lease began on a device."""
+
+    time: float
+    trial: int
+    device: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialMoved:
+    """A trial goes on on another device, at a step boundary."""
+
+    time: float
+    trial: int
+    device: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialRestarted:
+    """A trial's worker died; it goes on from its last saved state."""
+
+    time: float
+    trial: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFinished:
+    """One optimizer step: the mean loss of its micro-batches, and the seconds it took."""
+
+    time: float
+    trial: int
+    step: int  # counted from 1
+    epoch: int
+    loss: float
+    seconds: float
+    device: str
+    steps_per_epoch: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """A validation pass ended; names are ``valid_loss`` and ``valid_<metric>``."""
+
+    time: float
+    trial: int
+    step: int
+    epoch: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialFinished:
+    """A trial ran all its steps; its weights are in ``checkpoint``."""
+
+    time: float
+    trial: int
+    step: int
+    metrics: Mapping[str, float]
+    checkpoint: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialFailed:
+    """A trial ended with an error, the others go on; ``error`` is the traceback."""
+
+    time: float
+    trial: int
+    step: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStarted:
+    """A device's worker process is ready."""
+
+    time: float
+    device: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerDied:
+    """A worker process ended by itself; the trials it had restart elsewhere."""
+
+    time: float
+    device: str
+    pid: int
+    reason: str
+    trials: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakMeasured:
+    """The most bytes a device held so far, beside its budget and what was predicted."""
+
+    time: float
+    device: str
+    peak_bytes: int
+    budget_bytes: int
+    predicted_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionFinished:
+    """One action of a program on one stream of a device; seconds are Unix times."""
+
+    device: str
+    stream: str  # "compute", "up", "down" or "host"
+    trial: int
+    step: int
+    action: str  # the action's text form
+    start: float
+    end: float
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyFinished:
+    """All trials ended. ``stopped`` is why the study stopped early, or empty."""
+
+    time: float
+    finished: int
+    failed: int
+    seconds: float
+    stopped: str = ""
+
+
+Event = (
+    StudyStarted
+    | TrialPlanned
+    | TrialStarted
+    | TrialMoved
+    | TrialRestarted
+    | StepFinished
+    | Evaluated
+    | TrialFinished
+    | TrialFailed
+    | WorkerStarted
+    | WorkerDied
+    | PeakMeasured
+    | ActionFinished
+    | StudyFinished
+)
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in Event.__args__}
+
+
+def event_to_dict(event: Event) -> dict[str, Any]:
+    """A flat mapping with the event's kind under ``event``."""
+    return {"event": type(event).__name__, **asdict(event)}
+
+
+def event_from_dict(record: Mapping[str, Any]) -> Event | None:
+    """The event of a record, or None for a kind this version does not know."""
+    fields = dict(record)
+    kind = _KINDS.get(fields.pop("event", ""))
+    if kind is None:
+        return None
+    for name, value in fields.items():
+        if isinstance(value, list):
+            fields[name] = tuple(value)
+    event: Event = kind(**fields)
+    return event

@@ -1,0 +1,175 @@
+"""A plan is data: which technique, shards and devices each trial gets, and why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shoal.core.errors import PlanError, SpecError
+from shoal.core.spec import DeviceSpec, Place, Scalar, ShardSpec
+from shoal.core.units import Bytes, Seconds, format_bytes, format_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """The whole model stays on the device; nothing moves inside a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spilled:
+    """The model is cut into shards that visit the device one after another.
+
+    ``shards`` is how many, None for the fewest that fit. ``optimizer`` is where
+    the step runs: on the device, with the state travelling, or on the host copies.
+    ``lookahead`` is how many units ahead of the running one are loaded.
+    """
+
+    shards: int | None = None
+    optimizer: Place | None = None
+    lookahead: int | None = None
+    offload: str = "host"
+    recompute: bool | str = True
+
+    def __post_init__(self) -> None:
+        if self.shards is not None and self.shards < 1:
+            raise SpecError(f"Spilled(shards=...) must be at least 1, got {self.shards}")
+        if self.optimizer not in (None, "device", "host"):
+            raise SpecError(f"optimizer is 'device' or 'host', got {self.optimizer!r}")
+        if self.lookahead not in (None, 0, 1):
+            raise SpecError(f"lookahead is 0 or 1, got {self.lookahead!r}")
+        if self.offload != "host":
+            raise PlanError(f"offload={self.offload!r} cannot be done yet; use offload='host'.")
+        if self.recompute not in (True, "auto"):
+            raise PlanError(
+                f"recompute={self.recompute!r} cannot be done yet: a spilled shard always "
+                "recomputes its forward. Use recompute=True."
+            )
+
+
+Technique = Resident | Spilled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One trial with its technique: the unit that is placed on devices.
+
+    ``held_bytes`` stay reserved between units while the trial is leased to a
+    device; ``unit_bytes`` is the most one unit needs on top while it runs.
+    """
+
+    trial: int
+    hp: Mapping[str, Scalar]
+    seed: int
+    technique: Technique
+    shards: tuple[ShardSpec, ...]
+    batch_bytes: Bytes
+    buffer_bytes: Bytes
+    held_bytes: Bytes
+    unit_bytes: Bytes
+    host_bytes: Bytes
+    step_s: Seconds  # predicted seconds of one optimizer step on one device
+    micro_batches: int
+    why: tuple[str, ...]
+    numerics: Mapping[str, Scalar]
+
+    @property
+    def peak_bytes(self) -> Bytes:
+        """The most this trial ever holds on its device."""
+        return Bytes(self.held_bytes + self.unit_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Every trial's job, and the devices they share. Immutable; equal after a JSON round trip."""
+
+    study: str
+    devices: tuple[DeviceSpec, ...]
+    jobs: tuple[Job, ...]
+    active: int  # trials that share one device at a time
+    seconds: Seconds  # predicted for the study
+
+    def explain(self) -> str:
+        """The plan in words: per trial the technique, the shards, bytes by name, and why."""
+        lines = [
+            f"study {self.study}: {len(self.jobs)} trials on {len(self.devices)} devices, "
+            f"up to {self.active} at a time on each; predicted {format_seconds(self.seconds)}"
+        ]
+        lines += [f"  device {d.name}: {format_bytes(d.memory)}" for d in self.devices]
+        for job in self.jobs:
+            lines += _explain_job(job)
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """The plan as JSON text that ``Plan.from_json`` reads back."""
+        return json.dumps(plan_to_dict(self), indent=2)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read a plan written by ``to_json``."""
+        return plan_from_dict(json.loads(text))
+
+
+def _explain_job(job: Job) -> list[str]:
+    name = type(job.technique).__name__
+    settings = ", ".join(f"{k}={v}" for k, v in job.hp.items())
+    lines = [f"  trial {job.trial} ({settings}; seed {job.seed}): {name}"]
+    shards = job.shards
+    total = {
+        "parameters": sum(s.owned_bytes for s in shards),
+        "gradients": sum(s.gradient_bytes for s in shards),
+        "optimizer state": sum(s.state_bytes for s in shards),
+        "boundaries": sum(s.boundary_bytes for s in shards),
+        "buffers": job.buffer_bytes,
+        "batch": job.batch_bytes,
+    }
+    if isinstance(job.technique, Spilled):
+        place = job.technique.optimizer
+        lines.append(f"    {len(shards)} shards, the optimizer steps on the {place}")
+        lines += [f"    {_explain_shard(shard)}" for shard in shards]
+    lines.append("    " + ", ".join(f"{k} {format_bytes(v)}" for k, v in total.items() if v))
+    lines.append(
+        f"    on the device: {format_bytes(job.held_bytes)} held + "
+        f"{format_bytes(job.unit_bytes)} inside a unit = {format_bytes(job.peak_bytes)} at the peak; "
+        f"on the host {format_bytes(job.host_bytes)}; {format_seconds(job.step_s)} a step"
+    )
+    lines += [f"    because {reason}" for reason in job.why]
+    lines.append("    numerics: " + ", ".join(f"{k}={v}" for k, v in job.numerics.items()))
+    return lines
+
+
+def _explain_shard(shard: ShardSpec) -> str:
+    first, stop = shard.layers
+    return (
+        f"shard {shard.index}: layers {first}..{stop - 1}, parameters "
+        f"{format_bytes(shard.parameter_bytes)}, state {format_bytes(shard.state_bytes)}, "
+        f"boundary {format_bytes(shard.boundary_bytes)}, inside a forward "
+        f"{format_bytes(shard.forward_peak_bytes)}, inside a backward "
+        f"{format_bytes(shard.backward_peak_bytes)}"
+    )
+
+
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
+    """Plain containers only, ready for JSON; techniques carry their name under ``kind``."""
+    record = asdict(plan)
+    for job, entry in zip(plan.jobs, record["jobs"], strict=True):
+        entry["technique"] = {"kind": type(job.technique).__name__, **asdict(job.technique)}
+        entry["hp"], entry["numerics"] = dict(job.hp), dict(job.numerics)
+    return record
+
+
+def plan_from_dict(record: Mapping[str, Any]) -> Plan:
+    """The inverse of ``plan_to_dict``."""
+    kinds = {"Resident": Resident, "Spilled": Spilled}
+    jobs = []
+    for entry in record["jobs"]:
+        technique = dict(entry["technique"])
+        kind = kinds[technique.pop("kind")]
+        shards = tuple(
+            ShardSpec(**{**shard, "layers": tuple(shard["layers"])}) for shard in entry["shards"]
+        )
+        changed = {"technique": kind(**technique), "shards": shards, "why": tuple(entry["why"])}
+        jobs.append(Job(**{**entry, **changed}))
+    devices = tuple(DeviceSpec(**device) for device in record["devices"])
+    return Plan(**{**record, "devices": devices, "jobs": tuple(jobs)})

@@ -1,0 +1,112 @@
+"""What is asked for: trials, devices, and what a model was measured to cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shoal.core.units import Bytes, Seconds
+
+Scalar = bool | int | float | str | None
+DeviceKind = Literal["virtual", "cuda"]
+Place = Literal["device", "host"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialSpec:
+    """One training run: a number, its hyperparameters and its seed."""
+
+    number: int
+    hp: Mapping[str, Scalar]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """One device a worker drives: a CUDA GPU, or a CPU worker with an enforced byte budget.
+
+    ``poison`` fills freed slots with NaN and delays copies at random, so that a
+    missing wait becomes a red test. ``link_bytes_per_s`` makes copies of a virtual
+    device take the time of a real link; None copies at memory speed.
+    """
+
+    name: str
+    kind: DeviceKind
+    memory: Bytes
+    threads: int = 1
+    poison: bool = False
+    link_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerMeasure:
+    """What one layer of a chain costs, measured on a real batch.
+
+    Layer 0 is the prologue, the last one the epilogue with the loss; the others
+    are the blocks. Bytes are of one micro-batch.
+    """
+
+    name: str
+    parameter_bytes: Bytes  # owned parameters, each aligned as in the flat store
+    state_bytes: Bytes  # element-wise optimizer state of the owned parameters, aligned
+    borrowed_bytes: Bytes  # tied parameters owned by an earlier layer
+    boundary_bytes: Bytes  # new tensors that leave this layer towards later ones
+    carry_bytes: Bytes  # gradients that enter this layer's boundary on the way back
+    forward_peak_bytes: Bytes  # allocated inside a forward under no_grad, outputs included
+    saved_bytes: Bytes  # kept for the backward by a forward with gradients
+    backward_peak_bytes: Bytes  # peak inside forward with gradients + backward, gradients included
+    forward_s: Seconds
+    backward_s: Seconds  # recompute and backward
+    step_s: Seconds
+    cut_after: bool = True  # may a shard end here?
+    reason: str = ""  # why not
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardSpec:
+    """One contiguous piece of a chain, and the exact bytes and seconds of its units.
+
+    ``layers`` is the half-open range of chain layers. ``boundary_bytes`` are the
+    tensors that enter this shard from the one before (0 for the first), held from
+    that forward until this shard's backward. ``carry_bytes`` are the gradients its
+    backward hands to the shard before, tied weights' included.
+    """
+
+    index: int
+    layers: tuple[int, int]
+    parameter_bytes: Bytes  # loaded for a unit: owned and borrowed, aligned
+    owned_bytes: Bytes  # the part of them that this shard steps
+    state_bytes: Bytes
+    gradient_bytes: Bytes
+    boundary_bytes: Bytes
+    carry_bytes: Bytes
+    forward_peak_bytes: Bytes
+    backward_peak_bytes: Bytes
+    step_peak_bytes: Bytes
+    forward_s: Seconds = Seconds(0.0)
+    backward_s: Seconds = Seconds(0.0)
+    step_s: Seconds = Seconds(0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobMeasure:
+    """A model as a worker measured it: what a plan is decided from.
+
+    ``shards`` are exact for the cut that was chosen; ``layers`` are what the cut
+    was chosen from. ``notes`` say in words what was found: why a model cannot be
+    cut, what was switched off, what the pilot compared.
+    """
+
+    signature: str
+    layers: tuple[LayerMeasure, ...]
+    shards: tuple[ShardSpec, ...]
+    batch_bytes: Bytes
+    buffer_bytes: Bytes
+    resident_bytes: Bytes  # peak of an unsharded step: everything on the device
+    resident_step_s: Seconds
+    parameter_count: int
+    tokens_or_samples: int
+    cuttable: bool
+    bitwise: bool  # did the pilot's chain equal the module bit for bit?
+    notes: tuple[str, ...] = field(default=())

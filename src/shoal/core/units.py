@@ -1,0 +1,70 @@
+"""Bytes and seconds as types, and how people write and read them."""
+
+from __future__ import annotations
+
+import re
+from typing import NewType
+
+from shoal.core.errors import SpecError
+
+Bytes = NewType("Bytes", int)
+Seconds = NewType("Seconds", float)
+
+_FACTORS = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(size: int | str) -> Bytes:
+    """Bytes from a number or a string with a unit, such as ``"256MiB"`` or ``"1.5 GB"``.
+
+    Raises:
+        SpecError: the text is no size, or the size is not positive.
+    """
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise SpecError(f"a size is bytes or a string such as '256MiB', got {size!r}")
+    if isinstance(size, int):
+        value = size
+    else:
+        match = _SIZE.fullmatch(size)
+        if match is None or match[2].lower() not in _FACTORS:
+            raise SpecError(
+                f"cannot read the size {size!r}. Write a number and a unit, for example "
+                "'256MiB', '8GiB' or '500MB'."
+            )
+        value = int(float(match[1]) * _FACTORS[match[2].lower()])
+    if value <= 0:
+        raise SpecError(f"a size must be positive, got {size!r}")
+    return Bytes(value)
+
+
+def format_bytes(size: int | float) -> str:
+    """``size`` as a person reads it: ``"12.0 MiB"``; exact below one KiB."""
+    amount = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(amount) < 1024:
+            return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration as a person reads it: ``"850 ms"``, ``"12.3 s"``, ``"4m 05s"``, ``"2h 10m"``."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m {rest:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h {minutes:02d}m"
+
+
+def round_up(size: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is at least ``size``."""
+    return -(-size // multiple) * multiple

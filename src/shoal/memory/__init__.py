@@ -1,0 +1,1 @@
+"""Who holds which bytes on which tier, and the flat host store."""

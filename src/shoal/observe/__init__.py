@@ -1,0 +1,1 @@
+"""Events: the log, the folded snapshot and the timeline."""

@@ -1,0 +1,1 @@
+"""From any nn.Module to a chain of layers, and where to cut it."""

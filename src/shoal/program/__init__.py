@@ -1,0 +1,1 @@
+"""Programs: actions, their text form, the checker and the replay. Pure."""

@@ -1,0 +1,167 @@
+"""Actions and programs: the one format of everything a worker does.
+
+[Note: programs]
+A program is, per device, the list of actions of one training step of one trial (or
+of several: every action names its trial). Actions are *issued* in list order, each as
+soon as what it needs is complete; copies (LOAD, STORE) and host steps are then in
+flight on their own streams while later actions go on. So the position of a LOAD is
+the moment its memory is taken, and a LOAD written before the previous unit's F or B
+is a prefetch.
+
+    stream    actions             needs complete before it starts
+    up        LOAD                the host copy is current (its STEP@host, its STORE)
+    compute   F B STEP SYNC       the shard's LOADs; for B the F of its shard and the
+                                  B of the next shard; for STEP every B of the shard
+    down      STORE               the action that wrote the part
+    host      STEP@host           the STORE of the gradients; SYNC when there is one
+    (none)    DROP                the STOREs and units that use the parts
+
+Parts of a shard on the device: ``param`` (with tied weights it borrows), ``state`` (the
+optimizer's), ``grad``. F(s, m) runs a shard's forward for micro-batch m under no_grad and
+leaves the boundary into shard s + 1. B(s, m) runs the forward again with gradients
+and then the backward; for the last shard, which has no F, this is the first forward and
+includes the loss. K shards give 2K - 1 units a micro-batch. B makes or adds to ``grad``.
+STEP on the device consumes ``grad`` and makes ``param`` and ``state`` dirty; STEP@host
+updates the host copies from the gradients there. SYNC is the barrier that turns the
+per-parameter norms of all shards into one clipping factor. Versions count optimizer
+steps from the program's start: F and B of a synchronous step use version 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shoal.core.errors import ProgramError
+from shoal.core.spec import Place
+
+
+class Op(StrEnum):
+    """What a worker can do."""
+
+    LOAD = "LOAD"  # host to device
+    STORE = "STORE"  # device to host
+    DROP = "DROP"  # forget the device's copy
+    F = "F"  # forward under no_grad
+    B = "B"  # forward with gradients, then backward
+    STEP = "STEP"  # optimizer step of one shard
+    SYNC = "SYNC"  # combine gradient norms over all shards
+    SEND = "SEND"  # boundary or gradient to another device
+    RECV = "RECV"
+    CKPT = "CKPT"  # copy of the host state that a resume starts from
+
+
+class Part(StrEnum):
+    """A kind of bytes a shard has on the device."""
+
+    PARAM = "param"
+    STATE = "state"
+    GRAD = "grad"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """One action over (trial, shard, micro-batch, weight version).
+
+    ``micro`` is None where the action is about the shard and not one micro-batch.
+    ``parts`` are what LOAD, STORE and DROP concern. ``place`` is where a STEP runs.
+    ``peer`` is the other device of a SEND or RECV.
+    """
+
+    op: Op
+    shard: int = 0
+    micro: int | None = None
+    version: int = 0
+    parts: tuple[Part, ...] = ()
+    place: Place = "device"
+    peer: int | None = None
+    trial: int = 0
+
+    def __str__(self) -> str:
+        """The text form: ``F s1 m0``, ``LOAD s2 param+state``, ``STEP@host s0``."""
+        words = [self.op + ("@host" if self.place == "host" else ""), f"s{self.shard}"]
+        if self.micro is not None:
+            words.append(f"m{self.micro}")
+        if self.version:
+            words.append(f"v{self.version}")
+        if self.parts:
+            words.append("+".join(self.parts))
+        if self.peer is not None:
+            words.append(f"d{self.peer}")
+        if self.trial:
+            words.append(f"t{self.trial}")
+        return " ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Per device, the actions of a step or more, in issue order."""
+
+    devices: tuple[tuple[Action, ...], ...]
+
+    def __iter__(self) -> Iterator[Action]:
+        return (action for actions in self.devices for action in actions)
+
+    def __str__(self) -> str:
+        """One action a line; a header a device when there are several."""
+        if len(self.devices) == 1:
+            return "\n".join(map(str, self.devices[0]))
+        blocks = []
+        for index, actions in enumerate(self.devices):
+            blocks.append("\n".join([f"device {index}", *map(str, actions)]))
+        return "\n".join(blocks)
+
+
+def single(actions: Iterable[Action]) -> Program:
+    """A program for one device."""
+    return Program((tuple(actions),))
+
+
+_WORD = re.compile(r"(s|m|v|d|t)(\d+)")
+_FIELDS = {"s": "shard", "m": "micro", "v": "version", "d": "peer", "t": "trial"}
+
+
+def parse_action(line: str) -> Action:
+    """The action of a text form.
+
+    Raises:
+        ProgramError: the line is no action; names the word that cannot be read.
+    """
+    head, *words = line.split()
+    name, _, place = head.partition("@")
+    if name not in Op.__members__ or place not in ("", "host"):
+        raise ProgramError(f"{head!r} in {line!r} is no action; known are {', '.join(Op)}.")
+    numbers: dict[str, int] = {}
+    parts: tuple[Part, ...] = ()
+    for word in words:
+        match = _WORD.fullmatch(word)
+        if match:
+            numbers[_FIELDS[match[1]]] = int(match[2])
+        elif set(word.split("+")) <= set(Part):
+            parts = tuple(Part(part) for part in word.split("+"))
+        else:
+            raise ProgramError(f"cannot read {word!r} in the action {line!r}.")
+    return Action(
+        Op(name),
+        parts=parts,
+        place="host" if place else "device",
+        **numbers,  # type: ignore[arg-type]  # names come from _FIELDS
+    )
+
+
+def parse_program(text: str) -> Program:
+    """The program of a text form; blank lines and ``# comments`` are skipped."""
+    devices: list[list[Action]] = []
+    for raw in text.splitlines():
+        line = raw.partition("#")[0].strip()
+        if not line:
+            continue
+        if re.fullmatch(r"device \d+", line):
+            devices.append([])
+            continue
+        if not devices:
+            devices.append([])
+        devices[-1].append(parse_action(line))
+    return Program(tuple(tuple(actions) for actions in devices))

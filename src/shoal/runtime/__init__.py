@@ -1,0 +1,1 @@
+"""The worker process: devices, programs and trials in motion."""

@@ -1,0 +1,1 @@
+"""Which trial goes where, and which program advances. Pure."""

@@ -1,0 +1,1 @@
+"""Search spaces and the samplers that need no other library."""

@@ -1,0 +1,1 @@
+"""A spilled or resident training step as a program. Pure."""
