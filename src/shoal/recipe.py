@@ -1,0 +1,284 @@
+"""What the user brings: callables for model, data, loss, optimizer, and their defaults.
+
+The functions below the class are the definition of how a recipe is used: the plain
+loop (``shoal.testing.plain_loop``) and the workers call the same ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.core.errors import SpecError
+from shoal.core.spec import Scalar
+
+Batch = Any
+Output = Any
+HP = Mapping[str, Scalar]
+
+
+class HyperParameters(Mapping[str, Scalar]):
+    """A read-only mapping of one trial's hyperparameters.
+
+    Raises:
+        SpecError: a name that the search space does not have; lists the known ones.
+    """
+
+    def __init__(self, values: Mapping[str, Scalar]) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, name: str) -> Scalar:
+        try:
+            return self._values[name]
+        except KeyError:
+            raise self._unknown(name) from None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._values.get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return repr(self._values)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HyperParameters, (self._values,)
+
+    def _unknown(self, name: str) -> SpecError:
+        known = ", ".join(map(repr, self._values)) or "none"
+        return SpecError(
+            f"unknown hyperparameter {name!r}; the space has {known}. Add it to the study's "
+            f"space, or read it with hp.get({name!r}, default)."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How to build, feed and train one model; unmodified PyTorch throughout.
+
+    Args:
+        model: ``(hp) -> nn.Module``, built on the CPU.
+        data: ``(hp) -> (train, valid)``; each can be iterated again and again and yields
+            batches; ``valid`` may be None.
+        loss: ``(output, batch) -> scalar Tensor``; default: the output's own ``loss``.
+        inputs: ``(batch) -> args tuple or kwargs dict`` of the model's forward. Default: a
+            Tensor is the one argument, of a tuple or list the first item, a mapping is
+            the keyword arguments.
+        optimizer: ``(named_parameters, hp) -> Optimizer``. Default: fused AdamW with
+            ``hp["lr"]`` and ``hp.get("weight_decay", 0.01)``.
+        schedule: ``(optimizer, hp) -> LRScheduler``, stepped once per optimizer step.
+        metrics: name -> ``(output, batch) -> float``, averaged over the validation batches.
+        clip_grad_norm: the largest global gradient norm, or None.
+        accumulate: batches per optimizer step.
+        precision: ``"fp32"``, or ``"bf16"`` for autocast with float32 parameters.
+        on_nonfinite: ``"fail"`` ends a trial whose loss is not finite before its step,
+            ``"ignore"`` trains on as a plain loop would.
+        step: a step of one's own, ``(models, batch, optimizers, hp) -> loss``.
+        splittable: may a batch be cut into micro-batches?
+
+    Raises:
+        SpecError: a value that no training could mean.
+    """
+
+    model: Callable[[HP], nn.Module]
+    data: Callable[[HP], tuple[Iterable[Batch], Iterable[Batch] | None]]
+    loss: Callable[[Output, Batch], Tensor] | None = None
+    inputs: Callable[[Batch], tuple[Any, ...] | Mapping[str, Any]] | None = None
+    optimizer: Callable[[Any, HP], torch.optim.Optimizer] | None = None
+    schedule: Callable[[torch.optim.Optimizer, HP], Any] | None = None
+    metrics: Mapping[str, Callable[[Output, Batch], float]] = field(default_factory=dict)
+    clip_grad_norm: float | None = None
+    accumulate: int = 1
+    precision: str = "fp32"
+    on_nonfinite: str = "fail"
+    step: Callable[..., Tensor] | None = None
+    splittable: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("model", "data"):
+            _require_callable(name, getattr(self, name))
+        for name in ("loss", "inputs", "optimizer", "schedule"):
+            if getattr(self, name) is not None:
+                _require_callable(name, getattr(self, name))
+        for name, metric in self.metrics.items():
+            _require_callable(f"metrics[{name!r}]", metric)
+        if self.accumulate < 1 or self.accumulate != int(self.accumulate):
+            raise SpecError(f"accumulate is a whole number from 1, got {self.accumulate!r}")
+        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
+            raise SpecError(f"clip_grad_norm is positive or None, got {self.clip_grad_norm!r}")
+        if self.precision not in ("fp32", "bf16"):
+            raise SpecError(f"precision is 'fp32' or 'bf16', got {self.precision!r}")
+        if self.on_nonfinite not in ("fail", "ignore"):
+            raise SpecError(f"on_nonfinite is 'fail' or 'ignore', got {self.on_nonfinite!r}")
+        if self.step is not None:
+            raise SpecError(
+                "Recipe(step=...) cannot be run yet: only recipes with one model, one loss and "
+                "one optimizer train today. Give model, data and loss instead."
+            )
+
+
+def _require_callable(name: str, value: object) -> None:
+    if not callable(value):
+        raise SpecError(f"Recipe({name}=...) is a callable, got {type(value).__name__}: {value!r}")
+
+
+def build_optimizer(
+    recipe: Recipe, named_parameters: Iterable[tuple[str, nn.Parameter]], hp: HP
+) -> torch.optim.Optimizer:
+    """The recipe's optimizer over all parameters, or the default one.
+
+    Raises:
+        SpecError: the factory returned something that is no optimizer.
+    """
+    named = list(named_parameters)
+    if recipe.optimizer is None:
+        return torch.optim.AdamW(
+            [parameter for _, parameter in named],
+            lr=hp["lr"],  # type: ignore[arg-type]  # a float by the recipe's contract
+            weight_decay=hp.get("weight_decay", 0.01),
+            fused=True,
+        )
+    optimizer = recipe.optimizer(named, hp)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise SpecError(
+            f"Recipe(optimizer=...) returned {type(optimizer).__name__}; return one "
+            "torch.optim.Optimizer over the named parameters it was given."
+        )
+    return optimizer
+
+
+def build_schedule(recipe: Recipe, optimizer: torch.optim.Optimizer, hp: HP) -> Any:
+    """The recipe's schedule over ``optimizer``, or None."""
+    return recipe.schedule(optimizer, hp) if recipe.schedule else None
+
+
+def read_data(recipe: Recipe, hp: HP) -> tuple[Iterable[Batch], Iterable[Batch] | None]:
+    """The training and validation batches.
+
+    Raises:
+        SpecError: not a pair, or a source that can be read only once.
+    """
+    data = recipe.data(hp)
+    if not isinstance(data, tuple | list) or len(data) != 2:
+        raise SpecError(
+            f"Recipe(data=...) returned {type(data).__name__}; return a pair (train, valid), "
+            "valid may be None."
+        )
+    for name, source in zip(("train", "valid"), data, strict=True):
+        if source is None and name == "valid":
+            continue
+        if not isinstance(source, Iterable):
+            raise SpecError(f"{name} data is {type(source).__name__}, which is no iterable.")
+        if isinstance(source, Iterator):
+            raise SpecError(
+                f"{name} data is a {type(source).__name__}, which can be read only once; an epoch "
+                "needs a source that starts again. Return a list, a DataLoader, or an object "
+                "whose __iter__ makes a new iterator."
+            )
+    return data[0], data[1]
+
+
+def model_inputs(recipe: Recipe, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and keyword arguments of the model's forward for one batch.
+
+    Raises:
+        SpecError: a batch type that has no rule.
+    """
+    if recipe.inputs is not None:
+        chosen = recipe.inputs(batch)
+        if isinstance(chosen, Mapping):
+            return (), dict(chosen)
+        if isinstance(chosen, tuple | list):
+            return tuple(chosen), {}
+        raise SpecError(
+            f"Recipe(inputs=...) returned {type(chosen).__name__}; return a tuple of arguments "
+            "or a dict of keyword arguments."
+        )
+    if isinstance(batch, Tensor):
+        return (batch,), {}
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, tuple | list) and batch:
+        return (batch[0],), {}
+    raise SpecError(
+        f"there is no rule to feed a batch of type {type(batch).__name__} to the model. Give "
+        "Recipe(inputs=...), a function from the batch to a tuple or dict of arguments."
+    )
+
+
+def compute_loss(recipe: Recipe, output: Output, batch: Batch) -> Tensor:
+    """The scalar loss of one batch.
+
+    Raises:
+        SpecError: no loss, or one that is not a scalar tensor.
+    """
+    if recipe.loss is not None:
+        loss = recipe.loss(output, batch)
+    else:
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if loss is None:
+            raise SpecError(
+                f"the model's output ({type(output).__name__}) has no loss. Give "
+                "Recipe(loss=...), a function (output, batch) -> scalar, or put the labels "
+                "among the model's inputs if it computes its own loss."
+            )
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.dim() != 0:
+        found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise SpecError(f"the loss must be a scalar tensor, got {found}. Reduce it, e.g. .mean().")
+    return loss
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """``batch`` with every tensor on ``device``; containers keep their type.
+
+    Raises:
+        SpecError: a batch type that has no rule.
+    """
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        moved = {key: to_device(value, device) for key, value in batch.items()}
+        return type(batch)(moved) if type(batch) is not dict else moved  # type: ignore[call-arg]
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(to_device(value, device) for value in batch)
+    if batch is None or isinstance(batch, bool | int | float | str):
+        return batch
+    if hasattr(batch, "to"):
+        return batch.to(device)
+    raise SpecError(
+        f"there is no rule to move a batch of type {type(batch).__name__} to {device}. Yield "
+        "tensors, tuples, lists or mappings of them, or give the type a .to(device) method."
+    )
+
+
+def autocast(recipe: Recipe, device: torch.device) -> torch.autocast:
+    """The recipe's precision as a context."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bf16")
+
+
+def chunks(batches: Iterable[Batch], size: int) -> Iterator[Iterator[Batch]]:
+    """Groups of ``size`` batches, lazily; the last one may be short.
+
+    A group's first batch is fetched to know that there is one; the others when the
+    training asks for them, so that data and training draw random numbers in turn.
+    """
+    iterator = iter(batches)
+    for first in iterator:
+        group = itertools.chain((first,), itertools.islice(iterator, size - 1))
+        yield group
+        for _ in group:  # the loop above must not see what a caller left
+            pass
