@@ -1,1 +1,84 @@
-"""shoal trains many models at once, each possibly larger than the device, exactly as alone."""
+"""shoal trains many models at once, each possibly larger than the device, exactly as alone.
+
+The public names load on first use, so that ``import shoal`` costs milliseconds and the
+command line never waits for torch unless something is to be trained.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.core import errors
+    from shoal.core.errors import (
+        CapacityError,
+        PlanError,
+        ProgramError,
+        ShoalError,
+        SpecError,
+        TransitionError,
+        TrialError,
+        WorkerError,
+    )
+    from shoal.core.plan import Plan, Resident, Spilled
+    from shoal.hardware import Hardware
+    from shoal.recipe import Recipe
+    from shoal.report import Report, TrialResult
+    from shoal.search.space import choice, grid, integer, log_uniform, uniform
+    from shoal.study import Study, open
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CapacityError",
+    "Hardware",
+    "Plan",
+    "PlanError",
+    "ProgramError",
+    "Recipe",
+    "Report",
+    "Resident",
+    "ShoalError",
+    "SpecError",
+    "Spilled",
+    "Study",
+    "TransitionError",
+    "TrialError",
+    "TrialResult",
+    "WorkerError",
+    "choice",
+    "errors",
+    "grid",
+    "integer",
+    "log_uniform",
+    "open",
+    "uniform",
+]
+
+_HOMES = {
+    "shoal.core": ("errors",),
+    "shoal.core.errors": tuple(name for name in __all__ if name.endswith("Error")),
+    "shoal.core.plan": ("Plan", "Resident", "Spilled"),
+    "shoal.hardware": ("Hardware",),
+    "shoal.recipe": ("Recipe",),
+    "shoal.report": ("Report", "TrialResult"),
+    "shoal.search.space": ("choice", "grid", "integer", "log_uniform", "uniform"),
+    "shoal.study": ("Study", "open"),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its home the first time it is asked for."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+    if name == "errors":
+        return importlib.import_module("shoal.core.errors")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

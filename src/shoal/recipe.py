@@ -225,7 +225,7 @@ def compute_loss(recipe: Recipe, output: Output, batch: Batch) -> Tensor:
         SpecError: no loss, or one that is not a scalar tensor.
     """
     if recipe.loss is not None:
-        loss = recipe.loss(output, batch)
+        loss: Any = recipe.loss(output, batch)
     else:
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if loss is None:
@@ -235,7 +235,8 @@ def compute_loss(recipe: Recipe, output: Output, batch: Batch) -> Tensor:
                 "among the model's inputs if it computes its own loss."
             )
     if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.dim() != 0:
-        found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        kind = type(loss).__name__
+        found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else kind
         raise SpecError(f"the loss must be a scalar tensor, got {found}. Reduce it, e.g. .mean().")
     return loss
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from shoal.core.units import Bytes, Seconds
 
+NO_TIME = Seconds(0.0)
 Scalar = bool | int | float | str | None
 DeviceKind = Literal["virtual", "cuda"]
 Place = Literal["device", "host"]
@@ -84,9 +85,9 @@ class ShardSpec:
     forward_peak_bytes: Bytes
     backward_peak_bytes: Bytes
     step_peak_bytes: Bytes
-    forward_s: Seconds = Seconds(0.0)
-    backward_s: Seconds = Seconds(0.0)
-    step_s: Seconds = Seconds(0.0)
+    forward_s: Seconds = NO_TIME
+    backward_s: Seconds = NO_TIME
+    step_s: Seconds = NO_TIME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +107,7 @@ class JobMeasure:
     resident_bytes: Bytes  # peak of an unsharded step: everything on the device
     resident_step_s: Seconds
     parameter_count: int
-    tokens_or_samples: int
+    num_batches: int | None  # of one epoch, where the data knows
     cuttable: bool
     bitwise: bool  # did the pilot's chain equal the module bit for bit?
     notes: tuple[str, ...] = field(default=())

@@ -25,6 +25,10 @@ STEP on the device consumes ``grad`` and makes ``param`` and ``state`` dirty; ST
 updates the host copies from the gradients there. SYNC is the barrier that turns the
 per-parameter norms of all shards into one clipping factor. Versions count optimizer
 steps from the program's start: F and B of a synchronous step use version 0.
+
+``SEND s1 m0 d1`` is the boundary into shard 1, ``SEND s1 m0 grad d0`` the gradients that
+shard 1's B hands back; RECV has the same words with the other device. A SEND never
+blocks and its tensor leaves the device; a RECV takes from its peer in the order sent.
 """
 
 from __future__ import annotations
@@ -147,7 +151,7 @@ def parse_action(line: str) -> Action:
         Op(name),
         parts=parts,
         place="host" if place else "device",
-        **numbers,  # type: ignore[arg-type]  # names come from _FIELDS
+        **numbers,
     )
 
 

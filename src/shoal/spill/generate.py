@@ -73,6 +73,30 @@ def spilled_step(
     return single(_interleave_loads(units, lookahead))
 
 
+def resident_micro(micro: int) -> Program:
+    """One batch of a resident step whose number of batches is not known yet."""
+    return single([Action(Op.B, 0, micro)])
+
+
+def spilled_micro(num_shards: int, micro: int, *, lookahead: int = 1) -> Program:
+    """One batch of a spilled step whose number of batches is not known yet.
+
+    Gradients are summed on the host's copy, whichever batch turns out to be the last.
+    """
+    units = [_forward(shard, micro) for shard in range(num_shards - 1)]
+    units += [_backward(shard, micro) for shard in reversed(range(num_shards))]
+    return single(_interleave_loads(units, lookahead))
+
+
+def spilled_finish(
+    num_shards: int, *, clip: bool = False, optimizer: Place = "device", lookahead: int = 1
+) -> Program:
+    """The optimizer step after ``spilled_micro`` programs."""
+    units = [_Unit((), (Action(Op.SYNC),), ())] if clip else []
+    units += [_late_step(shard, optimizer) for shard in range(num_shards)]
+    return single(_interleave_loads(units, lookahead))
+
+
 def evaluation(num_shards: int, *, spilled: bool, lookahead: int = 1) -> Program:
     """One validation batch: forwards only, the last one with the loss and the metrics."""
     if not spilled:

@@ -1,0 +1,1 @@
+../src/shoal/examples/gpt.py

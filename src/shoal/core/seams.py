@@ -1,0 +1,101 @@
+"""The Protocols to implement when one part of shoal is replaced.
+
+A seam is small: the records it is asked about are here too, so that an
+implementation imports nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from shoal.core.event import Event
+
+
+class Clock(Protocol):
+    """Time, passed in, so that a test can turn it by hand."""
+
+    def now(self) -> float:
+        """Seconds from any fixed start; never goes back."""
+        ...
+
+    def sleep(self, seconds: float) -> None: ...
+
+
+class EventSink(Protocol):
+    """Where events go: the log, a database, a screen. Called from one thread."""
+
+    def write(self, event: Event) -> None: ...
+
+
+class Standing(Protocol):
+    """What a lease policy may know of a trial. Read only, and only during the call."""
+
+    @property
+    def trial(self) -> int: ...
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds of device work that are left, from measured steps once there are some."""
+        ...
+
+    @property
+    def doubt(self) -> float:
+        """Relative error that ``remaining_s`` may well have: falls with every measured step."""
+        ...
+
+    @property
+    def quantum_s(self) -> float:
+        """Seconds of one lease of this trial and of moving it: the grain of any decision."""
+        ...
+
+    @property
+    def arrival(self) -> int:
+        """0 for the trial that was added first, and so on."""
+        ...
+
+
+class LeasePolicy(Protocol):
+    """Which waiting trial runs next, and which may take a running one's place.
+
+    Pure, but for a random generator it was given.
+    """
+
+    def rank(self, waiting: Standing) -> float:
+        """The waiting trial with the largest rank is granted the next lease."""
+        ...
+
+    def is_close(self, first: Standing, other: Standing) -> bool:
+        """May ``other`` go before ``first``, because its state is on the free device?"""
+        ...
+
+    def preempts(self, waiting: Standing, running: Standing, reach_s: float) -> bool:
+        """Should ``running`` leave at the end of its lease, so that ``waiting`` can run?
+
+        ``reach_s`` is the work a trial gets done until the study's end if it runs
+        from now on without a break; who has more left than that makes the study late.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A trial whose next unit could start on a device now.
+
+    ``ticket`` is the age of its step (smaller is older), from ``Interleaver.ticket``.
+    ``warm``: what the unit reads is on the device already.
+    """
+
+    trial: int
+    ticket: int
+    remaining_s: float
+    warm: bool
+
+
+class UnitPolicy(Protocol):
+    """Which of the trials on one device advances by a unit. Pure."""
+
+    def choose(self, candidates: Sequence[Candidate]) -> Candidate:
+        """One of ``candidates``, which are never empty."""
+        ...

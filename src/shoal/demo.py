@@ -1,0 +1,156 @@
+"""The study of ``shoal demo``: eight language models, none of which fits its device.
+
+Byte-level GPTs over the source text of Python's own library. Two learning rates, two
+widths and two depths; the training state of each (parameters, gradients, AdamW's two
+moments) is 3 to 5 times the 12 MiB of a virtual device.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from shoal.core.errors import SpecError
+from shoal.core.event import StudyStarted
+from shoal.examples.gpt import GPT, RandomWindows, library_data, next_byte_loss
+from shoal.hardware import Hardware
+from shoal.observe.log import EVENTS, EventLog, read_events
+from shoal.recipe import HP, Recipe
+from shoal.search.space import grid
+from shoal.study import Study
+
+NAME = "demo"
+SOURCE = "shoal.demo:study"
+DEVICES = 2
+DEVICE_MEMORY = "12MiB"
+CONTEXT = 64
+WINDOWS = 4  # 4 x 64 = 256 tokens a step
+HEAD_WIDTH = 16
+STEPS = 100  # of each trial, for one minute
+PROMPT = b"def "
+
+
+def build_model(hp: HP) -> GPT:
+    """A GPT of the trial's width and depth."""
+    width, depth = int(hp["width"]), int(hp["depth"])  # type: ignore[arg-type]
+    return GPT(width=width, depth=depth, heads=width // HEAD_WIDTH, context=CONTEXT)
+
+
+def build_data(hp: HP) -> tuple[RandomWindows, RandomWindows]:
+    """One epoch is the whole training: as many batches as the trial has steps."""
+    steps = int(hp["steps"])  # type: ignore[arg-type]
+    return library_data(batches=steps, windows=WINDOWS, length=CONTEXT)
+
+
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]], hp: HP
+) -> torch.optim.AdamW:
+    """AdamW; matrices decay, norms and biases do not."""
+    named = list(named_parameters)
+    groups = [
+        {"params": [p for _, p in named if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=float(hp["lr"]), betas=(0.9, 0.95), fused=True)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class WarmupCosine:
+    """A learning rate's factor: up in a line for a tenth of the steps, then down a cosine."""
+
+    steps: int
+
+    def __call__(self, step: int) -> float:
+        warmup = max(1, self.steps // 10)
+        if step < warmup:
+            return (step + 1) / warmup
+        progress = min(1.0, (step - warmup) / max(1, self.steps - warmup))
+        return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def build_schedule(optimizer: torch.optim.Optimizer, hp: HP) -> Any:
+    """Warm-up and cosine over the trial's steps."""
+    steps = int(hp["steps"])  # type: ignore[arg-type]
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, WarmupCosine(steps))
+
+
+recipe = Recipe(
+    model=build_model,
+    data=build_data,
+    loss=next_byte_loss,
+    optimizer=build_optimizer,
+    schedule=build_schedule,
+    clip_grad_norm=1.0,
+)
+
+
+def make_study(steps: int = STEPS, directory: str = "runs") -> Study:
+    """The demo's study; ``steps`` is a hyperparameter, so that a trial's record has it all."""
+    space = grid(lr=[1e-3, 3e-3], width=[144, 160], depth=[10, 12], steps=[steps])
+    made = Study(NAME, recipe, space=space, steps=steps, directory=directory)
+    made.source = SOURCE
+    return made
+
+
+def make_hardware() -> Hardware:
+    """Two CPU devices with 12 MiB each."""
+    return Hardware.virtual(devices=DEVICES, memory=DEVICE_MEMORY)
+
+
+study = make_study()
+
+
+def steps_for(minutes: float) -> int:
+    """How many steps of each trial to take for about ``minutes`` on two idle cores.
+
+    Raises:
+        SpecError: no minutes.
+    """
+    if not 0 < minutes < 60 * 24 * 7:
+        raise SpecError(f"--minutes is more than 0 and at most a week, got {minutes:g}.")
+    return max(2, round(STEPS * minutes))
+
+
+def remove_earlier(directory: str | Path = "runs") -> Path | None:
+    """Delete the demo that ran before in ``directory``; its path, or None if there was none.
+
+    Raises:
+        SpecError: what is there is no demo, or it is running now. Nothing is deleted.
+    """
+    place = Path(directory) / NAME
+    if not place.exists() or not any(place.iterdir()):
+        return None
+    started = [e for e in read_events(place) if isinstance(e, StudyStarted)]
+    if not started or started[0].source != SOURCE:
+        raise SpecError(
+            f"{place} holds something that no earlier demo wrote, and the demo replaces only "
+            "its own. Move it away, or run the demo in another directory."
+        )
+    with EventLog(place / EVENTS):  # refuses while another process writes it
+        shutil.rmtree(place)
+    return place
+
+
+class Sample(NamedTuple):
+    """Text that a trained model wrote, and how good that model is."""
+
+    text: str
+    prompt: str
+    loss: float  # validation, nats per byte
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.loss / math.log(2)
+
+
+def write_sample(model: GPT, loss: float, *, count: int = 320, seed: int = 0) -> Sample:
+    """What ``model`` makes of the beginning of a function; the same text each time."""
+    generator = torch.Generator().manual_seed(seed)
+    text = model.generate(PROMPT, count, temperature=0.7, top_k=20, generator=generator)
+    return Sample(text.decode("utf-8", errors="replace"), PROMPT.decode(), loss)

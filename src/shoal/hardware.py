@@ -1,0 +1,274 @@
+"""Which devices a study may use, and how many bytes of each.
+
+torch is imported only where GPUs are asked about (``_visible_gpus``), so that naming
+virtual devices costs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from shoal.core.errors import SpecError
+from shoal.core.spec import DeviceSpec
+from shoal.core.units import Bytes, format_bytes, parse_bytes
+
+FREE_SHARE = 0.8  # of what is free now; the rest is for the libraries and other processes
+_DEVICES = re.compile(r"(?P<kind>cpu|cuda)(?::(?P<which>[0-9,]+))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """The devices of a study and the host memory they share.
+
+    ``host_memory`` bounds the host tier, None leaves it unbounded. ``shared_cores``
+    is set where the devices only share what the machine has (``detect``): then fewer
+    trials than devices get wider devices. Threads somebody chose never change,
+    because they are part of a trial's numerics.
+    """
+
+    devices: tuple[DeviceSpec, ...]
+    host_memory: Bytes | None = None
+    shared_cores: int | None = None
+
+    def __post_init__(self) -> None:
+        names = [device.name for device in self.devices]
+        if not names:
+            raise SpecError("the hardware has no device. Give at least one.")
+        if len(set(names)) < len(names):
+            raise SpecError(f"each device needs a name of its own, got {', '.join(names)}.")
+
+    @staticmethod
+    def virtual(
+        devices: int = 2,
+        memory: int | str = "256MiB",
+        threads: int = 1,
+        poison: bool = False,
+        link: float | str | None = None,
+        *,
+        host_memory: int | str | None = None,
+    ) -> Hardware:
+        """CPU workers ``cpu:0``, ``cpu:1``, ... with an enforced budget of ``memory`` each.
+
+        ``link`` is bytes per second of the copies between host and device, as a number
+        or a size such as ``"1GB"``; None copies at memory speed.
+        """
+        _check_count("devices", devices)
+        _check_count("threads", threads)
+        specs = tuple(
+            DeviceSpec(
+                name=f"cpu:{index}",
+                kind="virtual",
+                memory=parse_bytes(memory),
+                threads=threads,
+                poison=poison,
+                link_bytes_per_s=_link_speed(link),
+            )
+            for index in range(devices)
+        )
+        return Hardware(devices=specs, host_memory=_optional_bytes(host_memory))
+
+    @staticmethod
+    def detect() -> Hardware:
+        """The GPUs if there are any, else one virtual device per core.
+
+        Budgets are 0.8 of what is free now; virtual devices share the machine's
+        memory, and all devices share its cores.
+        """
+        gpus = _visible_gpus()
+        return _cuda_hardware(gpus) if gpus else _cpu_hardware(available_cores())
+
+    @staticmethod
+    def parse(
+        devices: str | None = None,
+        device_memory: int | str | None = None,
+        host_memory: int | str | None = None,
+        *,
+        threads: int | None = None,
+    ) -> Hardware:
+        """The hardware of command line text: ``cpu:2``, ``cpu``, ``cuda`` or ``cuda:0,1``.
+
+        ``cpu:N`` is N devices of one thread unless ``threads`` says otherwise; ``cpu``
+        is one per core; None or ``auto`` is ``detect()``.
+        """
+        hardware = _named(devices)
+        specs = hardware.devices
+        if device_memory is not None:
+            specs = tuple(_with_memory(spec, parse_bytes(device_memory)) for spec in specs)
+        if threads is not None:
+            _check_count("threads", threads)
+            specs = tuple(replace(spec, threads=threads) for spec in specs)
+        limit = _optional_bytes(host_memory) if host_memory is not None else hardware.host_memory
+        cores = None if threads is not None or device_memory is not None else hardware.shared_cores
+        return Hardware(devices=specs, host_memory=limit, shared_cores=cores)
+
+    def fewer_trials(self, trials: int) -> Hardware:
+        """The hardware for ``trials`` trials: no more devices than those, and wider ones.
+
+        Only detected devices widen: they share the cores, and virtual ones the memory.
+        """
+        _check_count("trials", trials)
+        if trials >= len(self.devices):
+            return self
+        kept = self.devices[:trials]
+        if self.shared_cores is not None:
+            threads = max(1, self.shared_cores // trials)
+            total = sum(device.memory for device in self.devices)
+            kept = tuple(
+                replace(
+                    device,
+                    threads=threads,
+                    memory=Bytes(total // trials) if device.kind == "virtual" else device.memory,
+                )
+                for device in kept
+            )
+        return replace(self, devices=kept)
+
+
+class _Gpu(NamedTuple):
+    number: int
+    free_bytes: int
+
+
+def _visible_gpus() -> tuple[_Gpu, ...]:
+    """The GPUs torch sees, with their free bytes."""
+    import torch  # lazy: a study on virtual devices is described without it
+
+    if not torch.cuda.is_available():
+        return ()
+    count = torch.cuda.device_count()
+    return tuple(_Gpu(index, torch.cuda.mem_get_info(index)[0]) for index in range(count))
+
+
+def _named(devices: str | None) -> Hardware:
+    text = (devices or "auto").strip().lower()
+    if text == "auto":
+        return Hardware.detect()
+    match = _DEVICES.fullmatch(text)
+    if match is None:
+        raise SpecError(
+            f"cannot read the devices {devices!r}. Write cpu:2 (two virtual devices), cpu, cuda, "
+            "cuda:0,1 or auto."
+        )
+    return _cuda_named(match["which"]) if match["kind"] == "cuda" else _cpu_named(match["which"])
+
+
+def _cpu_named(count: str | None) -> Hardware:
+    if count is None:
+        return _cpu_hardware(available_cores())
+    if "," in count:
+        raise SpecError(f"cpu:{count}: write how many virtual devices, for example cpu:2.")
+    number = int(count)
+    _check_count("devices", number)
+    return Hardware.virtual(number, memory=_memory_share(number))
+
+
+def _cuda_named(which: str | None) -> Hardware:
+    gpus = _visible_gpus()
+    if not gpus:
+        raise SpecError(
+            "cuda was asked for, but torch sees no GPU (torch.cuda.is_available() is False). "
+            "Check the driver and CUDA_VISIBLE_DEVICES, or use --devices cpu:2."
+        )
+    if which is None:
+        return _cuda_hardware(gpus)
+    chosen = [int(word) for word in which.split(",") if word]
+    missing = [index for index in chosen if index >= len(gpus)]
+    if missing or not chosen:
+        raise SpecError(
+            f"cuda:{which} was asked for, but torch sees {len(gpus)} GPU(s), cuda:0 to "
+            f"cuda:{len(gpus) - 1}."
+        )
+    return _cuda_hardware([gpus[index] for index in chosen])
+
+
+def _cuda_hardware(gpus: Sequence[_Gpu]) -> Hardware:
+    cores = available_cores()
+    specs = tuple(
+        DeviceSpec(
+            name=f"cuda:{gpu.number}",
+            kind="cuda",
+            memory=Bytes(int(FREE_SHARE * gpu.free_bytes)),
+            threads=max(1, cores // len(gpus)),
+        )
+        for gpu in gpus
+    )
+    host = Bytes(int(FREE_SHARE * free_memory()))
+    return Hardware(devices=specs, host_memory=host, shared_cores=cores)
+
+
+def _cpu_hardware(cores: int) -> Hardware:
+    hardware = Hardware.virtual(cores, memory=_memory_share(cores), threads=1)
+    return replace(hardware, shared_cores=cores)
+
+
+def _with_memory(spec: DeviceSpec, memory: Bytes) -> DeviceSpec:
+    free = int(spec.memory / FREE_SHARE)
+    if spec.kind == "cuda" and memory > free:
+        raise SpecError(
+            f"a budget of {format_bytes(memory)} was asked for on {spec.name}, but "
+            f"{format_bytes(free)} are free. Ask for less, or free the device."
+        )
+    return replace(spec, memory=memory)
+
+
+def _memory_share(count: int) -> Bytes:
+    return Bytes(max(1, int(FREE_SHARE * free_memory()) // count))
+
+
+def _check_count(name: str, value: int) -> None:
+    if type(value) is not int or value < 1:
+        raise SpecError(f"{name} is a whole number from 1, got {value!r}.")
+
+
+def _optional_bytes(size: int | str | None) -> Bytes | None:
+    return None if size is None else parse_bytes(size)
+
+
+def _link_speed(link: float | str | None) -> float | None:
+    if link is None or isinstance(link, str):
+        return None if link is None else float(parse_bytes(link.removesuffix("/s")))
+    if isinstance(link, bool) or not link > 0:
+        raise SpecError(f"link is bytes per second, positive or None, got {link!r}.")
+    return float(link)
+
+
+def available_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """The cores this process may use: its affinity and its container's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    quota, _, period = _read(cgroup / "cpu.max").partition(" ")
+    if quota.isdecimal() and period.isdecimal():
+        return max(1, min(cores or 1, round(int(quota) / int(period))))
+    return cores or 1
+
+
+def free_memory(
+    meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> Bytes:
+    """Bytes of host memory this process can still take, its container's limit included."""
+    match = re.search(r"MemAvailable:\s+(\d+) kB", _read(meminfo))
+    if match:
+        free = int(match[1]) * 1024
+    else:  # no Linux: all of it is the best that is known
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit, used = _read(cgroup / "memory.max"), _read(cgroup / "memory.current")
+    if limit.isdecimal() and used.isdecimal():
+        free = min(free, max(0, int(limit) - int(used) + _reclaimable(cgroup)))
+    return Bytes(free)
+
+
+def _reclaimable(cgroup: Path) -> int:
+    """Page cache counted as used that the kernel gives back on demand."""
+    match = re.search(r"^inactive_file (\d+)", _read(cgroup / "memory.stat"), re.MULTILINE)
+    return int(match[1]) if match else 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,134 @@
+"""Where every byte of a trial lies in its flat host store and in a device slot. Pure data.
+
+[Note: flat shards]
+One region per trial. Each shard is contiguous and has segments, every field aligned to
+512 bytes (the granularity that device allocators give, so kernels see the same
+alignment as in a plain run):
+
+    host   | shard 0: param | state | grad | shard 1: param | state | grad | ... | buffers |
+    slot   | param (owned) | borrowed ... | state | grad |
+
+A copy of a segment is one flat copy. Shapes and strides travel with the field, so a
+channels-last weight keeps its memory format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shoal.core.plan import Resident, Technique
+from shoal.core.units import round_up
+
+ALIGNMENT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape, strides and type of one tensor; ``dtype`` is torch's name, such as "float32"."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    num_bytes: int  # of the storage the strides span
+    key: str = ""  # the optimizer's name for a state tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A tensor and its offset in a segment, in bytes."""
+
+    spec: TensorSpec
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Aligned fields, one after another; ``num_bytes`` includes the padding."""
+
+    fields: tuple[Field, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """One shard's segments and where they begin in the host region."""
+
+    param: Segment
+    state: Segment
+    borrowed: tuple[tuple[int, Field], ...]  # (owner shard, field there) of tied parameters
+    param_at: int
+    state_at: int
+    grad_at: int
+
+    @property
+    def borrowed_bytes(self) -> int:
+        return sum(round_up(field.spec.num_bytes, ALIGNMENT) for _, field in self.borrowed)
+
+
+@dataclass(frozen=True, slots=True)
+class TrialLayout:
+    """The whole host region of one trial."""
+
+    shards: tuple[ShardLayout, ...]
+    buffers: Segment
+    buffers_at: int
+    num_bytes: int
+
+
+def segment(specs: Iterable[TensorSpec]) -> Segment:
+    """Fields one after another, each aligned."""
+    fields, offset = [], 0
+    for spec in specs:
+        fields.append(Field(spec, offset))
+        offset += round_up(spec.num_bytes, ALIGNMENT)
+    return Segment(tuple(fields), offset)
+
+
+def lay_out(
+    owned: Sequence[Sequence[str]],
+    borrowed: Sequence[Sequence[str]],
+    parameters: Mapping[str, TensorSpec],
+    states: Mapping[str, Sequence[TensorSpec]],
+    buffers: Sequence[TensorSpec],
+) -> TrialLayout:
+    """The region for shards that own and borrow parameters by name."""
+    shards: list[ShardLayout] = []
+    home: dict[str, tuple[int, Field]] = {}
+    offset = 0
+    for index, names in enumerate(owned):
+        param = segment(parameters[name] for name in names)
+        state = segment(spec for name in names for spec in states.get(name, ()))
+        home |= {field.spec.name: (index, field) for field in param.fields}
+        state_at = offset + param.num_bytes
+        grad_at = state_at + state.num_bytes
+        shards.append(ShardLayout(param, state, (), offset, state_at, grad_at))
+        offset = grad_at + param.num_bytes
+    tied = [tuple(home[name] for name in names) for names in borrowed]
+    linked = tuple(
+        ShardLayout(s.param, s.state, ties, s.param_at, s.state_at, s.grad_at)
+        for s, ties in zip(shards, tied, strict=True)
+    )
+    buffer_segment = segment(buffers)
+    return TrialLayout(linked, buffer_segment, offset, offset + buffer_segment.num_bytes)
+
+
+def slot_parts(technique: Technique, *, clip: bool, accumulate: int) -> tuple[str, ...]:
+    """Which parts a device slot has room for besides the parameters."""
+    if isinstance(technique, Resident):
+        return ("state",)
+    on_device = technique.optimizer == "device"
+    grads_return = accumulate > 1 or (on_device and clip)
+    return ("state",) * on_device + ("grad",) * grads_return
+
+
+def slot_size(layout: TrialLayout, parts: tuple[str, ...]) -> int:
+    """Bytes of the largest shard with those parts."""
+    return max(
+        shard.param.num_bytes
+        + shard.borrowed_bytes
+        + ("state" in parts) * shard.state.num_bytes
+        + ("grad" in parts) * shard.param.num_bytes
+        for shard in layout.shards
+    )

@@ -1,0 +1,111 @@
+"""A trial's tensors in flat shared host memory, and views of flat memory as tensors.
+
+The region is an anonymous memory file that the study's process creates and every
+worker maps by descriptor: it needs no room in /dev/shm and outlives a killed worker.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import torch
+
+from shoal.core.errors import CapacityError
+from shoal.core.units import format_bytes
+from shoal.memory.layout import Field, Segment, TensorSpec
+
+
+def create_region(name: str, num_bytes: int) -> int:
+    """A descriptor of ``num_bytes`` of shared memory, really allocated. The caller closes it.
+
+    Raises:
+        CapacityError: the host has not that much memory.
+    """
+    descriptor = os.memfd_create(f"shoal-{name}", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(descriptor, 0, max(num_bytes, 1))
+    except OSError as error:
+        os.close(descriptor)
+        raise CapacityError(
+            f"cannot allocate {format_bytes(num_bytes)} of host memory for {name}: "
+            f"{error.strerror}. Free memory, or run fewer or smaller trials at once."
+        ) from error
+    return descriptor
+
+
+class Region:
+    """A mapped region as one flat byte tensor; ``pin`` registers it with CUDA.
+
+    The mapping lives as long as a tensor that views it.
+    """
+
+    def __init__(self, descriptor: int, num_bytes: int, *, pin: bool = False) -> None:
+        self.num_bytes = num_bytes
+        self._map = mmap.mmap(descriptor, max(num_bytes, 1))
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        if pin:
+            _register(self.bytes)
+
+    def segment(self, at: int, num_bytes: int) -> torch.Tensor:
+        """A flat byte view."""
+        return self.bytes[at : at + num_bytes]
+
+
+def view(flat: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
+    """The tensor of ``spec`` at byte ``offset`` of a flat byte tensor's storage.
+
+    The result shares memory but no version counter with ``flat`` or other views: a
+    prefetch into one slot does not upset the backward of another.
+    """
+    dtype = getattr(torch, spec.dtype)
+    tensor = torch.empty(0, dtype=dtype, device=flat.device)
+    start = flat.storage_offset() + offset
+    tensor.set_(flat.untyped_storage(), start // tensor.element_size(), spec.shape, spec.stride)
+    return tensor
+
+
+def views(flat: torch.Tensor, segment: Segment, at: int = 0) -> dict[str, torch.Tensor]:
+    """Tensor per field name of a segment that begins at byte ``at`` of ``flat``."""
+    return {field.spec.name: view(flat, at + field.offset, field.spec) for field in segment.fields}
+
+
+def state_views(
+    flat: torch.Tensor, segment: Segment, at: int = 0
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Optimizer state per parameter name and key of a state segment."""
+    result: dict[str, dict[str, torch.Tensor]] = {}
+    for field in segment.fields:
+        tensor = view(flat, at + field.offset, field.spec)
+        result.setdefault(field.spec.name, {})[field.spec.key] = tensor
+    return result
+
+
+def field_view(flat: torch.Tensor, at: int, field: Field) -> torch.Tensor:
+    """The tensor of one field of a segment at byte ``at``."""
+    return view(flat, at + field.offset, field.spec)
+
+
+def describe(name: str, tensor: torch.Tensor, key: str = "") -> TensorSpec:
+    """The spec under which ``tensor`` is stored: its own strides where they are dense."""
+    kept = torch.empty_like(tensor, device="meta")  # dense strides in the tensor's own order
+    return TensorSpec(
+        name=name,
+        shape=tuple(tensor.shape),
+        stride=tuple(kept.stride()),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        num_bytes=tensor.numel() * tensor.element_size(),
+        key=key,
+    )
+
+
+def _register(flat: torch.Tensor) -> None:
+    """Pin existing memory for CUDA in its exact size; torch's own pinned pool rounds up."""
+    runtime = torch.cuda.cudart()
+    portable = 1
+    code = runtime.cudaHostRegister(flat.data_ptr(), flat.numel(), portable)
+    if int(code) != 0:
+        raise CapacityError(
+            f"cannot pin {format_bytes(flat.numel())} of host memory: CUDA error {int(code)}. "
+            "Raise the locked-memory limit (ulimit -l) or run fewer trials at once."
+        )

@@ -1,0 +1,238 @@
+"""One trial and one device while their events are folded: what ``snapshot`` adds up.
+
+The rules are in [Note: folding] of that file. ``now`` and all seconds here are of the
+study's clock, which stands still between runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from array import array
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from shoal.core.event import ActionFinished, Evaluated, StepFinished, TrialFinished, TrialPlanned
+from shoal.observe.rows import DeviceRow, HistoryRow, TrialRow, TrialState, metric_rank
+
+_RECENT_STEPS = 64  # speeds are over so many steps
+_SMOOTHING = 0.9  # of the exponential mean of the loss
+
+
+class Aim(NamedTuple):
+    """What the study looks for: a metric's name, and ``min`` or ``max``."""
+
+    metric: str
+    mode: str
+
+
+class TrialFold:
+    """A trial while it is folded. ``steps`` and ``losses`` run in parallel."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.plan: TrialPlanned | None = None
+        self.state = TrialState.PENDING
+        self.device = ""
+        self.step = self.epoch = self.restarts = 0
+        self.steps_per_epoch: int | None = None
+        self.steps, self.losses = array("q"), array("d")
+        self.smooth_loss: float | None = None
+        self.history: list[HistoryRow] = []
+        self.evaluations: list[int] = []  # their steps; while there are none, rows are by epoch
+        self.metrics: dict[str, float] = {}
+        self.best: float | None = None
+        self.began: float | None = None  # on the study's clock
+        self.seconds = 0.0
+        self.recent: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self.step_s: float | None = None
+        self.error = self.checkpoint = ""
+        self.cached: TrialRow | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.state in (TrialState.FINISHED, TrialState.FAILED)
+
+    def copy(self) -> TrialFold:
+        other = copy.copy(self)
+        other.steps, other.losses = self.steps[:], self.losses[:]
+        other.history, other.metrics = self.history[:], dict(self.metrics)
+        other.evaluations = self.evaluations[:]
+        other.recent = self.recent.copy()
+        return other
+
+    def lease(self, device: str, now: float) -> None:
+        self.state, self.device, self.error = TrialState.RUNNING, device, ""
+        self.recent.clear()
+        if self.began is None:
+            self.began = now
+
+    def release(self) -> None:
+        """No worker has it: until it starts again it waits."""
+        self.cached = None
+        if self.state is TrialState.RUNNING:
+            self.state, self.device = TrialState.PENDING, ""
+        self.recent.clear()
+
+    def finish_step(self, event: StepFinished, aim: Aim) -> None:
+        if self.steps and self.steps[-1] >= event.step:
+            self.rewind(event.step - 1, aim)
+        if self.steps and event.epoch > self.epoch and not self.evaluations:
+            self.add_row(self.step, self.epoch, {}, aim)
+        self.steps.append(event.step)
+        self.losses.append(event.loss)
+        self.step, self.epoch = event.step, event.epoch
+        self.steps_per_epoch = event.steps_per_epoch
+        self.smooth_loss = _smooth(self.smooth_loss, event.loss)
+        self.recent.append(event.time)
+        self.step_s = event.seconds
+
+    def rewind(self, step: int, aim: Aim) -> None:
+        """Forget what happened after ``step``: it will happen again."""
+        kept = bisect_right(self.steps, step)
+        del self.steps[kept:], self.losses[kept:]
+        self.evaluations = [at for at in self.evaluations if at <= step]
+        self.step, self.smooth_loss = min(self.step, step), None
+        self._keep_rows([row for row in self.history if row.step <= step], aim)
+
+    def evaluate(self, event: Evaluated, aim: Aim) -> None:
+        """A row of the learning curve; the first one replaces those by epoch."""
+        if not self.evaluations:
+            self._keep_rows([], aim)
+        self.evaluations.append(event.step)
+        self.add_row(event.step, event.epoch, event.metrics, aim)
+
+    def add_row(self, step: int, epoch: int, metrics: Mapping[str, float], aim: Aim) -> None:
+        row = HistoryRow(step=step, epoch=epoch, seconds=self.seconds, metrics=dict(metrics))
+        if self.history and self.history[-1].step == step:
+            older = self.history.pop()
+            row = replace(row, metrics={**older.metrics, **metrics})
+        else:
+            row = replace(row, metrics={**self._train_loss(step), **metrics})
+        self.history.append(row)
+        self._see(row.metrics, aim)
+
+    def finish(self, event: TrialFinished, aim: Aim) -> None:
+        self.step = event.step
+        if not self.history or self.history[-1].step < event.step:
+            self.add_row(event.step, self.epoch, event.metrics, aim)
+        self._see(event.metrics, aim)
+        self.state, self.checkpoint = TrialState.FINISHED, event.checkpoint
+        self.seconds = max(self.seconds, event.seconds)  # the event knows of this run alone
+
+    def row(self) -> TrialRow:
+        if self.cached is None:
+            self.cached = self._row()
+        return self.cached
+
+    def _row(self) -> TrialRow:
+        plan = self.plan
+        row = TrialRow(
+            number=self.number,
+            state=self.state,
+            device=self.device,
+            step=self.step,
+            epoch=self.epoch,
+            steps_per_epoch=self.steps_per_epoch,
+            loss=self.losses[-1] if self.losses else None,
+            smooth_loss=self.smooth_loss,
+            metrics=dict(self.metrics),
+            best=self.best,
+            speed=_speed(self.recent, self.step_s),
+            seconds=self.seconds,
+            restarts=self.restarts,
+            error=self.error,
+            checkpoint=self.checkpoint,
+            history=tuple(self.history),
+        )
+        if plan is None:
+            return row
+        return replace(
+            row,
+            hp=plan.hp,
+            seed=plan.seed,
+            technique=plan.technique,
+            shards=plan.shards,
+            steps=plan.steps,
+            predicted_bytes=plan.peak_bytes,
+            numerics=plan.numerics,
+        )
+
+    def _train_loss(self, step: int) -> dict[str, float]:
+        """The mean loss of the steps since the last row, up to ``step``."""
+        after = self.history[-1].step if self.history else 0
+        first, stop = bisect_right(self.steps, after), bisect_right(self.steps, step)
+        losses = self.losses[first:stop]
+        return {"train_loss": sum(losses) / len(losses)} if losses else {}
+
+    def _see(self, metrics: Mapping[str, float], aim: Aim) -> None:
+        self.metrics.update(metrics)
+        value = metrics.get(aim.metric)
+        if metric_rank(value, aim.mode) < metric_rank(self.best, aim.mode):
+            self.best = value
+
+    def _keep_rows(self, rows: list[HistoryRow], aim: Aim) -> None:
+        self.history, self.metrics, self.best = rows, {}, None
+        for row in rows:
+            self._see(row.metrics, aim)
+
+
+class DeviceFold:
+    """A device while it is folded."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.kind, self.threads = name, "", 0
+        self.budget_bytes = self.peak_bytes = self.predicted_bytes = self.restarts = 0
+        self.pid: int | None = None
+        self.recent: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self.step_s: float | None = None
+        self.compute_s = 0.0
+        self.first: float | None = None
+        self.last = 0.0
+
+    def copy(self) -> DeviceFold:
+        other = copy.copy(self)
+        other.recent = self.recent.copy()
+        return other
+
+    def describe(self, spec: Mapping[str, Any]) -> None:
+        self.kind, self.threads = str(spec.get("kind", "")), int(spec.get("threads", 0))
+        self.budget_bytes = int(spec.get("memory", 0))
+
+    def add_action(self, event: ActionFinished) -> None:
+        self.first = event.start if self.first is None else min(self.first, event.start)
+        self.last = max(self.last, event.end)
+        if event.stream == "compute":
+            self.compute_s += event.end - event.start
+
+    def row(self, trials: tuple[int, ...]) -> DeviceRow:
+        span = self.last - self.first if self.first is not None else 0.0
+        return DeviceRow(
+            name=self.name,
+            kind=self.kind,
+            threads=self.threads,
+            budget_bytes=self.budget_bytes,
+            peak_bytes=self.peak_bytes,
+            predicted_bytes=self.predicted_bytes,
+            busy=self.compute_s / span if span > 0 else None,
+            trials=trials,
+            speed=_speed(self.recent, self.step_s),
+            restarts=self.restarts,
+            pid=self.pid,
+        )
+
+
+def _smooth(mean: float | None, loss: float) -> float:
+    if mean is None or not math.isfinite(mean):
+        return loss
+    return _SMOOTHING * mean + (1 - _SMOOTHING) * loss
+
+
+def _speed(times: deque[float], step_s: float | None) -> float | None:
+    """Steps per second between the recent ends of steps; of one step alone, its own."""
+    if len(times) > 1 and times[-1] > times[0]:
+        return (len(times) - 1) / (times[-1] - times[0])
+    return 1 / step_s if times and step_s else None

@@ -1,0 +1,112 @@
+"""The rows of a snapshot: what is known of one trial and of one device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from shoal.core.spec import Scalar
+
+
+class TrialState(StrEnum):
+    """Where a trial is in its life."""
+
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    FINISHED = "FINISHED"
+    FAILED = "FAILED"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryRow:
+    """One line of a learning curve: ``train_loss`` is the mean since the line before."""
+
+    step: int
+    epoch: int
+    seconds: float
+    metrics: Mapping[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dict of the fields."""
+        return {
+            "step": self.step,
+            "epoch": self.epoch,
+            "seconds": self.seconds,
+            "metrics": dict(self.metrics),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialRow:
+    """One trial as a screen shows it.
+
+    ``loss`` is the last step's, ``smooth_loss`` an exponential mean. ``metrics`` are
+    the latest values, ``best`` the study's metric at its best so far. ``speed`` is
+    optimizer steps per second of late, neighbours' time included.
+    """
+
+    number: int
+    hp: Mapping[str, Scalar] = field(default_factory=dict)
+    seed: int = 0
+    state: TrialState = TrialState.PENDING
+    technique: str = ""
+    shards: int = 0
+    predicted_bytes: int = 0
+    numerics: Mapping[str, Scalar] = field(default_factory=dict)
+    device: str = ""
+    step: int = 0
+    steps: int | None = None
+    epoch: int = 0
+    steps_per_epoch: int | None = None
+    loss: float | None = None
+    smooth_loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    best: float | None = None
+    speed: float | None = None
+    seconds: float = 0.0
+    restarts: int = 0
+    error: str = ""
+    checkpoint: str = ""
+    history: tuple[HistoryRow, ...] = ()
+
+    @property
+    def error_line(self) -> str:
+        """The last line of the traceback: what a table has room for."""
+        lines = self.error.strip().splitlines()
+        return lines[-1].strip() if lines else ""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no more steps will come."""
+        return self.state in (TrialState.FINISHED, TrialState.FAILED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRow:
+    """One device as a screen shows it.
+
+    ``busy`` is the share of time in compute, from its first action to its last; None
+    when no action was folded. ``speed`` is optimizer steps per second of late.
+    """
+
+    name: str
+    kind: str = ""
+    threads: int = 0
+    budget_bytes: int = 0
+    peak_bytes: int = 0
+    predicted_bytes: int = 0
+    busy: float | None = None
+    trials: tuple[int, ...] = ()
+    speed: float | None = None
+    restarts: int = 0
+    pid: int | None = None
+
+
+def metric_rank(value: float | None, mode: str) -> float:
+    """A sort key for a metric: smaller is better, what is no finite number comes last."""
+    if value is None or not math.isfinite(value):
+        return math.inf
+    return value if mode == "min" else -value

@@ -1,0 +1,292 @@
+"""The state that every screen and report draws, folded from the events.
+
+[Note: folding]
+``Folder`` is the mutable machine, ``Snapshot`` what it looks like at a moment. The
+same events give the same snapshot however they are cut into batches: only the events'
+own times are read, never a clock. A log can hold a step twice, once before a crash
+and once after the resume; the later one replaces the earlier and all after it.
+
+    events   S1 S2 S3 S4 (kill) StudyStarted TrialRestarted(step=2) S3 S4 S5
+    losses   1  2  3  4                      1  2                   3  4  5
+
+[Note: time]
+A study's and a trial's ``seconds`` leave out the time between runs: the clock stands
+still from the last event before a StudyStarted to that event.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shoal.core.event import (
+    ActionFinished,
+    Evaluated,
+    Event,
+    PeakMeasured,
+    StepFinished,
+    StudyFinished,
+    StudyStarted,
+    TrialFailed,
+    TrialFinished,
+    TrialMoved,
+    TrialPlanned,
+    TrialRestarted,
+    TrialStarted,
+    WorkerDied,
+    WorkerStarted,
+)
+from shoal.observe.machines import Aim, DeviceFold, TrialFold
+from shoal.observe.rows import DeviceRow, TrialRow, TrialState, metric_rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A study at a moment. ``total`` counts trials that were not planned yet, too."""
+
+    study: str = ""
+    metric: str = ""
+    mode: str = "min"
+    source: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    total: int = 0
+    trials: tuple[TrialRow, ...] = ()
+    devices: tuple[DeviceRow, ...] = ()
+    started: float | None = None
+    time: float | None = None
+    seconds: float = 0.0
+    eta_seconds: float | None = None
+    runs: int = 0
+    is_finished: bool = False
+    stopped: str = ""
+    _folder: Any = field(
+        default=None, compare=False, repr=False
+    )  # the Folder's state, for ``fold``
+
+    @staticmethod
+    def of(events: Iterable[Event]) -> Snapshot:
+        """The state after all of ``events``."""
+        return Folder().add_all(events).snapshot()
+
+    def count(self, state: TrialState) -> int:
+        """How many trials are in ``state``; PENDING includes those not planned yet."""
+        known = sum(row.state is state for row in self.trials)
+        return known + (self.total - len(self.trials) if state is TrialState.PENDING else 0)
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps that count towards the trials' ends."""
+        return sum(row.step for row in self.trials)
+
+    @property
+    def best(self) -> TrialRow | None:
+        """The trial whose metric was best at some moment, running ones included."""
+        rows = [row for row in self.trials if row.best is not None]
+        return min(rows, key=lambda row: metric_rank(row.best, self.mode), default=None)
+
+    def trial(self, number: int) -> TrialRow:
+        """The row of a trial; a pending one if it was never mentioned."""
+        for row in self.trials:
+            if row.number == number:
+                return row
+        return TrialRow(number=number)
+
+
+def fold(snapshot: Snapshot, *events: Event) -> Snapshot:
+    """The state after ``events``; ``snapshot`` is not changed.
+
+    Copies the state: to follow a log, keep a ``Folder``.
+    """
+    folder = snapshot._folder.copy() if snapshot._folder is not None else Folder()
+    return folder.add_all(events).snapshot()
+
+
+class Folder:
+    """Folds events in place; a screen that follows a log keeps one."""
+
+    def __init__(self) -> None:
+        self._head = Snapshot()
+        self._aim = Aim("", "min")
+        self._trials: dict[int, TrialFold] = {}
+        self._devices: dict[str, DeviceFold] = {}
+        self._seconds = 0.0  # on the study's clock, which stands still between runs
+        self._time: float | None = None
+
+    def add_all(self, events: Iterable[Event]) -> Folder:
+        """Fold a batch; returns itself."""
+        for event in events:
+            self.add(event)
+        return self
+
+    def add(self, event: Event) -> None:
+        """Fold one event."""
+        if not isinstance(event, ActionFinished):
+            self._advance(event.time, runs=not isinstance(event, StudyStarted))
+        _FOLDS[type(event)](self, event)
+
+    def snapshot(self) -> Snapshot:
+        """What the study looks like now."""
+        trials = tuple(self._trials[number].row() for number in sorted(self._trials))
+        running: dict[str, list[int]] = {}
+        for row in trials:
+            if row.state is TrialState.RUNNING:
+                running.setdefault(row.device, []).append(row.number)
+        devices = tuple(
+            device.row(tuple(running.get(name, ()))) for name, device in self._devices.items()
+        )
+        return replace(
+            self._head,
+            trials=trials,
+            devices=devices,
+            time=self._time,
+            seconds=self._seconds,
+            eta_seconds=_eta(self._head, trials, devices),
+            _folder=self.copy(),
+        )
+
+    def copy(self) -> Folder:
+        """A folder that goes its own way from here."""
+        other = copy.copy(self)
+        other._trials = {number: trial.copy() for number, trial in self._trials.items()}
+        other._devices = {name: device.copy() for name, device in self._devices.items()}
+        return other
+
+    def _advance(self, time: float, *, runs: bool) -> None:
+        if self._time is None:
+            self._time = time
+        if runs:
+            self._seconds += max(0.0, time - self._time)
+        self._time = max(self._time, time)
+
+    def _trial(self, number: int) -> TrialFold:
+        trial = self._trials.get(number)
+        if trial is None:
+            trial = self._trials[number] = TrialFold(number)
+        trial.cached = None
+        if trial.began is not None and not trial.is_done:
+            trial.seconds = self._seconds - trial.began
+        return trial
+
+    def _device(self, name: str) -> DeviceFold:
+        return self._devices.setdefault(name, DeviceFold(name))
+
+    def _study_started(self, event: StudyStarted) -> None:
+        self._aim = Aim(event.metric, event.mode)
+        first = self._head.started
+        self._head = replace(
+            self._head,
+            study=event.study,
+            metric=event.metric,
+            mode=event.mode,
+            source=event.source,
+            versions=event.versions,
+            total=event.trials,
+            started=event.time if first is None else first,
+            runs=self._head.runs + 1,
+            is_finished=False,
+            stopped="",
+        )
+        for spec in event.devices:
+            self._device(str(spec.get("name", ""))).describe(spec)
+        for device in self._devices.values():
+            device.recent.clear()
+        for trial in self._trials.values():
+            trial.release()
+
+    def _trial_planned(self, event: TrialPlanned) -> None:
+        trial = self._trial(event.trial)
+        trial.plan = event
+
+    def _trial_started(self, event: TrialStarted) -> None:
+        self._trial(event.trial).lease(event.device, self._seconds)
+
+    def _trial_moved(self, event: TrialMoved) -> None:
+        self._trial(event.trial).lease(event.device, self._seconds)
+
+    def _trial_restarted(self, event: TrialRestarted) -> None:
+        trial = self._trial(event.trial)
+        trial.rewind(event.step, self._aim)
+        trial.release()
+        trial.restarts += 1
+
+    def _step_finished(self, event: StepFinished) -> None:
+        trial = self._trial(event.trial)
+        if trial.is_done:  # a message that was late
+            return
+        if trial.state is TrialState.PENDING or trial.device != event.device:
+            trial.lease(event.device, self._seconds - event.seconds)
+        trial.finish_step(event, self._aim)
+        device = self._device(event.device)
+        device.recent.append(event.time)
+        device.step_s = event.seconds
+
+    def _evaluated(self, event: Evaluated) -> None:
+        self._trial(event.trial).evaluate(event, self._aim)
+
+    def _trial_finished(self, event: TrialFinished) -> None:
+        trial = self._trial(event.trial)
+        trial.finish(event, self._aim)
+
+    def _trial_failed(self, event: TrialFailed) -> None:
+        trial = self._trial(event.trial)
+        trial.state, trial.error, trial.step = TrialState.FAILED, event.error, event.step
+
+    def _worker_started(self, event: WorkerStarted) -> None:
+        self._device(event.device).pid = event.pid
+
+    def _worker_died(self, event: WorkerDied) -> None:
+        device = self._device(event.device)
+        device.pid, device.restarts = None, device.restarts + 1
+        for number in event.trials:
+            self._trial(number).release()
+
+    def _peak_measured(self, event: PeakMeasured) -> None:
+        device = self._device(event.device)
+        device.peak_bytes = max(device.peak_bytes, event.peak_bytes)
+        device.budget_bytes = event.budget_bytes
+        device.predicted_bytes = max(device.predicted_bytes, event.predicted_bytes)
+
+    def _action_finished(self, event: ActionFinished) -> None:
+        self._device(event.device).add_action(event)
+
+    def _study_finished(self, event: StudyFinished) -> None:
+        self._head = replace(self._head, is_finished=True, stopped=event.stopped)
+
+
+_FOLDS: dict[type[Any], Callable[[Folder, Any], None]] = {
+    StudyStarted: Folder._study_started,
+    TrialPlanned: Folder._trial_planned,
+    TrialStarted: Folder._trial_started,
+    TrialMoved: Folder._trial_moved,
+    TrialRestarted: Folder._trial_restarted,
+    StepFinished: Folder._step_finished,
+    Evaluated: Folder._evaluated,
+    TrialFinished: Folder._trial_finished,
+    TrialFailed: Folder._trial_failed,
+    WorkerStarted: Folder._worker_started,
+    WorkerDied: Folder._worker_died,
+    PeakMeasured: Folder._peak_measured,
+    ActionFinished: Folder._action_finished,
+    StudyFinished: Folder._study_finished,
+}
+
+
+def _eta(
+    head: Snapshot, trials: tuple[TrialRow, ...], devices: tuple[DeviceRow, ...]
+) -> float | None:
+    """Steps left over the speed of the devices at work; unplanned trials count the mean."""
+    if head.is_finished:
+        return 0.0
+    speed = sum(device.speed or 0.0 for device in devices if device.trials)
+    known = [row.steps for row in trials if row.steps is not None]
+    if not speed or not known:
+        return None
+    usual = sum(known) / len(known)
+    left = sum(
+        max(0.0, (usual if row.steps is None else row.steps) - row.step)
+        for row in trials
+        if not row.is_done
+    )
+    return (left + usual * max(0, head.total - len(trials))) / speed

@@ -1,0 +1,195 @@
+"""From a model, a recipe and one real batch to a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from shoal.core.errors import ShoalError
+from shoal.partition.callsheet import CallSheet, EmptyCache, Wires
+from shoal.partition.chain import Chain
+from shoal.partition.discover import Candidate, NotCuttable, find_candidates
+from shoal.partition.glue import Skeleton, run_prologue
+from shoal.partition.owners import Owners, UseRecorder, find_owners
+from shoal.partition.preserve import preserved
+from shoal.partition.record import Record, record_forward
+from shoal.partition.taint import Taint
+from shoal.recipe import Batch, Recipe, autocast
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What a chain is built from."""
+
+    model: nn.Module
+    recipe: Recipe
+    batch: Batch
+    device: torch.device
+
+
+def build_chain(
+    model: nn.Module,
+    recipe: Recipe,
+    batch: Batch,
+    device: torch.device,
+    *,
+    switch_caches_off: bool = False,
+) -> Chain:
+    """The chain of ``model`` for batches like ``batch``, which is on ``device``.
+
+    The model is in training mode. Parameters, buffers, gradients and random state are
+    afterwards as before. ``switch_caches_off`` sets ``use_cache`` to False in the configs
+    of the model's modules, until ``Chain.close``.
+
+    Raises:
+        NotCuttable: says what in the model stands against it.
+    """
+    source = _Source(model, recipe, batch, device)
+    candidates = find_candidates(model)
+    restore, notes = _switch_caches_off(model) if switch_caches_off else (_nothing, ())
+    try:
+        chain = _first_that_works(source, candidates)
+    except BaseException:
+        restore()
+        raise
+    return replace(chain, notes=(*chain.notes, *notes), on_close=[restore])
+
+
+def _first_that_works(source: _Source, candidates: list[Candidate]) -> Chain:
+    """The chain of the first candidate that has one.
+
+    Raises:
+        NotCuttable: none has; the reason is the last one's.
+    """
+    for candidate in candidates:
+        try:
+            return _build(source, candidate)
+        except NotCuttable as error:
+            refusal = error
+    if len(candidates[-1].lists) > 1:
+        reason = f"its lists {candidates[-1].title} do not form one chain: {refusal.reason}"
+        raise NotCuttable(reason) from refusal
+    raise refusal
+
+
+def _build(source: _Source, candidate: Candidate) -> Chain:
+    model, device = source.model, source.device
+    with preserved(model, device):
+        batch = clone_batch(source.batch)
+        record = record_forward(model, source.recipe, batch, device, candidate)
+    skeleton = Skeleton(
+        model=model,
+        recipe=source.recipe,
+        device=device,
+        blocks=record.blocks,
+        prologue=record.prologue,
+        glue_free=_is_plain(model, candidate),
+    )
+    try:
+        return _finish(source, skeleton, record)
+    except ShoalError:
+        raise
+    except Exception:  # the glue may change stand-ins in place: once more, with memory
+        dense = replace(skeleton, dense=True)
+    try:
+        return _finish(source, dense, record)
+    except ShoalError:
+        raise
+    except Exception as error:
+        raise NotCuttable(
+            "its forward fails when the modules before and between the blocks are replaced by "
+            f"stand-ins ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _finish(source: _Source, skeleton: Skeleton, record: Record) -> Chain:
+    """Check the glue, and see which layer reads which parameter.
+
+    Raises:
+        NotCuttable: the glue computes from the blocks' outputs.
+    """
+    model, device = source.model, source.device
+    taint = Taint()
+    with preserved(model, device), torch.no_grad(), autocast(source.recipe, device), taint:
+        sheet, _ = run_prologue(skeleton, clone_batch(source.batch), taint)
+    _require_empty_caches(sheet)
+    pairs = zip(sheet.calls, record.sheet.calls, strict=True)
+    if not all(one.has_form_of(other) for one, other in pairs):
+        raise NotCuttable("its forward calls the blocks otherwise when they are stand-ins")
+    nobody = Owners(((),) * (len(record.blocks) + 2), ((),) * (len(record.blocks) + 2))
+    chain = Chain(skeleton=skeleton, record=replace(record, sheet=sheet), owners=nobody)
+    return replace(chain, owners=_watch_uses(chain, source.batch))
+
+
+def _watch_uses(chain: Chain, batch: Batch) -> Owners:
+    """One forward, layer by layer, to see which parameters each layer reads."""
+    recorder = UseRecorder(dict(chain.model.named_parameters()))
+    epilogue = chain.num_layers - 1
+
+    def enter_epilogue() -> None:
+        recorder.layer = epilogue
+
+    with preserved(chain.model, chain.device), torch.no_grad():
+        micro = chain.begin(clone_batch(batch))
+        wires: Wires = {}
+        for layer in range(epilogue):
+            with autocast(chain.recipe, chain.device), recorder:
+                recorder.layer = layer
+                wires |= chain.forward(micro, layer, layer + 1, wires)
+            alive = chain.live_wires(layer + 1, micro)
+            wires = {wire: wires[wire] for wire in alive}
+        with autocast(chain.recipe, chain.device), recorder:
+            recorder.layer = None
+            chain.loss(micro, epilogue, wires, on_resume=enter_epilogue)
+    return find_owners(chain.model, chain.record, recorder.uses)
+
+
+def clone_batch(batch: Batch) -> Batch:
+    """A copy with tensors of its own, for a forward that may change them."""
+    copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in pytree.tree_leaves(batch)]
+    return pytree.tree_unflatten(copies, pytree.tree_structure(batch))
+
+
+def _is_plain(model: nn.Module, candidate: Candidate) -> bool:
+    """Is there nothing between the blocks but plain nn.Sequential?"""
+    return candidate.lists == ("",) and type(model) is nn.Sequential
+
+
+def _require_empty_caches(sheet: CallSheet) -> None:
+    """Raise NotCuttable if the forward starts with a cache that holds something."""
+    leaves = [leaf for call in sheet.calls for leaf in call.leaves]
+    caches = [leaf.value for leaf in leaves if isinstance(leaf, EmptyCache)]
+    filled = next((cache for cache in caches if cache.get_seq_length() != 0), None)
+    if filled is not None:
+        raise NotCuttable(f"its blocks are given a {type(filled).__name__} that is not empty")
+
+
+def configs_with_cache(model: nn.Module) -> list[Any]:
+    """The configs of the model's modules whose ``use_cache`` is on."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    on = {id(c): c for c in configs if getattr(c, "use_cache", None) is True}
+    return list(on.values())
+
+
+def _switch_caches_off(model: nn.Module) -> tuple[Callable[[], None], tuple[str, ...]]:
+    """Switch ``use_cache`` off in every module's config; how to undo it, and a note."""
+    configs = configs_with_cache(model)
+    for config in configs:
+        config.use_cache = False
+
+    def restore() -> None:
+        for config in configs:
+            config.use_cache = True
+
+    names = ", ".join(sorted({type(config).__name__ for config in configs}))
+    note = f"use_cache was switched off in {names}: training needs no key-value cache"
+    return restore, (note,) if configs else ()
+
+
+def _nothing() -> None:
+    """What there is to undo when nothing was switched off."""

@@ -1,0 +1,78 @@
+"""Which layer owns each parameter, and which layers borrow it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shoal.partition.callsheet import storage_key, tensors_in
+from shoal.partition.record import Record
+
+
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """Per layer, the names of the parameters it owns and borrows, in the model's order."""
+
+    owned: tuple[tuple[str, ...], ...]
+    borrowed: tuple[tuple[str, ...], ...]
+
+
+class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Notes which parameters the operators of a layer read; ``layer`` None notes nothing.
+
+    Parameters are known by their storage, so that views and ``.data`` count.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.layer: int | None = None
+        self.uses: set[tuple[int, str]] = set()
+        self._names = {storage_key(parameter): name for name, parameter in parameters.items()}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if self.layer is not None:
+            for tensor in tensors_in((args, kwargs)):
+                name = self._names.get(storage_key(tensor))
+                if name is not None:
+                    self.uses.add((self.layer, name))
+        return func(*args, **(kwargs or {}))
+
+
+def find_owners(model: nn.Module, record: Record, seen: set[tuple[int, str]]) -> Owners:
+    """The earliest user owns a parameter; one that nothing uses belongs to the epilogue.
+
+    A layer uses the parameters of the modules it calls, and those that its operators
+    were ``seen`` to read: a head may read the embedding's weight without calling it.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    num_layers = len(record.blocks) + 2
+    users: dict[str, set[int]] = {name: set() for name in names.values()}
+    for layer, block in enumerate(record.blocks, start=1):
+        _add_users(users, names, block.module, layer)
+    for module in record.prologue.values():
+        _add_users(users, names, module, 0)
+    for module in record.epilogue.values():
+        _add_users(users, names, module, num_layers - 1)
+    for layer, name in seen:
+        users[name].add(layer)
+    owned: list[list[str]] = [[] for _ in range(num_layers)]
+    borrowed: list[list[str]] = [[] for _ in range(num_layers)]
+    for name, layers in users.items():
+        first, *others = sorted(layers) or [num_layers - 1]
+        owned[first].append(name)
+        for layer in others:
+            borrowed[layer].append(name)
+    return Owners(tuple(map(tuple, owned)), tuple(map(tuple, borrowed)))
+
+
+def _add_users(
+    users: dict[str, set[int]], names: dict[int, str], module: nn.Module, layer: int
+) -> None:
+    for parameter in module.parameters():
+        users[names[id(parameter)]].add(layer)

@@ -1,0 +1,228 @@
+"""One plain step against the finest chain, bit for bit, before a chain is trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from shoal.core.errors import ShoalError
+from shoal.partition.build import build_chain, clone_batch, configs_with_cache
+from shoal.partition.callsheet import flatten
+from shoal.partition.chain import Chain
+from shoal.partition.discover import NotCuttable
+from shoal.partition.drive import every_layer, sharded_backward, sharded_evaluation
+from shoal.partition.preserve import BufferWatch, preserved, same_values
+from shoal.recipe import Batch, Recipe, autocast, compute_loss, model_inputs
+from shoal.rng import RngState, capture_rng, same_rng
+
+_NOISE_FACTOR = 2.0  # a chain may differ this much more than two plain runs do
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PilotReport:
+    """What the pilot found. ``chain`` is None when the model cannot be cut.
+
+    ``bitwise``: the chain equalled the model in loss, output, every gradient, every changed
+    buffer and the random state. ``notes`` say in words why not, and what was switched off.
+    """
+
+    chain: Chain | None
+    bitwise: bool
+    loss: float
+    notes: tuple[str, ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What a run left behind: tensors by what they are, and the random state."""
+
+    tensors: Mapping[str, Tensor]
+    rng: RngState
+
+
+def pilot(model: nn.Module, recipe: Recipe, batch: Batch, device: torch.device) -> PilotReport:
+    """Compare one plain step of ``model`` with its chain cut after every layer.
+
+    ``model`` and ``batch`` are on ``device``, the model in training mode. Holds the whole
+    model, its activations and two sets of gradients. Afterwards all is as before, except
+    that key-value caches stay switched off until the chain is closed.
+    """
+    plain = _plain_step(model, recipe, batch, device)
+    report = _attempt(model, recipe, batch, device, plain)
+    if report.chain is not None or not configs_with_cache(model):
+        return report
+    second = _attempt(model, recipe, batch, device, plain, switch_caches_off=True)
+    return second if second.chain is not None else report
+
+
+def _attempt(
+    model: nn.Module,
+    recipe: Recipe,
+    batch: Batch,
+    device: torch.device,
+    plain: _Outcome,
+    *,
+    switch_caches_off: bool = False,
+) -> PilotReport:
+    loss = float(plain.tensors["the loss"])
+    try:
+        chain = build_chain(model, recipe, batch, device, switch_caches_off=switch_caches_off)
+    except NotCuttable as error:
+        return PilotReport(chain=None, bitwise=False, loss=loss, notes=(str(error),))
+    try:
+        notes = _compare(chain, batch, plain)
+    except NotCuttable as error:
+        chain.close()
+        return PilotReport(chain=None, bitwise=False, loss=loss, notes=(str(error), *chain.notes))
+    except BaseException:
+        chain.close()
+        raise
+    return PilotReport(chain=chain, bitwise=not notes, loss=loss, notes=(*notes, *chain.notes))
+
+
+def _compare(chain: Chain, batch: Batch, plain: _Outcome) -> tuple[str, ...]:
+    """Notes on noise; none when the chain equals the model bit for bit.
+
+    Raises:
+        NotCuttable: the chain is not the model; names the first difference.
+    """
+    try:
+        sharded = _sharded_step(chain, batch)
+        pairs = [(plain, sharded), *_evaluations(chain, batch)]
+    except ShoalError as error:
+        raise NotCuttable(f"the pilot of the sharded run failed: {error}") from error
+    for first, second in pairs[1:]:
+        _require_equal(chain, first, second)
+    different = _differences(plain, sharded)
+    if not different:
+        return ()
+    again = _plain_step(chain.model, chain.recipe, batch, chain.device)
+    if chain.notes and not _differences(again, sharded):
+        largest = max(_distance(plain, again, name) for name in different)
+        return (f"a plain run with use_cache on differs from one without by up to {largest:.1e}",)
+    noise = {name: _distance(plain, again, name) for name in different}
+    if any(
+        noise[name] == 0 or _distance(plain, sharded, name) > _NOISE_FACTOR * noise[name]
+        for name in different
+    ):
+        _require_equal(chain, plain, sharded)
+    worst = max(different, key=lambda name: noise[name])
+    return (
+        f"two plain runs of this model differ by up to {noise[worst]:.1e} in {worst}; the sharded "
+        "run differs from them no more than that",
+    )
+
+
+def _require_equal(chain: Chain, plain: _Outcome, sharded: _Outcome) -> None:
+    different = _differences(plain, sharded)
+    if different:
+        name = different[0]
+        raise NotCuttable(
+            f"sharded training would not equal plain training: {name} differs by "
+            f"{_distance(plain, sharded, name):.1e} ({len(different)} of {len(plain.tensors)} "
+            f"tensors differ){_likely_cause(chain, different)}"
+        )
+
+
+def _likely_cause(chain: Chain, different: list[str]) -> str:
+    layers = range(chain.num_layers)
+    shared = {name for layer in layers for name in chain.borrowed_by(layer)}
+    blamed = sorted(name for name in shared if f"the gradient of {name!r}" in different)
+    if blamed and chain.recipe.precision == "bf16":
+        return (
+            f"; the weight {blamed[0]!r} is used in several layers, and bf16 autocast sums its "
+            "gradients in bf16 only when they run together"
+        )
+    if blamed:
+        return f"; the weight {blamed[0]!r} is used in several layers"
+    return (
+        "; something passes between the layers that is neither an argument of a block nor its "
+        "output, for example a skip from before the blocks to after them"
+    )
+
+
+def _differences(plain: _Outcome, sharded: _Outcome) -> list[str]:
+    names = list(dict.fromkeys([*plain.tensors, *sharded.tensors]))
+    different = [
+        name
+        for name in names
+        if name not in plain.tensors
+        or name not in sharded.tensors
+        or not same_values(plain.tensors[name], sharded.tensors[name])
+    ]
+    return different if different or same_rng(plain.rng, sharded.rng) else ["the random state"]
+
+
+def _distance(first: _Outcome, second: _Outcome, name: str) -> float:
+    """Largest difference; infinite where one has no such tensor, or NaN."""
+    if name not in first.tensors or name not in second.tensors:
+        return float("inf")
+    one, other = first.tensors[name].double(), second.tensors[name].double()
+    if one.shape != other.shape:
+        return float("inf")
+    distance = float((one - other).abs().max()) if one.numel() else 0.0
+    return distance if distance == distance else float("inf")
+
+
+def _plain_step(model: nn.Module, recipe: Recipe, batch: Batch, device: torch.device) -> _Outcome:
+    with preserved(model, device):
+        watch = BufferWatch(model)
+        mine = clone_batch(batch)
+        with torch.enable_grad(), autocast(recipe, device):
+            args, kwargs = model_inputs(recipe, mine)
+            loss = compute_loss(recipe, model(*args, **kwargs), mine)
+        (loss / 1).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return _outcome(model, loss.detach(), watch, device)
+
+
+def _sharded_step(chain: Chain, batch: Batch) -> _Outcome:
+    with preserved(chain.model, chain.device):
+        watch = BufferWatch(chain.model)
+        loss = sharded_backward(chain, clone_batch(batch), every_layer(chain))
+        return _outcome(chain.model, loss, watch, chain.device)
+
+
+def _outcome(model: nn.Module, loss: Tensor, watch: BufferWatch, device: torch.device) -> _Outcome:
+    tensors = {"the loss": loss}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            tensors[f"the gradient of {name!r}"] = parameter.grad
+    for name in sorted(watch.changed()):
+        tensors[f"the buffer {name!r}"] = model.get_buffer(name).clone()
+    return _Outcome(tensors, capture_rng(device))
+
+
+def _evaluations(chain: Chain, batch: Batch) -> list[tuple[_Outcome, _Outcome]]:
+    """Loss and output without gradients, plain and sharded, in training and evaluation mode."""
+    pairs = [(_evaluate(chain, batch, sharded=False), _evaluate(chain, batch, sharded=True))]
+    with _evaluation_mode(chain.model):
+        pairs.append(
+            (_evaluate(chain, batch, sharded=False), _evaluate(chain, batch, sharded=True))
+        )
+    return pairs
+
+
+def _evaluate(chain: Chain, batch: Batch, *, sharded: bool) -> _Outcome:
+    mine = clone_batch(batch)
+    ranges = every_layer(chain) if sharded else ((0, chain.num_layers),)
+    with preserved(chain.model, chain.device):
+        loss, output = sharded_evaluation(chain, mine, ranges)
+        leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
+        tensors = {f"output {index}": leaf for index, leaf in enumerate(leaves)}
+        return _Outcome({"the loss": loss, **tensors}, capture_rng(chain.device))
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """``model.eval()``, and every module's own mode afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -1,0 +1,1 @@
+"""From measures to a plan: which technique, how many shards, and why. Pure."""

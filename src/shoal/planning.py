@@ -1,0 +1,324 @@
+"""From trials to a plan: workers measure, the planner decides, for each shape once.
+
+Trials whose models, batches and optimizers have equal signatures cost the same; the first
+of each is measured, on whichever worker is free, and speaks for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from shoal.core.errors import PlanError, ShoalError, WorkerError
+from shoal.core.plan import Job, Plan, Resident, Spilled, Technique
+from shoal.core.spec import DeviceSpec, JobMeasure, Scalar, TrialSpec
+from shoal.core.units import Bytes, Seconds, format_bytes
+from shoal.memory.layout import TrialLayout
+from shoal.planner.choose import (
+    Choice,
+    Need,
+    Request,
+    choices,
+    fits,
+    make_job,
+    need,
+    refuse,
+)
+from shoal.recipe import Recipe
+from shoal.runtime.messages import (
+    Describe,
+    Described,
+    Measure,
+    Measured,
+    MeasureShards,
+    Order,
+    Refused,
+)
+from shoal.runtime.pool import Gone, Worker, WorkerPool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan, and what only the run needs beside it."""
+
+    plan: Plan
+    layouts: Mapping[int, TrialLayout]
+    num_batches: Mapping[int, int | None]
+    failures: Mapping[int, str]  # trial -> traceback: cannot even be built
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Settled:
+    """The technique of one signature, with the measure and layout that prove it."""
+
+    measure: JobMeasure
+    layout: TrialLayout
+    technique: Technique
+    why: tuple[str, ...]
+    active: int
+
+
+_Question = Generator[Order, Measured, _Settled]
+
+
+class Planner:
+    """Asks the workers, decides, and collects the plan of one study.
+
+    Raises from ``plan``:
+        PlanError: a trial fits in no way, or what was forced cannot be done.
+        SpecError, WorkerError: no trial can be built at all.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        pool: WorkerPool,
+        devices: Sequence[DeviceSpec],
+        recipe: Recipe,
+        technique: Technique | None,
+    ) -> None:
+        self._name, self._pool, self._devices, self._recipe = name, pool, tuple(devices), recipe
+        self._budget = Bytes(min(device.memory for device in devices))
+        on_gpu = devices[0].kind == "cuda"
+        self._request = Request(
+            micro_batches=recipe.accumulate,
+            clip=recipe.clip_grad_norm is not None,
+            technique=technique,
+            prefers="device" if on_gpu else "host",
+        )
+
+    def plan(self, trials: Sequence[TrialSpec]) -> Planned:
+        """Measure one trial of each shape and decide for all."""
+        signatures, failures = self._describe(trials)
+        first: dict[str, TrialSpec] = {}
+        for trial in trials:
+            if trial.number in signatures:
+                first.setdefault(signatures[trial.number], trial)
+        crowd = len(signatures) > len(self._devices)
+        settled = self._settle_all(first, crowd)
+        able = [trial for trial in trials if trial.number in signatures]
+        active = self._active(settled.values()) if crowd else 1
+        jobs = [self._job(trial, settled[signatures[trial.number]]) for trial in able]
+        layouts = {t.number: settled[signatures[t.number]].layout for t in able}
+        lengths = {t.number: settled[signatures[t.number]].measure.num_batches for t in able}
+        plan = Plan(
+            study=self._name,
+            devices=self._devices,
+            jobs=tuple(jobs),
+            active=active,
+            seconds=Seconds(0.0),
+        )
+        return Planned(plan=plan, layouts=layouts, num_batches=lengths, failures=failures)
+
+    # -- asking ---------------------------------------------------------------------------
+
+    def _describe(self, trials: Sequence[TrialSpec]) -> tuple[dict[int, str], dict[int, str]]:
+        worker = next(iter(self._pool.workers.values()))
+        worker.send(Describe(tuple(trials)))
+        reply = self._await(worker)
+        if isinstance(reply, Refused):
+            raise _raised(reply)
+        assert isinstance(reply, Described)
+        if not reply.signatures:
+            raise reply.cause or WorkerError(
+                f"none of the {len(trials)} trials can be built; the first one says:\n"
+                + next(iter(reply.errors.values()))
+            )
+        return dict(reply.signatures), dict(reply.errors)
+
+    def _settle_all(self, first: Mapping[str, TrialSpec], crowd: bool) -> dict[str, _Settled]:
+        """Measure one trial of each signature, as many at a time as there are workers."""
+        waiting = [(signature, self._settle(trial, crowd)) for signature, trial in first.items()]
+        running: dict[Worker, tuple[str, _Question]] = {}
+        settled: dict[str, _Settled] = {}
+        free = list(self._pool.workers.values())
+        while waiting or running:
+            while waiting and free:
+                worker = free.pop()
+                running[worker] = signature, question = waiting.pop(0)
+                worker.send(next(question))
+            worker, reply = self._receive()
+            if worker not in running:
+                continue
+            signature, question = running[worker]
+            if isinstance(reply, Refused):
+                raise _raised(reply)
+            assert isinstance(reply, Measured)
+            try:
+                worker.send(question.send(reply))
+            except StopIteration as end:
+                settled[signature] = end.value
+                del running[worker]
+                free.append(worker)
+        return settled
+
+    def _await(self, worker: Worker) -> object:
+        while True:
+            other, reply = self._receive()
+            if other is worker:
+                return reply
+
+    def _receive(self) -> tuple[Worker, object]:
+        """The next answer to an order; events of starting workers pass by."""
+        while True:
+            received = self._pool.receive(timeout=5.0)
+            if received is None:
+                self._pool.check_alive()
+                continue
+            worker, reply = received
+            if isinstance(reply, Gone):
+                raise WorkerError(
+                    f"the worker of {worker.name} died while the study was being planned: "
+                    f"{reply.reason}. Its messages are above."
+                )
+            if isinstance(reply, Described | Measured | Refused):
+                return worker, reply
+
+    # -- deciding -------------------------------------------------------------------------
+
+    def _settle(self, trial: TrialSpec, crowd: bool) -> _Question:
+        """Order measures until the technique of one trial is decided."""
+        forced = self._request.technique
+        measured = yield Measure(trial, cut=isinstance(forced, Spilled))
+        if not isinstance(forced, Spilled):
+            whole = self._resident(measured)
+            if whole.total <= self._budget:
+                return self._settled(measured, Resident(), 1, self._why_resident(whole))
+            if isinstance(forced, Resident):
+                raise PlanError(
+                    f"trial {trial.number} was asked to train resident, which needs "
+                    f"{format_bytes(whole.total)} on a device of {format_bytes(self._budget)}. "
+                    "Leave technique= out to have it spilled, or give the device more memory."
+                )
+            measured = yield Measure(trial, cut=True)
+        whole = self._resident(measured)
+        if not measured.measure.cuttable:
+            return self._settle_uncut(trial, measured, whole)
+        return (yield from self._settle_spilled(trial, measured, whole, crowd))
+
+    def _settle_uncut(self, trial: TrialSpec, measured: Measured, whole: Need) -> _Settled:
+        """A model in one piece: it trains resident if it fits."""
+        forced = self._request.technique
+        if isinstance(forced, Spilled) and forced.shards not in (None, 1):
+            raise PlanError(
+                f"trial {trial.number} was asked to train in {forced.shards} shards, but its model "
+                f"cannot be cut: {'; '.join(measured.measure.notes)}. Use technique='resident'."
+            )
+        if whole.total > self._budget:
+            raise refuse(trial, measured.measure, self._budget)
+        why = self._why_resident(whole)
+        return self._settled(measured, Resident(), 1, [*why, *measured.measure.notes])
+
+    def _settle_spilled(
+        self, trial: TrialSpec, measured: Measured, whole: Need, crowd: bool
+    ) -> Generator[Order, Measured, _Settled]:
+        for active in (2, 1) if crowd else (1,):
+            for choice in choices(measured.measure, self._budget, active, self._request):
+                exact = yield MeasureShards(trial, choice.cuts)
+                assert exact.layout is not None
+                bytes_ = need(
+                    exact.measure,
+                    exact.measure.shards,
+                    choice.technique,
+                    self._request,
+                    exact.layout,
+                )
+                if fits([bytes_], self._budget, active):
+                    why = self._why_spilled(whole, choice, bytes_, active)
+                    why += exact.measure.notes
+                    return self._settled(exact, choice.technique, active, why)
+        raise refuse(trial, measured.measure, self._budget)
+
+    def _resident(self, measured: Measured) -> Need:
+        assert measured.layout is not None
+        measure = measured.measure
+        shards = measure.shards
+        return need(measure, shards, Resident(), self._request, measured.layout)
+
+    def _settled(
+        self, measured: Measured, technique: Technique, active: int, why: Iterable[str]
+    ) -> _Settled:
+        assert measured.layout is not None
+        return _Settled(
+            measure=measured.measure,
+            layout=measured.layout,
+            technique=technique,
+            why=tuple(why),
+            active=active,
+        )
+
+    def _why_resident(self, whole: Need) -> list[str]:
+        return [
+            f"it fits: resident it needs {format_bytes(whole.total)} of "
+            f"{format_bytes(self._budget)}, and then nothing moves"
+        ]
+
+    def _why_spilled(self, whole: Need, choice: Choice, need_: Need, active: int) -> list[str]:
+        technique = choice.technique
+        forced = self._request.technique
+        reasons = [
+            f"resident it would need {format_bytes(whole.total)} of {format_bytes(self._budget)}"
+        ]
+        if isinstance(forced, Spilled) and forced.shards:
+            reasons.append(f"{forced.shards} shards were asked for")
+        else:
+            share = "two trials share the device" if active == 2 else "it fits the device"
+            reasons.append(f"{technique.shards} shards are the fewest with which {share}")
+        reasons.append(
+            f"the step on the {technique.optimizer} moves {format_bytes(choice.moved_bytes)} a step"
+            + ("" if forced else ", the least of what fits")
+        )
+        hides = "the other trial's units" if active == 2 else "the unit before"
+        if technique.lookahead or active == 2:
+            reasons.append(f"its loads hide behind {hides}")
+        return reasons
+
+    def _active(self, settled: Iterable[_Settled]) -> int:
+        """How many trials share a device: two where copies can hide and any two fit."""
+        all_ = list(settled)
+        if not any(isinstance(s.technique, Spilled) for s in all_):
+            return 1
+        needs = [
+            need(s.measure, s.measure.shards, s.technique, self._request, s.layout) for s in all_
+        ]
+        return 2 if fits(needs, self._budget, 2) else 1
+
+    def _job(self, trial: TrialSpec, settled: _Settled) -> Job:
+        numerics = self._numerics(settled)
+        return make_job(
+            trial,
+            settled.measure,
+            settled.layout,
+            settled.technique,
+            self._request,
+            settled.why,
+            numerics,
+        )
+
+    def _numerics(self, settled: _Settled) -> dict[str, Scalar]:
+        """All that may change a trial's bits, fixed before its first step."""
+        device, technique = self._devices[0], settled.technique
+        place = technique.optimizer if isinstance(technique, Spilled) else "device"
+        return {
+            "torch": torch.__version__,
+            "device": "cpu" if device.kind == "virtual" else torch.cuda.get_device_name(0),
+            "threads": device.threads,
+            "precision": self._recipe.precision,
+            "optimizer": place if device.kind == "cuda" else "cpu",
+            "accumulate": self._recipe.accumulate,
+            "exactness": "bitwise" if settled.measure.bitwise else "differs",
+        }
+
+
+def with_seconds(plan: Plan, seconds: float) -> Plan:
+    """The plan with its predicted duration."""
+    return replace(plan, seconds=Seconds(seconds))
+
+
+def _raised(reply: Refused) -> Exception:
+    """The error of a refusal: shoal's own as it is, the user's with its traceback."""
+    if isinstance(reply.cause, ShoalError):
+        return reply.cause
+    return WorkerError(f"trial {reply.trial} cannot be measured; it says:\n{reply.error}")

@@ -1,0 +1,179 @@
+"""The proof that a program may run, and the exact bytes it needs.
+
+``check`` walks the devices' lists in issue order, as far as each one gets, and holds
+every action to the rules of [Note: programs]. A SEND is in flight once it is issued; a
+RECV waits for its SEND. Devices that all wait are a deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from shoal.core.errors import ProgramError
+from shoal.program.costs import Costs, JobCosts
+from shoal.program.footprint import Footprint, footprint
+from shoal.program.ir import Action, Op, Part, Program
+from shoal.program.rules import NAMES, World, apply, complaints, sent
+
+__all__ = ["Costs", "Footprint", "JobCosts", "check", "check_devices"]
+
+CONTEXT = 3
+"""Actions shown before and after the one that breaks a rule."""
+
+
+def check(
+    program: Program,
+    costs: Costs,
+    *,
+    start: Collection[Part] = (),
+    end: Collection[Part] = (),
+    versions: int = 1,
+) -> Footprint:
+    """Prove that the program is sound; what the device that needs most of it needs.
+
+    ``start`` and ``end`` are the parts of shard 0 that are on the device before and
+    after (of every trial that a device's list names): those of a resident model.
+    ``versions`` is how many of the newest weight versions the runtime keeps.
+
+    Raises:
+        ProgramError: a rule is broken; shows the action, the rule and the way out.
+    """
+    devices = check_devices(program, costs, start=start, end=end, versions=versions)
+    return max(devices, key=lambda device: device.peak_bytes)
+
+
+def check_devices(
+    program: Program,
+    costs: Costs,
+    *,
+    start: Collection[Part] = (),
+    end: Collection[Part] = (),
+    versions: int = 1,
+) -> tuple[Footprint, ...]:
+    """As ``check``, with the footprint of every device."""
+    world = World.of(program, costs, start, versions)
+    _walk(program, world)
+    _expect_tidy_end(program, world, set(end))
+    return tuple(footprint(actions, costs, start=sorted(start)) for actions in program.devices)
+
+
+def _walk(program: Program, world: World) -> None:
+    heads = [0] * len(program.devices)
+    moved = True
+    while moved:
+        before = tuple(heads)
+        for device in range(len(heads)):
+            _advance(program, world, device, heads)
+        moved = before != tuple(heads)
+    if any(head < len(program.devices[d]) for d, head in enumerate(heads)):
+        raise _deadlock(program, heads)
+
+
+def _advance(program: Program, world: World, device: int, heads: list[int]) -> None:
+    """Issue a device's actions until one has to wait."""
+    actions = program.devices[device]
+    while heads[device] < len(actions):
+        action = actions[heads[device]]
+        for complaint in complaints(world, device, action):
+            raise _broken(program, device, heads[device], complaint)
+        if world.must_wait(device, action):
+            return
+        apply(world, device, action)
+        heads[device] += 1
+
+
+def _expect_tidy_end(program: Program, world: World, end: set[Part]) -> None:
+    for device, index, complaint in _leftovers(program, world, end):
+        raise _broken(program, device, index, complaint)
+
+
+def _leftovers(program: Program, world: World, end: set[Part]) -> Iterator[tuple[int, int, str]]:
+    """What a program must not leave behind: device, action and complaint."""
+    for (device, made), maker in world.tensors.items():
+        user = "F" if made.kind == "boundary" and made.trial not in world.has_backward else "B"
+        unit = f"{user} s{made.shard - (made.kind == 'carry')} m{made.micro}"
+        index = program.devices[device].index(maker)
+        yield device, index, f"{made} is never used. Add {unit}."
+    for (source, target), queue in world.messages.items():
+        for message in queue:
+            complaint = f"{message} is sent to device {target}, which never receives it."
+            index = _last_mention(program, source, message.trial, message.shard)
+            yield source, index, f"{complaint} Add its RECV."
+    for (device, trial, shard), copy in world.copies.items():
+        for complaint in _residues(shard, copy.present, end if shard == 0 else set()):
+            yield device, _last_mention(program, device, trial, shard), complaint
+    for (trial, shard), home in world.homes.items():
+        if home.has_gradients:
+            device = _device_of(program, trial, shard)
+            complaint = f"the gradients of s{shard} on the host are never used. Add its STEP."
+            yield device, _last_mention(program, device, trial, shard), complaint
+
+
+def _residues(shard: int, present: set[Part], expected: set[Part]) -> Iterator[str]:
+    for part in sorted(present - expected):
+        way_out = "Add the STEP that uses them" if part is Part.GRAD else "DROP them"
+        yield f"the {NAMES[part]} of s{shard} are still on the device at the end. {way_out}."
+    for part in sorted(expected - present):
+        yield f"the {NAMES[part]} of s{shard} must be on the device at the end. Keep them there."
+
+
+def _mentions(action: Action, trial: int, shard: int) -> bool:
+    return action.trial == trial and action.shard == shard and action.op is not Op.SYNC
+
+
+def _device_of(program: Program, trial: int, shard: int) -> int:
+    for device, actions in enumerate(program.devices):
+        if any(_mentions(action, trial, shard) for action in actions):
+            return device
+    return 0
+
+
+def _last_mention(program: Program, device: int, trial: int, shard: int) -> int:
+    actions = program.devices[device]
+    named = [i for i, action in enumerate(actions) if _mentions(action, trial, shard)]
+    return named[-1] if named else len(actions) - 1
+
+
+def _deadlock(program: Program, heads: list[int]) -> ProgramError:
+    """Every device that is not done waits at a RECV."""
+    blocked = [d for d, head in enumerate(heads) if head < len(program.devices[d])]
+    lines = []
+    for device in blocked:
+        action = program.devices[device][heads[device]]
+        lines.append(f"device {device} waits at {action!s} for device {action.peer}")
+        if not _is_sent_later(program, heads, device, action):
+            complaint = (
+                f"device {action.peer} never sends {sent(action)} here. Add its SEND, or remove "
+                "the RECV."
+            )
+            return _broken(program, device, heads[device], complaint)
+    cycle = "; ".join(lines)
+    complaint = f"deadlock: {cycle}. Put a SEND before the RECV on one of them."
+    return _broken(program, blocked[0], heads[blocked[0]], complaint)
+
+
+def _is_sent_later(program: Program, heads: list[int], device: int, action: Action) -> bool:
+    peer = action.peer or 0
+    return any(
+        other.op is Op.SEND and other.peer == device and sent(other) == sent(action)
+        for other in program.devices[peer][heads[peer] :]
+    )
+
+
+def _broken(program: Program, device: int, index: int, complaint: str) -> ProgramError:
+    """The error: the action, the rule with the way out, and the program around it."""
+    actions = program.devices[device]
+    where = f"device {device}, action {index + 1} of {len(actions)}"
+    return ProgramError(
+        f"the program cannot run: at {actions[index]!s}, {complaint}\n"
+        f"{where}:\n{excerpt(actions, index)}"
+    )
+
+
+def excerpt(actions: tuple[Action, ...], index: int) -> str:
+    """The actions around ``index``, one a line, with an arrow on it."""
+    first, stop = max(index - CONTEXT, 0), min(index + CONTEXT + 1, len(actions))
+    lines = ["  ..."] if first else []
+    for at in range(first, stop):
+        lines.append(f"  {actions[at]!s}" + (" <-- here" if at == index else ""))
+    return "\n".join(lines + (["  ..."] if stop < len(actions) else []))

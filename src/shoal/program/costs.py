@@ -1,0 +1,89 @@
+"""What the actions of a program cost: bytes moved, bytes needed, seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import inf
+
+from shoal.core.spec import ShardSpec
+from shoal.core.units import Bytes, Seconds
+from shoal.program.ir import Action, Op, Part
+
+NO_BYTES, NO_TIME = Bytes(0), Seconds(0.0)
+
+Durations = Callable[[Action], Seconds | None]
+"""Seconds of an action where they are known better than the costs say; None where not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobCosts:
+    """Exact bytes of one trial's shards and batch, and how fast its links are.
+
+    The seconds of F, B and STEP, also of STEP@host, are in the shards. Links:
+    ``up`` host to device, ``down`` device to host, ``peer`` to another device.
+    """
+
+    shards: tuple[ShardSpec, ...]
+    batch_bytes: Bytes = NO_BYTES
+    up_bytes_per_s: float = inf
+    down_bytes_per_s: float = inf
+    peer_bytes_per_s: float = inf
+    sync_s: Seconds = NO_TIME
+
+
+Costs = Mapping[int, JobCosts]
+"""The costs of every trial that a program names."""
+
+
+def part_bytes(shard: ShardSpec, part: Part) -> Bytes:
+    """What a part of a shard takes on the device; borrowed parameters included."""
+    if part is Part.PARAM:
+        return shard.parameter_bytes
+    return shard.state_bytes if part is Part.STATE else shard.gradient_bytes
+
+
+def moved_bytes(action: Action, shard: ShardSpec) -> Bytes:
+    """Bytes over the link for a LOAD, STORE, SEND or RECV; 0 for other actions.
+
+    A STORE of parameters writes back the owned ones only: borrowed ones are written
+    by the shard that owns them.
+    """
+    if action.op is Op.LOAD:
+        return Bytes(sum(part_bytes(shard, part) for part in action.parts))
+    if action.op is Op.STORE:
+        return Bytes(sum(_stored_bytes(shard, part) for part in action.parts))
+    if action.op in (Op.SEND, Op.RECV):
+        return shard.carry_bytes if Part.GRAD in action.parts else shard.boundary_bytes
+    return Bytes(0)
+
+
+def _stored_bytes(shard: ShardSpec, part: Part) -> Bytes:
+    return shard.owned_bytes if part is Part.PARAM else part_bytes(shard, part)
+
+
+def unit_peak_bytes(action: Action, shard: ShardSpec) -> Bytes:
+    """What runs inside a unit on the device, its outputs included; 0 for other actions."""
+    if action.op is Op.F:
+        return shard.forward_peak_bytes
+    if action.op is Op.B:
+        return shard.backward_peak_bytes
+    if action.op is Op.STEP and action.place == "device":
+        return shard.step_peak_bytes
+    return Bytes(0)
+
+
+def action_seconds(action: Action, costs: JobCosts) -> Seconds:
+    """How long an action takes once it has started. RECV ends with its SEND; DROP is free."""
+    if action.op is Op.SYNC:
+        return costs.sync_s
+    shard = costs.shards[action.shard]
+    seconds = {Op.F: shard.forward_s, Op.B: shard.backward_s, Op.STEP: shard.step_s}
+    speeds = {
+        Op.LOAD: costs.up_bytes_per_s,
+        Op.STORE: costs.down_bytes_per_s,
+        Op.SEND: costs.peer_bytes_per_s,
+    }
+    if action.op in speeds:
+        return Seconds(moved_bytes(action, shard) / speeds[action.op])
+    return seconds.get(action.op, Seconds(0.0))

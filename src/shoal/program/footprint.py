@@ -1,0 +1,200 @@
+"""Exact bytes of one device's actions, when memory is taken and given in list order.
+
+[Note: what is on the device]
+    slots       what was loaded: every slot as large as the largest content of any
+    batch       from the first to the last unit of its micro-batch on this device
+    boundaries  into shard s: from F(s - 1) or RECV until B(s) or SEND; in a program
+                without backward until F(s)
+    carries     out of shard s: from B(s) or RECV until B(s - 1) or SEND
+    gradients   not loaded into a slot: from B until STEP; or, when they are stored and
+                dropped, until the unit that waits for the STORE (see [Note: slots])
+    the unit    the peak inside F, B or STEP, what it produces included
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from shoal.core.units import Bytes
+from shoal.program.costs import Costs, moved_bytes, part_bytes, unit_peak_bytes
+from shoal.program.ir import Action, Op, Part
+from shoal.program.slots import ShardKey, assign_slots, is_unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """What a device's list needs: bytes held between units, inside them, and moved.
+
+    ``held_bytes`` are the slots and the most that lives outside them, ``unit_bytes``
+    the most that one unit needs on top. ``peak_bytes`` is the maximum of
+    ``running_bytes``, which has one entry an action: during it for a unit, after it
+    for the others.
+    """
+
+    num_slots: int
+    slot_bytes: Bytes
+    held_bytes: Bytes
+    unit_bytes: Bytes
+    peak_bytes: Bytes
+    up_bytes: Bytes
+    down_bytes: Bytes
+    running_bytes: tuple[Bytes, ...]
+
+
+def footprint(actions: Sequence[Action], costs: Costs, *, start: Sequence[Part] = ()) -> Footprint:
+    """The bytes of one device's actions, which must have passed the checks."""
+    slots = assign_slots(actions, start=start)
+    memory = _Memory.before(actions, costs, start, slots.waits)
+    outside = [memory.visit(index, action) for index, action in enumerate(actions)]
+    units = [unit_peak_bytes(a, costs[a.trial].shards[a.shard]) for a in actions]
+    in_slots = slots.num_slots * memory.slot_bytes
+    running = [in_slots + held + unit for held, unit in zip(outside, units, strict=True)]
+    return Footprint(
+        num_slots=slots.num_slots,
+        slot_bytes=Bytes(memory.slot_bytes),
+        held_bytes=Bytes(in_slots + memory.most),
+        unit_bytes=Bytes(max(units, default=0)),
+        peak_bytes=Bytes(max(running, default=in_slots)),
+        up_bytes=_moved(actions, costs, Op.LOAD),
+        down_bytes=_moved(actions, costs, Op.STORE),
+        running_bytes=tuple(map(Bytes, running)),
+    )
+
+
+def _moved(actions: Iterable[Action], costs: Costs, op: Op) -> Bytes:
+    chosen = (action for action in actions if action.op is op)
+    return Bytes(sum(moved_bytes(a, costs[a.trial].shards[a.shard]) for a in chosen))
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What is on the device while the list is walked: in slots, and outside of them."""
+
+    costs: Costs
+    has_backward: set[int]  # trials
+    batch_ends: set[int]  # indices of the units that are their micro-batch's last
+    waits: Sequence[Sequence[int]]  # per action: the STOREs that are complete when it starts
+    loaded: dict[ShardKey, set[Part]] = field(default_factory=dict)
+    stores: dict[ShardKey, int] = field(default_factory=dict)  # of gradients outside the slots
+    slot_bytes: int = 0
+    outside: dict[Hashable, Bytes] = field(default_factory=dict)
+    total: int = 0
+    most: int = 0
+
+    @classmethod
+    def before(
+        cls,
+        actions: Sequence[Action],
+        costs: Costs,
+        start: Sequence[Part],
+        waits: Sequence[Sequence[int]],
+    ) -> _Memory:
+        backward = {action.trial for action in actions if action.op is Op.B}
+        memory = cls(costs, backward, _batch_ends(actions), waits)
+        for trial in sorted({action.trial for action in actions}) if start else ():
+            memory._enter((trial, 0), start)
+        return memory
+
+    def visit(self, index: int, action: Action) -> int:
+        """Bytes outside the slots: just before the peak of a unit, else after the action."""
+        for store in self.waits[index]:
+            self._give(("stored", store))
+        if action.op in (Op.F, Op.B):
+            self._take(_batch(action), self.costs[action.trial].batch_bytes)
+        before = self.total
+        self._move(index, action)
+        if index in self.batch_ends:
+            self._give(_batch(action))
+        self.most = max(self.most, before, self.total)
+        return before if is_unit(action) else self.total
+
+    def _move(self, index: int, action: Action) -> None:
+        key = (action.trial, action.shard)
+        if action.op is Op.LOAD:
+            self._enter(key, action.parts)
+        elif action.op is Op.STORE and Part.GRAD in action.parts:
+            self.stores[key] = index
+        elif action.op is Op.DROP:
+            self._send_down(key, action.parts)
+            self._leave(key, action.parts)
+        elif action.op is Op.STEP and action.place == "device":
+            self._leave(key, (Part.GRAD,))
+        elif action.op is Op.F:
+            self._forward(action)
+        elif action.op is Op.B:
+            self._backward(action)
+        elif action.op in (Op.SEND, Op.RECV):
+            self._exchange(action)
+
+    def _forward(self, action: Action) -> None:
+        if action.shard + 1 < len(self.costs[action.trial].shards):
+            self._take_boundary(action, action.shard + 1)
+        if action.trial not in self.has_backward:
+            self._give(("boundary", *_of(action, action.shard)))
+
+    def _backward(self, action: Action) -> None:
+        self._give(("boundary", *_of(action, action.shard)))
+        self._give(("carry", *_of(action, action.shard + 1)))
+        if action.shard:
+            self._take_carry(action, action.shard)
+        key = (action.trial, action.shard)
+        if Part.GRAD not in self.loaded.get(key, ()):
+            gradient = self.costs[action.trial].shards[action.shard].gradient_bytes
+            self._take(("grad", *key), gradient)
+
+    def _exchange(self, action: Action) -> None:
+        is_carry = Part.GRAD in action.parts
+        if action.op is Op.SEND:
+            self._give(("carry" if is_carry else "boundary", *_of(action, action.shard)))
+        elif is_carry:
+            self._take_carry(action, action.shard)
+        else:
+            self._take_boundary(action, action.shard)
+
+    def _take_boundary(self, action: Action, shard: int) -> None:
+        size = self.costs[action.trial].shards[shard].boundary_bytes
+        self._take(("boundary", *_of(action, shard)), size)
+
+    def _take_carry(self, action: Action, shard: int) -> None:
+        size = self.costs[action.trial].shards[shard].carry_bytes
+        self._take(("carry", *_of(action, shard)), size)
+
+    def _enter(self, key: ShardKey, parts: Iterable[Part]) -> None:
+        inside = self.loaded.setdefault(key, set())
+        inside |= set(parts)
+        shard = self.costs[key[0]].shards[key[1]]
+        self.slot_bytes = max(self.slot_bytes, sum(part_bytes(shard, p) for p in inside))
+
+    def _leave(self, key: ShardKey, parts: Iterable[Part]) -> None:
+        inside = self.loaded.get(key, set())
+        if Part.GRAD in parts and Part.GRAD not in inside:
+            self._give(("grad", *key))
+        inside -= set(parts)
+
+    def _send_down(self, key: ShardKey, parts: Iterable[Part]) -> None:
+        """Dropped gradients outside the slots stay until somebody waits for their STORE."""
+        size = self.outside.get(("grad", *key))
+        if Part.GRAD in parts and size is not None and key in self.stores:
+            self._take(("stored", self.stores.pop(key)), size)
+
+    def _take(self, key: Hashable, size: Bytes) -> None:
+        if key not in self.outside:
+            self.outside[key] = size
+            self.total += size
+
+    def _give(self, key: Hashable) -> None:
+        self.total -= self.outside.pop(key, 0)
+
+
+def _of(action: Action, shard: int) -> tuple[int, int, int | None, int]:
+    return (action.trial, shard, action.micro, action.version)
+
+
+def _batch(action: Action) -> Hashable:
+    return ("batch", action.trial, action.micro, action.version)
+
+
+def _batch_ends(actions: Sequence[Action]) -> set[int]:
+    last = {_batch(a): index for index, a in enumerate(actions) if a.op in (Op.F, Op.B)}
+    return set(last.values())

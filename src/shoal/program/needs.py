@@ -1,0 +1,153 @@
+"""What must be complete before each action of a device's list may start.
+
+The middle column of the table in [Note: programs], as indices into the list. DROP, and
+the order of a stream within itself, need no entry; the one exception is that a
+unit needs the unit before it, so that a candidate for the device is ready when it could
+really start. A RECV also needs its SEND, which is in another device's list: see
+``matching_sends``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shoal.program.ir import Action, Op, Part, Program
+from shoal.program.slots import SlotMap, is_unit
+
+COMPUTE = frozenset({Op.F, Op.B, Op.STEP, Op.SYNC})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """Indices that one action waits for: in this run of the list, and in the run before."""
+
+    now: tuple[int, ...]
+    before: tuple[int, ...]
+
+
+def computes(action: Action) -> bool:
+    """Does this action run on the device's compute stream?"""
+    return action.op in COMPUTE and action.place == "device"
+
+
+def find_needs(actions: Sequence[Action], slots: SlotMap) -> tuple[Needs, ...]:
+    """The needs of every action of one device's list.
+
+    The list is walked twice: what the first walk leaves is what a second run of the
+    program finds, so the second walk knows both columns.
+    """
+    size = len(actions)
+    writers = _Writers()
+    for index, action in enumerate(actions):
+        writers.visit(index - size, action)
+    needs, is_first_unit = [], True
+    for index, action in enumerate(actions):
+        found = writers.needed_by(action) | set(slots.waits[index])
+        slot = slots.slots[index]
+        if slots.is_first[index] and slot is not None:
+            found |= {tail - size for tail in slots.tails[slot]}
+        if is_first_unit and is_unit(action):
+            found |= {store - size for store in slots.stores_left}
+            is_first_unit = False
+        needs.append(_split(found, size))
+        writers.visit(index, action)
+    return tuple(needs)
+
+
+def _split(found: set[int], size: int) -> Needs:
+    return Needs(
+        now=tuple(sorted(index for index in found if index >= 0)),
+        before=tuple(sorted(index + size for index in found if index < 0)),
+    )
+
+
+def matching_sends(program: Program) -> dict[tuple[int, int], tuple[int, int]]:
+    """(device, index) of every RECV, and that of its SEND: the same place in the same queue."""
+    sends: dict[tuple[int, int | None], list[tuple[int, int]]] = {}
+    receives: dict[tuple[int | None, int], list[tuple[int, int]]] = {}
+    for device, actions in enumerate(program.devices):
+        for index, action in enumerate(actions):
+            if action.op is Op.SEND:
+                sends.setdefault((device, action.peer), []).append((device, index))
+            elif action.op is Op.RECV:
+                receives.setdefault((action.peer, device), []).append((device, index))
+    return {
+        receive: send
+        for (source, target), queue in receives.items()
+        for receive, send in zip(queue, sends.get((source or 0, target), ()), strict=False)
+    }
+
+
+_Name = tuple[object, ...]
+
+
+@dataclass(slots=True)
+class _Writers:
+    """The last action that made each thing others wait for; negative in the run before."""
+
+    last: dict[_Name, int] = field(default_factory=dict)
+
+    def needed_by(self, action: Action) -> set[int]:
+        found = (self.last.get(name) for name in _reads(action))
+        return {index for index in found if index is not None}
+
+    def visit(self, index: int, action: Action) -> None:
+        for name in _writes(action):
+            self.last[name] = index
+
+
+def _reads(action: Action) -> list[_Name]:
+    trial, shard = action.trial, action.shard
+    if action.op is Op.LOAD:
+        return [("home", trial, shard, part) for part in action.parts]
+    if action.op is Op.STORE:
+        return [("device", trial, shard, part) for part in action.parts]
+    if computes(action):
+        loads: list[_Name] = [("device", trial, shard, part) for part in Part]
+        return [
+            ("compute", trial),
+            *_received(action),
+            *(loads if action.op is not Op.SYNC else ()),
+        ]
+    if action.op is Op.STEP:
+        return [("home", trial, shard, part) for part in Part] + [("norm", trial)]
+    if action.op is Op.SEND:
+        return [_made(action)]
+    return []
+
+
+def _writes(action: Action) -> list[_Name]:
+    trial, shard = action.trial, action.shard
+    if action.op is Op.LOAD:
+        return [("device", trial, shard, part) for part in action.parts]
+    if action.op is Op.STORE:
+        return [("home", trial, shard, part) for part in action.parts]
+    if action.op is Op.SYNC:
+        return [("compute", trial), ("norm", trial)]
+    if action.op is Op.F:
+        return [("compute", trial), ("boundary", trial, shard + 1, action.micro)]
+    if action.op is Op.B:
+        grad = ("device", trial, shard, Part.GRAD)
+        return [("compute", trial), grad, ("carry", trial, shard, action.micro)]
+    if action.op is Op.STEP:
+        place = "device" if action.place == "device" else "home"
+        changed: list[_Name] = [(place, trial, shard, part) for part in Part]
+        return changed + ([("compute", trial)] if place == "device" else [])
+    if action.op is Op.RECV:
+        return [_made(action)]
+    return []
+
+
+def _received(action: Action) -> list[_Name]:
+    """What an F or B may have to receive from another device."""
+    boundary = ("boundary", action.trial, action.shard, action.micro)
+    if action.op is Op.F:
+        return [boundary]
+    carry = ("carry", action.trial, action.shard + 1, action.micro)
+    return [boundary, carry] if action.op is Op.B else []
+
+
+def _made(action: Action) -> _Name:
+    kind = "carry" if Part.GRAD in action.parts else "boundary"
+    return (kind, action.trial, action.shard, action.micro)

@@ -1,0 +1,439 @@
+"""Programs on paper: what happens when, without a device.
+
+[Note: replay]
+The interpreter's rules, with durations in place of work. Every trial issues its actions
+in list order and does not wait for them, but a compute action is issued only when it
+is chosen. An action starts when it is issued, its needs are complete (``needs.py``), the
+action before it in its trial's stream is complete, and the stream's resource is free:
+
+    F B STEP SYNC   the device: one at a time; ``choose`` says whose when several are ready
+    LOAD            the device's link up: one transfer at a time, in order of readiness
+    STORE, SEND     the link down, the link to the other devices: likewise
+    STEP@host       no resource: every trial has its own host thread
+    RECV            none, it ends when its SEND ends
+    DROP, CKPT      take no time here
+
+A trial may run its program many times; the next run is issued as soon as all of the run
+before is issued, and needs of the run before are honoured.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+from typing import Literal, NamedTuple
+
+from shoal.core.errors import ProgramError
+from shoal.core.units import Bytes, Seconds
+from shoal.program.costs import Costs, Durations, action_seconds, moved_bytes
+from shoal.program.ir import Action, Op, Part, Program
+from shoal.program.needs import computes, find_needs, matching_sends
+from shoal.program.slots import assign_slots
+
+Stream = Literal["compute", "up", "down", "host", "peer", "receive"]
+
+_STREAMS: dict[Op, Stream] = {
+    Op.LOAD: "up",
+    Op.STORE: "down",
+    Op.SEND: "peer",
+    Op.RECV: "receive",
+    Op.STEP: "host",  # those on the device compute
+}
+_SHARED = frozenset({"up", "down", "peer"})
+
+
+class Candidate(NamedTuple):
+    """A compute action that could start now. Tickets are drawn when a step begins."""
+
+    trial: int
+    ticket: int
+    ready_s: Seconds
+
+
+Choose = Callable[[Sequence[Candidate]], int]
+"""The index of the candidate that gets the device."""
+
+
+def oldest_step_first(ready: Sequence[Candidate]) -> int:
+    """The trial whose step began first; finishing steps early frees their slots early."""
+    return min(range(len(ready)), key=lambda index: ready[index].ticket)
+
+
+class Span(NamedTuple):
+    """One action in time."""
+
+    device: int
+    stream: Stream
+    trial: int
+    action: Action
+    start_s: Seconds
+    end_s: Seconds
+    moved: Bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A program that a trial repeats; ``devices[i]`` is where its i-th list runs.
+
+    ``start`` are the parts of shard 0 that are on the device from the beginning.
+    ``trial`` is what candidates and spans call it; None for the program's own number.
+    """
+
+    program: Program
+    costs: Costs
+    steps: int = 1
+    devices: tuple[int, ...] = (0,)
+    start: tuple[Part, ...] = ()
+    trial: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """What happened when. ``spans`` are in order of start, and empty if not asked for."""
+
+    spans: tuple[Span, ...]
+    makespan_s: Seconds
+    busy_s: Mapping[tuple[int, Stream], Seconds]  # per device and stream
+    up_bytes: Bytes
+    down_bytes: Bytes
+
+    def utilisation(self, device: int = 0) -> float:
+        """The fraction of the makespan in which the device computes."""
+        busy = self.busy_s.get((device, "compute"), 0.0)
+        return busy / self.makespan_s if self.makespan_s else 0.0
+
+
+def replay(
+    runs: Sequence[Run],
+    *,
+    choose: Choose = oldest_step_first,
+    durations: Durations | None = None,
+    keep_spans: bool = True,
+) -> Timeline:
+    """Run the programs on paper, from time 0 until all are done.
+
+    The programs must have passed the checks. ``durations`` is asked once for every
+    action of a program. Ties go to the run that is named first.
+
+    Raises:
+        ProgramError: the programs wait for each other; names the actions that wait.
+    """
+    clockwork = _Replay(runs, choose, durations, keep_spans)
+    clockwork.run()
+    return clockwork.timeline()
+
+
+@dataclass(slots=True)
+class _Line:
+    """One action of a list, compiled."""
+
+    action: Action
+    trial: int
+    stream: Stream | None  # None: takes no time
+    seconds: float
+    moved: Bytes
+    now: list[int] = field(default_factory=list)  # who needs this in the same run
+    next: list[int] = field(default_factory=list)  # who needs this in the next run
+    remote: tuple[_Lane, int] | None = None  # the RECV of this SEND
+
+
+@dataclass(slots=True, eq=False)
+class _Round:
+    """One run of a list: how many needs of each action are still open."""
+
+    number: int
+    missing: list[int]
+    ticket: int = -1
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """One trial's list on one device.
+
+    ``queues`` hold what is issued, per stream; the first is next, or running.
+    """
+
+    device: _Device
+    trial: int
+    steps: int
+    lines: list[_Line]
+    missing_first: list[int]
+    missing: list[int]
+    rounds: dict[int, _Round] = field(default_factory=dict)
+    head: int = 0
+    round: _Round | None = None
+    queues: dict[Stream, deque[tuple[_Round, int]]] = field(default_factory=dict)
+
+    def at(self, number: int) -> _Round:
+        """The run with this number, made when somebody first speaks of it."""
+        found = self.rounds.get(number)
+        if found is None:
+            missing = self.missing if number else self.missing_first
+            found = self.rounds[number] = _Round(number, missing.copy())
+        return found
+
+
+@dataclass(slots=True, eq=False)
+class _Link:
+    """A resource that one transfer at a time uses, in order of readiness."""
+
+    busy: bool = False
+    ready: deque[_Lane] = field(default_factory=deque)
+
+
+@dataclass(slots=True, eq=False)
+class _Device:
+    """The compute stream's candidates, and the links."""
+
+    number: int
+    busy: bool = False
+    candidates: list[Candidate] = field(default_factory=list)
+    lanes: list[_Lane] = field(default_factory=list)  # of the candidates
+    links: dict[Stream, _Link] = field(default_factory=dict)
+
+
+class _Replay:
+    """The event loop. An event is the end of an action: (time, order, lane, run, index)."""
+
+    def __init__(
+        self, runs: Sequence[Run], choose: Choose, durations: Durations | None, keep_spans: bool
+    ) -> None:
+        self._choose = choose
+        self._keep_spans = keep_spans
+        self._now = 0.0
+        self._order = count()
+        self._tickets = count()
+        self._events: list[tuple[float, int, _Lane, _Round, int]] = []
+        self._spans: list[Span] = []
+        self._touched: list[_Device] = []  # where somebody may now get the device
+        self._devices: dict[int, _Device] = {}
+        self._lanes = [lane for run in runs for lane in self._compile(run, durations)]
+
+    def timeline(self) -> Timeline:
+        """What happened; every line of every lane ran once a step."""
+        busy: dict[tuple[int, Stream], float] = {}
+        moved = {"up": 0, "down": 0}
+        for lane, line in self._all_lines():
+            if line.stream is not None:
+                key = (lane.device.number, line.stream)
+                busy[key] = busy.get(key, 0.0) + line.seconds * lane.steps
+            if line.stream in moved:
+                moved[line.stream] += line.moved * lane.steps
+        return Timeline(
+            spans=tuple(sorted(self._spans, key=lambda span: span.start_s)),
+            makespan_s=Seconds(self._now),
+            busy_s={key: Seconds(seconds) for key, seconds in busy.items()},
+            up_bytes=Bytes(moved["up"]),
+            down_bytes=Bytes(moved["down"]),
+        )
+
+    def _all_lines(self) -> Iterator[tuple[_Lane, _Line]]:
+        for lane in self._lanes:
+            for line in lane.lines:
+                yield lane, line
+
+    def run(self) -> None:
+        for lane in self._lanes:
+            self._begin(lane)
+            self._issue(lane)
+        self._dispatch()
+        events = self._events
+        while events:
+            self._now = events[0][0]
+            while events and events[0][0] == self._now:
+                _, _, lane, round_, index = heappop(events)
+                self._finish(lane, round_, index)
+            self._dispatch()
+        stuck = [lane for lane in self._lanes if lane.round is not None]
+        if stuck:
+            raise ProgramError(_stuck(stuck))
+
+    # Compiling
+
+    def _compile(self, run: Run, durations: Durations | None) -> list[_Lane]:
+        lanes = [
+            self._lane(run, actions, self._device(number), durations)
+            for actions, number in zip(run.program.devices, run.devices, strict=True)
+        ]
+        for (to, receive), (source, send) in matching_sends(run.program).items():
+            lanes[source].lines[send].remote = (lanes[to], receive)
+        return lanes
+
+    def _device(self, number: int) -> _Device:
+        return self._devices.setdefault(number, _Device(number))
+
+    def _lane(
+        self,
+        run: Run,
+        actions: tuple[Action, ...],
+        device: _Device,
+        durations: Durations | None,
+    ) -> _Lane:
+        lines = [_line(action, run, durations) for action in actions]
+        needs = find_needs(actions, assign_slots(actions, start=run.start))
+        receives = [int(action.op is Op.RECV) for action in actions]
+        first = [len(n.now) + sends for n, sends in zip(needs, receives, strict=True)]
+        later = [count_ + len(n.before) for count_, n in zip(first, needs, strict=True)]
+        for index, need in enumerate(needs):
+            for needed in need.now:
+                lines[needed].now.append(index)
+            for needed in need.before:
+                lines[needed].next.append(index)
+        trial = run.trial if run.trial is not None else min((a.trial for a in actions), default=0)
+        queues: dict[Stream, deque[tuple[_Round, int]]] = {
+            line.stream: deque() for line in lines if line.stream is not None
+        }
+        return _Lane(device, trial, run.steps, lines, first, later, queues=queues)
+
+    # Issuing
+
+    def _begin(self, lane: _Lane) -> None:
+        """Begin the lane's next run of its list, or end the lane."""
+        number = 0 if lane.round is None else lane.round.number + 1
+        lane.head = 0
+        lane.round = lane.at(number) if number < lane.steps and lane.lines else None
+        if lane.round is not None:
+            lane.round.ticket = next(self._tickets)
+
+    def _issue(self, lane: _Lane) -> None:
+        """Issue the lane's actions up to the next one that computes."""
+        while lane.round is not None:
+            if lane.head == len(lane.lines):
+                self._begin(lane)
+                continue
+            stream = lane.lines[lane.head].stream
+            if stream == "compute":
+                if not lane.round.missing[lane.head]:
+                    self._offer(lane, lane.round)
+                return
+            if stream is not None:
+                self._enqueue(lane, stream, lane.round)
+            lane.head += 1
+
+    def _enqueue(self, lane: _Lane, stream: Stream, round_: _Round) -> None:
+        queue = lane.queues[stream]
+        queue.append((round_, lane.head))
+        if len(queue) == 1 and not round_.missing[lane.head]:
+            self._transfer(lane, stream)
+
+    def _offer(self, lane: _Lane, round_: _Round) -> None:
+        """The lane's next compute action could start: it is a candidate."""
+        device = lane.device
+        device.candidates.append(Candidate(lane.trial, round_.ticket, Seconds(self._now)))
+        device.lanes.append(lane)
+        self._touched.append(device)
+
+    def _dispatch(self) -> None:
+        """Give free devices to candidates; what is issued after that may add some."""
+        while self._touched:
+            device = self._touched.pop()
+            if device.busy or not device.candidates:
+                continue
+            index = self._choose(device.candidates)
+            del device.candidates[index]
+            lane = device.lanes.pop(index)
+            assert lane.round is not None, "a candidate has a run"
+            device.busy = True
+            self._start(lane, lane.round, lane.head)
+            lane.head += 1
+            self._issue(lane)
+
+    def _transfer(self, lane: _Lane, stream: Stream) -> None:
+        """The first of the lane's queue is ready: start it, or wait for the link."""
+        if stream in _SHARED:
+            link = lane.device.links.setdefault(stream, _Link())
+            if link.busy:
+                link.ready.append(lane)
+                return
+            link.busy = True
+        self._start(lane, *lane.queues[stream][0])
+
+    def _start(self, lane: _Lane, round_: _Round, index: int) -> None:
+        line = lane.lines[index]
+        end = self._now + line.seconds
+        heappush(self._events, (end, next(self._order), lane, round_, index))
+        if self._keep_spans and line.stream is not None:
+            start_s, end_s = Seconds(self._now), Seconds(end)
+            self._spans.append(
+                Span(
+                    lane.device.number,
+                    line.stream,
+                    line.trial,
+                    line.action,
+                    start_s,
+                    end_s,
+                    line.moved,
+                )
+            )
+
+    # Finishing
+
+    def _finish(self, lane: _Lane, round_: _Round, index: int) -> None:
+        line = lane.lines[index]
+        if line.stream == "compute":
+            lane.device.busy = False
+            self._touched.append(lane.device)
+        elif line.stream is not None:
+            self._leave(lane, line.stream)
+        for waiting in line.now:
+            self._meet(lane, round_, waiting)
+        if line.next and round_.number + 1 < lane.steps:
+            following = lane.at(round_.number + 1)
+            for waiting in line.next:
+                self._meet(lane, following, waiting)
+        if line.remote is not None:
+            target, receive = line.remote
+            self._meet(target, target.at(round_.number), receive)
+
+    def _leave(self, lane: _Lane, stream: Stream) -> None:
+        """The first of the lane's queue is done: the link, and the next in the queue, go on."""
+        queue = lane.queues[stream]
+        queue.popleft()
+        if stream in _SHARED:
+            link = lane.device.links[stream]
+            link.busy = False
+            if link.ready:
+                link.busy = True
+                other = link.ready.popleft()
+                self._start(other, *other.queues[stream][0])
+        if queue:
+            round_, index = queue[0]
+            if not round_.missing[index]:
+                self._transfer(lane, stream)
+
+    def _meet(self, lane: _Lane, round_: _Round, index: int) -> None:
+        """One need of an action is met; with the last one it is ready, if it is its turn."""
+        round_.missing[index] -= 1
+        if round_.missing[index]:
+            return
+        stream = lane.lines[index].stream
+        assert stream is not None, "nothing is needed for an action that takes no time"
+        if stream == "compute":
+            if lane.round is round_ and lane.head == index:
+                self._offer(lane, round_)
+            return
+        queue = lane.queues[stream]
+        if queue and queue[0][1] == index and queue[0][0] is round_:
+            self._transfer(lane, stream)
+
+
+def _line(action: Action, run: Run, durations: Durations | None) -> _Line:
+    job = run.costs[action.trial]
+    seconds = durations(action) if durations is not None else None
+    if seconds is None:
+        seconds = action_seconds(action, job)
+    trial = action.trial if run.trial is None else run.trial
+    stream: Stream | None = "compute" if computes(action) else _STREAMS.get(action.op)
+    moved = moved_bytes(action, job.shards[action.shard])
+    return _Line(action, trial, stream, seconds, moved)
+
+
+def _stuck(lanes: Sequence[_Lane]) -> str:
+    heads = [f"device {lane.device.number} at {lane.lines[lane.head].action!s}" for lane in lanes]
+    return (
+        f"the programs wait for each other: {'; '.join(heads)}. Run them through "
+        "shoal.program.check first: it says which action breaks which rule."
+    )

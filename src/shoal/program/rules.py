@@ -1,0 +1,412 @@
+"""The rules every action must obey, as a walk over what is where.
+
+Each rule yields its complaint in words: what the action needs, what was found, what to
+do. ``World`` is what the actions before it have made; it changes only in ``apply``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shoal.program.costs import Costs
+from shoal.program.ir import Action, Op, Part, Program
+
+PARAM, STATE, GRAD = Part.PARAM, Part.STATE, Part.GRAD
+NAMES = {PARAM: "parameters", STATE: "optimizer state", GRAD: "gradients"}
+
+
+class Tensor(NamedTuple):
+    """A boundary into, or a carry out of, a shard for one micro-batch."""
+
+    kind: str
+    trial: int
+    shard: int
+    micro: int | None
+    version: int
+
+    def __str__(self) -> str:
+        direction = "into" if self.kind == "boundary" else "out of"
+        return f"the {self.kind} {direction} s{self.shard} of m{self.micro}"
+
+
+@dataclass(slots=True)
+class Copy:
+    """One shard on one device: which parts are there, and which differ from the host's."""
+
+    present: set[Part] = field(default_factory=set)
+    dirty: set[Part] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Home:
+    """One shard on the host: which parts are current, and whether gradients await a step."""
+
+    current: set[Part] = field(default_factory=lambda: {PARAM, STATE})
+    has_gradients: bool = False
+    version: int = 0  # optimizer steps so far
+
+
+@dataclass(slots=True)
+class World:
+    """Where everything is, after the actions so far."""
+
+    costs: Costs
+    kept_versions: int
+    num_devices: int
+    has_backward: set[int]  # trials
+    has_sync: set[int]  # trials
+    backwards_left: Counter[tuple[int, int, int]]  # (trial, shard, version)
+    copies: dict[tuple[int, int, int], Copy] = field(default_factory=dict)  # device, trial, shard
+    homes: dict[tuple[int, int], Home] = field(default_factory=dict)  # trial, shard
+    syncs: Counter[int] = field(default_factory=Counter)
+    units: dict[tuple[Op, int, int, int | None], int] = field(default_factory=dict)  # -> version
+    last_micro: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    tensors: dict[tuple[int, Tensor], Action] = field(default_factory=dict)  # device -> maker
+    messages: dict[tuple[int, int], deque[Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, program: Program, costs: Costs, start: Collection[Part], versions: int) -> World:
+        backwards = [action for action in program if action.op is Op.B]
+        world = cls(
+            costs,
+            versions,
+            len(program.devices),
+            {action.trial for action in backwards},
+            {action.trial for action in program if action.op is Op.SYNC},
+            Counter((a.trial, a.shard, a.version) for a in backwards),
+        )
+        for device, actions in enumerate(program.devices):
+            for trial in {action.trial for action in actions} if start else ():
+                world.copies[device, trial, 0] = Copy(set(start), set(start))
+                world.home(trial, 0).current -= set(start)
+        return world
+
+    def copy(self, device: int, action: Action) -> Copy:
+        return self.copies.setdefault((device, action.trial, action.shard), Copy())
+
+    def home(self, trial: int, shard: int) -> Home:
+        return self.homes.setdefault((trial, shard), Home())
+
+    def is_last(self, action: Action) -> bool:
+        return action.shard == len(self.costs[action.trial].shards) - 1
+
+    def inputs(self, action: Action) -> Iterator[Tensor]:
+        """What an F or B reads that other shards' units leave."""
+        if action.shard:
+            yield tensor("boundary", action, action.shard)
+        if action.op is Op.B and not self.is_last(action):
+            yield tensor("carry", action, action.shard + 1)
+
+    def must_wait(self, device: int, action: Action) -> bool:
+        """Is this a RECV whose SEND has not been issued yet?"""
+        if action.op is not Op.RECV or action.peer is None:
+            return False
+        return not self.messages.get((action.peer, device))
+
+
+def tensor(kind: str, action: Action, shard: int) -> Tensor:
+    """The tensor of this kind that belongs to the action's trial, micro-batch and version."""
+    return Tensor(kind, action.trial, shard, action.micro, action.version)
+
+
+def sent(action: Action) -> Tensor:
+    """What a SEND or RECV names: a carry if it says ``grad``, else a boundary."""
+    return tensor("carry" if GRAD in action.parts else "boundary", action, action.shard)
+
+
+def complaints(world: World, device: int, action: Action) -> Iterator[str]:
+    """The rules that this action breaks now, the most basic one first."""
+    yield from _form(world, device, action)
+    yield from _RULES[action.op](world, device, action)
+
+
+def _form(world: World, device: int, action: Action) -> Iterator[str]:
+    if action.trial not in world.costs:
+        known = ", ".join(map(str, sorted(world.costs))) or "none"
+        yield f"trial {action.trial} has no costs (known trials: {known}). Pass its JobCosts."
+    elif action.shard >= len(world.costs[action.trial].shards):
+        count = len(world.costs[action.trial].shards)
+        yield f"the model has {count} shards, s0 to s{count - 1}. Name one of them."
+    if action.op in (Op.LOAD, Op.STORE, Op.DROP) and not action.parts:
+        yield f"{action.op} needs parts. Write param, state or grad, or some joined by +."
+    if len(set(action.parts)) < len(action.parts):
+        yield "a part is named twice. Name it once."
+    if action.op in (Op.F, Op.B, Op.SEND, Op.RECV) and action.micro is None:
+        yield f"{action.op} needs a micro-batch. Write m0 or another one."
+    if action.op in (Op.SEND, Op.RECV) and not _is_peer(world, device, action.peer):
+        yield f"{action.peer} is no other device; there are {world.num_devices}. Name one as d0."
+    if action.place == "host" and action.op is not Op.STEP:
+        yield f"{action.op} cannot run on the host; only STEP can. Remove @host."
+
+
+def _is_peer(world: World, device: int, peer: int | None) -> bool:
+    return peer is not None and peer < world.num_devices and peer != device
+
+
+def _load(world: World, device: int, action: Action) -> Iterator[str]:
+    copy, home = world.copy(device, action), world.home(action.trial, action.shard)
+    name = f"s{action.shard}"
+    for part in action.parts:
+        if part in copy.present:
+            yield f"the {NAMES[part]} of {name} are on the device already. DROP them first."
+        elif part is GRAD and not home.has_gradients:
+            yield f"the host has no gradients of {name}. STORE them after B first."
+        elif part not in home.current:
+            yield (
+                f"the host copy of the {NAMES[part]} of {name} is stale: the device has a newer "
+                "one. STORE it first."
+            )
+
+
+def _store(world: World, device: int, action: Action) -> Iterator[str]:
+    for part in action.parts:
+        if part not in world.copy(device, action).present:
+            yield (
+                f"the {NAMES[part]} of s{action.shard} are not on the device. "
+                "Put the STORE after what loads or makes them, and before the DROP."
+            )
+
+
+def _drop(world: World, device: int, action: Action) -> Iterator[str]:
+    copy = world.copy(device, action)
+    for part in action.parts:
+        if part not in copy.present:
+            name = f"{NAMES[part]} of s{action.shard}"
+            yield f"the {name} are not on the device. Drop what is there."
+        elif part in copy.dirty:
+            yield (
+                f"the {NAMES[part]} of s{action.shard} are dirty: only the device has them. "
+                "STORE them first."
+            )
+
+
+def _unit(world: World, device: int, action: Action) -> Iterator[str]:
+    """What F and B have in common."""
+    ran = world.units.get((action.op, action.trial, action.shard, action.micro))
+    if ran == action.version:
+        yield "this unit has run already. Every unit runs once; remove one of them."
+    yield from _needs(world, device, action, (PARAM,))
+    yield from _version(world, action)
+    for wanted in world.inputs(action):
+        if (device, wanted) not in world.tensors:
+            maker = Op.F if wanted.kind == "boundary" else Op.B
+            shard = wanted.shard - (wanted.kind == "boundary")
+            yield (
+                f"{action.op} needs {wanted}, which is not on this device. Put {maker} s{shard} "
+                f"m{action.micro}, or a RECV of it, before."
+            )
+
+
+def _needs(world: World, device: int, action: Action, parts: tuple[Part, ...]) -> Iterator[str]:
+    missing = [p for p in parts if p not in world.copy(device, action).present]
+    if missing:
+        names = " and ".join(NAMES[part] for part in missing)
+        yield (
+            f"{action.op} needs the {names} of s{action.shard} on the device. "
+            f"Put LOAD s{action.shard} {'+'.join(missing)} before it."
+        )
+
+
+def _version(world: World, action: Action) -> Iterator[str]:
+    newest = world.home(action.trial, action.shard).version
+    oldest = max(newest - world.kept_versions + 1, 0)
+    if action.version > newest:
+        yield (
+            f"version {action.version} of s{action.shard} does not exist yet: it has been stepped "
+            f"{newest} times. Use version {newest}, or put its STEP before."
+        )
+    elif action.version < oldest:
+        yield (
+            f"version {action.version} of s{action.shard} is gone: it has been stepped {newest} "
+            f"times and {world.kept_versions} versions are kept. Put the {action.op} before the "
+            "STEP."
+        )
+
+
+def _forward(world: World, device: int, action: Action) -> Iterator[str]:
+    if action.trial in world.has_backward and world.is_last(action):
+        yield "the last shard has no F in training: its B runs the first forward. Remove the F."
+    yield from _unit(world, device, action)
+
+
+def _backward(world: World, device: int, action: Action) -> Iterator[str]:
+    yield from _same_version(world, action)
+    yield from _unit(world, device, action)
+    home, copy = world.home(action.trial, action.shard), world.copy(device, action)
+    name = f"s{action.shard}"
+    if home.has_gradients and GRAD not in copy.present:
+        yield (
+            f"earlier micro-batches' gradients of {name} are on the host: this B must add to "
+            f"them. Put LOAD {name} grad before it."
+        )
+    last = world.last_micro.get((action.trial, action.shard, action.version), -1)
+    if action.micro is not None and action.micro < last:
+        yield (
+            f"B {name} m{last} has run already: gradients are added in the order of the plain "
+            "loop. Put the micro-batches in order."
+        )
+
+
+def _same_version(world: World, action: Action) -> Iterator[str]:
+    if world.is_last(action):
+        return
+    name = f"F s{action.shard} m{action.micro}"
+    version = world.units.get((Op.F, action.trial, action.shard, action.micro))
+    if version is None:
+        yield f"B needs {name} to have run. Put it before."
+    elif version != action.version:
+        yield (
+            f"B uses version {action.version} but {name} used version {version}. Use the same "
+            "weights for both."
+        )
+
+
+def _step(world: World, device: int, action: Action) -> Iterator[str]:
+    yield from _version_of_step(world, action)
+    left = _backwards_left(world, action, action.version - world.kept_versions + 1)
+    if left:
+        yield (
+            f"{left} B of s{action.shard} come later, and their gradients would miss this step. "
+            "Put the STEP after them."
+        )
+    if action.trial in world.has_sync and world.syncs[action.trial] <= action.version:
+        yield ("this program clips: the factor is known only after SYNC. Put the STEP after it.")
+    if action.place == "host":
+        yield from _host_step(world, action)
+    else:
+        yield from _needs(world, device, action, (PARAM, STATE, GRAD))
+
+
+def _backwards_left(world: World, action: Action, newest: int) -> int:
+    """B of this shard still to come whose weights are ``newest`` or older."""
+    return sum(
+        count
+        for (trial, shard, version), count in world.backwards_left.items()
+        if (trial, shard) == (action.trial, action.shard) and version <= newest
+    )
+
+
+def _version_of_step(world: World, action: Action) -> Iterator[str]:
+    newest = world.home(action.trial, action.shard).version
+    if action.version != newest:
+        yield (
+            f"s{action.shard} has been stepped {newest} times, so this STEP starts from version "
+            f"{newest}, not {action.version}. Step every shard once for its gradients."
+        )
+
+
+def _host_step(world: World, action: Action) -> Iterator[str]:
+    home, name = world.home(action.trial, action.shard), f"s{action.shard}"
+    if not home.has_gradients or GRAD not in home.current:
+        yield f"the host does not have all gradients of {name}. STORE them after the last B first."
+    for (device, trial, shard), copy in world.copies.items():
+        if (trial, shard) == (action.trial, action.shard) and copy.present:
+            parts = "+".join(sorted(copy.present))
+            yield (
+                f"device {device} still holds {parts} of {name}, which this step makes stale. "
+                "DROP them first."
+            )
+
+
+def _sync(world: World, device: int, action: Action) -> Iterator[str]:
+    left = sum(
+        count
+        for (trial, _, version), count in world.backwards_left.items()
+        if trial == action.trial and version <= action.version
+    )
+    if left:
+        yield f"{left} B come later, and their gradients would miss the norm. Put SYNC after them."
+    if action.version != world.syncs[action.trial]:
+        yield f"this is SYNC number {world.syncs[action.trial]}. Use one SYNC a step."
+
+
+def _send(world: World, device: int, action: Action) -> Iterator[str]:
+    if (device, sent(action)) not in world.tensors:
+        yield f"{sent(action)} is not on this device. Put the unit that leaves it before the SEND."
+
+
+def _receive(world: World, device: int, action: Action) -> Iterator[str]:
+    queue = world.messages.get((action.peer or 0, device))
+    if queue and queue[0] != sent(action):
+        yield (
+            f"device {action.peer} sent {queue[0]} first. Receive from a device in the order in "
+            "which it sends."
+        )
+
+
+def _nothing(world: World, device: int, action: Action) -> Iterator[str]:
+    return iter(())
+
+
+_RULES: dict[Op, Callable[[World, int, Action], Iterator[str]]] = {
+    Op.LOAD: _load,
+    Op.STORE: _store,
+    Op.DROP: _drop,
+    Op.F: _forward,
+    Op.B: _backward,
+    Op.STEP: _step,
+    Op.SYNC: _sync,
+    Op.SEND: _send,
+    Op.RECV: _receive,
+    Op.CKPT: _nothing,
+}
+
+
+def apply(world: World, device: int, action: Action) -> None:
+    """What is where once this action is done."""
+    copy, home = world.copy(device, action), world.home(action.trial, action.shard)
+    parts = set(action.parts)
+    match action.op:
+        case Op.LOAD:
+            copy.present |= parts
+        case Op.STORE:
+            copy.dirty -= parts
+            home.current |= parts
+            home.has_gradients |= GRAD in parts
+        case Op.DROP:
+            copy.present -= parts
+        case Op.F | Op.B:
+            _apply_unit(world, device, action)
+        case Op.STEP:
+            _apply_step(copy, home, action)
+        case Op.SYNC:
+            world.syncs[action.trial] += 1
+        case Op.SEND:
+            world.messages.setdefault((device, action.peer or 0), deque()).append(sent(action))
+            del world.tensors[device, sent(action)]
+        case Op.RECV:
+            world.tensors[device, world.messages[action.peer or 0, device].popleft()] = action
+
+
+def _apply_unit(world: World, device: int, action: Action) -> None:
+    key = (action.trial, action.shard, action.version)
+    world.units[action.op, action.trial, action.shard, action.micro] = action.version
+    if action.op is Op.B or action.trial not in world.has_backward:
+        for used in world.inputs(action):
+            del world.tensors[device, used]
+    if action.op is Op.F:
+        if not world.is_last(action):
+            world.tensors[device, tensor("boundary", action, action.shard + 1)] = action
+        return
+    if action.shard:
+        world.tensors[device, tensor("carry", action, action.shard)] = action
+    copy = world.copy(device, action)
+    copy.present.add(GRAD)
+    copy.dirty.add(GRAD)
+    world.home(action.trial, action.shard).current.discard(GRAD)
+    world.backwards_left[key] -= 1
+    world.last_micro[key] = action.micro or 0
+
+
+def _apply_step(copy: Copy, home: Home, action: Action) -> None:
+    home.version += 1
+    home.has_gradients = False
+    home.current.discard(GRAD)
+    if action.place == "device":
+        copy.present.discard(GRAD)
+        copy.dirty.discard(GRAD)
+        copy.dirty |= {PARAM, STATE}
+        home.current -= {PARAM, STATE}

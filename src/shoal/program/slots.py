@@ -1,0 +1,169 @@
+"""Which slot of the device's arena every action uses, decided before the first one runs.
+
+[Note: slots]
+A slot holds what was loaded of one (trial, shard), from the LOAD that takes it to the
+DROP that leaves none of it loaded. A second LOAD of the same shard joins its slot.
+Gradients that a B makes without a LOAD of ``grad`` live outside the slots.
+
+    LOAD s0 param        slot 0 -------------+
+    LOAD s1 param        slot 1 ----------+  |
+    F s0 m0              reads slot 0     |  |
+    DROP s0 param                         |  +-- slot 0 is free in list order
+    LOAD s2 param        slot 0: waits until F s0 m0 is complete
+    F s1 m0              reads slot 1 ----+
+
+A DROP takes no time and is not waited for; what frees the memory is that the units and
+STOREs before it are complete. ``waits`` says so, twice:
+
+- a LOAD waits for the actions of the slot's previous tenant;
+- a unit waits for the STOREs of gradients outside the slots that were dropped before the
+  unit before it. So only the last unit's gradients are still on their way down while a
+  unit runs; the footprint counts them until a unit waits for them.
+
+A program that follows another finds the slots as that one left them: its first LOAD into a
+slot waits for the slot's ``tails``, its first unit for ``stores_left``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from shoal.program.ir import Action, Op, Part
+
+ShardKey = tuple[int, int]
+"""(trial, shard)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotMap:
+    """The slots of one device's actions. All indices are positions in the action list."""
+
+    num_slots: int
+    slots: tuple[int | None, ...]  # per action
+    waits: tuple[tuple[int, ...], ...]  # per action: what must be complete before it starts
+    is_first: tuple[bool, ...]  # per action: a LOAD into a slot nobody used before in this list
+    tails: tuple[tuple[int, ...], ...]  # per slot: what its last tenant leaves to wait for
+    stores_left: tuple[int, ...]  # of dropped gradients that no unit here waits for
+
+
+def assign_slots(actions: Sequence[Action], *, start: Sequence[Part] = ()) -> SlotMap:
+    """The lowest free slot for every LOAD of a shard that has none.
+
+    ``start`` are the parts of shard 0 that every trial named here has on the device
+    before the first action; they have the first slots, in order of trial.
+    """
+    book = _Book(waits=[()] * len(actions), is_first=[False] * len(actions))
+    for trial in sorted({action.trial for action in actions}) if start else ():
+        book.enter((trial, 0), start)
+    slots = tuple(book.visit(index, action) for index, action in enumerate(actions))
+    return SlotMap(
+        num_slots=len(book.tails),
+        slots=slots,
+        waits=tuple(book.waits),
+        is_first=tuple(book.is_first),
+        tails=tuple(map(tuple, book.tails)),
+        stores_left=tuple(book.stores_left()),
+    )
+
+
+def is_unit(action: Action) -> bool:
+    """Does this action compute on the device with a shard's parts?"""
+    return action.op in (Op.F, Op.B) or (action.op is Op.STEP and action.place == "device")
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """What was loaded of one shard, and the actions that use its slot."""
+
+    slot: int
+    parts: set[Part]
+    loads: list[int] = field(default_factory=list)  # that no unit has waited for yet
+    users: list[int] = field(default_factory=list)  # units and STOREs
+
+
+@dataclass(slots=True)
+class _Book:
+    """The slots while the list is walked."""
+
+    waits: list[tuple[int, ...]]
+    is_first: list[bool]
+    tails: list[list[int]] = field(default_factory=list)
+    free: list[int] = field(default_factory=list)
+    tenants: dict[ShardKey, _Tenant] = field(default_factory=dict)
+    stores: dict[ShardKey, int] = field(default_factory=dict)  # of gradients outside the slots
+    dropped: dict[int, list[int]] = field(default_factory=dict)  # per trial, since its last unit
+    overdue: dict[int, list[int]] = field(default_factory=dict)  # per trial, before that
+
+    def enter(self, key: ShardKey, parts: Sequence[Part]) -> _Tenant:
+        slot = heappop(self.free) if self.free else len(self.tails)
+        if slot == len(self.tails):
+            self.tails.append([])
+        self.tenants[key] = _Tenant(slot, set(parts))
+        return self.tenants[key]
+
+    def stores_left(self) -> list[int]:
+        unmet = [*self.overdue.values(), *self.dropped.values()]
+        return sorted(index for indices in unmet for index in indices)
+
+    def visit(self, index: int, action: Action) -> int | None:
+        if action.op is Op.LOAD:
+            return self._load(index, action)
+        if is_unit(action):
+            return self._unit(index, action)
+        if action.op in (Op.STORE, Op.DROP):
+            return self._store_or_drop(index, action)
+        return None
+
+    def _load(self, index: int, action: Action) -> int:
+        key = (action.trial, action.shard)
+        tenant = self.tenants.get(key)
+        if tenant is None:
+            known = len(self.tails)
+            tenant = self.enter(key, ())
+            self.is_first[index] = tenant.slot == known
+            self.waits[index] = tuple(self.tails[tenant.slot])
+        tenant.parts |= set(action.parts)
+        tenant.loads.append(index)
+        return tenant.slot
+
+    def _unit(self, index: int, action: Action) -> int | None:
+        self.waits[index] = tuple(self.overdue.get(action.trial, ()))
+        self.overdue[action.trial] = self.dropped.pop(action.trial, [])
+        tenant = self.tenants.get((action.trial, action.shard))
+        if tenant is None:
+            return None
+        tenant.loads.clear()
+        tenant.users.append(index)
+        if action.op is Op.STEP:
+            self._leave((action.trial, action.shard), tenant, {Part.GRAD})
+        return tenant.slot
+
+    def _store_or_drop(self, index: int, action: Action) -> int | None:
+        key = (action.trial, action.shard)
+        tenant = self.tenants.get(key)
+        inside = tenant.parts & set(action.parts) if tenant else set()
+        if Part.GRAD in action.parts and Part.GRAD not in inside:
+            self._gradients_outside(index, action)
+        if tenant is None or not inside:
+            return None
+        if action.op is Op.STORE:
+            tenant.users.append(index)
+        else:
+            self._leave(key, tenant, inside)
+        return tenant.slot
+
+    def _gradients_outside(self, index: int, action: Action) -> None:
+        key = (action.trial, action.shard)
+        if action.op is Op.STORE:
+            self.stores[key] = index
+        elif key in self.stores:
+            self.dropped.setdefault(action.trial, []).append(self.stores.pop(key))
+
+    def _leave(self, key: ShardKey, tenant: _Tenant, parts: set[Part]) -> None:
+        tenant.parts -= parts
+        if not tenant.parts:
+            self.tails[tenant.slot] = tenant.users + tenant.loads
+            del self.tenants[key]
+            heappush(self.free, tenant.slot)

@@ -1,0 +1,354 @@
+"""What a study came to: its trials, the best of them, and their trained models.
+
+Everything is read from the study's directory, so that a report opened later, or from
+another machine's copy, is the one that ``run`` returned.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.core.errors import SpecError
+from shoal.core.spec import Scalar
+from shoal.core.units import format_bytes, format_seconds
+from shoal.observe import jsonl
+from shoal.observe.log import EVENTS, read_events
+from shoal.observe.rows import TrialRow, TrialState, metric_rank
+from shoal.observe.snapshot import Snapshot
+from shoal.recipe import HyperParameters, Recipe
+from shoal.source import load_study
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from torch import Tensor, nn
+
+
+_ORDER = {"FINISHED": 0, "RUNNING": 1, "PENDING": 2, "FAILED": 3}  # in the leaderboard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialResult:
+    """One trial as it ended.
+
+    ``metrics`` are the values at its last step, ``history`` is a list of dicts (step,
+    epoch, seconds, metrics), ``error`` the traceback of a failure or empty.
+    ``checkpoint`` is the directory of the last step's state, None if there is none.
+    """
+
+    number: int
+    hp: Mapping[str, Scalar]
+    seed: int
+    state: TrialState
+    metrics: Mapping[str, float]
+    history: Sequence[Mapping[str, Any]]
+    seconds: float
+    error: str
+    checkpoint: Path | None
+    _recipe: Recipe | str | None = field(default=None, repr=False, compare=False)
+
+    def load(self) -> nn.Module:
+        """The user's own module with the weights of the last step, on CPU in eval mode.
+
+        The process's random streams are left as they were. In a study that was opened
+        from its directory this imports the file that defined the study.
+
+        Raises:
+            SpecError: no checkpoint, no recipe, or a recipe whose model has other weights.
+        """
+        weights = _read_weights(self._checkpoint())
+        model = _build_model(self._find_recipe(), self.hp, self.seed)
+        try:
+            model.load_state_dict(weights, strict=True)
+        except RuntimeError as error:
+            raise SpecError(
+                f"the recipe's model does not fit the weights of trial {self.number} in "
+                f"{self.checkpoint}: {error}\nOpen the study with the recipe that trained it: "
+                "shoal.open(path, recipe=...)."
+            ) from error
+        return model.eval()
+
+    def load_state(self) -> dict[str, Any]:
+        """``{"model", "optimizer", "schedule", "rng", "step"}``, by parameter name.
+
+        Raises:
+            SpecError: the trial has no checkpoint.
+        """
+        from shoal.runtime import checkpoint  # lazy: see ``_read_weights``
+
+        return checkpoint.read_state(self._checkpoint())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain containers of all fields."""
+        return {
+            "number": self.number,
+            "hp": dict(self.hp),
+            "seed": self.seed,
+            "state": str(self.state),
+            "metrics": dict(self.metrics),
+            "history": [dict(row) for row in self.history],
+            "seconds": self.seconds,
+            "error": self.error,
+            "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
+        }
+
+    @property
+    def error_line(self) -> str:
+        """The last line of the traceback."""
+        return self.error.strip().rpartition("\n")[2].strip()
+
+    def _checkpoint(self) -> Path:
+        if self.checkpoint is None:
+            why = f": {self.error_line}" if self.error else ""
+            raise SpecError(
+                f"trial {self.number} is {self.state}{why}; it has no checkpoint to load. Resume "
+                "the study, or choose a FINISHED trial."
+            )
+        if not self.checkpoint.is_dir():
+            raise SpecError(
+                f"the checkpoint of trial {self.number} is not at {self.checkpoint} any more. Was "
+                "the study's directory moved or cleaned up? Open it where it is: shoal.open(path)."
+            )
+        return self.checkpoint
+
+    def _find_recipe(self) -> Recipe:
+        if isinstance(self._recipe, Recipe):
+            return self._recipe
+        if not self._recipe:
+            raise SpecError(
+                f"trial {self.number} needs its recipe to build the model, and the study was made "
+                "interactively, so that no file is on record. Pass it: "
+                "shoal.open(path, recipe=recipe)."
+            )
+        recipe: Recipe = load_study(self._recipe).study.recipe
+        return recipe
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint; its reader is imported only when there is one to read."""
+    from shoal.runtime import checkpoint
+
+    return checkpoint.read_weights(path)
+
+
+def _build_model(recipe: Recipe, hp: Mapping[str, Scalar], seed: int) -> nn.Module:
+    """The module as the trial built it, without a trace in the random streams."""
+    from shoal.rng import capture_rng, restore_rng, seed_all  # lazy: see ``_read_weights``
+
+    before = capture_rng()
+    seed_all(seed)
+    try:
+        return recipe.model(HyperParameters(hp))
+    finally:
+        restore_rng(before)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The most bytes a device held, its budget, and what the plan predicted."""
+
+    peak_bytes: int
+    budget_bytes: int
+    predicted_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A study's results; ``print(report)`` is its leaderboard.
+
+    ``trials`` are in order of their numbers, those that were never planned left out.
+    ``wall_seconds`` leaves out the time between a kill and its resume. ``peaks`` has an
+    entry per device on which memory was measured.
+    """
+
+    study: str
+    directory: Path
+    metric: str
+    mode: str
+    trials: list[TrialResult]
+    wall_seconds: float
+    peaks: Mapping[str, Peak]
+    stopped: str = ""
+
+    @property
+    def best(self) -> TrialResult:
+        """The FINISHED trial with the best metric; of equals the first.
+
+        Raises:
+            SpecError: no trial finished with a finite value of the metric.
+        """
+        ranked = [trial for trial in self.ranking() if self._rank(trial) < math.inf]
+        if not ranked:
+            raise SpecError(self._no_best())
+        return ranked[0]
+
+    def ranking(self) -> list[TrialResult]:
+        """The trials, best first; then those without a finite metric, then the unfinished."""
+        return sorted(self.trials, key=lambda t: (self._rank(t), _ORDER[t.state], t.number))
+
+    def count(self, state: TrialState | str) -> int:
+        """How many trials are in ``state``."""
+        return sum(trial.state == state for trial in self.trials)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain containers of everything."""
+        return {
+            "study": self.study,
+            "directory": str(self.directory),
+            "metric": self.metric,
+            "mode": self.mode,
+            "wall_seconds": self.wall_seconds,
+            "stopped": self.stopped,
+            "peaks": {
+                name: {
+                    "peak_bytes": peak.peak_bytes,
+                    "budget_bytes": peak.budget_bytes,
+                    "predicted_bytes": peak.predicted_bytes,
+                }
+                for name, peak in self.peaks.items()
+            },
+            "trials": [trial.to_dict() for trial in self.trials],
+        }
+
+    def to_json(self) -> str:
+        """Valid JSON; floats that are not finite are "NaN", "Infinity", "-Infinity"."""
+        return jsonl.dumps(self.to_dict(), indent=2)
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per trial: number, hyperparameters, seed, state, metrics, seconds, error.
+
+        Raises:
+            SpecError: pandas is not installed.
+        """
+        try:
+            import pandas as pd  # lazy: an extra
+        except ImportError:
+            raise SpecError(
+                "to_frame() needs pandas, which is not installed. Install shoal[frame]."
+            ) from None
+        return pd.DataFrame([_frame_row(trial) for trial in self.trials])
+
+    def __str__(self) -> str:
+        return leaderboard(self)
+
+    def _rank(self, trial: TrialResult) -> float:
+        if trial.state is not TrialState.FINISHED:
+            return math.inf
+        return metric_rank(trial.metrics.get(self.metric), self.mode)
+
+    def _no_best(self) -> str:
+        finished = self.count(TrialState.FINISHED)
+        known = sorted({name for trial in self.trials for name in trial.metrics})
+        failed = next((t for t in self.trials if t.state is TrialState.FAILED), None)
+        reason = f" Trial {failed.number} failed: {failed.error_line}." if failed else ""
+        return (
+            f"study {self.study!r} has no best trial: {finished} of {len(self.trials)} trials "
+            f"finished, and none with a finite {self.metric!r}. Metrics there are: "
+            f"{', '.join(known) or 'none'}.{reason}"
+        )
+
+
+def read_report(study_dir: str | os.PathLike[str], recipe: Recipe | None = None) -> Report:
+    """The report of a study's directory; nothing is run or changed.
+
+    Without ``recipe`` the file that defined the study is imported when a model is loaded.
+
+    Raises:
+        SpecError: there is no study in that directory.
+    """
+    directory = Path(study_dir)
+    snapshot = Snapshot.of(read_events(directory / EVENTS))
+    if not snapshot.runs:
+        raise SpecError(
+            f"there is no study in {directory}: it has no {EVENTS}, or an empty one. Give the "
+            "directory of a study, runs/NAME."
+        )
+    source = recipe if recipe is not None else snapshot.source
+    return Report(
+        study=snapshot.study,
+        directory=directory,
+        metric=snapshot.metric,
+        mode=snapshot.mode,
+        trials=[_result(row, directory, source) for row in snapshot.trials],
+        wall_seconds=snapshot.seconds,
+        peaks={
+            device.name: Peak(
+                peak_bytes=device.peak_bytes,
+                budget_bytes=device.budget_bytes,
+                predicted_bytes=device.predicted_bytes,
+            )
+            for device in snapshot.devices
+            if device.peak_bytes
+        },
+        stopped=snapshot.stopped,
+    )
+
+
+def _result(row: TrialRow, directory: Path, recipe: Recipe | str) -> TrialResult:
+    return TrialResult(
+        number=row.number,
+        hp=HyperParameters(row.hp),
+        seed=row.seed,
+        state=row.state,
+        metrics=dict(row.metrics),
+        history=[line.to_dict() for line in row.history],
+        seconds=row.seconds,
+        error=row.error,
+        checkpoint=directory / row.checkpoint if row.checkpoint else None,
+        _recipe=recipe,
+    )
+
+
+def _frame_row(trial: TrialResult) -> dict[str, Any]:
+    return {
+        "number": trial.number,
+        **trial.hp,
+        "seed": trial.seed,
+        "state": str(trial.state),
+        **trial.metrics,
+        "seconds": trial.seconds,
+        "error": trial.error_line,
+    }
+
+
+def leaderboard(report: Report) -> str:
+    """The report as text: totals, peaks, and a line per trial, best first."""
+    counts = ", ".join(
+        f"{report.count(state)} {state.lower()}" for state in TrialState if report.count(state)
+    )
+    lines = [
+        f"study {report.study}: {len(report.trials)} trials ({counts}) in "
+        f"{format_seconds(report.wall_seconds)}; {report.mode} {report.metric}"
+    ]
+    if report.stopped:
+        lines.append(f"stopped early: {report.stopped}")
+    lines += [
+        f"{name}: peak {format_bytes(peak.peak_bytes)} of {format_bytes(peak.budget_bytes)}, "
+        f"predicted {format_bytes(peak.predicted_bytes)}"
+        for name, peak in report.peaks.items()
+    ]
+    return "\n".join([*lines, *_table(report)])
+
+
+def _table(report: Report) -> list[str]:
+    trials = report.ranking()
+    settings = list(dict.fromkeys(name for trial in trials for name in trial.hp))
+    metrics = sorted({n for t in trials for n in t.metrics}, key=lambda n: (n != report.metric, n))
+    rows = [["trial", *metrics, *settings, "state", "seconds"]]
+    for trial in trials:
+        values: list[Scalar] = [trial.metrics.get(name, "-") for name in metrics]
+        values += [trial.hp.get(name, "-") for name in settings]
+        rows.append([_cell(v) for v in (trial.number, *values, str(trial.state))])
+        rows[-1].append(f"{trial.seconds:.1f}")
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
+    notes = [f"  {trial.error_line}" if trial.error else "" for trial in trials]
+    return [lines[0], *(line + note for line, note in zip(lines[1:], notes, strict=True))]
+
+
+def _cell(value: Scalar) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,247 @@
+"""A trial's parameters, gradients and optimizer state, bound to wherever they are now.
+
+The model and the optimizer are the user's own objects, built once. Their tensors point
+into a device slot while a shard is on the device, into the host store while the
+host steps, and to a poison (NaN without memory) in between, so that touching what is not
+there is seen and not silently right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.core.errors import SpecError, TrialError
+from shoal.core.units import round_up
+from shoal.memory.layout import ALIGNMENT, ShardLayout, TensorSpec, TrialLayout
+from shoal.memory.store import Region, describe, field_view, state_views, view, views
+
+States = Mapping[str, Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """One shard's tensors at one place: a slot of the device, or the host store."""
+
+    params: Mapping[str, Tensor]
+    states: States
+    grads: Mapping[str, Tensor]
+    param_bytes: Tensor  # flat: the owned parameters
+    state_bytes: Tensor
+    grad_bytes: Tensor
+    borrowed: Mapping[str, Tensor]
+
+
+def place_in_slot(slot: Tensor, layout: ShardLayout, parts: Sequence[str]) -> Placed:
+    """Views of a shard in a device slot that has room for ``parts`` ("state", "grad")."""
+    borrowed, offset = {}, layout.param.num_bytes
+    for _, field in layout.borrowed:
+        borrowed[field.spec.name] = view(slot, offset, field.spec)
+        offset += round_up(field.spec.num_bytes, ALIGNMENT)
+    state_at = offset
+    state_size = layout.state.num_bytes if "state" in parts else 0
+    grad_at = state_at + state_size
+    grad_size = layout.param.num_bytes if "grad" in parts else 0
+    return Placed(
+        params=views(slot, layout.param) | borrowed,
+        states=state_views(slot, layout.state, state_at) if state_size else {},
+        grads=views(slot, layout.param, grad_at) if grad_size else {},
+        param_bytes=slot[: layout.param.num_bytes],
+        state_bytes=slot[state_at : state_at + state_size],
+        grad_bytes=slot[grad_at : grad_at + grad_size],
+        borrowed=borrowed,
+    )
+
+
+def place_on_host(region: Region, layout: TrialLayout, shard: int) -> Placed:
+    """Views of a shard in the host store; borrowed parameters are their owner's."""
+    own = layout.shards[shard]
+    borrowed = {
+        field.spec.name: field_view(region.bytes, layout.shards[owner].param_at, field)
+        for owner, field in own.borrowed
+    }
+    return Placed(
+        params=views(region.bytes, own.param, own.param_at) | borrowed,
+        states=state_views(region.bytes, own.state, own.state_at),
+        grads=views(region.bytes, own.param, own.grad_at),
+        param_bytes=region.segment(own.param_at, own.param.num_bytes),
+        state_bytes=region.segment(own.state_at, own.state.num_bytes),
+        grad_bytes=region.segment(own.grad_at, own.param.num_bytes),
+        borrowed=borrowed,
+    )
+
+
+class Binding:
+    """The model's parameters and the optimizer's state by name, and where they point.
+
+    Args:
+        model: The user's module; its parameters keep their identity for good.
+        optimizer: The user's optimizer over those parameters.
+        owned: Per shard the names of the parameters it steps.
+        device: Where evicted parameters pretend to be.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        owned: Sequence[Sequence[str]],
+        device: torch.device,
+    ) -> None:
+        self.params: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self.optimizer = optimizer
+        self.stateful: set[str] = set()
+        names = {id(parameter): name for name, parameter in self.params.items()}
+        self._grouped = _group_names(optimizer, names)
+        self._subsets = [self._subset(set(shard)) for shard in owned]
+        self._stepped = [[name for _, part in subset for name in part] for subset in self._subsets]
+        self._bound: dict[int, Placed] = {}
+        self.poison = {
+            name: torch.full((), float("nan") if p.is_floating_point() else 0, dtype=p.dtype)
+            .to(device)
+            .expand(p.shape)
+            for name, p in self.params.items()
+        }
+
+    def bind(self, shard: int, placed: Placed) -> None:
+        """Point the shard's parameters, borrowed ones too, at ``placed``."""
+        if self._bound.get(shard) is placed and not placed.borrowed:
+            return
+        for name, tensor in placed.params.items():
+            self.params[name].data = tensor
+        for name in self._stepped[shard]:
+            if name in self.stateful:
+                self.optimizer.state[self.params[name]].update(placed.states.get(name, {}))
+        self._bound[shard] = placed
+
+    def evict(self, shard: int, placed: Placed) -> None:
+        """Poison the shard's parameters; borrowed ones too."""
+        for name in placed.params:
+            self.params[name].data = self.poison[name]
+        self._bound.pop(shard, None)
+
+    def step(self, shard: int, placed: Placed, grads: Mapping[str, Tensor]) -> None:
+        """Step one shard with the user's optimizer on the tensors of ``placed``.
+
+        A parameter without a gradient is skipped, as torch skips it. State that the
+        optimizer makes or replaces is copied to its place.
+        """
+        self.bind(shard, placed)
+        names = self._stepped[shard]
+        for name in names:
+            self.params[name].grad = grads.get(name)
+        try:
+            if names:
+                self.step_part(shard)
+        finally:
+            for name in names:
+                self.params[name].grad = None
+        for name in names:
+            self.settle(name, placed.states.get(name, {}))
+
+    def step_part(self, shard: int) -> None:
+        """``optimizer.step()`` as if the shard's parameters were all it had."""
+        optimizer = self.optimizer
+        groups = optimizer.param_groups
+        everything = [group["params"] for group in groups]
+        try:
+            for index, group_names in self._subsets[shard]:
+                groups[index]["params"] = [self.params[name] for name in group_names]
+            optimizer.param_groups = [groups[index] for index, _ in self._subsets[shard]]
+            optimizer.step()
+        finally:
+            optimizer.param_groups = groups
+            for group, params in zip(groups, everything, strict=True):
+                group["params"] = params
+
+    def settle(self, name: str, places: Mapping[str, Tensor]) -> None:
+        """Copy state that lies elsewhere to its place and point the optimizer there."""
+        state = self.optimizer.state.get(self.params[name])
+        if not state:
+            return
+        self.stateful.add(name)
+        for key, value in state.items():
+            place = places.get(key)
+            if value is place or not is_stored(value):
+                continue
+            if place is None or place.shape != value.shape or place.dtype != value.dtype:
+                raise TrialError(
+                    f"the optimizer made state {key!r} of shape {tuple(value.shape)} for {name!r}, "
+                    "which it did not have when it was measured. An optimizer whose state changes "
+                    "its shape cannot be kept in a flat store; use another one."
+                )
+            place.copy_(value)
+            state[key] = place
+
+    def scalars(self) -> dict[str, dict[str, Any]]:
+        """What the optimizer keeps per parameter beside its stored tensors, by name."""
+        return {
+            name: {
+                key: value.clone() if isinstance(value, Tensor) else value
+                for key, value in self.optimizer.state[self.params[name]].items()
+                if not is_stored(value)
+            }
+            for name in sorted(self.stateful)
+        }
+
+    def restore(self, scalars: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take up state that ``scalars`` described; stored tensors are bound at each step."""
+        self.stateful = set(scalars)
+        for name, values in scalars.items():
+            self.optimizer.state[self.params[name]].clear()
+            self.optimizer.state[self.params[name]].update(values)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups: options, and the names of their parameters."""
+        return [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": list(names)}
+            for group, names in zip(self.optimizer.param_groups, self._grouped, strict=True)
+        ]
+
+    def restore_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Put the options of ``groups()`` back."""
+        for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update({k: v for k, v in saved.items() if k != "params"})
+
+    def _subset(self, owned: set[str]) -> list[tuple[int, list[str]]]:
+        """Per group that has some: its index and those of its names that a shard owns."""
+        chosen = [
+            (index, [name for name in names if name in owned])
+            for index, names in enumerate(self._grouped)
+        ]
+        return [(index, names) for index, names in chosen if names]
+
+
+def is_stored(value: object) -> bool:
+    """Whether optimizer state is a tensor that travels with its shard; scalars do not."""
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def state_specs(binding: Binding) -> dict[str, list[TensorSpec]]:
+    """The stored state of every parameter, as the optimizer holds it now."""
+    return {
+        name: [
+            describe(name, value, key)
+            for key, value in binding.optimizer.state.get(parameter, {}).items()
+            if is_stored(value)
+        ]
+        for name, parameter in binding.params.items()
+    }
+
+
+def _group_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[list[str]]:
+    grouped = []
+    for group in optimizer.param_groups:
+        unknown = [p for p in group["params"] if id(p) not in names]
+        if unknown:
+            raise SpecError(
+                f"the optimizer holds {len(unknown)} tensors that are no parameters of the model, "
+                f"the first of shape {tuple(unknown[0].shape)}. Build it from the named "
+                "parameters it is given."
+            )
+        grouped.append([names[id(parameter)] for parameter in group["params"]])
+    return grouped

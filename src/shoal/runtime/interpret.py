@@ -1,0 +1,486 @@
+"""The interpreter: runs a program's actions, one trial on one device.
+
+A *seat* is a trial's place on a device for the time of a lease: its slots, its copy and
+host streams, and what its programs have in flight. Actions are issued in list order. A
+copy or host step is submitted to its stream with the events it needs; compute is
+submitted when the device loop chooses this seat, which it does only when ``startable``.
+
+[Note: who waits for what]
+Besides the slot waits of ``program.slots``:
+
+    LOAD           the last write of the shard's host copy (STORE, STEP@host), of any program
+    F B STEP       the shard's LOADs
+    STORE          the compute before it
+    STEP@host      the STORE of its gradients, and SYNC
+
+Tensors that a copy reads or writes are kept alive until the copy's event is done; on
+CUDA that is what makes it safe to let the allocator have them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.core.errors import CapacityError
+from shoal.core.units import Bytes, format_bytes
+from shoal.device import Device, Event, Lane
+from shoal.memory.ledger import Ledger
+from shoal.partition.track import AllocationTracker
+from shoal.program.ir import Action, Op, Part
+from shoal.program.slots import SlotMap, assign_slots
+from shoal.runtime.binding import Placed, place_in_slot, place_on_host
+from shoal.runtime.session import Session, Task
+from shoal.runtime.units import evaluate_metrics
+
+COMPUTE = (Op.F, Op.B, Op.SYNC)
+
+
+class Issued(NamedTuple):
+    """An action in flight, for the timeline."""
+
+    stream: str
+    action: Action
+    event: Event
+    num_bytes: int
+    step: int
+    trial: int
+
+
+@dataclass(slots=True)
+class _Run:
+    """A task's actions, how far they are issued, and their events."""
+
+    task: Task
+    actions: tuple[Action, ...]
+    slots: SlotMap
+    cursor: int = 0
+    events: dict[int, Event] = field(default_factory=dict)
+
+
+class Seat:
+    """A trial's place on a device. Use from the device's own thread only.
+
+    Args:
+        session: The trial, placed in its host region.
+        device: Where it computes.
+        ledger: The device's; ``held`` bytes are reserved there for the seat's life.
+        slot_bytes: Size of each of ``num_slots`` equal slots.
+        record: Called with every action that was issued.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        device: Device,
+        ledger: Ledger,
+        *,
+        num_slots: int,
+        slot_bytes: int,
+        parts: tuple[str, ...],
+        record: Callable[[Issued], None],
+    ) -> None:
+        self.session, self.device, self.ledger = session, device, ledger
+        self.trial = session.job.trial
+        self._record = record
+        self._owner = f"trial {self.trial}"
+        ledger.reserve(self._owner, session.job.held_bytes)
+        self._region = device.empty(num_slots * slot_bytes)
+        self._slot_bytes, self._parts = slot_bytes, parts
+        self._lane: Lane = device.lane()
+        layout = session.layout
+        self.host = [place_on_host(session.region, layout, s) for s in range(len(layout.shards))]
+        self._slots: dict[tuple[int, int], Placed] = {}
+        self._placed: dict[int, Placed] = {}  # shard -> its slot now
+        self._tails: dict[int, list[Event]] = {}  # slot -> what its last tenant leaves
+        self._stores_left: list[Event] = []  # of gradients, from the program before
+        self._loads: dict[int, list[Event]] = {}  # shard -> its LOADs
+        self._written: dict[int, Event] = {}  # shard -> last write of its host parameters
+        self._grads_written: dict[int, Event] = {}
+        self._has_grad: dict[int, set[str]] = {}  # shard -> names with a gradient on the host
+        self._grads: dict[int, dict[str, Tensor]] = {}  # shard -> gradients on the device
+        self._norms: dict[str, Tensor] = {}
+        self._clip: Tensor | None = None
+        self._synced: Event | None = None
+        self._last_compute: list[Event] = []
+        self._in_flight: list[tuple[Event, Any]] = []
+        self._maps: dict[tuple[tuple[Action, ...], tuple[Part, ...]], SlotMap] = {}
+        self._tasks: Iterator[Task] | None = None
+        self._run: _Run | None = None
+        self.track = True  # measure the next units with the tracker
+        self.peak_bytes = 0
+        self.moved = {"up": 0, "down": 0}
+
+    # -- programs ---------------------------------------------------------------------
+
+    def start(self, task: Task) -> None:
+        """Take up a task; the one before it is fully issued."""
+        actions = task.program.devices[0]
+        start = (Part.PARAM, Part.STATE) if self._placed else ()
+        if (actions, start) not in self._maps:
+            self._maps[actions, start] = assign_slots(actions, start=start)
+        self._run = _Run(task, actions, self._maps[actions, start])
+
+    @property
+    def head(self) -> Action | None:
+        """The next action to issue, None when the task is fully issued."""
+        run = self._run
+        if run is None or run.cursor == len(run.actions):
+            return None
+        return run.actions[run.cursor]
+
+    @property
+    def waits_for_compute(self) -> bool:
+        """Whether the next action needs the device's compute stream."""
+        head = self.head
+        return head is not None and (head.op in COMPUTE or _is_device_step(head))
+
+    def startable(self) -> bool:
+        """Whether the next compute action can be submitted without blocking."""
+        return all(event.startable for event in self._needs())
+
+    def issue_copies(self) -> None:
+        """Issue everything up to the next compute action."""
+        while self.head is not None and not self.waits_for_compute:
+            self._issue()
+
+    def issue_compute(self) -> None:
+        """Run the next compute action; the trial's random streams are in place."""
+        self._issue()
+
+    def drain(self) -> None:
+        """Wait for everything in flight; raise the first error."""
+        for event, _ in self._in_flight:
+            event.wait()
+        self.device.synchronize()
+        self._in_flight.clear()
+
+    def close(self) -> None:
+        """End the streams and give the memory back."""
+        self._lane.close()
+        self._slots.clear()
+        self._placed.clear()
+        self._region = torch.empty(0)
+        self.ledger.release(self._owner)
+
+    # -- issuing ----------------------------------------------------------------------
+
+    def _needs(self) -> list[Event]:
+        """The events the next action must come after."""
+        run, action = self._run, self.head
+        assert run is not None
+        assert action is not None
+        needs = [run.events[i] for i in run.slots.waits[run.cursor] if i in run.events]
+        if action.op in (Op.F, Op.B):
+            needs += self._stores_left
+        if action.op in COMPUTE or _is_device_step(action):
+            needs += self._loads.get(action.shard, [])
+        return needs
+
+    def _issue(self) -> None:
+        run, action = self._run, self.head
+        assert run is not None
+        assert action is not None
+        after = self._needs()
+        self._prune()
+        event = self._dispatch(run, action, after)
+        if action.op in (Op.F, Op.B):
+            self._stores_left = []
+        if event is not None:
+            run.events[run.cursor] = event
+        run.cursor += 1
+        if run.cursor == len(run.actions):
+            self._settle_tails(run)
+
+    def _dispatch(self, run: _Run, action: Action, after: list[Event]) -> Event | None:
+        slot = run.slots.slots[run.cursor]
+        if action.op is Op.LOAD:
+            assert slot is not None
+            if run.slots.is_first[run.cursor]:
+                after = after + self._tails.pop(slot, [])
+            return self._load(action, slot, after)
+        if action.op is Op.STORE:
+            return self._store(action)
+        if action.op is Op.DROP:
+            self._drop(action)
+            return None
+        if action.op is Op.STEP and action.place == "host":
+            return self._host_step(action)
+        return self._compute(run.task, action, after)
+
+    def _settle_tails(self, run: _Run) -> None:
+        """Remember, per slot, what the next program's first LOAD into it waits for."""
+        for slot, indices in enumerate(run.slots.tails):
+            self._tails[slot] = [run.events[i] for i in indices if i in run.events]
+        self._stores_left = [run.events[i] for i in run.slots.stores_left]
+
+    def _submit(
+        self, stream: str, action: Action, work: Callable[[], None], after: list[Event], size: int
+    ) -> Event:
+        event: Event = getattr(self._lane, stream).submit(work, after)
+        self._in_flight.append((event, work))
+        if stream in self.moved:
+            self.moved[stream] += size
+        self._note(stream, action, event, size)
+        return event
+
+    def _note(self, stream: str, action: Action, event: Event, size: int = 0) -> None:
+        self._record(Issued(stream, action, event, size, self.session.step + 1, self.trial))
+
+    def _prune(self) -> None:
+        """Let go of what finished copies kept alive; raise if one failed."""
+        kept = []
+        for event, work in self._in_flight:
+            if not event.done:
+                kept.append((event, work))
+            elif event.error is not None:
+                event.wait()
+        self._in_flight = kept
+
+    # -- copies -----------------------------------------------------------------------
+
+    def _load(self, action: Action, slot: int, after: list[Event]) -> Event:
+        shard = action.shard
+        placed = self._slot(slot, shard)
+        joins = shard in self._placed
+        self._placed[shard] = placed
+        copies, after = self._load_copies(action, placed, after)
+        device, region = self.device, self._slot_region(slot)
+
+        def work() -> None:
+            if not joins:
+                device.poison(region)
+            for target, source in copies:
+                device.copy(target, source, "up")
+
+        size = sum(source.nbytes for _, source in copies)
+        event = self._submit("up", action, work, after, size)
+        self._loads.setdefault(shard, []).append(event)
+        return event
+
+    def _load_copies(
+        self, action: Action, placed: Placed, after: list[Event]
+    ) -> tuple[list[tuple[Tensor, Tensor]], list[Event]]:
+        """Which host bytes go where, and what must have written them before."""
+        shard, host = action.shard, self.host[action.shard]
+        copies = []
+        if Part.PARAM in action.parts:
+            copies.append((placed.param_bytes, host.param_bytes))
+            copies += [(placed.borrowed[n], host.borrowed[n]) for n in placed.borrowed]
+            owners = {owner for owner, _ in self.session.layout.shards[shard].borrowed}
+            after = after + [self._written[s] for s in (shard, *owners) if s in self._written]
+        if Part.STATE in action.parts and host.state_bytes.numel():
+            copies.append((placed.state_bytes, host.state_bytes))
+        if Part.GRAD in action.parts:
+            names = self._has_grad.get(shard, set())
+            copies += [(placed.grads[n], host.grads[n]) for n in placed.grads if n in names]
+            self._grads[shard] = {n: placed.grads[n] for n in placed.grads if n in names}
+            if shard in self._grads_written:
+                after = [*after, self._grads_written[shard]]
+        return [(a, b) for a, b in copies if a.numel()], after
+
+    def _store(self, action: Action) -> Event:
+        shard, host = action.shard, self.host[action.shard]
+        copies: list[tuple[Tensor, Tensor]] = []
+        if Part.PARAM in action.parts:
+            placed = self._placed[shard]
+            copies.append((host.param_bytes, placed.param_bytes))
+            if host.state_bytes.numel():
+                copies.append((host.state_bytes, placed.state_bytes))
+        if Part.GRAD in action.parts:
+            grads = self._grads.get(shard, {})
+            self._has_grad[shard] = set(grads)
+            copies += [(host.grads[name], grad) for name, grad in grads.items()]
+        copies = [(a, b) for a, b in copies if b.numel()]
+        device = self.device
+
+        def work() -> None:
+            for target, source in copies:
+                device.copy(target, source, "down")
+
+        size = sum(source.nbytes for _, source in copies)
+        event = self._submit("down", action, work, self._last_compute, size)
+        if Part.PARAM in action.parts:
+            self._written[shard] = event
+        if Part.GRAD in action.parts:
+            self._grads_written[shard] = event
+        return event
+
+    def _drop(self, action: Action) -> None:
+        shard = action.shard
+        if Part.GRAD in action.parts:
+            self._grads.pop(shard, None)
+        if Part.PARAM in action.parts:
+            self.session.binding.evict(shard, self._placed.pop(shard))
+            self._loads.pop(shard, None)
+
+    def _slot_region(self, slot: int) -> Tensor:
+        return self._region[slot * self._slot_bytes : (slot + 1) * self._slot_bytes]
+
+    def _slot(self, slot: int, shard: int) -> Placed:
+        """The shard's tensors in a slot; made once."""
+        key = (slot, shard)
+        if key not in self._slots:
+            layout = self.session.layout.shards[shard]
+            self._slots[key] = place_in_slot(self._slot_region(slot), layout, self._parts)
+        return self._slots[key]
+
+    # -- compute ----------------------------------------------------------------------
+
+    def _compute(self, task: Task, action: Action, after: list[Event]) -> Event:
+        works = {
+            Op.F: self._forward,
+            Op.B: self._backward,
+            Op.STEP: self._step,
+            Op.SYNC: self._sync,
+        }
+        unit = works[action.op]
+
+        def work() -> None:
+            self._measured(action, lambda: unit(task, action))
+
+        event = self.device.compute(work, after)
+        self._last_compute = [event]
+        self._note("compute", action, event)
+        if event.error is not None:
+            raise event.error
+        if action.op is Op.SYNC:
+            self._synced = event
+        return event
+
+    def _measured(self, action: Action, work: Callable[[], None]) -> None:
+        """Run a unit; on sampled steps count every byte it allocates against the budget."""
+        if not self.track:
+            work()
+            return
+        before = self.resident_bytes()
+        with AllocationTracker() as tracker:
+            work()
+        self.peak_bytes = max(self.peak_bytes, before + tracker.peak_bytes)
+        promised = self.session.job.unit_bytes
+        if tracker.peak_bytes > promised:
+            raise CapacityError(
+                f"{action} of trial {self.trial} allocated {format_bytes(tracker.peak_bytes)} on "
+                f"{self.device.spec.name}, {format_bytes(promised)} were reserved for it. Its "
+                "batches are larger than the one that was measured: make them equal, or let the "
+                "first batch be the largest."
+            )
+
+    def resident_bytes(self) -> Bytes:
+        """What this seat holds on the device now, between units."""
+        task = self._run.task if self._run else None
+        held = self._region.nbytes + sum(b.nbytes for b in self.session.model.buffers())
+        slots = self._region.untyped_storage().data_ptr()
+        tensors = [g for grads in self._grads.values() for g in grads.values()]
+        if task:
+            for micro in task.micros.values():
+                tensors += micro.tensors()
+                tensors += _tensors(micro.batch)
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in tensors
+            if t.untyped_storage().data_ptr() != slots
+        }
+        return Bytes(held + sum(storages.values()))
+
+    def _micro(self, task: Task, action: Action) -> Any:
+        assert action.micro is not None
+        if action.micro not in task.micros:
+            batch = self.session.fetch(task, action.micro)
+            task.micros[action.micro] = self.session.units.begin(batch)
+        return task.micros[action.micro]
+
+    def _forward(self, task: Task, action: Action) -> None:
+        micro = self._micro(task, action)
+        self.session.binding.bind(action.shard, self._placed[action.shard])
+        result = self.session.units.forward(action.shard, micro)
+        if result is not None:
+            loss, output = result
+            task.metrics = evaluate_metrics(self.session.recipe, loss, output, micro.batch)
+            task.micros.clear()
+
+    def _backward(self, task: Task, action: Action) -> None:
+        session, shard = self.session, action.shard
+        micro = self._micro(task, action)
+        placed = self._placed[shard]
+        session.binding.bind(shard, placed)
+        params = session.binding.params
+        loaded = self._grads.get(shard, {})
+        for name in placed.params:
+            params[name].grad = loaded.get(name)
+        loss = session.units.backward(shard, micro)
+        owned = [f.spec.name for f in session.layout.shards[shard].param.fields]
+        grads = {n: g for n in owned if (g := params[n].grad) is not None}
+        self._grads[shard] = grads
+        for name in placed.params:
+            params[name].grad = None
+        if session.recipe.clip_grad_norm is not None:
+            norms = torch._foreach_norm(list(grads.values())) if grads else ()
+            self._norms |= dict(zip(grads, norms, strict=True))
+        if loss is not None:
+            session.note_loss(loss)
+        if shard == 0:
+            del task.micros[action.micro or 0]
+
+    def _sync(self, task: Task, action: Action) -> None:
+        """The clipping factor of torch's clip_grad_norm_, from norms in parameter order."""
+        limit = self.session.recipe.clip_grad_norm
+        assert limit is not None
+        norms = [self._norms[n] for n in self.session.binding.params if n in self._norms]
+        self._norms = {}
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for norm in norms:
+            by_type.setdefault(norm.dtype, []).append(norm)
+        ordered = [norm for group in by_type.values() for norm in group]
+        total = torch.linalg.vector_norm(torch.stack(ordered), 2.0) if ordered else None
+        self._clip = None
+        if total is not None:
+            self._clip = torch.clamp(limit / (total + 1e-6), max=1.0)
+
+    def _step(self, task: Task, action: Action) -> None:
+        shard = action.shard
+        grads = self._grads.pop(shard, {})
+        if self._clip is not None and grads:
+            torch._foreach_mul_(list(grads.values()), self._clip)
+        self.session.binding.step(shard, self._placed[shard], grads)
+
+    def _host_step(self, action: Action) -> Event:
+        shard, host, clip = action.shard, self.host[action.shard], self._clip
+        names = self._has_grad.pop(shard, set())
+        after = [self._grads_written[shard]] + ([self._synced] if self._synced else [])
+        binding = self.session.binding
+
+        def work() -> None:
+            grads = {name: grad for name, grad in host.grads.items() if name in names}
+            if clip is not None and grads:
+                torch._foreach_mul_(list(grads.values()), clip.cpu())
+            binding.step(shard, host, grads)
+            binding.evict(shard, host)
+
+        event = self._submit("host", action, work, after, 0)
+        self._written[shard] = event
+        return event
+
+    def end_step(self) -> None:
+        """What follows a step's last action: the schedule, and the next step's clean slate."""
+        self._clip, self._synced = None, None
+        self._has_grad.clear()
+        technique = self.session.job.technique
+        if getattr(technique, "optimizer", "device") == "host":
+            event = self._lane.host.submit(self.session.advance_schedule)
+            self._in_flight.append((event, None))
+        else:
+            self.session.advance_schedule()
+
+
+def _is_device_step(action: Action) -> bool:
+    return action.op is Op.STEP and action.place == "device"
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    leaves = torch.utils._pytree.tree_leaves(batch)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

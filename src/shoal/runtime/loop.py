@@ -1,0 +1,419 @@
+"""The device loop: trials on one device, advanced action by action.
+
+Orders come in, replies and events go out; between them the loop issues the copies of
+every seat, asks the interleaver whose unit computes next, and waits only when no unit
+can start. One thread; it is the device's compute thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from shoal.core.event import ActionFinished, Evaluated, Event, PeakMeasured, StepFinished
+from shoal.core.plan import Resident, Spilled
+from shoal.core.seams import Candidate
+from shoal.core.units import Bytes
+from shoal.device import Device
+from shoal.memory.ledger import Ledger
+from shoal.memory.layout import slot_parts, slot_size
+from shoal.memory.store import Region
+from shoal.recipe import Recipe
+from shoal.rng import capture_rng, restore_rng
+from shoal.runtime import checkpoint
+from shoal.runtime.interpret import Issued, Seat
+from shoal.runtime.messages import (
+    Extend,
+    Grant,
+    LeaseOver,
+    Order,
+    Refused,
+    Reply,
+    Settings,
+    Shutdown,
+    Stop,
+)
+from shoal.runtime.session import Session, Task
+from shoal.scheduler.interleave import Interleaver
+from shoal.spill import generate
+
+TRACK_EVERY = 50  # steps between two steps whose every allocation is counted
+
+
+@dataclass(slots=True)
+class _Stay:
+    """A seat and how far its current lease is."""
+
+    seat: Seat
+    tasks: object
+    task: Task | None = None
+    leaving: bool = False
+    step_began: float = field(default_factory=time.perf_counter)
+    saved_at: float = field(default_factory=time.monotonic)
+
+
+class DeviceLoop:
+    """Runs leases until ``Shutdown``.
+
+    Args:
+        device: The device this loop's thread computes on.
+        recipe: The study's.
+        settings: The study's.
+        reply: Sends to the study's process; called from this thread.
+        orders: Filled by another thread, which then notifies ``device``.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        recipe: Recipe,
+        settings: Settings,
+        interleaver: Interleaver,
+        reply: Callable[[Reply], None],
+        orders: queue.SimpleQueue[tuple[Order, tuple[int, ...]]],
+        others: Callable[[Order], None],
+    ) -> None:
+        self._device, self._recipe, self._settings = device, recipe, settings
+        self._interleaver, self._reply, self._orders = interleaver, reply, orders
+        self._others = others
+        self._ledger = Ledger(device.spec.name, device.spec.memory)
+        self._stays: dict[int, _Stay] = {}
+        self._parked: dict[int, Session] = {}
+        self._current: int | None = None  # whose random streams are in place
+        self._issued: list[Issued] = []
+        self._unit_bytes = 0
+        self._peak = 0
+        self._running = True
+
+    def run(self) -> None:
+        """Until ``Shutdown``: orders, copies, units."""
+        with self._device.active():
+            while self._running:
+                seen = self._device.version
+                self._take_orders(block=not self._stays)
+                for trial in list(self._stays):
+                    self._guard(trial, self._prepare)
+                if not self._advance() and self._stays:
+                    self._wait(seen)
+
+    # -- orders -------------------------------------------------------------------------
+
+    def _take_orders(self, *, block: bool) -> None:
+        while self._running:
+            try:
+                order, descriptors = self._orders.get(block=block)
+            except queue.Empty:
+                return
+            self._obey(order, descriptors)
+            block = False
+
+    def _obey(self, order: Order, descriptors: tuple[int, ...]) -> None:
+        match order:
+            case Grant():
+                self._admit(order, descriptors[0])
+            case Extend():
+                if order.trial in self._stays:
+                    self._stays[order.trial].seat.session.until = order.until
+            case Stop():
+                if order.trial in self._stays:
+                    self._dismiss(order.trial)
+            case Shutdown():
+                self._running = False
+            case _:
+                self._leave_streams()
+                self._others(order)
+
+    def _admit(self, grant: Grant, descriptor: int) -> None:
+        trial = grant.job.trial
+        self._leave_streams()
+        try:
+            seat = self._seat(grant, Region(descriptor, grant.layout.num_bytes, pin=self._pins))
+        except Exception as error:
+            self._fail(trial, error)
+            return
+        session = seat.session
+        session.until = grant.until
+        stay = _Stay(seat, session.tasks())
+        self._stays[trial] = stay
+        self._guard(trial, lambda _: self._reserve_largest_unit())
+        if trial not in self._stays:
+            return
+        if isinstance(grant.job.technique, Resident):
+            self._begin(stay, Task(generate.arrival(), "arrival"))
+
+    @property
+    def _pins(self) -> bool:
+        return self._device.spec.kind == "cuda"
+
+    def _seat(self, grant: Grant, region: Region) -> Seat:
+        """The trial, built or taken up again, with its memory reserved."""
+        job, layout = grant.job, grant.layout
+        session = self._parked.pop(job.trial, None)
+        progress = grant.progress
+        if grant.restore:
+            progress = checkpoint.restore(grant.restore, layout, region)
+        if session is None or progress is None or session.step != progress.step:
+            session = Session(self._recipe, job, self._settings, self._device.torch_device)
+        session.place(layout, region, fresh=progress is None)
+        if progress is not None:
+            session.resume(progress)
+        clip = self._recipe.clip_grad_norm is not None
+        parts = slot_parts(job.technique, clip=clip, accumulate=self._recipe.accumulate)
+        lookahead = job.technique.lookahead if isinstance(job.technique, Spilled) else 0
+        return Seat(
+            session,
+            self._device,
+            self._ledger,
+            num_slots=1 + (lookahead or 0),
+            slot_bytes=slot_size(layout, parts),
+            parts=parts,
+            record=self._issued.append,
+        )
+
+    # -- trials -------------------------------------------------------------------------
+
+    def _guard(self, trial: int, work: Callable[[_Stay], None]) -> None:
+        """Run a trial's own code; what it raises ends that trial and no other."""
+        stay = self._stays.get(trial)
+        if stay is None:
+            return
+        try:
+            work(stay)
+        except Exception as error:
+            self._dismiss(trial)
+            self._fail(trial, error)
+
+    def _fail(self, trial: int, error: Exception) -> None:
+        text = "".join(traceback.format_exception(error))
+        cause = error if type(error).__module__.startswith("shoal.") else None
+        self._reply(Refused(trial, text, cause))
+
+    def _dismiss(self, trial: int) -> None:
+        """Take a trial off the device at once, in the middle of whatever it does."""
+        stay = self._stays.pop(trial)
+        self._interleaver.forget(trial)
+        if self._current == trial:
+            self._current = None
+        stay.seat.close()
+        self._reserve_largest_unit()
+
+    def _reserve_largest_unit(self) -> None:
+        """Room for the one unit that runs at a time, whichever trial's it is."""
+        if self._unit_bytes:
+            self._ledger.release("the running unit")
+        units = [stay.seat.session.job.unit_bytes for stay in self._stays.values()]
+        self._unit_bytes = max(units, default=0)
+        if self._unit_bytes:
+            self._ledger.reserve("the running unit", Bytes(self._unit_bytes))
+
+    def _prepare(self, stay: _Stay) -> None:
+        """Issue copies; when the task is through, go on to the next one."""
+        stay.seat.issue_copies()
+        while stay.seat.head is None and stay.seat.trial in self._stays:
+            self._finish_task(stay)
+            self._next_task(stay)
+            if stay.seat.trial in self._stays:
+                stay.seat.issue_copies()
+
+    def _begin(self, stay: _Stay, task: Task) -> None:
+        stay.task = task
+        stay.seat.start(task)
+
+    def _finish_task(self, stay: _Stay) -> None:
+        task, session = stay.task, stay.seat.session
+        if task is not None and task.kind == "step":
+            stay.seat.end_step()
+            self._interleaver.step_finished(session.job.trial)
+
+    def _next_task(self, stay: _Stay) -> None:
+        """Let the trial's loop go on, inside its own random streams, to its next program."""
+        session = stay.seat.session
+        if stay.leaving:
+            self._hand_over(stay)
+            return
+        self._enter(stay)
+        step, evaluated = session.step, session.evaluated_at
+        task = next(stay.tasks, None)  # type: ignore[call-overload]  # an iterator of tasks
+        if session.step > step:
+            self._report_step(stay)
+        if session.evaluated_at != evaluated or task is None:
+            self._report_evaluation(session)
+        if task is not None:
+            if task.kind != "evaluation":
+                self._start_step(stay)
+            self._begin(stay, task)
+            return
+        stay.leaving = True
+        if isinstance(session.job.technique, Resident):
+            self._begin(stay, Task(generate.departure(), "departure"))
+
+    def _start_step(self, stay: _Stay) -> None:
+        session, trial = stay.seat.session, stay.seat.trial
+        if session.micro_losses == []:
+            self._interleaver.forget(trial)
+            self._interleaver.started(trial, session.step)
+
+    def _hand_over(self, stay: _Stay) -> None:
+        """The lease is over: everything is in the host region; tell the study."""
+        seat, session = stay.seat, stay.seat.session
+        self._enter(stay)
+        seat.drain()
+        session.rng = capture_rng(session.device)
+        session.put_buffers_back()
+        self._flush(wait=True)
+        if session.ended:
+            checkpoint.write(session)
+        self._dismiss(seat.trial)
+        if not session.ended:
+            self._parked[seat.trial] = session
+        self._reply(LeaseOver(seat.trial, session.progress(), session.ended))
+
+    # -- compute ------------------------------------------------------------------------
+
+    def _advance(self) -> bool:
+        """One unit of the trial that the interleaver chooses; False when none can start."""
+        ready = [
+            stay
+            for stay in self._stays.values()
+            if stay.seat.waits_for_compute and stay.seat.startable()
+        ]
+        if not ready:
+            return False
+        trial = self._interleaver.choose([self._candidate(stay) for stay in ready])
+        self._guard(trial, self._compute)
+        return True
+
+    def _candidate(self, stay: _Stay) -> Candidate:
+        session, trial = stay.seat.session, stay.seat.trial
+        left = (session.until or session.step + 1) - session.step
+        return Candidate(
+            trial=trial,
+            ticket=self._interleaver.ticket(trial),
+            remaining_s=left * session.job.step_s,
+            warm=self._current == trial,
+        )
+
+    def _compute(self, stay: _Stay) -> None:
+        self._enter(stay)
+        stay.seat.issue_compute()
+
+    def _enter(self, stay: _Stay) -> None:
+        """Put the trial's random streams in place, and the last trial's away."""
+        if self._current == stay.seat.trial:
+            return
+        self._leave_streams()
+        restore_rng(stay.seat.session.rng, self._device.torch_device)
+        self._current = stay.seat.trial
+
+    def _leave_streams(self) -> None:
+        if self._current is not None:
+            session = self._stays[self._current].seat.session
+            session.rng = capture_rng(self._device.torch_device)
+            self._current = None
+
+    def _wait(self, seen: int) -> None:
+        """Sleep until a copy or host step has finished or an order came."""
+        with self._device.progress:
+            if self._device.version == seen:
+                self._device.progress.wait(timeout=1.0)
+
+    # -- reports ------------------------------------------------------------------------
+
+    def _report_step(self, stay: _Stay) -> None:
+        session, now = stay.seat.session, time.perf_counter()
+        seconds, stay.step_began = now - stay.step_began, now
+        self._reply(
+            StepFinished(
+                time=time.time(),
+                trial=stay.seat.trial,
+                step=session.step,
+                epoch=session.epoch,
+                loss=sum(session.micro_losses) / len(session.micro_losses),
+                seconds=seconds / max(1, len(self._stays)),
+                device=self._device.spec.name,
+                steps_per_epoch=session.steps_per_epoch,
+            )
+        )
+        self._report_peak(stay)
+        stay.seat.track = session.step % TRACK_EVERY == 0
+        self._flush(wait=False)
+        self._save(stay)
+
+    def _save(self, stay: _Stay) -> None:
+        """Write a checkpoint now and then, at a step boundary."""
+        if time.monotonic() - stay.saved_at < self._settings.checkpoint_every_s:
+            return
+        stay.saved_at = time.monotonic()
+        if isinstance(stay.seat.session.job.technique, Resident):
+            return  # its host copy is current only between leases
+        stay.seat.drain()
+        stay.seat.session.rng = capture_rng(self._device.torch_device)
+        stay.seat.session.put_buffers_back()
+        checkpoint.write(stay.seat.session)
+
+    def _report_evaluation(self, session: Session) -> None:
+        if session.metrics:
+            metrics, session.metrics = session.metrics, {}
+            self._reply(
+                Evaluated(
+                    time=time.time(),
+                    trial=session.job.trial,
+                    step=session.step,
+                    epoch=session.epoch,
+                    metrics=metrics,
+                )
+            )
+
+    def _report_peak(self, stay: _Stay) -> None:
+        if not stay.seat.track:
+            return
+        others = sum(
+            other.seat.resident_bytes() for other in self._stays.values() if other is not stay
+        )
+        peak = stay.seat.peak_bytes + others
+        if self._device.spec.kind == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._device.torch_device)
+        held = sum(s.seat.session.job.held_bytes for s in self._stays.values())
+        unit = max(s.seat.session.job.unit_bytes for s in self._stays.values())
+        if peak > self._peak:
+            self._peak = peak
+            self._reply(
+                PeakMeasured(
+                    time=time.time(),
+                    device=self._device.spec.name,
+                    peak_bytes=Bytes(peak),
+                    budget_bytes=self._device.spec.memory,
+                    predicted_bytes=Bytes(held + unit),
+                )
+            )
+
+    def _flush(self, *, wait: bool) -> None:
+        """Send the actions that are complete to the timeline."""
+        kept = []
+        for issued in self._issued:
+            if not (wait or issued.event.done):
+                kept.append(issued)
+                continue
+            if self._settings.timeline:
+                if wait and issued.event.error is None:
+                    issued.event.wait()
+                self._reply(self._finished(issued))
+        self._issued[:] = kept
+
+    def _finished(self, issued: Issued) -> Event:
+        start, end = issued.event.span()
+        return ActionFinished(
+            device=self._device.spec.name,
+            stream=issued.stream,
+            trial=issued.trial,
+            step=issued.step,
+            action=str(issued.action),
+            start=start,
+            end=end,
+            bytes=issued.num_bytes,
+        )

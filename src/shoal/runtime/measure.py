@@ -1,0 +1,405 @@
+"""What a trial's model costs: built, run and stepped once or twice on real batches.
+
+Everything here happens outside the device's budget, before a trial trains, and leaves
+nothing behind. A model that is measured again (with finer cuts) is not built again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shoal.core.errors import ShoalError, SpecError
+from shoal.core.spec import JobMeasure, LayerMeasure, ShardSpec, TrialSpec
+from shoal.core.units import Bytes, Seconds, round_up
+from shoal.device import Device
+from shoal.memory.layout import ALIGNMENT, TensorSpec, TrialLayout, lay_out
+from shoal.memory.store import describe
+from shoal.partition.chain import Chain
+from shoal.partition.measure import measure_layers, measure_shards
+from shoal.partition.pilot import pilot
+from shoal.partition.track import AllocationTracker
+from shoal.recipe import (
+    Batch,
+    HyperParameters,
+    Recipe,
+    autocast,
+    build_optimizer,
+    build_schedule,
+    compute_loss,
+    model_inputs,
+    read_data,
+    to_device,
+)
+from shoal.rng import seed_all
+from shoal.runtime.binding import Binding, state_specs
+from shoal.runtime.messages import (
+    Describe,
+    Described,
+    Measure,
+    Measured,
+    MeasureShards,
+    Order,
+    Refused,
+    Reply,
+)
+
+
+class _Built(NamedTuple):
+    """A trial's objects, for measuring only."""
+
+    trial: TrialSpec
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batch: Batch
+    num_batches: int | None
+
+
+class Measurer:
+    """Answers Describe, Measure and MeasureShards in a worker."""
+
+    def __init__(self, recipe: Recipe, device: Device) -> None:
+        self._recipe, self._device = recipe, device
+        self._built: _Built | None = None
+        self._chain: Chain | None = None
+        self._whole: JobMeasure | None = None
+        self._states: Mapping[str, Sequence[TensorSpec]] = {}
+
+    def answer(self, order: Order) -> Reply:
+        """The reply to one order; what a trial's own code raises is part of it."""
+        if isinstance(order, Describe):
+            return self._describe(order.trials)
+        assert isinstance(order, Measure | MeasureShards)
+        trial = order.trial
+        try:
+            if isinstance(order, MeasureShards):
+                return self._measure_shards(trial, order.cuts)
+            return self._measure(trial, cut=order.cut)
+        except Exception as error:
+            return Refused(trial.number, traceback.format_exc(), _own(error))
+
+    # -- describe -------------------------------------------------------------------------
+
+    def _describe(self, trials: Sequence[TrialSpec]) -> Described:
+        signatures, errors = {}, {}
+        cause: Exception | None = None
+        for trial in trials:
+            try:
+                signatures[trial.number] = self._signature(trial)
+            except Exception as error:
+                errors[trial.number] = traceback.format_exc()
+                cause = cause or _own(error)
+        return Described(signatures, errors, cause)
+
+    def _signature(self, trial: TrialSpec) -> str:
+        """Equal for trials whose steps cost the same; values of hyperparameters do not count."""
+        hp = HyperParameters(trial.hp)
+        model = self._skeleton(hp, trial.seed)
+        train, _ = read_data(self._recipe, hp)
+        batch = _first_batch(train)
+        optimizer = build_optimizer(self._recipe, model.named_parameters(), hp)
+        names = {id(p): name for name, p in model.named_parameters()}
+        parts = [
+            repr(model),
+            [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in _all_params(model)],
+            [(n, tuple(b.shape), str(b.dtype)) for n, b in model.named_buffers()],
+            _shape_of(batch),
+            type(optimizer).__qualname__,
+            [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups],
+        ]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def _skeleton(self, hp: HyperParameters, seed: int) -> nn.Module:
+        """The model without memory where it can be built so, else with."""
+        seed_all(seed)
+        try:
+            with torch.device("meta"):
+                return self._recipe.model(hp)
+        except ShoalError:
+            raise
+        except Exception:
+            seed_all(seed)
+            return self._recipe.model(hp)
+
+    # -- measure --------------------------------------------------------------------------
+
+    def _measure(self, trial: TrialSpec, *, cut: bool) -> Measured:
+        if self._built is None or self._built.trial != trial:
+            self._built = self._build(trial)
+            self._chain = None
+            self._whole = self._measure_whole(self._built)
+        assert self._whole is not None
+        layout = _layout([0, 0], None, self._built.model, self._states)
+        if not cut:
+            return Measured(trial.number, self._whole, layout)
+        measure = self._measure_cut(self._built, self._whole)
+        return Measured(trial.number, measure, layout)
+
+    def _build(self, trial: TrialSpec) -> _Built:
+        hp = HyperParameters(trial.hp)
+        seed_all(trial.seed)
+        model = self._recipe.model(hp).to(self._device.torch_device)
+        if not isinstance(model, nn.Module):
+            raise SpecError(
+                f"Recipe(model=...) returned {type(model).__name__}; return an nn.Module."
+            )
+        train, _ = read_data(self._recipe, hp)
+        optimizer = build_optimizer(self._recipe, model.named_parameters(), hp)
+        build_schedule(self._recipe, optimizer, hp)
+        batch = to_device(_first_batch(train), self._device.torch_device)
+        try:
+            length: int | None = len(train)  # type: ignore[arg-type]  # a TypeError is an answer
+        except (TypeError, NotImplementedError):
+            length = None
+        return _Built(trial, model.train(), optimizer, batch, length)
+
+    def _measure_whole(self, built: _Built) -> JobMeasure:
+        """One shard that is everything: bytes by the tracker, seconds of a second step."""
+        model = built.model
+        forward = _peak(lambda: self._forward(built))
+        backward = _peak(lambda: self._backward(built))
+        self._step(built)  # makes the state
+        binding = Binding(model, built.optimizer, [[]], self._device.torch_device)
+        self._states = state_specs(binding)
+        begin = time.perf_counter()
+        self._backward(built)
+        between = time.perf_counter()
+        step_peak = _peak(lambda: self._step(built))
+        self._backward(built)
+        step_begin = time.perf_counter()
+        self._step(built)
+        step_s = time.perf_counter() - step_begin
+        self._states = state_specs(binding)
+        params = [describe(name, p) for name, p in model.named_parameters()]
+        state = [spec for specs in self._states.values() for spec in specs]
+        first_step = sum(spec.num_bytes for spec in state)  # made beside its place, then moved
+        shard = ShardSpec(
+            index=0,
+            layers=(0, 1),
+            parameter_bytes=_aligned(params),
+            owned_bytes=_aligned(params),
+            state_bytes=_aligned(state),
+            gradient_bytes=Bytes(sum(s.num_bytes for s in params)),
+            boundary_bytes=Bytes(0),
+            carry_bytes=Bytes(0),
+            forward_peak_bytes=forward,
+            backward_peak_bytes=backward,
+            step_peak_bytes=Bytes(step_peak + first_step),
+            backward_s=Seconds(between - begin),
+            step_s=Seconds(step_s),
+        )
+        return JobMeasure(
+            signature="",
+            layers=(),
+            shards=(shard,),
+            batch_bytes=Bytes(_batch_bytes(built.batch)),
+            buffer_bytes=Bytes(sum(b.nbytes for b in model.buffers())),
+            resident_bytes=Bytes(
+                shard.parameter_bytes + shard.state_bytes + backward + shard.step_peak_bytes
+            ),
+            resident_step_s=Seconds(between - begin + step_s),
+            parameter_count=sum(p.numel() for p in model.parameters()),
+            num_batches=built.num_batches,
+            cuttable=True,
+            bitwise=True,
+        )
+
+    def _forward(self, built: _Built) -> None:
+        with torch.no_grad(), autocast(self._recipe, self._device.torch_device):
+            self._loss(built)
+
+    def _backward(self, built: _Built) -> None:
+        for parameter in built.model.parameters():
+            parameter.grad = None
+        with autocast(self._recipe, self._device.torch_device):
+            loss = self._loss(built)
+        (loss / self._recipe.accumulate).backward()  # type: ignore[no-untyped-call]
+
+    def _loss(self, built: _Built) -> Tensor:
+        args, kwargs = model_inputs(self._recipe, built.batch)
+        return compute_loss(self._recipe, built.model(*args, **kwargs), built.batch)
+
+    def _step(self, built: _Built) -> None:
+        try:
+            built.optimizer.step()
+        except TypeError as error:
+            raise SpecError(
+                f"{type(built.optimizer).__name__}.step() cannot be called without arguments "
+                f"({error}): it wants a closure that recomputes the loss, because it couples all "
+                "parameters in a line search. shoal cannot train with it; use an optimizer that "
+                "steps each parameter by its own gradient, such as AdamW or SGD."
+            ) from error
+
+    # -- cut ------------------------------------------------------------------------------
+
+    def _measure_cut(self, built: _Built, whole: JobMeasure) -> JobMeasure:
+        """The chain, compared with the module, and its layers; or why there is none."""
+        for parameter in built.model.parameters():
+            parameter.grad = None
+        cpu = torch.device("cpu")
+        built.model.to(cpu)
+        report = pilot(built.model, self._recipe, to_device(built.batch, cpu), cpu)
+        if report.chain is None:
+            return replace(whole, cuttable=False, bitwise=True, notes=report.notes)
+        coupled = self._coupling(built, report.chain)
+        if coupled:
+            return replace(whole, cuttable=False, notes=(*report.notes, coupled))
+        self._chain = report.chain
+        layers = measure_layers(report.chain, built.batch, self._state_bytes())
+        return replace(
+            whole,
+            layers=_with_step_seconds(layers, whole),
+            bitwise=report.bitwise,
+            notes=report.notes,
+        )
+
+    def _state_bytes(self) -> dict[str, int]:
+        return {name: int(_aligned(specs)) for name, specs in self._states.items()}
+
+    def _measure_shards(self, trial: TrialSpec, cuts: tuple[int, ...]) -> Measured:
+        if self._chain is None or self._built is None or self._built.trial != trial:
+            self._measure(trial, cut=True)
+        assert self._chain is not None
+        assert self._built is not None
+        assert self._whole is not None
+        shards = measure_shards(self._chain, cuts, self._built.batch, self._state_bytes())
+        whole = self._whole.shards[0]
+        total = max(1, whole.owned_bytes)
+        finished = [
+            replace(
+                shard,
+                step_s=Seconds(whole.step_s * shard.owned_bytes / total),
+                step_peak_bytes=Bytes(
+                    shard.state_bytes
+                    + (whole.step_peak_bytes - _raw(self._states)) * shard.owned_bytes // total
+                ),
+            )
+            for shard in shards
+        ]
+        bounds = [0, *cuts, self._chain.num_layers]
+        layout = _layout(bounds, self._chain, self._built.model, self._states)
+        measure = replace(self._whole, shards=tuple(finished), notes=self._chain.notes)
+        return Measured(trial.number, measure, layout)
+
+    def _coupling(self, built: _Built, chain: Chain) -> str:
+        """Whether stepping layer by layer gives other bits than stepping at once; why."""
+        hp = HyperParameters(built.trial.hp)
+        owned = [list(chain.parameters_of(layer)) for layer in range(chain.num_layers)]
+        results = []
+        for parts in ([[name for names in owned for name in names]], owned):
+            seed_all(built.trial.seed)
+            model = self._recipe.model(hp)
+            optimizer = build_optimizer(self._recipe, model.named_parameters(), hp)
+            binding = Binding(model, optimizer, parts, torch.device("cpu"))
+            for round_ in range(2):
+                _fill_gradients(model, round_)
+                for index in range(len(parts)):
+                    binding.step_part(index)
+            results.append(dict(model.named_parameters()))
+        different = [n for n, p in results[0].items() if not torch.equal(p, results[1][n])]
+        if not different:
+            return ""
+        return (
+            f"the optimizer {type(built.optimizer).__name__} couples parameters across layers: "
+            f"stepping them a shard at a time changes {different[0]!r} and "
+            f"{len(different) - 1} others"
+        )
+
+
+def _own(error: Exception) -> Exception | None:
+    """The error when it is shoal's own and says all there is to say."""
+    return error if isinstance(error, ShoalError) else None
+
+
+def _first_batch(train: Any) -> Batch:
+    batch = next(iter(train), None)
+    if batch is None:
+        raise SpecError(
+            "the training data yielded no batch. Recipe(data=...) must return a source that "
+            "yields at least one batch each time it is read."
+        )
+    return batch
+
+
+def _all_params(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(model.named_parameters(remove_duplicate=False))
+
+
+def _shape_of(value: Any) -> Any:
+    """The shapes and types of a batch, without its values."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), str(value.dtype)
+    if isinstance(value, Mapping):
+        return {key: _shape_of(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_shape_of(item) for item in value]
+    return type(value).__name__
+
+
+def _batch_bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(map(_batch_bytes, value.values()))
+    if isinstance(value, tuple | list):
+        return sum(map(_batch_bytes, value))
+    return 0
+
+
+def _peak(work: Callable[[], None]) -> Bytes:
+    with AllocationTracker() as tracker:
+        work()
+    return Bytes(tracker.peak_bytes)
+
+
+def _aligned(specs: Sequence[TensorSpec]) -> Bytes:
+    return Bytes(sum(round_up(spec.num_bytes, ALIGNMENT) for spec in specs))
+
+
+def _raw(states: Mapping[str, Sequence[TensorSpec]]) -> int:
+    return sum(spec.num_bytes for specs in states.values() for spec in specs)
+
+
+def _fill_gradients(model: nn.Module, round_: int) -> None:
+    generator = torch.Generator().manual_seed(round_)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+def _with_step_seconds(
+    layers: Sequence[LayerMeasure], whole: JobMeasure
+) -> tuple[LayerMeasure, ...]:
+    """A step's seconds, shared out by parameter bytes."""
+    total = max(1, whole.shards[0].owned_bytes)
+    seconds = whole.shards[0].step_s
+    return tuple(
+        replace(layer, step_s=Seconds(seconds * layer.parameter_bytes / total)) for layer in layers
+    )
+
+
+def _layout(
+    bounds: Sequence[int],
+    chain: Chain | None,
+    model: nn.Module,
+    states: Mapping[str, Sequence[TensorSpec]],
+) -> TrialLayout:
+    """The host region of a model in shards; one shard when there is no chain."""
+    parameters = {name: describe(name, p) for name, p in model.named_parameters()}
+    buffers = [describe(name, b) for name, b in model.named_buffers()]
+    if chain is None:
+        return lay_out([list(parameters)], [[]], parameters, states, buffers)
+    spans = list(zip(bounds, bounds[1:], strict=False))
+    owned = [[n for layer in range(*span) for n in chain.parameters_of(layer)] for span in spans]
+    borrowed = []
+    for span, own in zip(spans, owned, strict=True):
+        names = [n for layer in range(*span) for n in chain.borrowed_by(layer)]
+        borrowed.append([n for n in dict.fromkeys(names) if n not in own])
+    return lay_out(owned, borrowed, parameters, states, buffers)

@@ -1,0 +1,173 @@
+"""What the study's process and its workers say to each other.
+
+Orders go to a worker, replies and events come back, in order, over a socket that only
+the two processes have. Descriptors of host memory travel beside the order that
+needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.core.event import Event
+from shoal.core.plan import Job
+from shoal.core.spec import DeviceSpec, JobMeasure, TrialSpec
+from shoal.memory.layout import TrialLayout
+from shoal.rng import RngState
+from shoal.runtime.feed import Position
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is common to all trials of a study, as a worker needs it."""
+
+    steps: int | None
+    epochs: int | None
+    eval_every: int | None
+    directory: str  # the study's, where checkpoints go
+    checkpoint_every_s: float
+    timeline: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """A trial's state at a step boundary, beside its tensors in the host store."""
+
+    step: int
+    position: Position
+    rng: RngState
+    scalars: Mapping[str, Mapping[str, Any]]
+    groups: Sequence[Mapping[str, Any]]
+    schedule: Mapping[str, Any] | None
+    seconds: float = 0.0
+
+
+# Orders
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configure:
+    """The first order: the device, the recipe (cloudpickle), and the study's settings."""
+
+    device: DeviceSpec
+    recipe: bytes
+    settings: Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Describe:
+    """Say what shape each trial's model and batches have."""
+
+    trials: tuple[TrialSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """Measure a trial's model unsharded, and its layers if it can be cut."""
+
+    trial: TrialSpec
+    cut: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureShards:
+    """Measure the units of the measured trial's model cut at ``cuts``."""
+
+    trial: TrialSpec
+    cuts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """A lease begins: admit the trial and run it to step ``until``.
+
+    The host region's descriptor travels with this order. ``progress`` is None for a
+    trial that has not run; then the worker builds it and fills the region.
+    """
+
+    job: Job
+    layout: TrialLayout
+    progress: Progress | None
+    until: int | None
+    ticket: int
+    restore: str = ""  # a checkpoint to take the state from, after a worker died
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """The lease goes on to step ``until``."""
+
+    trial: int
+    until: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Give the trial up at the next step boundary."""
+
+    trial: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """No more orders: end."""
+
+
+Order = Configure | Describe | Measure | MeasureShards | Grant | Extend | Stop | Shutdown
+
+# Replies
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The worker has imported everything and opened its device."""
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A signature per trial: equal signatures cost the same. Errors by trial number."""
+
+    signatures: Mapping[int, str]
+    errors: Mapping[int, str]
+    cause: Exception | None = None  # the first, when it is shoal's own
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The answer to Measure and MeasureShards."""
+
+    trial: int
+    measure: JobMeasure
+    layout: TrialLayout | None
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """An order about one trial could not be done; the traceback, and the error itself."""
+
+    trial: int
+    error: str
+    cause: Exception | None
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseOver:
+    """The lease's last step is done and the trial's state is in the host store."""
+
+    trial: int
+    progress: Progress
+    ended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The worker itself cannot go on; its traceback."""
+
+    error: str
+
+
+Reply = Ready | Described | Measured | Refused | LeaseOver | Broken | Event

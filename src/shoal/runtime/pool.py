@@ -1,0 +1,179 @@
+"""The worker processes of a study, as its process sees them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shoal.core.errors import WorkerError
+from shoal.core.spec import DeviceSpec
+from shoal.runtime.channel import Channel
+from shoal.runtime.messages import Configure, Order, Ready, Reply, Settings, Shutdown
+
+
+class Gone:
+    """A worker's end, as a message: it was killed, or it crashed."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+
+class Worker:
+    """One worker process. Replies are put, with the worker, into the pool's inbox."""
+
+    def __init__(self, inbox: queue.SimpleQueue[tuple[Worker, Reply | Gone]]) -> None:
+        ours, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "shoal.runtime.worker", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        self.pid = self._process.pid
+        self.device: DeviceSpec | None = None
+        self.last_words = ""
+        self._channel = Channel(ours)
+        self._inbox = inbox
+        self.ready = threading.Event()
+        threading.Thread(target=self._read, name=f"worker-{self.pid}", daemon=True).start()
+
+    @property
+    def name(self) -> str:
+        """The device this worker drives."""
+        return self.device.name if self.device else f"worker {self.pid}"
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def send(self, order: Order, descriptors: tuple[int, ...] = ()) -> None:
+        """Send an order; a worker that is gone says so through the inbox."""
+        with contextlib.suppress(OSError):
+            self._channel.send(order, descriptors)
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self._process.kill()
+        self._process.wait()
+        self._channel.close()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                message, _ = self._channel.receive()
+            except (EOFError, OSError):
+                break
+            if isinstance(message, Ready):
+                self.ready.set()
+                continue
+            self._inbox.put((self, message))
+        code = self._process.wait()
+        self.ready.set()
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        self._inbox.put((self, Gone(f"process {self.pid} ended with {how}")))
+
+
+class WorkerPool:
+    """Warm worker processes: started early, kept between studies, ended with ``close``.
+
+    Use as a context manager. ``configure`` gives each device a worker; workers that are
+    not needed stay idle.
+    """
+
+    def __init__(self) -> None:
+        self._inbox: queue.SimpleQueue[tuple[Worker, Reply | Gone]] = queue.SimpleQueue()
+        self._idle: list[Worker] = []
+        self._workers: dict[str, Worker] = {}
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def warm(self, count: int) -> None:
+        """Have at least ``count`` processes starting or idle."""
+        while len(self._idle) + len(self._workers) < count:
+            self._idle.append(Worker(self._inbox))
+
+    def configure(self, devices: Sequence[DeviceSpec], recipe: bytes, settings: Settings) -> None:
+        """Start serving a study: one worker for each device."""
+        self._idle = [worker for worker in self._idle if worker.alive]
+        self.warm(len(devices))
+        for device in devices:
+            self._open(device, recipe, settings)
+
+    def replace(self, device: DeviceSpec, recipe: bytes, settings: Settings) -> Worker:
+        """A new process for a device whose worker is gone."""
+        self._workers.pop(device.name, None)
+        if not self._idle:
+            self._idle.append(Worker(self._inbox))
+        return self._open(device, recipe, settings)
+
+    def _open(self, device: DeviceSpec, recipe: bytes, settings: Settings) -> Worker:
+        worker = self._idle.pop()
+        worker.device = device
+        self._workers[device.name] = worker
+        worker.send(Configure(device=device, recipe=recipe, settings=settings))
+        return worker
+
+    @property
+    def workers(self) -> Mapping[str, Worker]:
+        """The workers by device name."""
+        return self._workers
+
+    def receive(self, timeout: float | None = None) -> tuple[Worker, Any] | None:
+        """The next reply of any worker; None when none came in time."""
+        try:
+            return self._inbox.get(timeout=timeout)
+        except queue.Empty:
+            return None
+
+    def release(self) -> None:
+        """End the study on all workers; they stay warm for the next one."""
+        for worker in self._workers.values():
+            worker.send(Shutdown())
+            worker.device = None
+            if worker.alive:
+                self._idle.append(worker)
+        self._workers = {}
+
+    def discard(self) -> None:
+        """End the workers of the study at once: what they do is not wanted any more."""
+        for worker in self._workers.values():
+            worker.kill()
+        self._workers = {}
+        while self.receive(timeout=0.0) is not None:
+            pass
+
+    def close(self) -> None:
+        """End all processes."""
+        for worker in [*self._workers.values(), *self._idle]:
+            worker.kill()
+        self._workers, self._idle = {}, []
+
+    def check_alive(self) -> None:
+        """Raise when no worker of the study is left."""
+        if self._workers and not any(worker.alive for worker in self._workers.values()):
+            raise WorkerError(
+                f"all {len(self._workers)} workers are gone. Look at their messages above; run "
+                "`shoal doctor` to check this machine."
+            )
+
+
+def _environment() -> dict[str, str]:
+    """The parent's, with its import path, and one compute thread until told otherwise."""
+    paths = [path or os.getcwd() for path in sys.path]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }

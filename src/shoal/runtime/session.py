@@ -1,0 +1,307 @@
+"""One trial in a worker: its objects, its random streams, and the programs it asks for.
+
+A session is a generator of program runs: the device loop advances it action by action,
+beside other sessions, and it continues where it was. Between units nothing of a trial
+is on the device but what its program holds.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.core.errors import TrialError
+from shoal.core.plan import Job, Spilled
+from shoal.memory.layout import TrialLayout
+from shoal.memory.store import Region, state_views, views
+from shoal.partition.build import build_chain
+from shoal.program.ir import Program
+from shoal.recipe import (
+    HyperParameters,
+    Recipe,
+    build_optimizer,
+    build_schedule,
+    read_data,
+    to_device,
+)
+from shoal.rng import capture_rng, restore_rng, seed_all
+from shoal.runtime.binding import Binding
+from shoal.runtime.feed import Feed
+from shoal.runtime.messages import Progress, Settings
+from shoal.runtime.units import ChainUnits, Micro, ResidentUnits, Units, get, locate
+
+
+@dataclass(slots=True)
+class Task:
+    """One program to run, and what its actions read and leave behind.
+
+    ``micros`` are filled in by the first unit of each micro-batch. ``batches`` holds batches
+    that are fetched already; a training task fetches the others through ``fetch``.
+    """
+
+    program: Program
+    kind: str  # "step", "evaluation", "arrival" or "departure"
+    micros: dict[int, Micro] = field(default_factory=dict)
+    batches: dict[int, Any] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    first_micro: int = 0
+    last_micro: int = 0
+
+
+class Session:
+    """A trial admitted to a device. Built inside the trial's own random streams.
+
+    The order of construction is the plain loop's: seed, model, data, optimizer, schedule.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        job: Job,
+        settings: Settings,
+        device: torch.device,
+    ) -> None:
+        self.recipe, self.job, self.settings, self.device = recipe, job, settings, device
+        self.hp = HyperParameters(job.hp)
+        seed_all(job.seed)
+        self.model = recipe.model(self.hp)
+        self.train, self.valid = read_data(recipe, self.hp)
+        self.optimizer = build_optimizer(recipe, self.model.named_parameters(), self.hp)
+        self.schedule = build_schedule(recipe, self.optimizer, self.hp)
+        self.rng = capture_rng(device)
+        self.feed = Feed(self.train, device)
+        self.step = 0
+        self.until: int | None = 0
+        self.seconds = 0.0
+        self.micro_losses: list[float] = []
+        self.metrics: dict[str, float] = {}
+        self.evaluated_at = -1
+        self.batch_bytes_seen = 0
+        self.model.train()
+
+    def place(self, layout: TrialLayout, region: Region, *, fresh: bool) -> None:
+        """Cut the model as the job says and let its tensors live in ``region``.
+
+        A fresh trial's initial values are written there; otherwise they are there.
+        """
+        self.layout, self.region = layout, region
+        self.units: Units = self._units()
+        owned = [[f.spec.name for f in shard.param.fields] for shard in layout.shards]
+        self.binding = Binding(self.model, self.optimizer, owned, self.device)
+        if fresh:
+            self._write_initial()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        self._evict_everything()
+        self._take_buffers()
+
+    def _units(self) -> Units:
+        technique = self.job.technique
+        if not isinstance(technique, Spilled):
+            return ResidentUnits(self.model, self.recipe, self.device)
+        assert technique.optimizer is not None
+        assert technique.lookahead is not None
+        return ChainUnits(
+            build_chain(self.model, self.recipe, next(iter(self.train)), torch.device("cpu")),
+            self.recipe,
+            [shard.layers for shard in self.job.shards],
+            self.device,
+            optimizer=technique.optimizer,
+            lookahead=technique.lookahead,
+        )
+
+    def _write_initial(self) -> None:
+        for shard in self.layout.shards:
+            for name, place in views(self.region.bytes, shard.param, shard.param_at).items():
+                place.copy_(self.binding.params[name].data)
+        places = views(self.region.bytes, self.layout.buffers, self.layout.buffers_at)
+        for name, place in places.items():
+            place.copy_(get(locate(self.model, name)))
+        for shard in self.layout.shards:
+            stored = state_views(self.region.bytes, shard.state, shard.state_at)
+            for field_ in shard.param.fields:
+                self.binding.settle(field_.spec.name, stored.get(field_.spec.name, {}))
+
+    def _evict_everything(self) -> None:
+        for name, parameter in self.binding.params.items():
+            parameter.data = self.binding.poison[name]
+
+    def _take_buffers(self) -> None:
+        """Buffers stay on the device for the whole lease; the host copy is current between."""
+        places = views(self.region.bytes, self.layout.buffers, self.layout.buffers_at)
+        for name, place in places.items():
+            owner, leaf = locate(self.model, name)
+            owner._buffers[leaf] = place.to(self.device, copy=True)
+
+    def put_buffers_back(self) -> None:
+        """Write the device's buffers to the host region."""
+        places = views(self.region.bytes, self.layout.buffers, self.layout.buffers_at)
+        for name, place in places.items():
+            place.copy_(get(locate(self.model, name)))
+
+    # -- progress -------------------------------------------------------------------
+
+    def progress(self) -> Progress:
+        """The state beside the tensors; at a step boundary, with the trial's RNG saved."""
+        return Progress(
+            step=self.step,
+            position=self.feed.position,
+            rng=self.rng,
+            scalars=self.binding.scalars(),
+            groups=self.binding.groups(),
+            schedule=self.schedule.state_dict() if self.schedule else None,
+            seconds=self.seconds,
+        )
+
+    def resume(self, progress: Progress) -> None:
+        """Continue from ``progress``; the tensors are in the region already."""
+        self.step = progress.step
+        self.seconds = progress.seconds
+        self.binding.restore(progress.scalars)
+        self.binding.restore_groups(progress.groups)
+        if self.schedule and progress.schedule is not None:
+            self.schedule.load_state_dict(progress.schedule)
+        if self.feed.position != progress.position or self.step == 0:
+            self.feed.seek(progress.position)
+        self.rng = progress.rng
+
+    # -- the training loop ----------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        return self.feed.position.epoch
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps of one epoch, where the data's length is known."""
+        if self.feed.num_batches is None:
+            return None
+        return math.ceil(self.feed.num_batches / self.recipe.accumulate)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the trial has run all its steps or epochs."""
+        if self.settings.steps is not None:
+            return self.step >= self.settings.steps
+        assert self.settings.epochs is not None
+        return self.epoch >= self.settings.epochs
+
+    def tasks(self) -> Iterator[Task]:
+        """The programs of a whole lease, one after another; ends at the lease's last step.
+
+        The caller has this trial's random streams in place whenever it advances this.
+        """
+        while not self.ended and (self._lease_lasts() or self.feed.at_end):
+            first = self.feed.next()
+            if first is None:
+                yield from self._end_epoch()
+                continue
+            begin = time.perf_counter()
+            yield from self._train_group(first)
+            self.seconds += time.perf_counter() - begin
+            if self._evaluation_is_due():
+                yield from self._evaluate()
+        if self.ended and self.evaluated_at != self.step:
+            yield from self._evaluate()
+
+    def _lease_lasts(self) -> bool:
+        return self.until is None or self.step < self.until
+
+    def _end_epoch(self) -> Iterator[Task]:
+        each_epoch = self.settings.eval_every is None
+        if each_epoch and self.evaluated_at != self.step:
+            yield from self._evaluate()
+
+    def _evaluation_is_due(self) -> bool:
+        every = self.settings.eval_every
+        return every is not None and self.step % every == 0
+
+    def _train_group(self, first: Any) -> Iterator[Task]:
+        """One optimizer step over up to ``accumulate`` batches of one epoch."""
+        self.micro_losses = []
+        size = self._group_size()
+        if size is None:
+            yield from self._train_lazily(first)
+        else:
+            program = self.units.step_program(size, self.recipe.clip_grad_norm is not None)
+            yield Task(program, "step", batches={0: first}, last_micro=size - 1)
+        self.step += 1
+
+    def _group_size(self) -> int | None:
+        """How many batches the group has, where that is known before it is read."""
+        accumulate = self.recipe.accumulate
+        if accumulate == 1:
+            return 1
+        if self.feed.num_batches is None:
+            return None
+        left = self.feed.num_batches - (self.feed.position.batch - 1)
+        return min(accumulate, left)
+
+    def _train_lazily(self, first: Any) -> Iterator[Task]:
+        """A step over a source of unknown length: a program a batch, then the step."""
+        clip = self.recipe.clip_grad_norm is not None
+        batch, index = first, 0
+        while batch is not None:
+            program = self.units.micro_program(index)
+            yield Task(program, "step", batches={index: batch}, first_micro=index)
+            index += 1
+            batch = self.feed.next() if index < self.recipe.accumulate else None
+        yield Task(self.units.finish_program(clip), "step")
+
+    def fetch(self, task: Task, micro: int) -> Any:
+        """The batch of one micro-batch, on the device, fetched when its first unit runs."""
+        batch = task.batches.pop(micro, None)
+        if batch is None:
+            batch = self.feed.next()
+            if batch is None:
+                raise TrialError(
+                    f"the training data says len() = {self.feed.num_batches} batches but ended "
+                    "earlier. Correct its __len__, or leave it out."
+                )
+        return to_device(batch, self.device)
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Keep a micro-batch's loss; a loss that is not finite fails the trial before its step."""
+        value = float(loss.detach())
+        if not math.isfinite(value) and self.recipe.on_nonfinite == "fail":
+            raise TrialError(
+                f"the loss of step {self.step + 1} is {value}; the trial stops before the step. "
+                "Lower the learning rate, clip the gradients, or pass "
+                "Recipe(on_nonfinite='ignore') to train on."
+            )
+        self.micro_losses.append(value)
+
+    def advance_schedule(self) -> None:
+        """Step the schedule, once per optimizer step."""
+        if self.schedule:
+            self.schedule.step()
+
+    def _evaluate(self) -> Iterator[Task]:
+        """A validation pass; whatever it draws is undone."""
+        self.evaluated_at = self.step
+        if self.valid is None:
+            return
+        saved = capture_rng(self.device)
+        self.model.eval()
+        sums: dict[str, float] = {}
+        count = 0
+        for batch in self.valid:
+            task = Task(self.units.evaluation_program(), "evaluation", batches={0: batch})
+            yield task
+            count += 1
+            for name, value in task.metrics.items():
+                sums[name] = sums.get(name, 0.0) + value
+        self.model.train()
+        restore_rng(saved, self.device)
+        if count == 0:
+            raise TrialError(
+                "the validation data yielded no batch. Return None for it if there is none."
+            )
+        self.metrics = {name: total / count for name, total in sums.items()}

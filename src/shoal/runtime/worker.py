@@ -1,0 +1,123 @@
+"""One process per device: ``python -m shoal.runtime.worker FD``.
+
+Started by the study's process with one end of a socket pair; ends with it. The recipe
+arrives by cloudpickle in the first order. A thread reads orders; the main thread is the
+device's compute thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+
+import cloudpickle
+import torch
+
+from shoal.core.event import WorkerStarted
+from shoal.device import Device, open_device
+from shoal.recipe import Recipe
+from shoal.runtime.channel import Channel
+from shoal.runtime.loop import DeviceLoop
+from shoal.runtime.measure import Measurer
+from shoal.runtime.messages import Broken, Configure, Order, Ready, Reply, Shutdown
+from shoal.scheduler.interleave import Interleaver
+from shoal.scheduler.policy import OldestStepFirst
+
+PR_SET_PDEATHSIG = 1
+Orders = queue.SimpleQueue[tuple[Order, tuple[int, ...]]]
+
+
+def main() -> None:
+    """Serve studies over the inherited socket until it closes."""
+    descriptor = int(sys.argv[1])
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the study's process decides
+    channel = Channel(socket.socket(fileno=descriptor))
+    _warm_up()
+    channel.send(Ready(os.getpid()))
+    while _serve(channel):
+        pass
+
+
+def _serve(channel: Channel) -> bool:
+    """One study, from Configure to Shutdown; False when the other end is gone."""
+    try:
+        order, _ = channel.receive()
+    except EOFError:
+        return False
+    if not isinstance(order, Configure):
+        return not isinstance(order, Shutdown)
+
+    def reply(message: Reply) -> None:
+        try:
+            channel.send(message)
+        except OSError:
+            os._exit(0)  # nobody is there to work for
+
+    try:
+        _run(order, channel, reply)
+    except Exception:
+        reply(Broken(traceback.format_exc()))
+        return False
+    return True
+
+
+def _run(order: Configure, channel: Channel, reply: object) -> None:
+    send = reply
+    assert callable(send)
+    torch.set_num_threads(order.device.threads)
+    device = open_device(order.device)
+    recipe: Recipe = cloudpickle.loads(order.recipe)
+    measurer = Measurer(recipe, device)
+    orders: Orders = queue.SimpleQueue()
+    send(WorkerStarted(time=time.time(), device=order.device.name, pid=os.getpid()))
+    loop = DeviceLoop(
+        device,
+        recipe,
+        order.settings,
+        Interleaver(OldestStepFirst()),
+        send,
+        orders,
+        others=lambda other: send(measurer.answer(other)),
+    )
+    reader = threading.Thread(target=_read, args=(channel, orders, device), daemon=True)
+    reader.start()
+    loop.run()
+    reader.join()
+
+
+def _read(channel: Channel, orders: Orders, device: Device) -> None:
+    """Queue a study's orders up to its Shutdown; the process ends when the study's does."""
+    while True:
+        try:
+            order, descriptors = channel.receive()
+        except EOFError:
+            os._exit(0)
+        orders.put((order, descriptors))
+        device.notify()
+        if isinstance(order, Shutdown):
+            return
+
+
+def _die_with_parent() -> None:
+    """Have the kernel end this process when the study's process ends, however it does."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def _warm_up() -> None:
+    """Pay once for what torch imports at its first optimizer."""
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""What the study's process knows of one trial: steps, measured seconds, its lease."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+_MEAN_OVER = 100  # steps that the running mean of a step's seconds remembers
+_TAPER = 10  # a lease is at most this part of the steps left, so that trials end together
+_LEAST_LEASE_S = 0.05  # but not shorter than this: many times a round trip to a worker
+
+
+@dataclass(slots=True)
+class TrialStanding:
+    """One trial as the lease machine sees it; a ``Standing`` to the policies.
+
+    ``remaining_s`` and ``quantum_s`` follow from the rest and are refreshed by
+    ``estimate``, because they are read far more often than they change.
+    """
+
+    trial: int
+    steps_left: int | None
+    step_s: float
+    switch_s: float
+    devices: frozenset[str] | None
+    arrival: int
+    lease_s: float
+    measured: int = 1  # the prediction counts as one measurement
+    device: str | None = None  # None while it waits
+    home: str | None = None  # where it ran last
+    lease_left: int = 0
+    leased_from: int | None = None  # steps_left when the lease was granted
+    leaving: bool = False  # will not be extended, as things are
+    remaining_s: float = 0.0
+    quantum_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.estimate()
+
+    @property
+    def lease_steps(self) -> int:
+        """Steps of a full lease; at least two, to decide about the second during the first."""
+        steps = round(self.lease_s / self.step_s)
+        if self.steps_left is not None:
+            least = math.ceil(min(self.lease_s, _LEAST_LEASE_S) / self.step_s)
+            steps = min(steps, max(least, -(-self.steps_left // _TAPER)))
+        return max(2, steps)
+
+    @property
+    def doubt(self) -> float:
+        """1.0 for a prediction, which may be wrong by a factor of two; less with each step."""
+        return 1 / self.measured
+
+    @property
+    def is_promised(self) -> bool:
+        """Will this trial leave its device when the lease it has now ends?"""
+        return self.leaving or self.lease_left == self.steps_left
+
+    def may_run_on(self, device: str) -> bool:
+        return self.devices is None or device in self.devices
+
+    def estimate(self) -> None:
+        """Refresh the derived seconds. Of unknown length: at least one more lease."""
+        lease_s = self.lease_steps * self.step_s
+        left_s = lease_s if self.steps_left is None else self.steps_left * self.step_s
+        self.remaining_s = left_s
+        self.quantum_s = min(lease_s, left_s) + self.switch_s
+
+    def measure(self, seconds: float) -> None:
+        """One more finished step: a mean that forgets slowly."""
+        self.measured = min(self.measured + 1, _MEAN_OVER)
+        self.step_s += (seconds - self.step_s) / self.measured
+        if self.steps_left is not None:
+            self.steps_left -= 1
+        self.lease_left -= 1
+        self.estimate()
+
+    def next_steps(self) -> int:
+        """How many steps make the lease a full one again."""
+        full = self.lease_steps
+        if self.steps_left is not None:
+            full = min(full, self.steps_left)
+        return full - self.lease_left
+
+    def lease(self, device: str) -> int:
+        """The trial goes to a device; returns the steps of its first lease there."""
+        self.device = self.home = device
+        self.leased_from = self.steps_left
+        self.lease_left = self.next_steps()
+        return self.lease_left
+
+    def release(self, steps_left: int | None) -> None:
+        """The trial is on no device, with its state stored."""
+        self.device, self.lease_left, self.leaving = None, 0, False
+        self.steps_left = steps_left
+        self.estimate()

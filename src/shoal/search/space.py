@@ -1,0 +1,200 @@
+"""What a search space is made of: distributions, constants and grids.
+
+A space maps each hyperparameter's name to a distribution or to a constant. It is
+*finite* when every entry is a ``choice`` or a constant. A distribution turns one
+number in [0, 1) into a value, so that the sampler alone owns the random numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.core.errors import SpecError
+from shoal.core.spec import Scalar
+
+RESERVED = frozenset({"trial", "number", "state", "seconds", "error", "checkpoint", "train_loss"})
+_SCALARS = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """A float between ``lo`` and ``hi``, even in value or (``log``) in its logarithm."""
+
+    lo: float
+    hi: float
+    log: bool = False
+
+    def pick(self, unit: float) -> float:
+        """The value at ``unit`` in [0, 1)."""
+        if not self.log:
+            return self.lo + (self.hi - self.lo) * unit
+        low, high = math.log(self.lo), math.log(self.hi)
+        return min(max(math.exp(low + (high - low) * unit), self.lo), self.hi)
+
+
+@dataclass(frozen=True, slots=True)
+class Integer:
+    """A whole number from ``lo`` to ``hi``, both included."""
+
+    lo: int
+    hi: int
+    log: bool = False
+
+    def pick(self, unit: float) -> int:
+        """The value at ``unit`` in [0, 1)."""
+        if not self.log:
+            return self.lo + int((self.hi - self.lo + 1) * unit)
+        low, high = math.log(self.lo - 0.5), math.log(self.hi + 0.5)  # whole bins at both ends
+        return min(max(round(math.exp(low + (high - low) * unit)), self.lo), self.hi)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of ``values``, each equally likely."""
+
+    values: tuple[Scalar, ...]
+
+    def pick(self, unit: float) -> Scalar:
+        """The value at ``unit`` in [0, 1)."""
+        return self.values[int(len(self.values) * unit)]
+
+
+Distribution = Uniform | Integer | Choice
+Space = Mapping[str, Distribution | Scalar]
+
+
+def uniform(lo: float, hi: float) -> Uniform:
+    """A float between ``lo`` and ``hi``."""
+    return Uniform(*_bounds("uniform", lo, hi))
+
+
+def log_uniform(lo: float, hi: float) -> Uniform:
+    """A float between ``lo`` and ``hi`` whose logarithm is uniform: for learning rates."""
+    low, high = _bounds("log_uniform", lo, hi)
+    if low <= 0:
+        raise SpecError(f"log_uniform({lo!r}, {hi!r}): a logarithm needs lo > 0, got {lo!r}.")
+    return Uniform(low, high, log=True)
+
+
+def integer(lo: int, hi: int, log: bool = False) -> Integer:
+    """A whole number from ``lo`` to ``hi``, both included; ``log`` spreads it over decades."""
+    low, high = _bounds("integer", lo, hi)
+    if low != int(low) or high != int(high):
+        raise SpecError(f"integer({lo!r}, {hi!r}): both bounds must be whole numbers.")
+    if log and low < 1:
+        raise SpecError(f"integer({lo!r}, {hi!r}, log=True): a logarithm needs lo >= 1.")
+    return Integer(int(low), int(high), log)
+
+
+def choice(*values: Any) -> Choice:
+    """One of the given values; numbers, strings, booleans or None."""
+    if not values:
+        raise SpecError("choice() got no values. Write at least one, for example choice(64, 128).")
+    if len(values) == 1 and isinstance(values[0], list | tuple | set | dict):
+        raise SpecError(
+            f"choice({values[0]!r}) got one {type(values[0]).__name__}; write the values as "
+            "arguments: choice(*values)."
+        )
+    return Choice(tuple(to_scalar("choice(...)", value) for value in values))
+
+
+def grid(**lists: Iterable[Any]) -> dict[str, Choice]:
+    """Every combination of the lists, the last name changing fastest.
+
+    Raises:
+        SpecError: a list that is empty or no list; names its key.
+    """
+    space = {}
+    for name, values in lists.items():
+        if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+            raise SpecError(
+                f"grid({name}={values!r}) needs a list of values. For a constant write "
+                f"grid({name}=[{values!r}])."
+            )
+        items = list(values)
+        if not items:
+            raise SpecError(f"grid({name}=[]) is empty, so there is no trial to run. Add a value.")
+        space[name] = Choice(tuple(to_scalar(repr(name), item) for item in items))
+    return space
+
+
+def _bounds(kind: str, lo: Any, hi: Any) -> tuple[float, float]:
+    low, high = (to_scalar(f"{kind}(...)", bound) for bound in (lo, hi))
+    for bound in (low, high):
+        if isinstance(bound, bool) or not isinstance(bound, int | float):
+            raise SpecError(f"{kind}({lo!r}, {hi!r}): {bound!r} is no number.")
+        if not math.isfinite(bound):
+            raise SpecError(f"{kind}({lo!r}, {hi!r}): the bounds must be finite, got {bound!r}.")
+    assert isinstance(low, int | float)
+    assert isinstance(high, int | float)
+    if low >= high:
+        raise SpecError(
+            f"{kind}({lo!r}, {hi!r}): lo must be below hi. For one value write the constant."
+        )
+    return low, high
+
+
+def to_scalar(where: str, value: Any) -> Scalar:
+    """``value`` as a plain Python scalar; NumPy's scalars are converted.
+
+    Raises:
+        SpecError: any other type; names ``where`` and the type.
+    """
+    kind = type(value)
+    if kind.__module__ == "numpy" and getattr(value, "shape", None) == ():
+        value = value.item()
+    if type(value) not in _SCALARS:
+        raise SpecError(
+            f"{where} has a value of type {kind.__name__}: {value!r}. A hyperparameter is a "
+            "number, a string, a boolean or None; put its name here and build the object in "
+            "the recipe."
+        )
+    scalar: Scalar = value
+    return scalar
+
+
+def is_finite(space: Space) -> bool:
+    """Whether the space has finitely many points that a grid could list."""
+    return not any(isinstance(entry, Uniform | Integer) for entry in space.values())
+
+
+def size(space: Space) -> int:
+    """How many points a finite space has; constants count one."""
+    return math.prod(len(e.values) for e in space.values() if isinstance(e, Choice))
+
+
+def check_space(space: Any) -> dict[str, Distribution]:
+    """The space as a dict of distributions, constants as choices of one.
+
+    Raises:
+        SpecError: no mapping, a reserved name, or an entry that is no distribution or scalar.
+    """
+    if not isinstance(space, Mapping):
+        raise SpecError(
+            f"a space is a dict of distributions or grid(...), got {type(space).__name__}."
+        )
+    for name in space:
+        _check_name(name)
+    return {name: _check_entry(name, entry) for name, entry in space.items()}
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str) or not name:
+        raise SpecError(f"a hyperparameter's name is a string that is not empty, got {name!r}.")
+    if name in RESERVED or name.startswith("valid_"):
+        raise SpecError(
+            f"the hyperparameter name {name!r} is reserved: reports have a column of that name. "
+            f"Reserved are {', '.join(sorted(RESERVED))} and valid_*. Choose another."
+        )
+
+
+def _check_entry(name: str, entry: Any) -> Distribution:
+    if isinstance(entry, Uniform | Integer | Choice):
+        return entry
+    if isinstance(entry, list | tuple | set | range):
+        values = ", ".join(map(repr, entry))
+        raise SpecError(f"{name!r} is a {type(entry).__name__}; write choice({values}).")
+    return Choice((to_scalar(repr(name), entry),))

@@ -1,0 +1,135 @@
+"""Where a study comes from: a Python file, or a module, that defines it.
+
+A study is recorded as text, ``FILE.py:attribute`` or ``package.module:attribute``, and
+imported again when it is needed; what was pickled is never read back from a file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from shoal.core.errors import ShoalError, SpecError
+
+# The name under which a user's file is imported. Workers do not have such a module, so
+# what it defines travels to them by value.
+MODULE_NAME = "__shoal_main__"
+
+
+class LoadedStudy(NamedTuple):
+    """A study, and the text that loads it again from any directory."""
+
+    study: Any  # a shoal.Study; that class lives above this module
+    source: str
+
+
+def load_study(source: str) -> LoadedStudy:
+    """Import the study that ``FILE.py[:attribute]`` or ``module:attribute`` names.
+
+    The file's directory goes to the front of ``sys.path``, as if Python ran the file;
+    what stands under ``if __name__ == "__main__"`` does not run.
+
+    Raises:
+        SpecError: no such file or attribute, several studies to choose from, or the
+            file itself failed; its traceback is in the message.
+    """
+    place, attribute = _split(source)
+    module = _import_file(place) if _is_file(place) else _import_module(place)
+    studies = {name: value for name, value in vars(module).items() if is_study(value)}
+    name = _choose(place, attribute, studies)
+    return LoadedStudy(studies[name], f"{_lasting(place)}:{name}")
+
+
+def is_study(value: object) -> bool:
+    """Whether ``value`` is a ``shoal.Study``, told without importing that class."""
+    homes = ((kind.__module__, kind.__name__) for kind in type(value).__mro__)
+    return ("shoal.study", "Study") in homes
+
+
+def _split(source: str) -> tuple[str, str]:
+    place, colon, attribute = source.rpartition(":")
+    if colon and attribute.isidentifier():
+        return place, attribute
+    return source, ""
+
+
+def _is_file(place: str) -> bool:
+    return place.endswith(".py") or os.sep in place or Path(place).exists()
+
+
+def _lasting(place: str) -> str:
+    return str(Path(place).resolve()) if _is_file(place) else place
+
+
+def _import_file(place: str) -> ModuleType:
+    path = Path(place).resolve()
+    if not path.is_file():
+        what = "is a directory" if path.is_dir() else "does not exist"
+        raise SpecError(
+            f"cannot load a study from {place!r}: it {what} (looked in {Path.cwd()}). "
+            "Give the path of a Python file that defines a shoal.Study."
+        )
+    spec = importlib.util.spec_from_file_location(MODULE_NAME, path)
+    if spec is None or spec.loader is None:
+        raise SpecError(
+            f"cannot load a study from {place!r}: its name does not end in .py. "
+            "Give the path of a Python file that defines a shoal.Study."
+        )
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[MODULE_NAME] = module  # dataclasses and pickling look their module up
+    try:
+        spec.loader.exec_module(module)
+    except ShoalError:
+        raise
+    except Exception as error:
+        raise SpecError(
+            f"cannot load a study from {place!r}: running the file failed.\n"
+            f"{_own_traceback(error, path)}"
+        ) from error
+    return module
+
+
+def _import_module(place: str) -> ModuleType:
+    try:
+        return importlib.import_module(place)
+    except ImportError as error:
+        raise SpecError(
+            f"cannot load a study from {place!r}: {error}. Give the path of a Python file "
+            "that ends in .py, or the name of a module that can be imported."
+        ) from error
+
+
+def _own_traceback(error: BaseException, path: Path) -> str:
+    """The traceback from the user's file on; the frames that imported it say nothing."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename != str(path):
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+
+
+def _choose(place: str, attribute: str, studies: dict[str, Any]) -> str:
+    found = ", ".join(sorted(studies)) or "none"
+    if attribute:
+        if attribute not in studies:
+            raise SpecError(
+                f"{place} defines no study named {attribute!r}; the studies there: {found}."
+            )
+        return attribute
+    distinct = {id(study): name for name, study in reversed(studies.items())}
+    if not distinct:
+        raise SpecError(
+            f"{place} defines no study. Make one at its top level: study = shoal.Study(...)."
+        )
+    if len(distinct) > 1:
+        raise SpecError(
+            f"{place} defines several studies: {found}. Choose one: {place}:{min(studies)}"
+        )
+    return next(iter(distinct.values()))

@@ -1,0 +1,408 @@
+"""The live table of a running study, and plain lines where there is no terminal.
+
+A screen is one function of a Snapshot (``render``); ``LiveTable`` and ``PlainLines``
+are the two callbacks that show it. Both are told every event by the study, in the
+study's own process, and never raise into it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import IO, NamedTuple, Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from shoal.core.event import (
+    Evaluated,
+    Event,
+    StepFinished,
+    StudyFinished,
+    TrialFailed,
+    TrialFinished,
+    TrialRestarted,
+    WorkerDied,
+)
+from shoal.core.units import format_bytes, format_seconds
+from shoal.observe.rows import DeviceRow, TrialRow, TrialState
+from shoal.observe.snapshot import Folder, Snapshot
+from shoal.ui.text import (
+    DASH,
+    format_metric,
+    format_steps,
+    format_value,
+    shorten,
+    varying_names,
+)
+
+REFRESH_S = 0.25
+PLAIN_S = 5.0
+_GAP = 2  # blanks between two columns
+_WORDS = {
+    TrialState.PENDING: "waiting",
+    TrialState.RUNNING: "running",
+    TrialState.FINISHED: "finished",
+    TrialState.FAILED: "failed",
+}
+_STYLES = {
+    TrialState.PENDING: "dim",
+    TrialState.RUNNING: "cyan",
+    TrialState.FINISHED: "green",
+    TrialState.FAILED: "red",
+}
+
+
+class Screen(Protocol):
+    """A callback of a study that draws: a context manager around the run."""
+
+    def __call__(self, event: Event) -> None: ...
+    def __enter__(self) -> Screen: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+
+
+def make_screen(stream: IO[str] | None = None) -> Screen:
+    """A live table where ``stream`` (standard error unless given) is a terminal, else lines."""
+    console = Console(file=stream or sys.stderr, highlight=False)
+    return LiveTable(console) if console.is_terminal else PlainLines(console.file)
+
+
+class LiveTable:
+    """One table, drawn again at most every ``REFRESH_S`` seconds."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._folder = Folder()
+        self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+        self._next_s = 0.0
+        self._broken = False
+
+    def __call__(self, event: Event) -> None:
+        if self._broken:
+            return
+        try:
+            self._folder.add(event)
+            now = self._clock()
+            if now >= self._next_s or isinstance(event, StudyFinished):
+                self._draw()
+                self._next_s = now + REFRESH_S
+        except Exception as error:  # a screen must not stop what it shows
+            self._broken = True
+            print(f"the live table stopped, the study goes on: {error!r}", file=sys.stderr)
+
+    def __enter__(self) -> LiveTable:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._live.stop()
+
+    def _draw(self) -> None:
+        size = self._console.size
+        screen = render(self._folder.snapshot(), size.width, size.height)
+        self._live.update(screen, refresh=True)
+
+
+class PlainLines:
+    """A line for what a log's reader wants to find, and one of progress every five seconds."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self._folder = Folder()
+        self._next_s: float | None = None
+        self._broken = False
+
+    def __call__(self, event: Event) -> None:
+        if self._broken:
+            return
+        try:
+            self._folder.add(event)
+            for line in self._lines(event):
+                print(line, file=self._stream, flush=True)
+        except Exception as error:  # a screen must not stop what it shows
+            self._broken = True
+            print(f"the progress lines stopped, the study goes on: {error!r}", file=sys.stderr)
+
+    def __enter__(self) -> PlainLines:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        pass
+
+    def _lines(self, event: Event) -> list[str]:
+        line = describe(event)
+        lines = [line] if line else []
+        if isinstance(event, StepFinished) and self._is_due(event.time):
+            lines.append(describe_progress(self._folder.snapshot()))
+        return lines
+
+    def _is_due(self, now: float) -> bool:
+        if self._next_s is None:
+            self._next_s = now + PLAIN_S
+        if now < self._next_s:
+            return False
+        self._next_s = now + PLAIN_S
+        return True
+
+
+def describe(event: Event) -> str:
+    """An event in a line, or nothing for the many that only move numbers."""
+    match event:
+        case Evaluated():
+            return f"trial {event.trial} step {event.step}: {_metrics(event.metrics)}"
+        case TrialFinished():
+            return (
+                f"trial {event.trial} finished after {event.step} steps and "
+                f"{format_seconds(event.seconds)}: {_metrics(event.metrics)}"
+            )
+        case TrialFailed():
+            reason = TrialRow(number=event.trial, error=event.error).error_line
+            return f"trial {event.trial} FAILED at step {event.step}: {reason}"
+        case TrialRestarted():
+            return f"trial {event.trial} goes on from step {event.step}"
+        case WorkerDied():
+            trials = ", ".join(map(str, event.trials)) or "none"
+            return f"the worker of {event.device} died ({event.reason}); trials on it: {trials}"
+        case StudyFinished():
+            stopped = f"; stopped: {event.stopped}" if event.stopped else ""
+            return (
+                f"{event.finished} trials finished, {event.failed} failed, in "
+                f"{format_seconds(event.seconds)}{stopped}"
+            )
+    return ""
+
+
+def describe_progress(snapshot: Snapshot) -> str:
+    """The whole study in a line."""
+    total = _total_steps(snapshot)
+    eta = "" if snapshot.eta_seconds is None else f", ETA {format_seconds(snapshot.eta_seconds)}"
+    return (
+        f"{snapshot.study}: step {format_steps(snapshot.steps_done, total)}, "
+        f"{_counts(snapshot)}, {format_seconds(snapshot.seconds)} elapsed{eta}"
+    )
+
+
+def _metrics(metrics: object) -> str:
+    items = dict(metrics).items()  # type: ignore[call-overload]  # a mapping of floats
+    return ", ".join(f"{name} {format_metric(value)}" for name, value in items) or "no metrics"
+
+
+# ---------------------------------------------------------------- the table
+
+
+class Column(NamedTuple):
+    """One column; of those that do not fit, the one with the largest ``drop`` goes first."""
+
+    title: str
+    cells: list[Text]
+    drop: int
+    right: bool = True
+
+    @property
+    def width(self) -> int:
+        return max(len(self.title), *(cell.cell_len for cell in self.cells), 1)
+
+
+def render(snapshot: Snapshot, width: int = 80, height: int = 24) -> RenderableType:
+    """The screen of a study: what runs and what was best, the devices, the time left."""
+    if not snapshot.trials:
+        name = f"{snapshot.study}: {snapshot.total} trials; " if snapshot.study else ""
+        return Text(f"{name}planning, each distinct model is measured once ...", style="dim")
+    devices = [_device_line(row) for row in snapshot.devices[: max(1, height // 4)]]
+    failures = _failure_lines(snapshot)
+    room = max(1, height - len(devices) - len(failures) - 7)
+    rows = choose_rows(snapshot, room)
+    hidden = snapshot.total - len(rows)
+    more = [Text(f"... and {hidden} more trials", style="dim")] if hidden > 0 else []
+    blank = Text("")
+    return Group(
+        _title(snapshot, width),
+        blank,
+        _table(snapshot, rows, width),
+        *more,
+        *failures,
+        blank,
+        *devices,
+        _footer(snapshot),
+    )
+
+
+def choose_rows(snapshot: Snapshot, room: int) -> list[TrialRow]:
+    """The trials to show: all in order if they fit, else those that run, failed, or lead."""
+    if snapshot.total <= room:
+        known = {row.number: row for row in snapshot.trials}
+        numbers = sorted(known) if len(known) == snapshot.total else range(snapshot.total)
+        return [known.get(number, TrialRow(number=number)) for number in numbers]
+    sign = 1.0 if snapshot.mode == "min" else -1.0
+    best = sorted(
+        (row for row in snapshot.trials if row.best is not None and row.is_done),
+        key=lambda row: sign * (row.best or 0.0),
+    )
+    running = [row for row in snapshot.trials if row.state is TrialState.RUNNING]
+    failed = [row for row in snapshot.trials if row.state is TrialState.FAILED]
+    waiting = [row for row in snapshot.trials if row.state is TrialState.PENDING]
+    order = [*running, *best[:3], *failed[-2:], *best[3:], *failed[:-2], *waiting]
+    unique = {row.number: row for row in order}
+    return list(unique.values())[:room]
+
+
+def _table(snapshot: Snapshot, rows: list[TrialRow], width: int) -> Table:
+    columns = fit(_columns(snapshot, rows), width)
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
+    for column in columns:
+        table.add_column(
+            column.title,
+            justify="right" if column.right else "left",
+            no_wrap=True,
+            style="default",
+        )
+    for cells in zip(*(column.cells for column in columns), strict=True):
+        table.add_row(*cells)
+    return table
+
+
+def fit(columns: list[Column], width: int) -> list[Column]:
+    """The columns that fit side by side; the last to go keep their order."""
+    kept = list(columns)
+    while len(kept) > 1 and sum(column.width + _GAP for column in kept) - _GAP > width:
+        kept.remove(max(kept, key=lambda column: column.drop))
+    return kept
+
+
+def _columns(snapshot: Snapshot, rows: list[TrialRow]) -> list[Column]:
+    names = varying_names(row.hp for row in snapshot.trials)
+
+    def plain(cells: list[str]) -> list[Text]:
+        return [Text(cell) for cell in cells]
+
+    settings = [
+        Column(name, plain([_setting(row, name) for row in rows]), drop=20 + index)
+        for index, name in enumerate(names)
+    ]
+    leader = snapshot.best
+    best = [
+        Text(format_metric(row.best), style="bold" if leader and row is leader else "")
+        for row in rows
+    ]
+    return [
+        Column("#", plain([str(row.number) for row in rows]), drop=0),
+        *settings,
+        Column("how", plain([_how(row) for row in rows]), drop=60, right=False),
+        Column("device", plain([row.device or DASH for row in rows]), drop=70, right=False),
+        Column("state", [_state(row) for row in rows], drop=1, right=False),
+        Column("step", plain([format_steps(row.step, row.steps) for row in rows]), drop=3),
+        Column("loss", plain([format_metric(row.smooth_loss) for row in rows]), drop=4),
+        Column("steps/s", plain([_speed(row) for row in rows]), drop=50),
+        Column(snapshot.metric, best, drop=2),
+    ]
+
+
+def _setting(row: TrialRow, name: str) -> str:
+    return shorten(format_value(row.hp[name]), 16) if name in row.hp else DASH
+
+
+def _how(row: TrialRow) -> str:
+    if not row.technique:
+        return DASH
+    return f"{row.technique.lower()} {row.shards}" if row.shards > 1 else row.technique.lower()
+
+
+def _state(row: TrialRow) -> Text:
+    return Text(_WORDS[row.state], style=_STYLES[row.state])
+
+
+def _speed(row: TrialRow) -> str:
+    if row.state is not TrialState.RUNNING or row.speed is None:
+        return DASH
+    return f"{row.speed:.1f}" if row.speed >= 0.1 else f"{row.speed:.2g}"
+
+
+# ---------------------------------------------------------------- title and footer
+
+
+def _title(snapshot: Snapshot, width: int) -> RenderableType:
+    total = _total_steps(snapshot)
+    line = Table.grid(padding=(0, 2))
+    line.add_column(no_wrap=True)
+    line.add_column(width=max(8, min(30, width - 56)))
+    line.add_column(no_wrap=True)
+    share = 100 * snapshot.steps_done / total if total else 0
+    line.add_row(
+        Text.assemble((snapshot.study, "bold"), f"  {snapshot.total} trials"),
+        ProgressBar(total=total or 1, completed=snapshot.steps_done),
+        Text(f"{share:.0f} % of {total} steps" if total else f"{snapshot.steps_done} steps"),
+    )
+    return line
+
+
+def _device_line(row: DeviceRow) -> Text:
+    peak, budget = format_bytes(row.peak_bytes), format_bytes(row.budget_bytes)
+    busy = "" if row.busy is None else f"  busy {100 * row.busy:.0f} %"
+    speed = "" if row.speed is None else f"  {row.speed:.1f} steps/s"
+    trials = ", ".join(map(str, row.trials))
+    running = (
+        f"  trials {trials}" if len(row.trials) > 1 else f"  trial {trials}" if trials else ""
+    )
+    restarts = f"  worker restarted {row.restarts} times" if row.restarts else ""
+    text = f"{row.name}  peak {peak} of {budget}{busy}{speed}{running}{restarts}"
+    style = "red" if row.restarts else "default"
+    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+
+
+def _failure_lines(snapshot: Snapshot, most: int = 2) -> list[Text]:
+    failed = [row for row in snapshot.trials if row.state is TrialState.FAILED]
+    return [
+        Text(
+            f"trial {row.number} failed at step {row.step}: {row.error_line}",
+            style="red",
+            no_wrap=True,
+            overflow="ellipsis",
+        )
+        for row in failed[-most:]
+    ]
+
+
+def _footer(snapshot: Snapshot) -> Text:
+    eta = DASH if snapshot.eta_seconds is None else format_seconds(snapshot.eta_seconds)
+    if snapshot.is_finished:
+        eta = snapshot.stopped or "done"
+    return Text(
+        f"{_counts(snapshot)}    elapsed {format_seconds(snapshot.seconds)}    ETA {eta}",
+        style="bold",
+        no_wrap=True,
+    )
+
+
+def _counts(snapshot: Snapshot) -> str:
+    counts = {word: snapshot.count(state) for state, word in _WORDS.items()}
+    order = ("running", "waiting", "finished", "failed")
+    return ", ".join(f"{counts[word]} {word}" for word in order if counts[word]) or "no trials"
+
+
+def _total_steps(snapshot: Snapshot) -> int | None:
+    steps = [row.steps for row in snapshot.trials]
+    if not steps or any(count is None for count in steps):
+        return None
+    known = [count for count in steps if count is not None]
+    return round(sum(known) / len(known) * snapshot.total)

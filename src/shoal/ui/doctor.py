@@ -1,0 +1,191 @@
+"""``shoal doctor``: what this machine offers, measured, and what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from shoal.core.units import format_bytes
+from shoal.hardware import Hardware, available_cores, free_memory
+from shoal.ui.failures import ExitCode
+
+_GIB = 2**30
+_NEEDED = ("torch", "numpy", "safetensors", "cloudpickle", "rich", "typer", "xxhash")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One line of the doctor's: what was looked at, what was found, what to do about it."""
+
+    name: str
+    status: Literal["OK", "WARN"]
+    found: str
+    advice: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dict of the fields."""
+        return asdict(self)
+
+
+def run_doctor(*, as_json: bool) -> int:
+    """Print all checks; the exit code is 0 also when some of them warn."""
+    checks = []
+    for check in examine():
+        checks.append(check)
+        if not as_json:
+            advice = f" ({check.advice})" if check.advice else ""
+            print(f"{check.status:4}  {check.name:13}  {check.found}{advice}", flush=True)
+    if as_json:
+        print(json.dumps([check.to_dict() for check in checks], indent=2))
+    return ExitCode.DONE
+
+
+def examine(directory: str | Path = ".") -> Iterator[Check]:
+    """All checks, one after another; the last takes about a second."""
+    yield _check_python()
+    for package in _NEEDED:
+        yield _check_package(package)
+    yield _check_cores()
+    yield _check_memory()
+    yield _check_shared_memory()
+    yield _check_shm()
+    yield _check_disk(Path(directory))
+    yield _guarded("fused AdamW", _check_fused)
+    yield _guarded("CUDA", _check_cuda)
+    yield _guarded("devices", _check_devices)
+    yield _guarded("link", _check_link)
+
+
+def _guarded(name: str, check: Callable[[], Check]) -> Check:
+    try:
+        return check()
+    except Exception as error:  # a broken part of the machine is a finding
+        return Check(name=name, status="WARN", found=f"{type(error).__name__}: {error}")
+
+
+def _check_python() -> Check:
+    return Check(
+        name="python", status="OK", found=f"{platform.python_version()}, {platform.system()}"
+    )
+
+
+def _check_package(package: str) -> Check:
+    try:
+        return Check(name=package, status="OK", found=importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        advice = f"pip install {package}"
+        return Check(name=package, status="WARN", found="not installed", advice=advice)
+
+
+def _check_cores() -> Check:
+    cores, load = available_cores(), os.getloadavg()[0]
+    found = f"{cores} for this process, load {load:.1f}"
+    if load > 0.5 * cores:
+        return Check(
+            name="cores",
+            status="WARN",
+            found=found,
+            advice="other processes use the cores now; timings will suffer, results will not",
+        )
+    return Check(name="cores", status="OK", found=found)
+
+
+def _check_memory() -> Check:
+    free = free_memory()
+    enough = free >= 2 * _GIB
+    return Check(
+        name="memory",
+        status="OK" if enough else "WARN",
+        found=f"{format_bytes(free)} free",
+        advice="" if enough else "the state of all trials lives in host memory",
+    )
+
+
+def _check_shared_memory() -> Check:
+    """Workers share the trials' state through anonymous files."""
+    name = "shared memory"
+    try:
+        descriptor = os.memfd_create("shoal-doctor")
+        try:
+            os.posix_fallocate(descriptor, 0, 1 << 20)
+        finally:
+            os.close(descriptor)
+    except (AttributeError, OSError) as error:
+        advice = "shoal needs Linux with memfd_create"
+        return Check(name=name, status="WARN", found=f"memfd failed: {error}", advice=advice)
+    return Check(name=name, status="OK", found="memfd works")
+
+
+def _check_shm() -> Check:
+    """DataLoader workers hand batches over in /dev/shm; shoal itself does not use it."""
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+    except OSError as error:
+        return Check(name="/dev/shm", status="WARN", found=str(error))
+    enough = free >= 2**28
+    return Check(
+        name="/dev/shm",
+        status="OK" if enough else "WARN",
+        found=f"{format_bytes(free)} free",
+        advice="" if enough else "a DataLoader with workers may need more (docker: --shm-size)",
+    )
+
+
+def _check_disk(directory: Path) -> Check:
+    free = shutil.disk_usage(directory).free
+    enough = free >= 5 * _GIB
+    return Check(
+        name="disk",
+        status="OK" if enough else "WARN",
+        found=f"{format_bytes(free)} free in {directory.resolve()}",
+        advice="" if enough else "every finished trial writes its weights and optimizer state",
+    )
+
+
+def _check_fused() -> Check:
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    parameter.grad = torch.ones(4)
+    torch.optim.AdamW([parameter], fused=True).step()
+    return Check(name="fused AdamW", status="OK", found="works on the CPU")
+
+
+def _check_cuda() -> Check:
+    if not torch.cuda.is_available():
+        return Check(name="CUDA", status="OK", found="no GPU; CPU devices are used")
+    count = torch.cuda.device_count()
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
+    return Check(name="CUDA", status="OK", found=f"{count}: {names}")
+
+
+def _check_devices() -> Check:
+    devices = Hardware.detect().devices
+    budgets = ", ".join(f"{d.name} {format_bytes(d.memory)}" for d in devices)
+    return Check(name="devices", status="OK", found=f"by default {budgets}")
+
+
+def _check_link(seconds: float = 1.0) -> Check:
+    """How fast one thread copies host memory: a virtual device's link."""
+    source = torch.ones(2**24, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    copied, started = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - started) < seconds:
+        target.copy_(source)
+        copied += source.numel()
+    speed = copied / elapsed
+    slow = speed < _GIB
+    return Check(
+        name="link",
+        status="WARN" if slow else "OK",
+        found=f"{speed / _GIB:.1f} GiB/s copied in memory",
+        advice="spilling will be slow" if slow else "",
+    )

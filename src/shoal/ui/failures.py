@@ -1,0 +1,64 @@
+"""What a command's failure means to the shell: exit codes, and errors as clear text.
+
+0 done, 1 some trials failed, 2 bad usage, 70 an error of shoal itself, 74 storage,
+75 stopped before the end.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from enum import IntEnum
+
+from shoal.core.errors import CapacityError, PlanError, ShoalError, SpecError
+
+
+class ExitCode(IntEnum):
+    """What the shell is told; fixed, because scripts read it."""
+
+    DONE = 0
+    TRIALS_FAILED = 1
+    USAGE = 2
+    INTERNAL = 70
+    STORAGE = 74
+    PAUSED = 75
+
+
+def run_command(command: Callable[[], object]) -> int:
+    """Run a command to its exit code; errors become text on standard error.
+
+    An error in the request or in the storage is told without a traceback, unless
+    ``SHOAL_DEBUG`` is set.
+    """
+    try:
+        command()
+    except SystemExit as ending:
+        return ending.code if isinstance(ending.code, int) else ExitCode.USAGE
+    except KeyboardInterrupt:
+        print("stopped; what was written so far stays", file=sys.stderr)
+        return ExitCode.PAUSED
+    except ShoalError as error:
+        _tell(f"{error}", error)
+        return exit_code(error)
+    except OSError as error:
+        _tell(f"cannot read or write: {error}", error)
+        return ExitCode.STORAGE
+    except Exception:
+        traceback.print_exc()
+        print("shoal: this is an error of shoal itself; please report it.", file=sys.stderr)
+        return ExitCode.INTERNAL
+    return ExitCode.DONE
+
+
+def exit_code(error: ShoalError) -> ExitCode:
+    """Whose mistake an error is: the request's, or shoal's own."""
+    is_request = isinstance(error, SpecError | PlanError | CapacityError)
+    return ExitCode.USAGE if is_request else ExitCode.INTERNAL
+
+
+def _tell(text: str, error: Exception) -> None:
+    if os.environ.get("SHOAL_DEBUG"):
+        traceback.print_exception(error)
+    print(f"shoal: {text}", file=sys.stderr)

@@ -1,0 +1,296 @@
+"""``shoal ls``, ``show`` and ``trace``: reading what studies wrote; needs no torch."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal.core.errors import SpecError
+from shoal.core.units import format_bytes, format_seconds
+from shoal.observe import jsonl, read_events, read_timeline, write_gantt, write_trace
+from shoal.observe.log import EVENTS
+from shoal.observe.rows import DeviceRow, TrialRow, TrialState, metric_rank
+from shoal.observe.snapshot import Folder, Snapshot
+from shoal.ui.failures import ExitCode
+from shoal.ui.studies import find_study, study_directories
+from shoal.ui.text import (
+    DASH,
+    align,
+    format_metric,
+    format_steps,
+    format_value,
+    shorten,
+    varying_names,
+)
+
+
+def read_snapshot(place: Path, *, with_actions: bool = False) -> Snapshot:
+    """The state of the study in ``place``; ``with_actions`` also tells how busy devices were."""
+    folder = Folder().add_all(read_events(place))
+    if with_actions:
+        folder.add_all(read_timeline(place))
+    return folder.snapshot()
+
+
+# ---------------------------------------------------------------- ls
+
+
+def list_studies(directory: Path, *, as_json: bool) -> int:
+    """Print one line per study."""
+    places = study_directories(directory)
+    snapshots = {place: read_snapshot(place) for place in places}
+    if as_json:
+        records = [study_record(place, snapshot) for place, snapshot in snapshots.items()]
+        print(jsonl.dumps(records, indent=2))
+    elif not places:
+        print(f"no studies in {directory.resolve()}")
+    else:
+        print(align(_LS_HEADER, [_ls_row(place, s) for place, s in snapshots.items()]))
+    return ExitCode.DONE
+
+
+_LS_HEADER = ("study", "state", "trials", "failed", "best", "metric", "took", "last written")
+
+
+def _ls_row(place: Path, snapshot: Snapshot) -> list[str]:
+    best = best_trial(snapshot)
+    return [
+        place.name,
+        study_state(snapshot),
+        f"{snapshot.count(TrialState.FINISHED)}/{snapshot.total}",
+        str(snapshot.count(TrialState.FAILED)),
+        format_metric(best.metrics[snapshot.metric]) if best else DASH,
+        snapshot.metric or DASH,
+        format_seconds(snapshot.seconds),
+        time.strftime("%Y-%m-%d %H:%M", time.localtime((place / EVENTS).stat().st_mtime)),
+    ]
+
+
+def study_state(snapshot: Snapshot) -> str:
+    """In a word: finished, stopped, or unfinished (running, or ended without saying so)."""
+    if snapshot.stopped:
+        return "stopped"
+    return "finished" if snapshot.is_finished else "unfinished"
+
+
+# ---------------------------------------------------------------- show
+
+
+def show_study(name: str | None, trial: int | None, directory: Path, *, as_json: bool) -> int:
+    """Print a study, or one of its trials."""
+    place = find_study(name, directory)
+    snapshot = read_snapshot(place, with_actions=trial is None)
+    if trial is not None:
+        row = _find_trial(snapshot, trial)
+        record = trial_record(row) | {"history": [entry.to_dict() for entry in row.history]}
+        print(jsonl.dumps(record, indent=2) if as_json else describe_trial(snapshot, row, place))
+    elif as_json:
+        record = study_record(place, snapshot)
+        record["trials"] = [trial_record(row) for row in snapshot.trials]
+        record["devices"] = [_device_record(row) for row in snapshot.devices]
+        print(jsonl.dumps(record, indent=2))
+    else:
+        print(describe_study(snapshot, place))
+    return ExitCode.DONE
+
+
+def describe_study(snapshot: Snapshot, place: Path) -> str:
+    """A study as text: leaderboard, devices, failures."""
+    versions = ", ".join(f"{name} {version}" for name, version in snapshot.versions.items())
+    parts = [
+        f"study {snapshot.study}: {study_state(snapshot)}, "
+        f"{snapshot.count(TrialState.FINISHED)} of {snapshot.total} trials finished, "
+        f"{snapshot.count(TrialState.FAILED)} failed, in {format_seconds(snapshot.seconds)}",
+        f"in {place}, from {snapshot.source or 'an interactive session'}; {versions}",
+        "",
+        leaderboard(snapshot),
+        "",
+        device_table(snapshot),
+    ]
+    failures = failure_lines(snapshot)
+    return "\n".join([*parts, *(["", *failures] if failures else [])])
+
+
+def leaderboard(snapshot: Snapshot) -> str:
+    """The trials, the best first; then those that have no metric."""
+    names = varying_names(row.hp for row in snapshot.trials)
+    header = ["trial", *names, "how", "state", "step", "loss", snapshot.metric, "took"]
+    rows = ranking(snapshot)
+    return align(header, [_leaderboard_row(row, names, snapshot.metric) for row in rows])
+
+
+def ranking(snapshot: Snapshot) -> list[TrialRow]:
+    """Finished trials first, by the last value of the metric: that of their weights."""
+
+    def rank(row: TrialRow) -> tuple[bool, float, int]:
+        value = metric_rank(row.metrics.get(snapshot.metric), snapshot.mode)
+        return row.state is not TrialState.FINISHED, value, row.number
+
+    return sorted(snapshot.trials, key=rank)
+
+
+def best_trial(snapshot: Snapshot) -> TrialRow | None:
+    """The first of the ranking, if it finished with a finite metric: ``report.best``."""
+    for row in ranking(snapshot)[:1]:
+        value = row.metrics.get(snapshot.metric, math.nan)
+        if row.state is TrialState.FINISHED and math.isfinite(value):
+            return row
+    return None
+
+
+def _leaderboard_row(row: TrialRow, names: list[str], metric: str) -> list[str]:
+    settings = [format_value(row.hp[n]) if n in row.hp else DASH for n in names]
+    return [
+        str(row.number),
+        *(shorten(setting, 24) for setting in settings),
+        f"{row.technique.lower()} {row.shards}"
+        if row.shards > 1
+        else row.technique.lower() or DASH,
+        row.state.lower(),
+        format_steps(row.step, row.steps),
+        format_metric(row.smooth_loss),
+        format_metric(row.metrics.get(metric)),
+        format_seconds(row.seconds) if row.step else DASH,
+    ]
+
+
+def device_table(snapshot: Snapshot) -> str:
+    """What each device held at most, beside its budget, and how much of the time it computed."""
+    header = ["device", "peak", "budget", "peak/budget", "predicted", "busy", "restarts"]
+    return align(header, [_device_cells(row) for row in snapshot.devices])
+
+
+def _device_cells(row: DeviceRow) -> list[str]:
+    share = f"{100 * row.peak_bytes / row.budget_bytes:.0f}%" if row.budget_bytes else DASH
+    return [
+        row.name,
+        format_bytes(row.peak_bytes),
+        format_bytes(row.budget_bytes),
+        share,
+        format_bytes(row.predicted_bytes) if row.predicted_bytes else DASH,
+        DASH if row.busy is None else f"{100 * row.busy:.0f}%",
+        str(row.restarts),
+    ]
+
+
+def failure_lines(snapshot: Snapshot) -> list[str]:
+    """A line for each failed trial, and where its traceback is."""
+    failed = [row for row in snapshot.trials if row.state is TrialState.FAILED]
+    lines = [f"trial {r.number} failed at step {r.step}: {r.error_line}" for r in failed]
+    if failed:
+        lines.append(
+            f"the whole traceback: shoal show {snapshot.study} --trial {failed[0].number}"
+        )
+    return lines
+
+
+def describe_trial(snapshot: Snapshot, row: TrialRow, place: Path) -> str:
+    """A trial as text: settings, learning curve, error."""
+    settings = ", ".join(f"{name}={format_value(value)}" for name, value in row.hp.items())
+    lines = [
+        f"trial {row.number} of {snapshot.study} ({settings}; seed {row.seed}): "
+        f"{row.state.lower()} at step {format_steps(row.step, row.steps)}",
+        f"{row.technique.lower() or 'not planned'}, {row.shards} shards, predicted peak "
+        f"{format_bytes(row.predicted_bytes)}; last on {row.device or 'no device'}; "
+        f"{format_seconds(row.seconds)}, {row.restarts} restarts",
+        "numerics: " + ", ".join(f"{name}={value}" for name, value in row.numerics.items()),
+    ]
+    if row.checkpoint:
+        lines.append(f"weights: {_inside(place, row.checkpoint)}")
+    if row.history:
+        lines += ["", _history_table(row)]
+    if row.error:
+        lines += ["", row.error.rstrip()]
+    return "\n".join(lines)
+
+
+def _history_table(row: TrialRow) -> str:
+    names = list(dict.fromkeys(name for entry in row.history for name in entry.metrics))
+    cells = [
+        [
+            str(entry.step),
+            str(entry.epoch),
+            format_seconds(entry.seconds),
+            *(format_metric(entry.metrics.get(name)) for name in names),
+        ]
+        for entry in row.history
+    ]
+    return align(["step", "epoch", "after", *names], cells)
+
+
+def _inside(place: Path, written: str) -> Path:
+    path = Path(written)
+    return path if path.is_absolute() or path.exists() else place / path
+
+
+def _find_trial(snapshot: Snapshot, number: int) -> TrialRow:
+    for row in snapshot.trials:
+        if row.number == number:
+            return row
+    raise SpecError(
+        f"study {snapshot.study} has no trial {number}; it has {len(snapshot.trials)}, "
+        "numbered from 0."
+    )
+
+
+# ---------------------------------------------------------------- trace
+
+
+def trace_study(name: str | None, output: str | None, directory: Path, *, as_json: bool) -> int:
+    """Write the timeline and the chart, and say where and how to look at them."""
+    place = find_study(name, directory)
+    trace = Path(output) if output else place / "trace.json"
+    chart = trace.with_suffix(".svg") if output else place / "gantt.svg"
+    trace.parent.mkdir(parents=True, exist_ok=True)
+    write_trace(place, trace)
+    write_gantt(place, chart)
+    if as_json:
+        print(jsonl.dumps({"trace": str(trace), "chart": str(chart)}))
+    else:
+        print(f"timeline  {trace}  (open it at https://ui.perfetto.dev)")
+        print(f"chart     {chart}  (open it in a browser)")
+    return ExitCode.DONE
+
+
+# ---------------------------------------------------------------- records for --json
+
+
+def study_record(place: Path, snapshot: Snapshot) -> dict[str, Any]:
+    """A study as JSON-ready values, without its trials."""
+    best = best_trial(snapshot)
+    return {
+        "study": snapshot.study,
+        "directory": str(place),
+        "state": study_state(snapshot),
+        "metric": snapshot.metric,
+        "mode": snapshot.mode,
+        "source": snapshot.source,
+        "versions": dict(snapshot.versions),
+        "total": snapshot.total,
+        "finished": snapshot.count(TrialState.FINISHED),
+        "failed": snapshot.count(TrialState.FAILED),
+        "seconds": snapshot.seconds,
+        "best": best.number if best else None,
+        "best_value": best.metrics[snapshot.metric] if best else None,
+    }
+
+
+def trial_record(row: TrialRow) -> dict[str, Any]:
+    """A trial as JSON-ready values, without its history."""
+    names = "number seed technique shards step steps seconds device restarts error checkpoint"
+    record: dict[str, Any] = {name: getattr(row, name) for name in names.split()}
+    return record | {
+        "hp": dict(row.hp),
+        "state": str(row.state),
+        "loss": row.loss,
+        "metrics": dict(row.metrics),
+        "numerics": dict(row.numerics),
+    }
+
+
+def _device_record(row: DeviceRow) -> Mapping[str, Any]:
+    names = ("name", "kind", "budget_bytes", "peak_bytes", "predicted_bytes", "busy", "restarts")
+    return {name: getattr(row, name) for name in names}

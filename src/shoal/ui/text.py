@@ -1,0 +1,75 @@
+"""How values and tables read in plain text; needs no terminal library."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from shoal.core.spec import Scalar
+
+DASH = "-"
+
+
+def format_value(value: Scalar) -> str:
+    """A hyperparameter: at most four digits of a float."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)
+
+
+def format_metric(value: float | None) -> str:
+    """A loss or a metric: four digits after the point where that says something."""
+    if value is None:
+        return DASH
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:.4f}" if 0.001 <= abs(value) < 1000 or value == 0 else f"{value:.3e}"
+
+
+def format_steps(step: int, steps: int | None) -> str:
+    """``12/100``, or ``12`` where the end is not known."""
+    return str(step) if steps is None else f"{step}/{steps}"
+
+
+def varying_names(settings: Iterable[Mapping[str, Scalar]]) -> list[str]:
+    """The hyperparameters that tell trials apart, in the space's order; all of one trial's."""
+    rows = list(settings)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    if len(rows) < 2:
+        return names
+    return [name for name in names if len({repr(row.get(name)) for row in rows}) > 1]
+
+
+def align(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: str = "") -> str:
+    """Rows under a header, columns two spaces apart.
+
+    Numbers are set right, words left: a column is a number's when all its cells are,
+    dashes aside. ``left`` is put before each line.
+    """
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    numeric = [all(map(_is_number, column)) for column in zip(*rows, strict=True)]
+    numeric = numeric or [False] * len(header)
+    lines = []
+    for row in [header, *rows]:
+        cells = (
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numeric, strict=True)
+        )
+        lines.append((left + "  ".join(cells)).rstrip())
+    return "\n".join(lines)
+
+
+def _is_number(cell: str) -> bool:
+    if cell == DASH:
+        return True
+    try:
+        float(cell.partition("/")[0].removesuffix("%").strip())
+    except ValueError:
+        return False
+    return True
+
+
+def shorten(text: str, width: int) -> str:
+    """``text`` on one line of at most ``width`` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= width else line[: max(0, width - 3)] + "..."

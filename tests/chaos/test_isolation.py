@@ -1,0 +1,66 @@
+"""One trial's accident is its own: the others end on the bits they would have had alone."""
+
+from __future__ import annotations
+
+import accidents
+import pytest
+
+import shoal
+
+STEPS = 9
+TECHNIQUES = {"resident": "resident", "spilled": shoal.Spilled(shards=3)}
+WORDS = {
+    "raise": ("RuntimeError", "the model gave up", "happen"),  # type, message, a frame of it
+    "nan": ("loss of step 3 is nan", "Lower the learning rate"),
+    "data": ("OSError", "the disk is gone", "__iter__"),
+    "exit": ("SystemExit", "the model left"),
+}
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def check(run_study, assert_alone):
+    """Run a study of accidents; trials that met with none must end on the plain bits."""
+
+    def run(accidents_, technique, *, survivors=("none",), extra=None, **options):
+        space = shoal.grid(accident=accidents_, lr=[0.01, 0.003]) | (extra or {})
+        recipe = accidents.recipe()
+        report = run_study(recipe, space, steps=STEPS, technique=TECHNIQUES[technique], **options)
+        assert len(report.trials) == 2 * len(accidents_)
+        alive = [trial for trial in report.trials if trial.hp["accident"] in survivors]
+        assert_alone(report, alive, recipe, steps=STEPS)
+        return [trial for trial in report.trials if trial not in alive]
+
+    return run
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_an_accident_fails_its_trial_alone_with_its_traceback(technique, devices, check):
+    for trial in check(["none", *WORDS], technique, devices=devices):
+        assert trial.state == "FAILED"
+        for words in WORDS[trial.hp["accident"]]:
+            assert words in trial.error
+
+
+@pytest.mark.parametrize("accident", ["build", "first"])
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_a_model_that_cannot_even_begin_fails_alone(technique, accident, check):
+    for trial in check([accident, "none"], technique):
+        assert trial.state == "FAILED"
+        assert "ValueError: the model cannot begin" in trial.error
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_a_worker_killed_with_9_costs_time_and_no_bits(technique, devices, check, tmp_path):
+    flag = tmp_path / "killed"
+    survivors = ("kill", "none")
+    check(survivors, technique, survivors=survivors, devices=devices, extra={"flag": str(flag)})
+    assert flag.exists()
+
+
+def test_a_trial_that_kills_every_worker_is_given_up(check):
+    for trial in check(["kill again", "none"], "spilled", devices=2):
+        assert trial.state == "FAILED"
+        assert "worker" in trial.error

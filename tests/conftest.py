@@ -1,0 +1,58 @@
+"""What all tests share: importable helper modules, and studies of a few steps."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+
+import shoal
+from shoal.runtime.pool import WorkerPool
+from shoal.testing import assert_same, plain_loop
+from shoal.verify import read_losses
+
+HERE = Path(__file__).parent
+# Workers get this process's path: test modules and their helpers are imported there by name.
+for folder in (HERE.parent, HERE / "equivalence", HERE / "chaos"):
+    sys.path.insert(0, str(folder))
+
+STUDY_OPTIONS = ("steps", "epochs", "eval_every", "seed", "trials", "metric", "mode")
+
+
+@pytest.fixture(scope="session")
+def warm_workers():
+    """Worker processes that all studies share, so that torch is imported once."""
+    with WorkerPool() as pool:
+        yield pool
+
+
+@pytest.fixture
+def run_study(tmp_path, warm_workers):
+    """A function that runs a small study on virtual devices and returns its report."""
+    numbers = itertools.count()
+
+    def run(recipe, space, *, devices=1, memory="64MiB", poison=False, **options):
+        settings = {key: options.pop(key) for key in STUDY_OPTIONS if key in options}
+        name = f"study-{next(numbers)}"
+        study = shoal.Study(name, recipe, space=space, directory=tmp_path, **settings)
+        hardware = shoal.Hardware.virtual(devices=devices, memory=memory, poison=poison)
+        shown = {"progress": False, "timeline": False, "workers": warm_workers}
+        return study.run(hardware=hardware, **(shown | options))
+
+    return run
+
+
+@pytest.fixture
+def assert_alone():
+    """A function that compares finished trials of a report with the plain loop, bit for bit."""
+
+    def check(report, trials, recipe, **loop):
+        losses = read_losses(report.directory)
+        for trial in trials:
+            assert not trial.error, trial.error
+            plain = plain_loop(recipe, trial.hp, trial.seed, **loop)
+            assert_same(plain, trial, losses=losses[trial.number])
+
+    return check

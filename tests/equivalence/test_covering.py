@@ -1,0 +1,43 @@
+"""The generator of rows, apart from what they are used for."""
+
+import itertools
+
+from covering import all_pairs, cover_pairs, full_product, pairs_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+SIZES = st.lists(st.integers(1, 5), min_size=2, max_size=6)
+
+
+def make_factors(sizes):
+    return {f"factor{index}": tuple(range(size)) for index, size in enumerate(sizes)}
+
+
+@given(SIZES)
+def test_every_pair_of_values_meets_in_some_row(sizes):
+    factors = make_factors(sizes)
+    covered = set().union(*map(pairs_of, cover_pairs(factors)))
+    assert covered == set(all_pairs(factors))
+
+
+@given(SIZES)
+def test_no_row_is_idle_and_every_row_has_every_factor(sizes):
+    factors = make_factors(sizes)
+    seen = set()
+    for row in cover_pairs(factors):
+        assert list(row) == list(factors)
+        assert not pairs_of(row) <= seen
+        seen |= pairs_of(row)
+
+
+def test_the_rows_are_the_same_every_time_and_few():
+    factors = make_factors([5, 5, 3, 2, 2, 2, 2, 2])
+    rows = cover_pairs(factors)
+    assert rows == cover_pairs(factors)
+    assert 25 <= len(rows) <= 32
+
+
+def test_the_full_product_holds_every_combination_once():
+    rows = full_product(make_factors([2, 3, 2]))
+    assert len({tuple(row.values()) for row in rows}) == len(rows) == 12
+    assert list(itertools.islice(rows[0].values(), 3)) == [0, 0, 0]

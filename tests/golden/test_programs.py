@@ -1,0 +1,54 @@
+"""Generated programs as text: a change of the generator is seen, and read, here.
+
+To accept a change: ``python tests/golden/test_programs.py`` writes the files again; then
+read the diff.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from shoal.program.ir import parse_program
+from shoal.spill.generate import (
+    evaluation,
+    resident_step,
+    spilled_finish,
+    spilled_micro,
+    spilled_step,
+)
+
+FOLDER = Path(__file__).parent / "programs"
+
+PROGRAMS = {
+    "resident_clip": resident_step(micro_batches=2, clip=True),
+    "spilled_1_accumulate": spilled_step(1, micro_batches=2),
+    "spilled_2": spilled_step(2),
+    "spilled_2_accumulate": spilled_step(2, micro_batches=2),
+    "spilled_2_host_accumulate_clip": spilled_step(
+        2, micro_batches=2, clip=True, optimizer="host"
+    ),
+    "spilled_3": spilled_step(3),
+    "spilled_3_no_lookahead": spilled_step(3, lookahead=0),
+    "spilled_3_clip": spilled_step(3, clip=True),
+    "spilled_3_host": spilled_step(3, optimizer="host"),
+    "spilled_3_host_clip": spilled_step(3, clip=True, optimizer="host"),
+    "spilled_2_micro_1": spilled_micro(2, 1),
+    "spilled_2_finish_clip": spilled_finish(2, clip=True),
+    "evaluation_3": evaluation(3, spilled=True),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_generated_program_is_the_golden_one(name):
+    golden = (FOLDER / f"{name}.txt").read_text()
+    assert f"{PROGRAMS[name]}\n" == golden
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.txt")), ids=lambda path: path.stem)
+def test_every_golden_file_reads_back_as_a_program_that_is_generated(path):
+    assert parse_program(path.read_text()) == PROGRAMS[path.stem]
+
+
+if __name__ == "__main__":
+    for name, program in PROGRAMS.items():
+        (FOLDER / f"{name}.txt").write_text(f"{program}\n")

@@ -1,0 +1,237 @@
+"""Any order of events leaves the lease machine valid; studies end near their bound."""
+
+import heapq
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+)
+
+from shoal.scheduler.leases import (
+    DeviceJoined,
+    DeviceLost,
+    GrantLease,
+    LeaseEnded,
+    Leases,
+    StepFinished,
+    TrialAdded,
+    TrialEnded,
+)
+from shoal.scheduler.policy import Fifo, LongestRemainingFirst, Random
+
+DEVICES = ("d0", "d1", "d2")
+POLICIES = (LongestRemainingFirst, Fifo, lambda: Random(random.Random(1)))
+LEASE_S = 4.0
+
+
+class LeaseMachine(RuleBasedStateMachine):
+    """Sends any event that could happen; keeps the truth in plain dicts beside it.
+
+    ``left`` are the true steps of each trial; ``leased`` maps a trial to
+    [device, steps of its lease that are left], built from instructions alone.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.active, self.policy = 1, POLICIES[0]
+        self.leases = Leases(self.policy(), active=1, lease_s=LEASE_S)
+        self.devices, self.left, self.leased, self.allowed = set(), {}, {}, {}
+        self.log, self.replies, self.tickets, self.added = [], [], [], 0
+
+    def send(self, event):
+        orders = self.leases.handle(event)
+        self.log.append(event)
+        self.replies.append(orders)
+        for order in orders:
+            self.obey(order)
+
+    def obey(self, order):
+        assert order.steps > 0
+        assert order.device in self.devices
+        if isinstance(order, GrantLease):
+            assert order.trial not in self.leased, "two leases for one trial"
+            assert self.allowed[order.trial] is None or order.device in self.allowed[order.trial]
+            self.tickets.append(order.ticket)
+            self.leased[order.trial] = [order.device, order.steps]
+        else:
+            device, steps = self.leased[order.trial]
+            assert device == order.device
+            assert steps >= 1, "the worker had reached the end before it heard"
+            self.leased[order.trial][1] += order.steps
+        if self.left[order.trial] is not None:
+            assert self.leased[order.trial][1] <= self.left[order.trial]
+
+    # Events
+
+    @precondition(lambda self: not self.log)
+    @rule(active=st.integers(1, 3), policy=st.sampled_from(POLICIES))
+    def configure(self, active, policy):
+        self.active, self.policy = active, policy
+        self.leases = Leases(policy(), active=active, lease_s=LEASE_S)
+
+    @rule(device=st.sampled_from(DEVICES))
+    def join_or_lose(self, device):
+        if device not in self.devices:
+            self.devices.add(device)
+            self.send(DeviceJoined(device))
+            return
+        lost = [t for t, (name, _) in self.leased.items() if name == device]
+        self.devices.discard(device)
+        for trial in lost:
+            del self.leased[trial]
+            if self.left[trial] is not None:
+                self.left[trial] += 1  # the last step was not stored
+        self.send(DeviceLost(device, {trial: self.left[trial] for trial in lost}))
+
+    @rule(
+        steps=st.one_of(st.none(), st.integers(1, 30)),
+        step_s=st.sampled_from((0.1, 1.0, 9.0)),
+        switch_s=st.sampled_from((0.0, 0.5)),
+        devices=st.one_of(st.none(), st.frozensets(st.sampled_from(DEVICES), min_size=1)),
+    )
+    def add(self, steps, step_s, switch_s, devices):
+        number, self.added = self.added, self.added + 1
+        self.left[number], self.allowed[number] = steps, devices
+        self.send(TrialAdded(number, steps, step_s, switch_s, devices))
+
+    @precondition(lambda self: any(lease[1] for lease in self.leased.values()))
+    @rule(data=st.data(), seconds=st.sampled_from((0.0, 0.5, 2.0)), count=st.integers(1, 4))
+    def finish_steps(self, data, seconds, count):
+        trial = data.draw(st.sampled_from(sorted(t for t, x in self.leased.items() if x[1])))
+        for _ in range(count):
+            if not self.leased[trial][1]:
+                return
+            self.leased[trial][1] -= 1
+            if self.left[trial] is not None:
+                self.left[trial] -= 1
+            self.send(StepFinished(trial, self.leased[trial][0], seconds))
+
+    @precondition(lambda self: self.leased)
+    @rule(data=st.data())
+    def end_lease(self, data):
+        trial = data.draw(st.sampled_from(sorted(self.leased)))
+        device, _ = self.leased.pop(trial)
+        self.send(LeaseEnded(trial, device, self.left[trial]))
+
+    @precondition(lambda self: self.left)
+    @rule(data=st.data())
+    def end_trial(self, data):
+        trial = data.draw(st.sampled_from(sorted(self.left)))
+        del self.left[trial]
+        self.leased.pop(trial, None)
+        self.send(TrialEnded(trial))
+
+    # What is always true
+
+    @invariant()
+    def leases_are_those_that_were_ordered(self):
+        for device in self.devices:
+            held = sorted(t for t, (name, _) in self.leased.items() if name == device)
+            assert sorted(self.leases.leased[device]) == held
+            assert len(held) <= self.active
+        assert set(self.leases.leased) == self.devices
+        assert self.tickets == sorted(set(self.tickets))
+
+    @invariant()
+    def every_trial_with_steps_is_leased_or_waits(self):
+        to_do = {t for t, left in self.left.items() if left != 0}
+        assert to_do - set(self.leased) == set(self.leases.waiting)
+
+    @invariant()
+    def no_device_has_room_while_a_trial_that_may_use_it_waits(self):
+        for device in self.devices:
+            held = sum(name == device for name, _ in self.leased.values())
+            if held < self.active:
+                assert not any(
+                    self.allowed[t] is None or device in self.allowed[t]
+                    for t in self.leases.waiting
+                )
+
+    def teardown(self):
+        again = Leases(self.policy(), active=self.active, lease_s=LEASE_S)
+        assert [again.handle(event) for event in self.log] == self.replies
+
+
+TestLeaseMachine = LeaseMachine.TestCase
+TestLeaseMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def run_study(trials, *, devices, active=1, policy=None, step_s, seed):
+    """Makespan of a study whose devices take turns among their trials, step by step.
+
+    ``trials`` are numbers of steps; ``step_s`` seconds each, give or take a fifth.
+    """
+    rng = random.Random(seed)
+    leases = Leases(policy or LongestRemainingFirst(), active=active, lease_s=LEASE_S)
+    left, work = list(trials), [0.0] * len(trials)
+    held, busy, queue, now = {f"d{i}": {} for i in range(devices)}, {}, [], 0.0
+
+    def send(event):
+        for order in leases.handle(event):
+            held[order.device][order.trial] = held[order.device].get(order.trial, 0) + order.steps
+            start(order.device)
+
+    def start(device):
+        if device in busy or not held[device]:
+            return
+        trial = next(iter(held[device]))
+        seconds = step_s[trial] * rng.uniform(0.8, 1.2)
+        busy[device] = (trial, seconds)
+        heapq.heappush(queue, (now + seconds, device))
+
+    for device in held:
+        send(DeviceJoined(device))
+    for trial, steps in enumerate(trials):
+        send(TrialAdded(trial, steps, step_s[trial]))
+    while queue:
+        now, device = heapq.heappop(queue)
+        trial, seconds = busy.pop(device)
+        work[trial] += seconds
+        left[trial] -= 1
+        lease = held[device].pop(trial) - 1
+        if lease:
+            held[device][trial] = lease  # to the back of the queue
+        send(StepFinished(trial, device, seconds))
+        if trial not in held[device]:
+            ended = LeaseEnded(trial, device, left[trial]) if left[trial] else TrialEnded(trial)
+            send(ended)
+        start(device)
+    assert left == [0] * len(trials)
+    return now, max(sum(work) / devices, max(work))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    trials=st.lists(st.integers(1, 120), min_size=1, max_size=12),
+    devices=st.integers(1, 5),
+    active=st.integers(1, 3),
+    policy=st.sampled_from(POLICIES),
+    seed=st.integers(0, 1000),
+)
+def test_every_trial_gets_all_its_steps(trials, devices, active, policy, seed):
+    rng = random.Random(seed)
+    step_s = [0.5 * 4 ** rng.random() for _ in trials]
+    run_study(trials, devices=devices, active=active, policy=policy(), step_s=step_s, seed=seed)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    trials=st.lists(st.integers(20, 200), min_size=1, max_size=14),
+    devices=st.integers(1, 6),
+    seed=st.integers(0, 1000),
+)
+def test_a_study_ends_within_a_few_leases_of_its_bound(trials, devices, seed):
+    rng = random.Random(seed)
+    step_s = [0.5 * 4 ** rng.random() for _ in trials]
+    makespan, bound = run_study(trials, devices=devices, step_s=step_s, seed=seed)
+    assert makespan <= 1.05 * bound + LEASE_S
+
+
+def test_twelve_equal_trials_share_eight_devices_within_a_lease_of_the_bound():
+    makespan, bound = run_study([300] * 12, devices=8, step_s=[1.0] * 12, seed=0)
+    assert makespan <= 1.01 * bound + LEASE_S

@@ -1,0 +1,141 @@
+"""Properties of the log and the fold: nothing is lost, and batches do not matter."""
+
+import typing
+from dataclasses import fields
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.core.event import (
+    ActionFinished,
+    Evaluated,
+    Event,
+    StepFinished,
+    StudyStarted,
+    TrialFailed,
+    TrialFinished,
+    TrialMoved,
+    TrialRestarted,
+    TrialStarted,
+    WorkerDied,
+    event_to_dict,
+)
+from shoal.observe import jsonl
+from shoal.observe.log import EventLog, read_events, read_timeline
+from shoal.observe.snapshot import Folder, Snapshot, fold
+
+TEXT = st.text(max_size=20) | st.sampled_from(["NaN", "\\NaN", "-Infinity", "\n", "\ud800", "é"])
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | TEXT
+MAPPINGS = st.dictionaries(TEXT, SCALARS, max_size=3)
+BY_TYPE = {
+    float: st.floats(),
+    int: st.integers(),
+    str: TEXT,
+    int | None: st.none() | st.integers(),
+    tuple[int, ...]: st.lists(st.integers(), max_size=3).map(tuple),
+}
+
+
+def strategy(kind):
+    hints = typing.get_type_hints(kind)
+    return st.builds(kind, **{f.name: by_type(hints[f.name]) for f in fields(kind)})
+
+
+def by_type(hint):
+    if hint in BY_TYPE:
+        return BY_TYPE[hint]
+    if typing.get_origin(hint) is tuple:  # of mappings
+        return st.lists(MAPPINGS, max_size=2).map(tuple)
+    return MAPPINGS
+
+
+KINDS = typing.get_args(Event)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("log")
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_every_event_comes_back_from_the_log_as_it_was(directory, kind, data):
+    events = data.draw(st.lists(strategy(kind), min_size=1, max_size=4))
+    for name in ("events.jsonl", "timeline.jsonl"):
+        (directory / name).unlink(missing_ok=True)
+
+    with EventLog(directory / "events.jsonl") as log:
+        log.write(events)
+
+    read = read_timeline if kind is ActionFinished else read_events
+    found = list(read(directory))
+    assert [bits(event) for event in found] == [bits(event) for event in events]
+
+
+def bits(event):
+    """The event as text in which NaN equals itself and 1 differs from 1.0 and True."""
+    return repr(event_to_dict(event))
+
+
+@given(value=st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(TEXT, inner)))
+def test_json_lines_keep_any_value(value):
+    assert repr(jsonl.loads(jsonl.dumps(value))) == repr(value)
+
+
+TRIALS, STEPS, TIMES = st.integers(0, 2), st.integers(1, 6), st.floats(0, 100)
+DEVICES = st.sampled_from(["cpu:0", "cpu:1"])
+LOSSES = st.floats(-5, 5) | st.just(float("nan")) | st.just(float("inf"))
+STORY = st.lists(
+    st.builds(
+        StudyStarted, time=TIMES, study=st.just("s"), metric=st.just("valid_loss"),
+        mode=st.sampled_from(["min", "max"]), trials=st.just(3), devices=st.just(()),
+        source=st.just(""), versions=st.just({}),
+    )
+    | st.builds(TrialStarted, time=TIMES, trial=TRIALS, device=DEVICES)
+    | st.builds(TrialMoved, time=TIMES, trial=TRIALS, device=DEVICES, step=STEPS)
+    | st.builds(TrialRestarted, time=TIMES, trial=TRIALS, step=STEPS)
+    | st.builds(
+        StepFinished, time=TIMES, trial=TRIALS, step=STEPS, epoch=st.integers(0, 2),
+        loss=LOSSES, seconds=st.floats(0.01, 1), device=DEVICES,
+    )
+    | st.builds(
+        Evaluated, time=TIMES, trial=TRIALS, step=STEPS, epoch=st.integers(0, 2),
+        metrics=st.builds(lambda loss: {"valid_loss": loss}, LOSSES),
+    )
+    | st.builds(
+        TrialFinished, time=TIMES, trial=TRIALS, step=STEPS, metrics=st.just({}),
+        checkpoint=st.just("c"), seconds=TIMES,
+    )
+    | st.builds(TrialFailed, time=TIMES, trial=TRIALS, step=STEPS, error=st.just("E"))
+    | st.builds(
+        WorkerDied, time=TIMES, device=DEVICES, pid=st.just(1), reason=st.just("r"),
+        trials=st.lists(TRIALS, max_size=2).map(tuple),
+    ),
+    max_size=40,
+)  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None)
+@given(story=STORY, cuts=st.lists(st.integers(0, 40), max_size=4))
+def test_any_chunking_of_any_story_folds_to_the_same_snapshot(story, cuts):
+    whole = Snapshot.of(story)
+    edges = [0, *sorted(min(cut, len(story)) for cut in cuts), len(story)]
+
+    live, pure = Folder(), Snapshot()
+    for start, stop in pairwise(edges):
+        live.add_all(story[start:stop]).snapshot()
+        pure = fold(pure, *story[start:stop])
+
+    assert repr(live.snapshot()) == repr(whole)
+    assert repr(pure) == repr(whole)
+
+
+@settings(max_examples=100, deadline=None)
+@given(story=STORY)
+def test_a_history_s_steps_only_grow_and_never_pass_the_trial_s(story):
+    for row in Snapshot.of(story).trials:
+        steps = [line.step for line in row.history]
+        assert steps == sorted(set(steps))

@@ -1,0 +1,139 @@
+"""The shape of the package: what ``lint-imports`` cannot say."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "shoal"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+LONGEST_FILE = 600
+# Everything that decides or is read by a screen: must work, and start fast, without torch.
+PURE = (
+    "shoal.core.errors",
+    "shoal.core.event",
+    "shoal.core.plan",
+    "shoal.core.spec",
+    "shoal.core.units",
+    "shoal.observe",
+    "shoal.program",
+    "shoal.scheduler",
+    "shoal.search",
+    "shoal.spill",
+    "shoal.memory.ledger",
+    "shoal.hardware",
+    "shoal.source",
+    "shoal.ui.cli",
+    "shoal.ui.show",
+    "shoal.ui.dashboard",
+)
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=_name)
+def test_a_file_stops_at_600_lines(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= LONGEST_FILE
+
+
+@pytest.mark.parametrize("path", MODULES, ids=_name)
+def test_a_module_says_first_what_it_is_for(path: Path) -> None:
+    docstring = ast.get_docstring(ast.parse(path.read_text()))
+
+    assert docstring, "no docstring"
+    assert len(docstring.splitlines()[0]) <= 99
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in MODULES if p.name == "__init__.py" and p.parent != PACKAGE], ids=_name
+)
+def test_a_package_file_only_gathers_names(path: Path) -> None:
+    body = ast.parse(path.read_text()).body[1:]
+
+    kinds = (ast.Import, ast.ImportFrom, ast.Assign)
+    assert all(isinstance(node, kinds) for node in body)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=_name)
+def test_nothing_but_the_ui_prints(path: Path) -> None:
+    if path.is_relative_to(PACKAGE / "ui"):
+        pytest.skip("the ui may")
+    calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+
+    assert not any(isinstance(c.func, ast.Name) and c.func.id == "print" for c in calls)
+
+
+def test_pure_modules_leave_torch_unloaded() -> None:
+    imports = "; ".join(f"import {name}" for name in (*PURE, *_modules_of("program", "scheduler")))
+    program = f"import sys; {imports}; sys.exit('torch' in sys.modules)"
+
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+
+    assert done.returncode == 0, done.stderr.decode() or "torch was imported"
+
+
+def _modules_of(*packages: str) -> list[str]:
+    return [
+        f"shoal.{package}.{path.stem}"
+        for package in packages
+        for path in sorted((PACKAGE / package).glob("*.py"))
+        if path.stem != "__init__"
+    ]
+
+
+def test_every_public_name_can_be_imported() -> None:
+    import shoal
+
+    missing = [name for name in shoal.__all__ if not hasattr(shoal, name)]
+
+    assert missing == []
+    assert set(shoal.__all__) <= set(dir(shoal))
+
+
+def test_an_unknown_public_name_is_an_attribute_error() -> None:
+    import shoal
+
+    with pytest.raises(AttributeError, match="module 'shoal' has no attribute 'nothing'"):
+        _ = shoal.nothing
+
+
+def test_starting_the_command_line_costs_less_than_a_third_of_a_second() -> None:
+    """In CPU time, which other processes do not change much; the best of three."""
+    program = (
+        "import sys; sys.argv = ['shoal', '--help']; from shoal.ui.cli import app; "
+        "from shoal.ui.failures import run_command; run_command(app); "
+        "import time; print(time.process_time())"
+    )
+    times = []
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        )
+        times.append(float(done.stdout.splitlines()[-1]))
+
+    assert min(times) < 0.3
+
+
+@pytest.mark.parametrize("script", ["scripts/check", "scripts/test", ".ci/run"])
+def test_a_script_can_be_run(script: str) -> None:
+    assert os.access(ROOT / script, os.X_OK)
+
+
+def test_every_error_class_has_a_section_in_the_docs() -> None:
+    tree = ast.parse((PACKAGE / "core" / "errors.py").read_text())
+    classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    headings = [
+        line.strip("# `")
+        for line in (ROOT / "docs" / "errors.md").read_text().splitlines()
+        if line.startswith("## ")
+    ]
+
+    assert [name for name in classes if name not in headings] == []

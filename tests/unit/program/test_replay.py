@@ -1,0 +1,215 @@
+"""Programs on paper: one device, shared links, several trials, several devices."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from shoal.core.errors import ProgramError
+from shoal.core.units import Seconds
+from shoal.program.ir import Op, Part, parse_program
+from shoal.program.replay import Candidate, Run, oldest_step_first, replay
+from shoal.spill.generate import resident_step, spilled_step
+
+RESIDENT = (Part.PARAM, Part.STATE)
+LINKS = {"up_bytes_per_s": 100.0, "down_bytes_per_s": 100.0}
+
+
+@pytest.fixture
+def run_of(make_costs):
+    """A run of a program, given as text or as a program, with links of 100 bytes a second."""
+
+    def build(program, num_shards=2, trial=0, shard=None, peer_bytes_per_s=10.0, **options):
+        if isinstance(program, str):
+            program = parse_program(program)
+        costs = make_costs(
+            num_shards, trials=(trial,), shard=shard, peer_bytes_per_s=peer_bytes_per_s, **LINKS
+        )
+        return Run(program=program, costs=costs, **options)
+
+    return build
+
+
+def for_trial(program, trial):
+    lines = str(program).splitlines()
+    return "\n".join(f"{line} t{trial}" if trial else line for line in lines)
+
+
+def times(timeline, stream=None):
+    """Action text to (start, end)."""
+    return {
+        str(span.action): (span.start_s, span.end_s)
+        for span in timeline.spans
+        if stream in (None, span.stream)
+    }
+
+
+def test_a_unit_starts_when_its_load_is_complete(run_of):
+    found = times(replay([run_of("LOAD s0 param\nF s0 m0\nDROP s0 param")]))
+    assert found == {"LOAD s0 param": (0, 1), "F s0 m0": (1, 2)}
+
+
+def test_a_prefetch_goes_on_while_the_unit_before_computes(run_of):
+    found = times(replay([run_of(spilled_step(2))]))
+    assert found["F s0 m0"] == (1, 2)
+    assert found["LOAD s1 param+state"] == (1, 4)
+
+
+def test_a_load_waits_until_its_slot_is_empty(run_of):
+    text = "LOAD s0 param\nF s0 m0\nDROP s0 param\nLOAD s1 param\nF s1 m0\nDROP s1 param"
+    assert times(replay([run_of(text)]))["LOAD s1 param"] == (2, 3)
+
+
+def test_a_store_waits_for_what_writes_and_the_next_tenant_for_the_store(run_of):
+    found = times(replay([run_of(spilled_step(2, lookahead=0))]))
+    step, store, load = (
+        found[name] for name in ("STEP s1", "STORE s1 param+state", "LOAD s0 param+state")
+    )
+    assert store == (step[1], pytest.approx(step[1] + 2.9))
+    assert load[0] == store[1]
+
+
+def test_a_host_step_waits_for_its_gradients_and_the_device_does_not(run_of):
+    found = times(replay([run_of(spilled_step(2, optimizer="host"), shard={"step_s": 9.0})]))
+    assert found["STEP@host s1"][0] == found["STORE s1 grad"][1]
+    assert found["B s0 m0"][0] < found["STEP@host s1"][1]
+
+
+def test_clipped_host_steps_wait_for_the_sync(run_of):
+    timeline = replay([run_of(spilled_step(2, optimizer="host", clip=True))])
+    found = times(timeline)
+    assert found["STEP@host s0"][0] >= found["SYNC s0"][1]
+
+
+def test_the_next_run_loads_what_this_run_wrote(run_of):
+    program = spilled_step(1)
+    one, two = (replay([run_of(program, 1, steps=steps)]).makespan_s for steps in (1, 2))
+    assert two == pytest.approx(2 * one)
+
+
+def test_transfers_in_one_direction_share_the_link(run_of):
+    runs = [run_of(for_trial(spilled_step(1), trial), 1, trial) for trial in (0, 1)]
+    loads = [span for span in replay(runs).spans if span.stream == "up"]
+    assert [(span.trial, span.start_s, span.end_s) for span in loads] == [(0, 0, 3), (1, 3, 6)]
+
+
+def test_a_second_trial_computes_while_the_first_one_waits(run_of):
+    runs = [run_of(for_trial(spilled_step(3), trial), 3, trial, steps=5) for trial in (0, 1)]
+    alone = replay(runs[:1])
+    both = replay(runs)
+    assert both.utilisation() > alone.utilisation()
+    assert both.makespan_s < 2 * alone.makespan_s
+
+
+def test_the_device_computes_one_thing_at_a_time(run_of):
+    runs = [run_of(for_trial(spilled_step(2), trial), 2, trial, steps=3) for trial in range(3)]
+    spans = [span for span in replay(runs).spans if span.stream == "compute"]
+    assert all(a.end_s <= b.start_s for a, b in itertools.pairwise(spans))
+
+
+def test_the_oldest_step_goes_first_by_default(run_of):
+    runs = [
+        run_of(for_trial(resident_step(micro_batches=2), trial), 1, trial, start=RESIDENT)
+        for trial in (0, 1)
+    ]
+    order = [span.trial for span in replay(runs).spans]
+    assert order == [0, 0, 0, 1, 1, 1]
+
+
+def test_a_policy_chooses_among_the_trials_that_are_ready(run_of):
+    seen = []
+
+    def youngest(ready):
+        seen.append([candidate.trial for candidate in ready])
+        return max(range(len(ready)), key=lambda index: ready[index].ticket)
+
+    runs = [
+        run_of(for_trial(resident_step(), trial), 1, trial, start=RESIDENT) for trial in (0, 1)
+    ]
+    order = [span.trial for span in replay(runs, choose=youngest).spans]
+    assert order == [1, 1, 0, 0]
+    assert seen == [[0, 1], [0, 1], [0], [0]]
+
+
+def test_one_program_may_be_run_under_several_trial_numbers(run_of):
+    run = run_of(resident_step(), 1, start=RESIDENT)
+    spans = replay([dataclasses.replace(run, trial=number) for number in (7, 9)]).spans
+    assert [span.trial for span in spans] == [7, 7, 9, 9]
+
+
+def test_oldest_step_first_takes_the_lowest_ticket():
+    ready = [Candidate(0, 7, Seconds(0.0)), Candidate(1, 3, Seconds(2.0))]
+    assert oldest_step_first(ready) == 1
+
+
+def test_durations_override_the_costs(run_of):
+    def slow_forward(action):
+        return Seconds(10.0) if action.op is Op.F else None
+
+    timeline = replay([run_of(spilled_step(2))], durations=slow_forward)
+    assert times(timeline)["F s0 m0"] == (1, 11)
+    assert times(timeline)["LOAD s0 param"] == (0, 1)
+
+
+def test_the_timeline_adds_up_bytes_and_seconds(run_of):
+    timeline = replay([run_of(spilled_step(2), steps=3)])
+    assert timeline.up_bytes == 3 * (300 + 400)
+    assert timeline.down_bytes == 3 * 580
+    assert timeline.busy_s[0, "compute"] == pytest.approx(3 * (1 + 3 + 3 + 0.5 + 0.5))
+    assert timeline.busy_s[0, "up"] == pytest.approx(3 * 7)
+    assert timeline.utilisation() == pytest.approx(24 / timeline.makespan_s)
+
+
+def test_spans_are_left_out_when_nobody_asks(run_of):
+    run = run_of(spilled_step(2))
+    without = replay([run], keep_spans=False)
+    assert without.spans == ()
+    assert without.makespan_s == replay([run]).makespan_s
+
+
+def test_an_empty_replay_takes_no_time():
+    assert replay([]).makespan_s == 0
+    assert replay([]).utilisation() == 0
+
+
+PIPELINE = """
+device 0
+LOAD s0 param+state
+F s0 m0
+SEND s1 m0 d1
+RECV s1 m0 grad d1
+B s0 m0
+STEP s0
+STORE s0 param+state
+DROP s0 param+state
+device 1
+LOAD s1 param+state
+RECV s1 m0 d0
+B s1 m0
+SEND s1 m0 grad d0
+STEP s1
+STORE s1 param+state
+DROP s1 param+state
+"""
+
+
+def test_a_receive_ends_with_its_send(run_of):
+    found = times(replay([run_of(PIPELINE, devices=(0, 1))]))
+    assert found["F s0 m0"] == (3, 4)
+    assert found["SEND s1 m0 d1"] == (4, 5)
+    assert found["B s1 m0"] == (5, 8)
+    assert found["B s0 m0"] == (pytest.approx(9.1), pytest.approx(12.1))
+
+
+def test_two_devices_are_counted_apart(run_of):
+    timeline = replay([run_of(PIPELINE, devices=(4, 2))])
+    assert timeline.busy_s[4, "compute"] == pytest.approx(4.5)
+    assert timeline.busy_s[2, "compute"] == pytest.approx(3.5)
+    assert timeline.utilisation(4) > timeline.utilisation(2)
+
+
+def test_programs_that_wait_for_each_other_are_named(run_of):
+    broken = PIPELINE.replace("SEND s1 m0 d1\n", "")
+    with pytest.raises(ProgramError, match="device 0 at B s0 m0; device 1 at B s1 m0") as error:
+        replay([run_of(broken, devices=(0, 1))])
+    assert "shoal.program.check" in str(error.value)

@@ -1,0 +1,291 @@
+"""What people get wrong, and the three parts of the answer: asked, found, what to do."""
+
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import shoal
+from shoal.recipe import HyperParameters
+from shoal.testing import plain_loop
+
+
+class Bag:
+    """A batch type without a rule."""
+
+
+def build(hp):
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def data(hp):
+    return [(torch.ones(2, 6), torch.tensor([0, 2]))], None
+
+
+def loss(output, batch):
+    return F.cross_entropy(output, batch[1])
+
+
+def asks_for_momentum(hp):
+    hp["momentum"]
+    return build(hp)
+
+
+def no_loss(output, batch):
+    return None
+
+
+def vector_loss(output, batch):
+    return F.cross_entropy(output, batch[1], reduction="none")
+
+
+def once_only_data(hp):
+    return (batch for batch in data(hp)[0]), None
+
+
+def once_only_valid(hp):
+    return data(hp)[0], iter(data(hp)[0])
+
+
+def train_alone(hp):
+    return data(hp)[0]
+
+
+def no_batches(hp):
+    return [], None
+
+
+def bags(hp):
+    return [Bag()], None
+
+
+def held_bags(hp):
+    return [(torch.ones(2, 6), Bag())], None
+
+
+def no_optimizer(named_parameters, hp):
+    return list(named_parameters)
+
+
+def list_inputs(batch):
+    return batch[0]
+
+
+WRONG = {
+    "unknown hyperparameter": (
+        {"model": asks_for_momentum},
+        r"unknown hyperparameter 'momentum'; the space has 'lr'\. "
+        r"Add it to the study's space, or read it with hp\.get\('momentum', default\)",
+    ),
+    "no loss": ({"loss": no_loss}, r"loss must be a scalar tensor, got NoneType\. Reduce it"),
+    "a loss that is no scalar": (
+        {"loss": vector_loss},
+        r"loss must be a scalar tensor, got shape \(2,\)\. Reduce it, e\.g\. \.mean\(\)",
+    ),
+    "an output without a loss": (
+        {"loss": None},
+        r"the model's output \(Tensor\) has no loss\. Give Recipe\(loss=\.\.\.\)",
+    ),
+    "data that can be read once": (
+        {"data": once_only_data},
+        r"train data is a generator, which can be read only once; an epoch needs a source that "
+        r"starts again\. Return a list, a DataLoader",
+    ),
+    "validation that can be read once": (
+        {"data": once_only_valid},
+        r"valid data is a list_iterator, which can be read only once",
+    ),
+    "one source instead of two": (
+        {"data": train_alone},
+        r"Recipe\(data=\.\.\.\) returned list; return a pair \(train, valid\)",
+    ),
+    "a batch type without a rule": (
+        {"data": bags},
+        r"there is no rule to move a batch of type Bag to cpu\. Yield tensors",
+    ),
+    "a batch that holds a type without a rule": (
+        {"data": held_bags},
+        r"there is no rule to move a batch of type Bag to cpu\. Yield tensors",
+    ),
+    "no batches": ({"data": no_batches}, "train.* data .*no batch"),
+    "a factory that makes no optimizer": (
+        {"optimizer": no_optimizer},
+        r"Recipe\(optimizer=\.\.\.\) returned list; return one torch\.optim\.Optimizer",
+    ),
+    "inputs that are no arguments": (
+        {"inputs": list_inputs},
+        r"Recipe\(inputs=\.\.\.\) returned Tensor; return a tuple of arguments or a dict",
+    ),
+}
+CASES = pytest.mark.parametrize(("changes", "words"), WRONG.values(), ids=WRONG)
+
+
+def make_recipe(**changes):
+    return shoal.Recipe(**{"model": build, "data": data, "loss": loss, **changes})
+
+
+@pytest.fixture
+def make_study(tmp_path):
+    def make(recipe=None, name="wrong", **options):
+        settings = {"space": {"lr": 0.1}, "steps": 2, "directory": tmp_path, **options}
+        return shoal.Study(name, recipe or make_recipe(), **settings)
+
+    return make
+
+
+def one_device(memory="32MiB"):
+    return shoal.Hardware.virtual(devices=1, memory=memory)
+
+
+@CASES
+def test_the_plain_loop_says_what_is_wrong_with_a_recipe(changes, words):
+    with pytest.raises(shoal.SpecError, match=words):
+        plain_loop(make_recipe(**changes), {"lr": 0.1}, 0, steps=2)
+
+
+@CASES
+def test_a_study_says_what_is_wrong_with_its_recipe_and_nothing_is_lost(
+    changes, words, make_study, tmp_path
+):
+    with pytest.raises(shoal.SpecError, match=words):
+        make_study(make_recipe(**changes)).run(hardware=one_device())
+    report = make_study().run(hardware=one_device())
+    assert [trial.error for trial in report.trials] == [""]
+
+
+def test_an_unknown_hyperparameter_lists_the_known_ones():
+    hp = HyperParameters({"lr": 0.1, "width": 64})
+    with pytest.raises(shoal.SpecError, match=r"'depth'; the space has 'lr', 'width'\. Add it"):
+        hp["depth"]
+    with pytest.raises(shoal.SpecError, match="the space has none"):
+        HyperParameters({})["depth"]
+
+
+def test_an_empty_grid_names_the_key():
+    with pytest.raises(shoal.SpecError, match=r"grid\(lr=\[\]\) is empty.*no trial.*Add a value"):
+        shoal.grid(lr=[], width=[64])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": 3}, r"Recipe\(model=\.\.\.\) is a callable, got int: 3"),
+        ({"metrics": {"f1": 2}}, r"Recipe\(metrics\['f1'\]=\.\.\.\) is a callable, got int"),
+        ({"accumulate": 0}, "accumulate is a whole number from 1, got 0"),
+        ({"accumulate": 1.5}, "accumulate is a whole number from 1, got 1.5"),
+        ({"clip_grad_norm": -1.0}, r"clip_grad_norm is positive or None, got -1\.0"),
+        ({"precision": "fp8"}, "precision is 'fp32' or 'bf16', got 'fp8'"),
+        ({"on_nonfinite": "stop"}, "on_nonfinite is 'fail' or 'ignore', got 'stop'"),
+        ({"step": loss}, r"Recipe\(step=\.\.\.\) cannot be run yet"),
+    ],
+)
+def test_a_recipe_that_no_training_could_mean_is_refused_when_it_is_made(changes, words):
+    with pytest.raises(shoal.SpecError, match=words):
+        make_recipe(**changes)
+
+
+@pytest.mark.parametrize("name", ["", "Uppercase", "a/b", "..", "x" * 65, "sp ace"])
+def test_a_study_needs_a_name_that_is_no_path(name, make_study):
+    with pytest.raises(shoal.SpecError, match=r"name.*\[a-z0-9\._-\]"):
+        make_study(name=name)
+
+
+def test_a_directory_of_another_study_is_left_alone(make_study, tmp_path):
+    make_study(name="mine").run(hardware=one_device())
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "mine").rglob("*")}
+
+    with pytest.raises(shoal.SpecError, match=r"mine.*another study|another study.*mine"):
+        make_study(name="mine", space={"lr": 0.2, "width": 3}).run(hardware=one_device())
+
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "mine").rglob("*")} == before
+
+
+def test_a_directory_that_is_no_study_is_left_alone(make_study, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("precious")
+    with pytest.raises(shoal.SpecError, match="mine"):
+        make_study(name="mine").run(hardware=one_device())
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
+
+
+class WithLock:
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def __call__(self, hp):
+        return build(hp)
+
+
+def test_a_recipe_that_cannot_be_sent_names_the_object_and_the_way_out(make_study):
+    with pytest.raises(shoal.SpecError, match=r"(?s)model.*lock.*(build|make|create|open)"):
+        make_study(make_recipe(model=WithLock())).run(hardware=one_device())
+
+
+def wide(hp):
+    return nn.Sequential(nn.Linear(6, 512), nn.Linear(512, 4096), nn.Linear(4096, 3))
+
+
+def test_a_shard_larger_than_the_budget_says_the_bytes_and_what_would_fit(make_study):
+    with pytest.raises(shoal.PlanError, match=r"(?s)[0-9.]+ MiB.*[0-9.]+ MiB.*(memory|smaller)"):
+        make_study(make_recipe(model=wide)).run(hardware=one_device("4MiB"))
+
+
+SCRIPT = """
+    import sys
+    import torch
+    from torch import nn
+    import shoal
+
+    SCALE = 2
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.layer(x) / SCALE
+
+    def build(hp):
+        return Model()
+
+    def data(hp):
+        return [(torch.ones(2, 6), torch.tensor([0, 2]))], None
+
+    def loss(output, batch):
+        return nn.functional.cross_entropy(output, batch[1])
+
+    recipe = shoal.Recipe(model=build, data=data, loss=loss)
+    study = shoal.Study("script", recipe, space={"lr": 0.1}, steps=2, directory=sys.argv[1])
+    hardware = shoal.Hardware.virtual(devices=1, memory="32MiB")
+"""
+RUN = "\nreport = study.run(hardware=hardware)\nprint('state:', report.trials[0].state)\n"
+
+
+def run_script(code, *arguments):
+    answer = subprocess.run(
+        [sys.executable, *arguments], input=code, capture_output=True, text=True, timeout=120
+    )
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guarded", [False, True], ids=["unguarded", "guarded"])
+def test_a_recipe_defined_in_a_script_works_with_and_without_a_main_guard(guarded, tmp_path):
+    run = "\nif __name__ == '__main__':" + textwrap.indent(RUN, "    ") if guarded else RUN
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT) + run)
+    assert "state: FINISHED" in run_script(None, str(script), str(tmp_path / "runs"))
+
+
+@pytest.mark.slow
+def test_a_recipe_defined_in_a_notebook_works(tmp_path):
+    """A notebook's cells are executed in ``__main__``, which has no file."""
+    cells = textwrap.dedent(SCRIPT).replace("sys.argv[1]", repr(str(tmp_path / "runs"))) + RUN
+    assert "state: FINISHED" in run_script(f"exec(compile({cells!r}, '<cell 1>', 'exec'))", "-")

@@ -1,0 +1,177 @@
+"""Hardware: virtual devices, what the machine has, and the command line's text."""
+
+import subprocess
+import sys
+
+import pytest
+
+from shoal import hardware as hardware_module
+from shoal.core.errors import SpecError
+from shoal.hardware import Hardware, available_cores, free_memory
+
+GIB = 2**30
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine of four cores and 10 GiB of free memory, without GPUs."""
+    monkeypatch.setattr(hardware_module, "_visible_gpus", lambda: ())
+    monkeypatch.setattr(hardware_module, "available_cores", lambda: 4)
+    monkeypatch.setattr(hardware_module, "free_memory", lambda: 10 * GIB)
+
+
+@pytest.fixture
+def two_gpus(machine, monkeypatch):
+    gpus = tuple(hardware_module._Gpu(index, 80 * GIB) for index in range(2))
+    monkeypatch.setattr(hardware_module, "_visible_gpus", lambda: gpus)
+
+
+def test_virtual_devices_have_names_and_the_budget_that_was_asked_for():
+    hardware = Hardware.virtual(devices=3, memory="256MiB", threads=2, poison=True, link="1GB/s")
+
+    assert [device.name for device in hardware.devices] == ["cpu:0", "cpu:1", "cpu:2"]
+    assert {device.memory for device in hardware.devices} == {256 * 2**20}
+    assert {device.threads for device in hardware.devices} == {2}
+    assert all(device.poison for device in hardware.devices)
+    assert {device.link_bytes_per_s for device in hardware.devices} == {1e9}
+
+
+def test_without_a_gpu_the_cores_and_the_free_memory_are_shared(machine):
+    hardware = Hardware.detect()
+
+    assert [device.name for device in hardware.devices] == ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
+    assert {device.memory for device in hardware.devices} == {int(0.8 * 10 * GIB) // 4}
+    assert {device.threads for device in hardware.devices} == {1}
+
+
+def test_gpus_get_most_of_what_is_free_and_a_share_of_the_cores(two_gpus):
+    hardware = Hardware.detect()
+
+    assert [(d.name, d.kind, d.threads) for d in hardware.devices] == [
+        ("cuda:0", "cuda", 2),
+        ("cuda:1", "cuda", 2),
+    ]
+    assert hardware.devices[0].memory == int(0.8 * 80 * GIB)
+    assert hardware.host_memory == int(0.8 * 10 * GIB)
+
+
+def test_fewer_trials_get_fewer_and_wider_devices_on_a_detected_machine(machine):
+    hardware = Hardware.detect().fewer_trials(2)
+
+    assert [(d.name, d.threads) for d in hardware.devices] == [("cpu:0", 2), ("cpu:1", 2)]
+    assert {device.memory for device in hardware.devices} == {int(0.8 * 10 * GIB) // 4 * 4 // 2}
+
+
+def test_fewer_trials_never_change_the_threads_somebody_chose():
+    hardware = Hardware.virtual(devices=4, memory="64MiB", threads=1)
+
+    assert hardware.fewer_trials(2).devices == hardware.devices[:2]
+    assert hardware.fewer_trials(9) is hardware
+
+
+def test_a_wider_gpu_keeps_its_own_memory(two_gpus):
+    (device,) = Hardware.detect().fewer_trials(1).devices
+
+    assert (device.threads, device.memory) == (4, int(0.8 * 80 * GIB))
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("cpu:2", ["cpu:0", "cpu:1"]),
+        ("cpu", ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]),
+        (None, ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]),
+        ("auto", ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]),
+    ],
+)
+def test_the_text_of_the_command_line_names_virtual_devices(machine, text, names):
+    assert [device.name for device in Hardware.parse(text).devices] == names
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [("cuda", ["cuda:0", "cuda:1"]), ("cuda:1", ["cuda:1"]), ("CUDA:0,1", ["cuda:0", "cuda:1"])],
+)
+def test_the_text_of_the_command_line_names_gpus(two_gpus, text, names):
+    assert [device.name for device in Hardware.parse(text).devices] == names
+
+
+def test_memory_given_on_the_command_line_is_each_device_s_budget(machine):
+    hardware = Hardware.parse("cpu:2", "256MiB", "8GiB", threads=2)
+
+    assert {device.memory for device in hardware.devices} == {256 * 2**20}
+    assert {device.threads for device in hardware.devices} == {2}
+    assert hardware.host_memory == 8 * GIB
+
+
+def test_a_budget_above_a_gpu_s_free_memory_is_refused_with_both_numbers(two_gpus):
+    with pytest.raises(SpecError, match=r"100\.0 GiB was asked for on cuda:0, but 80\.0 GiB are"):
+        Hardware.parse("cuda", "100GiB")
+
+
+@pytest.mark.parametrize("text", ["gpu", "cpu:", "cpu:two", "cuda:0;1", "cpu:2:3"])
+def test_text_that_names_no_device_is_refused_with_the_forms_there_are(machine, text):
+    with pytest.raises(SpecError, match=r"cannot read the devices .*cpu:2.*cuda:0,1"):
+        Hardware.parse(text)
+
+
+def test_a_gpu_that_is_not_there_is_refused(machine, two_gpus):
+    with pytest.raises(SpecError, match=r"cuda:0,5 was asked for, but torch sees 2 GPU"):
+        Hardware.parse("cuda:0,5")
+
+
+def test_cuda_without_a_gpu_is_refused_with_a_way_out(machine):
+    with pytest.raises(SpecError, match=r"torch sees no GPU.*--devices cpu:2"):
+        Hardware.parse("cuda")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"devices": 0}, "devices is a whole number from 1, got 0"),
+        ({"threads": 0}, "threads is a whole number from 1, got 0"),
+        ({"memory": "lots"}, "cannot read the size 'lots'"),
+        ({"link": -1}, "link is bytes per second"),
+    ],
+)
+def test_a_virtual_device_that_cannot_be_is_refused(arguments, words):
+    with pytest.raises(SpecError, match=words):
+        Hardware.virtual(**arguments)
+
+
+def test_hardware_without_devices_or_with_a_name_twice_is_refused():
+    device = Hardware.virtual(1).devices[0]
+
+    with pytest.raises(SpecError, match="no device"):
+        Hardware(devices=())
+    with pytest.raises(SpecError, match="a name of its own, got cpu:0, cpu:0"):
+        Hardware(devices=(device, device))
+
+
+def test_a_container_s_limits_bound_what_is_free(tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal: 99 kB\nMemAvailable:    8388608 kB\n")
+    (tmp_path / "memory.max").write_text("4294967296\n")
+    (tmp_path / "memory.current").write_text("3221225472\n")
+    (tmp_path / "memory.stat").write_text("file 5\ninactive_file 1048576\n")
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
+
+    assert free_memory(tmp_path / "meminfo", tmp_path) == 2**30 + 2**20
+    assert available_cores(tmp_path) == 1
+
+
+def test_a_machine_without_a_container_has_what_the_kernel_says(tmp_path):
+    (tmp_path / "meminfo").write_text("MemAvailable: 1024 kB\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+
+    assert free_memory(tmp_path / "meminfo", tmp_path) == 2**20
+    assert available_cores(tmp_path) == available_cores(tmp_path / "nowhere")
+
+
+def test_naming_virtual_devices_searching_and_observing_leave_torch_unloaded():
+    code = (
+        "import sys, shoal.observe, shoal.search; from shoal.hardware import Hardware; "
+        "Hardware.parse('cpu:2'); sys.exit('torch' in sys.modules)"
+    )
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,143 @@
+"""Loading a study from a user's file, and what is said when that cannot be done."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.core.errors import PlanError, SpecError
+from shoal.source import MODULE_NAME, is_study, load_study
+
+HEADER = """
+import types
+Study = type("Study", (), {"__module__": "shoal.study"})
+"""
+
+
+@pytest.fixture(autouse=True)
+def _forgotten_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, MODULE_NAME, raising=False)
+
+
+def _write(directory: Path, body: str, name: str = "mine.py") -> str:
+    path = directory / name
+    path.write_text(HEADER + body)
+    return str(path)
+
+
+def test_the_only_study_of_a_file_needs_no_name(tmp_path: Path) -> None:
+    path = _write(tmp_path, "sweep = Study()\n")
+
+    loaded = load_study(path)
+
+    assert is_study(loaded.study)
+    assert loaded.source == f"{path}:sweep"
+
+
+def test_two_names_of_one_study_are_one_study(tmp_path: Path) -> None:
+    path = _write(tmp_path, "first = second = Study()\n")
+
+    assert load_study(path).source == f"{path}:first"
+
+
+def test_the_recorded_source_loads_from_another_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write(tmp_path, "study = Study()\n")
+    monkeypatch.chdir(tmp_path)
+    source = load_study("mine.py").source
+    monkeypatch.chdir("/")
+
+    assert is_study(load_study(source).study)
+
+
+def test_a_file_imports_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "neighbour_of_mine.py").write_text("VALUE = 7\n")
+    path = _write(tmp_path, "from neighbour_of_mine import VALUE\nstudy = Study()\n")
+
+    load_study(path)
+
+    assert str(tmp_path) == sys.path[0]
+
+
+def test_code_under_the_main_guard_does_not_run(tmp_path: Path) -> None:
+    path = _write(tmp_path, "study = Study()\nif __name__ == '__main__':\n    raise OSError\n")
+
+    load_study(path)
+
+
+def test_a_dataclass_in_the_file_finds_its_module(tmp_path: Path) -> None:
+    body = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass Config:\n    width: int = 3\nstudy = Study()\n"
+    )
+    path = tmp_path / "mine.py"
+    path.write_text(body.replace("study =", HEADER + "study ="))
+
+    assert is_study(load_study(str(path)).study)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("missing.py", r"'missing.py': it does not exist \(looked in "),
+        ("no_such_package.mod:study", "ends in .py, or the name of a module"),
+    ],
+)
+def test_what_cannot_be_found_is_named_with_the_way_out(source: str, said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        load_study(source)
+
+
+def test_a_directory_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="it is a directory"):
+        load_study(str(tmp_path))
+
+
+def test_a_file_without_a_study_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"defines no study. Make one at its top level"):
+        load_study(_write(tmp_path, "x = 1\n"))
+
+
+def test_several_studies_are_listed_to_choose_from(tmp_path: Path) -> None:
+    path = _write(tmp_path, "small = Study()\nlarge = Study()\n")
+
+    with pytest.raises(SpecError, match=r"several studies: large, small. Choose one: .*:large"):
+        load_study(path)
+    assert load_study(f"{path}:small").source.endswith(":small")
+
+
+def test_an_unknown_name_lists_the_studies_found(tmp_path: Path) -> None:
+    path = _write(tmp_path, "small = Study()\nx = 3\n")
+
+    with pytest.raises(SpecError, match="no study named 'x'; the studies there: small"):
+        load_study(f"{path}:x")
+
+
+def test_a_file_that_fails_shows_the_users_own_traceback(tmp_path: Path) -> None:
+    path = _write(tmp_path, "def build():\n    return 1 / 0\nbuild()\n")
+
+    with pytest.raises(SpecError) as caught:
+        load_study(path)
+
+    text = str(caught.value)
+    assert "ZeroDivisionError: division by zero" in text
+    assert "in build" in text
+    assert "importlib" not in text
+
+
+def test_a_syntax_error_points_at_its_line(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"(?s)mine.py.*line 4.*SyntaxError"):
+        load_study(_write(tmp_path, "def broken(:\n"))
+
+
+def test_an_error_of_the_study_itself_passes_unchanged(tmp_path: Path) -> None:
+    path = _write(
+        tmp_path, "from shoal.core.errors import PlanError\nraise PlanError('no room')\n"
+    )
+
+    with pytest.raises(PlanError, match=r"^no room$"):
+        load_study(path)

@@ -1,0 +1,258 @@
+"""The command line: what it costs to start, its exit codes, and what reading verbs print."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from shoal.core.errors import CapacityError, PlanError, SpecError, TransitionError
+from shoal.core.event import Event
+from shoal.observe import EventLog
+from shoal.ui.cli import app
+from shoal.ui.failures import ExitCode, run_command
+
+Events = Callable[..., Iterator[Event]]
+
+
+@pytest.fixture
+def runs(tmp_path: Path, study_events: Events) -> Path:
+    """A directory with a finished study, ``sweep``."""
+    with EventLog(tmp_path / "sweep" / "events.jsonl") as log:
+        log.write(study_events(4, failing=(2,)))
+    return tmp_path
+
+
+def _shoal(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run the program, and list on the last line of standard error what it imported."""
+    program = (
+        "import sys; from shoal.ui.cli import app; from shoal.ui.failures import run_command\n"
+        "code = run_command(app)\n"
+        "print([m for m in ('torch', 'numpy', 'rich') if m in sys.modules], file=sys.stderr)\n"
+        "sys.exit(code)"
+    )
+    command = [sys.executable, "-c", program, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def _invoke(*words: str) -> tuple[int, str]:
+    """The exit code and standard output of a command, run in this process."""
+    result = CliRunner().invoke(app, list(words), catch_exceptions=False)
+    return result.exit_code, result.stdout
+
+
+@pytest.mark.parametrize(
+    "words", [("--help",), ("ls",), ("show", "sweep"), ("trace", "sweep"), ("--version",)]
+)
+def test_reading_verbs_load_neither_torch_nor_rich(runs: Path, words: tuple[str, ...]) -> None:
+    where = ("--directory", str(runs)) if words[0] in ("ls", "show", "trace") else ()
+
+    done = _shoal(*words, *where)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
+def test_import_shoal_loads_nothing_heavy() -> None:
+    program = "import shoal, sys; print([m for m in ('torch', 'rich') if m in sys.modules])"
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout == "[]\n"
+
+
+def test_python_dash_m_is_the_same_program() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal", "--version"], capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout == "shoal 0.1.0\n"
+
+
+def test_help_lists_every_verb() -> None:
+    _, text = _invoke("--help")
+
+    for verb in ("demo", "run", "plan", "ls", "show", "trace", "verify", "doctor"):
+        assert f"\n  {verb} " in text
+
+
+# ---------------------------------------------------------------- exit codes
+
+
+def test_an_unknown_verb_is_bad_usage() -> None:
+    assert _shoal("traverse").returncode == ExitCode.USAGE
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (SpecError("no such study"), ExitCode.USAGE),
+        (PlanError("a shard needs 13.0 MiB of 12.0 MiB"), ExitCode.USAGE),
+        (CapacityError("host memory is full"), ExitCode.USAGE),
+        (TransitionError("impossible"), ExitCode.INTERNAL),
+        (OSError(28, "No space left on device"), ExitCode.STORAGE),
+        (KeyboardInterrupt(), ExitCode.PAUSED),
+    ],
+)
+def test_an_error_has_its_exit_code_and_no_traceback(
+    error: BaseException,
+    code: ExitCode,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("SHOAL_DEBUG", raising=False)
+
+    def command() -> None:
+        raise error
+
+    assert run_command(command) == code
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_debug_shows_the_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_DEBUG", "1")
+
+    def command() -> None:
+        raise SpecError("no such study")
+
+    run_command(command)
+
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert err.endswith("shoal: no such study\n")
+
+
+def test_an_error_of_shoal_itself_always_shows_its_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SHOAL_DEBUG", raising=False)
+
+    def command() -> None:
+        raise ZeroDivisionError
+
+    assert run_command(command) == ExitCode.INTERNAL
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_a_missing_file_is_told_in_one_line(tmp_path: Path) -> None:
+    done = _shoal("run", str(tmp_path / "none.py"))
+
+    assert done.returncode == ExitCode.USAGE
+    assert "none.py': it does not exist" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# ---------------------------------------------------------------- ls, show, trace
+
+
+def test_ls_has_a_line_per_study(runs: Path) -> None:
+    code, text = _invoke("ls", "--directory", str(runs))
+
+    assert code == 0
+    assert text.splitlines()[1].split()[:6] == [
+        *("sweep", "finished", "3/4", "1", "3.1000"),
+        "valid_loss",
+    ]
+
+
+def test_ls_of_an_empty_directory_says_so(tmp_path: Path) -> None:
+    assert _invoke("ls", "--directory", str(tmp_path)) == (0, f"no studies in {tmp_path}\n")
+
+
+def test_ls_json_can_be_read_by_a_script(runs: Path) -> None:
+    (record,) = json.loads(_invoke("ls", "--directory", str(runs), "--json")[1])
+
+    assert record["study"] == "sweep"
+    assert (record["finished"], record["failed"], record["best"]) == (3, 1, 0)
+
+
+def test_show_prints_the_leaderboard_best_first_and_failures_last(runs: Path) -> None:
+    _, text = _invoke("show", "sweep", "--directory", str(runs))
+
+    lines = text.splitlines()
+    assert [line.split()[0] for line in lines[4:8]] == ["0", "1", "3", "2"]
+    assert "trial 2 failed at step 3: ValueError: the label 7 is unknown" in lines
+    assert any(line.startswith("cpu:0") and "94%" in line for line in lines)
+
+
+def test_show_without_a_name_takes_the_newest(runs: Path) -> None:
+    assert "study sweep" in _invoke("show", "--directory", str(runs))[1]
+
+
+def test_show_accepts_a_path(runs: Path) -> None:
+    assert "study sweep" in _invoke("show", str(runs / "sweep"))[1]
+
+
+def test_show_of_a_failed_trial_has_its_whole_traceback(runs: Path) -> None:
+    _, text = _invoke("show", "sweep", "--trial", "2", "--directory", str(runs))
+
+    assert "Traceback (most recent call last):" in text
+
+
+def test_show_of_a_trial_has_its_learning_curve(runs: Path) -> None:
+    _, text = _invoke("show", "sweep", "--trial", "0", "--directory", str(runs))
+
+    assert "weights: " + str(runs / "sweep" / "trials/0") in text
+    assert text.splitlines()[-1].split()[:2] == ["20", "1"]
+
+
+def test_show_json_has_trials_and_devices(runs: Path) -> None:
+    record = json.loads(_invoke("show", "sweep", "--directory", str(runs), "--json")[1])
+
+    assert [trial["state"] for trial in record["trials"]].count("FAILED") == 1
+    assert record["devices"][0]["peak_bytes"] <= record["devices"][0]["budget_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("show", "other"), r"no study 'other' in .*; the studies there: sweep"),
+        (("show", "sweep", "--trial", "9"), r"has no trial 9; it has 4, numbered from 0"),
+        (("show",), None),
+    ],
+)
+def test_a_study_that_is_not_there_is_named(
+    runs: Path, words: tuple[str, ...], said: str | None
+) -> None:
+    if said is None:
+        with pytest.raises(SpecError, match=r"there is no study in .* Run one: shoal demo"):
+            _invoke(*words, "--directory", str(runs / "nothing"))
+    else:
+        with pytest.raises(SpecError, match=said):
+            _invoke(*words, "--directory", str(runs))
+
+
+def test_trace_writes_a_timeline_and_a_chart(runs: Path) -> None:
+    _, text = _invoke("trace", "sweep", "--directory", str(runs))
+
+    assert "ui.perfetto.dev" in text
+    assert json.loads((runs / "sweep" / "trace.json").read_text())["traceEvents"]
+    assert (runs / "sweep" / "gantt.svg").read_text().startswith("<svg")
+
+
+def test_trace_writes_where_it_is_told(runs: Path, tmp_path: Path) -> None:
+    target = tmp_path / "elsewhere" / "t.json"
+
+    record = json.loads(
+        _invoke("trace", "sweep", "--directory", str(runs), "--output", str(target), "--json")[1]
+    )
+
+    assert record == {"trace": str(target), "chart": str(target.with_suffix(".svg"))}
+    assert target.exists()
+
+
+def test_doctor_reports_every_check_as_json() -> None:
+    checks = json.loads(_invoke("doctor", "--json")[1])
+
+    names = {check["name"] for check in checks}
+    assert {"python", "torch", "cores", "memory", "devices", "fused AdamW", "link"} <= names
+    assert all(check["status"] in ("OK", "WARN") for check in checks)

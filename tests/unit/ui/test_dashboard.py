@@ -1,0 +1,154 @@
+"""The screens of a running study, from made-up events."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+
+import pytest
+from rich.console import Console
+
+from shoal.core.event import Event, StepFinished, WorkerDied
+from shoal.observe.snapshot import Folder, Snapshot
+from shoal.ui.dashboard import LiveTable, PlainLines, choose_rows, describe, make_screen, render
+
+Events = Callable[..., Iterator[Event]]
+
+
+def _draw(snapshot: Snapshot, width: int = 80, height: int = 24) -> list[str]:
+    console = Console(record=True, width=width, height=height, file=io.StringIO())
+    console.print(render(snapshot, width, height))
+    return console.export_text().splitlines()
+
+
+@pytest.mark.parametrize("trials", [1, 8, 64])
+@pytest.mark.parametrize(("width", "height"), [(50, 12), (80, 24), (160, 50)])
+def test_the_screen_fits_the_terminal(
+    study_events: Events, trials: int, width: int, height: int
+) -> None:
+    snapshot = Snapshot.of(study_events(trials, upto=37, failing=(0,)))
+
+    lines = _draw(snapshot, width, height)
+
+    assert len(lines) <= height - 1
+    assert max(map(len, lines)) <= width
+    assert all("…" not in line for line in lines[1:3])
+
+
+def test_a_wide_screen_has_every_column(study_events: Events) -> None:
+    header = _draw(Snapshot.of(study_events(upto=50)), width=120)[2]
+
+    assert header.split() == [
+        *("#", "lr", "width", "dropout"),
+        *("how", "device", "state", "step", "loss", "steps/s", "valid_loss"),
+    ]
+
+
+def test_a_narrow_screen_drops_columns_but_not_what_matters(study_events: Events) -> None:
+    header = _draw(Snapshot.of(study_events(upto=50)), width=44)[2]
+
+    assert header.split() == ["#", "state", "step", "loss", "valid_loss"]
+
+
+def test_a_setting_that_all_trials_share_has_no_column(study_events: Events) -> None:
+    assert "depth" not in "\n".join(_draw(Snapshot.of(study_events(upto=50)), width=200))
+
+
+def test_of_many_trials_those_that_run_and_those_that_lead_are_shown(study_events: Events) -> None:
+    snapshot = Snapshot.of(study_events(64, upto=700, failing=(9,)))
+
+    shown = choose_rows(snapshot, 9)
+
+    assert [row.number for row in shown] == [33, 34, 35, 0, 1, 2, 9, 3, 4]
+    assert "... and " in "\n".join(_draw(snapshot))
+
+
+def test_a_failure_is_named_under_the_table(study_events: Events) -> None:
+    text = "\n".join(_draw(Snapshot.of(study_events(failing=(3,)))))
+
+    assert "trial 3 failed at step 3: ValueError: the label 7 is unknown" in text
+
+
+def test_devices_show_peak_budget_and_busy(study_events: Events) -> None:
+    text = "\n".join(_draw(Snapshot.of(study_events(upto=50))))
+
+    assert "cpu:0  peak 11.3 MiB of 12.0 MiB  busy 46 %  5.0 steps/s  trials 0, 2" in text
+    assert "ETA" in text
+
+
+def test_before_the_first_event_it_says_what_is_going_on() -> None:
+    assert "planning" in _draw(Folder().snapshot())[0]
+
+
+def test_a_terminal_gets_the_table_and_a_pipe_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.delenv("TTY_COMPATIBLE", raising=False)
+
+    assert isinstance(make_screen(Terminal()), LiveTable)
+    assert isinstance(make_screen(io.StringIO()), PlainLines)
+
+
+def test_lines_report_evaluations_ends_and_progress(study_events: Events) -> None:
+    stream = io.StringIO()
+
+    with PlainLines(stream) as screen:
+        for event in study_events(4, failing=(2,)):
+            screen(event)
+
+    text = stream.getvalue()
+    assert "trial 0 step 20: valid_loss 3.1000" in text
+    assert "trial 0 finished after 20 steps" in text
+    assert "trial 2 FAILED at step 3: ValueError: the label 7 is unknown" in text
+    assert "3 trials finished, 1 failed" in text
+    assert text.count("sweep: step ") == 1  # 6.3 seconds of events
+    assert "ETA" in text
+
+
+def test_a_worker_that_died_is_reported_with_its_trials(a_worker_death: WorkerDied) -> None:
+    assert describe(a_worker_death) == (
+        "the worker of cpu:1 died (killed by signal 9); trials on it: 1, 3"
+    )
+
+
+def test_the_table_is_drawn_only_as_often_as_a_reader_can_see(study_events: Events) -> None:
+    stream, now = io.StringIO(), [0.0]
+    console = Console(file=stream, force_terminal=True, width=80, height=24)
+
+    with LiveTable(console, clock=lambda: now[0]) as screen:
+        drawn = []
+        for event in study_events(4, upto=20):
+            before = stream.tell()
+            screen(event)
+            drawn.append(stream.tell() > before)
+            now[0] += 0.05
+
+    assert drawn[0]
+    assert 0 < sum(drawn) <= len(drawn) / 5 + 1
+
+
+@pytest.mark.parametrize("kind", [LiveTable, PlainLines])
+def test_a_screen_that_breaks_says_so_once_and_training_goes_on(
+    kind: type, study_events: Events, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError("gone")
+
+    screen = kind(Console(file=Closed(), force_terminal=True) if kind is LiveTable else Closed())
+
+    for event in study_events(2, failing=(0,)):
+        screen(event)
+
+    assert capsys.readouterr().err.count("the study goes on") == 1
+
+
+def test_steps_alone_make_no_line(study_events: Events) -> None:
+    step = next(event for event in study_events() if isinstance(event, StepFinished))
+
+    assert describe(step) == ""

@@ -1,0 +1,49 @@
+"""Plain tables and numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from shoal.ui.text import align, format_metric, format_value, shorten, varying_names
+
+
+def test_numbers_are_set_right_and_words_left() -> None:
+    assert align(["a", "word"], [["1", "x"], ["100", "yy"]]).splitlines() == [
+        "  a  word",
+        "  1  x",
+        "100  yy",
+    ]
+
+
+def test_a_table_without_rows_is_its_header() -> None:
+    assert align(["a", "word"], []) == "a  word"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (2.5, "2.5000"), (0.0, "0.0000"), (1e-7, "1.000e-07"), (math.nan, "nan")],
+)
+def test_a_metric_is_short_and_never_hides_its_size(value: float | None, text: str) -> None:
+    assert format_metric(value) == text
+
+
+def test_a_float_setting_has_four_digits() -> None:
+    assert format_value(0.00017320508) == "0.0001732"
+
+
+def test_settings_that_differ_tell_trials_apart() -> None:
+    assert varying_names([{"lr": 1, "depth": 2}, {"lr": 3, "depth": 2}]) == ["lr"]
+
+
+def test_a_single_trial_shows_all_its_settings() -> None:
+    assert varying_names([{"lr": 1, "depth": 2}]) == ["lr", "depth"]
+
+
+def test_a_setting_that_only_some_trials_have_tells_them_apart() -> None:
+    assert varying_names([{"lr": 1}, {"lr": 1, "decay": 0}]) == ["decay"]
+
+
+def test_text_is_shortened_to_one_line() -> None:
+    assert shorten("a long\nline of text", 10) == "a long ..."
