@@ -41,7 +41,7 @@ study = shoal.Study(
     "spirals",
     shoal.Recipe(model=model, data=data, loss=loss, metrics={"accuracy": accuracy}),
     space=shoal.grid(width=[64, 256], lr=[1e-3, 3e-3]),
-    epochs=10,
+    epochs=5,
     metric="valid_accuracy",
     mode="max",
 )

@@ -1,6 +1,7 @@
 """How near to the lower bound the lease machine ends studies, and what a decision costs.
 
     python benchmarks/scheduler/run.py [--seeds 20] [--json results.json]
+    python benchmarks/scheduler/run.py --tune      the settings that were tried
 
 See README.md beside this file for the claim and the numbers.
 """
@@ -9,21 +10,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
 import statistics
-import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from simulate import SimTrial, Simulation, lower_bound
 
 from shoal.core.seams import LeasePolicy
 from shoal.scheduler.policy import Fifo, LongestRemainingFirst, Random
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import facts  # noqa: E402
 
 DEVICES = 8
 NOISE = 0.2  # of a step's seconds, and of the prediction of their mean
@@ -117,23 +117,38 @@ def print_table(rows: Sequence[Row], active: int) -> None:
         print(f"{name:<24}{cells}{lrtf.moves:>12.0f}{timing:>18}{lrtf.choose_us:>11.2f}")
 
 
-def provenance() -> dict[str, Any]:
-    """Where these numbers come from."""
-    root = Path(__file__).resolve().parents[2]
-    git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "commit": commit,
-        "versions": {"python": platform.python_version(), "shoal": version("shoal")},
-        "machine": {"cores": os.cpu_count(), "machine": platform.machine(), "gpu": None},
-    }
+def print_tuning(seeds: int) -> None:
+    """LRTF under other margins and lease lengths: median (worst) and moves."""
+    configurations = [(count, mixed) for count in (12, 24, 64) for mixed in (False, True)]
+    names = [f"{count} {'mixed' if mixed else 'equal'}" for count, mixed in configurations]
+    print(f"{'margin':<8}{'lease s':<8}" + "".join(f"{name:>20}" for name in names))
+    settings = [(margin, 2.0) for margin in (1.0, 2.0, 4.0, 8.0, float("inf"))]
+    settings += [(4.0, lease_s) for lease_s in (0.5, 1.0, 4.0, 8.0)]
+    for margin, lease_s in settings:
+        cells = (_tuned(*which, margin, lease_s, seeds) for which in configurations)
+        print(f"{margin:<8}{lease_s:<8}" + "".join(f"{cell:>20}" for cell in cells), flush=True)
+
+
+def _tuned(count: int, mixed: bool, margin: float, lease_s: float, seeds: int) -> str:
+    ratios, moves = [], []
+    for seed in range(seeds):
+        trials = draw_trials(random.Random(seed), count, mixed=mixed)
+        policy = LongestRemainingFirst(margin=margin)
+        outcome = Simulation(trials, DEVICES, policy, lease_s=lease_s).run()
+        ratios.append(outcome.makespan_s / lower_bound(trials, DEVICES))
+        moves.append(outcome.moves)
+    return f"{statistics.median(ratios):.3f} ({max(ratios):.3f}) {statistics.median(moves):.0f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
+    parser.add_argument("--tune", action="store_true", help="compare settings of LRTF instead")
     args = parser.parse_args()
+    if args.tune:
+        print_tuning(args.seeds)
+        return
     rows = [
         measure(count, mixed=mixed, active=active, policy=policy, seeds=args.seeds)
         for active in (1, 2)
@@ -144,8 +159,8 @@ def main() -> None:
     for active in (1, 2):
         print_table(rows, active)
     if args.json:
-        results = {**provenance(), "seeds": args.seeds, "rows": [asdict(row) for row in rows]}
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+        results = {"seeds": args.seeds, "rows": [asdict(row) for row in rows]}
+        args.json.write_text(json.dumps({**facts(), **results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

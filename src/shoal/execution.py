@@ -123,7 +123,7 @@ class Execution:
             case Broken():
                 self._sink_error(worker, reply.error)
             case events.Evaluated():
-                self._states[reply.trial].metrics = reply.metrics
+                self._states[reply.trial].metrics = reply.metrics or {}
                 self._sink(reply)
             case _:
                 self._sink(reply)  # type: ignore[arg-type]  # what is left are events

@@ -13,16 +13,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class RngState:
     """A moment of all streams. ``cuda`` is None off the GPU."""
 
-    torch: torch.Tensor
+    torch: Tensor
     python: tuple[Any, ...]
     numpy: tuple[Any, ...]
-    cuda: torch.Tensor | None = None
+    cuda: Tensor | None = None
 
 
 def seed_all(seed: int) -> None:

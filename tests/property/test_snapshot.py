@@ -135,7 +135,7 @@ def test_any_chunking_of_any_story_folds_to_the_same_snapshot(story, cuts):
 
 @settings(max_examples=100, deadline=None)
 @given(story=STORY)
-def test_a_history_s_steps_only_grow_and_never_pass_the_trial_s(story):
+def test_the_steps_of_a_history_only_grow(story):
     for row in Snapshot.of(story).trials:
         steps = [line.step for line in row.history]
         assert steps == sorted(set(steps))

@@ -2,16 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+from shoal.core.errors import SpecError
 from shoal.core.units import Bytes, Seconds
 
 NO_TIME = Seconds(0.0)
 Scalar = bool | int | float | str | None
 DeviceKind = Literal["virtual", "cuda"]
 Place = Literal["device", "host"]
+
+
+class HyperParameters(Mapping[str, Scalar]):
+    """A read-only mapping of one trial's hyperparameters.
+
+    Raises:
+        SpecError: a name that the search space does not have; lists the known ones.
+    """
+
+    def __init__(self, values: Mapping[str, Scalar]) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, name: str) -> Scalar:
+        try:
+            return self._values[name]
+        except KeyError:
+            raise self._unknown(name) from None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._values.get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return repr(self._values)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HyperParameters, (self._values,)
+
+    def _unknown(self, name: str) -> SpecError:
+        known = ", ".join(map(repr, self._values)) or "none"
+        return SpecError(
+            f"unknown hyperparameter {name!r}; the space has {known}. Add it to the study's "
+            f"space, or read it with hp.get({name!r}, default)."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

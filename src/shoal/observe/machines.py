@@ -100,8 +100,9 @@ class TrialFold:
 
     def evaluate(self, event: Evaluated, aim: Aim) -> None:
         """A row of the learning curve; the first one replaces those by epoch."""
-        if not self.evaluations:
-            self._keep_rows([], aim)
+        earlier = [row for row in self.history if row.step <= event.step]
+        if not self.evaluations or len(earlier) < len(self.history):
+            self._keep_rows(earlier if self.evaluations else [], aim)
         self.evaluations.append(event.step)
         self.add_row(event.step, event.epoch, event.metrics, aim)
 

@@ -253,6 +253,8 @@ class Folder:
 
     def _study_finished(self, event: StudyFinished) -> None:
         self._head = replace(self._head, is_finished=True, stopped=event.stopped)
+        for trial in self._trials.values():
+            trial.release()
 
 
 _FOLDS: dict[type[Any], Callable[[Folder, Any], None]] = {

@@ -206,8 +206,8 @@ class Chain:
 
     def _unlike_pilot(self, layer: int, found: str) -> TrialError:
         return TrialError(
-            f"block {self.layer_names[layer]!r} behaves unlike in the pilot: {found}. Give batches "
-            "of one shape (but for the batch dimension), or train this model unsharded."
+            f"block {self.layer_names[layer]!r} behaves unlike in the pilot: {found}. Give "
+            "batches of one shape (but for the batch dimension), or train this model unsharded."
         )
 
 

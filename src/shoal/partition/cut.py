@@ -6,6 +6,7 @@ what a shard needs on the device; any function of a range will do.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -26,22 +27,126 @@ class CutError(PlanError):
 
 
 def shard_cost(layers: Sequence[LayerMeasure], *, with_state: bool = False) -> Cost:
-    """The usual cost: what a backward of the range holds on the device at its worst moment.
+    """What a range of layers holds on the device at the worst moment of its backward.
 
-    Parameters, their gradients, all activations the range saves, the largest working
-    memory of one layer on top of its saved bytes, and the boundary at its entry. A tied
-    parameter inside the range is counted as borrowed too: an upper bound.
+    Parameters (and with ``with_state`` their optimizer state), the boundary at the entry, and
+    the largest over its layers of
+
+        saved by the layers before + the layer's own peak + gradients of the layers after.
+
+    Every parameter counts as trained, and a tied one in each layer that uses it: an
+    estimate from above. What a shard really needs is measured (``measure``).
     """
-    fixed = _sums([layer.parameter_bytes + layer.borrowed_bytes for layer in layers])
-    saved = _sums([layer.saved_bytes for layer in layers])
-    state = _sums([layer.state_bytes if with_state else 0 for layer in layers])
-    working = [layer.backward_peak_bytes - layer.saved_bytes for layer in layers]
-
-    def cost(start: int, stop: int) -> int:
-        held = fixed[stop] - fixed[start] + saved[stop] - saved[start]
+    held = np.cumsum([0, *(layer.parameter_bytes + layer.borrowed_bytes for layer in layers)])
+    state = np.cumsum([0, *(layer.state_bytes if with_state else 0 for layer in layers)])
+    num_layers = len(layers)
+    table: _Table = np.zeros((num_layers + 1, num_layers + 1), np.int64)
+    peak: _Table = np.full(num_layers + 1, -_NEVER, np.int64)  # of [start, stop), by stop
+    for start in reversed(range(num_layers)):
+        layer = layers[start]
+        peak = np.maximum(
+            layer.backward_peak_bytes + held - held[start + 1], layer.saved_bytes + peak
+        )
+        peak[: start + 1] = -_NEVER
         boundary = layers[start - 1].boundary_bytes if start else 0
-        gradients = fixed[stop] - fixed[start] - (fixed[start + 1] - fixed[start])
-        most = max(working[start:stop])
-        return held + state[stop] - state[start] + boundary + max(gradients, 0) + max(most, 0)
+        table[start] = peak + held - held[start] + state - state[start] + boundary
+    rows: list[list[int]] = table.tolist()
+    return lambda start, stop: rows[start][stop]
 
-    return cost
+
+def cut(layers: Sequence[LayerMeasure], num_shards: int, cost: Cost | None = None) -> Ranges:
+    """The ranges of ``num_shards`` shards.
+
+    The largest cost is the smallest possible, and among such cuts the bytes that leave
+    the layers before the cuts are the fewest. ``cut_after=False`` is honoured.
+
+    Raises:
+        CutError: there are fewer places to cut than that many shards need.
+    """
+    groups = _groups(layers)
+    if not 1 <= num_shards <= len(groups):
+        raise CutError(
+            f"cannot cut {len(layers)} layers into {num_shards} shards: there are {len(groups)} "
+            f"pieces that may stand alone. Ask for 1 to {len(groups)} shards."
+        )
+    costs = _costs(layers, cost or shard_cost(layers), groups)
+    largest = _smallest_largest(costs, num_shards)
+    leaving = np.array([0, *(layers[stop - 1].boundary_bytes for _, stop in groups)], np.int64)
+    return _fewest_bytes(costs, leaving, num_shards, largest, groups)
+
+
+def fewest_shards(layers: Sequence[LayerMeasure], budget: Bytes, cost: Cost | None = None) -> int:
+    """The fewest shards none of which costs more than ``budget``.
+
+    Raises:
+        CutError: a piece that cannot be cut further is too large; names it and its bytes.
+    """
+    groups = _groups(layers)
+    costs = _costs(layers, cost or shard_cost(layers), groups)
+    fits = costs <= budget
+    reached = {0}
+    for num_shards in range(1, len(groups) + 1):
+        reached = {int(stop) for start in reached for stop in np.flatnonzero(fits[start])}
+        if len(groups) in reached:
+            return num_shards
+    raise CutError(_too_large(layers, groups, costs, budget))
+
+
+def _too_large(
+    layers: Sequence[LayerMeasure], groups: Ranges, costs: _Table, budget: Bytes
+) -> str:
+    alone = [int(costs[index, index + 1]) for index in range(len(groups))]
+    index = alone.index(max(alone))
+    start, stop = groups[index]
+    names = " to ".join(dict.fromkeys((repr(layers[start].name), repr(layers[stop - 1].name))))
+    reasons = {layer.reason for layer in layers[start : stop - 1] if layer.reason}
+    why = f" (not to be cut: {'; '.join(sorted(reasons))})" if reasons else ""
+    return (
+        f"no cut fits into {format_bytes(budget)}: layer {names} alone needs "
+        f"{format_bytes(alone[index])} ({alone[index]} bytes){why}. Give the device that many "
+        "bytes, use smaller batches, or make that layer smaller."
+    )
+
+
+def _groups(layers: Sequence[LayerMeasure]) -> Ranges:
+    """The ranges between places where a cut is allowed."""
+    stops = [i + 1 for i, layer in enumerate(layers) if layer.cut_after or i + 1 == len(layers)]
+    return tuple(zip([0, *stops], stops, strict=False))
+
+
+def _costs(layers: Sequence[LayerMeasure], cost: Cost, groups: Ranges) -> _Table:
+    """Cost of the groups [i, j) at row i, column j; elsewhere never."""
+    edges = [0, *(stop for _, stop in groups)]
+    table: _Table = np.full((len(edges), len(edges)), _NEVER, np.int64)
+    for row, start in enumerate(edges):
+        table[row, row + 1 :] = [cost(start, stop) for stop in edges[row + 1 :]]
+    return table
+
+
+def _smallest_largest(costs: _Table, num_shards: int) -> int:
+    """Dynamic programming over the number of shards; best[j] covers the groups before j."""
+    best: _Table = costs[0]
+    for _ in range(num_shards - 1):
+        best = np.minimum.reduce(np.maximum(best[:, None], costs), axis=0)
+    return int(best[-1])
+
+
+def _fewest_bytes(
+    costs: _Table, leaving: _Table, num_shards: int, largest: int, groups: Ranges
+) -> Ranges:
+    """Among the cuts whose shards cost at most ``largest``, one with the fewest bytes."""
+    allowed = costs <= largest
+    best: _Table = np.where(allowed[0], 0, _NEVER)
+    choices: list[NDArray[np.intp]] = []
+    for _ in range(num_shards - 1):
+        totals = np.where(allowed, (best + leaving)[:, None], _NEVER)
+        choices.append(np.argmin(totals, axis=0))
+        best = np.minimum.reduce(totals, axis=0)
+    edge = len(groups)
+    edges = [edge]
+    for choice in reversed(choices):
+        edge = int(choice[edge])
+        edges.append(edge)
+    edges.append(0)
+    stops = [groups[edge - 1][1] if edge else 0 for edge in reversed(edges)]
+    return tuple(itertools.pairwise(stops))

@@ -13,6 +13,7 @@ measured: ``fits`` decides.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -201,7 +202,7 @@ def predict_shards(layers: Sequence[LayerMeasure], cuts: Sequence[int]) -> tuple
     bounds = [0, *cuts, len(layers)]
     return tuple(
         predict_shard(layers, index, start, stop)
-        for index, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False))
+        for index, (start, stop) in enumerate(itertools.pairwise(bounds))
     )
 
 

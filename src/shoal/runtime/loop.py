@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -50,7 +50,7 @@ class _Stay:
     """A seat and how far its current lease is."""
 
     seat: Seat
-    tasks: object
+    tasks: Iterator[Task]
     task: Task | None = None
     leaving: bool = False
     step_began: float = field(default_factory=time.perf_counter)
@@ -139,6 +139,8 @@ class DeviceLoop:
         session = seat.session
         session.until = grant.until
         stay = _Stay(seat, session.tasks())
+        session.on_step = lambda loss: self._report_step(stay, loss)
+        session.on_evaluated = lambda metrics: self._report_evaluation(session, metrics)
         self._stays[trial] = stay
         self._guard(trial, lambda _: self._reserve_largest_unit())
         if trial not in self._stays:
@@ -237,26 +239,16 @@ class DeviceLoop:
             self._hand_over(stay)
             return
         self._enter(stay)
-        step, evaluated = session.step, session.evaluated_at
-        task = next(stay.tasks, None)  # type: ignore[call-overload]  # an iterator of tasks
-        if session.step > step:
-            self._report_step(stay)
-        if session.evaluated_at != evaluated or task is None:
-            self._report_evaluation(session)
+        task = next(stay.tasks, None)
         if task is not None:
-            if task.kind != "evaluation":
-                self._start_step(stay)
+            if task.kind in ("step", "micro") and not session.micro_losses:
+                self._interleaver.forget(stay.seat.trial)
+                self._interleaver.started(stay.seat.trial, session.step)
             self._begin(stay, task)
             return
         stay.leaving = True
         if isinstance(session.job.technique, Resident):
             self._begin(stay, Task(generate.departure(), "departure"))
-
-    def _start_step(self, stay: _Stay) -> None:
-        session, trial = stay.seat.session, stay.seat.trial
-        if session.micro_losses == []:
-            self._interleaver.forget(trial)
-            self._interleaver.started(trial, session.step)
 
     def _hand_over(self, stay: _Stay) -> None:
         """The lease is over: everything is in the host region; tell the study."""
@@ -324,7 +316,7 @@ class DeviceLoop:
 
     # -- reports ------------------------------------------------------------------------
 
-    def _report_step(self, stay: _Stay) -> None:
+    def _report_step(self, stay: _Stay, loss: float) -> None:
         session, now = stay.seat.session, time.perf_counter()
         seconds, stay.step_began = now - stay.step_began, now
         self._reply(
@@ -332,8 +324,8 @@ class DeviceLoop:
                 time=time.time(),
                 trial=stay.seat.trial,
                 step=session.step,
-                epoch=session.epoch,
-                loss=sum(session.micro_losses) / len(session.micro_losses),
+                epoch=session.epoch_number,
+                loss=loss,
                 seconds=seconds / max(1, len(self._stays)),
                 device=self._device.spec.name,
                 steps_per_epoch=session.steps_per_epoch,
@@ -356,18 +348,16 @@ class DeviceLoop:
         stay.seat.session.put_buffers_back()
         checkpoint.write(stay.seat.session)
 
-    def _report_evaluation(self, session: Session) -> None:
-        if session.metrics:
-            metrics, session.metrics = session.metrics, {}
-            self._reply(
-                Evaluated(
-                    time=time.time(),
-                    trial=session.job.trial,
-                    step=session.step,
-                    epoch=session.epoch,
-                    metrics=metrics,
-                )
+    def _report_evaluation(self, session: Session, metrics: dict[str, float]) -> None:
+        self._reply(
+            Evaluated(
+                time=time.time(),
+                trial=session.job.trial,
+                step=session.step,
+                epoch=session.epoch_number,
+                metrics=metrics,
             )
+        )
 
     def _report_peak(self, stay: _Stay) -> None:
         if not stay.seat.track:

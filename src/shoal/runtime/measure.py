@@ -7,6 +7,7 @@ nothing behind. A model that is measured again (with finer cuts) is not built ag
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -220,7 +221,7 @@ class Measurer:
             parameter.grad = None
         with autocast(self._recipe, self._device.torch_device):
             loss = self._loss(built)
-        (loss / self._recipe.accumulate).backward()  # type: ignore[no-untyped-call]
+        (loss / self._recipe.accumulate).backward()
 
     def _loss(self, built: _Built) -> Tensor:
         args, kwargs = model_inputs(self._recipe, built.batch)
@@ -396,7 +397,7 @@ def _layout(
     buffers = [describe(name, b) for name, b in model.named_buffers()]
     if chain is None:
         return lay_out([list(parameters)], [[]], parameters, states, buffers)
-    spans = list(zip(bounds, bounds[1:], strict=False))
+    spans = list(itertools.pairwise(bounds))
     owned = [[n for layer in range(*span) for n in chain.parameters_of(layer)] for span in spans]
     borrowed = []
     for span, own in zip(spans, owned, strict=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,13 +46,10 @@ class Task:
     """
 
     program: Program
-    kind: str  # "step", "evaluation", "arrival" or "departure"
+    kind: str  # "step", "micro" (a part of one), "evaluation", "arrival" or "departure"
     micros: dict[int, Micro] = field(default_factory=dict)
     batches: dict[int, Any] = field(default_factory=dict)
-    losses: list[float] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
-    first_micro: int = 0
-    last_micro: int = 0
 
 
 class Session:
@@ -81,9 +78,10 @@ class Session:
         self.until: int | None = 0
         self.seconds = 0.0
         self.micro_losses: list[float] = []
-        self.metrics: dict[str, float] = {}
+        self.on_step: Callable[[float], None] = lambda loss: None
+        self.on_evaluated: Callable[[dict[str, float]], None] = lambda metrics: None
         self.evaluated_at = -1
-        self.batch_bytes_seen = 0
+        self.epoch_number = 1  # of the last batch that was trained on, counted from 1
         self.model.train()
 
     def place(self, layout: TrialLayout, region: Region, *, fresh: bool) -> None:
@@ -226,13 +224,15 @@ class Session:
     def _train_group(self, first: Any) -> Iterator[Task]:
         """One optimizer step over up to ``accumulate`` batches of one epoch."""
         self.micro_losses = []
+        self.epoch_number = self.epoch + 1
         size = self._group_size()
         if size is None:
             yield from self._train_lazily(first)
         else:
             program = self.units.step_program(size, self.recipe.clip_grad_norm is not None)
-            yield Task(program, "step", batches={0: first}, last_micro=size - 1)
+            yield Task(program, "step", batches={0: first})
         self.step += 1
+        self.on_step(sum(self.micro_losses) / len(self.micro_losses))
 
     def _group_size(self) -> int | None:
         """How many batches the group has, where that is known before it is read."""
@@ -250,7 +250,7 @@ class Session:
         batch, index = first, 0
         while batch is not None:
             program = self.units.micro_program(index)
-            yield Task(program, "step", batches={index: batch}, first_micro=index)
+            yield Task(program, "micro", batches={index: batch})
             index += 1
             batch = self.feed.next() if index < self.recipe.accumulate else None
         yield Task(self.units.finish_program(clip), "step")
@@ -287,6 +287,7 @@ class Session:
         """A validation pass; whatever it draws is undone."""
         self.evaluated_at = self.step
         if self.valid is None:
+            self.on_evaluated({})
             return
         saved = capture_rng(self.device)
         self.model.eval()
@@ -304,4 +305,4 @@ class Session:
             raise TrialError(
                 "the validation data yielded no batch. Return None for it if there is none."
             )
-        self.metrics = {name: total / count for name, total in sums.items()}
+        self.on_evaluated({name: total / count for name, total in sums.items()})

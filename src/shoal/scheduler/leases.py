@@ -71,11 +71,16 @@ class TrialAdded:
 
 @dataclass(frozen=True, slots=True)
 class StepFinished:
-    """One step of a leased trial; ``seconds`` of device work that it took."""
+    """One step of a leased trial; ``seconds`` of device work that it took.
+
+    ``steps_left`` tells the length of a trial whose length was not known until now;
+    it is ignored for others.
+    """
 
     trial: int
     device: str
     seconds: float
+    steps_left: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +248,9 @@ class Leases:
                 f"trial {event.trial} finished a step of {event.seconds} s on {event.device!r} "
                 f"with {trial.lease_left} steps left in its lease ({trial.steps_left} in all)."
             )
+        _check_steps(f"trial {event.trial} on {event.device!r}", event.steps_left)
         trial.measure(event.seconds)
+        trial.learn(event.steps_left)
         return self._extend(trial)
 
     def _lease_ended(self, event: LeaseEnded) -> None:

@@ -75,6 +75,13 @@ class TrialStanding:
         self.lease_left -= 1
         self.estimate()
 
+    def learn(self, steps_left: int | None) -> None:
+        """The length became known, perhaps in the middle of a lease that is too long."""
+        if self.steps_left is None and steps_left is not None:
+            self.steps_left = steps_left
+            self.lease_left = min(self.lease_left, steps_left)
+            self.estimate()
+
     def next_steps(self) -> int:
         """How many steps make the lease a full one again."""
         full = self.lease_steps

@@ -182,6 +182,14 @@ def test_a_restarted_trial_waits_at_its_saved_step_until_a_device_takes_it(tell)
     assert (row.state, row.step, row.device) == (TrialState.RUNNING, 2, "cpu:0")
 
 
+def test_in_a_study_that_was_stopped_nothing_runs_any_more(tell):
+    stop = StudyFinished(time=tell.time, finished=0, failed=0, seconds=1.0, stopped="Ctrl-C")
+    snapshot = Snapshot.of([tell.study(), tell.step(0, 1), stop])
+
+    assert (snapshot.stopped, snapshot.is_finished) == ("Ctrl-C", True)
+    assert snapshot.trial(0).state is TrialState.PENDING
+
+
 def test_a_late_step_of_an_ended_trial_changes_nothing(tell):
     snapshot = Snapshot.of([tell.study(), tell.step(0, 1), finished(tell, 0, 1)])
 

@@ -261,6 +261,16 @@ def test_a_length_becomes_known_at_the_end_of_a_lease():
     assert leases.handle(LeaseEnded(1, "d0", 2)) == [GrantLease(1, "d0", 2, ticket=2)]
 
 
+def test_a_length_becomes_known_with_a_step_in_the_middle_of_a_lease():
+    leases = study()
+    leases.handle(TrialAdded(1, None, 1.0))
+    assert steps(leases, 1, "d0", 1) == []
+    assert leases.handle(StepFinished(1, "d0", 1.0, steps_left=1)) == []
+    assert steps(leases, 1, "d0", 1) == []
+    with pytest.raises(TransitionError, match="0 steps left in its lease"):
+        leases.handle(StepFinished(1, "d0", 1.0))
+
+
 # Sharing a device
 
 
@@ -368,6 +378,7 @@ def test_an_ended_trial_may_be_added_again_with_new_steps():
         (StepFinished(2, "d0", 1.0), "trial 2 finished a step on 'd0', but it waits with 50"),
         (StepFinished(1, "d1", 1.0), "on 'd1', but it has its lease on 'd0' with 100 steps left"),
         (StepFinished(1, "d0", -1.0), "finished a step of -1.0 s"),
+        (StepFinished(1, "d0", 1.0, -1), "trial 1 on 'd0' has -1 steps left"),
         (LeaseEnded(2, "d0", 1), "trial 2 ended its lease on 'd0', but it waits"),
         (LeaseEnded(1, "d0", 101), "with 101 steps left; it had 100 when the lease began"),
         (LeaseEnded(1, "d0", None), "with None steps left; it had 100"),
