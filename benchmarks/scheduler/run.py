@@ -23,7 +23,7 @@ from shoal.core.seams import LeasePolicy
 from shoal.scheduler.policy import Fifo, LongestRemainingFirst, Random
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import facts  # noqa: E402
+from common import facts
 
 DEVICES = 8
 NOISE = 0.2  # of a step's seconds, and of the prediction of their mean

@@ -163,7 +163,8 @@ class Chain:
         """The tensors a shard starts from: the boundary's, or the prologue's own."""
         if start > 0:
             cloned = self.record.cloned
-            return {wire: t.clone() if wire in cloned else t for wire, t in wires.items()}
+            alive = _sheet_of(micro).live(start)
+            return {wire: wires[wire].clone() if wire in cloned else wires[wire] for wire in alive}
         micro.sheet, made = run_prologue(self.skeleton, micro.batch)
         owned = _addresses(self.model, self.parameters_of(0))
         for wire, tensor in made.items():

@@ -1,12 +1,11 @@
 """Where to cut a chain: the smallest largest shard, then the fewest boundary bytes.
 
-Pure data: layers as they were measured in, half-open ranges of layers out. ``cost`` is
+Pure data: layers as they were measured in, places to cut out. ``cost`` is
 what a shard needs on the device; any function of a range will do.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -17,7 +16,7 @@ from shoal.core.spec import LayerMeasure
 from shoal.core.units import Bytes, format_bytes
 
 Cost = Callable[[int, int], int]
-Ranges = tuple[tuple[int, int], ...]
+_Ranges = tuple[tuple[int, int], ...]
 _Table = NDArray[np.int64]
 _NEVER = np.iinfo(np.int64).max // 4  # two of them still add up
 
@@ -54,8 +53,10 @@ def shard_cost(layers: Sequence[LayerMeasure], *, with_state: bool = False) -> C
     return lambda start, stop: rows[start][stop]
 
 
-def cut(layers: Sequence[LayerMeasure], num_shards: int, cost: Cost | None = None) -> Ranges:
-    """The ranges of ``num_shards`` shards.
+def cut(
+    layers: Sequence[LayerMeasure], num_shards: int, cost: Cost | None = None
+) -> tuple[int, ...]:
+    """The layers at which the second and later of ``num_shards`` shards start.
 
     The largest cost is the smallest possible, and among such cuts the bytes that leave
     the layers before the cuts are the fewest. ``cut_after=False`` is honoured.
@@ -93,7 +94,7 @@ def fewest_shards(layers: Sequence[LayerMeasure], budget: Bytes, cost: Cost | No
 
 
 def _too_large(
-    layers: Sequence[LayerMeasure], groups: Ranges, costs: _Table, budget: Bytes
+    layers: Sequence[LayerMeasure], groups: _Ranges, costs: _Table, budget: Bytes
 ) -> str:
     alone = [int(costs[index, index + 1]) for index in range(len(groups))]
     index = alone.index(max(alone))
@@ -108,13 +109,13 @@ def _too_large(
     )
 
 
-def _groups(layers: Sequence[LayerMeasure]) -> Ranges:
+def _groups(layers: Sequence[LayerMeasure]) -> _Ranges:
     """The ranges between places where a cut is allowed."""
     stops = [i + 1 for i, layer in enumerate(layers) if layer.cut_after or i + 1 == len(layers)]
     return tuple(zip([0, *stops], stops, strict=False))
 
 
-def _costs(layers: Sequence[LayerMeasure], cost: Cost, groups: Ranges) -> _Table:
+def _costs(layers: Sequence[LayerMeasure], cost: Cost, groups: _Ranges) -> _Table:
     """Cost of the groups [i, j) at row i, column j; elsewhere never."""
     edges = [0, *(stop for _, stop in groups)]
     table: _Table = np.full((len(edges), len(edges)), _NEVER, np.int64)
@@ -132,8 +133,8 @@ def _smallest_largest(costs: _Table, num_shards: int) -> int:
 
 
 def _fewest_bytes(
-    costs: _Table, leaving: _Table, num_shards: int, largest: int, groups: Ranges
-) -> Ranges:
+    costs: _Table, leaving: _Table, num_shards: int, largest: int, groups: _Ranges
+) -> tuple[int, ...]:
     """Among the cuts whose shards cost at most ``largest``, one with the fewest bytes."""
     allowed = costs <= largest
     best: _Table = np.where(allowed[0], 0, _NEVER)
@@ -143,10 +144,8 @@ def _fewest_bytes(
         choices.append(np.argmin(totals, axis=0))
         best = np.minimum.reduce(totals, axis=0)
     edge = len(groups)
-    edges = [edge]
+    cuts = []
     for choice in reversed(choices):
         edge = int(choice[edge])
-        edges.append(edge)
-    edges.append(0)
-    stops = [groups[edge - 1][1] if edge else 0 for edge in reversed(edges)]
-    return tuple(itertools.pairwise(stops))
+        cuts.append(groups[edge - 1][1])
+    return tuple(reversed(cuts))

@@ -6,7 +6,7 @@ is moved or freed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,7 @@ from shoal.partition.callsheet import Wires
 from shoal.partition.chain import Chain, Micro
 from shoal.partition.preserve import read_buffers, write_buffers
 from shoal.partition.units import BackwardResult, run_backward, run_forward
-from shoal.recipe import Batch, autocast
+from shoal.recipe import Batch, Output, autocast
 from shoal.rng import RngState, capture_rng, restore_rng
 
 Ranges = Sequence[tuple[int, int]]
@@ -62,6 +62,7 @@ def recompute(
     after: BackwardResult,
     *,
     accumulate: int = 1,
+    after_forward: Callable[[], None] | None = None,
 ) -> BackwardResult:
     """A shard's backward, from the state its forward saw; that state is put back afterwards."""
     rng = capture_rng(chain.device)
@@ -76,6 +77,7 @@ def recompute(
         grads=after.grads,
         tied=after.tied,
         accumulate=accumulate,
+        after_forward=after_forward,
     )
     write_buffers(chain.model, buffers)
     restore_rng(rng, chain.device)
@@ -99,9 +101,14 @@ def sharded_backward(chain: Chain, batch: Batch, ranges: Ranges, *, accumulate: 
     return loss
 
 
-def sharded_evaluation(chain: Chain, batch: Batch, ranges: Ranges) -> tuple[Tensor, object]:
+def sharded_evaluation(chain: Chain, batch: Batch, ranges: Ranges) -> tuple[Tensor, Output]:
     """Loss and output of one batch, shard by shard, without gradients."""
     micro = chain.begin(batch)
     wires = forward_all(chain, micro, ranges)[-1].wires
+    return run_evaluation(chain, micro, ranges[-1][0], wires)
+
+
+def run_evaluation(chain: Chain, micro: Micro, start: int, wires: Wires) -> tuple[Tensor, Output]:
+    """Loss and output from layer ``start`` on, without gradients."""
     with torch.no_grad(), autocast(chain.recipe, chain.device):
-        return chain.loss(micro, ranges[-1][0], wires)
+        return chain.loss(micro, start, wires)

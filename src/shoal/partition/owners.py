@@ -21,7 +21,7 @@ class Owners:
     borrowed: tuple[tuple[str, ...], ...]
 
 
-class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+class UseRecorder(TorchDispatchMode):
     """Notes which parameters the operators of a layer read; ``layer`` None notes nothing.
 
     Parameters are known by their storage, so that views and ``.data`` count.

@@ -175,7 +175,7 @@ def _plain_step(model: nn.Module, recipe: Recipe, batch: Batch, device: torch.de
         with torch.enable_grad(), autocast(recipe, device):
             args, kwargs = model_inputs(recipe, mine)
             loss = compute_loss(recipe, model(*args, **kwargs), mine)
-        (loss / 1).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        (loss / 1).backward()
         return _outcome(model, loss.detach(), watch, device)
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _READS = ("aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::is_nonzero")
 
 
-class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+class Taint(TorchDispatchMode):
     """Follows the stand-ins of block outputs through the operators of a prologue run.
 
     A storage is tainted with the position of the block it stems from. The tensors are kept

@@ -97,7 +97,7 @@ def run_backward(
         after_forward()
     with parts:
         if loss is not None:
-            (loss / accumulate).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            (loss / accumulate).backward()
         elif roots:
             torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
     handed_on = {wire: entry.box[0] for wire, entry in entries.items() if entry.box}

@@ -22,7 +22,7 @@ from shoal.core.plan import Job, Resident, Spilled, Technique
 from shoal.core.spec import JobMeasure, LayerMeasure, Place, Scalar, ShardSpec, TrialSpec
 from shoal.core.units import Bytes, Seconds, format_bytes
 from shoal.memory.layout import TrialLayout, slot_parts, slot_size
-from shoal.partition.cut import cut
+from shoal.partition.cut import cut, shard_cost
 from shoal.program.check import check
 from shoal.program.costs import JobCosts
 from shoal.program.footprint import Footprint
@@ -184,17 +184,10 @@ def _finer(
 
 def _cut(layers: Sequence[LayerMeasure], count: int, technique: Spilled) -> tuple[int, ...] | None:
     """Cuts that make the largest shard smallest; None when ``count`` shards cannot be made."""
-    with_state = technique.optimizer == "device"
-
-    def cost(start: int, stop: int) -> int:
-        shard = predict_shard(layers, 0, start, stop)
-        slot = shard.parameter_bytes + (shard.state_bytes if with_state else 0)
-        return slot + shard.backward_peak_bytes
-
     possible = sum(layer.cut_after for layer in layers[:-1]) + 1
     if count > possible:
         return None
-    return tuple(cut(layers, count, cost))
+    return cut(layers, count, shard_cost(layers, with_state=technique.optimizer == "device"))
 
 
 def predict_shards(layers: Sequence[LayerMeasure], cuts: Sequence[int]) -> tuple[ShardSpec, ...]:

@@ -76,6 +76,10 @@ class Feed:
         )
         return batch
 
+    def close(self) -> None:
+        """End the iterator, and with it the loader processes it may have."""
+        self._iterator = None
+
     def seek(self, position: Position) -> None:
         """Go to ``position`` by fetching and dropping; leaves the random streams anywhere."""
         self.position = dataclasses.replace(position, batch=0)

@@ -188,6 +188,7 @@ class DeviceLoop:
             work(stay)
         except Exception as error:
             self._dismiss(trial)
+            stay.seat.session.feed.close()
             self._fail(trial, error)
 
     def _fail(self, trial: int, error: Exception) -> None:
@@ -201,6 +202,8 @@ class DeviceLoop:
         self._interleaver.forget(trial)
         if self._current == trial:
             self._current = None
+        stay.tasks = iter(())
+        stay.seat.session.leave()
         stay.seat.close()
         self._reserve_largest_unit()
 
@@ -227,10 +230,10 @@ class DeviceLoop:
         stay.seat.start(task)
 
     def _finish_task(self, stay: _Stay) -> None:
-        task, session = stay.task, stay.seat.session
+        task, stay.task = stay.task, None
         if task is not None and task.kind == "step":
             stay.seat.end_step()
-            self._interleaver.step_finished(session.job.trial)
+            self._interleaver.step_finished(stay.seat.trial)
 
     def _next_task(self, stay: _Stay) -> None:
         """Let the trial's loop go on, inside its own random streams, to its next program."""
@@ -261,7 +264,9 @@ class DeviceLoop:
         if session.ended:
             checkpoint.write(session)
         self._dismiss(seat.trial)
-        if not session.ended:
+        if session.ended:
+            session.feed.close()
+        else:
             self._parked[seat.trial] = session
         self._reply(LeaseOver(seat.trial, session.progress(), session.ended))
 

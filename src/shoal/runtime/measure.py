@@ -166,7 +166,7 @@ class Measurer:
         model = built.model
         forward = _peak(lambda: self._forward(built))
         backward = _peak(lambda: self._backward(built))
-        self._step(built)  # makes the state
+        first_step = _peak(lambda: self._step(built))  # makes the state, then it is moved
         binding = Binding(model, built.optimizer, [[]], self._device.torch_device)
         self._states = state_specs(binding)
         begin = time.perf_counter()
@@ -180,7 +180,6 @@ class Measurer:
         self._states = state_specs(binding)
         params = [describe(name, p) for name, p in model.named_parameters()]
         state = [spec for specs in self._states.values() for spec in specs]
-        first_step = sum(spec.num_bytes for spec in state)  # made beside its place, then moved
         shard = ShardSpec(
             index=0,
             layers=(0, 1),
@@ -192,7 +191,7 @@ class Measurer:
             carry_bytes=Bytes(0),
             forward_peak_bytes=forward,
             backward_peak_bytes=backward,
-            step_peak_bytes=Bytes(step_peak + first_step),
+            step_peak_bytes=Bytes(max(step_peak, first_step)),
             backward_s=Seconds(between - begin),
             step_s=Seconds(step_s),
         )
@@ -272,18 +271,8 @@ class Measurer:
         assert self._whole is not None
         shards = measure_shards(self._chain, cuts, self._built.batch, self._state_bytes())
         whole = self._whole.shards[0]
-        total = max(1, whole.owned_bytes)
-        finished = [
-            replace(
-                shard,
-                step_s=Seconds(whole.step_s * shard.owned_bytes / total),
-                step_peak_bytes=Bytes(
-                    shard.state_bytes
-                    + (whole.step_peak_bytes - _raw(self._states)) * shard.owned_bytes // total
-                ),
-            )
-            for shard in shards
-        ]
+        scratch = max(0, whole.step_peak_bytes - _raw(self._states))
+        finished = [_with_step(shard, whole, scratch) for shard in shards]
         bounds = [0, *cuts, self._chain.num_layers]
         layout = _layout(bounds, self._chain, self._built.model, self._states)
         measure = replace(self._whole, shards=tuple(finished), notes=self._chain.notes)
@@ -373,6 +362,17 @@ def _fill_gradients(model: nn.Module, round_: int) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+def _with_step(shard: ShardSpec, whole: ShardSpec, scratch: int) -> ShardSpec:
+    """A shard with its part of the whole step's seconds and scratch; its state made anew."""
+    part = shard.owned_bytes / max(1, whole.owned_bytes)
+    margin = ALIGNMENT  # scalars that an optimizer keeps beside its state
+    return replace(
+        shard,
+        step_s=Seconds(whole.step_s * part),
+        step_peak_bytes=Bytes(shard.state_bytes + round(scratch * part) + margin),
+    )
 
 
 def _with_step_seconds(

@@ -131,11 +131,17 @@ class WorkerPool:
         return self._workers
 
     def receive(self, timeout: float | None = None) -> tuple[Worker, Any] | None:
-        """The next reply of any worker; None when none came in time."""
-        try:
-            return self._inbox.get(timeout=timeout)
-        except queue.Empty:
-            return None
+        """The next reply of a worker of this study; None when none came in time.
+
+        What workers say that were discarded or replaced is dropped.
+        """
+        while True:
+            try:
+                worker, reply = self._inbox.get(timeout=timeout)
+            except queue.Empty:
+                return None
+            if worker in self._workers.values():
+                return worker, reply
 
     def release(self) -> None:
         """End the study on all workers; they stay warm for the next one."""
@@ -151,8 +157,6 @@ class WorkerPool:
         for worker in self._workers.values():
             worker.kill()
         self._workers = {}
-        while self.receive(timeout=0.0) is not None:
-            pass
 
     def close(self) -> None:
         """End all processes."""

@@ -144,6 +144,11 @@ class Session:
         for name, place in places.items():
             place.copy_(get(locate(self.model, name)))
 
+    def leave(self) -> None:
+        """Let go of what the device loop hung on this trial."""
+        self.on_step = lambda loss: None
+        self.on_evaluated = lambda metrics: None
+
     # -- progress -------------------------------------------------------------------
 
     def progress(self) -> Progress:

@@ -7,7 +7,7 @@ streams are in place when they are called.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -150,7 +150,7 @@ class ChainUnits:
         new = run_forward(self.chain, micro.context, start, stop, micro.wires)
         micro.wires |= new
         if not self.chain.model.training:
-            self._keep(micro, stop)
+            self._keep(micro, [stop])
         return None
 
     def _evaluate(self, micro: Micro) -> tuple[Tensor, Any]:
@@ -187,12 +187,12 @@ class ChainUnits:
             accumulate=self._recipe.accumulate,
         )
         micro.grads, micro.tied = dict(result.grads), dict(result.tied)
-        self._keep(micro, self._spans[shard - 1][0] if shard else 0)
+        self._keep(micro, [first for first, _ in self._spans[1:shard]])
         return result.loss
 
-    def _keep(self, micro: Micro, boundary: int) -> None:
-        """Forget the wires that nothing at or after ``boundary`` reads any more."""
-        alive = set(self.chain.live_wires(boundary, micro.context)) if boundary else set()
+    def _keep(self, micro: Micro, boundaries: Iterable[int]) -> None:
+        """Forget the wires that no shard starting at one of ``boundaries`` reads."""
+        alive = {w for layer in boundaries for w in self.chain.live_wires(layer, micro.context)}
         micro.wires = {wire: tensor for wire, tensor in micro.wires.items() if wire in alive}
 
     def step_program(self, micro_batches: int, clip: bool) -> Program:

@@ -185,12 +185,16 @@ def describe(event: Event) -> str:
             trials = ", ".join(map(str, event.trials)) or "none"
             return f"the worker of {event.device} died ({event.reason}); trials on it: {trials}"
         case StudyFinished():
-            stopped = f"; stopped: {event.stopped}" if event.stopped else ""
+            stopped = f"; stopped: {_first_line(event.stopped)}" if event.stopped else ""
             return (
                 f"{event.finished} trials finished, {event.failed} failed, in "
                 f"{format_seconds(event.seconds)}{stopped}"
             )
     return ""
+
+
+def _first_line(text: str) -> str:
+    return shorten(text.partition("\n")[0], 60)
 
 
 def describe_progress(snapshot: Snapshot) -> str:
@@ -386,11 +390,12 @@ def _failure_lines(snapshot: Snapshot, most: int = 2) -> list[Text]:
 def _footer(snapshot: Snapshot) -> Text:
     eta = DASH if snapshot.eta_seconds is None else format_seconds(snapshot.eta_seconds)
     if snapshot.is_finished:
-        eta = snapshot.stopped or "done"
+        eta = f"stopped: {_first_line(snapshot.stopped)}" if snapshot.stopped else "done"
     return Text(
         f"{_counts(snapshot)}    elapsed {format_seconds(snapshot.seconds)}    ETA {eta}",
         style="bold",
         no_wrap=True,
+        overflow="ellipsis",
     )
 
 

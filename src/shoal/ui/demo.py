@@ -40,9 +40,10 @@ def run_demo(minutes: float, directory: str, *, as_json: bool) -> int:
     )
     study.run(hardware=make_hardware())
     place = study.directory
-    write_trace(place, place / "trace.json")
-    write_gantt(place, place / "gantt.svg")
     snapshot = read_snapshot(place, with_actions=True)
+    if snapshot.steps_done:  # else every trial failed before its first one
+        write_trace(place, place / "trace.json")
+        write_gantt(place, place / "gantt.svg")
     sample = _sample(place) if best_trial(snapshot) else None
     if as_json:
         record = study_record(place, snapshot)
@@ -51,7 +52,8 @@ def run_demo(minutes: float, directory: str, *, as_json: bool) -> int:
         print(jsonl.dumps(record))
     else:
         print(describe_ending(snapshot, place))
-        print(_where(place))
+        if snapshot.steps_done:
+            print(_where(place))
         if sample:
             print(describe_sample(sample))
         print(f"\n{format_seconds(snapshot.seconds)} in all. Is it the same as training alone?")

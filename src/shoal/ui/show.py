@@ -176,10 +176,12 @@ def _device_cells(row: DeviceRow) -> list[str]:
     ]
 
 
-def failure_lines(snapshot: Snapshot) -> list[str]:
-    """A line for each failed trial, and where its traceback is."""
+def failure_lines(snapshot: Snapshot, most: int = 5) -> list[str]:
+    """A line for each of the first failed trials, and where their tracebacks are."""
     failed = [row for row in snapshot.trials if row.state is TrialState.FAILED]
-    lines = [f"trial {r.number} failed at step {r.step}: {r.error_line}" for r in failed]
+    lines = [f"trial {r.number} failed at step {r.step}: {r.error_line}" for r in failed[:most]]
+    if len(failed) > most:
+        lines.append(f"... and {len(failed) - most} more failed")
     if failed:
         lines.append(
             f"the whole traceback: shoal show {snapshot.study} --trial {failed[0].number}"

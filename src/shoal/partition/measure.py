@@ -1,0 +1,277 @@
+"""What layers and shards of a chain cost: bytes by the tracker, seconds by the clock."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.core.spec import LayerMeasure, ShardSpec
+from shoal.core.units import Bytes, Seconds, round_up
+from shoal.partition.build import clone_batch
+from shoal.partition.callsheet import Wire, Wires, storage_key
+from shoal.partition.chain import Chain, Micro
+from shoal.partition.drive import (
+    Ranges,
+    Visit,
+    every_layer,
+    open_visit,
+    recompute,
+    run_evaluation,
+)
+from shoal.partition.preserve import drop_gradients, preserved
+from shoal.partition.track import AllocationTracker
+from shoal.partition.units import BackwardResult, run_forward
+from shoal.recipe import Batch
+from shoal.rng import capture_rng
+
+ALIGNMENT = 512  # of every parameter in a device slot, as device allocators give it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cost:
+    """One range of layers, its forward and its backward unit."""
+
+    boundary_bytes: int  # what its forward leaves behind for later
+    carry_bytes: int  # gradients its backward hands on
+    forward_peak_bytes: int
+    saved_bytes: int
+    backward_peak_bytes: int
+    forward_s: float
+    backward_s: float
+
+
+def measure_layers(
+    chain: Chain,
+    batch: Batch,
+    state_bytes: Mapping[str, int],
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[LayerMeasure, ...]:
+    """Every layer as a shard of its own, measured on ``batch``.
+
+    ``state_bytes`` are the aligned bytes of each parameter's optimizer state. Of layers
+    that are alike only the first is measured. Seconds of a step are not known here: 0.
+    Buffers, gradients and random state are afterwards as before.
+    """
+    costs = _measure(chain, batch, every_layer(chain), clock)
+    return tuple(
+        LayerMeasure(
+            name=name,
+            parameter_bytes=_parameter_bytes(chain, chain.parameters_of(layer)),
+            state_bytes=Bytes(sum(state_bytes.get(n, 0) for n in chain.parameters_of(layer))),
+            borrowed_bytes=_parameter_bytes(chain, chain.borrowed_by(layer)),
+            boundary_bytes=Bytes(cost.boundary_bytes),
+            carry_bytes=Bytes(cost.carry_bytes),
+            forward_peak_bytes=Bytes(cost.forward_peak_bytes),
+            saved_bytes=Bytes(cost.saved_bytes),
+            backward_peak_bytes=Bytes(cost.backward_peak_bytes),
+            forward_s=Seconds(cost.forward_s),
+            backward_s=Seconds(cost.backward_s),
+            step_s=Seconds(0.0),
+        )
+        for layer, (name, cost) in enumerate(zip(chain.layer_names, costs, strict=True))
+    )
+
+
+def measure_shards(
+    chain: Chain,
+    cuts: Sequence[int],
+    batch: Batch,
+    state_bytes: Mapping[str, int],
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[ShardSpec, ...]:
+    """The shards between ``cuts``, each distinct one's units run and counted to the byte.
+
+    A boundary is counted where it enters first: a mask that passes through five shards
+    is in the second one's ``boundary_bytes`` only. What a step needs is the caller's to fill.
+    """
+    ranges = tuple(itertools.pairwise([0, *cuts, chain.num_layers]))
+    costs = _measure(chain, batch, ranges, clock)
+    specs = []
+    for index, (span, cost) in enumerate(zip(ranges, costs, strict=True)):
+        owned = [name for layer in range(*span) for name in chain.parameters_of(layer)]
+        used = [name for layer in range(*span) for name in chain.borrowed_by(layer)]
+        borrowed = [name for name in dict.fromkeys(used) if name not in owned]
+        trained = [name for name in owned if chain.model.get_parameter(name).requires_grad]
+        specs.append(
+            ShardSpec(
+                index=index,
+                layers=span,
+                parameter_bytes=_parameter_bytes(chain, [*owned, *borrowed]),
+                owned_bytes=_parameter_bytes(chain, owned),
+                state_bytes=Bytes(sum(state_bytes.get(name, 0) for name in owned)),
+                gradient_bytes=_parameter_bytes(chain, trained),
+                boundary_bytes=Bytes(costs[index - 1].boundary_bytes if index else 0),
+                carry_bytes=Bytes(cost.carry_bytes if index else 0),
+                forward_peak_bytes=Bytes(cost.forward_peak_bytes),
+                backward_peak_bytes=Bytes(cost.backward_peak_bytes),
+                step_peak_bytes=Bytes(0),
+                forward_s=Seconds(cost.forward_s),
+                backward_s=Seconds(cost.backward_s),
+            )
+        )
+    return tuple(specs)
+
+
+def _measure(
+    chain: Chain, batch: Batch, ranges: Ranges, clock: Callable[[], float]
+) -> list[_Cost]:
+    """The cost of each range, in order; of ranges that are alike the first is measured."""
+    with preserved(chain.model, chain.device):
+        micro = chain.begin(clone_batch(batch))
+        forwards, visits = _measure_forwards(chain, micro, ranges, clock)
+        kinds = [_kind(chain, micro, span, visits) for span in ranges]
+        measured: dict[Hashable, _Cost] = {}
+        for span, kind, forward in zip(ranges, kinds, forwards, strict=True):
+            if kind not in measured:
+                after = _stand_in_result(chain, span[1], visits)
+                measured[kind] = _measure_backward(
+                    chain, micro, span, visits[span[0]], after, forward, clock
+                )
+    return [measured[kind] for kind in kinds]
+
+
+class _Forward(NamedTuple):
+    """A range's forward unit. ``left_bytes`` are what stays for later units."""
+
+    left_bytes: int
+    peak_bytes: int
+    seconds: float
+
+
+def _measure_forwards(
+    chain: Chain, micro: Micro, ranges: Ranges, clock: Callable[[], float]
+) -> tuple[list[_Forward], dict[int, Visit]]:
+    """Every forward unit once under the tracker and once under the clock.
+
+    The last range's runs as in an evaluation. Also the visits, by the layer a range starts at.
+    """
+    costs: list[_Forward] = []
+    visits: dict[int, Visit] = {}
+    wires: Wires = {}
+    for start, stop in ranges[:-1]:
+        unit = functools.partial(run_forward, chain, micro, start, stop, wires)
+        seconds = _seconds(unit, clock)
+        with AllocationTracker() as tracker:
+            visits[start] = open_visit(chain, start, stop, wires)
+            made = unit()
+        costs.append(_Forward(tracker.current_bytes, tracker.peak_bytes, seconds))
+        alive = chain.live_wires(stop, micro)
+        wires = {wire: made[wire] if wire in made else wires[wire] for wire in alive}
+        made.clear()
+    start, _ = ranges[-1]
+    visits[start] = Visit(wires, capture_rng(chain.device))
+    with AllocationTracker() as tracker:
+        run_evaluation(chain, micro, start, wires)
+    seconds = _seconds(lambda: run_evaluation(chain, micro, start, wires), clock)
+    costs.append(_Forward(0, tracker.peak_bytes, seconds))
+    return costs, visits
+
+
+def _measure_backward(
+    chain: Chain,
+    micro: Micro,
+    span: tuple[int, int],
+    visit: Visit,
+    after: BackwardResult,
+    forward: _Forward,
+    clock: Callable[[], float],
+) -> _Cost:
+    saved_bytes = 0
+
+    def note_saved() -> None:
+        nonlocal saved_bytes
+        saved_bytes = tracker.current_bytes
+
+    drop_gradients(chain.model)
+    with AllocationTracker() as tracker:
+        result = recompute(chain, micro, span, visit, after, after_forward=note_saved)
+    carry_bytes = _storage_bytes([*result.grads.values(), *result.tied.values()])
+    del result
+    drop_gradients(chain.model)
+    seconds = _seconds(lambda: recompute(chain, micro, span, visit, after), clock)
+    drop_gradients(chain.model)
+    return _Cost(
+        boundary_bytes=forward.left_bytes,
+        carry_bytes=carry_bytes,
+        forward_peak_bytes=forward.peak_bytes,
+        saved_bytes=saved_bytes,
+        backward_peak_bytes=tracker.peak_bytes,
+        forward_s=forward.seconds,
+        backward_s=seconds,
+    )
+
+
+def _stand_in_result(chain: Chain, boundary: int, visits: Mapping[int, Visit]) -> BackwardResult:
+    """What the backward of the shard that starts at ``boundary`` would hand on, as zeros."""
+    if boundary == chain.num_layers:
+        return BackwardResult()
+    wires = visits[boundary].wires
+    grads = {w: torch.zeros_like(t) for w, t in wires.items() if chain.needs_grad(w)}
+    tied = {
+        name: torch.zeros_like(chain.model.get_parameter(name))
+        for name in _tied_across(chain, boundary)
+    }
+    return BackwardResult(grads=grads, tied=tied)
+
+
+def _tied_across(chain: Chain, boundary: int) -> list[str]:
+    """Trained parameters that layers before ``boundary`` own and later ones borrow."""
+    owned = {name for layer in range(boundary) for name in chain.parameters_of(layer)}
+    later = range(boundary, chain.num_layers)
+    used = dict.fromkeys(name for layer in later for name in chain.borrowed_by(layer))
+    return [n for n in used if n in owned and chain.model.get_parameter(n).requires_grad]
+
+
+def _kind(
+    chain: Chain, micro: Micro, span: tuple[int, int], visits: Mapping[int, Visit]
+) -> Hashable:
+    """Equal for ranges whose units need the same bytes: same modules, same shapes."""
+    start, stop = span
+    if start == 0 or stop == chain.num_layers:
+        return span
+    modules = [chain.skeleton.blocks[layer - 1].module for layer in range(start, stop)]
+    read = chain.read_by(micro, start, stop)
+    return (
+        tuple(map(repr, modules)),
+        tuple((tuple(p.shape), p.requires_grad) for m in modules for p in m.parameters()),
+        tuple(_looks(chain, w, t, w in read) for w, t in visits[start].wires.items()),
+        tuple(_looks(chain, w, t, w.layer < start) for w, t in visits[stop].wires.items()),
+        tuple(chain.borrowed_by(layer) for layer in range(start, stop)),
+        tuple(_tied_across(chain, start)),
+        tuple(_tied_across(chain, stop)),
+    )
+
+
+def _looks(chain: Chain, wire: Wire, tensor: Tensor, flag: bool) -> Hashable:
+    shape = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return shape, chain.needs_grad(wire), wire in chain.record.cloned, flag
+
+
+def _seconds(work: Callable[[], object], clock: Callable[[], float]) -> float:
+    """The faster of two runs: one may have met another process."""
+    times = []
+    for _ in range(2):
+        begin = clock()
+        work()
+        times.append(clock() - begin)
+    return min(times)
+
+
+def _storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages behind ``tensors``."""
+    storages = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def _parameter_bytes(chain: Chain, names: Iterable[str]) -> Bytes:
+    sizes = (chain.model.get_parameter(name).nbytes for name in names)
+    return Bytes(sum(round_up(size, ALIGNMENT) for size in sizes))

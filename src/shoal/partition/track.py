@@ -1,0 +1,79 @@
+"""Counts the bytes that tensors take inside a ``with``, operator by operator."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_FRESH = ("aten::lift_fresh", "aten::lift_fresh_copy")  # how torch.tensor(...) shows itself
+
+
+class AllocationTracker(TorchDispatchMode):
+    """Measures the storages newly allocated inside the ``with``, backward included.
+
+    ``current_bytes`` are those alive now (it goes on counting down afterwards),
+    ``peak_bytes`` the most at any time, ``allocated_bytes`` all of them together. A view is
+    not counted, nor what existed before. Scratch memory that a kernel takes and gives
+    back inside one operator is not seen. ``device`` restricts the count to one kind, such
+    as ``"cuda"``.
+    """
+
+    def __init__(self, device: str | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.current_bytes = 0
+        self.peak_bytes = 0
+        self.allocated_bytes = 0
+        self._device = device
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        before = {s._cdata for s in self._storages((args, kwargs))}
+        if func.name() in _FRESH:
+            before.clear()
+        output = func(*args, **(kwargs or {}))
+        for storage in self._storages(output):
+            key, size = storage._cdata, storage.nbytes()
+            if key in self._alive:
+                self._resize(key, size)
+            elif key not in before:
+                self._add(storage, key, size)
+        return output
+
+    def restart_peak(self) -> None:
+        """Forget the peak so far: from now on it is what is alive, or more."""
+        self.peak_bytes = self.current_bytes
+
+    def _storages(self, tree: Any) -> Iterator[torch.UntypedStorage]:
+        for leaf in pytree.tree_leaves(tree):
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+                kind = leaf.device.type
+                if kind != "meta" and self._device in (None, kind):
+                    yield leaf.untyped_storage()
+
+    def _add(self, storage: torch.UntypedStorage, key: int, size: int) -> None:
+        reference = weakref.ref(storage, lambda _: self._remove(key))
+        self._alive[key] = (reference, size)
+        self._grow(size)
+
+    def _resize(self, key: int, size: int) -> None:
+        reference, old = self._alive[key]
+        if size != old:
+            self._alive[key] = (reference, size)
+            self._grow(size - old)
+
+    def _grow(self, size: int) -> None:
+        self.current_bytes += size
+        self.allocated_bytes += max(size, 0)
+        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+
+    def _remove(self, key: int) -> None:
+        _, size = self._alive.pop(key)
+        self.current_bytes -= size

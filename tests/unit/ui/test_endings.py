@@ -1,0 +1,84 @@
+"""What a run, the demo and a verification print at their end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from shoal.core.event import Event, StudyFinished
+from shoal.demo import Sample
+from shoal.observe import Snapshot
+from shoal.ui.demo import describe_sample, printable
+from shoal.ui.failures import ExitCode
+from shoal.ui.train import describe_ending, ending_code
+from shoal.ui.verify import describe_verdict, describe_verdicts
+from shoal.verify import TrialVerdict
+
+Events = Callable[..., Iterator[Event]]
+
+
+def _verdict(number: int = 3, first_difference: str = "") -> TrialVerdict:
+    return TrialVerdict(
+        number=number,
+        steps=100,
+        tensors=571,
+        losses=100,
+        metrics=1,
+        first_difference=first_difference,
+        plain_s=9.0,
+    )
+
+
+def test_the_exit_code_says_whether_all_trials_finished(study_events: Events) -> None:
+    assert ending_code(Snapshot.of(study_events(4))) == ExitCode.DONE
+    assert ending_code(Snapshot.of(study_events(4, failing=(1,)))) == ExitCode.TRIALS_FAILED
+
+
+def test_a_study_that_stopped_early_is_paused(study_events: Events) -> None:
+    stop = StudyFinished(time=9.0, finished=0, failed=0, seconds=9.0, stopped="disk is full")
+
+    assert ending_code(Snapshot.of([*study_events(4, upto=9), stop])) == ExitCode.PAUSED
+    assert ending_code(Snapshot.of(study_events(4, upto=9))) == ExitCode.PAUSED
+
+
+def test_the_end_of_a_run_says_where_the_best_weights_are(study_events: Events) -> None:
+    text = describe_ending(Snapshot.of(study_events(4, failing=(2,))), Path("runs/sweep"))
+
+    assert "best      trial 0, weights in runs/sweep/trials/0" in text
+    assert "trial 2 failed at step 3" in text
+    assert "events    runs/sweep/events.jsonl" in text
+
+
+def test_a_run_whose_trials_all_failed_has_no_best(study_events: Events) -> None:
+    text = describe_ending(Snapshot.of(study_events(1, failing=(0,))), Path("runs/sweep"))
+
+    assert "best " not in text
+
+
+def test_a_sample_stands_beside_its_loss() -> None:
+    text = describe_sample(Sample("def f():\n", "def ", 2.0))
+
+    assert "(valid_loss 2.0000, 2.89 bits per byte)" in text
+    assert "\ndef f():\n" in text
+
+
+def test_what_a_terminal_would_obey_is_shown_as_a_dot() -> None:
+    assert printable("a\x1b[31m\tb\nc\x00") == "a.[31m.b\nc."
+
+
+def test_equal_bits_are_said_with_what_was_compared() -> None:
+    assert describe_verdict(_verdict(), "lr=0.1") == (
+        "EQUAL      trial 3 (lr=0.1): 100 steps, 571 tensors, 100 losses, 1 metrics; "
+        "alone it took 9.0 s"
+    )
+    assert "the same bits as training alone" in describe_verdicts([_verdict()])
+
+
+def test_a_difference_is_said_with_the_first_tensor() -> None:
+    verdict = _verdict(first_difference="model 'w': 1 of 16 elements differ")
+
+    text = describe_verdict(verdict, "lr=0.1")
+
+    assert text.startswith("DIFFERENT  trial 3")
+    assert text.endswith("\n           first: model 'w': 1 of 16 elements differ")
+    assert describe_verdicts([verdict, _verdict()]) == "1 of 2 trials differ from training alone"
