@@ -51,7 +51,10 @@ def assert_alone():
     def check(report, trials, recipe, **loop):
         losses = read_losses(report.directory)
         for trial in trials:
-            assert not trial.error, trial.error
+            if trial.error:
+                pytest.fail(
+                    f"trial {trial.number} failed: {trial.error_line}\n{trial.error}", False
+                )
             plain = plain_loop(recipe, trial.hp, trial.seed, **loop)
             assert_same(plain, trial, losses=losses[trial.number])
 

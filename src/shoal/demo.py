@@ -31,7 +31,7 @@ DEVICES = 2
 DEVICE_MEMORY = "12MiB"
 CONTEXT = 64
 WINDOWS = 4  # 4 x 64 = 256 tokens a step
-HEAD_WIDTH = 16
+HEADS = 4
 STEPS = 100  # of each trial, for one minute
 PROMPT = b"def "
 
@@ -39,7 +39,7 @@ PROMPT = b"def "
 def build_model(hp: HP) -> GPT:
     """A GPT of the trial's width and depth."""
     width, depth = int(hp["width"]), int(hp["depth"])  # type: ignore[arg-type]
-    return GPT(width=width, depth=depth, heads=width // HEAD_WIDTH, context=CONTEXT)
+    return GPT(width=width, depth=depth, heads=HEADS, context=CONTEXT)
 
 
 def build_data(hp: HP) -> tuple[RandomWindows, RandomWindows]:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.core.errors import ShoalError
-from shoal.partition.callsheet import CallSheet, EmptyCache, Wires
+from shoal.partition.callsheet import CallSheet, EmptyCache, Wire, Wires, flatten
 from shoal.partition.chain import Chain
 from shoal.partition.discover import Candidate, NotCuttable, find_candidates
 from shoal.partition.glue import Skeleton, run_prologue
@@ -20,6 +20,8 @@ from shoal.partition.preserve import preserved
 from shoal.partition.record import Record, record_forward
 from shoal.partition.taint import Taint
 from shoal.recipe import Batch, Recipe, autocast
+
+_ATTEMPTS = 4  # to find what the epilogue reads: what is kept may let it read more
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +80,31 @@ def _first_that_works(source: _Source, candidates: list[Candidate]) -> Chain:
 
 
 def _build(source: _Source, candidate: Candidate) -> Chain:
+    """The chain, once it is known what the epilogue reads besides the last block's output."""
+    kept: frozenset[Wire] = frozenset()
+    for _ in range(_ATTEMPTS):
+        chain, read = _build_with(source, candidate, kept)
+        if read <= kept:
+            return chain
+        kept |= read
+    raise NotCuttable("what it does after its blocks depends on ever more of what came before")
+
+
+def _build_with(
+    source: _Source, candidate: Candidate, kept: frozenset[Wire]
+) -> tuple[Chain, frozenset[Wire]]:
+    """A chain that keeps ``kept`` for the epilogue, and what the epilogue reads in fact."""
     model, device = source.model, source.device
     with preserved(model, device):
         batch = clone_batch(source.batch)
-        record = record_forward(model, source.recipe, batch, device, candidate)
+        record = record_forward(model, source.recipe, batch, device, candidate, kept=kept)
     skeleton = Skeleton(
         model=model,
         recipe=source.recipe,
         device=device,
         blocks=record.blocks,
         prologue=record.prologue,
+        kept=kept,
         glue_free=_is_plain(model, candidate),
     )
     try:
@@ -107,32 +124,54 @@ def _build(source: _Source, candidate: Candidate) -> Chain:
         ) from error
 
 
-def _finish(source: _Source, skeleton: Skeleton, record: Record) -> Chain:
-    """Check the glue, and see which layer reads which parameter.
+def _finish(source: _Source, skeleton: Skeleton, record: Record) -> tuple[Chain, frozenset[Wire]]:
+    """Check the glue, and see which layer reads which parameter and the epilogue which wire.
 
     Raises:
         NotCuttable: the glue computes from the blocks' outputs.
     """
-    model, device = source.model, source.device
-    taint = Taint()
-    with preserved(model, device), torch.no_grad(), autocast(source.recipe, device), taint:
-        sheet, _ = run_prologue(skeleton, clone_batch(source.batch), taint)
-    _require_empty_caches(sheet)
+    sheet = _check_glue(source, skeleton)
     pairs = zip(sheet.calls, record.sheet.calls, strict=True)
     if not all(one.has_form_of(other) for one, other in pairs):
         raise NotCuttable("its forward calls the blocks otherwise when they are stand-ins")
     nobody = Owners(((),) * (len(record.blocks) + 2), ((),) * (len(record.blocks) + 2))
     chain = Chain(skeleton=skeleton, record=replace(record, sheet=sheet), owners=nobody)
-    return replace(chain, owners=_watch_uses(chain, source.batch))
+    uses, read = _watch(chain, source.batch)
+    return replace(chain, owners=find_owners(chain.model, record, uses)), read
 
 
-def _watch_uses(chain: Chain, batch: Batch) -> Owners:
-    """One forward, layer by layer, to see which parameters each layer reads."""
+def _check_glue(source: _Source, skeleton: Skeleton) -> CallSheet:
+    """The call sheet of a prologue run in which nothing is computed from a block's output.
+
+    Raises:
+        NotCuttable: something is; or a block is given a cache that is not empty.
+    """
+    model, device, taint = source.model, source.device, Taint()
+    with preserved(model, device), torch.no_grad(), autocast(source.recipe, device), taint:
+        sheet, _ = run_prologue(skeleton, clone_batch(source.batch), taint)
+    if taint.read:
+        layer = max(wire.layer for wire in taint.read)
+        raise NotCuttable(
+            "the forward reads a value of the output of block "
+            f"{skeleton.blocks[layer - 1].name!r} between blocks"
+        )
+    leaves = [leaf for call in sheet.calls for leaf in call.leaves]
+    caches = [leaf.value for leaf in leaves if isinstance(leaf, EmptyCache)]
+    filled = next((cache for cache in caches if cache.get_seq_length() != 0), None)
+    if filled is not None:
+        raise NotCuttable(f"its blocks are given a {type(filled).__name__} that is not empty")
+    return sheet
+
+
+def _watch(chain: Chain, batch: Batch) -> tuple[set[tuple[int, str]], frozenset[Wire]]:
+    """One forward, layer by layer: the parameters each layer reads, the epilogue's wires."""
     recorder = UseRecorder(dict(chain.model.named_parameters()))
+    taint = Taint()
     epilogue = chain.num_layers - 1
 
     def enter_epilogue() -> None:
         recorder.layer = epilogue
+        taint.noting = True
 
     with preserved(chain.model, chain.device), torch.no_grad():
         micro = chain.begin(clone_batch(batch))
@@ -143,10 +182,13 @@ def _watch_uses(chain: Chain, batch: Batch) -> Owners:
                 wires |= chain.forward(micro, layer, layer + 1, wires)
             alive = chain.live_wires(layer + 1, micro)
             wires = {wire: wires[wire] for wire in alive}
-        with autocast(chain.recipe, chain.device), recorder:
-            recorder.layer = None
-            chain.loss(micro, epilogue, wires, on_resume=enter_epilogue)
-    return find_owners(chain.model, chain.record, recorder.uses)
+        with autocast(chain.recipe, chain.device), recorder, taint:
+            recorder.layer = epilogue if chain.skeleton.kept else None
+            loss, output = chain.loss(
+                micro, epilogue, wires, on_resume=enter_epilogue, taint=taint
+            )
+    leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
+    return recorder.uses, frozenset(taint.read | taint.sources_of([loss, *leaves]))
 
 
 def clone_batch(batch: Batch) -> Batch:
@@ -158,15 +200,6 @@ def clone_batch(batch: Batch) -> Batch:
 def _is_plain(model: nn.Module, candidate: Candidate) -> bool:
     """Is there nothing between the blocks but plain nn.Sequential?"""
     return candidate.lists == ("",) and type(model) is nn.Sequential
-
-
-def _require_empty_caches(sheet: CallSheet) -> None:
-    """Raise NotCuttable if the forward starts with a cache that holds something."""
-    leaves = [leaf for call in sheet.calls for leaf in call.leaves]
-    caches = [leaf.value for leaf in leaves if isinstance(leaf, EmptyCache)]
-    filled = next((cache for cache in caches if cache.get_seq_length() != 0), None)
-    if filled is not None:
-        raise NotCuttable(f"its blocks are given a {type(filled).__name__} that is not empty")
 
 
 def configs_with_cache(model: nn.Module) -> list[Any]:

@@ -15,7 +15,7 @@ import copy
 import enum
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -37,7 +37,8 @@ class Wire:
     """A tensor between layers: the layer that makes it, and its place there.
 
     ``slot`` is ``out.<leaf>`` for a block's output, ``<block>.<leaf>`` for a tensor of the
-    prologue, after the argument leaf of the block that reads it first.
+    prologue, after the argument leaf of the block that reads it first; one that the epilogue
+    reads as well is named after the module that made it, ``<module>#<call>.<leaf>``.
     """
 
     layer: int
@@ -82,7 +83,6 @@ class Shape:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    device: torch.device
     like: int | None = None
     like_size: tuple[int, ...] = ()
 
@@ -96,7 +96,6 @@ class Shape:
             size=size,
             stride=tensor.stride(),
             dtype=tensor.dtype,
-            device=tensor.device,
             like=like,
             like_size=() if like is None else tuple(arguments[like].shape),
         )
@@ -116,7 +115,7 @@ class Shape:
                 followed[axis] = now[axis]
         return tuple(followed)
 
-    def stand_in(self, *, dense: bool = False) -> Tensor:
+    def stand_in(self, device: torch.device, *, dense: bool = False) -> Tensor:
         """A tensor of this shape over one element: NaN, so that a use of it is loud.
 
         Integers and booleans are zero. ``dense`` gives every element memory of its own, for
@@ -125,8 +124,8 @@ class Shape:
         floating = self.dtype.is_floating_point or self.dtype.is_complex
         fill: float | bool = float("nan") if floating else False
         if dense:
-            return torch.full(self.size, fill, dtype=self.dtype, device=self.device)
-        return torch.full((), fill, dtype=self.dtype, device=self.device).expand(self.size)
+            return torch.full(self.size, fill, dtype=self.dtype, device=device)
+        return torch.full((), fill, dtype=self.dtype, device=device).expand(self.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,19 +143,19 @@ class Template:
         )
         return Template(self.spec, leaves)
 
-    def stand_in(self, *, dense: bool = False) -> Any:
-        values = [
-            leaf.stand_in(dense=dense) if isinstance(leaf, Shape) else leaf.value
-            for leaf in self.leaves
-        ]
-        return pytree.tree_unflatten(values, self.spec)
+    def fill(
+        self, names: Sequence[Wire], real: Mapping[Wire, Tensor], stand_in: Callable[[Shape], Any]
+    ) -> Any:
+        """The output with real tensors where ``real`` has them, and stand-ins elsewhere.
 
-    def fill(self, tensors: Mapping[int, Tensor]) -> Any:
-        """The output with real tensors, given per leaf index."""
-        values = [
-            tensors[index] if isinstance(leaf, Shape) else leaf.value
-            for index, leaf in enumerate(self.leaves)
-        ]
+        ``names`` are the wires of the leaves.
+        """
+        values: list[Any] = []
+        for name, leaf in zip(names, self.leaves, strict=True):
+            if isinstance(leaf, Constant):
+                values.append(leaf.value)
+            else:
+                values.append(real[name] if name in real else stand_in(leaf))
         return pytree.tree_unflatten(values, self.spec)
 
 
@@ -196,12 +195,14 @@ class CallSheet:
     """All calls of one micro-batch, block 1 first, and what the epilogue needs to skip them.
 
     ``outputs`` are the blocks' outputs as templates; ``prologue`` what each stubbed module
-    of the prologue returned, call by call.
+    of the prologue returned, call by call. ``kept`` are wires from before the last block
+    that the epilogue reads besides that block's output.
     """
 
     calls: tuple[Call, ...]
     outputs: tuple[Template, ...]
     prologue: Mapping[str, tuple[Template, ...]]
+    kept: frozenset[Wire] = frozenset()
     last_reader: Mapping[Wire, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -210,6 +211,7 @@ class CallSheet:
             last.update((wire, block) for wire in call.wires)
         epilogue = len(self.calls) + 1
         last.update((wire, epilogue) for wire in output_wires(epilogue - 1, self.outputs[-1]))
+        last.update((wire, epilogue) for wire in self.kept)
         object.__setattr__(self, "last_reader", last)
 
     def live(self, boundary: int) -> tuple[Wire, ...]:
@@ -221,11 +223,19 @@ class CallSheet:
 
 def output_wires(layer: int, output: Template) -> tuple[Wire, ...]:
     """The wires a block's output consists of."""
-    return tuple(
-        Wire(layer, f"out.{index}")
-        for index, leaf in enumerate(output.leaves)
-        if isinstance(leaf, Shape)
-    )
+    names = leaf_wires(layer, output)
+    pairs = zip(names, output.leaves, strict=True)
+    return tuple(name for name, leaf in pairs if isinstance(leaf, Shape))
+
+
+def leaf_wires(layer: int, output: Template) -> tuple[Wire, ...]:
+    """The names of all leaves of a block's output."""
+    return tuple(Wire(layer, f"out.{index}") for index in range(len(output.leaves)))
+
+
+def module_wires(module: str, call: int, output: Template) -> tuple[Wire, ...]:
+    """The names of all leaves of what a module of the prologue returned."""
+    return tuple(Wire(0, f"{module}#{call}.{index}") for index in range(len(output.leaves)))
 
 
 def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
@@ -352,6 +362,15 @@ class CallWriter:
             if isinstance(leaf, Tensor):
                 self._remember(leaf, Wire(block, f"out.{index}"))
 
+    def write_module_output(
+        self, names: Sequence[Wire], output: Any, kept: frozenset[Wire]
+    ) -> None:
+        """Name what a module of the prologue returned, as far as the epilogue reads it."""
+        for name, leaf in zip(names, flatten(output)[0], strict=True):
+            if name in kept and isinstance(leaf, Tensor):
+                self.made[name] = leaf
+                self._remember(leaf, name)
+
     def _wire_of(self, tensor: Tensor, fresh: Wire) -> Wire:
         known = self._names.get(id(tensor))
         if known is not None:
@@ -364,6 +383,8 @@ class CallWriter:
         self._names[id(tensor)] = wire
         self.tensors[wire] = tensor
 
-    def sheet(self, prologue: Mapping[str, Iterable[Template]]) -> CallSheet:
-        kept = {name: tuple(templates) for name, templates in prologue.items()}
-        return CallSheet(tuple(self.calls), tuple(self.outputs), kept)
+    def sheet(
+        self, prologue: Mapping[str, Iterable[Template]], kept: frozenset[Wire]
+    ) -> CallSheet:
+        returned = {name: tuple(templates) for name, templates in prologue.items()}
+        return CallSheet(tuple(self.calls), tuple(self.outputs), returned, kept)

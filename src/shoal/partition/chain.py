@@ -8,7 +8,7 @@ loss. Between two shards nothing stays alive but the wires (see ``callsheet``).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from shoal.partition.callsheet import CallSheet, Constant, Shape, Wire, Wires, f
 from shoal.partition.glue import Skeleton, run_epilogue, run_prologue
 from shoal.partition.owners import Owners
 from shoal.partition.record import Record
+from shoal.partition.taint import Taint
 from shoal.recipe import Batch, Output, Recipe, compute_loss, model_inputs
 
 
@@ -129,10 +130,12 @@ class Chain:
         wires: Mapping[Wire, Tensor],
         *,
         on_resume: Callable[[], None] | None = None,
+        taint: Taint | None = None,
     ) -> tuple[Tensor, Output]:
         """Run layers from ``start`` to the end: the recipe's loss and the model's output.
 
-        ``on_resume`` is told when the blocks are done and the epilogue proper begins.
+        ``on_resume`` is told when the blocks are done and the epilogue proper begins; ``taint``
+        follows the stand-ins.
 
         Raises:
             TrialError: this batch makes the forward do other things than the pilot's did.
@@ -146,13 +149,13 @@ class Chain:
         last = len(self.skeleton.blocks)
         for layer in range(start, last + 1):
             self._run_block(sheet, layer, alive)
-        leaves = {
-            int(wire.slot.removeprefix("out.")): alive[wire] for wire in sheet.live(last + 1)
-        }
-        alive.clear()
-        real = sheet.outputs[-1].fill(leaves)
-        leaves.clear()
-        return run_epilogue(self.skeleton, sheet, micro.batch, real, on_resume)
+        return run_epilogue(
+            self.skeleton, sheet, micro.batch, alive, on_resume=on_resume, taint=taint
+        )
+
+    def on(self, device: torch.device) -> Chain:
+        """This chain for a model that has moved to ``device``."""
+        return replace(self, skeleton=replace(self.skeleton, device=device))
 
     def close(self) -> None:
         """Put back what was switched off on the model."""

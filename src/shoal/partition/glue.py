@@ -18,6 +18,7 @@ other modules that contain blocks fire in both runs.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -30,10 +31,14 @@ from shoal.core.errors import TrialError
 from shoal.partition.callsheet import (
     CallSheet,
     CallWriter,
+    Shape,
     Template,
+    Wire,
     Wires,
+    flatten,
+    leaf_wires,
+    module_wires,
     output_template,
-    tensors_in,
 )
 from shoal.partition.taint import Taint
 from shoal.recipe import Batch, Output, Recipe, compute_loss, model_inputs
@@ -55,8 +60,9 @@ class Block:
 class Skeleton:
     """A model seen as blocks in calling order, and the modules that run before them.
 
-    ``dense`` says that the glue changes stand-ins in place, so that they need memory;
-    ``glue_free`` that nothing between the blocks can look at them.
+    ``kept`` are the wires from before the last block that the epilogue reads. ``dense`` says
+    that the glue changes stand-ins in place, so that they need memory; ``glue_free`` that
+    nothing between the blocks can look at them.
     """
 
     model: nn.Module
@@ -64,8 +70,13 @@ class Skeleton:
     device: torch.device
     blocks: tuple[Block, ...]
     prologue: Mapping[str, nn.Module]
+    kept: frozenset[Wire] = frozenset()
     dense: bool = False
     glue_free: bool = False
+
+    def stand_in(self, shape: Shape) -> Tensor:
+        """A tensor of this shape and no values, on the skeleton's device."""
+        return shape.stand_in(self.device, dense=self.dense)
 
 
 class _Cut(BaseException):
@@ -139,10 +150,10 @@ class _Prologue:
             if position == len(self.skeleton.blocks) - 1:
                 self.writer.outputs.append(template)
                 raise _Cut
-            output = template.stand_in(dense=self.skeleton.dense)
+            names = leaf_wires(position + 1, template)
+            output = template.fill(names, {}, self.skeleton.stand_in)
             self.writer.write_output(template, output)
-            if self.taint is not None:
-                self.taint.mark(tensors_in(output), position)
+            _mark(self.taint, names, output, {})
             return output
 
         return stub
@@ -156,6 +167,8 @@ class _Prologue:
                 self.depth -= 1
             if self.depth == 0:
                 template = output_template(output, (), owner=f"module {name!r}")
+                names = module_wires(name, len(self.returned[name]), template)
+                self.writer.write_module_output(names, output, self.skeleton.kept)
                 self.returned[name].append(template)
             return output
 
@@ -178,7 +191,7 @@ def run_prologue(
             args, kwargs = model_inputs(skeleton.recipe, batch)
             skeleton.model(*args, **kwargs)
         except _Cut:
-            return run.writer.sheet(run.returned), run.writer.made
+            return run.writer.sheet(run.returned, skeleton.kept), run.writer.made
     raise TrialError(
         f"the forward called {len(run.writer.calls)} of the {len(skeleton.blocks)} blocks it "
         "called in the pilot. A model that skips blocks trains unsharded only."
@@ -189,19 +202,25 @@ class _Epilogue:
     """One run of the forward, skipped through to the end of its last block."""
 
     def __init__(
-        self, skeleton: Skeleton, sheet: CallSheet, real: Any, resume: Callable[[], None]
+        self,
+        skeleton: Skeleton,
+        sheet: CallSheet,
+        wires: Wires,
+        resume: Callable[[], None],
+        taint: Taint | None,
     ) -> None:
         self.skeleton = skeleton
         self.sheet = sheet
-        self.real = real
+        self.wires = wires
         self.resume = resume
+        self.taint = taint
         self.position = 0
         self.resumed = False
 
     def replacements(self) -> dict[nn.Module, Callable[..., Any]]:
         stubs = {block.module: self._stub(block.module) for block in self.skeleton.blocks}
         skips = {
-            module: self._skip(name, list(self.sheet.prologue[name]))
+            module: self._skip(name, self.sheet.prologue[name])
             for name, module in self.skeleton.prologue.items()
         }
         return {**skips, **stubs}
@@ -210,35 +229,48 @@ class _Epilogue:
         def stub(*args: Any, **kwargs: Any) -> Any:
             _expect(self.skeleton.blocks, self.position, module)
             self.position += 1
-            if self.position < len(self.skeleton.blocks):
-                return self.sheet.outputs[self.position - 1].stand_in(dense=self.skeleton.dense)
-            self.resumed = True
-            self.resume()
-            real, self.real = self.real, None
-            return real
+            template = self.sheet.outputs[self.position - 1]
+            is_last = self.position == len(self.skeleton.blocks)
+            if is_last:
+                self.resumed = True
+                self.resume()
+            output = self._fill(leaf_wires(self.position, template), template)
+            if is_last:
+                self.wires.clear()
+            return output
 
         return stub
 
-    def _skip(self, name: str, templates: list[Template]) -> Callable[..., Any]:
+    def _skip(self, name: str, templates: tuple[Template, ...]) -> Callable[..., Any]:
+        calls = itertools.count()
+
         def skip(*args: Any, **kwargs: Any) -> Any:
-            if not templates:
+            call = next(calls)
+            if call >= len(templates):
                 raise TrialError(
                     f"module {name!r} is called more often in the epilogue's run of the forward "
                     "than in the prologue's. Train this model unsharded."
                 )
-            return templates.pop(0).stand_in(dense=self.skeleton.dense)
+            return self._fill(module_wires(name, call, templates[call]), templates[call])
 
         return skip
+
+    def _fill(self, names: Sequence[Wire], template: Template) -> Any:
+        output = template.fill(names, self.wires, self.skeleton.stand_in)
+        _mark(self.taint, names, output, self.wires)
+        return output
 
 
 def run_epilogue(
     skeleton: Skeleton,
     sheet: CallSheet,
     batch: Batch,
-    real: Any,
+    wires: Wires,
+    *,
     on_resume: Callable[[], None] | None = None,
+    taint: Taint | None = None,
 ) -> tuple[Tensor, Output]:
-    """Loss and output, from ``real``, what the last block returned.
+    """Loss and output, from the wires alive at the epilogue; takes them out of ``wires``.
 
     What is drawn while skipping does not count: the random state on return is as if
     only the part after the last block had run. ``on_resume`` is told when that begins.
@@ -254,9 +286,8 @@ def run_epilogue(
         if on_resume is not None:
             on_resume()
 
-    run = _Epilogue(skeleton, sheet, real, resume)
+    run = _Epilogue(skeleton, sheet, wires, resume, taint)
     calls = ReplacedCalls(run.replacements())
-    del real  # the run gives it away, so that the head may free it
     with calls:
         args, kwargs = model_inputs(skeleton.recipe, batch)
         output = skeleton.model(*args, **kwargs)
@@ -266,6 +297,17 @@ def run_epilogue(
             "this model unsharded."
         )
     return compute_loss(skeleton.recipe, output, batch), output
+
+
+def _mark(
+    taint: Taint | None, names: Sequence[Wire], output: Any, real: Mapping[Wire, Tensor]
+) -> None:
+    """Tell ``taint`` which leaves of an output are stand-ins."""
+    if taint is None:
+        return
+    for name, leaf in zip(names, flatten(output)[0], strict=True):
+        if isinstance(leaf, Tensor) and name not in real:
+            taint.mark(leaf, name)
 
 
 def _expect(blocks: Sequence[Block], position: int, module: nn.Module) -> Block:

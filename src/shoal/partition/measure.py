@@ -58,7 +58,8 @@ def measure_layers(
 
     ``state_bytes`` are the aligned bytes of each parameter's optimizer state. Of layers
     that are alike only the first is measured. Seconds of a step are not known here: 0.
-    Buffers, gradients and random state are afterwards as before.
+    Buffers, gradients and random state are afterwards as before, not parameters that a
+    forward writes to.
     """
     costs = _measure(chain, batch, every_layer(chain), clock)
     return tuple(
@@ -125,7 +126,7 @@ def _measure(
     chain: Chain, batch: Batch, ranges: Ranges, clock: Callable[[], float]
 ) -> list[_Cost]:
     """The cost of each range, in order; of ranges that are alike the first is measured."""
-    with preserved(chain.model, chain.device):
+    with preserved(chain.model, chain.device, guard_parameters=False):
         micro = chain.begin(clone_batch(batch))
         forwards, visits = _measure_forwards(chain, micro, ranges, clock)
         kinds = [_kind(chain, micro, span, visits) for span in ranges]

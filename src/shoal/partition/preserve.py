@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.partition.callsheet import storage_key, tensors_in
 from shoal.rng import capture_rng, restore_rng
 
 
 @contextmanager
-def preserved(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Random state, buffers and gradients are afterwards what they are now.
+def preserved(
+    model: nn.Module, device: torch.device, *, guard_parameters: bool = True
+) -> Iterator[None]:
+    """Random state, buffers, gradients and parameters are afterwards what they are now.
 
-    Inside, every ``.grad`` starts as None. Parameters are the caller's promise.
+    Inside, every ``.grad`` starts as None. A parameter is copied when something is about to
+    write to it (``Embedding(max_norm=...)`` does); watching for that slows operators down, so
+    what is to be timed runs without ``guard_parameters``.
     """
+    with _WriteGuard(model) if guard_parameters else nullcontext(), _rest_preserved(model, device):
+        yield
+
+
+@contextmanager
+def _rest_preserved(model: nn.Module, device: torch.device) -> Iterator[None]:
     rng = capture_rng(device)
     buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
     grads = [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -35,6 +48,30 @@ def preserved(model: nn.Module, device: torch.device) -> Iterator[None]:
         for parameter, grad in grads:
             parameter.grad = grad
         restore_rng(rng, device)
+
+
+class _WriteGuard(TorchDispatchMode):
+    """Copies a parameter before the first operator that writes to it; puts it back at the end."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._parameters = {storage_key(p): p for p in model.parameters()}
+        self._saved: list[tuple[nn.Parameter, Tensor]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func._schema.is_mutable:
+            for tensor in tensors_in((args, kwargs)):
+                parameter = self._parameters.pop(storage_key(tensor), None)
+                if parameter is not None:
+                    self._saved.append((parameter, parameter.detach().clone()))
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        for parameter, values in self._saved:
+            _copy(parameter, values)
 
 
 def drop_gradients(model: nn.Module) -> None:

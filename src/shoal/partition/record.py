@@ -15,6 +15,7 @@ from shoal.partition.callsheet import (
     Wire,
     argument_name,
     flatten,
+    module_wires,
     output_template,
     output_wires,
     storage_key,
@@ -43,16 +44,23 @@ class Record:
 
 
 def record_forward(
-    model: nn.Module, recipe: Recipe, batch: Batch, device: torch.device, candidate: Candidate
+    model: nn.Module,
+    recipe: Recipe,
+    batch: Batch,
+    device: torch.device,
+    candidate: Candidate,
+    *,
+    kept: frozenset[Wire] = frozenset(),
 ) -> Record:
     """Run the model once, with gradients, and write down what a chain must know.
 
-    Buffers and random state change as in any forward.
+    ``kept`` are wires of the prologue or the blocks that the epilogue is known to
+    read. Buffers and random state change as in any forward.
 
     Raises:
         NotCuttable: the forward does something that no chain of these blocks could do.
     """
-    spy = _Spy(model, candidate, device)
+    spy = _Spy(model, candidate, device, kept)
     with torch.enable_grad(), autocast(recipe, device), ReplacedCalls(spy.replacements()):
         spy.ambient = spy.mode()
         args, kwargs = model_inputs(recipe, batch)
@@ -62,7 +70,14 @@ def record_forward(
 
 
 class _Spy:
-    def __init__(self, model: nn.Module, candidate: Candidate, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        candidate: Candidate,
+        device: torch.device,
+        kept: frozenset[Wire],
+    ) -> None:
+        self.kept = kept
         self.model = model
         self.device = device
         self.ancestors = ancestors_of(model, iter(candidate.blocks))
@@ -100,12 +115,23 @@ class _Spy:
             try:
                 if module in self.names:
                     return self._call_block(module, call, args, kwargs)
-                self.outside.append((len(self.blocks), name, module))
-                return call(*args, **kwargs)
+                return self._call_outside(name, module, call, args, kwargs)
             finally:
                 self.depth -= 1
 
         return spied
+
+    def _call_outside(
+        self, name: str, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        number = sum(1 for _, other, _ in self.outside if other == name)
+        self.outside.append((len(self.blocks), name, module))
+        output = call(*args, **kwargs)
+        if self.kept:
+            template = output_template(output, (), owner=f"module {name!r}")
+            names = module_wires(name, number, template)
+            self.writer.write_module_output(names, output, self.kept)
+        return output
 
     def _call_block(
         self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
@@ -152,7 +178,8 @@ class _Spy:
             )
         last = len(self.blocks)
         self._note_gradients(output_wires(last, self.writer.outputs[-1]))
-        sheet = self.writer.sheet({})
+        self._note_gradients(tuple(self.kept))
+        sheet = self.writer.sheet({}, self.kept)
         return Record(
             blocks=tuple(self.blocks),
             sheet=sheet,

@@ -1,58 +1,62 @@
-"""Finds computation between blocks: tensors made from a block's output outside of any block."""
+"""Follows the values of stand-ins through a forward: who computes from them, who reads them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.partition.callsheet import argument_name, flatten, storage_key, tensors_in
+from shoal.partition.callsheet import Wire, argument_name, flatten, storage_key, tensors_in
 from shoal.partition.discover import NotCuttable
 
 if TYPE_CHECKING:
     from shoal.partition.glue import Block
 
 _READS = ("aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::is_nonzero")
+_NOTHING: frozenset[Wire] = frozenset()
 
 
 class Taint(TorchDispatchMode):
-    """Follows the stand-ins of block outputs through the operators of a prologue run.
+    """Marks storages with the wires they were computed from.
 
-    A storage is tainted with the position of the block it stems from. The tensors are kept
-    alive, so that a storage's address means one storage.
+    ``read`` are the wires whose values reached Python, or any operator while ``noting``. The
+    tensors are kept alive, so that a storage's address means one storage.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self._source: dict[int, int] = {}
+        self.read: set[Wire] = set()
+        self.noting = False
+        self._sources: dict[int, frozenset[Wire]] = {}
         self._stand_ins: set[int] = set()
-        self._mutated: dict[int, int] = {}
+        self._changed: set[int] = set()
         self._alive: list[Tensor] = []
 
-    def mark(self, tensors: Sequence[Tensor], position: int) -> None:
-        """``tensors`` are the stand-ins of the output of the block at ``position``."""
-        for tensor in tensors:
-            self._taint(tensor, position)
-            self._stand_ins.add(id(tensor))
+    def mark(self, tensor: Tensor, wire: Wire) -> None:
+        """``tensor`` stands in for ``wire``."""
+        self._spread(tensor, frozenset({wire}))
+        self._stand_ins.add(id(tensor))
+
+    def sources_of(self, tensors: Iterable[Tensor]) -> frozenset[Wire]:
+        """The wires that any of ``tensors`` was computed from."""
+        found = (self._sources.get(storage_key(tensor), _NOTHING) for tensor in tensors)
+        return _NOTHING.union(*found)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         inputs = tensors_in((args, kwargs))
-        sources = [self._source[key] for key in map(storage_key, inputs) if key in self._source]
-        if sources and func.name() in _READS:
-            raise NotCuttable(
-                f"the forward reads a value of the output of block number {max(sources) + 1} "
-                "between blocks"
-            )
+        sources = self.sources_of(inputs)
+        if sources and (self.noting or func.name() in _READS):
+            self.read |= sources
         output = func(*args, **(kwargs or {}))
         if sources:
             for tensor in tensors_in(output):
-                self._taint(tensor, max(sources))
-            if func._schema.is_mutable and inputs and storage_key(inputs[0]) in self._source:
-                self._mutated[storage_key(inputs[0])] = max(sources)
+                self._spread(tensor, sources)
+            if func._schema.is_mutable:
+                self._changed.update(storage_key(t) for t in tensors_in(output))
         return output
 
     def check_arguments(
@@ -63,25 +67,23 @@ class Taint(TorchDispatchMode):
         blocks: Sequence[Block],
         position: int,
     ) -> None:
-        """Refuse an argument that was computed from a block's output outside of the block.
+        """Refuse an argument that was computed from a block's output outside of any block.
 
         Raises:
             NotCuttable: names the argument and the two blocks.
         """
         for index, leaf in enumerate(flatten((args, kwargs))[0]):
-            if not isinstance(leaf, Tensor):
-                continue
-            key = storage_key(leaf)
-            changed = key in self._mutated
-            if changed or (key in self._source and id(leaf) not in self._stand_ins):
-                source = self._mutated.get(key, self._source.get(key, 0))
+            sources = self.sources_of([leaf]) if isinstance(leaf, Tensor) else _NOTHING
+            untouched = id(leaf) in self._stand_ins and storage_key(leaf) not in self._changed
+            if sources and not untouched:
+                source = max(wire.layer for wire in sources)
                 name = argument_name(module, args, kwargs, index)
                 raise NotCuttable(
                     f"the forward computes argument {name!r} of block {blocks[position].name!r} "
-                    f"from the output of block {blocks[source].name!r}, outside of both"
+                    f"from the output of block {blocks[source - 1].name!r}, outside of both"
                 )
 
-    def _taint(self, tensor: Tensor, position: int) -> None:
+    def _spread(self, tensor: Tensor, sources: frozenset[Wire]) -> None:
         key = storage_key(tensor)
-        self._source[key] = max(position, self._source.get(key, position))
+        self._sources[key] = self._sources.get(key, _NOTHING) | sources
         self._alive.append(tensor)

@@ -131,6 +131,23 @@ class Binding:
         optimizer makes or replaces is copied to its place.
         """
         self.bind(shard, placed)
+        self._step(shard, placed, grads)
+
+    def step_on_host(self, shard: int, host: Placed, grads: Mapping[str, Tensor]) -> None:
+        """Step one evicted shard on its host copies, and poison it again.
+
+        On a thread of its own, beside units of other shards: it touches only what this shard
+        steps, and of a borrowed parameter nothing.
+        """
+        for name in self._stepped[shard]:
+            self.params[name].data = host.params[name]
+            if name in self.stateful:
+                self.optimizer.state[self.params[name]].update(host.states.get(name, {}))
+        self._step(shard, host, grads)
+        for name in self._stepped[shard]:
+            self.params[name].data = self.poison[name]
+
+    def _step(self, shard: int, placed: Placed, grads: Mapping[str, Tensor]) -> None:
         names = self._stepped[shard]
         for name in names:
             self.params[name].grad = grads.get(name)

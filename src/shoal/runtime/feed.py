@@ -76,6 +76,14 @@ class Feed:
         )
         return batch
 
+    def is_at(self, position: Position) -> bool:
+        """Whether the next batch is the one after ``position``."""
+        here = self.position
+        if position.epoch_rng is None:
+            return self._iterator is None and here.epoch == position.epoch and here.batch == 0
+        same = (here.epoch, here.batch) == (position.epoch, position.batch)
+        return same and self._iterator is not None
+
     def close(self) -> None:
         """End the iterator, and with it the loader processes it may have."""
         self._iterator = None

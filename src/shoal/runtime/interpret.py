@@ -458,8 +458,7 @@ class Seat:
             grads = {name: grad for name, grad in host.grads.items() if name in names}
             if clip is not None and grads:
                 torch._foreach_mul_(list(grads.values()), clip.cpu())
-            binding.step(shard, host, grads)
-            binding.evict(shard, host)
+            binding.step_on_host(shard, host, grads)
 
         event = self._submit("host", action, work, after, 0)
         self._written[shard] = event

@@ -82,6 +82,7 @@ class Session:
         self.on_evaluated: Callable[[dict[str, float]], None] = lambda metrics: None
         self.evaluated_at = -1
         self.epoch_number = 1  # of the last batch that was trained on, counted from 1
+        self.units: Any = None  # Units, once placed
         self.model.train()
 
     def place(self, layout: TrialLayout, region: Region, *, fresh: bool) -> None:
@@ -90,7 +91,8 @@ class Session:
         A fresh trial's initial values are written there; otherwise they are there.
         """
         self.layout, self.region = layout, region
-        self.units: Units = self._units()
+        if self.units is None:
+            self.units = self._units()
         owned = [[f.spec.name for f in shard.param.fields] for shard in layout.shards]
         self.binding = Binding(self.model, self.optimizer, owned, self.device)
         if fresh:
@@ -171,7 +173,7 @@ class Session:
         self.binding.restore_groups(progress.groups)
         if self.schedule and progress.schedule is not None:
             self.schedule.load_state_dict(progress.schedule)
-        if self.feed.position != progress.position or self.step == 0:
+        if not self.feed.is_at(progress.position):
             self.feed.seek(progress.position)
         self.rng = progress.rng
 

@@ -8,8 +8,10 @@ from pathlib import Path
 import shoal.study
 from shoal.core.units import format_seconds
 from shoal.demo import (
+    CONTEXT,
     DEVICE_MEMORY,
     DEVICES,
+    WINDOWS,
     Sample,
     make_hardware,
     make_study,
@@ -19,8 +21,12 @@ from shoal.demo import (
 )
 from shoal.examples.gpt import GPT
 from shoal.observe import jsonl, write_gantt, write_trace
+from shoal.observe.snapshot import Snapshot
+from shoal.study import Study
 from shoal.ui.show import best_trial, read_snapshot, study_record, trial_record
 from shoal.ui.train import describe_ending, ending_code
+
+TRACE, CHART = "trace.json", "gantt.svg"
 
 
 def run_demo(minutes: float, directory: str, *, as_json: bool) -> int:
@@ -33,42 +39,48 @@ def run_demo(minutes: float, directory: str, *, as_json: bool) -> int:
     if removed is not None:
         print(f"replacing the earlier demo in {removed}", file=sys.stderr)
     study = make_study(steps, directory)
-    print(
-        f"8 GPTs of 39 to 57 MiB of training state on {DEVICES} devices of {DEVICE_MEMORY} each, "
-        f"{steps} steps of 256 bytes",
-        file=sys.stderr,
-    )
+    print(_introduction(study, steps), file=sys.stderr)
     study.run(hardware=make_hardware())
     place = study.directory
     snapshot = read_snapshot(place, with_actions=True)
     if snapshot.steps_done:  # else every trial failed before its first one
-        write_trace(place, place / "trace.json")
-        write_gantt(place, place / "gantt.svg")
+        write_trace(place, place / TRACE)
+        write_gantt(place, place / CHART)
     sample = _sample(place) if best_trial(snapshot) else None
-    if as_json:
-        record = study_record(place, snapshot)
-        record["trials"] = [trial_record(row) for row in snapshot.trials]
-        record["sample"] = sample.text if sample else None
-        print(jsonl.dumps(record))
-    else:
-        print(describe_ending(snapshot, place))
-        if snapshot.steps_done:
-            print(_where(place))
-        if sample:
-            print(describe_sample(sample))
-        print(f"\n{format_seconds(snapshot.seconds)} in all. Is it the same as training alone?")
-        print("next      shoal verify   trains two of these models again with plain PyTorch, and")
-        print(
-            "                         compares weights, optimizer state and random numbers bitwise"
-        )
+    print(_record(snapshot, place, sample) if as_json else _text(snapshot, place, sample))
     return ending_code(snapshot)
 
 
-def _where(place: Path) -> str:
+def _introduction(study: Study, steps: int) -> str:
+    return (
+        f"{len(study.trials)} GPTs of 39 to 57 MiB of training state on {DEVICES} devices of "
+        f"{DEVICE_MEMORY} each, {steps} steps of {WINDOWS * CONTEXT} bytes"
+    )
+
+
+def _record(snapshot: Snapshot, place: Path, sample: Sample | None) -> str:
+    record = study_record(place, snapshot)
+    record["trials"] = [trial_record(row) for row in snapshot.trials]
+    record["sample"] = sample.text if sample else None
+    return jsonl.dumps(record, indent=2)
+
+
+def _text(snapshot: Snapshot, place: Path, sample: Sample | None) -> str:
+    parts = [describe_ending(snapshot, place)]
+    if snapshot.steps_done:
+        parts.append(f"timeline  {place / TRACE}  (open it at https://ui.perfetto.dev)")
+        parts.append(f"chart     {place / CHART}  (open it in a browser)")
+    if sample:
+        parts.append(describe_sample(sample))
+    where = "" if place.parent == Path("runs") else f" {place}"
     return "\n".join(
         [
-            f"timeline  {place / 'trace.json'}  (open it at https://ui.perfetto.dev)",
-            f"chart     {place / 'gantt.svg'}  (open it in a browser)",
+            *parts,
+            "",
+            f"{format_seconds(snapshot.seconds)} in all. Is it what training alone would have "
+            "given? Next:",
+            f"  shoal verify{where}   (or make verify) trains two of these again with plain",
+            "  PyTorch and compares weights, optimizer state and random numbers, every bit",
         ]
     )
 
