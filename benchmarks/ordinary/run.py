@@ -1,6 +1,6 @@
 """One resident trial, no tricks: shoal beside a hand-written PyTorch loop.
 
-    python benchmarks/ordinary/run.py [--rounds 5] [--json FILE]
+python benchmarks/ordinary/run.py [--rounds 5] [--json FILE]
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import common  # noqa: E402
-
-import shoal  # noqa: E402
-from shoal.core.event import Event, StepFinished  # noqa: E402
+import common
+import shoal
+from shoal.core.event import Event, StepFinished
 
 WARM_UP = 10
 STEPS = {"mlp": 400, "gpt": 60}

@@ -23,12 +23,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import common  # noqa: E402
-
-import shoal  # noqa: E402
-from shoal.core.event import ActionFinished, Event, PeakMeasured, StepFinished  # noqa: E402
-from shoal.core.plan import Plan, Spilled  # noqa: E402
-from shoal.examples.gpt import GPT  # noqa: E402
+import common
+import shoal
+from shoal.core.event import ActionFinished, Event, PeakMeasured, StepFinished
+from shoal.core.plan import Plan, Spilled
+from shoal.examples.gpt import GPT
 
 WIDTH, DEPTH, HEADS, CONTEXT, BATCH = 256, 16, 4, 128, 8  # 1024 tokens a step
 STEPS, WARM_UP = 8, 2

@@ -358,7 +358,7 @@ def open_device(spec: DeviceSpec) -> Device:
         return VirtualDevice(spec)
     if not torch.cuda.is_available():
         raise SpecError(
-            f"device {spec.name} was asked for, but torch {torch.__version__} sees no GPU. Install "
-            "a CUDA build of torch, or use --devices cpu:2."
+            f"device {spec.name} was asked for, but torch {torch.__version__} sees no GPU. "
+            "Install a CUDA build of torch, or use --devices cpu:2."
         )
     return CudaDevice(spec)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shoal.core import event as events
 from shoal.core.errors import WorkerError
 from shoal.core.plan import Job, Plan, Spilled
+from shoal.core.spec import TrialSpec
 from shoal.memory.layout import TrialLayout
 from shoal.memory.store import create_region
 from shoal.planning import Planned
@@ -279,22 +280,29 @@ class Execution:
             self._sink(events.TrialMoved(time=now, trial=trial, device=device, step=state.step))
 
 
-def planned_events(plan: Plan, totals: Mapping[int, int | None]) -> list[events.Event]:
-    """One TrialPlanned for each job."""
-    return [
-        events.TrialPlanned(
-            time=time.time(),
-            trial=job.trial,
-            hp=dict(job.hp),
-            seed=job.seed,
-            technique=type(job.technique).__name__,
-            shards=len(job.shards) if isinstance(job.technique, Spilled) else 1,
-            steps=totals[job.trial],
-            peak_bytes=job.peak_bytes,
-            numerics=dict(job.numerics),
-        )
-        for job in plan.jobs
-    ]
+def planned_events(
+    planned: Planned, trials: Iterable[TrialSpec], totals: Mapping[int, int | None]
+) -> list[events.Event]:
+    """One TrialPlanned for each trial, also for those that cannot be built."""
+    jobs = {job.trial: job for job in planned.plan.jobs}
+    return [_planned(trial, jobs.get(trial.number), totals) for trial in trials]
+
+
+def _planned(
+    trial: TrialSpec, job: Job | None, totals: Mapping[int, int | None]
+) -> events.TrialPlanned:
+    spilled = job is not None and isinstance(job.technique, Spilled)
+    return events.TrialPlanned(
+        time=time.time(),
+        trial=trial.number,
+        hp=dict(trial.hp),
+        seed=trial.seed,
+        technique=type(job.technique).__name__ if job else "",
+        shards=len(job.shards) if job and spilled else 1,
+        steps=totals.get(trial.number),
+        peak_bytes=job.peak_bytes if job else 0,
+        numerics=dict(job.numerics) if job else {},
+    )
 
 
 def predict_seconds(plan: Plan, totals: Mapping[int, int | None]) -> float:

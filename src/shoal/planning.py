@@ -203,8 +203,9 @@ class Planner:
         forced = self._request.technique
         if isinstance(forced, Spilled) and forced.shards not in (None, 1):
             raise PlanError(
-                f"trial {trial.number} was asked to train in {forced.shards} shards, but its model "
-                f"cannot be cut: {'; '.join(measured.measure.notes)}. Use technique='resident'."
+                f"trial {trial.number} was asked to train in {forced.shards} shards, but its "
+                f"model cannot be cut: {'; '.join(measured.measure.notes)}. "
+                "Use technique='resident'."
             )
         if whole.total > self._budget:
             raise refuse(trial, measured.measure, self._budget)
@@ -267,7 +268,8 @@ class Planner:
             share = "two trials share the device" if active == 2 else "it fits the device"
             reasons.append(f"{technique.shards} shards are the fewest with which {share}")
         reasons.append(
-            f"the step on the {technique.optimizer} moves {format_bytes(choice.moved_bytes)} a step"
+            f"the step on the {technique.optimizer} moves "
+            f"{format_bytes(choice.moved_bytes)} a step"
             + ("" if forced else ", the least of what fits")
         )
         hides = "the other trial's units" if active == 2 else "the unit before"

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import SpecError
-from shoal.core.spec import HyperParameters, Scalar
+from shoal.core.spec import HyperParameters as HyperParameters
+from shoal.core.spec import Scalar
 
 Batch = Any
 Output = Any

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.core.errors import SpecError
-from shoal.core.spec import Scalar
+from shoal.core.spec import HyperParameters, Scalar
 from shoal.core.units import format_bytes, format_seconds
 from shoal.observe import jsonl
 from shoal.observe.log import EVENTS, read_events
 from shoal.observe.rows import TrialRow, TrialState, metric_rank
 from shoal.observe.snapshot import Snapshot
-from shoal.recipe import HyperParameters, Recipe
+from shoal.recipe import Recipe
 from shoal.source import load_study
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ def capture_rng(device: torch.device | None = None) -> RngState:
         torch.get_rng_state(),
         random.getstate(),
         np.random.get_state(),  # type: ignore[arg-type]  # legacy=True gives the tuple
-        torch.cuda.get_rng_state(device) if on_gpu else None,
+        torch.cuda.get_rng_state(device) if on_gpu and device else None,
     )
 
 

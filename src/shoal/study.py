@@ -86,7 +86,8 @@ class Study:
     ) -> None:
         if not isinstance(name, str) or not _NAME.fullmatch(name) or set(name) == {"."}:
             raise SpecError(
-                f"a study's name is 1 to 64 characters of a-z, 0-9, '.', '_' and '-', got {name!r}."
+                "a study's name is 1 to 64 characters of a-z, 0-9, '.', '_' and '-', got "
+                f"{name!r}."
             )
         if not isinstance(recipe, Recipe):
             raise SpecError(f"recipe is a shoal.Recipe, got {type(recipe).__name__}")
@@ -102,7 +103,8 @@ class Study:
             raise SpecError(f"mode is 'min' or 'max', got {mode!r}")
         if pruner is not None:
             raise SpecError(
-                f"pruner={pruner!r} cannot be used yet: every trial trains to its end. Leave it out."
+                f"pruner={pruner!r} cannot be used yet: every trial trains to its end. Leave it "
+                "out."
             )
         known = {"train_loss", "valid_loss", *(f"valid_{name}" for name in recipe.metrics)}
         if metric not in known:
@@ -131,7 +133,7 @@ class Study:
         """
         with ExitStack() as stack:
             pool = workers or stack.enter_context(WorkerPool())
-            planned = self._plan(pool, self._devices(hardware), _technique(technique))
+            planned = self._plan(pool, self._hardware(hardware), _technique(technique))
             pool.release()
         return planned.plan
 
@@ -165,7 +167,8 @@ class Study:
         Raises:
             SpecError, PlanError: before anything is trained.
         """
-        devices = self._devices(hardware)
+        chosen = self._hardware(hardware)
+        devices = chosen.devices
         self._claim_directory(overwrite)
         began = time.time()
         with ExitStack() as stack:
@@ -175,9 +178,8 @@ class Study:
             sink.write(self._started(devices, began))
             settings = self._settings(checkpoint_every_s, timeline)
             try:
-                finished, failed = self._execute(
-                    pool, devices, _technique(technique), settings, sink
-                )
+                planned = self._plan(pool, chosen, _technique(technique), settings)
+                finished, failed = self._execute(pool, planned, settings, sink)
             except BaseException as error:
                 pool.discard()
                 stopped = f"{type(error).__name__}: {error}".strip(": ")
@@ -196,14 +198,12 @@ class Study:
     def _execute(
         self,
         pool: WorkerPool,
-        devices: Sequence[DeviceSpec],
-        technique: Technique | None,
+        planned: Planned,
         settings: Settings,
         sink: _Sinks,
     ) -> tuple[int, int]:
-        planned = self._plan(pool, devices, technique, settings)
         (self.directory / "plan.json").write_text(planned.plan.to_json())
-        for event in planned_events(planned.plan, total_steps(planned, settings)):
+        for event in planned_events(planned, self.trials, total_steps(planned, settings)):
             sink.write(event)
         recipe = pack_recipe(self.recipe)
         return Execution(planned, pool, recipe, settings, sink.write).run()
@@ -211,14 +211,15 @@ class Study:
     def _plan(
         self,
         pool: WorkerPool,
-        devices: Sequence[DeviceSpec],
+        hardware: Hardware,
         technique: Technique | None,
         settings: Settings | None = None,
     ) -> Planned:
         settings = settings or self._settings(60.0, False)
-        pool.configure(devices, pack_recipe(self.recipe), settings)
-        planner = Planner(self.name, pool, devices, self.recipe, technique)
+        pool.configure(hardware.devices, pack_recipe(self.recipe), settings)
+        planner = Planner(self.name, pool, hardware.devices, self.recipe, technique)
         planned = planner.plan(self.trials)
+        _check_host_memory(planned.plan, hardware.host_memory)
         seconds = predict_seconds(planned.plan, total_steps(planned, settings))
         plan = with_seconds(planned.plan, seconds)
         return Planned(
@@ -228,11 +229,11 @@ class Study:
             failures=planned.failures,
         )
 
-    def _devices(self, hardware: Hardware | None) -> tuple[DeviceSpec, ...]:
+    def _hardware(self, hardware: Hardware | None) -> Hardware:
         chosen = hardware or Hardware.detect()
         if not isinstance(chosen, Hardware):
             raise SpecError(f"hardware is a shoal.Hardware, got {type(chosen).__name__}")
-        return chosen.fewer_trials(len(self.trials)).devices
+        return chosen.fewer_trials(len(self.trials))
 
     def _settings(self, checkpoint_every_s: float, timeline: bool) -> Settings:
         return Settings(
@@ -287,7 +288,7 @@ class Study:
             if not overwrite:
                 whose = "this study's results" if theirs == mine else _difference(theirs, mine)
                 raise SpecError(
-                    f"{path} already holds {whose}. Read them with shoal.open({str(path)!r}), pass "
+                    f"{path} already holds {whose}. Read it with shoal.open({str(path)!r}), pass "
                     "overwrite=True (--overwrite) to replace them, or choose another name."
                 )
             shutil.rmtree(path)
@@ -391,6 +392,19 @@ def _progress(stack: ExitStack, wanted: bool) -> list[Callback]:
     from shoal.ui.dashboard import make_screen  # the one arrow up: a screen is the default
 
     return [stack.enter_context(make_screen())]
+
+
+def _check_host_memory(plan: Plan, budget: int | None) -> None:
+    """Every trial's state lives on the host while the study runs; refuse what cannot fit."""
+    needed = sum(job.host_bytes for job in plan.jobs)
+    if budget is not None and needed > budget:
+        largest = max(plan.jobs, key=lambda job: job.host_bytes)
+        raise PlanError(
+            f"{len(plan.jobs)} trials keep {format_bytes(needed)} of state on the host, of "
+            f"{format_bytes(budget)} that it may use; the largest is trial {largest.trial} with "
+            f"{format_bytes(largest.host_bytes)}. Run fewer trials in one study, or give "
+            "host_memory= more."
+        )
 
 
 def _ended(began: float, finished: int, failed: int, stopped: str) -> events.StudyFinished:

@@ -23,12 +23,11 @@ from torch import Tensor, nn
 
 from shoal.core.errors import SpecError, TrialError
 from shoal.core.plan import Job, Resident
-from shoal.core.spec import DeviceSpec, LayerMeasure, Place, ShardSpec
+from shoal.core.spec import DeviceSpec, HyperParameters, LayerMeasure, Place, ShardSpec
 from shoal.core.units import Bytes, Seconds
 from shoal.recipe import (
     HP,
     Batch,
-    HyperParameters,
     Recipe,
     autocast,
     build_optimizer,
@@ -182,7 +181,7 @@ def backward_group(
         with autocast(recipe, device):
             arguments, keywords = model_inputs(recipe, batch)
             loss = compute_loss(recipe, model(*arguments, **keywords), batch)
-        (loss / recipe.accumulate).backward()  # type: ignore[no-untyped-call]  # torch's own
+        (loss / recipe.accumulate).backward()  # torch's own
         total, count = total + float(loss.detach()), count + 1
     return total / count
 

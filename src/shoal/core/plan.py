@@ -131,8 +131,8 @@ def _explain_job(job: Job) -> list[str]:
     lines.append("    " + ", ".join(f"{k} {format_bytes(v)}" for k, v in total.items() if v))
     lines.append(
         f"    on the device: {format_bytes(job.held_bytes)} held + "
-        f"{format_bytes(job.unit_bytes)} inside a unit = {format_bytes(job.peak_bytes)} at the peak; "
-        f"on the host {format_bytes(job.host_bytes)}; {format_seconds(job.step_s)} a step"
+        f"{format_bytes(job.unit_bytes)} inside a unit = {format_bytes(job.peak_bytes)} at the "
+        f"peak; on the host {format_bytes(job.host_bytes)}; {format_seconds(job.step_s)} a step"
     )
     lines += [f"    because {reason}" for reason in job.why]
     lines.append("    numerics: " + ", ".join(f"{k}={v}" for k, v in job.numerics.items()))

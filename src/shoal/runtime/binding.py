@@ -187,9 +187,9 @@ class Binding:
                 continue
             if place is None or place.shape != value.shape or place.dtype != value.dtype:
                 raise TrialError(
-                    f"the optimizer made state {key!r} of shape {tuple(value.shape)} for {name!r}, "
-                    "which it did not have when it was measured. An optimizer whose state changes "
-                    "its shape cannot be kept in a flat store; use another one."
+                    f"the optimizer made state {key!r} of shape {tuple(value.shape)} for "
+                    f"{name!r}, which it did not have when it was measured. An optimizer whose "
+                    "state changes its shape cannot be kept in a flat store; use another one."
                 )
             place.copy_(value)
             state[key] = place

@@ -20,8 +20,8 @@ from shoal.core.plan import Resident, Spilled
 from shoal.core.seams import Candidate
 from shoal.core.units import Bytes
 from shoal.device import Device
-from shoal.memory.ledger import Ledger
 from shoal.memory.layout import slot_parts, slot_size
+from shoal.memory.ledger import Ledger
 from shoal.memory.store import Region
 from shoal.recipe import Recipe
 from shoal.rng import capture_rng, restore_rng

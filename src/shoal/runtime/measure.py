@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import ShoalError, SpecError
-from shoal.core.spec import JobMeasure, LayerMeasure, ShardSpec, TrialSpec
+from shoal.core.spec import HyperParameters, JobMeasure, LayerMeasure, ShardSpec, TrialSpec
 from shoal.core.units import Bytes, Seconds, round_up
 from shoal.device import Device
 from shoal.memory.layout import ALIGNMENT, TensorSpec, TrialLayout, lay_out
@@ -29,7 +29,6 @@ from shoal.partition.pilot import pilot
 from shoal.partition.track import AllocationTracker
 from shoal.recipe import (
     Batch,
-    HyperParameters,
     Recipe,
     autocast,
     build_optimizer,

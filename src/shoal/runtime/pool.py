@@ -43,7 +43,8 @@ class Worker:
         self._channel = Channel(ours)
         self._inbox = inbox
         self.ready = threading.Event()
-        threading.Thread(target=self._read, name=f"worker-{self.pid}", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name=f"worker-{self.pid}", daemon=True)
+        self._reader.start()
 
     @property
     def name(self) -> str:
@@ -62,7 +63,7 @@ class Worker:
     def kill(self) -> None:
         """End the process at once."""
         self._process.kill()
-        self._process.wait()
+        self._reader.join()  # its end of the socket is closed now
         self._channel.close()
 
     def _read(self) -> None:

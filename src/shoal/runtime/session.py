@@ -18,12 +18,12 @@ from torch import Tensor
 
 from shoal.core.errors import TrialError
 from shoal.core.plan import Job, Spilled
+from shoal.core.spec import HyperParameters
 from shoal.memory.layout import TrialLayout
 from shoal.memory.store import Region, state_views, views
 from shoal.partition.build import build_chain
 from shoal.program.ir import Program
 from shoal.recipe import (
-    HyperParameters,
     Recipe,
     build_optimizer,
     build_schedule,

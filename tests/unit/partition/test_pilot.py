@@ -1,0 +1,327 @@
+"""What the pilot admits, what it refuses, and the reasons it gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+from torch.nn import functional as F
+
+from shoal.partition.build import build_chain
+from shoal.partition.discover import NotCuttable
+from shoal.partition.pilot import pilot
+
+CPU = torch.device("cpu")
+SMALL = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
+CAUSAL = {"bos_token_id": 0, "eos_token_id": 0, "loss_type": "ForCausalLM"}
+
+
+def gpt2():
+    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 40, "n_positions": 16}
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **CAUSAL))
+
+
+def llama():
+    sizes = {"intermediate_size": 32, "num_key_value_heads": 1, "vocab_size": 40}
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, **sizes, **CAUSAL, pad_token_id=0))
+
+
+def bert():
+    return hf.BertForSequenceClassification(
+        hf.BertConfig(**SMALL, intermediate_size=32, vocab_size=40, use_cache=False)
+    )
+
+
+def text(tokens, *, padded):
+    ids = tokens(3, 10)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, 6:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("build", [gpt2, llama])
+def test_language_models_of_hugging_face_with_their_own_loss_and_their_cache_on(
+    build, precision, make_recipe, tokens
+):
+    model, batch = build(), text(tokens, padded=False)
+    batch["labels"] = batch["input_ids"]
+    assert model.config.use_cache
+
+    report = pilot(model, make_recipe(model, None, precision=precision), batch, CPU)
+
+    assert (report.bitwise, report.notes) == (True, ())
+    assert report.chain.num_layers == 4
+    assert model.config.use_cache
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_bert_with_a_loss_of_the_recipe(padded, make_recipe, tokens):
+    model, batch = bert(), {**text(tokens, padded=padded), "answer": torch.tensor([0, 1, 1])}
+    recipe = make_recipe(
+        model,
+        lambda output, batch: F.cross_entropy(output.logits, batch["answer"]),
+        inputs=lambda batch: {name: batch[name] for name in ("input_ids", "attention_mask")},
+    )
+
+    report = pilot(model, recipe, batch, CPU)
+
+    assert (report.bitwise, report.notes) == (True, ())
+
+
+class Blocks(nn.Module):
+    """Four linear blocks; subclasses put something in the way."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(6, 8)
+        self.blocks = nn.ModuleList(self.block() for _ in range(4))
+        self.leave = nn.Linear(8, 5)
+
+    def block(self):
+        return nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.leave(self.body(self.enter(x)))
+
+
+class Glue(Blocks):
+    def body(self, x):
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return x
+
+
+class Looking(Blocks):
+    def body(self, x):
+        for block in self.blocks:
+            x = block(x)
+            if x.sum() > 1e9:
+                break
+        return x
+
+
+class Counting(nn.Linear):
+    def forward(self, x, log):
+        log["calls"].append(1)
+        return super().forward(x)
+
+
+class Logging(Blocks):
+    def block(self):
+        return Counting(8, 8)
+
+    def body(self, x):
+        log = {"calls": []}
+        for block in self.blocks:
+            x = block(x, log)
+        return x
+
+
+class Diary:
+    pages = ()
+
+
+class Writing(nn.Linear):
+    def forward(self, x, diary):
+        diary.pages = (*diary.pages, x.mean())
+        return super().forward(x)
+
+
+class Remembering(Blocks):
+    def block(self):
+        return Writing(8, 8)
+
+    def body(self, x):
+        diary = Diary()
+        for block in self.blocks:
+            x = block(x, diary)
+        return x + sum(diary.pages)
+
+
+class Hidden(nn.Linear):
+    def forward(self, x):
+        self.last = super().forward(x)
+        return self.last
+
+
+class SideDoor(Blocks):
+    """The blocks leave something behind on themselves, and the end reads it."""
+
+    def block(self):
+        return Hidden(8, 8)
+
+    def body(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x + sum(block.last.square().mean() for block in self.blocks)
+
+
+class Frozen(Blocks):
+    def body(self, x):
+        with torch.no_grad():
+            for block in self.blocks:
+                x = block(x)
+        return x
+
+
+class Overwriting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x, memory):
+        memory += 1
+        return self.layer(x) + memory
+
+
+class SharedScratch(Blocks):
+    def block(self):
+        return Overwriting()
+
+    def body(self, x):
+        memory = torch.zeros(8)
+        for block in self.blocks:
+            x = block(x, memory)
+        return x
+
+
+class Cached(nn.Linear):
+    def forward(self, x, past):
+        past.update(x)
+        return super().forward(x)
+
+
+class Cache:
+    def __init__(self):
+        self.kept = []
+
+    def get_seq_length(self):
+        return len(self.kept) + 1
+
+    def update(self, x):
+        self.kept.append(x)
+
+    def reset(self):
+        self.kept.clear()
+
+
+class Resumed(Blocks):
+    def block(self):
+        return Cached(8, 8)
+
+    def body(self, x):
+        past = Cache()
+        for block in self.blocks:
+            x = block(x, past)
+        return x
+
+
+class Listless(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.two(self.one(x))
+
+
+class Twice(Blocks):
+    """One module with a changing buffer in two places."""
+
+    def __init__(self):
+        super().__init__()
+        norm = nn.BatchNorm1d(8)
+        self.blocks = nn.ModuleList([norm, nn.Linear(8, 8), norm, nn.Linear(8, 8)])
+
+    def body(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+REFUSALS = {
+    Glue: r"computes argument 'input' of block 'blocks.1' from the output of block 'blocks.0'",
+    Looking: r"reads a value of the output of block 'blocks.\d' between blocks",
+    Logging: r"block 'blocks.0' changes its argument",
+    Remembering: r"argument 'diary' of block 'blocks.0' is a Diary, which a block may change",
+    Frozen: r"block 'blocks.0' in another gradient or autocast mode",
+    SharedScratch: r"'blocks.0' changes a tensor in place that later blocks read",
+    Resumed: r"its blocks are given a Cache that is not empty",
+    Listless: r"no nn.ModuleList or nn.Sequential with two or more children",
+    Twice: r"'blocks.0', which is called more than once",
+    SideDoor: r"sharded training would not equal plain training: the gradient of .* differs",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_a_refusal_names_what_stands_against_a_chain(kind, make_recipe):
+    model = kind()
+    batch = torch.randn(4, 6), torch.randint(0, 5, (4,))
+    rng = torch.get_rng_state()
+
+    report = pilot(model, make_recipe(model), batch, CPU)
+
+    assert report.chain is None
+    assert not report.bitwise
+    with pytest.raises(AssertionError, match=REFUSALS[kind]):
+        raise AssertionError(report.notes[0])
+    assert torch.equal(rng, torch.get_rng_state())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_two_lists_with_computation_between_them_are_refused(make_recipe, tokens):
+    sizes = {"d_model": 16, "d_ff": 32, "d_kv": 8, "num_heads": 2, "num_layers": 2}
+    model = hf.T5ForConditionalGeneration(
+        hf.T5Config(**sizes, vocab_size=40, decoder_start_token_id=0)
+    )
+    ids = tokens(2, 6)
+
+    with pytest.raises(NotCuttable, match=r"'encoder.block' and 'decoder.block' do not form one"):
+        build_chain(model, make_recipe(model, None), {"input_ids": ids, "labels": ids}, CPU)
+
+
+class SharedInside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        shared = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(shared, nn.Tanh()) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_weight_shared_by_layers_is_exact_in_fp32_and_refused_in_bf16(make_recipe):
+    model, batch = SharedInside(), (torch.randn(4, 8), torch.randint(0, 8, (4,)))
+
+    assert pilot(model, make_recipe(model), batch, CPU).bitwise
+    report = pilot(model, make_recipe(model, precision="bf16"), batch, CPU)
+
+    assert report.chain is None
+    assert (
+        "bf16 autocast sums its gradients in bf16 only when they run together" in report.notes[0]
+    )
+
+
+class Stages(nn.Module):
+    """Several lists, one after another: one chain."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8))
+        self.two = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 5))
+
+    def forward(self, x):
+        return self.two(self.one(x))
+
+
+def test_lists_that_follow_each_other_form_one_chain(make_recipe):
+    model, batch = Stages(), (torch.randn(4, 6), torch.randint(0, 5, (4,)))
+
+    chain = pilot(model, make_recipe(model), batch, CPU).chain
+
+    assert chain.layer_names[1:-1] == ("one.0", "one.1", "two.0", "two.1")
