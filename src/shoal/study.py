@@ -86,8 +86,7 @@ class Study:
     ) -> None:
         if not isinstance(name, str) or not _NAME.fullmatch(name) or set(name) == {"."}:
             raise SpecError(
-                "a study's name is 1 to 64 characters of a-z, 0-9, '.', '_' and '-', got "
-                f"{name!r}."
+                f"a study's name names its directory: it is [a-z0-9._-]{{1,64}}, got {name!r}."
             )
         if not isinstance(recipe, Recipe):
             raise SpecError(f"recipe is a shoal.Recipe, got {type(recipe).__name__}")
@@ -133,8 +132,8 @@ class Study:
         """
         with ExitStack() as stack:
             pool = workers or stack.enter_context(WorkerPool())
+            stack.callback(pool.release)
             planned = self._plan(pool, self._hardware(hardware), _technique(technique))
-            pool.release()
         return planned.plan
 
     def run(
@@ -179,9 +178,15 @@ class Study:
             settings = self._settings(checkpoint_every_s, timeline)
             try:
                 planned = self._plan(pool, chosen, _technique(technique), settings)
+            except BaseException:
+                pool.release()
+                stack.close()
+                shutil.rmtree(self.directory)  # nothing was trained: leave no trace
+                raise
+            try:
                 finished, failed = self._execute(pool, planned, settings, sink)
             except BaseException as error:
-                pool.discard()
+                pool.release()
                 stopped = f"{type(error).__name__}: {error}".strip(": ")
                 sink.write(_ended(began, 0, 0, stopped))
                 raise

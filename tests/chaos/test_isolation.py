@@ -13,8 +13,8 @@ WORDS = {
     "raise": ("RuntimeError", "the model gave up", "happen"),  # type, message, a frame of it
     "nan": ("loss of step 3 is nan", "Lower the learning rate"),
     "data": ("OSError", "the disk is gone", "__iter__"),
-    "exit": ("SystemExit", "the model left"),
 }
+PLACES = [("resident", 1), ("spilled", 1), ("spilled", 2)]
 pytestmark = pytest.mark.slow
 
 
@@ -34,8 +34,7 @@ def check(run_study, assert_alone):
     return run
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("technique", TECHNIQUES)
+@pytest.mark.parametrize(("technique", "devices"), PLACES)
 def test_an_accident_fails_its_trial_alone_with_its_traceback(technique, devices, check):
     for trial in check(["none", *WORDS], technique, devices=devices):
         assert trial.state == "FAILED"
@@ -51,13 +50,18 @@ def test_a_model_that_cannot_even_begin_fails_alone(technique, accident, check):
         assert "ValueError: the model cannot begin" in trial.error
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("technique", TECHNIQUES)
+@pytest.mark.parametrize(("technique", "devices"), PLACES)
 def test_a_worker_killed_with_9_costs_time_and_no_bits(technique, devices, check, tmp_path):
     flag = tmp_path / "killed"
     survivors = ("kill", "none")
     check(survivors, technique, survivors=survivors, devices=devices, extra={"flag": str(flag)})
     assert flag.exists()
+
+
+def test_a_model_that_exits_fails_alone_and_takes_no_worker_along(check):
+    for trial in check(["exit", "none"], "spilled"):
+        assert trial.state == "FAILED"
+        assert "SystemExit: the model left" in trial.error
 
 
 def test_a_trial_that_kills_every_worker_is_given_up(check):

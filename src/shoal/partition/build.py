@@ -134,10 +134,10 @@ def _finish(source: _Source, skeleton: Skeleton, record: Record) -> tuple[Chain,
     pairs = zip(sheet.calls, record.sheet.calls, strict=True)
     if not all(one.has_form_of(other) for one, other in pairs):
         raise NotCuttable("its forward calls the blocks otherwise when they are stand-ins")
-    nobody = Owners(((),) * (len(record.blocks) + 2), ((),) * (len(record.blocks) + 2))
+    nobody = Owners((), (), ())
     chain = Chain(skeleton=skeleton, record=replace(record, sheet=sheet), owners=nobody)
-    uses, read = _watch(chain, source.batch)
-    return replace(chain, owners=find_owners(chain.model, record, uses)), read
+    recorder, read = _watch(chain, source.batch)
+    return replace(chain, owners=find_owners(chain.model, record, recorder)), read
 
 
 def _check_glue(source: _Source, skeleton: Skeleton) -> CallSheet:
@@ -163,7 +163,7 @@ def _check_glue(source: _Source, skeleton: Skeleton) -> CallSheet:
     return sheet
 
 
-def _watch(chain: Chain, batch: Batch) -> tuple[set[tuple[int, str]], frozenset[Wire]]:
+def _watch(chain: Chain, batch: Batch) -> tuple[UseRecorder, frozenset[Wire]]:
     """One forward, layer by layer: the parameters each layer reads, the epilogue's wires."""
     recorder = UseRecorder(dict(chain.model.named_parameters()))
     taint = Taint()
@@ -188,7 +188,7 @@ def _watch(chain: Chain, batch: Batch) -> tuple[set[tuple[int, str]], frozenset[
                 micro, epilogue, wires, on_resume=enter_epilogue, taint=taint
             )
     leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
-    return recorder.uses, frozenset(taint.read | taint.sources_of([loss, *leaves]))
+    return recorder, frozenset(taint.read | taint.sources_of([loss, *leaves]))
 
 
 def clone_batch(batch: Batch) -> Batch:

@@ -340,7 +340,9 @@ class CallWriter:
         block = len(self.calls) + 1
         leaves: list[Wire | Constant | EmptyCache] = []
         for index, value in enumerate(values):
-            if isinstance(value, Tensor):
+            if isinstance(value, nn.Parameter):  # stays where it is: its block borrows it
+                leaves.append(Constant(value))
+            elif isinstance(value, Tensor):
                 leaves.append(self._wire_of(value, Wire(0, f"{block}.{index}")))
             elif is_constant(value):
                 leaves.append(Constant(value))

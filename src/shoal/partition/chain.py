@@ -81,6 +81,11 @@ class Chain:
         """Names of the tied parameters that ``layer`` uses and an earlier layer owns."""
         return self.owners.borrowed[layer]
 
+    @property
+    def shared_casts(self) -> tuple[frozenset[str], ...]:
+        """Per layer, the parameters that autocast casts in this and in another layer."""
+        return self.owners.shared_casts
+
     def changing_buffers(self, layer: int) -> tuple[str, ...]:
         """Names of the buffers that a training forward of ``layer`` changes."""
         return self.record.changing_buffers.get(layer, ())
@@ -179,7 +184,7 @@ class Chain:
             alive = _sheet_of(micro).live(start)
             return {wire: wires[wire].clone() if wire in cloned else wires[wire] for wire in alive}
         micro.sheet, made = run_prologue(self.skeleton, micro.batch)
-        owned = _addresses(self.model, self.parameters_of(0))
+        owned = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
         for wire, tensor in made.items():
             is_parameter = tensor.untyped_storage().data_ptr() in owned
             if wire in self.record.cloned or (is_parameter and not torch.is_grad_enabled()):
@@ -228,7 +233,3 @@ class Chain:
 def _sheet_of(micro: Micro) -> CallSheet:
     assert micro.sheet is not None, "layer 0 of this micro-batch has not run yet"
     return micro.sheet
-
-
-def _addresses(model: nn.Module, names: tuple[str, ...]) -> set[int]:
-    return {model.get_parameter(name).untyped_storage().data_ptr() for name in names}

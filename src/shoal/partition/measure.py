@@ -26,6 +26,7 @@ from shoal.partition.drive import (
     run_evaluation,
 )
 from shoal.partition.preserve import drop_gradients, preserved
+from shoal.partition.ties import cast_key
 from shoal.partition.track import AllocationTracker
 from shoal.partition.units import BackwardResult, run_forward
 from shoal.recipe import Batch
@@ -217,10 +218,14 @@ def _stand_in_result(chain: Chain, boundary: int, visits: Mapping[int, Visit]) -
         return BackwardResult()
     wires = visits[boundary].wires
     grads = {w: torch.zeros_like(t) for w, t in wires.items() if chain.needs_grad(w)}
-    tied = {
-        name: torch.zeros_like(chain.model.get_parameter(name))
-        for name in _tied_across(chain, boundary)
-    }
+    model, casts = chain.model, chain.shared_casts
+    across = _tied_across(chain, boundary)
+    tied = {name: torch.zeros_like(model.get_parameter(name)) for name in across}
+    for name in sorted(
+        frozenset().union(*casts[:boundary]) & frozenset().union(*casts[boundary:])
+    ):
+        part = torch.zeros_like(model.get_parameter(name), dtype=torch.bfloat16)
+        tied[cast_key(name)] = part
     return BackwardResult(grads=grads, tied=tied)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +16,14 @@ from shoal.partition.record import Record
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """Per layer, the names of the parameters it owns and borrows, in the model's order."""
+    """Per layer, the names of the parameters it owns and borrows, in the model's order.
+
+    ``shared_casts`` are those that autocast casts in this and in another layer.
+    """
 
     owned: tuple[tuple[str, ...], ...]
     borrowed: tuple[tuple[str, ...], ...]
+    shared_casts: tuple[frozenset[str], ...]
 
 
 class UseRecorder(TorchDispatchMode):
@@ -31,6 +36,7 @@ class UseRecorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.layer: int | None = None
         self.uses: set[tuple[int, str]] = set()
+        self.casts: set[tuple[int, str]] = set()
         self._names = {storage_key(parameter): name for name, parameter in parameters.items()}
 
     def __torch_dispatch__(
@@ -41,14 +47,16 @@ class UseRecorder(TorchDispatchMode):
                 name = self._names.get(storage_key(tensor))
                 if name is not None:
                     self.uses.add((self.layer, name))
+                    if func.name() == "aten::_to_copy":
+                        self.casts.add((self.layer, name))
         return func(*args, **(kwargs or {}))
 
 
-def find_owners(model: nn.Module, record: Record, seen: set[tuple[int, str]]) -> Owners:
+def find_owners(model: nn.Module, record: Record, recorder: UseRecorder) -> Owners:
     """The earliest user owns a parameter; one that nothing uses belongs to the epilogue.
 
     A layer uses the parameters of the modules it calls, and those that its operators
-    were ``seen`` to read: a head may read the embedding's weight without calling it.
+    were recorded to read: a head may read the embedding's weight without calling it.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     num_layers = len(record.blocks) + 2
@@ -59,7 +67,7 @@ def find_owners(model: nn.Module, record: Record, seen: set[tuple[int, str]]) ->
         _add_users(users, names, module, 0)
     for module in record.epilogue.values():
         _add_users(users, names, module, num_layers - 1)
-    for layer, name in seen:
+    for layer, name in recorder.uses:
         users[name].add(layer)
     owned: list[list[str]] = [[] for _ in range(num_layers)]
     borrowed: list[list[str]] = [[] for _ in range(num_layers)]
@@ -68,7 +76,18 @@ def find_owners(model: nn.Module, record: Record, seen: set[tuple[int, str]]) ->
         owned[first].append(name)
         for layer in others:
             borrowed[layer].append(name)
-    return Owners(tuple(map(tuple, owned)), tuple(map(tuple, borrowed)))
+    return Owners(
+        tuple(map(tuple, owned)), tuple(map(tuple, borrowed)), _shared(recorder.casts, num_layers)
+    )
+
+
+def _shared(casts: set[tuple[int, str]], num_layers: int) -> tuple[frozenset[str], ...]:
+    """Per layer, the names that it and another layer cast."""
+    count = Counter(name for _, name in casts)
+    return tuple(
+        frozenset(name for at, name in casts if at == layer and count[name] > 1)
+        for layer in range(num_layers)
+    )
 
 
 def _add_users(

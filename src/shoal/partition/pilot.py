@@ -132,11 +132,6 @@ def _likely_cause(chain: Chain, different: list[str]) -> str:
     layers = range(chain.num_layers)
     shared = {name for layer in layers for name in chain.borrowed_by(layer)}
     blamed = sorted(name for name in shared if f"the gradient of {name!r}" in different)
-    if blamed and chain.recipe.precision == "bf16":
-        return (
-            f"; the weight {blamed[0]!r} is used in several layers, and bf16 autocast sums its "
-            "gradients in bf16 only when they run together"
-        )
     if blamed:
         return f"; the weight {blamed[0]!r} is used in several layers"
     return (

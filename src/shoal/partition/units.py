@@ -8,7 +8,7 @@ taken in plain autograd's order, the latest use first:
         The sum so far enters the next backward as one more root, at the wire itself.
     a tied parameter                plain: p.grad + (g_head + g_embedding).
         A borrowing shard keeps its part apart from p.grad; it enters the owner's backward
-        as one more root, at the parameter.
+        as one more root, at the parameter. In bf16 the same holds at its cast (``ties``).
     a root          an edge of the graph: the tensor itself may be freed before.
     a wire's layout                 a leaf would copy its gradient into its own strides.
         A wire enters through ``_Entry``, which hands the gradient out as it came.
@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from shoal.core.errors import TrialError
 from shoal.partition.callsheet import Wire, Wires
 from shoal.partition.chain import Chain, Micro
+from shoal.partition.ties import Root, TiedParts
 from shoal.recipe import autocast
 
 
@@ -82,10 +83,10 @@ def run_backward(
         return BackwardResult()
     entries = {wire: _Boundary(tensor, chain.needs_grad(wire)) for wire, tensor in wires.items()}
     inside = {wire: entry.tensor for wire, entry in entries.items()}
-    parts = _TiedParts(chain, start, stop, tied or {})
+    parts = TiedParts(chain, start, stop, tied or {})
     loss = None
-    roots = parts.roots()
     with torch.enable_grad(), autocast(chain.recipe, chain.device):
+        parts.watch_casts()
         if is_last:
             loss = chain.loss(micro, start, inside)[0]
         else:
@@ -93,6 +94,7 @@ def run_backward(
             _require_known_gradients(chain, made)
             inside |= made
             made.clear()
+    roots = list(parts.roots)
     if grads:
         read = chain.read_by(micro, start, stop)
         roots += _wire_roots(entries, inside, grads, read)
@@ -125,7 +127,7 @@ def _wire_roots(
     inside: Mapping[Wire, Tensor],
     grads: Mapping[Wire, Tensor],
     read: frozenset[Wire],
-) -> list[_Root]:
+) -> list[Root]:
     """Where the gradients from later shards enter; those of untouched wires pass by."""
     roots = []
     for wire, grad in grads.items():
@@ -134,9 +136,6 @@ def _wire_roots(
         elif inside[wire].requires_grad:
             roots.append((get_gradient_edge(inside[wire]), grad))
     return roots
-
-
-_Root = tuple[GradientEdge, Tensor]
 
 
 class _Boundary:
@@ -162,44 +161,3 @@ class _Entry(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         ctx.box.append(grad)
         return None, None, None
-
-
-class _TiedParts:
-    """Keeps borrowed parameters' gradients apart from ``.grad`` during a backward.
-
-    Inside the ``with``, a borrowed parameter has no ``.grad``; what it then gets is
-    ``carried``, and the earlier ``.grad`` is put back.
-    """
-
-    def __init__(self, chain: Chain, start: int, stop: int, arrived: Mapping[str, Tensor]) -> None:
-        model = chain.model
-        owned = {name for layer in range(start, stop) for name in chain.parameters_of(layer)}
-        uses = {name for layer in range(start, stop) for name in chain.borrowed_by(layer)}
-        self.carried = {name: part for name, part in arrived.items() if name not in owned | uses}
-        self._borrowed = {
-            name: parameter
-            for name in sorted(uses - owned)
-            if (parameter := model.get_parameter(name)).requires_grad
-        }
-        self._arrived = [
-            (model.get_parameter(name), part)
-            for name, part in arrived.items()
-            if name in owned | uses
-        ]
-        self._set_aside: dict[str, Tensor | None] = {}
-
-    def roots(self) -> list[_Root]:
-        """The parts that arrived for parameters of this shard, as roots at them."""
-        return [(get_gradient_edge(parameter), part) for parameter, part in self._arrived]
-
-    def __enter__(self) -> None:
-        for name, parameter in self._borrowed.items():
-            self._set_aside[name] = parameter.grad
-            parameter.grad = None
-
-    def __exit__(self, *error: object) -> None:
-        for name, parameter in self._borrowed.items():
-            if parameter.grad is not None:
-                self.carried[name] = parameter.grad
-            parameter.grad = self._set_aside[name]
-        self._set_aside.clear()

@@ -100,6 +100,8 @@ class DeviceLoop:
                     self._guard(trial, self._prepare)
                 if not self._advance() and self._stays:
                     self._wait(seen)
+            for trial in list(self._stays):
+                self._dismiss(trial)
 
     # -- orders -------------------------------------------------------------------------
 

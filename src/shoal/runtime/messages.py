@@ -49,8 +49,13 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configure:
-    """The first order: the device, the recipe (cloudpickle), and the study's settings."""
+    """The first order: the device, the recipe (cloudpickle), and the study's settings.
 
+    ``serial`` comes back with every reply, so that what was said to an earlier study is
+    not taken for an answer to this one.
+    """
+
+    serial: int
     device: DeviceSpec
     recipe: bytes
     settings: Settings

@@ -28,7 +28,7 @@ class Gone:
 class Worker:
     """One worker process. Replies are put, with the worker, into the pool's inbox."""
 
-    def __init__(self, inbox: queue.SimpleQueue[tuple[Worker, Reply | Gone]]) -> None:
+    def __init__(self, inbox: queue.SimpleQueue[tuple[Worker, int, Reply | Gone]]) -> None:
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "shoal.runtime.worker", str(theirs.fileno())],
@@ -42,7 +42,7 @@ class Worker:
         self.last_words = ""
         self._channel = Channel(ours)
         self._inbox = inbox
-        self.ready = threading.Event()
+        self.serial = 0  # of the study it serves
         self._reader = threading.Thread(target=self._read, name=f"worker-{self.pid}", daemon=True)
         self._reader.start()
 
@@ -69,17 +69,14 @@ class Worker:
     def _read(self) -> None:
         while True:
             try:
-                message, _ = self._channel.receive()
+                (serial, message), _ = self._channel.receive()
             except (EOFError, OSError):
                 break
-            if isinstance(message, Ready):
-                self.ready.set()
-                continue
-            self._inbox.put((self, message))
+            if not isinstance(message, Ready):
+                self._inbox.put((self, serial, message))
         code = self._process.wait()
-        self.ready.set()
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        self._inbox.put((self, Gone(f"process {self.pid} ended with {how}")))
+        self._inbox.put((self, self.serial, Gone(f"process {self.pid} ended with {how}")))
 
 
 class WorkerPool:
@@ -90,7 +87,8 @@ class WorkerPool:
     """
 
     def __init__(self) -> None:
-        self._inbox: queue.SimpleQueue[tuple[Worker, Reply | Gone]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Worker, int, Reply | Gone]] = queue.SimpleQueue()
+        self._serial = 0
         self._idle: list[Worker] = []
         self._workers: dict[str, Worker] = {}
 
@@ -121,9 +119,12 @@ class WorkerPool:
 
     def _open(self, device: DeviceSpec, recipe: bytes, settings: Settings) -> Worker:
         worker = self._idle.pop()
-        worker.device = device
+        self._serial += 1
+        worker.device, worker.serial = device, self._serial
         self._workers[device.name] = worker
-        worker.send(Configure(device=device, recipe=recipe, settings=settings))
+        worker.send(
+            Configure(serial=self._serial, device=device, recipe=recipe, settings=settings)
+        )
         return worker
 
     @property
@@ -134,29 +135,23 @@ class WorkerPool:
     def receive(self, timeout: float | None = None) -> tuple[Worker, Any] | None:
         """The next reply of a worker of this study; None when none came in time.
 
-        What workers say that were discarded or replaced is dropped.
+        What replaced workers say, or others about an earlier study, is dropped.
         """
         while True:
             try:
-                worker, reply = self._inbox.get(timeout=timeout)
+                worker, serial, reply = self._inbox.get(timeout=timeout)
             except queue.Empty:
                 return None
-            if worker in self._workers.values():
+            if worker in self._workers.values() and serial == worker.serial:
                 return worker, reply
 
     def release(self) -> None:
-        """End the study on all workers; they stay warm for the next one."""
+        """End the study on all workers, whatever they do; they stay warm for the next one."""
         for worker in self._workers.values():
             worker.send(Shutdown())
             worker.device = None
             if worker.alive:
                 self._idle.append(worker)
-        self._workers = {}
-
-    def discard(self) -> None:
-        """End the workers of the study at once: what they do is not wanted any more."""
-        for worker in self._workers.values():
-            worker.kill()
         self._workers = {}
 
     def close(self) -> None:

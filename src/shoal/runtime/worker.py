@@ -41,7 +41,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the study's process decides
     channel = Channel(socket.socket(fileno=descriptor))
     _warm_up()
-    channel.send(Ready(os.getpid()))
+    channel.send((0, Ready(os.getpid())))
     while _serve(channel):
         pass
 
@@ -57,7 +57,7 @@ def _serve(channel: Channel) -> bool:
 
     def reply(message: Reply) -> None:
         try:
-            channel.send(message)
+            channel.send((order.serial, message))
         except OSError:
             os._exit(0)  # nobody is there to work for
 

@@ -221,6 +221,44 @@ def test_one_module_in_two_places_of_a_sequential(assert_bitwise):
     assert chain.borrowed_by(5) == ("0.weight", "0.bias")
 
 
+class SharedInside(nn.Module):
+    """One layer in every block and one parameter that is handed to every block."""
+
+    def __init__(self):
+        super().__init__()
+        shared = nn.Linear(8, 8)
+        self.enter = nn.Linear(6, 8)
+        self.scale = nn.Parameter(torch.randn(8, 8) / 4)
+        self.blocks = nn.ModuleList(Scaled(shared) for _ in range(3))
+        self.leave = nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x, self.scale)
+        return self.leave(x)
+
+
+class Scaled(nn.Module):
+    def __init__(self, shared):
+        super().__init__()
+        self.own, self.shared = nn.Linear(8, 8), shared
+
+    def forward(self, x, scale):
+        return torch.tanh(self.own(x) + self.shared(x) @ scale)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_shared_by_blocks_are_exact_also_where_autocast_casts_them(
+    assert_bitwise, precision
+):
+    batches = [vectors(4) for _ in range(3)]
+    chain = assert_bitwise(SharedInside(), batches, precision=precision)
+
+    names = ("scale", "blocks.0.shared.weight", "blocks.0.shared.bias")
+    assert chain.borrowed_by(2) == chain.borrowed_by(3) == names
+
+
 class Padded(GPT):
     """Makes a mask only where something is padded, as Hugging Face models do."""
 

@@ -283,30 +283,6 @@ def test_two_lists_with_computation_between_them_are_refused(make_recipe, tokens
         build_chain(model, make_recipe(model, None), {"input_ids": ids, "labels": ids}, CPU)
 
 
-class SharedInside(nn.Module):
-    def __init__(self):
-        super().__init__()
-        shared = nn.Linear(8, 8)
-        self.blocks = nn.ModuleList(nn.Sequential(shared, nn.Tanh()) for _ in range(3))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def test_a_weight_shared_by_layers_is_exact_in_fp32_and_refused_in_bf16(make_recipe):
-    model, batch = SharedInside(), (torch.randn(4, 8), torch.randint(0, 8, (4,)))
-
-    assert pilot(model, make_recipe(model), batch, CPU).bitwise
-    report = pilot(model, make_recipe(model, precision="bf16"), batch, CPU)
-
-    assert report.chain is None
-    assert (
-        "bf16 autocast sums its gradients in bf16 only when they run together" in report.notes[0]
-    )
-
-
 class Stages(nn.Module):
     """Several lists, one after another: one chain."""
 
