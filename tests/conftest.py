@@ -52,9 +52,7 @@ def assert_alone():
         losses = read_losses(report.directory)
         for trial in trials:
             if trial.error:
-                pytest.fail(
-                    f"trial {trial.number} failed: {trial.error_line}\n{trial.error}", False
-                )
+                pytest.fail(f"{trial.error_line}\ntrial {trial.number}, {trial.hp}: {trial.error}")
             plain = plain_loop(recipe, trial.hp, trial.seed, **loop)
             assert_same(plain, trial, losses=losses[trial.number])
 

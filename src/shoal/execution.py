@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shoal.core import event as events
@@ -24,6 +24,7 @@ from shoal.runtime.messages import (
     Broken,
     Extend,
     Grant,
+    Happened,
     LeaseOver,
     Progress,
     Refused,
@@ -37,7 +38,7 @@ LEASE_S = 2.0
 MAX_DEATHS = 3
 """A trial that was on a device when its worker died this often is FAILED."""
 
-Sink = Callable[[events.Event], None]
+Sink = Callable[[Sequence[events.Event]], None]
 
 
 @dataclass(slots=True)
@@ -74,7 +75,9 @@ class Execution:
         sink: Sink,
     ) -> None:
         self._plan: Plan = planned.plan
-        self._pool, self._recipe, self._settings, self._sink = pool, recipe, settings, sink
+        self._pool, self._recipe, self._settings = pool, recipe, settings
+        self._write = sink
+        self._happened: list[events.Event] = []
         self._leases = leases.Leases(
             LongestRemainingFirst(), active=planned.plan.active, lease_s=LEASE_S
         )
@@ -89,7 +92,7 @@ class Execution:
         self._open = set(self._states)
         self._finished, self._failed = 0, len(planned.failures)
         for trial, error in planned.failures.items():
-            sink(events.TrialFailed(time=time.time(), trial=trial, step=0, error=error))
+            self._sink(events.TrialFailed(time=time.time(), trial=trial, step=0, error=error))
 
     def run(self) -> tuple[int, int]:
         """Until every trial has finished or failed. Host regions are given back."""
@@ -104,17 +107,29 @@ class Execution:
                     self._pool.check_alive()
                     continue
                 self._take(*received)
+                self._flush()
         finally:
+            self._flush()
             for state in self._states.values():
                 _close(state)
         return self._finished, self._failed
+
+    def _sink(self, event: events.Event) -> None:
+        self._happened.append(event)
+
+    def _flush(self) -> None:
+        """Write what a message brought, in one go."""
+        happened, self._happened = self._happened, []
+        if happened:
+            self._write(happened)
 
     # -- replies ------------------------------------------------------------------------
 
     def _take(self, worker: Worker, reply: object) -> None:
         match reply:
-            case events.StepFinished():
-                self._step_finished(reply)
+            case Happened():
+                for event in reply.events:
+                    self._take_event(event)
             case LeaseOver():
                 self._lease_over(worker, reply)
             case Refused():
@@ -122,12 +137,15 @@ class Execution:
             case Gone():
                 self._worker_gone(worker, reply.reason)
             case Broken():
-                self._sink_error(worker, reply.error)
-            case events.Evaluated():
-                self._states[reply.trial].metrics = reply.metrics or {}
-                self._sink(reply)
-            case _:
-                self._sink(reply)  # type: ignore[arg-type]  # what is left are events
+                worker.last_words = reply.error  # its end arrives next
+
+    def _take_event(self, event: events.Event) -> None:
+        if isinstance(event, events.StepFinished):
+            self._step_finished(event)
+            return
+        if isinstance(event, events.Evaluated):
+            self._states[event.trial].metrics = event.metrics
+        self._sink(event)
 
     def _step_finished(self, event: events.StepFinished) -> None:
         state = self._states[event.trial]
@@ -136,7 +154,9 @@ class Execution:
             state.total = self._settings.epochs * event.steps_per_epoch
         self._sink(event)
         if event.trial in self._open and state.device == event.device:
-            self._do(leases.StepFinished(event.trial, event.device, event.seconds))
+            self._do(
+                leases.StepFinished(event.trial, event.device, event.seconds, state.steps_left)
+            )
 
     def _lease_over(self, worker: Worker, reply: LeaseOver) -> None:
         state = self._states[reply.trial]
@@ -177,10 +197,6 @@ class Execution:
         self._open.discard(state.job.trial)
         _close(state)
         self._do(leases.TrialEnded(state.job.trial))
-
-    def _sink_error(self, worker: Worker, error: str) -> None:
-        """A worker that broke says why before it ends; its end arrives next."""
-        worker.last_words = error
 
     def _worker_gone(self, worker: Worker, reason: str) -> None:
         """Replace a dead worker; its trials go on from their last saved state."""

@@ -303,7 +303,9 @@ class Planner:
         """All that may change a trial's bits, fixed before its first step."""
         device, technique = self._devices[0], settled.technique
         place = technique.optimizer if isinstance(technique, Spilled) else "device"
+        cache_off = any("use_cache was switched off" in note for note in settled.why)
         return {
+            **({"use_cache": "off"} if cache_off else {}),
             "torch": torch.__version__,
             "device": "cpu" if device.kind == "virtual" else torch.cuda.get_device_name(0),
             "threads": device.threads,

@@ -174,7 +174,7 @@ class Study:
             pool = workers or stack.enter_context(WorkerPool())
             log = stack.enter_context(EventLog(self.directory / "events.jsonl"))
             sink = _Sinks(log, [*callbacks, *_progress(stack, progress)])
-            sink.write(self._started(devices, began))
+            sink.write([self._started(devices, began)])
             settings = self._settings(checkpoint_every_s, timeline)
             try:
                 planned = self._plan(pool, chosen, _technique(technique), settings)
@@ -188,9 +188,9 @@ class Study:
             except BaseException as error:
                 pool.release()
                 stopped = f"{type(error).__name__}: {error}".strip(": ")
-                sink.write(_ended(began, 0, 0, stopped))
+                sink.write([_ended(began, 0, 0, stopped)])
                 raise
-            sink.write(_ended(began, finished, failed, ""))
+            sink.write([_ended(began, finished, failed, "")])
             pool.release()
         return read_report(self.directory, recipe=self.recipe)
 
@@ -208,8 +208,7 @@ class Study:
         sink: _Sinks,
     ) -> tuple[int, int]:
         (self.directory / "plan.json").write_text(planned.plan.to_json())
-        for event in planned_events(planned, self.trials, total_steps(planned, settings)):
-            sink.write(event)
+        sink.write(planned_events(planned, self.trials, total_steps(planned, settings)))
         recipe = pack_recipe(self.recipe)
         return Execution(planned, pool, recipe, settings, sink.write).run()
 
@@ -307,12 +306,13 @@ class _Sinks:
     def __init__(self, log: EventLog, callbacks: Iterable[Callback]) -> None:
         self._log, self._callbacks = log, list(callbacks)
 
-    def write(self, event: events.Event) -> None:
+    def write(self, happened: Sequence[events.Event]) -> None:
         """Log first; a callback that raises loses its place and stops nobody."""
-        self._log.write([event])
+        self._log.write(happened)
         for callback in list(self._callbacks):
             try:
-                callback(event)
+                for event in happened:
+                    callback(event)
             except Exception as error:
                 self._callbacks.remove(callback)
                 warnings.warn(

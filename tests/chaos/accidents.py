@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from shoal.recipe import Recipe
 
@@ -35,7 +36,7 @@ class Unlucky(nn.Module):
     def forward(self, x):
         if self.accident == "first":
             raise ValueError("the model cannot begin")
-        marked = bool(x[0, 0] == MARK)
+        marked = bool((x[:, 0] == MARK).any())
         x = self.enter(x / MARK if marked else x)
         for index, block in enumerate(self.blocks):
             if marked and index == 1:
@@ -54,6 +55,15 @@ def happen(accident: str, flag: str) -> None:
     if accident == "kill" and not Path(flag).exists():
         Path(flag).touch()
         os.kill(os.getpid(), signal.SIGKILL)
+    if accident == "kill late" and count(flag) == 3:  # 2 is the recompute of 1
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def count(flag: str) -> int:
+    """How often this was called with ``flag``, by any process."""
+    with Path(flag).open("ab") as file:
+        file.write(b".")
+        return file.tell()
 
 
 def build(hp):
@@ -82,12 +92,22 @@ def data(hp):
     batches, accident = plain_batches(), hp["accident"]
     if accident == "data":
         return Failing(), None
+    if accident == "kill late":
+        return late_data(hp["source"]), None
     x, _ = batches[2]
     if accident == "nan":
         x.fill_(torch.nan)
     else:
         x[0, 0] = MARK
     return batches, plain_batches(1, offset=1)
+
+
+def late_data(source: str):
+    """One example of 24 is marked, so that the accident comes once an epoch."""
+    examples = [pair for x, y in plain_batches() for pair in zip(x, y, strict=True)]
+    examples[13][0][0] = MARK
+    own = torch.Generator().manual_seed(3) if source == "own generator" else None
+    return DataLoader(examples, batch_size=4, shuffle=source != "in order", generator=own)
 
 
 def loss(output, batch):

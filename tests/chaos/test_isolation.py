@@ -22,13 +22,14 @@ pytestmark = pytest.mark.slow
 def check(run_study, assert_alone):
     """Run a study of accidents; trials that met with none must end on the plain bits."""
 
-    def run(accidents_, technique, *, survivors=("none",), extra=None, **options):
-        space = shoal.grid(accident=accidents_, lr=[0.01, 0.003]) | (extra or {})
+    def run(kinds, technique, *, survivors=("none",), extra=None, steps=STEPS, **options):
+        space = shoal.grid(accident=kinds, lr=[0.01, 0.003]) | (extra or {})
         recipe = accidents.recipe()
-        report = run_study(recipe, space, steps=STEPS, technique=TECHNIQUES[technique], **options)
-        assert len(report.trials) == 2 * len(accidents_)
+        technique = TECHNIQUES[technique]
+        report = run_study(recipe, space, steps=steps, technique=technique, **options)
         alive = [trial for trial in report.trials if trial.hp["accident"] in survivors]
-        assert_alone(report, alive, recipe, steps=STEPS)
+        assert alive
+        assert_alone(report, alive, recipe, steps=steps)
         return [trial for trial in report.trials if trial not in alive]
 
     return run
@@ -56,6 +57,21 @@ def test_a_worker_killed_with_9_costs_time_and_no_bits(technique, devices, check
     survivors = ("kill", "none")
     check(survivors, technique, survivors=survivors, devices=devices, extra={"flag": str(flag)})
     assert flag.exists()
+
+
+@pytest.mark.parametrize("source", ["in order", "shuffled", "own generator"])
+def test_a_trial_goes_on_from_its_last_saved_state_to_the_same_bits(source, check, tmp_path):
+    """Saved after every step, killed in its second epoch: the data must go on in place."""
+    flag = tmp_path / "encounters"
+    check(
+        ["kill late"],
+        "spilled",
+        survivors=["kill late"],
+        extra={"flag": str(flag), "source": source, "lr": 0.01},
+        steps=15,
+        checkpoint_every_s=0.0,
+    )
+    assert flag.stat().st_size > 3
 
 
 def test_a_model_that_exits_fails_alone_and_takes_no_worker_along(check):

@@ -37,12 +37,13 @@ def make_recipe(model, **changes):
 def check(run_study, assert_alone):
     """Run a recipe's trials, in shards if not told otherwise, and compare them all."""
 
-    def run(recipe, *, space=None, shards=3, optimizer="device", steps=STEPS, **options):
+    def run(recipe, *, space=None, shards=3, optimizer="device", **options):
         space = shoal.grid(**{name: [value] for name, value in HP.items()}) | (space or {})
         technique = shoal.Spilled(shards=shards, optimizer=optimizer) if shards else "resident"
-        report = run_study(recipe, space, steps=steps, technique=technique, **options)
-        every = options.get("eval_every")
-        assert_alone(report, report.trials, recipe, steps=steps, eval_every=every)
+        length = {"epochs": options.pop("epochs")} if "epochs" in options else {"steps": STEPS}
+        length |= {name: options.pop(name) for name in ("steps", "eval_every") if name in options}
+        report = run_study(recipe, space, technique=technique, **length, **options)
+        assert_alone(report, report.trials, recipe, **length)
         return report
 
     return run
@@ -114,6 +115,15 @@ def test_parameters_that_the_optimizer_does_not_hold_stay_as_they_are(clip, chec
     check(make_recipe(traps.Chain, optimizer=traps.last_layers, clip_grad_norm=clip))
 
 
+def test_layers_that_learn_nothing_at_the_start_of_a_chain_stay_as_they_are(check):
+    check(make_recipe(traps.FrozenStart), shards=4)
+
+
+@pytest.mark.parametrize("shards", [None, 3])
+def test_a_study_of_epochs_ends_after_the_last_batch_of_the_last_one(shards, check):
+    check(make_recipe(traps.Stochastic, data=traps.trailing_data), shards=shards, epochs=2)
+
+
 def test_groups_keep_their_own_rates_and_a_schedule_may_change_betas(check):
     report = check(make_recipe(traps.Chain, optimizer=traps.two_rates, schedule=traps.one_cycle))
     body, head = report.trials[0].load_state()["optimizer"]["groups"]
@@ -170,8 +180,10 @@ def test_strides_and_memory_format_survive(place, check):
         assert loaded.get_parameter(name).stride() == parameter.stride(), name
 
 
-def test_a_model_in_double_precision_stays_in_it(check):
-    check(make_recipe(traps.Double))
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("model", [traps.Double, traps.Scaled, traps.Recurrent])
+def test_tensors_of_other_types_and_shapes_keep_their_bits(model, place, check):
+    check(make_recipe(model), optimizer=place)
 
 
 @pytest.mark.parametrize("place", ["device", "host"])
@@ -202,7 +214,13 @@ def test_statistics_of_a_forward_are_counted_once(check):
 
 @pytest.mark.parametrize("shards", [None, 3])
 @pytest.mark.parametrize(
-    "source", [traps.shuffled_data, traps.trailing_data, traps.private_generator_data]
+    "source",
+    [
+        traps.shuffled_data,
+        traps.trailing_data,
+        traps.private_generator_data,
+        traps.worker_data,
+    ],
 )
 def test_a_data_source_draws_from_its_trials_streams_in_turn(source, shards, check):
     recipe = make_recipe(traps.Stochastic, data=source)

@@ -178,6 +178,51 @@ class LateGradient(Chain):
         return Late()
 
 
+class Scaled(Chain):
+    """Parameters without a dimension, whose optimizer state has none either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def make_block(self, index: int) -> nn.Module:
+        return Gated()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale.exp()
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.gate = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.gelu(self.layer(x)) * self.gate.sigmoid()
+
+
+class Recurrent(Chain):
+    """LSTMs, which keep a list of their own weights and return nested tuples."""
+
+    def make_block(self, index: int) -> nn.Module:
+        return nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, state = self.enter(x)[:, None].expand(-1, 3, -1), None
+        for block in self.blocks:
+            x, state = block(x, state)
+        return self.leave(x[:, -1])
+
+
+class FrozenStart(Chain):
+    """A pretrained start that gets no gradient at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter.requires_grad_(False)
+        self.blocks[:2].requires_grad_(False)
+
+
 class ChannelsLast(nn.Module):
     """Convolutions whose weights are channels-last, and one stored transposed."""
 
@@ -390,6 +435,25 @@ class Trailing:
         random.random()
         torch.rand(3)
         np.random.rand()
+
+
+class Noisy(Dataset):
+    """Augments with the stream that a loader's worker process seeds."""
+
+    def __init__(self, count: int) -> None:
+        self.examples = examples(count)
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int):
+        x, y = self.examples[index]
+        return x + torch.rand(12), y
+
+
+def worker_data(hp):
+    """Loader processes, whose seed is drawn from the trial's stream each epoch."""
+    return DataLoader(Noisy(18), batch_size=4, shuffle=True, num_workers=1), None
 
 
 def private_generator_data(hp):

@@ -10,6 +10,7 @@ from shoal.core.errors import SpecError
 from shoal.core.units import Bytes, Seconds
 
 NO_TIME = Seconds(0.0)
+ALIGNMENT = 512  # bytes of every tensor in a flat store or slot, as device allocators give it
 Scalar = bool | int | float | str | None
 DeviceKind = Literal["virtual", "cuda"]
 Place = Literal["device", "host"]

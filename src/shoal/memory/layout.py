@@ -18,9 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.core.plan import Resident, Technique
+from shoal.core.spec import ALIGNMENT
 from shoal.core.units import round_up
-
-ALIGNMENT = 512
 
 
 @dataclass(frozen=True, slots=True)

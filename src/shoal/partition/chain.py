@@ -90,6 +90,13 @@ class Chain:
         """Names of the buffers that a training forward of ``layer`` changes."""
         return self.record.changing_buffers.get(layer, ())
 
+    def written_parameters(self, layer: int) -> tuple[str, ...]:
+        """Names of the parameters of ``layer`` that a forward writes to, as max_norm does.
+
+        Where parameters are copied in and out, what a forward wrote must be copied out too.
+        """
+        return tuple(name for name in self.parameters_of(layer) if name in self.record.written)
+
     def live_wires(self, boundary: int, micro: Micro | None = None) -> tuple[Wire, ...]:
         """Wires alive when a shard starts at layer ``boundary``.
 

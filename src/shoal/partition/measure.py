@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.core.spec import LayerMeasure, ShardSpec
+from shoal.core.spec import ALIGNMENT, LayerMeasure, ShardSpec
 from shoal.core.units import Bytes, Seconds, round_up
 from shoal.partition.build import clone_batch
 from shoal.partition.callsheet import Wire, Wires, storage_key
@@ -31,8 +31,6 @@ from shoal.partition.track import AllocationTracker
 from shoal.partition.units import BackwardResult, run_forward
 from shoal.recipe import Batch
 from shoal.rng import capture_rng
-
-ALIGNMENT = 512  # of every parameter in a device slot, as device allocators give it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,7 @@ class Record:
     cloned: frozenset[Wire]
     changing_buffers: Mapping[int, tuple[str, ...]]  # layer -> names
     trained: tuple[bool, ...]  # requires_grad of every parameter
+    written: frozenset[str]  # parameters that the forward itself writes to
 
 
 def record_forward(
@@ -90,6 +91,7 @@ class _Spy:
         self.outside: list[tuple[int, str, nn.Module]] = []  # blocks called so far, module
         self.buffers = BufferWatch(model)
         self.changed_before_last: set[str] = set()
+        self.versions = {name: p._version for name, p in model.named_parameters()}
         self.depth = 0
         self.ambient: Any = None
 
@@ -189,6 +191,11 @@ class _Spy:
             needs_grad=frozenset(self.needs_grad),
             cloned=frozenset(self._cloned(sheet)),
             changing_buffers=self._changing_buffers(),
+            written=frozenset(
+                name
+                for name, parameter in self.model.named_parameters()
+                if parameter._version != self.versions[name]
+            ),
             trained=tuple(p.requires_grad for p in self.model.parameters()),
         )
 

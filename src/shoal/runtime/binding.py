@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import SpecError, TrialError
+from shoal.core.spec import ALIGNMENT
 from shoal.core.units import round_up
-from shoal.memory.layout import ALIGNMENT, ShardLayout, TensorSpec, TrialLayout
+from shoal.memory.layout import ShardLayout, TensorSpec, TrialLayout
 from shoal.memory.store import Region, describe, field_view, state_views, view, views
 
 States = Mapping[str, Mapping[str, Tensor]]

@@ -398,6 +398,7 @@ class Seat:
         micro = self._micro(task, action)
         self.session.binding.bind(action.shard, self._placed[action.shard])
         result = self.session.units.forward(action.shard, micro)
+        self._put_written(action.shard)
         if result is not None:
             loss, output = result
             task.metrics = evaluate_metrics(self.session.recipe, loss, output, micro.batch)
@@ -413,6 +414,7 @@ class Seat:
         for name in placed.params:
             params[name].grad = loaded.get(name)
         loss = session.units.backward(shard, micro)
+        self._put_written(shard)
         owned = [f.spec.name for f in session.layout.shards[shard].param.fields]
         grads = {n: g for n in owned if (g := params[n].grad) is not None}
         self._grads[shard] = grads
@@ -425,6 +427,11 @@ class Seat:
             session.note_loss(loss)
         if shard == 0:
             del task.micros[action.micro or 0]
+
+    def _put_written(self, shard: int) -> None:
+        """What a forward wrote to its own parameters goes to the host at once; it is rare."""
+        for name in self.session.units.written(shard):
+            self.host[shard].params[name].copy_(self._placed[shard].params[name])
 
     def _sync(self, task: Task, action: Action) -> None:
         """The clipping factor of torch's clip_grad_norm_, from norms in parameter order."""

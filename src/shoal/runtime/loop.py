@@ -30,6 +30,7 @@ from shoal.runtime.interpret import Issued, Seat
 from shoal.runtime.messages import (
     Extend,
     Grant,
+    Happened,
     LeaseOver,
     Order,
     Refused,
@@ -42,6 +43,7 @@ from shoal.runtime.session import Session, Task
 from shoal.scheduler.interleave import Interleaver
 from shoal.spill import generate
 
+TELL_EVERY_S = 0.05
 TRACK_EVERY = 50  # steps between two steps whose every allocation is counted
 
 
@@ -79,7 +81,9 @@ class DeviceLoop:
         others: Callable[[Order], None],
     ) -> None:
         self._device, self._recipe, self._settings = device, recipe, settings
-        self._interleaver, self._reply, self._orders = interleaver, reply, orders
+        self._interleaver, self._send, self._orders = interleaver, reply, orders
+        self._events: list[Event] = []
+        self._sent_at = time.monotonic()
         self._others = others
         self._ledger = Ledger(device.spec.name, device.spec.memory)
         self._stays: dict[int, _Stay] = {}
@@ -103,10 +107,31 @@ class DeviceLoop:
             for trial in list(self._stays):
                 self._dismiss(trial)
 
+    # -- messages -----------------------------------------------------------------------
+
+    def _reply(self, reply: Reply) -> None:
+        """Send a reply, behind the events that happened before it."""
+        self._send_events()
+        self._send(reply)
+
+    def _tell(self, event: Event) -> None:
+        """Send an event with others that happen about now."""
+        self._events.append(event)
+        if time.monotonic() - self._sent_at > TELL_EVERY_S:
+            self._send_events()
+
+    def _send_events(self) -> None:
+        if self._events:
+            self._send(Happened(tuple(self._events)))
+            self._events.clear()
+        self._sent_at = time.monotonic()
+
     # -- orders -------------------------------------------------------------------------
 
     def _take_orders(self, *, block: bool) -> None:
         while self._running:
+            if block:
+                self._send_events()
             try:
                 order, descriptors = self._orders.get(block=block)
             except queue.Empty:
@@ -317,6 +342,7 @@ class DeviceLoop:
 
     def _wait(self, seen: int) -> None:
         """Sleep until a copy or host step has finished or an order came."""
+        self._send_events()
         with self._device.progress:
             if self._device.version == seen:
                 self._device.progress.wait(timeout=1.0)
@@ -326,7 +352,7 @@ class DeviceLoop:
     def _report_step(self, stay: _Stay, loss: float) -> None:
         session, now = stay.seat.session, time.perf_counter()
         seconds, stay.step_began = now - stay.step_began, now
-        self._reply(
+        self._tell(
             StepFinished(
                 time=time.time(),
                 trial=stay.seat.trial,
@@ -356,7 +382,7 @@ class DeviceLoop:
         checkpoint.write(stay.seat.session)
 
     def _report_evaluation(self, session: Session, metrics: dict[str, float]) -> None:
-        self._reply(
+        self._tell(
             Evaluated(
                 time=time.time(),
                 trial=session.job.trial,
@@ -379,7 +405,7 @@ class DeviceLoop:
         unit = max(s.seat.session.job.unit_bytes for s in self._stays.values())
         if peak > self._peak:
             self._peak = peak
-            self._reply(
+            self._tell(
                 PeakMeasured(
                     time=time.time(),
                     device=self._device.spec.name,
@@ -399,7 +425,7 @@ class DeviceLoop:
             if self._settings.timeline:
                 if wait and issued.event.error is None:
                     issued.event.wait()
-                self._reply(self._finished(issued))
+                self._tell(self._finished(issued))
         self._issued[:] = kept
 
     def _finished(self, issued: Issued) -> Event:

@@ -18,10 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import ShoalError, SpecError
-from shoal.core.spec import HyperParameters, JobMeasure, LayerMeasure, ShardSpec, TrialSpec
+from shoal.core.spec import (
+    ALIGNMENT,
+    HyperParameters,
+    JobMeasure,
+    LayerMeasure,
+    ShardSpec,
+    TrialSpec,
+)
 from shoal.core.units import Bytes, Seconds, round_up
 from shoal.device import Device
-from shoal.memory.layout import ALIGNMENT, TensorSpec, TrialLayout, lay_out
+from shoal.memory.layout import TensorSpec, TrialLayout, lay_out
 from shoal.memory.store import describe
 from shoal.partition.chain import Chain
 from shoal.partition.measure import measure_layers, measure_shards

@@ -169,10 +169,17 @@ class LeaseOver:
 
 
 @dataclass(frozen=True, slots=True)
+class Happened:
+    """Events since the last message, in order: a step of a millisecond sends none of its own."""
+
+    events: tuple[Event, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Broken:
     """The worker itself cannot go on; its traceback."""
 
     error: str
 
 
-Reply = Ready | Described | Measured | Refused | LeaseOver | Broken | Event
+Reply = Ready | Described | Measured | Refused | LeaseOver | Broken | Happened

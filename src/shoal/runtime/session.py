@@ -22,6 +22,7 @@ from shoal.core.spec import HyperParameters
 from shoal.memory.layout import TrialLayout
 from shoal.memory.store import Region, state_views, views
 from shoal.partition.build import build_chain
+from shoal.partition.chain import Chain
 from shoal.program.ir import Program
 from shoal.recipe import (
     Recipe,
@@ -109,13 +110,24 @@ class Session:
         assert technique.optimizer is not None
         assert technique.lookahead is not None
         return ChainUnits(
-            build_chain(self.model, self.recipe, next(iter(self.train)), torch.device("cpu")),
+            self._chain(),
             self.recipe,
             [shard.layers for shard in self.job.shards],
             self.device,
             optimizer=technique.optimizer,
             lookahead=technique.lookahead,
         )
+
+    def _chain(self) -> Chain:
+        """The model's chain, found again on the CPU from a batch, for this trial's device."""
+        chain = build_chain(
+            self.model,
+            self.recipe,
+            next(iter(self.train)),
+            torch.device("cpu"),
+            switch_caches_off=self.job.numerics.get("use_cache") == "off",
+        )
+        return chain.on(self.device)
 
     def _write_initial(self) -> None:
         for shard in self.layout.shards:

@@ -35,17 +35,25 @@ class Micro:
     tied: dict[str, Tensor] = field(default_factory=dict)  # gradients of borrowed parameters
     rng: dict[int, RngState] = field(default_factory=dict)  # before each shard's forward
     buffers: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
+    written: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)  # parameters
 
     def tensors(self) -> list[Tensor]:
         """Everything held, for the byte count."""
         held = [*self.wires.values(), *self.grads.values(), *self.tied.values()]
-        return held + [tensor for stash in self.buffers.values() for tensor in stash.values()]
+        return held + [
+            tensor
+            for stash in (*self.buffers.values(), *self.written.values())
+            for tensor in stash.values()
+        ]
 
 
 class Units(Protocol):
     """How a technique computes."""
 
     num_shards: int
+
+    def written(self, shard: int) -> Sequence[str]:
+        """Parameters that a forward of the shard itself changes (an embedding's max_norm)."""
 
     def begin(self, batch: Any) -> Micro:
         """Take up a batch that is on the device."""
@@ -79,6 +87,9 @@ class ResidentUnits:
 
     def __init__(self, model: nn.Module, recipe: Recipe, device: torch.device) -> None:
         self._model, self._recipe, self._device = model, recipe, device
+
+    def written(self, shard: int) -> Sequence[str]:
+        return ()
 
     def begin(self, batch: Any) -> Micro:
         return Micro(batch)
@@ -132,10 +143,17 @@ class ChainUnits:
         self._spans = spans
         self._optimizer, self._lookahead = optimizer, lookahead
         self.num_shards = len(spans)
+        self._written = [
+            [name for layer in range(*span) for name in chain.written_parameters(layer)]
+            for span in spans
+        ]
         self._buffers = [
             [name for layer in range(*span) for name in chain.changing_buffers(layer)]
             for span in spans
         ]
+
+    def written(self, shard: int) -> Sequence[str]:
+        return self._written[shard]
 
     def begin(self, batch: Any) -> Micro:
         return Micro(batch, context=self.chain.begin(batch))
@@ -146,6 +164,7 @@ class ChainUnits:
         if self.chain.model.training:
             micro.rng[shard] = capture_rng(self._device)
             micro.buffers[shard] = read_buffers(self.chain.model, self._buffers[shard])
+            micro.written[shard] = self._read_written(shard)
         start, stop = self._spans[shard]
         new = run_forward(self.chain, micro.context, start, stop, micro.wires)
         micro.wires |= new
@@ -164,13 +183,24 @@ class ChainUnits:
             return self._run_backward(shard, micro)
         after_rng = capture_rng(self._device)
         after = read_buffers(self.chain.model, self._buffers[shard])
+        after_written = self._read_written(shard)
         restore_rng(micro.rng.pop(shard), self._device)
         write_buffers(self.chain.model, micro.buffers.pop(shard))
+        self._write_written(micro.written.pop(shard))
         self._run_backward(shard, micro)
         # Only now: batch_norm saves its running statistics for the backward.
         write_buffers(self.chain.model, after)
+        self._write_written(after_written)
         restore_rng(after_rng, self._device)
         return None
+
+    def _read_written(self, shard: int) -> dict[str, Tensor]:
+        model = self.chain.model
+        return {n: model.get_parameter(n).data.clone() for n in self._written[shard]}
+
+    def _write_written(self, values: Mapping[str, Tensor]) -> None:
+        for name, value in values.items():
+            self.chain.model.get_parameter(name).data.copy_(value)
 
     def _run_backward(self, shard: int, micro: Micro) -> Tensor | None:
         start, stop = self._spans[shard]

@@ -26,7 +26,7 @@ from shoal.recipe import Recipe
 from shoal.runtime.channel import Channel
 from shoal.runtime.loop import DeviceLoop
 from shoal.runtime.measure import Measurer
-from shoal.runtime.messages import Broken, Configure, Order, Ready, Reply, Shutdown
+from shoal.runtime.messages import Broken, Configure, Happened, Order, Ready, Reply, Shutdown
 from shoal.scheduler.interleave import Interleaver
 from shoal.scheduler.policy import OldestStepFirst
 
@@ -77,7 +77,8 @@ def _run(order: Configure, channel: Channel, reply: object) -> None:
     recipe: Recipe = cloudpickle.loads(order.recipe)
     measurer = Measurer(recipe, device)
     orders: Orders = queue.SimpleQueue()
-    send(WorkerStarted(time=time.time(), device=order.device.name, pid=os.getpid()))
+    started = WorkerStarted(time=time.time(), device=order.device.name, pid=os.getpid())
+    send(Happened((started,)))
     loop = DeviceLoop(
         device,
         recipe,

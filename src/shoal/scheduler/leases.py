@@ -17,7 +17,8 @@ messages to one worker keep their order, so a later GrantLease is never confused
 [Note: more trials than one on a device]
 ``active`` trials share one compute stream: each gets about 1/active of it, and the
 copies of one hide behind the other's units. While trials wait every device has
-``active`` of them. When none waits and fewer are left, they spread: a trial leaves a
+``active`` of them; a free place goes to a trial that the device can end in time beside
+its others, and among those to the policy's first. When none waits they spread: a trial leaves a
 device for one with fewer trials, or as many and less to do, if that ends the study
 sooner by more than a lease and a move.
 

@@ -10,7 +10,7 @@ _TAPER = 10  # a lease is at most this part of the steps left, so that trials en
 _LEAST_LEASE_S = 0.05  # but not shorter than this: many times a round trip to a worker
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class TrialStanding:
     """One trial as the lease machine sees it; a ``Standing`` to the policies.
 

@@ -313,9 +313,10 @@ def test_a_parameter_that_the_forward_writes_to_is_put_back(make_recipe, tokens)
     model.embed.max_norm = 0.5
     before = model.embed.weight.detach().clone()
 
-    build_chain(model, make_recipe(model, next_token), tokens(2, 12), CPU)
+    chain = build_chain(model, make_recipe(model, next_token), tokens(2, 12), CPU)
 
     assert torch.equal(model.embed.weight, before)
+    assert chain.written_parameters(0) == ("embed.weight",)
 
 
 def test_prologue_parameters_may_be_poisoned_while_the_epilogue_runs(make_recipe, tokens):
