@@ -29,7 +29,7 @@ from shoal.core.event import ActionFinished, Event, PeakMeasured, StepFinished
 from shoal.core.plan import Plan, Spilled
 from shoal.examples.gpt import GPT
 
-WIDTH, DEPTH, HEADS, CONTEXT, BATCH = 256, 16, 4, 128, 8  # 1024 tokens a step
+WIDTH, DEPTH, HEADS, CONTEXT, BATCH = 256, 16, 4, 128, 4  # 512 tokens a step
 STEPS, WARM_UP = 8, 2
 
 

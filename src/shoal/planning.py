@@ -6,12 +6,13 @@ of each is measured, on whichever worker is free, and speaks for the others.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from shoal.core.errors import PlanError, ShoalError, WorkerError
+from shoal.core.event import Event
 from shoal.core.plan import Job, Plan, Resident, Spilled, Technique
 from shoal.core.spec import DeviceSpec, JobMeasure, Scalar, TrialSpec
 from shoal.core.units import Bytes, Seconds, format_bytes
@@ -30,6 +31,7 @@ from shoal.recipe import Recipe
 from shoal.runtime.messages import (
     Describe,
     Described,
+    Happened,
     Measure,
     Measured,
     MeasureShards,
@@ -78,7 +80,9 @@ class Planner:
         devices: Sequence[DeviceSpec],
         recipe: Recipe,
         technique: Technique | None,
+        sink: Callable[[Sequence[Event]], None],
     ) -> None:
+        self._sink = sink
         self._name, self._pool, self._devices, self._recipe = name, pool, tuple(devices), recipe
         self._budget = Bytes(min(device.memory for device in devices))
         on_gpu = devices[0].kind == "cuda"
@@ -161,7 +165,7 @@ class Planner:
                 return reply
 
     def _receive(self) -> tuple[Worker, object]:
-        """The next answer to an order; events of starting workers pass by."""
+        """The next answer to an order; events of starting workers go to the sink."""
         while True:
             received = self._pool.receive(timeout=5.0)
             if received is None:
@@ -173,6 +177,8 @@ class Planner:
                     f"the worker of {worker.name} died while the study was being planned: "
                     f"{reply.reason}. Its messages are above."
                 )
+            if isinstance(reply, Happened):
+                self._sink(reply.events)
             if isinstance(reply, Described | Measured | Refused):
                 return worker, reply
 

@@ -177,7 +177,7 @@ class Study:
             sink.write([self._started(devices, began)])
             settings = self._settings(checkpoint_every_s, timeline)
             try:
-                planned = self._plan(pool, chosen, _technique(technique), settings)
+                planned = self._plan(pool, chosen, _technique(technique), settings, sink.write)
             except BaseException:
                 pool.release()
                 stack.close()
@@ -218,10 +218,11 @@ class Study:
         hardware: Hardware,
         technique: Technique | None,
         settings: Settings | None = None,
+        sink: Callable[[Sequence[events.Event]], None] = lambda happened: None,
     ) -> Planned:
         settings = settings or self._settings(60.0, False)
         pool.configure(hardware.devices, pack_recipe(self.recipe), settings)
-        planner = Planner(self.name, pool, hardware.devices, self.recipe, technique)
+        planner = Planner(self.name, pool, hardware.devices, self.recipe, technique, sink)
         planned = planner.plan(self.trials)
         _check_host_memory(planned.plan, hardware.host_memory)
         seconds = predict_seconds(planned.plan, total_steps(planned, settings))

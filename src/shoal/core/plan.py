@@ -55,8 +55,9 @@ Technique = Resident | Spilled
 class Job:
     """One trial with its technique: the unit that is placed on devices.
 
-    ``held_bytes`` stay reserved between units while the trial is leased to a
-    device; ``unit_bytes`` is the most one unit needs on top while it runs.
+    ``held_bytes`` stay reserved between units while the trial is leased to a device,
+    ``unit_bytes`` is the most one unit needs on top while it runs, ``peak_bytes`` the most
+    at any moment of its programs: less than the sum where the two do not coincide.
     """
 
     trial: int
@@ -68,16 +69,12 @@ class Job:
     buffer_bytes: Bytes
     held_bytes: Bytes
     unit_bytes: Bytes
+    peak_bytes: Bytes
     host_bytes: Bytes
     step_s: Seconds  # predicted seconds of one optimizer step on one device
     micro_batches: int
     why: tuple[str, ...]
     numerics: Mapping[str, Scalar]
-
-    @property
-    def peak_bytes(self) -> Bytes:
-        """The most this trial ever holds on its device."""
-        return Bytes(self.held_bytes + self.unit_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,9 +127,10 @@ def _explain_job(job: Job) -> list[str]:
         lines += [f"    {_explain_shard(shard)}" for shard in shards]
     lines.append("    " + ", ".join(f"{k} {format_bytes(v)}" for k, v in total.items() if v))
     lines.append(
-        f"    on the device: {format_bytes(job.held_bytes)} held + "
-        f"{format_bytes(job.unit_bytes)} inside a unit = {format_bytes(job.peak_bytes)} at the "
-        f"peak; on the host {format_bytes(job.host_bytes)}; {format_seconds(job.step_s)} a step"
+        f"    on the device: up to {format_bytes(job.held_bytes)} held, up to "
+        f"{format_bytes(job.unit_bytes)} more inside a unit, {format_bytes(job.peak_bytes)} at "
+        f"the peak; on the host {format_bytes(job.host_bytes)}; "
+        f"{format_seconds(job.step_s)} a step"
     )
     lines += [f"    because {reason}" for reason in job.why]
     lines.append("    numerics: " + ", ".join(f"{k}={v}" for k, v in job.numerics.items()))

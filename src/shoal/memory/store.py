@@ -44,8 +44,15 @@ class Region:
         self.num_bytes = num_bytes
         self._map = mmap.mmap(descriptor, max(num_bytes, 1))
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._pinned = pin
         if pin:
             _register(self.bytes)
+
+    def unpin(self) -> None:
+        """Let CUDA forget the memory; no copy may be in flight. A second call does nothing."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
+            self._pinned = False
 
     def segment(self, at: int, num_bytes: int) -> torch.Tensor:
         """A flat byte view."""

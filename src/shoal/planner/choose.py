@@ -54,13 +54,15 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """Bytes of a job on its device: between units, and on top inside one."""
+    """Bytes of a job on its device: between units, on top inside one, and at the peak."""
 
     held: Bytes
     unit: Bytes
+    peak: Bytes
 
     @property
     def total(self) -> Bytes:
+        """What is reserved: a unit may come at any moment."""
         return Bytes(self.held + self.unit)
 
 
@@ -102,14 +104,26 @@ def need(
 ) -> Need:
     """The bytes of a job; slots as large as ``layout`` makes them when it is known."""
     prints = footprints(shards, measure.batch_bytes, technique, request)
-    held = max(p.held_bytes for p in prints)
+    region = None
     if layout is not None:
         parts = slot_parts(technique, clip=request.clip, accumulate=request.micro_batches)
-        size = slot_size(layout, parts)
         slots = 1 + (technique.lookahead or 0) if isinstance(technique, Spilled) else 1
-        held = Bytes(slots * size + max(p.held_bytes - p.num_slots * p.slot_bytes for p in prints))
+        region = slots * slot_size(layout, parts)
+    return _need(prints, measure.buffer_bytes, region)
+
+
+def _need(prints: Sequence[Footprint], buffers: int, region: int | None = None) -> Need:
+    """What a device must have for all of a job's programs.
+
+    ``region`` replaces the slots that the programs themselves would need.
+    """
+    slots = max(p.num_slots * p.slot_bytes for p in prints) if region is None else region
+    held = max(p.held_bytes - p.num_slots * p.slot_bytes for p in prints)
+    peak = max(p.peak_bytes - p.num_slots * p.slot_bytes for p in prints)
     return Need(
-        held=Bytes(held + measure.buffer_bytes), unit=Bytes(max(p.unit_bytes for p in prints))
+        held=Bytes(slots + held + buffers),
+        unit=Bytes(max(p.unit_bytes for p in prints)),
+        peak=Bytes(slots + max(peak, held) + buffers),
     )
 
 
@@ -127,7 +141,13 @@ def choices(measure: JobMeasure, budget: Bytes, active: int, request: Request) -
         choice = next(_by_shards(measure, technique, budget, active, request), None)
         if choice is not None:
             found.append(choice)
-    found.sort(key=lambda c: (c.moved_bytes, c.technique.optimizer != request.prefers))
+    found.sort(
+        key=lambda c: (
+            active == 1 and c.technique.lookahead == 0,  # then nothing hides the copies
+            c.moved_bytes,
+            c.technique.optimizer != request.prefers,
+        )
+    )
     for choice in found:
         yield choice
         yield from _finer(measure, choice, budget, active, request)
@@ -155,10 +175,7 @@ def _by_shards(
             continue
         shards = predict_shards(measure.layers, cuts)
         prints = footprints(shards, measure.batch_bytes, technique, request)
-        bytes_ = Need(
-            held=Bytes(max(p.held_bytes for p in prints) + measure.buffer_bytes),
-            unit=Bytes(max(p.unit_bytes for p in prints)),
-        )
+        bytes_ = _need(prints, measure.buffer_bytes)
         if technique.shards or fits([bytes_], budget, active):
             yield Choice(
                 technique=Spilled(
@@ -257,6 +274,7 @@ def make_job(
         buffer_bytes=measure.buffer_bytes,
         held_bytes=bytes_.held,
         unit_bytes=bytes_.unit,
+        peak_bytes=bytes_.peak,
         host_bytes=Bytes(layout.num_bytes),
         step_s=Seconds(max(units + forwards, 1e-6)),
         micro_batches=request.micro_batches,

@@ -19,7 +19,7 @@ CUDA that is what makes it safe to let the allocator have them back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -107,7 +107,7 @@ class Seat:
         self._clip: Tensor | None = None
         self._synced: Event | None = None
         self._last_compute: list[Event] = []
-        self._in_flight: list[tuple[Event, Any]] = []
+        self._in_flight: list[tuple[Event, Sequence[Tensor]]] = []
         self._maps: dict[tuple[tuple[Action, ...], tuple[Part, ...]], SlotMap] = {}
         self._tasks: Iterator[Task] | None = None
         self._run: _Run | None = None
@@ -165,6 +165,7 @@ class Seat:
         self._slots.clear()
         self._placed.clear()
         self._region = torch.empty(0)
+        self.session.region.unpin()
         self.ledger.release(self._owner)
 
     # -- issuing ----------------------------------------------------------------------
@@ -219,10 +220,17 @@ class Seat:
         self._stores_left = [run.events[i] for i in run.slots.stores_left]
 
     def _submit(
-        self, stream: str, action: Action, work: Callable[[], None], after: list[Event], size: int
+        self,
+        stream: str,
+        action: Action,
+        work: Callable[[], None],
+        after: list[Event],
+        sources: Sequence[Tensor] = (),
     ) -> Event:
+        """Submit to a lane's stream; ``sources`` stay alive until it is done."""
         event: Event = getattr(self._lane, stream).submit(work, after)
-        self._in_flight.append((event, work))
+        self._in_flight.append((event, sources))
+        size = sum(source.nbytes for source in sources)
         if stream in self.moved:
             self.moved[stream] += size
         self._note(stream, action, event, size)
@@ -234,9 +242,9 @@ class Seat:
     def _prune(self) -> None:
         """Let go of what finished copies kept alive; raise if one failed."""
         kept = []
-        for event, work in self._in_flight:
+        for event, tensors in self._in_flight:
             if not event.done:
-                kept.append((event, work))
+                kept.append((event, tensors))
             elif event.error is not None:
                 event.wait()
         self._in_flight = kept
@@ -257,8 +265,7 @@ class Seat:
             for target, source in copies:
                 device.copy(target, source, "up")
 
-        size = sum(source.nbytes for _, source in copies)
-        event = self._submit("up", action, work, after, size)
+        event = self._submit("up", action, work, after, [source for _, source in copies])
         self._loads.setdefault(shard, []).append(event)
         return event
 
@@ -302,8 +309,8 @@ class Seat:
             for target, source in copies:
                 device.copy(target, source, "down")
 
-        size = sum(source.nbytes for _, source in copies)
-        event = self._submit("down", action, work, self._last_compute, size)
+        sources = [source for _, source in copies]
+        event = self._submit("down", action, work, self._last_compute, sources)
         if Part.PARAM in action.parts:
             self._written[shard] = event
         if Part.GRAD in action.parts:
@@ -374,8 +381,12 @@ class Seat:
         """What this seat holds on the device now, between units."""
         task = self._run.task if self._run else None
         held = self._region.nbytes + sum(b.nbytes for b in self.session.model.buffers())
-        slots = self._region.untyped_storage().data_ptr()
+        elsewhere = {
+            self._region.untyped_storage().data_ptr(),  # counted already
+            self.session.region.bytes.untyped_storage().data_ptr(),  # the host's
+        }
         tensors = [g for grads in self._grads.values() for g in grads.values()]
+        tensors += [t for event, sent in self._in_flight if not event.done for t in sent]
         if task:
             for micro in task.micros.values():
                 tensors += micro.tensors()
@@ -383,7 +394,7 @@ class Seat:
         storages = {
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
             for t in tensors
-            if t.untyped_storage().data_ptr() != slots
+            if t.untyped_storage().data_ptr() not in elsewhere
         }
         return Bytes(held + sum(storages.values()))
 
@@ -467,7 +478,7 @@ class Seat:
                 torch._foreach_mul_(list(grads.values()), clip.cpu())
             binding.step_on_host(shard, host, grads)
 
-        event = self._submit("host", action, work, after, 0)
+        event = self._submit("host", action, work, after)
         self._written[shard] = event
         return event
 
@@ -478,7 +489,7 @@ class Seat:
         technique = self.session.job.technique
         if getattr(technique, "optimizer", "device") == "host":
             event = self._lane.host.submit(self.session.advance_schedule)
-            self._in_flight.append((event, None))
+            self._in_flight.append((event, ()))
         else:
             self.session.advance_schedule()
 

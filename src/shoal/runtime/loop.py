@@ -401,8 +401,9 @@ class DeviceLoop:
         peak = stay.seat.peak_bytes + others
         if self._device.spec.kind == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device.torch_device)
-        held = sum(s.seat.session.job.held_bytes for s in self._stays.values())
-        unit = max(s.seat.session.job.unit_bytes for s in self._stays.values())
+        jobs = [s.seat.session.job for s in self._stays.values()]
+        held = sum(job.held_bytes for job in jobs)
+        predicted = held + max(job.peak_bytes - job.held_bytes for job in jobs)
         if peak > self._peak:
             self._peak = peak
             self._tell(
@@ -411,7 +412,7 @@ class DeviceLoop:
                     device=self._device.spec.name,
                     peak_bytes=Bytes(peak),
                     budget_bytes=self._device.spec.memory,
-                    predicted_bytes=Bytes(held + unit),
+                    predicted_bytes=Bytes(predicted),
                 )
             )
 

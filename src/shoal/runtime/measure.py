@@ -258,13 +258,27 @@ class Measurer:
         if coupled:
             return replace(whole, cuttable=False, notes=(*report.notes, coupled))
         self._chain = report.chain
-        layers = measure_layers(report.chain, built.batch, self._state_bytes())
+        layers = measure_layers(
+            self._chain_here(), built.batch, self._state_bytes(), clock=self._clock
+        )
         return replace(
             whole,
             layers=_with_step_seconds(layers, whole),
             bitwise=report.bitwise,
             notes=report.notes,
         )
+
+    def _chain_here(self) -> Chain:
+        """The chain on the device itself; compared it was on the CPU."""
+        assert self._chain is not None
+        self._chain.model.to(self._device.torch_device)
+        return self._chain.on(self._device.torch_device)
+
+    def _clock(self) -> float:
+        """Seconds, when all that was launched is done."""
+        if self._device.spec.kind == "cuda":
+            torch.cuda.synchronize(self._device.torch_device)
+        return time.perf_counter()
 
     def _state_bytes(self) -> dict[str, int]:
         return {name: int(_aligned(specs)) for name, specs in self._states.items()}
@@ -275,7 +289,9 @@ class Measurer:
         assert self._chain is not None
         assert self._built is not None
         assert self._whole is not None
-        shards = measure_shards(self._chain, cuts, self._built.batch, self._state_bytes())
+        shards = measure_shards(
+            self._chain_here(), cuts, self._built.batch, self._state_bytes(), clock=self._clock
+        )
         whole = self._whole.shards[0]
         scratch = max(0, whole.step_peak_bytes - _raw(self._states))
         finished = [_with_step(shard, whole, scratch) for shard in shards]

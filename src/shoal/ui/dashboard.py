@@ -37,6 +37,7 @@ from shoal.ui.text import (
     format_metric,
     format_steps,
     format_value,
+    how,
     shorten,
     varying_names,
 )
@@ -312,7 +313,7 @@ def _columns(snapshot: Snapshot, rows: list[TrialRow]) -> list[Column]:
     return [
         Column("#", plain([str(row.number) for row in rows]), drop=0),
         *settings,
-        Column("how", plain([_how(row) for row in rows]), drop=60, right=False),
+        Column("how", plain([how(row) for row in rows]), drop=60, right=False),
         Column("device", plain([row.device or DASH for row in rows]), drop=70, right=False),
         Column("state", [_state(row) for row in rows], drop=1, right=False),
         Column("step", plain([format_steps(row.step, row.steps) for row in rows]), drop=3),
@@ -324,12 +325,6 @@ def _columns(snapshot: Snapshot, rows: list[TrialRow]) -> list[Column]:
 
 def _setting(row: TrialRow, name: str) -> str:
     return shorten(format_value(row.hp[name]), 16) if name in row.hp else DASH
-
-
-def _how(row: TrialRow) -> str:
-    if not row.technique:
-        return DASH
-    return f"{row.technique.lower()} {row.shards}" if row.shards > 1 else row.technique.lower()
 
 
 def _state(row: TrialRow) -> Text:
@@ -368,8 +363,8 @@ def _device_line(row: DeviceRow) -> Text:
     running = (
         f"  trials {trials}" if len(row.trials) > 1 else f"  trial {trials}" if trials else ""
     )
-    restarts = f"  worker restarted {row.restarts} times" if row.restarts else ""
-    text = f"{row.name}  peak {peak} of {budget}{busy}{speed}{running}{restarts}"
+    restarts = f"  worker restarts {row.restarts}" if row.restarts else ""
+    text = f"{row.name}  peak {peak} of {budget}{restarts}{busy}{speed}{running}"
     style = "red" if row.restarts else "default"
     return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
@@ -388,14 +383,21 @@ def _failure_lines(snapshot: Snapshot, most: int = 2) -> list[Text]:
 
 
 def _footer(snapshot: Snapshot) -> Text:
-    eta = DASH if snapshot.eta_seconds is None else format_seconds(snapshot.eta_seconds)
-    if snapshot.is_finished:
-        eta = f"stopped: {_first_line(snapshot.stopped)}" if snapshot.stopped else "done"
     return Text(
-        f"{_counts(snapshot)}    elapsed {format_seconds(snapshot.seconds)}    ETA {eta}",
+        f"{_counts(snapshot)}    elapsed {format_seconds(snapshot.seconds)}    {_end(snapshot)}",
         style="bold",
         no_wrap=True,
         overflow="ellipsis",
+    )
+
+
+def _end(snapshot: Snapshot) -> str:
+    if snapshot.stopped:
+        return f"stopped: {_first_line(snapshot.stopped)}"
+    if snapshot.is_finished:
+        return "done"
+    return "ETA " + (
+        DASH if snapshot.eta_seconds is None else format_seconds(snapshot.eta_seconds)
     )
 
 

@@ -53,8 +53,8 @@ def run_demo(minutes: float, directory: str, *, as_json: bool) -> int:
 
 def _introduction(study: Study, steps: int) -> str:
     return (
-        f"{len(study.trials)} GPTs of 39 to 57 MiB of training state on {DEVICES} devices of "
-        f"{DEVICE_MEMORY} each, {steps} steps of {WINDOWS * CONTEXT} bytes"
+        f"{len(study.trials)} GPTs whose training state is 39 to 57 MiB, on {DEVICES} devices of "
+        f"{DEVICE_MEMORY};\n{steps} steps of {WINDOWS * CONTEXT} bytes each"
     )
 
 

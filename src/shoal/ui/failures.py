@@ -34,11 +34,12 @@ def run_command(command: Callable[[], object]) -> int:
     """
     try:
         command()
-    except SystemExit as ending:
-        return ending.code if isinstance(ending.code, int) else ExitCode.USAGE
-    except KeyboardInterrupt:
-        print("stopped; what was written so far stays", file=sys.stderr)
-        return ExitCode.PAUSED
+    except (SystemExit, KeyboardInterrupt) as ending:
+        if _was_interrupted(ending):
+            print("stopped; what was written so far stays", file=sys.stderr)
+            return ExitCode.PAUSED
+        code = getattr(ending, "code", None)
+        return code if isinstance(code, int) else ExitCode.USAGE
     except ShoalError as error:
         _tell(f"{error}", error)
         return exit_code(error)
@@ -50,6 +51,15 @@ def run_command(command: Callable[[], object]) -> int:
         print("shoal: this is an error of shoal itself; please report it.", file=sys.stderr)
         return ExitCode.INTERNAL
     return ExitCode.DONE
+
+
+def _was_interrupted(ending: BaseException | None) -> bool:
+    """Whether Ctrl-C is at the bottom of it; the parser turns it into an exit of its own."""
+    while ending is not None:
+        if isinstance(ending, KeyboardInterrupt):
+            return True
+        ending = ending.__cause__ or ending.__context__
+    return False
 
 
 def exit_code(error: ShoalError) -> ExitCode:

@@ -22,6 +22,7 @@ from shoal.ui.text import (
     format_metric,
     format_steps,
     format_value,
+    how,
     shorten,
     varying_names,
 )
@@ -115,11 +116,22 @@ def describe_study(snapshot: Snapshot, place: Path) -> str:
 
 
 def leaderboard(snapshot: Snapshot) -> str:
-    """The trials, the best first; then those that have no metric."""
-    names = varying_names(row.hp for row in snapshot.trials)
-    header = ["trial", *names, "how", "state", "step", "loss", snapshot.metric, "took"]
+    """The trials, the best first; then those that have no metric.
+
+    Where all of them finished, their states are left out.
+    """
     rows = ranking(snapshot)
-    return align(header, [_leaderboard_row(row, names, snapshot.metric) for row in rows])
+    names = varying_names(row.hp for row in snapshot.trials)
+    table = [_leaderboard_row(row, names, snapshot.metric) for row in rows]
+    header = ["trial", *names, "how", "state", "step", "loss", snapshot.metric, "took"]
+    if all(row.state is TrialState.FINISHED for row in rows):
+        state = header.index("state")
+        header, table = _without(header, state), [_without(cells, state) for cells in table]
+    return align(header, table)
+
+
+def _without(cells: list[str], index: int) -> list[str]:
+    return cells[:index] + cells[index + 1 :]
 
 
 def ranking(snapshot: Snapshot) -> list[TrialRow]:
@@ -146,9 +158,7 @@ def _leaderboard_row(row: TrialRow, names: list[str], metric: str) -> list[str]:
     return [
         str(row.number),
         *(shorten(setting, 24) for setting in settings),
-        f"{row.technique.lower()} {row.shards}"
-        if row.shards > 1
-        else row.technique.lower() or DASH,
+        how(row),
         row.state.lower(),
         format_steps(row.step, row.steps),
         format_metric(row.smooth_loss),

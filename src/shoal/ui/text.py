@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from shoal.core.spec import Scalar
+from shoal.observe.rows import TrialRow
 
 DASH = "-"
 
@@ -29,6 +30,12 @@ def format_metric(value: float | None) -> str:
 def format_steps(step: int, steps: int | None) -> str:
     """``12/100``, or ``12`` where the end is not known."""
     return str(step) if steps is None else f"{step}/{steps}"
+
+
+def how(row: TrialRow) -> str:
+    """A trial's technique, and its shards where there are several."""
+    technique = row.technique.lower() or DASH
+    return f"{technique} {row.shards}" if row.shards > 1 else technique
 
 
 def varying_names(settings: Iterable[Mapping[str, Scalar]]) -> list[str]:

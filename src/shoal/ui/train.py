@@ -79,7 +79,7 @@ def ending_code(snapshot: Snapshot) -> ExitCode:
 
 def describe_ending(snapshot: Snapshot, place: Path) -> str:
     """What a finished run prints: leaderboard, devices, failures, where the weights are."""
-    parts = [leaderboard(snapshot), "", device_table(snapshot), ""]
+    parts = ["", leaderboard(snapshot), "", device_table(snapshot), ""]
     failures = failure_lines(snapshot)
     if failures:
         parts += [*failures, ""]

@@ -116,6 +116,20 @@ def test_an_error_has_its_exit_code_and_no_traceback(
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_ctrl_c_inside_a_verb_is_a_pause(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object, **__: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shoal.ui.show.list_studies", interrupt)
+
+    code = run_command(lambda: app(["ls"]))
+
+    assert code == ExitCode.PAUSED
+    assert "stopped; what was written so far stays" in capsys.readouterr().err
+
+
 def test_debug_shows_the_traceback(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +196,16 @@ def test_show_prints_the_leaderboard_best_first_and_failures_last(runs: Path) ->
     assert [line.split()[0] for line in lines[4:8]] == ["0", "1", "3", "2"]
     assert "trial 2 failed at step 3: ValueError: the label 7 is unknown" in lines
     assert any(line.startswith("cpu:0") and "94%" in line for line in lines)
+
+
+def test_states_are_left_out_where_all_finished(tmp_path: Path, study_events: Events) -> None:
+    with EventLog(tmp_path / "good" / "events.jsonl") as log:
+        log.write(study_events(4))
+
+    text = _invoke("show", "good", "--directory", str(tmp_path))[1]
+
+    assert " state " not in text
+    assert "trial" in text.splitlines()[3]
 
 
 def test_show_without_a_name_takes_the_newest(runs: Path) -> None:
