@@ -50,7 +50,8 @@ class _State:
     total: int | None  # steps, where known
     step: int = 0
     until: int = 0
-    device: str = ""
+    device: str = ""  # that has it leased now
+    home: str = ""  # where it ran last
     descriptor: int | None = None
     progress: Progress | None = None
     restore: str = ""
@@ -166,7 +167,9 @@ class Execution:
         if reply.ended:
             self._trial_finished(state)
             return
-        self._do(leases.LeaseEnded(reply.trial, state.device, state.steps_left))
+        device, state.device = state.device, ""
+        self._sink(events.TrialParked(time=time.time(), trial=reply.trial, step=state.step))
+        self._do(leases.LeaseEnded(reply.trial, device, state.steps_left))
 
     def _trial_finished(self, state: _State) -> None:
         trial = state.job.trial
@@ -195,6 +198,7 @@ class Execution:
 
     def _end(self, state: _State) -> None:
         self._open.discard(state.job.trial)
+        state.device = ""
         _close(state)
         self._do(leases.TrialEnded(state.job.trial))
 
@@ -239,7 +243,7 @@ class Execution:
         trial = state.job.trial
         saved = checkpoint.latest(self._settings.directory, trial)
         state.deaths += 1
-        state.device, state.progress = "", None
+        state.device, state.home, state.progress = "", "", None
         state.restore = str(saved) if saved else ""
         state.step = int(saved.name.removeprefix("step-")) if saved else 0
         state.until = 0
@@ -271,7 +275,7 @@ class Execution:
             worker.send(Extend(instruction.trial, state.until))
             return
         self._announce(state, instruction.device)
-        state.device = instruction.device
+        state.device = state.home = instruction.device
         state.until = state.step + instruction.steps
         if state.descriptor is None:
             state.descriptor = create_region(
@@ -292,8 +296,10 @@ class Execution:
         if not state.started:
             state.started = now
             self._sink(events.TrialStarted(time=now, trial=trial, device=device))
-        elif device != state.device:
+        elif device != state.home:
             self._sink(events.TrialMoved(time=now, trial=trial, device=device, step=state.step))
+        else:
+            self._sink(events.TrialResumed(time=now, trial=trial, device=device, step=state.step))
 
 
 def planned_events(

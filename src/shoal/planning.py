@@ -104,6 +104,9 @@ class Planner:
         settled = self._settle_all(first, crowd)
         able = [trial for trial in trials if trial.number in signatures]
         active = self._active(settled.values()) if crowd else 1
+        if active == 1:  # what was settled for two at a time may do better alone
+            again = {s: first[s] for s, found in settled.items() if found.active == 2}
+            settled |= self._settle_all(again, crowd=False)
         jobs = [self._job(trial, settled[signatures[trial.number]]) for trial in able]
         layouts = {t.number: settled[signatures[t.number]].layout for t in able}
         lengths = {t.number: settled[signatures[t.number]].measure.num_batches for t in able}

@@ -181,8 +181,9 @@ class Study:
             except BaseException:
                 pool.release()
                 stack.close()
-                shutil.rmtree(self.directory)  # nothing was trained: leave no trace
+                self._give_directory_back()
                 raise
+            shutil.rmtree(self._replaced, ignore_errors=True)
             try:
                 finished, failed = self._execute(pool, planned, settings, sink)
             except BaseException as error:
@@ -296,9 +297,21 @@ class Study:
                     f"{path} already holds {whose}. Read it with shoal.open({str(path)!r}), pass "
                     "overwrite=True (--overwrite) to replace them, or choose another name."
                 )
-            shutil.rmtree(path)
+            shutil.rmtree(self._replaced, ignore_errors=True)
+            path.rename(self._replaced)
         path.mkdir(parents=True, exist_ok=True)
         (path / IDENTITY).write_text(json.dumps(mine, indent=2))
+
+    @property
+    def _replaced(self) -> Path:
+        """Where the results that are being overwritten wait until the new plan stands."""
+        return self.directory.with_name(f".{self.name}.replaced")
+
+    def _give_directory_back(self) -> None:
+        """Nothing was trained: leave no trace, and what was there before as it was."""
+        shutil.rmtree(self.directory)
+        if self._replaced.exists():
+            self._replaced.rename(self.directory)
 
 
 class _Sinks:

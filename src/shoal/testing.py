@@ -566,6 +566,7 @@ def make_job(trial: int = 0, shards: Sequence[ShardSpec] = (), **changes: Any) -
         "buffer_bytes": Bytes(0),
         "held_bytes": Bytes(4096),
         "unit_bytes": Bytes(2048),
+        "peak_bytes": Bytes(4096 + 2048),
         "host_bytes": Bytes(4096),
         "step_s": Seconds(0.01),
         "micro_batches": 1,

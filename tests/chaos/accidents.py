@@ -55,15 +55,6 @@ def happen(accident: str, flag: str) -> None:
     if accident == "kill" and not Path(flag).exists():
         Path(flag).touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    if accident == "kill late" and count(flag) == 3:  # 2 is the recompute of 1
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def count(flag: str) -> int:
-    """How often this was called with ``flag``, by any process."""
-    with Path(flag).open("ab") as file:
-        file.write(b".")
-        return file.tell()
 
 
 def build(hp):
@@ -93,7 +84,7 @@ def data(hp):
     if accident == "data":
         return Failing(), None
     if accident == "kill late":
-        return late_data(hp["source"]), None
+        return KillsInSecondEpoch(hp["source"], hp["flag"]), None
     x, _ = batches[2]
     if accident == "nan":
         x.fill_(torch.nan)
@@ -102,12 +93,27 @@ def data(hp):
     return batches, plain_batches(1, offset=1)
 
 
-def late_data(source: str):
-    """One example of 24 is marked, so that the accident comes once an epoch."""
-    examples = [pair for x, y in plain_batches() for pair in zip(x, y, strict=True)]
-    examples[13][0][0] = MARK
-    own = torch.Generator().manual_seed(3) if source == "own generator" else None
-    return DataLoader(examples, batch_size=4, shuffle=source != "in order", generator=own)
+class KillsInSecondEpoch:
+    """A loader whose process dies, once, before the fourth batch of its second epoch."""
+
+    def __init__(self, source: str, flag: str) -> None:
+        examples = [pair for x, y in plain_batches() for pair in zip(x, y, strict=True)]
+        own = torch.Generator().manual_seed(3) if source == "own generator" else None
+        shuffle = source != "in order"
+        self.loader = DataLoader(examples, batch_size=4, shuffle=shuffle, generator=own)
+        self.flag = Path(flag)
+        self.epochs_done = 0
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self):
+        for index, batch in enumerate(self.loader):
+            if (self.epochs_done, index) == (1, 3) and not self.flag.exists():
+                self.flag.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield batch
+        self.epochs_done += 1
 
 
 def loss(output, batch):

@@ -62,6 +62,25 @@ class TrialMoved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrialParked:
+    """A lease ended before the trial did: its state is on the host, and it waits."""
+
+    time: float
+    trial: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialResumed:
+    """A trial that waited goes on on the device where it was."""
+
+    time: float
+    trial: int
+    device: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRestarted:
     """A trial's worker died; it goes on from its last saved state."""
 
@@ -178,6 +197,8 @@ Event = (
     | TrialPlanned
     | TrialStarted
     | TrialMoved
+    | TrialParked
+    | TrialResumed
     | TrialRestarted
     | StepFinished
     | Evaluated

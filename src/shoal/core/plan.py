@@ -94,8 +94,10 @@ class Plan:
             f"up to {self.active} at a time on each; predicted {format_seconds(self.seconds)}"
         ]
         lines += [f"  device {d.name}: {format_bytes(d.memory)}" for d in self.devices]
+        first: dict[object, int] = {}
         for job in self.jobs:
-            lines += _explain_job(job)
+            shape = (job.technique, job.shards, job.batch_bytes, job.why)
+            lines += _explain_job(job, first.setdefault(shape, job.trial))
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -108,10 +110,13 @@ class Plan:
         return plan_from_dict(json.loads(text))
 
 
-def _explain_job(job: Job) -> list[str]:
+def _explain_job(job: Job, like: int) -> list[str]:
+    """A job in full, or that it is like the first job of its shape."""
     name = type(job.technique).__name__
     settings = ", ".join(f"{k}={v}" for k, v in job.hp.items())
     lines = [f"  trial {job.trial} ({settings}; seed {job.seed}): {name}"]
+    if like != job.trial:
+        return [f"{lines[0]}, as trial {like}"]
     shards = job.shards
     total = {
         "parameters": sum(s.owned_bytes for s in shards),

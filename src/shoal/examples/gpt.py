@@ -29,12 +29,11 @@ SKIPPED = frozenset(
 class Attention(nn.Module):
     """Causal self-attention with several heads."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         if width % heads:
             raise ValueError(f"width {width} cannot be shared by {heads} heads")
         self.heads = heads
-        self.dropout = dropout
         self.qkv = nn.Linear(width, 3 * width)
         self.project = nn.Linear(width, width)
 
@@ -46,7 +45,6 @@ class Attention(nn.Module):
             query_BHTD,
             key_BHTD,
             value_BHTD,
-            dropout_p=self.dropout if self.training else 0.0,
             is_causal=True,
         )
         merged_BTC = mixed_BHTD.transpose(1, 2).reshape(batch, length, width)
@@ -60,7 +58,7 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
-        self.attention = Attention(width, heads, dropout)
+        self.attention = Attention(width, heads)
         self.norm2 = nn.LayerNorm(width)
         self.expand = nn.Linear(width, 4 * width)
         self.shrink = nn.Linear(4 * width, width)

@@ -210,7 +210,12 @@ def _row(row: Sequence[Slice], axis: Axis, y: float, height: float) -> Iterator[
 
 def _is_dense(row: Sequence[Slice], axis: Axis) -> bool:
     """Whether a rectangle per run would be thinner than a column of shares."""
-    return len(merged(row, axis)) > (_RIGHT - _LEFT) / _COLUMN_PX / 2
+    boxes = merged(row, axis)
+    if len(boxes) > (_RIGHT - _LEFT) / _COLUMN_PX / 2:
+        return True
+    drawn = sum(box.width for box in boxes)
+    busy = sum(piece.end - piece.start for piece in _visible(row, axis)) * axis.scale
+    return drawn > 2 * busy + 20  # the gaps between the slices would be drawn as work
 
 
 def merged(row: Sequence[Slice], axis: Axis) -> list[Box]:

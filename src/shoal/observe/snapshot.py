@@ -32,8 +32,10 @@ from shoal.core.event import (
     TrialFailed,
     TrialFinished,
     TrialMoved,
+    TrialParked,
     TrialPlanned,
     TrialRestarted,
+    TrialResumed,
     TrialStarted,
     WorkerDied,
     WorkerStarted,
@@ -205,6 +207,12 @@ class Folder:
     def _trial_moved(self, event: TrialMoved) -> None:
         self._trial(event.trial).lease(event.device, self._seconds)
 
+    def _trial_parked(self, event: TrialParked) -> None:
+        self._trial(event.trial).release()
+
+    def _trial_resumed(self, event: TrialResumed) -> None:
+        self._trial(event.trial).lease(event.device, self._seconds)
+
     def _trial_restarted(self, event: TrialRestarted) -> None:
         trial = self._trial(event.trial)
         trial.rewind(event.step, self._aim)
@@ -262,6 +270,8 @@ _FOLDS: dict[type[Any], Callable[[Folder, Any], None]] = {
     TrialPlanned: Folder._trial_planned,
     TrialStarted: Folder._trial_started,
     TrialMoved: Folder._trial_moved,
+    TrialParked: Folder._trial_parked,
+    TrialResumed: Folder._trial_resumed,
     TrialRestarted: Folder._trial_restarted,
     StepFinished: Folder._step_finished,
     Evaluated: Folder._evaluated,
