@@ -36,7 +36,7 @@ from shoal.scheduler.policy import LongestRemainingFirst
 
 LEASE_S = 2.0
 MAX_DEATHS = 3
-"""A trial that was on a device when its worker died this often is FAILED."""
+"""A trial whose code was running when its worker died this often is FAILED."""
 
 Sink = Callable[[Sequence[events.Event]], None]
 
@@ -223,7 +223,7 @@ class Execution:
             )
         )
         for state in held:
-            self._fall_back(state)
+            self._fall_back(state, blamed=worker.running == state.job.trial)
         left = {state.job.trial: state.steps_left for state in held}
         self._pool.replace(device, self._recipe, self._settings)
         instructions = self._leases.handle(leases.DeviceLost(device.name, left))
@@ -238,11 +238,14 @@ class Execution:
         for instruction in instructions:
             self._obey(instruction)
 
-    def _fall_back(self, state: _State) -> None:
-        """The trial's region may hold half a step: start from the last checkpoint, or anew."""
+    def _fall_back(self, state: _State, *, blamed: bool) -> None:
+        """The trial's region may hold half a step: start from the last checkpoint, or anew.
+
+        ``blamed``: its code was running when the worker died.
+        """
         trial = state.job.trial
         saved = checkpoint.latest(self._settings.directory, trial)
-        state.deaths += 1
+        state.deaths += blamed
         state.device, state.home, state.progress = "", "", None
         state.restore = str(saved) if saved else ""
         state.step = int(saved.name.removeprefix("step-")) if saved else 0

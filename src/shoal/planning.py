@@ -96,28 +96,32 @@ class Planner:
     def plan(self, trials: Sequence[TrialSpec]) -> Planned:
         """Measure one trial of each shape and decide for all."""
         signatures, failures = self._describe(trials)
-        first: dict[str, TrialSpec] = {}
+        alike: dict[str, list[TrialSpec]] = {}
         for trial in trials:
             if trial.number in signatures:
-                first.setdefault(signatures[trial.number], trial)
+                alike.setdefault(signatures[trial.number], []).append(trial)
         crowd = len(signatures) > len(self._devices)
-        settled = self._settle_all(first, crowd)
-        able = [trial for trial in trials if trial.number in signatures]
+        settled = self._settle_all(alike, crowd, failures)
         active = self._active(settled.values()) if crowd else 1
         if active == 1:  # what was settled for two at a time may do better alone
-            again = {s: first[s] for s, found in settled.items() if found.active == 2}
-            settled |= self._settle_all(again, crowd=False)
-        jobs = [self._job(trial, settled[signatures[trial.number]]) for trial in able]
-        layouts = {t.number: settled[signatures[t.number]].layout for t in able}
-        lengths = {t.number: settled[signatures[t.number]].measure.num_batches for t in able}
+            again = {s: alike[s] for s, found in settled.items() if found.active == 2}
+            settled |= self._settle_all(again, False, failures)
+        able = {
+            t.number: settled[signatures[t.number]] for t in trials if t.number not in failures
+        }
         plan = Plan(
             study=self._name,
             devices=self._devices,
-            jobs=tuple(jobs),
+            jobs=tuple(self._job(t, able[t.number]) for t in trials if t.number in able),
             active=active,
             seconds=Seconds(0.0),
         )
-        return Planned(plan=plan, layouts=layouts, num_batches=lengths, failures=failures)
+        return Planned(
+            plan=plan,
+            layouts={number: found.layout for number, found in able.items()},
+            num_batches={number: found.measure.num_batches for number, found in able.items()},
+            failures=failures,
+        )
 
     # -- asking ---------------------------------------------------------------------------
 
@@ -125,8 +129,6 @@ class Planner:
         worker = next(iter(self._pool.workers.values()))
         worker.send(Describe(tuple(trials)))
         reply = self._await(worker)
-        if isinstance(reply, Refused):
-            raise _raised(reply)
         assert isinstance(reply, Described)
         if not reply.signatures:
             raise reply.cause or WorkerError(
@@ -135,31 +137,54 @@ class Planner:
             )
         return dict(reply.signatures), dict(reply.errors)
 
-    def _settle_all(self, first: Mapping[str, TrialSpec], crowd: bool) -> dict[str, _Settled]:
-        """Measure one trial of each signature, as many at a time as there are workers."""
-        waiting = [(signature, self._settle(trial, crowd)) for signature, trial in first.items()]
-        running: dict[Worker, tuple[str, _Question]] = {}
+    def _settle_all(
+        self, alike: Mapping[str, Sequence[TrialSpec]], crowd: bool, failures: dict[int, str]
+    ) -> dict[str, _Settled]:
+        """Measure one trial of each signature, as many at a time as there are workers.
+
+        A trial whose own code raises goes to ``failures``, and the next of its shape speaks
+        for the others.
+        """
+        waiting = [(signature, list(trials)) for signature, trials in alike.items()]
+        running: dict[Worker, tuple[str, list[TrialSpec], _Question]] = {}
         settled: dict[str, _Settled] = {}
         free = list(self._pool.workers.values())
         while waiting or running:
             while waiting and free:
-                worker = free.pop()
-                running[worker] = signature, question = waiting.pop(0)
+                worker, (signature, trials) = free.pop(), waiting.pop(0)
+                question = self._settle(trials[0], crowd)
+                running[worker] = signature, trials, question
                 worker.send(next(question))
             worker, reply = self._receive()
             if worker not in running:
                 continue
-            signature, question = running[worker]
+            signature, trials, question = running[worker]
             if isinstance(reply, Refused):
-                raise _raised(reply)
-            assert isinstance(reply, Measured)
-            try:
-                worker.send(question.send(reply))
-            except StopIteration as end:
-                settled[signature] = end.value
-                del running[worker]
-                free.append(worker)
+                self._note_failure(reply, failures)
+                if trials[1:]:
+                    waiting.insert(0, (signature, trials[1:]))
+            else:
+                assert isinstance(reply, Measured)
+                try:
+                    worker.send(question.send(reply))
+                    continue
+                except StopIteration as end:
+                    settled[signature] = end.value
+            del running[worker]
+            free.append(worker)
+        if alike and not settled:
+            count = sum(map(len, alike.values()))
+            raise WorkerError(
+                f"none of the {count} trials can run; the first one says:\n"
+                + failures[next(iter(alike.values()))[0].number]
+            )
         return settled
+
+    def _note_failure(self, reply: Refused, failures: dict[int, str]) -> None:
+        """A trial that cannot be measured fails alone; a wrong request stops the study."""
+        if isinstance(reply.cause, ShoalError):
+            raise reply.cause
+        failures[reply.trial] = reply.error
 
     def _await(self, worker: Worker) -> object:
         while True:
@@ -328,10 +353,3 @@ class Planner:
 def with_seconds(plan: Plan, seconds: float) -> Plan:
     """The plan with its predicted duration."""
     return replace(plan, seconds=Seconds(seconds))
-
-
-def _raised(reply: Refused) -> Exception:
-    """The error of a refusal: shoal's own as it is, the user's with its traceback."""
-    if isinstance(reply.cause, ShoalError):
-        return reply.cause
-    return WorkerError(f"trial {reply.trial} cannot be measured; it says:\n{reply.error}")

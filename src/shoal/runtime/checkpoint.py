@@ -27,7 +27,7 @@ from shoal.core.errors import TrialError
 from shoal.memory.layout import TrialLayout
 from shoal.memory.store import Region, state_views, views
 from shoal.rng import RngState
-from shoal.runtime.feed import Position
+from shoal.runtime.feed import Epoch, Position
 from shoal.runtime.messages import Progress
 from shoal.runtime.session import Session
 
@@ -166,13 +166,17 @@ def _progress_record(progress: Progress) -> dict[str, Any]:
         "seconds": progress.seconds,
         "rng": progress.rng,
         "epoch": position.epoch,
-        "batch": position.batch,
-        "epoch_rng": position.epoch_rng,
-        "draws": position.draws,
+        "now": _epoch_record(position.now),
+        "past": [_epoch_record(epoch) for epoch in position.past],
+        "generators": position.generators,
         "scalars": progress.scalars,
         "groups": list(progress.groups),
         "schedule": progress.schedule,
     }
+
+
+def _epoch_record(epoch: Epoch) -> dict[str, Any]:
+    return {"batches": epoch.batches, "rng": epoch.rng, "draws": epoch.draws}
 
 
 def _read_progress(directory: Path, tensors: Mapping[str, Tensor]) -> Progress:
@@ -181,7 +185,12 @@ def _read_progress(directory: Path, tensors: Mapping[str, Tensor]) -> Progress:
         step=record["step"],
         seconds=record["seconds"],
         rng=record["rng"],
-        position=Position(record["epoch"], record["batch"], record["epoch_rng"], record["draws"]),
+        position=Position(
+            epoch=record["epoch"],
+            now=Epoch(**record["now"]),
+            generators=record["generators"],
+            past=tuple(Epoch(**epoch) for epoch in record["past"]),
+        ),
         scalars=record["scalars"],
         groups=record["groups"],
         schedule=record["schedule"],

@@ -111,6 +111,8 @@ class Seat:
         self._maps: dict[tuple[tuple[Action, ...], tuple[Part, ...]], SlotMap] = {}
         self._tasks: Iterator[Task] | None = None
         self._run: _Run | None = None
+        self.unit_bytes = session.job.unit_bytes
+        self.reserve_units: Callable[[], None] = lambda: None  # set by who shares the device
         self.track = True  # measure the next units with the tracker
         self.peak_bytes = 0
         self.moved = {"up": 0, "down": 0}
@@ -368,14 +370,21 @@ class Seat:
         with AllocationTracker() as tracker:
             work()
         self.peak_bytes = max(self.peak_bytes, before + tracker.peak_bytes)
-        promised = self.session.job.unit_bytes
-        if tracker.peak_bytes > promised:
+        if tracker.peak_bytes > self.unit_bytes:
+            self._outgrow(action, Bytes(tracker.peak_bytes))
+
+    def _outgrow(self, action: Action, peak: Bytes) -> None:
+        """A unit needed more than was measured: reserve it from now on, or fail the trial."""
+        promised, self.unit_bytes = self.unit_bytes, peak
+        try:
+            self.reserve_units()
+        except CapacityError as error:
             raise CapacityError(
-                f"{action} of trial {self.trial} allocated {format_bytes(tracker.peak_bytes)} on "
-                f"{self.device.spec.name}, {format_bytes(promised)} were reserved for it. Its "
-                "batches are larger than the one that was measured: make them equal, or let the "
-                "first batch be the largest."
-            )
+                f"{action} of trial {self.trial} allocated {format_bytes(peak)} on "
+                f"{self.device.spec.name}, {format_bytes(promised)} were reserved for it, and "
+                f"there is no room for the rest: {error} Where batches differ in size, let the "
+                "first one be the largest: it is the one that is measured."
+            ) from None
 
     def resident_bytes(self) -> Bytes:
         """What this seat holds on the device now, between units."""

@@ -7,7 +7,9 @@ can start. One thread; it is the device's compute thread.
 
 from __future__ import annotations
 
+import mmap
 import queue
+import struct
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -15,6 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from shoal.core.errors import ShoalError
 from shoal.core.event import ActionFinished, Evaluated, Event, PeakMeasured, StepFinished
 from shoal.core.plan import Resident, Spilled
 from shoal.core.seams import Candidate
@@ -28,6 +31,7 @@ from shoal.rng import capture_rng, restore_rng
 from shoal.runtime import checkpoint
 from shoal.runtime.interpret import Issued, Seat
 from shoal.runtime.messages import (
+    RECORDER_BYTES,
     Extend,
     Grant,
     Happened,
@@ -79,12 +83,13 @@ class DeviceLoop:
         reply: Callable[[Reply], None],
         orders: queue.SimpleQueue[tuple[Order, tuple[int, ...]]],
         others: Callable[[Order], None],
+        running: mmap.mmap,
     ) -> None:
         self._device, self._recipe, self._settings = device, recipe, settings
         self._interleaver, self._send, self._orders = interleaver, reply, orders
         self._events: list[Event] = []
         self._sent_at = time.monotonic()
-        self._others = others
+        self._others, self._recorder = others, running
         self._ledger = Ledger(device.spec.name, device.spec.memory)
         self._stays: dict[int, _Stay] = {}
         self._parked: dict[int, Session] = {}
@@ -159,8 +164,9 @@ class DeviceLoop:
         trial = grant.job.trial
         self._leave_streams()
         try:
+            self._record(trial)
             seat = self._seat(grant, Region(descriptor, grant.layout.num_bytes, pin=self._pins))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._fail(trial, error)
             return
         session = seat.session
@@ -168,6 +174,7 @@ class DeviceLoop:
         stay = _Stay(seat, session.tasks())
         session.on_step = lambda loss: self._report_step(stay, loss)
         session.on_evaluated = lambda metrics: self._report_evaluation(session, metrics)
+        seat.reserve_units = self._reserve_largest_unit
         self._stays[trial] = stay
         self._guard(trial, lambda _: self._reserve_largest_unit())
         if trial not in self._stays:
@@ -212,15 +219,21 @@ class DeviceLoop:
         if stay is None:
             return
         try:
+            self._record(trial)
             work(stay)
-        except Exception as error:
+            self._record(None)
+        except (Exception, SystemExit) as error:
             self._dismiss(trial)
             stay.seat.session.feed.close()
             self._fail(trial, error)
 
-    def _fail(self, trial: int, error: Exception) -> None:
+    def _record(self, trial: int | None) -> None:
+        """Leave word whose code runs, for whoever finds this process dead."""
+        self._recorder[:RECORDER_BYTES] = struct.pack("q", -1 if trial is None else trial)
+
+    def _fail(self, trial: int, error: BaseException) -> None:
         text = "".join(traceback.format_exception(error))
-        cause = error if type(error).__module__.startswith("shoal.") else None
+        cause = error if isinstance(error, ShoalError) else None
         self._reply(Refused(trial, text, cause))
 
     def _dismiss(self, trial: int) -> None:
@@ -238,10 +251,12 @@ class DeviceLoop:
         """Room for the one unit that runs at a time, whichever trial's it is."""
         if self._unit_bytes:
             self._ledger.release("the running unit")
-        units = [stay.seat.session.job.unit_bytes for stay in self._stays.values()]
-        self._unit_bytes = max(units, default=0)
-        if self._unit_bytes:
-            self._ledger.reserve("the running unit", Bytes(self._unit_bytes))
+            self._unit_bytes = 0
+        units = [stay.seat.unit_bytes for stay in self._stays.values()]
+        needed = max(units, default=0)
+        if needed:
+            self._ledger.reserve("the running unit", Bytes(needed))
+            self._unit_bytes = needed
 
     def _prepare(self, stay: _Stay) -> None:
         """Issue copies; when the task is through, go on to the next one."""
@@ -374,6 +389,8 @@ class DeviceLoop:
         if time.monotonic() - stay.saved_at < self._settings.checkpoint_every_s:
             return
         stay.saved_at = time.monotonic()
+        self._flush(wait=False)
+        self._send_events()  # whoever finds the checkpoint has heard of its step
         if isinstance(stay.seat.session.job.technique, Resident):
             return  # its host copy is current only between leases
         stay.seat.drain()

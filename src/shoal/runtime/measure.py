@@ -89,7 +89,7 @@ class Measurer:
             if isinstance(order, MeasureShards):
                 return self._measure_shards(trial, order.cuts)
             return self._measure(trial, cut=order.cut)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return Refused(trial.number, traceback.format_exc(), _own(error))
 
     # -- describe -------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class Measurer:
         for trial in trials:
             try:
                 signatures[trial.number] = self._signature(trial)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 errors[trial.number] = traceback.format_exc()
                 cause = cause or _own(error)
         return Described(signatures, errors, cause)
@@ -120,6 +120,7 @@ class Measurer:
             _shape_of(batch),
             type(optimizer).__qualname__,
             [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups],
+            [_kind_of(group) for group in optimizer.param_groups],
         ]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -172,6 +173,7 @@ class Measurer:
         model = built.model
         forward = _peak(lambda: self._forward(built))
         backward = _peak(lambda: self._backward(built))
+        _fill_missing_gradients(model)  # a branch that this batch does not take has state too
         first_step = _peak(lambda: self._step(built))  # makes the state, then it is moved
         binding = Binding(model, built.optimizer, [[]], self._device.torch_device)
         self._states = state_specs(binding)
@@ -180,6 +182,7 @@ class Measurer:
         between = time.perf_counter()
         step_peak = _peak(lambda: self._step(built))
         self._backward(built)
+        _fill_missing_gradients(model)
         step_begin = time.perf_counter()
         self._step(built)
         step_s = time.perf_counter() - step_begin
@@ -293,12 +296,26 @@ class Measurer:
             self._chain_here(), cuts, self._built.batch, self._state_bytes(), clock=self._clock
         )
         whole = self._whole.shards[0]
-        scratch = max(0, whole.step_peak_bytes - _raw(self._states))
-        finished = [_with_step(shard, whole, scratch) for shard in shards]
         bounds = [0, *cuts, self._chain.num_layers]
         layout = _layout(bounds, self._chain, self._built.model, self._states)
+        peaks = self._step_peaks(self._built, layout)
+        finished = [_with_step(s, whole, p) for s, p in zip(shards, peaks, strict=True)]
         measure = replace(self._whole, shards=tuple(finished), notes=self._chain.notes)
         return Measured(trial.number, measure, layout)
+
+    def _step_peaks(self, built: _Built, layout: TrialLayout) -> list[Bytes]:
+        """What the step of each shard allocates: the first one, which makes state, and later."""
+        hp = HyperParameters(built.trial.hp)
+        model = built.model
+        optimizer = build_optimizer(self._recipe, model.named_parameters(), hp)
+        owned = [[f.spec.name for f in shard.param.fields] for shard in layout.shards]
+        binding = Binding(model, optimizer, owned, torch.device("cpu"))
+        peaks = []
+        for index in range(len(owned)):
+            _fill_gradients(model, index)
+            rounds = [_peak(lambda i=index: binding.step_part(i)) for _ in range(3)]  # type: ignore[misc]
+            peaks.append(max(rounds))
+        return peaks
 
     def _coupling(self, built: _Built, chain: Chain) -> str:
         """Whether stepping layer by layer gives other bits than stepping at once; why."""
@@ -325,7 +342,7 @@ class Measurer:
         )
 
 
-def _own(error: Exception) -> Exception | None:
+def _own(error: BaseException) -> Exception | None:
     """The error when it is shoal's own and says all there is to say."""
     return error if isinstance(error, ShoalError) else None
 
@@ -342,6 +359,16 @@ def _first_batch(train: Any) -> Batch:
 
 def _all_params(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(model.named_parameters(remove_duplicate=False))
+
+
+def _kind_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a param group's options decides which state and scratch a step needs."""
+    values = {"params", "lr", "initial_lr", "betas", "eps"}
+    return {
+        key: value if value is None or isinstance(value, bool | str) else bool(value)
+        for key, value in group.items()
+        if key not in values
+    }
 
 
 def _shape_of(value: Any) -> Any:
@@ -375,8 +402,10 @@ def _aligned(specs: Sequence[TensorSpec]) -> Bytes:
     return Bytes(sum(round_up(spec.num_bytes, ALIGNMENT) for spec in specs))
 
 
-def _raw(states: Mapping[str, Sequence[TensorSpec]]) -> int:
-    return sum(spec.num_bytes for specs in states.values() for spec in specs)
+def _fill_missing_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def _fill_gradients(model: nn.Module, round_: int) -> None:
@@ -386,15 +415,10 @@ def _fill_gradients(model: nn.Module, round_: int) -> None:
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
 
 
-def _with_step(shard: ShardSpec, whole: ShardSpec, scratch: int) -> ShardSpec:
-    """A shard with its part of the whole step's seconds and scratch; its state made anew."""
+def _with_step(shard: ShardSpec, whole: ShardSpec, peak: Bytes) -> ShardSpec:
+    """A shard with its part of the whole step's seconds, and its own step's peak."""
     part = shard.owned_bytes / max(1, whole.owned_bytes)
-    margin = ALIGNMENT  # scalars that an optimizer keeps beside its state
-    return replace(
-        shard,
-        step_s=Seconds(whole.step_s * part),
-        step_peak_bytes=Bytes(shard.state_bytes + round(scratch * part) + margin),
-    )
+    return replace(shard, step_s=Seconds(whole.step_s * part), step_peak_bytes=peak)
 
 
 def _with_step_seconds(

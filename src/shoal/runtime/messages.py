@@ -44,6 +44,8 @@ class Progress:
     seconds: float = 0.0
 
 
+RECORDER_BYTES = 8  # of shared memory in which a worker says whose code runs
+
 # Orders
 
 

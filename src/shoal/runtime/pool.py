@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import queue
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -15,7 +17,15 @@ from typing import Any
 from shoal.core.errors import WorkerError
 from shoal.core.spec import DeviceSpec
 from shoal.runtime.channel import Channel
-from shoal.runtime.messages import Configure, Order, Ready, Reply, Settings, Shutdown
+from shoal.runtime.messages import (
+    RECORDER_BYTES,
+    Configure,
+    Order,
+    Ready,
+    Reply,
+    Settings,
+    Shutdown,
+)
 
 
 class Gone:
@@ -30,13 +40,19 @@ class Worker:
 
     def __init__(self, inbox: queue.SimpleQueue[tuple[Worker, int, Reply | Gone]]) -> None:
         ours, theirs = socket.socketpair()
+        recorder = os.memfd_create("shoal-recorder")
+        os.truncate(recorder, RECORDER_BYTES)
+        self._recorder = mmap.mmap(recorder, RECORDER_BYTES)
+        self._recorder[:] = struct.pack("q", -1)
+        inherited = [theirs.fileno(), recorder]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "shoal.runtime.worker", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-m", "shoal.runtime.worker", *map(str, inherited)],
+            pass_fds=inherited,
             env=_environment(),
             stdin=subprocess.DEVNULL,
         )
         theirs.close()
+        os.close(recorder)
         self.pid = self._process.pid
         self.device: DeviceSpec | None = None
         self.last_words = ""
@@ -52,6 +68,12 @@ class Worker:
         return self.device.name if self.device else f"worker {self.pid}"
 
     @property
+    def running(self) -> int | None:
+        """The trial whose code runs, or ran when the process ended; None for none."""
+        (trial,) = struct.unpack("q", self._recorder[:])
+        return None if trial < 0 else trial
+
+    @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
@@ -63,8 +85,7 @@ class Worker:
     def kill(self) -> None:
         """End the process at once."""
         self._process.kill()
-        self._reader.join()  # its end of the socket is closed now
-        self._channel.close()
+        self._reader.join()
 
     def _read(self) -> None:
         while True:
@@ -74,6 +95,7 @@ class Worker:
                 break
             if not isinstance(message, Ready):
                 self._inbox.put((self, serial, message))
+        self._channel.close()
         code = self._process.wait()
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         self._inbox.put((self, self.serial, Gone(f"process {self.pid} ended with {how}")))

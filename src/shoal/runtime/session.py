@@ -123,7 +123,7 @@ class Session:
         chain = build_chain(
             self.model,
             self.recipe,
-            next(iter(self.train)),
+            next(iter(read_data(self.recipe, self.hp)[0])),  # the trial's own source is untouched
             torch.device("cpu"),
             switch_caches_off=self.job.numerics.get("use_cache") == "off",
         )

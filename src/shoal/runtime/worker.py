@@ -1,6 +1,7 @@
-"""One process per device: ``python -m shoal.runtime.worker FD``.
+"""One process per device: ``python -m shoal.runtime.worker SOCKET RECORDER``.
 
-Started by the study's process with one end of a socket pair; ends with it. The recipe
+Started by the study's process with one end of a socket pair, and a few bytes of shared
+memory that say which trial's code runs, should it be the last; ends with it. The recipe
 arrives by cloudpickle in the first order. A thread reads orders; the main thread is the
 device's compute thread.
 """
@@ -8,6 +9,7 @@ device's compute thread.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import queue
 import signal
@@ -16,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 
 import cloudpickle
 import torch
@@ -26,7 +29,16 @@ from shoal.recipe import Recipe
 from shoal.runtime.channel import Channel
 from shoal.runtime.loop import DeviceLoop
 from shoal.runtime.measure import Measurer
-from shoal.runtime.messages import Broken, Configure, Happened, Order, Ready, Reply, Shutdown
+from shoal.runtime.messages import (
+    RECORDER_BYTES,
+    Broken,
+    Configure,
+    Happened,
+    Order,
+    Ready,
+    Reply,
+    Shutdown,
+)
 from shoal.scheduler.interleave import Interleaver
 from shoal.scheduler.policy import OldestStepFirst
 
@@ -36,17 +48,18 @@ Orders = queue.SimpleQueue[tuple[Order, tuple[int, ...]]]
 
 def main() -> None:
     """Serve studies over the inherited socket until it closes."""
-    descriptor = int(sys.argv[1])
+    descriptor, recorder = map(int, sys.argv[1:3])
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the study's process decides
     channel = Channel(socket.socket(fileno=descriptor))
     _warm_up()
     channel.send((0, Ready(os.getpid())))
-    while _serve(channel):
+    running = mmap.mmap(recorder, RECORDER_BYTES)
+    while _serve(channel, running):
         pass
 
 
-def _serve(channel: Channel) -> bool:
+def _serve(channel: Channel, running: mmap.mmap) -> bool:
     """One study, from Configure to Shutdown; False when the other end is gone."""
     try:
         order, _ = channel.receive()
@@ -62,16 +75,16 @@ def _serve(channel: Channel) -> bool:
             os._exit(0)  # nobody is there to work for
 
     try:
-        _run(order, channel, reply)
+        _run(order, channel, reply, running)
     except Exception:
         reply(Broken(traceback.format_exc()))
         return False
     return True
 
 
-def _run(order: Configure, channel: Channel, reply: object) -> None:
-    send = reply
-    assert callable(send)
+def _run(
+    order: Configure, channel: Channel, send: Callable[[Reply], None], running: mmap.mmap
+) -> None:
     torch.set_num_threads(order.device.threads)
     device = open_device(order.device)
     recipe: Recipe = cloudpickle.loads(order.recipe)
@@ -87,6 +100,7 @@ def _run(order: Configure, channel: Channel, reply: object) -> None:
         send,
         orders,
         others=lambda other: send(measurer.answer(other)),
+        running=running,
     )
     reader = threading.Thread(target=_read, args=(channel, orders, device), daemon=True)
     reader.start()
