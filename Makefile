@@ -6,7 +6,7 @@
 # Another torch build, for example an older one, or the CPU wheels of an index:
 #
 #   make demo TORCH="torch==2.11.0"
-#   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+#   make demo TORCH="torch==2.13.0 --index-url URL"
 #
 # Every target may run twice; the environment is made once per TORCH and dependency list.
 
