@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shoal.core import event as events
-from shoal.core.errors import WorkerError
+from shoal.core.errors import CapacityError, WorkerError
 from shoal.core.plan import Job, Plan, Spilled
 from shoal.core.spec import TrialSpec
 from shoal.memory.layout import TrialLayout
@@ -29,6 +29,7 @@ from shoal.runtime.messages import (
     Progress,
     Refused,
     Settings,
+    Stop,
 )
 from shoal.runtime.pool import Gone, Worker, WorkerPool
 from shoal.scheduler import leases
@@ -167,6 +168,13 @@ class Execution:
         if reply.ended:
             self._trial_finished(state)
             return
+        if state.steps_left == 0:
+            self._trial_failed(
+                reply.trial,
+                f"TrialError: the trial ran {state.step} steps, all that its data promised, and "
+                "its data goes on. Let __len__ of the training data be its number of batches.",
+            )
+            return
         device, state.device = state.device, ""
         self._sink(events.TrialParked(time=time.time(), trial=reply.trial, step=state.step))
         self._do(leases.LeaseEnded(reply.trial, device, state.steps_left))
@@ -223,8 +231,10 @@ class Execution:
             )
         )
         for state in held:
-            self._fall_back(state, blamed=worker.running == state.job.trial)
-        left = {state.job.trial: state.steps_left for state in held}
+            running = worker.running
+            self._fall_back(state, blamed=not running or state.job.trial in running)
+        # With no step left a trial still has to evaluate and be saved: one more lease.
+        left = {state.job.trial: state.steps_left or None for state in held}
         self._pool.replace(device, self._recipe, self._settings)
         instructions = self._leases.handle(leases.DeviceLost(device.name, left))
         instructions += self._leases.handle(leases.DeviceJoined(device.name))
@@ -241,7 +251,7 @@ class Execution:
     def _fall_back(self, state: _State, *, blamed: bool) -> None:
         """The trial's region may hold half a step: start from the last checkpoint, or anew.
 
-        ``blamed``: its code was running when the worker died.
+        ``blamed``: its code was running when the worker died, or nobody knows whose.
         """
         trial = state.job.trial
         saved = checkpoint.latest(self._settings.directory, trial)
@@ -277,19 +287,24 @@ class Execution:
             state.until += instruction.steps
             worker.send(Extend(instruction.trial, state.until))
             return
+        if state.descriptor is None:
+            try:
+                state.descriptor = create_region(
+                    f"{self._plan.study}-{instruction.trial}", state.layout.num_bytes
+                )
+            except CapacityError as error:
+                self._trial_failed(instruction.trial, f"CapacityError: {error}")
+                return
         self._announce(state, instruction.device)
+        if state.home not in ("", instruction.device) and state.home in self._pool.workers:
+            self._pool.workers[state.home].send(Stop(instruction.trial))  # it forgets the trial
         state.device = state.home = instruction.device
         state.until = state.step + instruction.steps
-        if state.descriptor is None:
-            state.descriptor = create_region(
-                f"{self._plan.study}-{instruction.trial}", state.layout.num_bytes
-            )
         grant = Grant(
             job=state.job,
             layout=state.layout,
             progress=state.progress,
             until=state.until,
-            ticket=instruction.ticket,
             restore=state.restore,
         )
         worker.send(grant, (state.descriptor,))

@@ -29,6 +29,7 @@ from shoal.planner.choose import (
 )
 from shoal.recipe import Recipe
 from shoal.runtime.messages import (
+    Broken,
     Describe,
     Described,
     Happened,
@@ -115,6 +116,9 @@ class Planner:
             jobs=tuple(self._job(t, able[t.number]) for t in trials if t.number in able),
             active=active,
             seconds=Seconds(0.0),
+            failures={
+                number: error.strip().splitlines()[-1] for number, error in failures.items()
+            },
         )
         return Planned(
             plan=plan,
@@ -200,6 +204,10 @@ class Planner:
                 self._pool.check_alive()
                 continue
             worker, reply = received
+            if isinstance(reply, Broken):
+                worker.last_words = reply.error
+            if isinstance(reply, Gone) and worker.last_words:
+                raise WorkerError(f"the worker of {worker.name} cannot work:\n{worker.last_words}")
             if isinstance(reply, Gone):
                 raise WorkerError(
                     f"the worker of {worker.name} died while the study was being planned: "
@@ -344,9 +352,11 @@ class Planner:
             "device": "cpu" if device.kind == "virtual" else torch.cuda.get_device_name(0),
             "threads": device.threads,
             "precision": self._recipe.precision,
-            "optimizer": place if device.kind == "cuda" else "cpu",
+            "optimizer": settled.measure.optimizer,
+            "optimizer_place": place if device.kind == "cuda" else "cpu",
+            "matmul": torch.get_float32_matmul_precision(),
             "accumulate": self._recipe.accumulate,
-            "exactness": "bitwise" if settled.measure.bitwise else "differs",
+            "cut": "bitwise in the pilot" if settled.measure.bitwise else "none",
         }
 
 

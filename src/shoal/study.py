@@ -147,6 +147,10 @@ class Study:
         overwrite: bool = False,
         checkpoint_every_s: float = 60.0,
         timeline: bool = True,
+        plan: Plan | None = None,
+        resume: bool = False,
+        fuse: str | bool | int = "auto",
+        exact: str = "auto",
     ) -> Report:
         """Train all trials; returns the report, which can be read again from the directory.
 
@@ -162,10 +166,14 @@ class Study:
             checkpoint_every_s: Seconds between saved states of a spilled trial, from
                 which it goes on when its worker dies.
             timeline: Record every action for ``shoal trace``.
+            plan, resume, fuse, exact: Only None, False, ``"auto"`` or False, and ``"auto"``:
+                following a plan made before, resuming, fused arrays and the strict mode are
+                refused until they are there.
 
         Raises:
             SpecError, PlanError: before anything is trained.
         """
+        _refuse_future(plan=plan, resume=resume, fuse=fuse, exact=exact)
         chosen = self._hardware(hardware)
         devices = chosen.devices
         self._claim_directory(overwrite)
@@ -298,7 +306,8 @@ class Study:
                     "overwrite=True (--overwrite) to replace them, or choose another name."
                 )
             shutil.rmtree(self._replaced, ignore_errors=True)
-            path.rename(self._replaced)
+            with EventLog(path / "events.jsonl"):  # refuses while another process writes it
+                path.rename(self._replaced)
         path.mkdir(parents=True, exist_ok=True)
         (path / IDENTITY).write_text(json.dumps(mine, indent=2))
 
@@ -411,6 +420,19 @@ def _progress(stack: ExitStack, wanted: bool) -> list[Callback]:
     from shoal.ui.dashboard import make_screen  # the one arrow up: a screen is the default
 
     return [stack.enter_context(make_screen())]
+
+
+def _refuse_future(*, plan: object, resume: bool, fuse: object, exact: str) -> None:
+    """Say no to what cannot be done yet, rather than do something else."""
+    asked = {
+        "plan=...": plan is not None,
+        f"resume={resume!r}": resume is not False,
+        f"fuse={fuse!r}": fuse not in ("auto", False) or (fuse == 0 and fuse is not False),
+        f"exact={exact!r}": exact != "auto",
+    }
+    refused = [name for name, wanted in asked.items() if wanted]
+    if refused:
+        raise PlanError(f"{', '.join(refused)} cannot be done yet. Leave it out.")
 
 
 def _check_host_memory(plan: Plan, budget: int | None) -> None:

@@ -141,5 +141,5 @@ def _numerics(row: TrialRow) -> dict[str, Any]:
     return {
         "threads": int(row.numerics.get("threads") or 1),
         "device": "cuda" if on_gpu else "cpu",
-        "optimizer": "host" if row.numerics.get("optimizer") == "host" else "device",
+        "optimizer": "host" if row.numerics.get("optimizer_place") == "host" else "device",
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shoal.core.errors import PlanError, SpecError
@@ -86,6 +86,7 @@ class Plan:
     jobs: tuple[Job, ...]
     active: int  # trials that share one device at a time
     seconds: Seconds  # predicted for the study
+    failures: Mapping[int, str] = field(default_factory=dict)  # trials that cannot begin
 
     def explain(self) -> str:
         """The plan in words: per trial the technique, the shards, bytes by name, and why."""
@@ -98,6 +99,7 @@ class Plan:
         for job in self.jobs:
             shape = (job.technique, job.shards, job.batch_bytes, job.why)
             lines += _explain_job(job, first.setdefault(shape, job.trial))
+        lines += [f"  trial {n} cannot begin: {error}" for n, error in self.failures.items()]
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -175,4 +177,5 @@ def plan_from_dict(record: Mapping[str, Any]) -> Plan:
         changed = {"technique": kind(**technique), "shards": shards, "why": tuple(entry["why"])}
         jobs.append(Job(**{**entry, **changed}))
     devices = tuple(DeviceSpec(**device) for device in record["devices"])
-    return Plan(**{**record, "devices": devices, "jobs": tuple(jobs)})
+    failures = {int(number): error for number, error in record["failures"].items()}
+    return Plan(**{**record, "devices": devices, "jobs": tuple(jobs), "failures": failures})

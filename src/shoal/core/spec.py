@@ -143,15 +143,14 @@ class JobMeasure:
     cut, what was switched off, what the pilot compared.
     """
 
-    signature: str
     layers: tuple[LayerMeasure, ...]
     shards: tuple[ShardSpec, ...]
     batch_bytes: Bytes
     buffer_bytes: Bytes
     resident_bytes: Bytes  # peak of an unsharded step: everything on the device
-    resident_step_s: Seconds
-    parameter_count: int
     num_batches: int | None  # of one epoch, where the data knows
+    valid_scale: float  # bytes of a validation batch over those of a training batch
+    optimizer: str  # its class, and which implementation
     cuttable: bool
-    bitwise: bool  # did the pilot's chain equal the module bit for bit?
+    bitwise: bool  # was the chain compared with the module, and equal bit for bit?
     notes: tuple[str, ...] = field(default=())

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.core.errors import PlanError
 from shoal.core.plan import Job, Resident, Spilled, Technique
@@ -84,15 +84,33 @@ def programs(shards: int, technique: Technique, request: Request) -> tuple[Progr
 
 
 def footprints(
-    shards: Sequence[ShardSpec], batch: Bytes, technique: Technique, request: Request
+    shards: Sequence[ShardSpec],
+    batch: Bytes,
+    technique: Technique,
+    request: Request,
+    valid_scale: float = 1.0,
 ) -> list[Footprint]:
     """What each program of a job needs; proves on the way that the programs are sound."""
-    costs = {0: JobCosts(shards=tuple(shards), batch_bytes=batch)}
     here = (Part.PARAM, Part.STATE) if isinstance(technique, Resident) else ()
+    step, evaluation = programs(len(shards), technique, request)
+    training = {0: JobCosts(shards=tuple(shards), batch_bytes=batch)}
+    wide = tuple(_widened(shard, valid_scale) for shard in shards)
+    validation = {0: JobCosts(shards=wide, batch_bytes=Bytes(round(batch * valid_scale)))}
     return [
-        check(program, costs, start=here, end=here)
-        for program in programs(len(shards), technique, request)
+        check(step, training, start=here, end=here),
+        check(evaluation, validation, start=here, end=here),
     ]
+
+
+def _widened(shard: ShardSpec, scale: float) -> ShardSpec:
+    """A spilled shard for a batch ``scale`` times as large; a resident one was measured."""
+    if shard.layers == (0, 1):
+        return shard
+    return replace(
+        shard,
+        boundary_bytes=Bytes(round(shard.boundary_bytes * scale)),
+        forward_peak_bytes=Bytes(round(shard.forward_peak_bytes * scale)),
+    )
 
 
 def need(
@@ -103,7 +121,8 @@ def need(
     layout: TrialLayout | None = None,
 ) -> Need:
     """The bytes of a job; slots as large as ``layout`` makes them when it is known."""
-    prints = footprints(shards, measure.batch_bytes, technique, request)
+    scale = measure.valid_scale
+    prints = footprints(shards, measure.batch_bytes, technique, request, scale)
     region = None
     if layout is not None:
         parts = slot_parts(technique, clip=request.clip, accumulate=request.micro_batches)
@@ -174,7 +193,8 @@ def _by_shards(
         if cuts is None:
             continue
         shards = predict_shards(measure.layers, cuts)
-        prints = footprints(shards, measure.batch_bytes, technique, request)
+        scale = measure.valid_scale
+        prints = footprints(shards, measure.batch_bytes, technique, request, scale)
         bytes_ = _need(prints, measure.buffer_bytes)
         if technique.shards or fits([bytes_], budget, active):
             yield Choice(

@@ -95,7 +95,7 @@ class Binding:
     ) -> None:
         self.params: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.optimizer = optimizer
-        self.stateful: set[str] = set()
+        self.stateful: dict[str, set[str]] = {}  # name -> the stored keys it has by now
         names = {id(parameter): name for name, parameter in self.params.items()}
         self._grouped = _group_names(optimizer, names)
         self._subsets = [self._subset(set(shard)) for shard in owned]
@@ -115,9 +115,14 @@ class Binding:
         for name, tensor in placed.params.items():
             self.params[name].data = tensor
         for name in self._stepped[shard]:
-            if name in self.stateful:
-                self.optimizer.state[self.params[name]].update(placed.states.get(name, {}))
+            self._bind_state(name, placed)
         self._bound[shard] = placed
+
+    def _bind_state(self, name: str, placed: Placed) -> None:
+        """Point the state that the optimizer has made so far; what it has not is not there."""
+        state, places = self.optimizer.state, placed.states.get(name, {})
+        for key in self.stateful.get(name, ()) if places else ():
+            state[self.params[name]][key] = places[key]
 
     def evict(self, shard: int, placed: Placed) -> None:
         """Poison the shard's parameters; borrowed ones too."""
@@ -142,8 +147,7 @@ class Binding:
         """
         for name in self._stepped[shard]:
             self.params[name].data = host.params[name]
-            if name in self.stateful:
-                self.optimizer.state[self.params[name]].update(host.states.get(name, {}))
+            self._bind_state(name, host)
         self._step(shard, host, grads)
         for name in self._stepped[shard]:
             self.params[name].data = self.poison[name]
@@ -181,10 +185,13 @@ class Binding:
         state = self.optimizer.state.get(self.params[name])
         if not state:
             return
-        self.stateful.add(name)
+        stored = self.stateful.setdefault(name, set())
         for key, value in state.items():
             place = places.get(key)
-            if value is place or not is_stored(value):
+            if not is_stored(value):
+                continue
+            stored.add(key)
+            if value is place:
                 continue
             if place is None or place.shape != value.shape or place.dtype != value.dtype:
                 raise TrialError(
@@ -199,19 +206,36 @@ class Binding:
         """What the optimizer keeps per parameter beside its stored tensors, by name."""
         return {
             name: {
-                key: value.clone() if isinstance(value, Tensor) else value
+                key: value.detach().cpu().clone() if isinstance(value, Tensor) else value
                 for key, value in self.optimizer.state[self.params[name]].items()
                 if not is_stored(value)
             }
             for name in sorted(self.stateful)
         }
 
-    def restore(self, scalars: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take up state that ``scalars`` described; stored tensors are bound at each step."""
-        self.stateful = set(scalars)
+    def stored_keys(self) -> dict[str, list[str]]:
+        """Per parameter the keys of its stored state."""
+        return {name: sorted(keys) for name, keys in self.stateful.items()}
+
+    def restore(
+        self,
+        scalars: Mapping[str, Mapping[str, Any]],
+        stored: Mapping[str, Sequence[str]],
+        device: torch.device,
+    ) -> None:
+        """Take up state that ``scalars`` and ``stored_keys`` described.
+
+        Stored tensors are bound at each step. Scalars go to ``device``, where the step
+        runs, for the kernels that want them there.
+        """
+        self.stateful = {name: set(keys) for name, keys in stored.items()}
+        there = any(g.get("fused") or g.get("capturable") for g in self.optimizer.param_groups)
         for name, values in scalars.items():
-            self.optimizer.state[self.params[name]].clear()
-            self.optimizer.state[self.params[name]].update(values)
+            state = self.optimizer.state[self.params[name]]
+            state.clear()
+            for key, value in values.items():
+                moves = there and isinstance(value, Tensor)
+                state[key] = value.to(device) if moves else value
 
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups: options, and the names of their parameters."""

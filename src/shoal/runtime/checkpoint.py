@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -59,15 +60,16 @@ def write(session: Session) -> Path:
     weights, ties = _weights(session)
     tensors = _stored_state(session)
     packer = _Packer(tensors)
-    meta = {
+    meta: dict[str, Any] = {
         "format": FORMAT,
         "trial": session.job.trial,
         "ties": ties,
-        "buffers": [name for name, _ in session.model.named_buffers()],
+        "extra": packer.pack(_extra_state(session.model)),
         "progress": packer.pack(_progress_record(session.progress())),
     }
     save_file(weights, scratch / WEIGHTS)
     save_file(tensors, scratch / STATE)
+    meta["digests"] = {name: _digest(scratch / name) for name in (WEIGHTS, STATE)}
     (scratch / META).write_text(json.dumps(meta))
     _publish(scratch, target)
     return target
@@ -77,15 +79,16 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """The model's state dict, tied names included, on the CPU."""
     directory = Path(path)
     meta = _read_meta(directory)
-    found = load_file(directory / WEIGHTS)
+    found = _load(directory, WEIGHTS)
     found |= {alias: found[name] for alias, name in meta["ties"].items()}
-    return found
+    extra: dict[str, Any] = _unpack(meta["extra"], _load(directory, STATE))
+    return found | extra
 
 
 def read_state(path: str | os.PathLike[str]) -> dict[str, Any]:
     """``{"model", "optimizer", "schedule", "rng", "step"}`` by parameter name."""
     directory = Path(path)
-    tensors = load_file(directory / STATE)
+    tensors = _load(directory, STATE)
     progress = _read_progress(directory, tensors)
     state: dict[str, dict[str, Any]] = {n: dict(v) for n, v in progress.scalars.items()}
     for key, tensor in tensors.items():
@@ -106,8 +109,8 @@ def read_state(path: str | os.PathLike[str]) -> dict[str, Any]:
 def restore(path: str | os.PathLike[str], layout: TrialLayout, region: Region) -> Progress:
     """Fill a host region from a checkpoint; returns the rest of the state."""
     directory = Path(path)
-    tensors = load_file(directory / STATE)
-    weights = load_file(directory / WEIGHTS)
+    tensors = _load(directory, STATE)
+    weights = _load(directory, WEIGHTS)
     for shard in layout.shards:
         for name, place in views(region.bytes, shard.param, shard.param_at).items():
             place.copy_(weights[name])
@@ -128,13 +131,45 @@ def _weights(session: Session) -> tuple[dict[str, Tensor], dict[str, str]]:
     weights: dict[str, Tensor] = {}
     ties: dict[str, str] = {}
     for key, value in session.model.state_dict(keep_vars=True).items():
-        if not isinstance(value, Tensor):
-            continue
-        name = names[id(value)]
+        name = names.get(id(value))
+        if name is None:
+            continue  # a module's extra state
         if name != key:
             ties[key] = name
         weights[name] = stored[name].contiguous()
     return weights, ties
+
+
+def _extra_state(model: nn.Module) -> dict[str, Any]:
+    """What modules add to their state dict beside parameters and buffers."""
+    state = model.state_dict(keep_vars=True)
+    return {key: value for key, value in state.items() if key.endswith("_extra_state")}
+
+
+def check_rules(session: Session) -> None:
+    """Raise now, and not after the last step, for state that no checkpoint could hold."""
+    packer = _Packer({})
+    packer.pack(_extra_state(session.model))
+    packer.pack(_progress_record(session.progress()))
+
+
+def _digest(path: Path) -> str:
+    return xxhash.xxh3_128_hexdigest(path.read_bytes())
+
+
+def _load(directory: Path, name: str) -> dict[str, Tensor]:
+    """The tensors of one file, whose bytes are those that were written.
+
+    Raises:
+        TrialError: they are not.
+    """
+    expected, found = _read_meta(directory)["digests"][name], _digest(directory / name)
+    if found != expected:
+        raise TrialError(
+            f"{directory / name} is damaged: its digest is {found}, {expected} was written. "
+            "Restore the file from a copy, or train the trial again."
+        )
+    return load_file(directory / name)
 
 
 def _region_tensors(session: Session) -> dict[str, Tensor]:
@@ -151,8 +186,8 @@ def _stored_state(session: Session) -> dict[str, Tensor]:
     result: dict[str, Tensor] = {}
     for shard in session.layout.shards:
         for name, places in state_views(flat, shard.state, shard.state_at).items():
-            if name in session.binding.stateful:
-                result |= {f"state|{name}|{k}": v.contiguous() for k, v in places.items()}
+            made = session.binding.stateful.get(name, set())
+            result |= {f"state|{name}|{k}": places[k].contiguous() for k in made}
     kept = set(session.model.state_dict())
     buffers = views(flat, session.layout.buffers, session.layout.buffers_at)
     result |= {f"buffer|{n}": b.contiguous() for n, b in buffers.items() if n not in kept}
@@ -170,6 +205,7 @@ def _progress_record(progress: Progress) -> dict[str, Any]:
         "past": [_epoch_record(epoch) for epoch in position.past],
         "generators": position.generators,
         "scalars": progress.scalars,
+        "stored": progress.stored,
         "groups": list(progress.groups),
         "schedule": progress.schedule,
     }
@@ -192,6 +228,7 @@ def _read_progress(directory: Path, tensors: Mapping[str, Tensor]) -> Progress:
             past=tuple(Epoch(**epoch) for epoch in record["past"]),
         ),
         scalars=record["scalars"],
+        stored=record["stored"],
         groups=record["groups"],
         schedule=record["schedule"],
     )

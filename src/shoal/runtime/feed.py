@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     IterableDataset,
     RandomSampler,
@@ -23,6 +24,13 @@ from torch.utils.data import (
 from shoal.core.errors import SpecError, TrialError
 from shoal.recipe import Batch
 from shoal.rng import RngState, capture_rng, restore_rng, same_rng
+
+KNOWN_SAMPLERS = (
+    SequentialSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +74,7 @@ class Feed:
     """
 
     def __init__(self, source: Iterable[Batch], device: torch.device) -> None:
-        self.num_batches = _length(source)
+        self.num_batches = epoch_length(source)
         self._source = source
         self._generators = _own_generators(source)
         self.position = Position(generators=self._states())
@@ -190,15 +198,15 @@ def _order_is_fixed_at_start(source: Iterable[Batch]) -> bool:
     """
     if type(source) in (list, tuple):
         return True
-    return type(source) is DataLoader and type(source.sampler) in (
-        SequentialSampler,
-        RandomSampler,
-        SubsetRandomSampler,
-        WeightedRandomSampler,
+    return (
+        type(source) is DataLoader
+        and not source.persistent_workers  # their second epoch begins in another way
+        and type(source.batch_sampler) is BatchSampler
+        and type(source.sampler) in KNOWN_SAMPLERS
     )
 
 
-def _length(source: Iterable[Batch]) -> int | None:
+def epoch_length(source: Iterable[Batch]) -> int | None:
     """Batches per epoch, or None where the source does not know or only guesses."""
     if isinstance(source, DataLoader) and isinstance(source.dataset, IterableDataset):
         return None

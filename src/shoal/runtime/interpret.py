@@ -19,7 +19,7 @@ CUDA that is what makes it safe to let the allocator have them back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import CapacityError
+from shoal.core.plan import Resident
 from shoal.core.units import Bytes, format_bytes
 from shoal.device import Device, Event, Lane
 from shoal.memory.ledger import Ledger
@@ -89,7 +90,11 @@ class Seat:
         self._record = record
         self._owner = f"trial {self.trial}"
         ledger.reserve(self._owner, session.job.held_bytes)
-        self._region = device.empty(num_slots * slot_bytes)
+        try:
+            self._region = device.empty(num_slots * slot_bytes)
+        except BaseException:
+            ledger.release(self._owner)
+            raise
         self._slot_bytes, self._parts = slot_bytes, parts
         self._lane: Lane = device.lane()
         layout = session.layout
@@ -108,14 +113,14 @@ class Seat:
         self._synced: Event | None = None
         self._last_compute: list[Event] = []
         self._in_flight: list[tuple[Event, Sequence[Tensor]]] = []
+        self._largest_batch = 0
+        self.note_host: Callable[[int], None] = lambda trial: None  # whose host step runs
         self._maps: dict[tuple[tuple[Action, ...], tuple[Part, ...]], SlotMap] = {}
-        self._tasks: Iterator[Task] | None = None
         self._run: _Run | None = None
         self.unit_bytes = session.job.unit_bytes
         self.reserve_units: Callable[[], None] = lambda: None  # set by who shares the device
         self.track = True  # measure the next units with the tracker
         self.peak_bytes = 0
-        self.moved = {"up": 0, "down": 0}
 
     # -- programs ---------------------------------------------------------------------
 
@@ -148,6 +153,8 @@ class Seat:
     def issue_copies(self) -> None:
         """Issue everything up to the next compute action."""
         while self.head is not None and not self.waits_for_compute:
+            if not all(event.startable for event in self._needs() if self._may_block):
+                return
             self._issue()
 
     def issue_compute(self) -> None:
@@ -161,8 +168,15 @@ class Seat:
         self.device.synchronize()
         self._in_flight.clear()
 
+    def copy_resident(self) -> None:
+        """Make the host copy of a resident trial current; a spilled one's always is."""
+        if 0 in self._placed and self.session.job.technique == Resident():
+            self.host[0].param_bytes.copy_(self._placed[0].param_bytes)
+            self.host[0].state_bytes.copy_(self._placed[0].state_bytes)
+
     def close(self) -> None:
         """End the streams and give the memory back."""
+        self.device.synchronize()
         self._lane.close()
         self._slots.clear()
         self._placed.clear()
@@ -182,7 +196,26 @@ class Seat:
             needs += self._stores_left
         if action.op in COMPUTE or _is_device_step(action):
             needs += self._loads.get(action.shard, [])
+        elif action.op is Op.LOAD:
+            needs += self._needs_of_load(run, action)
         return needs
+
+    def _needs_of_load(self, run: _Run, action: Action) -> list[Event]:
+        """The slot's last tenant, of any program, and whoever wrote the host's copy last."""
+        slot, shard = run.slots.slots[run.cursor], action.shard
+        assert slot is not None
+        needs = list(self._tails.get(slot, ())) if run.slots.is_first[run.cursor] else []
+        if Part.PARAM in action.parts or Part.STATE in action.parts:
+            owners = {owner for owner, _ in self.session.layout.shards[shard].borrowed}
+            needs += [self._written[s] for s in (shard, *owners) if s in self._written]
+        if Part.GRAD in action.parts and shard in self._grads_written:
+            needs.append(self._grads_written[shard])
+        return needs
+
+    @property
+    def _may_block(self) -> bool:
+        """Whether submitting a copy waits for host work in the calling thread, as on CUDA."""
+        return self.device.spec.kind == "cuda"
 
     def _issue(self) -> None:
         run, action = self._run, self.head
@@ -204,7 +237,7 @@ class Seat:
         if action.op is Op.LOAD:
             assert slot is not None
             if run.slots.is_first[run.cursor]:
-                after = after + self._tails.pop(slot, [])
+                self._tails.pop(slot, None)
             return self._load(action, slot, after)
         if action.op is Op.STORE:
             return self._store(action)
@@ -233,8 +266,6 @@ class Seat:
         event: Event = getattr(self._lane, stream).submit(work, after)
         self._in_flight.append((event, sources))
         size = sum(source.nbytes for source in sources)
-        if stream in self.moved:
-            self.moved[stream] += size
         self._note(stream, action, event, size)
         return event
 
@@ -258,7 +289,7 @@ class Seat:
         placed = self._slot(slot, shard)
         joins = shard in self._placed
         self._placed[shard] = placed
-        copies, after = self._load_copies(action, placed, after)
+        copies = self._load_copies(action, placed)
         device, region = self.device, self._slot_region(slot)
 
         def work() -> None:
@@ -271,26 +302,20 @@ class Seat:
         self._loads.setdefault(shard, []).append(event)
         return event
 
-    def _load_copies(
-        self, action: Action, placed: Placed, after: list[Event]
-    ) -> tuple[list[tuple[Tensor, Tensor]], list[Event]]:
-        """Which host bytes go where, and what must have written them before."""
+    def _load_copies(self, action: Action, placed: Placed) -> list[tuple[Tensor, Tensor]]:
+        """Which host bytes go where."""
         shard, host = action.shard, self.host[action.shard]
         copies = []
         if Part.PARAM in action.parts:
             copies.append((placed.param_bytes, host.param_bytes))
             copies += [(placed.borrowed[n], host.borrowed[n]) for n in placed.borrowed]
-            owners = {owner for owner, _ in self.session.layout.shards[shard].borrowed}
-            after = after + [self._written[s] for s in (shard, *owners) if s in self._written]
-        if Part.STATE in action.parts and host.state_bytes.numel():
+        if Part.STATE in action.parts:
             copies.append((placed.state_bytes, host.state_bytes))
         if Part.GRAD in action.parts:
             names = self._has_grad.get(shard, set())
             copies += [(placed.grads[n], host.grads[n]) for n in placed.grads if n in names]
             self._grads[shard] = {n: placed.grads[n] for n in placed.grads if n in names}
-            if shard in self._grads_written:
-                after = [*after, self._grads_written[shard]]
-        return [(a, b) for a, b in copies if a.numel()], after
+        return [(target, source) for target, source in copies if source.numel()]
 
     def _store(self, action: Action) -> Event:
         shard, host = action.shard, self.host[action.shard]
@@ -411,8 +436,15 @@ class Seat:
         assert action.micro is not None
         if action.micro not in task.micros:
             batch = self.session.fetch(task, action.micro)
+            self._watch_size(batch)
             task.micros[action.micro] = self.session.units.begin(batch)
         return task.micros[action.micro]
+
+    def _watch_size(self, batch: Any) -> None:
+        """Count the allocations of a batch larger than any before."""
+        size = sum(tensor.nbytes for tensor in _tensors(batch))
+        if size > self._largest_batch:
+            self._largest_batch, self.track = size, True
 
     def _forward(self, task: Task, action: Action) -> None:
         micro = self._micro(task, action)
@@ -482,10 +514,12 @@ class Seat:
         binding = self.session.binding
 
         def work() -> None:
+            self.note_host(self.trial)
             grads = {name: grad for name, grad in host.grads.items() if name in names}
             if clip is not None and grads:
                 torch._foreach_mul_(list(grads.values()), clip.cpu())
             binding.step_on_host(shard, host, grads)
+            self.note_host(-1)
 
         event = self._submit("host", action, work, after)
         self._written[shard] = event

@@ -8,6 +8,8 @@ can start. One thread; it is the device's compute thread.
 from __future__ import annotations
 
 import mmap
+import os
+import pickle
 import queue
 import struct
 import time
@@ -31,7 +33,6 @@ from shoal.rng import capture_rng, restore_rng
 from shoal.runtime import checkpoint
 from shoal.runtime.interpret import Issued, Seat
 from shoal.runtime.messages import (
-    RECORDER_BYTES,
     Extend,
     Grant,
     Happened,
@@ -83,13 +84,15 @@ class DeviceLoop:
         reply: Callable[[Reply], None],
         orders: queue.SimpleQueue[tuple[Order, tuple[int, ...]]],
         others: Callable[[Order], None],
+        forget: Callable[[], None],
         running: mmap.mmap,
     ) -> None:
         self._device, self._recipe, self._settings = device, recipe, settings
         self._interleaver, self._send, self._orders = interleaver, reply, orders
         self._events: list[Event] = []
         self._sent_at = time.monotonic()
-        self._others, self._recorder = others, running
+        self._others, self._forget, self._recorder = others, forget, running
+        self._pending: list[tuple[Grant, Region]] = []  # there is no room for them yet
         self._ledger = Ledger(device.spec.name, device.spec.memory)
         self._stays: dict[int, _Stay] = {}
         self._parked: dict[int, Session] = {}
@@ -152,8 +155,10 @@ class DeviceLoop:
                 if order.trial in self._stays:
                     self._stays[order.trial].seat.session.until = order.until
             case Stop():
-                if order.trial in self._stays:
-                    self._dismiss(order.trial)
+                self._dismiss(order.trial)
+                parked = self._parked.pop(order.trial, None)
+                if parked is not None:
+                    parked.feed.close()
             case Shutdown():
                 self._running = False
             case _:
@@ -161,25 +166,52 @@ class DeviceLoop:
                 self._others(order)
 
     def _admit(self, grant: Grant, descriptor: int) -> None:
+        """Take up a lease, or keep it until those that are here leave room for it."""
+        self._forget()
+        try:
+            region = Region(descriptor, grant.layout.num_bytes, pin=self._pins)
+        except Exception as error:
+            self._fail(grant.job.trial, error)
+            return
+        finally:
+            os.close(descriptor)  # the mapping stays
+        self._pending.append((grant, region))
+        self._admit_pending()
+
+    def _admit_pending(self) -> None:
+        """Admit what fits; alone on the device, what does not fit fails."""
+        for entry in list(self._pending):
+            grant, region = entry
+            largest = max(grant.job.unit_bytes, self._unit_bytes)
+            needed = grant.job.held_bytes + largest - self._unit_bytes
+            if self._stays and needed > self._ledger.free:
+                continue
+            self._pending.remove(entry)
+            self._enter_device(grant, region)
+
+    def _enter_device(self, grant: Grant, region: Region) -> None:
         trial = grant.job.trial
         self._leave_streams()
         try:
             self._record(trial)
-            seat = self._seat(grant, Region(descriptor, grant.layout.num_bytes, pin=self._pins))
+            seat = self._seat(grant, region)
         except (Exception, SystemExit) as error:
+            region.unpin()
             self._fail(trial, error)
             return
+        finally:
+            self._record(None)
         session = seat.session
         session.until = grant.until
         stay = _Stay(seat, session.tasks())
         session.on_step = lambda loss: self._report_step(stay, loss)
         session.on_evaluated = lambda metrics: self._report_evaluation(session, metrics)
+        session.on_boundary = lambda: self._save(stay)
         seat.reserve_units = self._reserve_largest_unit
+        seat.note_host = lambda trial: struct.pack_into("q", self._recorder, 8, trial)
         self._stays[trial] = stay
         self._guard(trial, lambda _: self._reserve_largest_unit())
-        if trial not in self._stays:
-            return
-        if isinstance(grant.job.technique, Resident):
+        if trial in self._stays and isinstance(grant.job.technique, Resident):
             self._begin(stay, Task(generate.arrival(), "arrival"))
 
     @property
@@ -196,6 +228,8 @@ class DeviceLoop:
         if session is None or progress is None or session.step != progress.step:
             session = Session(self._recipe, job, self._settings, self._device.torch_device)
         session.place(layout, region, fresh=progress is None)
+        if progress is None:
+            checkpoint.check_rules(session)
         if progress is not None:
             session.resume(progress)
         clip = self._recipe.clip_grad_norm is not None
@@ -223,13 +257,15 @@ class DeviceLoop:
             work(stay)
             self._record(None)
         except (Exception, SystemExit) as error:
+            self._record(None)
             self._dismiss(trial)
             stay.seat.session.feed.close()
             self._fail(trial, error)
+            self._admit_pending()
 
     def _record(self, trial: int | None) -> None:
         """Leave word whose code runs, for whoever finds this process dead."""
-        self._recorder[:RECORDER_BYTES] = struct.pack("q", -1 if trial is None else trial)
+        struct.pack_into("q", self._recorder, 0, -1 if trial is None else trial)
 
     def _fail(self, trial: int, error: BaseException) -> None:
         text = "".join(traceback.format_exception(error))
@@ -238,7 +274,9 @@ class DeviceLoop:
 
     def _dismiss(self, trial: int) -> None:
         """Take a trial off the device at once, in the middle of whatever it does."""
-        stay = self._stays.pop(trial)
+        stay = self._stays.pop(trial, None)
+        if stay is None:
+            return
         self._interleaver.forget(trial)
         if self._current == trial:
             self._current = None
@@ -302,15 +340,18 @@ class DeviceLoop:
         seat.drain()
         session.rng = capture_rng(session.device)
         session.put_buffers_back()
-        self._flush(wait=True)
+        self._flush(of=seat.trial)
         if session.ended:
             checkpoint.write(session)
+        over = LeaseOver(seat.trial, session.progress(), session.ended)
+        pickle.dumps(over)  # a schedule that cannot travel fails its trial here, alone
         self._dismiss(seat.trial)
         if session.ended:
             session.feed.close()
         else:
             self._parked[seat.trial] = session
-        self._reply(LeaseOver(seat.trial, session.progress(), session.ended))
+        self._reply(over)
+        self._admit_pending()
 
     # -- compute ------------------------------------------------------------------------
 
@@ -381,22 +422,21 @@ class DeviceLoop:
         )
         self._report_peak(stay)
         stay.seat.track = session.step % TRACK_EVERY == 0
-        self._flush(wait=False)
-        self._save(stay)
+        self._flush()
 
     def _save(self, stay: _Stay) -> None:
         """Write a checkpoint now and then, at a step boundary."""
         if time.monotonic() - stay.saved_at < self._settings.checkpoint_every_s:
             return
-        stay.saved_at = time.monotonic()
-        self._flush(wait=False)
+        seat, session = stay.seat, stay.seat.session
+        seat.drain()
+        session.rng = capture_rng(self._device.torch_device)
+        seat.copy_resident()
+        session.put_buffers_back()
+        self._flush()
         self._send_events()  # whoever finds the checkpoint has heard of its step
-        if isinstance(stay.seat.session.job.technique, Resident):
-            return  # its host copy is current only between leases
-        stay.seat.drain()
-        stay.seat.session.rng = capture_rng(self._device.torch_device)
-        stay.seat.session.put_buffers_back()
-        checkpoint.write(stay.seat.session)
+        checkpoint.write(session)
+        stay.saved_at = time.monotonic()
 
     def _report_evaluation(self, session: Session, metrics: dict[str, float]) -> None:
         self._tell(
@@ -433,16 +473,13 @@ class DeviceLoop:
                 )
             )
 
-    def _flush(self, *, wait: bool) -> None:
-        """Send the actions that are complete to the timeline."""
+    def _flush(self, of: int | None = None) -> None:
+        """Send the actions that are complete to the timeline; all of the trial ``of``."""
         kept = []
         for issued in self._issued:
-            if not (wait or issued.event.done):
+            if not issued.event.done and issued.trial != of:
                 kept.append(issued)
-                continue
-            if self._settings.timeline:
-                if wait and issued.event.error is None:
-                    issued.event.wait()
+            elif self._settings.timeline and issued.event.error is None:
                 self._tell(self._finished(issued))
         self._issued[:] = kept
 

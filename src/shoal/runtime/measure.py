@@ -45,8 +45,9 @@ from shoal.recipe import (
     read_data,
     to_device,
 )
-from shoal.rng import seed_all
+from shoal.rng import capture_rng, same_rng, seed_all
 from shoal.runtime.binding import Binding, state_specs
+from shoal.runtime.feed import epoch_length
 from shoal.runtime.messages import (
     Describe,
     Described,
@@ -57,6 +58,7 @@ from shoal.runtime.messages import (
     Refused,
     Reply,
 )
+from shoal.runtime.units import evaluate_metrics
 
 
 class _Built(NamedTuple):
@@ -66,6 +68,7 @@ class _Built(NamedTuple):
     model: nn.Module
     optimizer: torch.optim.Optimizer
     batch: Batch
+    valid: Batch | None
     num_batches: int | None
 
 
@@ -78,6 +81,15 @@ class Measurer:
         self._chain: Chain | None = None
         self._whole: JobMeasure | None = None
         self._states: Mapping[str, Sequence[TensorSpec]] = {}
+
+    def forget(self) -> None:
+        """Let go of what was measured: the trials need the memory now."""
+        if self._built is None:
+            return
+        self._built = self._chain = self._whole = None
+        if self._device.spec.kind == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self._device.torch_device)
 
     def answer(self, order: Order) -> Reply:
         """The reply to one order; what a trial's own code raises is part of it."""
@@ -115,6 +127,7 @@ class Measurer:
         names = {id(p): name for name, p in model.named_parameters()}
         parts = [
             repr(model),
+            [_scalars_of(module) for module in model.modules()],
             [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in _all_params(model)],
             [(n, tuple(b.shape), str(b.dtype)) for n, b in model.named_buffers()],
             _shape_of(batch),
@@ -158,20 +171,19 @@ class Measurer:
             raise SpecError(
                 f"Recipe(model=...) returned {type(model).__name__}; return an nn.Module."
             )
-        train, _ = read_data(self._recipe, hp)
+        train, valid = read_data(self._recipe, hp)
         optimizer = build_optimizer(self._recipe, model.named_parameters(), hp)
         build_schedule(self._recipe, optimizer, hp)
         batch = to_device(_first_batch(train), self._device.torch_device)
-        try:
-            length: int | None = len(train)  # type: ignore[arg-type]  # a TypeError is an answer
-        except (TypeError, NotImplementedError):
-            length = None
-        return _Built(trial, model.train(), optimizer, batch, length)
+        first_valid = to_device(next(iter(valid or ()), None), self._device.torch_device)
+        return _Built(trial, model.train(), optimizer, batch, first_valid, epoch_length(train))
 
     def _measure_whole(self, built: _Built) -> JobMeasure:
         """One shard that is everything: bytes by the tracker, seconds of a second step."""
         model = built.model
         forward = _peak(lambda: self._forward(built))
+        if built.valid is not None:
+            forward = max(forward, _peak(lambda: self._evaluate(built)))
         backward = _peak(lambda: self._backward(built))
         _fill_missing_gradients(model)  # a branch that this batch does not take has state too
         first_step = _peak(lambda: self._step(built))  # makes the state, then it is moved
@@ -205,7 +217,6 @@ class Measurer:
             step_s=Seconds(step_s),
         )
         return JobMeasure(
-            signature="",
             layers=(),
             shards=(shard,),
             batch_bytes=Bytes(_batch_bytes(built.batch)),
@@ -213,16 +224,27 @@ class Measurer:
             resident_bytes=Bytes(
                 shard.parameter_bytes + shard.state_bytes + backward + shard.step_peak_bytes
             ),
-            resident_step_s=Seconds(between - begin + step_s),
-            parameter_count=sum(p.numel() for p in model.parameters()),
             num_batches=built.num_batches,
+            valid_scale=_batch_bytes(built.valid) / max(1, _batch_bytes(built.batch)),
+            optimizer=_name_of(built.optimizer),
             cuttable=True,
-            bitwise=True,
+            bitwise=False,
         )
 
     def _forward(self, built: _Built) -> None:
         with torch.no_grad(), autocast(self._recipe, self._device.torch_device):
             self._loss(built)
+
+    def _evaluate(self, built: _Built) -> None:
+        """A validation batch, with its metrics, as the trial will run it."""
+        recipe, batch = self._recipe, built.valid
+        built.model.eval()
+        with torch.no_grad(), autocast(recipe, self._device.torch_device):
+            args, kwargs = model_inputs(recipe, batch)
+            output = built.model(*args, **kwargs)
+            loss = compute_loss(recipe, output, batch)
+        evaluate_metrics(recipe, loss, output, batch)
+        built.model.train()
 
     def _backward(self, built: _Built) -> None:
         for parameter in built.model.parameters():
@@ -256,8 +278,8 @@ class Measurer:
         built.model.to(cpu)
         report = pilot(built.model, self._recipe, to_device(built.batch, cpu), cpu)
         if report.chain is None:
-            return replace(whole, cuttable=False, bitwise=True, notes=report.notes)
-        coupled = self._coupling(built, report.chain)
+            return replace(whole, cuttable=False, notes=report.notes)
+        coupled = self._coupling(built, report.chain) or self._draws(built)
         if coupled:
             return replace(whole, cuttable=False, notes=(*report.notes, coupled))
         self._chain = report.chain
@@ -309,13 +331,25 @@ class Measurer:
         model = built.model
         optimizer = build_optimizer(self._recipe, model.named_parameters(), hp)
         owned = [[f.spec.name for f in shard.param.fields] for shard in layout.shards]
-        binding = Binding(model, optimizer, owned, torch.device("cpu"))
+        binding = Binding(model, optimizer, owned, next(model.parameters()).device)
         peaks = []
         for index in range(len(owned)):
             _fill_gradients(model, index)
             rounds = [_peak(lambda i=index: binding.step_part(i)) for _ in range(3)]  # type: ignore[misc]
             peaks.append(max(rounds))
         return peaks
+
+    def _draws(self, built: _Built) -> str:
+        """Whether the optimizer's step draws random numbers; why that cannot be spilled."""
+        before = capture_rng(self._device.torch_device)
+        _fill_gradients(built.model, 0)
+        self._step(built)
+        if same_rng(before, capture_rng(self._device.torch_device)):
+            return ""
+        return (
+            f"the step of {type(built.optimizer).__name__} draws random numbers, and a shard at a "
+            "time it would draw others"
+        )
 
     def _coupling(self, built: _Built, chain: Chain) -> str:
         """Whether stepping layer by layer gives other bits than stepping at once; why."""
@@ -359,6 +393,19 @@ def _first_batch(train: Any) -> Batch:
 
 def _all_params(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(model.named_parameters(remove_duplicate=False))
+
+
+def _scalars_of(module: nn.Module) -> dict[str, Any]:
+    """A module's plain attributes: numbers of heads or passes cost bytes too."""
+    plain = (bool, int, float, str, type(None))
+    return {k: v for k, v in vars(module).items() if type(v) in plain and k != "training"}
+
+
+def _name_of(optimizer: torch.optim.Optimizer) -> str:
+    """An optimizer's class and which of torch's implementations it uses."""
+    group = optimizer.param_groups[0]
+    chosen = [kind for kind in ("fused", "foreach", "capturable") if group.get(kind)]
+    return " ".join([*chosen, type(optimizer).__name__])
 
 
 def _kind_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -412,7 +459,8 @@ def _fill_gradients(model: nn.Module, round_: int) -> None:
     generator = torch.Generator().manual_seed(round_)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            gradient = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = gradient.to(parameter.device, parameter.dtype)
 
 
 def _with_step(shard: ShardSpec, whole: ShardSpec, peak: Bytes) -> ShardSpec:

@@ -7,6 +7,7 @@ needs them.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,12 +40,14 @@ class Progress:
     position: Position
     rng: RngState
     scalars: Mapping[str, Mapping[str, Any]]
+    stored: Mapping[str, Sequence[str]]
     groups: Sequence[Mapping[str, Any]]
     schedule: Mapping[str, Any] | None
     seconds: float = 0.0
 
 
-RECORDER_BYTES = 8  # of shared memory in which a worker says whose code runs
+RECORDER = struct.Struct("qq")
+"""Shared memory in which a worker says whose code runs: computing, stepping on the host."""
 
 # Orders
 
@@ -98,7 +101,6 @@ class Grant:
     layout: TrialLayout
     progress: Progress | None
     until: int | None
-    ticket: int
     restore: str = ""  # a checkpoint to take the state from, after a worker died
 
 
@@ -112,7 +114,7 @@ class Extend:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Give the trial up at the next step boundary."""
+    """Forget the trial, whatever it is at; it went on elsewhere."""
 
     trial: int
 

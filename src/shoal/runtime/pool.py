@@ -7,7 +7,6 @@ import mmap
 import os
 import queue
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ from shoal.core.errors import WorkerError
 from shoal.core.spec import DeviceSpec
 from shoal.runtime.channel import Channel
 from shoal.runtime.messages import (
-    RECORDER_BYTES,
+    RECORDER,
     Configure,
     Order,
     Ready,
@@ -41,15 +40,16 @@ class Worker:
     def __init__(self, inbox: queue.SimpleQueue[tuple[Worker, int, Reply | Gone]]) -> None:
         ours, theirs = socket.socketpair()
         recorder = os.memfd_create("shoal-recorder")
-        os.truncate(recorder, RECORDER_BYTES)
-        self._recorder = mmap.mmap(recorder, RECORDER_BYTES)
-        self._recorder[:] = struct.pack("q", -1)
+        os.truncate(recorder, RECORDER.size)
+        self._recorder = mmap.mmap(recorder, RECORDER.size)
+        RECORDER.pack_into(self._recorder, 0, -1, -1)
         inherited = [theirs.fileno(), recorder]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "shoal.runtime.worker", *map(str, inherited)],
             pass_fds=inherited,
             env=_environment(),
             stdin=subprocess.DEVNULL,
+            stdout=2,  # what a model prints goes to standard error: --json owns the other
         )
         theirs.close()
         os.close(recorder)
@@ -68,10 +68,9 @@ class Worker:
         return self.device.name if self.device else f"worker {self.pid}"
 
     @property
-    def running(self) -> int | None:
-        """The trial whose code runs, or ran when the process ended; None for none."""
-        (trial,) = struct.unpack("q", self._recorder[:])
-        return None if trial < 0 else trial
+    def running(self) -> set[int]:
+        """The trials whose code runs, or ran when the process ended."""
+        return {trial for trial in RECORDER.unpack_from(self._recorder) if trial >= 0}
 
     @property
     def alive(self) -> bool:

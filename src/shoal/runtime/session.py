@@ -35,7 +35,7 @@ from shoal.rng import capture_rng, restore_rng, seed_all
 from shoal.runtime.binding import Binding
 from shoal.runtime.feed import Feed
 from shoal.runtime.messages import Progress, Settings
-from shoal.runtime.units import ChainUnits, Micro, ResidentUnits, Units, get, locate
+from shoal.runtime.units import Buffer, ChainUnits, Micro, ResidentUnits, Units, get, locate
 
 
 @dataclass(slots=True)
@@ -80,10 +80,16 @@ class Session:
         self.seconds = 0.0
         self.micro_losses: list[float] = []
         self.on_step: Callable[[float], None] = lambda loss: None
+        self.on_boundary: Callable[[], None] = lambda: None
         self.on_evaluated: Callable[[dict[str, float]], None] = lambda metrics: None
         self.evaluated_at = -1
         self.epoch_number = 1  # of the last batch that was trained on, counted from 1
         self.units: Any = None  # Units, once placed
+        self._buffer_aliases: dict[str, list[Buffer]] = {}
+        first: dict[int, str] = {}
+        for name, buffer in self.model.named_buffers(remove_duplicate=False):
+            owner = first.setdefault(id(buffer), name)
+            self._buffer_aliases.setdefault(owner, []).append(locate(self.model, name))
         self.model.train()
 
     def place(self, layout: TrialLayout, region: Region, *, fresh: bool) -> None:
@@ -127,6 +133,13 @@ class Session:
             torch.device("cpu"),
             switch_caches_off=self.job.numerics.get("use_cache") == "off",
         )
+        if chain.num_layers != self.job.shards[-1].layers[1]:
+            raise TrialError(
+                f"this trial's model has {chain.num_layers} layers, the one that was measured "
+                f"for it {self.job.shards[-1].layers[1]}: they differ in what no parameter "
+                "shows. Make the difference an attribute of a module, or train it in a study of "
+                "its own."
+            )
         return chain.on(self.device)
 
     def _write_initial(self) -> None:
@@ -148,9 +161,10 @@ class Session:
     def _take_buffers(self) -> None:
         """Buffers stay on the device for the whole lease; the host copy is current between."""
         places = views(self.region.bytes, self.layout.buffers, self.layout.buffers_at)
-        for name, place in places.items():
-            owner, leaf = locate(self.model, name)
-            owner._buffers[leaf] = place.to(self.device, copy=True)
+        for name, aliases in self._buffer_aliases.items():
+            here = places[name].to(self.device, copy=True)
+            for owner, leaf in aliases:
+                owner._buffers[leaf] = here
 
     def put_buffers_back(self) -> None:
         """Write the device's buffers to the host region."""
@@ -161,6 +175,7 @@ class Session:
     def leave(self) -> None:
         """Let go of what the device loop hung on this trial."""
         self.on_step = lambda loss: None
+        self.on_boundary = lambda: None
         self.on_evaluated = lambda metrics: None
 
     # -- progress -------------------------------------------------------------------
@@ -172,6 +187,7 @@ class Session:
             position=self.feed.position,
             rng=self.rng,
             scalars=self.binding.scalars(),
+            stored=self.binding.stored_keys(),
             groups=self.binding.groups(),
             schedule=self.schedule.state_dict() if self.schedule else None,
             seconds=self.seconds,
@@ -181,7 +197,9 @@ class Session:
         """Continue from ``progress``; the tensors are in the region already."""
         self.step = progress.step
         self.seconds = progress.seconds
-        self.binding.restore(progress.scalars)
+        on_host = getattr(self.job.technique, "optimizer", "device") == "host"
+        place = torch.device("cpu") if on_host else self.device
+        self.binding.restore(progress.scalars, progress.stored, place)
         self.binding.restore_groups(progress.groups)
         if self.schedule and progress.schedule is not None:
             self.schedule.load_state_dict(progress.schedule)
@@ -223,8 +241,11 @@ class Session:
             begin = time.perf_counter()
             yield from self._train_group(first)
             self.seconds += time.perf_counter() - begin
-            if self._evaluation_is_due():
+            if self.epoch >= self.epoch_number:  # a group of unknown size read to the end
+                yield from self._end_epoch()
+            elif self._evaluation_is_due():
                 yield from self._evaluate()
+            self.on_boundary()
         if self.ended and self.evaluated_at != self.step:
             yield from self._evaluate()
 

@@ -30,7 +30,7 @@ from shoal.runtime.channel import Channel
 from shoal.runtime.loop import DeviceLoop
 from shoal.runtime.measure import Measurer
 from shoal.runtime.messages import (
-    RECORDER_BYTES,
+    RECORDER,
     Broken,
     Configure,
     Happened,
@@ -54,7 +54,7 @@ def main() -> None:
     channel = Channel(socket.socket(fileno=descriptor))
     _warm_up()
     channel.send((0, Ready(os.getpid())))
-    running = mmap.mmap(recorder, RECORDER_BYTES)
+    running = mmap.mmap(recorder, RECORDER.size)
     while _serve(channel, running):
         pass
 
@@ -100,6 +100,7 @@ def _run(
         send,
         orders,
         others=lambda other: send(measurer.answer(other)),
+        forget=measurer.forget,
         running=running,
     )
     reader = threading.Thread(target=_read, args=(channel, orders, device), daemon=True)
@@ -115,6 +116,9 @@ def _read(channel: Channel, orders: Orders, device: Device) -> None:
             order, descriptors = channel.receive()
         except EOFError:
             os._exit(0)
+        except Exception:
+            traceback.print_exc()
+            os._exit(70)  # orders may be lost: better to be replaced
         orders.put((order, descriptors))
         device.notify()
         if isinstance(order, Shutdown):
