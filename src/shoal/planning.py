@@ -257,6 +257,9 @@ class Planner:
     def _settle_spilled(
         self, trial: TrialSpec, measured: Measured, whole: Need, crowd: bool
     ) -> Generator[Order, Measured, _Settled]:
+        forced = self._request.technique
+        self._refuse_too_many(trial, measured, forced)
+        closest: Need | None = None
         for active in (2, 1) if crowd else (1,):
             for choice in choices(measured.measure, self._budget, active, self._request):
                 exact = yield MeasureShards(trial, choice.cuts)
@@ -268,11 +271,29 @@ class Planner:
                     self._request,
                     exact.layout,
                 )
+                closest = bytes_
                 if fits([bytes_], self._budget, active):
                     why = self._why_spilled(whole, choice, bytes_, active)
                     why += exact.measure.notes
                     return self._settled(exact, choice.technique, active, why)
+        if isinstance(forced, Spilled) and forced.shards and closest is not None:
+            raise PlanError(
+                f"trial {trial.number} was asked to train in {forced.shards} shards, which needs "
+                f"{format_bytes(closest.total)} on a device of {format_bytes(self._budget)}. Ask "
+                "for more shards, or leave shards= out to have the fewest that fit."
+            )
         raise refuse(trial, measured.measure, self._budget)
+
+    def _refuse_too_many(
+        self, trial: TrialSpec, measured: Measured, forced: Technique | None
+    ) -> None:
+        layers = measured.measure.layers
+        pieces = sum(layer.cut_after for layer in layers[:-1]) + 1
+        if isinstance(forced, Spilled) and (forced.shards or 1) > pieces:
+            raise PlanError(
+                f"trial {trial.number} was asked to train in {forced.shards} shards, but its model "
+                f"has {pieces} pieces that may stand alone. Ask for at most {pieces}."
+            )
 
     def _resident(self, measured: Measured) -> Need:
         assert measured.layout is not None

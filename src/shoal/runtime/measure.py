@@ -174,9 +174,24 @@ class Measurer:
         train, valid = read_data(self._recipe, hp)
         optimizer = build_optimizer(self._recipe, model.named_parameters(), hp)
         build_schedule(self._recipe, optimizer, hp)
+        self._refuse_forgotten(model, optimizer)
         batch = to_device(_first_batch(train), self._device.torch_device)
         first_valid = to_device(next(iter(valid or ()), None), self._device.torch_device)
         return _Built(trial, model.train(), optimizer, batch, first_valid, epoch_length(train))
+
+    def _refuse_forgotten(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Clipping by a norm of gradients that nobody clears means what nobody wants."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        forgotten = [
+            name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held
+        ]
+        if forgotten and self._recipe.clip_grad_norm is not None:
+            raise SpecError(
+                f"the optimizer does not hold {len(forgotten)} trainable parameters, the first "
+                f"{forgotten[0]!r}, and clip_grad_norm is set: their gradients are never cleared, "
+                "and would count in the norm, larger at every step. Freeze them with "
+                "requires_grad_(False), or give them to the optimizer."
+            )
 
     def _measure_whole(self, built: _Built) -> JobMeasure:
         """One shard that is everything: bytes by the tracker, seconds of a second step."""

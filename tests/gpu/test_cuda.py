@@ -1,0 +1,68 @@
+"""The zoo on a GPU: resident and in shards, the optimizer on the device and on the host.
+
+Promised is what two lone runs agree on. Where they differ, because a kernel of this GPU is not
+deterministic, there is nothing to compare with, and the test is skipped with that reason.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo
+
+import shoal
+from shoal.testing import compare, plain_loop
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+
+STEPS = 4  # with accumulate=3 and five batches an epoch, two of them are short groups
+TECHNIQUES = {
+    "resident": ("resident", "device"),
+    "3 shards, device step": (shoal.Spilled(shards=3, optimizer="device"), "device"),
+    "3 shards, host step": (shoal.Spilled(shards=3, optimizer="host"), "host"),
+}
+
+
+@pytest.fixture
+def run_on_gpu(tmp_path, warm_workers):
+    """A function that trains a space on cuda:0 and returns the report."""
+
+    def run(recipe, space, technique):
+        study = shoal.Study("gpu", recipe, space=space, steps=STEPS, directory=tmp_path)
+        return study.run(
+            hardware=shoal.Hardware.parse("cuda:0", "1GiB", threads=1),
+            technique=technique,
+            progress=False,
+            timeline=False,
+            workers=warm_workers,
+        )
+
+    return run
+
+
+def skip_unless_repeatable(recipe, trial, **loop):
+    first, second = (plain_loop(recipe, trial.hp, trial.seed, **loop) for _ in range(2))
+    found = compare(first, second.state(), losses=second.losses)
+    if not found.equal:
+        pytest.skip(f"two lone runs of {dict(trial.hp)} differ here: {found.first_difference}")
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+@pytest.mark.parametrize("model", zoo.MODELS)
+def test_a_trial_on_a_gpu_ends_on_the_bits_of_the_plain_loop(
+    model, technique, run_on_gpu, assert_alone
+):
+    chosen, place = TECHNIQUES[technique]
+    recipe = zoo.recipe(clip=0.5, accumulate=3)
+    space = shoal.grid(model=[model], optimizer=["sgd", "adamw"], lr=[1e-3])
+    loop = {"steps": STEPS, "device": "cuda", "optimizer": place}
+
+    report = run_on_gpu(recipe, space, chosen)
+
+    assert [trial.error for trial in report.trials if trial.error] == []
+    for trial in report.trials:
+        skip_unless_repeatable(recipe, trial, **loop)
+    assert_alone(report, report.trials, recipe, **loop)
