@@ -61,13 +61,14 @@ def test_gradients_that_the_optimizer_never_clears_are_no_ones_concern(technique
 
 def test_clipping_by_gradients_that_nobody_clears_is_refused(run_study):
     recipe = make_recipe(optimizer=oddities.some_layers, clip_grad_norm=0.05)
-    with pytest.raises(shoal.SpecError, match=r"does not hold 8 trainable parameters.*Freeze them"):
+    words = r"does not hold 8 trainable parameters.*Freeze them"
+    with pytest.raises(shoal.SpecError, match=words):
         run_study(recipe, {"lr": 0.05}, trials=1, steps=2)
 
 
 def test_more_shards_than_pieces_are_refused_with_their_number(run_study):
+    technique = shoal.Spilled(shards=99)
     with pytest.raises(shoal.PlanError, match=r"asked to train in 99 shards.*has 11 pieces"):
-        technique = shoal.Spilled(shards=99)
         run_study(make_recipe(), {"lr": 0.05}, trials=1, steps=2, technique=technique)
 
 

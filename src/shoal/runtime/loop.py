@@ -48,8 +48,7 @@ from shoal.runtime.session import Session, Task
 from shoal.scheduler.interleave import Interleaver
 from shoal.spill import generate
 
-TELL_EVERY_S = 0.05
-TRACK_EVERY = 50  # steps between two steps whose every allocation is counted
+TELL_EVERY_S = 0.02
 
 
 @dataclass(slots=True)
@@ -421,7 +420,7 @@ class DeviceLoop:
             )
         )
         self._report_peak(stay)
-        stay.seat.track = session.step % TRACK_EVERY == 0
+        stay.seat.track = _is_sampled(session.step)
         self._flush()
 
     def _save(self, stay: _Stay) -> None:
@@ -495,3 +494,14 @@ class DeviceLoop:
             end=end,
             bytes=issued.num_bytes,
         )
+
+
+def _is_sampled(step: int) -> bool:
+    """Whether every allocation of the step after this one is counted: 100, 1000, 10000, ...
+
+    Counting makes a step several times slower. The first steps of a lease and batches larger
+    than any before are counted too.
+    """
+    while step >= 1000 and step % 10 == 0:
+        step //= 10
+    return step == 100
