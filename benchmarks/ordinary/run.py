@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import common
 import shoal
 from shoal.core.event import Event, StepFinished
+from shoal.observe.log import read_events
 
 WARM_UP = 10
 STEPS = {"mlp": 400, "gpt": 60}
@@ -113,30 +114,29 @@ def shoal_seconds(kind: str, workers: int, pool: Any) -> float:
 
 
 START = """
-import sys, time
+import sys
 sys.path.insert(0, {here!r})
 import run
-import shoal, tempfile
-def watch(event):
-    if type(event).__name__ == "StepFinished" and event.step == 1:
-        print("first step", time.time(), flush=True)
+import shoal
 study = shoal.Study("start", run.recipe("mlp", 0), space={{"lr": 1e-3}}, trials=1, steps=3,
-                    metric="train_loss", directory=tempfile.mkdtemp())
-hardware = shoal.Hardware.virtual(devices=1, memory="512MiB")
-study.run(hardware=hardware, callbacks=[watch], progress=False)
+                    metric="train_loss", directory={directory!r})
 """
 
 
 def start_seconds() -> float:
-    """From the command to the first step, less a process that only imports torch."""
-    here = str(Path(__file__).parent)
+    """From the command ``shoal run`` to the first step, less a process that imports torch."""
     began = time.time()
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
     importing = time.time() - began
-    began = time.time()
-    code = START.format(here=here)
-    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    return float(out.stdout.split()[-1]) - began - importing
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "start.py"
+        file.write_text(START.format(here=str(Path(__file__).parent), directory=directory))
+        flags = ["--devices", "cpu:1", "--device-memory", "512MiB"]
+        began = time.time()
+        command = [sys.executable, "-m", "shoal", "run", str(file), *flags]
+        subprocess.run(command, check=True, capture_output=True)
+        steps = (e for e in read_events(Path(directory) / "start") if isinstance(e, StepFinished))
+        return next(steps).time - began - importing
 
 
 def main() -> None:

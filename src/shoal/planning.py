@@ -291,8 +291,8 @@ class Planner:
         pieces = sum(layer.cut_after for layer in layers[:-1]) + 1
         if isinstance(forced, Spilled) and (forced.shards or 1) > pieces:
             raise PlanError(
-                f"trial {trial.number} was asked to train in {forced.shards} shards, but its model "
-                f"has {pieces} pieces that may stand alone. Ask for at most {pieces}."
+                f"trial {trial.number} was asked to train in {forced.shards} shards, but its "
+                f"model has {pieces} pieces that may stand alone. Ask for at most {pieces}."
             )
 
     def _resident(self, measured: Measured) -> Need:

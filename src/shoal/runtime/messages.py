@@ -10,14 +10,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.core.event import Event
 from shoal.core.plan import Job
 from shoal.core.spec import DeviceSpec, JobMeasure, TrialSpec
 from shoal.memory.layout import TrialLayout
-from shoal.rng import RngState
-from shoal.runtime.feed import Position
+
+if TYPE_CHECKING:  # this module is read before torch is: a worker starts while it loads
+    from shoal.rng import RngState
+    from shoal.runtime.feed import Position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,8 @@ RECORDER = struct.Struct("qq")
 class Configure:
     """The first order: the device, the recipe (cloudpickle), and the study's settings.
 
+    ``path`` is where the study's process imports from, so that the worker finds the same.
+
     ``serial`` comes back with every reply, so that what was said to an earlier study is
     not taken for an answer to this one.
     """
@@ -64,6 +68,7 @@ class Configure:
     device: DeviceSpec
     recipe: bytes
     settings: Settings
+    path: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,7 +144,13 @@ class WorkerPool:
         worker.device, worker.serial = device, self._serial
         self._workers[device.name] = worker
         worker.send(
-            Configure(serial=self._serial, device=device, recipe=recipe, settings=settings)
+            Configure(
+                serial=self._serial,
+                device=device,
+                recipe=recipe,
+                settings=settings,
+                path=tuple(path or os.getcwd() for path in sys.path),
+            )
         )
         return worker
 

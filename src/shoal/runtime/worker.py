@@ -85,6 +85,7 @@ def _serve(channel: Channel, running: mmap.mmap) -> bool:
 def _run(
     order: Configure, channel: Channel, send: Callable[[Reply], None], running: mmap.mmap
 ) -> None:
+    sys.path[:] = dict.fromkeys([*order.path, *sys.path])
     torch.set_num_threads(order.device.threads)
     device = open_device(order.device)
     recipe: Recipe = cloudpickle.loads(order.recipe)

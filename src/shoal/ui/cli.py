@@ -7,15 +7,20 @@ when it runs: this is the one place of the package where that is so.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shoal import __version__
 from shoal.ui.failures import run_command
+
+if TYPE_CHECKING:
+    from shoal.runtime.pool import WorkerPool
 
 app = typer.Typer(
     name="shoal",
@@ -85,6 +90,16 @@ def demo(
     raise typer.Exit(run_demo(minutes, directory, as_json=json))
 
 
+@contextlib.contextmanager
+def _warm_workers() -> Iterator[WorkerPool]:
+    """Workers that import torch while this process still does."""
+    from shoal.runtime.pool import WorkerPool
+
+    with WorkerPool() as pool:
+        pool.warm(1)
+        yield pool
+
+
 @app.command()
 def run(
     file: File,
@@ -97,10 +112,12 @@ def run(
     json: AsJson = False,
 ) -> None:
     """Run the study that a file defines."""
-    from shoal.ui.train import run_file
-
     flags = (devices, device_memory, host_memory)
-    raise typer.Exit(run_file(file, flags, overwrite=overwrite, as_json=json))
+    with _warm_workers() as workers:
+        from shoal.ui.train import run_file
+
+        code = run_file(file, flags, overwrite=overwrite, as_json=json, workers=workers)
+    raise typer.Exit(code)
 
 
 @app.command()

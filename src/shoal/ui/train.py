@@ -10,6 +10,7 @@ from shoal.hardware import Hardware
 from shoal.observe import jsonl
 from shoal.observe.rows import TrialState
 from shoal.observe.snapshot import Snapshot
+from shoal.runtime.pool import WorkerPool
 from shoal.source import load_study
 from shoal.study import Study
 from shoal.ui.failures import ExitCode
@@ -33,11 +34,17 @@ class HardwareFlags(NamedTuple):
 
 
 def run_file(
-    file: str, flags: tuple[str | None, str | None, str | None], *, overwrite: bool, as_json: bool
+    file: str,
+    flags: tuple[str | None, str | None, str | None],
+    *,
+    overwrite: bool,
+    as_json: bool,
+    workers: WorkerPool | None = None,
 ) -> int:
     """Run the study of a file to its end; the exit code says whether all trials finished."""
     study = open_study(file)
-    study.run(hardware=Hardware.parse(*HardwareFlags(*flags)), overwrite=overwrite)
+    hardware = Hardware.parse(*HardwareFlags(*flags))
+    study.run(hardware=hardware, overwrite=overwrite, workers=workers)
     place = study.directory
     snapshot = read_snapshot(place, with_actions=True)
     if as_json:
