@@ -3,6 +3,8 @@
 ShoalError
 +-- SpecError        the request itself is wrong; nothing has started
 +-- PlanError        no plan fits, or a plan fails its checks
+|   +-- NotCuttable  a model cannot be a chain of shards (partition)
+|   +-- CutError     no cut of the chain satisfies what was asked (partition)
 +-- ProgramError     a program breaks a rule of its format (checked before it runs)
 +-- CapacityError    a tier cannot hold what was asked of it
 +-- TransitionError  a state machine got an event it cannot take
