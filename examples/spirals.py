@@ -25,7 +25,7 @@ def spirals(seed, points=4096):
 
 def data(hp):
     train = torch.utils.data.DataLoader(spirals(seed=0), batch_size=128, shuffle=True)
-    valid = torch.utils.data.DataLoader(spirals(seed=1), batch_size=1024)
+    valid = torch.utils.data.DataLoader(spirals(seed=1), batch_size=128)
     return train, valid
 
 

@@ -267,7 +267,7 @@ class Study:
             mode=self.mode,
             trials=len(self.trials),
             devices=tuple(asdict(device) for device in devices),
-            source=self.source,
+            source=self.source or _script_source(self),
             versions={
                 "shoal": shoal.__version__,
                 "torch": torch.__version__,
@@ -373,6 +373,14 @@ def pack_recipe(recipe: Recipe) -> bytes:
             stacklevel=2,
         )
     return packed
+
+
+def _script_source(study: Study) -> str:
+    """FILE.py:attribute of a study that the script being run defines, else nothing."""
+    main = sys.modules.get("__main__")
+    file = getattr(main, "__file__", None)
+    names = [name for name, value in vars(main).items() if value is study] if file else []
+    return f"{Path(str(file)).resolve()}:{names[0]}" if names else ""
 
 
 def _dumps(value: object) -> bytes:

@@ -319,6 +319,13 @@ def refuse(trial: TrialSpec, measure: JobMeasure, budget: Bytes) -> PlanError:
     worst = max(singles, key=lambda s: s.parameter_bytes + s.backward_peak_bytes)
     boundaries = sum(s.boundary_bytes for s in singles)
     needed = worst.parameter_bytes + worst.backward_peak_bytes + boundaries + measure.batch_bytes
+    if needed <= budget and measure.valid_scale > 1:
+        forward = max(s.forward_peak_bytes for s in singles) * measure.valid_scale
+        return PlanError(
+            head + f"its validation batches are {measure.valid_scale:.1f} times as large as its "
+            f"training batches, and inside a forward one layer needs {format_bytes(forward)} for "
+            "one. Make the validation batches smaller, or give the device more memory."
+        )
     return PlanError(
         head + f"cut as finely as it can be, layer {measure.layers[worst.index].name!r} needs "
         f"{format_bytes(worst.parameter_bytes)} for its parameters and "

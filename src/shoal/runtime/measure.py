@@ -337,7 +337,9 @@ class Measurer:
         layout = _layout(bounds, self._chain, self._built.model, self._states)
         peaks = self._step_peaks(self._built, layout)
         finished = [_with_step(s, whole, p) for s, p in zip(shards, peaks, strict=True)]
-        measure = replace(self._whole, shards=tuple(finished), notes=self._chain.notes)
+        measure = replace(
+            self._whole, shards=tuple(finished), bitwise=True, notes=self._chain.notes
+        )
         return Measured(trial.number, measure, layout)
 
     def _step_peaks(self, built: _Built, layout: TrialLayout) -> list[Bytes]:
