@@ -28,7 +28,13 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-_ORDER = {"FINISHED": 0, "RUNNING": 1, "PENDING": 2, "FAILED": 3}  # in the leaderboard
+_ORDER = {
+    "FINISHED": 0,
+    "STOPPED": 1,
+    "RUNNING": 2,
+    "PENDING": 3,
+    "FAILED": 4,
+}  # in the leaderboard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,3 +48,7 @@ class WorkerError(ShoalError):
 
 class TrialError(ShoalError):
     """One trial cannot go on: its loss is not finite, its data failed, its model raised."""
+
+
+class StorageError(ShoalError):
+    """The disk is full or failing, or what lies on it is damaged or not shoal's."""

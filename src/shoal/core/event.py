@@ -40,6 +40,8 @@ class TrialPlanned:
     steps: int | None
     peak_bytes: int
     numerics: Mapping[str, Scalar]
+    parent: int | None = None  # the trial it is a clone of
+    warm: bool = False  # and whether it began from its parent's state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +84,93 @@ class TrialResumed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRestarted:
-    """A trial's worker died; it goes on from its last saved state."""
+    """A trial goes on from its last saved state: what came after it is done again."""
 
     time: float
     trial: int
     step: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialReplanned:
+    """A trial did not fit as planned and gets another job, with the same numerics key."""
+
+    time: float
+    trial: int
+    step: int
+    reason: str
+    technique: str
+    shards: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialStopped:
+    """A trial was ended by hand or by a limit; its state is kept and it can be extended."""
+
+    time: float
+    trial: int
+    step: int
+    reason: str
+    checkpoint: str
+    metrics: Mapping[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointWritten:
+    """A generation of a trial's state is on the disk; ``path`` is relative to the study."""
+
+    time: float
+    trial: int
+    step: int
+    path: str
+    bytes: int
+    seconds: float  # from the copy at the step boundary to the durable rename
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointDamaged:
+    """A generation cannot be trusted; the one before it is used."""
+
+    time: float
+    trial: int
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageFailed:
+    """Something could not be written; ``action`` is what the study did about it."""
+
+    time: float
+    path: str
+    error: str
+    action: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyPaused:
+    """All trials are parked and saved; no device is in use until ``StudyContinued``."""
+
+    time: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyContinued:
+    """A paused study hands out leases again."""
+
+    time: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyChanged:
+    """A run went on with more than was asked for before: a sentence for each difference."""
+
+    time: float
+    changes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +284,14 @@ Event = (
     | TrialParked
     | TrialResumed
     | TrialRestarted
+    | TrialReplanned
+    | TrialStopped
+    | CheckpointWritten
+    | CheckpointDamaged
+    | StorageFailed
+    | StudyPaused
+    | StudyContinued
+    | StudyChanged
     | StepFinished
     | Evaluated
     | TrialFinished

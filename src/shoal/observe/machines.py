@@ -15,7 +15,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from shoal.core.event import ActionFinished, Evaluated, StepFinished, TrialFinished, TrialPlanned
+from shoal.core.event import (
+    ActionFinished,
+    Evaluated,
+    StepFinished,
+    TrialFinished,
+    TrialPlanned,
+    TrialReplanned,
+    TrialStopped,
+)
 from shoal.observe.rows import DeviceRow, HistoryRow, TrialRow, TrialState, metric_rank
 
 _RECENT_STEPS = 64  # speeds are over so many steps
@@ -49,12 +57,26 @@ class TrialFold:
         self.seconds = 0.0
         self.recent: deque[float] = deque(maxlen=_RECENT_STEPS)
         self.step_s: float | None = None
-        self.error = self.checkpoint = ""
+        self.error = self.saved = ""  # the newest generation of its state
         self.cached: TrialRow | None = None
 
     @property
     def is_done(self) -> bool:
-        return self.state in (TrialState.FINISHED, TrialState.FAILED)
+        return self.state not in (TrialState.PENDING, TrialState.RUNNING)
+
+    def reopen(self) -> None:
+        """It was planned to go on: a trial that had ended waits again."""
+        if self.is_done:
+            self.state, self.device, self.error = TrialState.PENDING, "", ""
+
+    def replan(self, event: TrialReplanned) -> None:
+        if self.plan is not None:
+            self.plan = replace(
+                self.plan,
+                technique=event.technique,
+                shards=event.shards,
+                peak_bytes=event.peak_bytes,
+            )
 
     def copy(self) -> TrialFold:
         other = copy.copy(self)
@@ -116,12 +138,12 @@ class TrialFold:
         self.history.append(row)
         self._see(row.metrics, aim)
 
-    def finish(self, event: TrialFinished, aim: Aim) -> None:
+    def finish(self, event: TrialFinished | TrialStopped, aim: Aim, state: TrialState) -> None:
         self.step = event.step
         if not self.history or self.history[-1].step < event.step:
             self.add_row(event.step, self.epoch, event.metrics, aim)
         self._see(event.metrics, aim)
-        self.state, self.checkpoint = TrialState.FINISHED, event.checkpoint
+        self.state, self.saved = state, event.checkpoint
         self.seconds = max(self.seconds, event.seconds)  # the event knows of this run alone
 
     def row(self) -> TrialRow:
@@ -146,7 +168,8 @@ class TrialFold:
             seconds=self.seconds,
             restarts=self.restarts,
             error=self.error,
-            checkpoint=self.checkpoint,
+            checkpoint=self.saved,
+            parent=plan.parent if plan else None,
             history=tuple(self.history),
         )
         if plan is None:

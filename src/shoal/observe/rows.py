@@ -18,6 +18,7 @@ class TrialState(StrEnum):
     RUNNING = "RUNNING"
     FINISHED = "FINISHED"
     FAILED = "FAILED"
+    STOPPED = "STOPPED"  # ended by hand or by a limit; can be extended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,8 @@ class TrialRow:
     seconds: float = 0.0
     restarts: int = 0
     error: str = ""
-    checkpoint: str = ""
+    checkpoint: str = ""  # the newest generation, relative to the study's directory
+    parent: int | None = None
     history: tuple[HistoryRow, ...] = ()
 
     @property
@@ -81,7 +83,7 @@ class TrialRow:
     @property
     def is_done(self) -> bool:
         """Whether no more steps will come."""
-        return self.state in (TrialState.FINISHED, TrialState.FAILED)
+        return self.state not in (TrialState.PENDING, TrialState.RUNNING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

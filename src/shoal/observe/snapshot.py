@@ -23,20 +23,28 @@ from typing import Any
 
 from shoal.core.event import (
     ActionFinished,
+    CheckpointDamaged,
+    CheckpointWritten,
     Evaluated,
     Event,
     PeakMeasured,
     StepFinished,
+    StorageFailed,
+    StudyChanged,
+    StudyContinued,
     StudyFinished,
+    StudyPaused,
     StudyStarted,
     TrialFailed,
     TrialFinished,
     TrialMoved,
     TrialParked,
     TrialPlanned,
+    TrialReplanned,
     TrialRestarted,
     TrialResumed,
     TrialStarted,
+    TrialStopped,
     WorkerDied,
     WorkerStarted,
 )
@@ -62,6 +70,7 @@ class Snapshot:
     eta_seconds: float | None = None
     runs: int = 0
     is_finished: bool = False
+    is_paused: bool = False
     stopped: str = ""
     _folder: Any = field(
         default=None, compare=False, repr=False
@@ -188,6 +197,7 @@ class Folder:
             started=event.time if first is None else first,
             runs=self._head.runs + 1,
             is_finished=False,
+            is_paused=False,
             stopped="",
         )
         for spec in event.devices:
@@ -200,6 +210,7 @@ class Folder:
     def _trial_planned(self, event: TrialPlanned) -> None:
         trial = self._trial(event.trial)
         trial.plan = event
+        trial.reopen()
 
     def _trial_started(self, event: TrialStarted) -> None:
         self._trial(event.trial).lease(event.device, self._seconds)
@@ -219,6 +230,26 @@ class Folder:
         trial.release()
         trial.restarts += 1
 
+    def _trial_replanned(self, event: TrialReplanned) -> None:
+        self._trial(event.trial).replan(event)
+
+    def _trial_stopped(self, event: TrialStopped) -> None:
+        self._trial(event.trial).finish(event, self._aim, TrialState.STOPPED)
+
+    def _checkpoint_written(self, event: CheckpointWritten) -> None:
+        self._trial(event.trial).saved = event.path
+
+    def _study_paused(self, event: StudyPaused) -> None:
+        self._head = replace(self._head, is_paused=True)
+        for trial in self._trials.values():
+            trial.release()
+
+    def _study_continued(self, event: StudyContinued) -> None:
+        self._head = replace(self._head, is_paused=False)
+
+    def _noted(self, event: Event) -> None:
+        """Nothing that a screen draws."""
+
     def _step_finished(self, event: StepFinished) -> None:
         trial = self._trial(event.trial)
         if trial.is_done:  # a message that was late
@@ -235,7 +266,7 @@ class Folder:
 
     def _trial_finished(self, event: TrialFinished) -> None:
         trial = self._trial(event.trial)
-        trial.finish(event, self._aim)
+        trial.finish(event, self._aim, TrialState.FINISHED)
 
     def _trial_failed(self, event: TrialFailed) -> None:
         trial = self._trial(event.trial)
@@ -273,6 +304,14 @@ _FOLDS: dict[type[Any], Callable[[Folder, Any], None]] = {
     TrialParked: Folder._trial_parked,
     TrialResumed: Folder._trial_resumed,
     TrialRestarted: Folder._trial_restarted,
+    TrialReplanned: Folder._trial_replanned,
+    TrialStopped: Folder._trial_stopped,
+    CheckpointWritten: Folder._checkpoint_written,
+    CheckpointDamaged: Folder._noted,
+    StorageFailed: Folder._noted,
+    StudyPaused: Folder._study_paused,
+    StudyContinued: Folder._study_continued,
+    StudyChanged: Folder._noted,
     StepFinished: Folder._step_finished,
     Evaluated: Folder._evaluated,
     TrialFinished: Folder._trial_finished,

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from enum import IntEnum
 
-from shoal.core.errors import CapacityError, PlanError, ShoalError, SpecError
+from shoal.core.errors import CapacityError, PlanError, ShoalError, SpecError, StorageError
 
 
 class ExitCode(IntEnum):
@@ -64,6 +64,8 @@ def _was_interrupted(ending: BaseException | None) -> bool:
 
 def exit_code(error: ShoalError) -> ExitCode:
     """Whose mistake an error is: the request's, or shoal's own."""
+    if isinstance(error, StorageError):
+        return ExitCode.STORAGE
     is_request = isinstance(error, SpecError | PlanError | CapacityError)
     return ExitCode.USAGE if is_request else ExitCode.INTERNAL
 
