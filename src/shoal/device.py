@@ -88,6 +88,29 @@ class ThreadEvent:
         return self.start, self.end
 
 
+class Ran:
+    """The event of work that ran in the calling thread: complete when it is made."""
+
+    __slots__ = ("end", "error", "start")
+    done = startable = True
+
+    def __init__(self, work: Work) -> None:
+        self.error: BaseException | None = None
+        self.start = time.time()
+        try:
+            work()
+        except BaseException as error:
+            self.error = error
+        self.end = time.time()
+
+    def wait(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def span(self) -> tuple[float, float]:
+        return self.start, self.end
+
+
 class ThreadStream:
     """Work in order on a thread of its own. Use as a context manager or call ``close``."""
 
@@ -169,13 +192,11 @@ class VirtualDevice:
             self.version += 1
             self.progress.notify_all()
 
-    def compute(self, work: Work, after: Iterable[Event] = ()) -> ThreadEvent:
+    def compute(self, work: Work, after: Iterable[Event] = ()) -> Ran:
         """Run ``work`` on the compute stream: here, in the calling thread."""
         for event in after:
             event.wait()
-        done = ThreadEvent()
-        done.run(work)
-        return done
+        return Ran(work)
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         """Uninitialised bytes of device memory, 64-byte aligned."""

@@ -8,6 +8,7 @@ there is seen and not silently right.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,6 +102,7 @@ class Binding:
         self._subsets = [self._subset(set(shard)) for shard in owned]
         self._stepped = [[name for _, part in subset for name in part] for subset in self._subsets]
         self._bound: dict[int, Placed] = {}
+        self._settled: dict[int, tuple[Placed, list[tuple[dict[str, Any], list[Any]]]]] = {}
         self.poison = {
             name: torch.full((), float("nan") if p.is_floating_point() else 0, dtype=p.dtype)
             .to(device)
@@ -162,8 +164,26 @@ class Binding:
         finally:
             for name in names:
                 self.params[name].grad = None
-        for name in names:
-            self.settle(name, placed.states.get(name, {}))
+        if not self._is_settled(shard, placed):
+            for name in names:
+                self.settle(name, placed.states.get(name, {}))
+            self._settled[shard] = placed, self._expected(names)
+
+    def _expected(self, names: Sequence[str]) -> list[tuple[dict[str, Any], list[Any]]]:
+        """The optimizer's state of these parameters, and the objects that are in it now."""
+        state = self.optimizer.state
+        found = [state[self.params[name]] for name in names if self.params[name] in state]
+        return [(entry, list(entry.values())) for entry in found]
+
+    def _is_settled(self, shard: int, placed: Placed) -> bool:
+        """Whether the last step left every object of the state where it had found it."""
+        where, expected = self._settled.get(shard, (None, []))
+        if where is not placed or len(expected) != len(self._stepped[shard]):
+            return False
+        return all(
+            len(entry) == len(values) and all(map(operator.is_, entry.values(), values))
+            for entry, values in expected
+        )
 
     def step_part(self, shard: int) -> None:
         """``optimizer.step()`` as if the shard's parameters were all it had."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,11 +32,11 @@ from shoal.core.units import Bytes, format_bytes
 from shoal.device import Device, Event, Lane
 from shoal.memory.ledger import Ledger
 from shoal.partition.track import AllocationTracker
-from shoal.program.ir import Action, Op, Part
+from shoal.program.ir import Action, Op, Part, Program
 from shoal.program.slots import SlotMap, assign_slots
 from shoal.runtime.binding import Placed, place_in_slot, place_on_host
+from shoal.runtime.compute import Compute, Work, tensors_of
 from shoal.runtime.session import Session, Task
-from shoal.runtime.units import evaluate_metrics
 
 COMPUTE = (Op.F, Op.B, Op.SYNC)
 
@@ -45,20 +45,30 @@ class Issued(NamedTuple):
     """An action in flight, for the timeline."""
 
     stream: str
-    action: Action
+    action: str  # its text form
     event: Event
     num_bytes: int
     step: int
     trial: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Score:
+    """A program with all that is the same each time it runs."""
+
+    program: Program  # kept, so that its identity stays its own
+    actions: tuple[Action, ...]
+    texts: tuple[str, ...]
+    computes: tuple[bool, ...]  # per action: does it need the device's compute stream?
+    slots: SlotMap
+
+
 @dataclass(slots=True)
 class _Run:
-    """A task's actions, how far they are issued, and their events."""
+    """A task, how far its actions are issued, and their events."""
 
     task: Task
-    actions: tuple[Action, ...]
-    slots: SlotMap
+    score: _Score
     cursor: int = 0
     events: dict[int, Event] = field(default_factory=dict)
 
@@ -100,22 +110,17 @@ class Seat:
         layout = session.layout
         self.host = [place_on_host(session.region, layout, s) for s in range(len(layout.shards))]
         self._slots: dict[tuple[int, int], Placed] = {}
-        self._placed: dict[int, Placed] = {}  # shard -> its slot now
+        self.compute = Compute(session, self.host)
         self._tails: dict[int, list[Event]] = {}  # slot -> what its last tenant leaves
         self._stores_left: list[Event] = []  # of gradients, from the program before
         self._loads: dict[int, list[Event]] = {}  # shard -> its LOADs
         self._written: dict[int, Event] = {}  # shard -> last write of its host parameters
         self._grads_written: dict[int, Event] = {}
-        self._has_grad: dict[int, set[str]] = {}  # shard -> names with a gradient on the host
-        self._grads: dict[int, dict[str, Tensor]] = {}  # shard -> gradients on the device
-        self._norms: dict[str, Tensor] = {}
-        self._clip: Tensor | None = None
         self._synced: Event | None = None
         self._last_compute: list[Event] = []
         self._in_flight: list[tuple[Event, Sequence[Tensor]]] = []
-        self._largest_batch = 0
         self.note_host: Callable[[int], None] = lambda trial: None  # whose host step runs
-        self._maps: dict[tuple[tuple[Action, ...], tuple[Part, ...]], SlotMap] = {}
+        self._scores: dict[tuple[int, bool], _Score] = {}
         self._run: _Run | None = None
         self.unit_bytes = session.job.unit_bytes
         self.reserve_units: Callable[[], None] = lambda: None  # set by who shares the device
@@ -126,25 +131,26 @@ class Seat:
 
     def start(self, task: Task) -> None:
         """Take up a task; the one before it is fully issued."""
-        actions = task.program.devices[0]
-        start = (Part.PARAM, Part.STATE) if self._placed else ()
-        if (actions, start) not in self._maps:
-            self._maps[actions, start] = assign_slots(actions, start=start)
-        self._run = _Run(task, actions, self._maps[actions, start])
+        key = id(task.program), bool(self.compute.placed)
+        if key not in self._scores:
+            self._scores[key] = _score(task.program, arrived=key[1])
+        self._run = _Run(task, self._scores[key])
 
     @property
     def head(self) -> Action | None:
         """The next action to issue, None when the task is fully issued."""
         run = self._run
-        if run is None or run.cursor == len(run.actions):
+        if run is None or run.cursor == len(run.score.actions):
             return None
-        return run.actions[run.cursor]
+        return run.score.actions[run.cursor]
 
     @property
     def waits_for_compute(self) -> bool:
         """Whether the next action needs the device's compute stream."""
-        head = self.head
-        return head is not None and (head.op in COMPUTE or _is_device_step(head))
+        run = self._run
+        if run is None or run.cursor == len(run.score.actions):
+            return False
+        return run.score.computes[run.cursor]
 
     def startable(self) -> bool:
         """Whether the next compute action can be submitted without blocking."""
@@ -170,16 +176,16 @@ class Seat:
 
     def copy_resident(self) -> None:
         """Make the host copy of a resident trial current; a spilled one's always is."""
-        if 0 in self._placed and self.session.job.technique == Resident():
-            self.host[0].param_bytes.copy_(self._placed[0].param_bytes)
-            self.host[0].state_bytes.copy_(self._placed[0].state_bytes)
+        if 0 in self.compute.placed and self.session.job.technique == Resident():
+            self.host[0].param_bytes.copy_(self.compute.placed[0].param_bytes)
+            self.host[0].state_bytes.copy_(self.compute.placed[0].state_bytes)
 
     def close(self) -> None:
         """End the streams and give the memory back."""
         self.device.synchronize()
         self._lane.close()
         self._slots.clear()
-        self._placed.clear()
+        self.compute.placed.clear()
         self._region = torch.empty(0)
         self.session.region.unpin()
         self.ledger.release(self._owner)
@@ -191,20 +197,21 @@ class Seat:
         run, action = self._run, self.head
         assert run is not None
         assert action is not None
-        needs = [run.events[i] for i in run.slots.waits[run.cursor] if i in run.events]
+        score, events = run.score, run.events
+        needs = [events[i] for i in score.slots.waits[run.cursor] if i in events]
         if action.op in (Op.F, Op.B):
             needs += self._stores_left
-        if action.op in COMPUTE or _is_device_step(action):
-            needs += self._loads.get(action.shard, [])
+        if score.computes[run.cursor]:
+            needs += self._loads.get(action.shard, ())
         elif action.op is Op.LOAD:
             needs += self._needs_of_load(run, action)
         return needs
 
     def _needs_of_load(self, run: _Run, action: Action) -> list[Event]:
         """The slot's last tenant, of any program, and whoever wrote the host's copy last."""
-        slot, shard = run.slots.slots[run.cursor], action.shard
+        slot, shard = run.score.slots.slots[run.cursor], action.shard
         assert slot is not None
-        needs = list(self._tails.get(slot, ())) if run.slots.is_first[run.cursor] else []
+        needs = list(self._tails.get(slot, ())) if run.score.slots.is_first[run.cursor] else []
         if Part.PARAM in action.parts or Part.STATE in action.parts:
             owners = {owner for owner, _ in self.session.layout.shards[shard].borrowed}
             needs += [self._written[s] for s in (shard, *owners) if s in self._written]
@@ -222,21 +229,24 @@ class Seat:
         assert run is not None
         assert action is not None
         after = self._needs()
-        self._prune()
+        if self._in_flight:
+            self._prune()
         event = self._dispatch(run, action, after)
         if action.op in (Op.F, Op.B):
             self._stores_left = []
         if event is not None:
             run.events[run.cursor] = event
         run.cursor += 1
-        if run.cursor == len(run.actions):
+        if run.cursor == len(run.score.actions):
             self._settle_tails(run)
 
     def _dispatch(self, run: _Run, action: Action, after: list[Event]) -> Event | None:
-        slot = run.slots.slots[run.cursor]
+        if run.score.computes[run.cursor]:
+            return self._run_compute(run.task, action, after)
+        slot = run.score.slots.slots[run.cursor]
         if action.op is Op.LOAD:
             assert slot is not None
-            if run.slots.is_first[run.cursor]:
+            if run.score.slots.is_first[run.cursor]:
                 self._tails.pop(slot, None)
             return self._load(action, slot, after)
         if action.op is Op.STORE:
@@ -244,20 +254,17 @@ class Seat:
         if action.op is Op.DROP:
             self._drop(action)
             return None
-        if action.op is Op.STEP and action.place == "host":
-            return self._host_step(action)
-        return self._compute(run.task, action, after)
+        return self._host_step(action)
 
     def _settle_tails(self, run: _Run) -> None:
         """Remember, per slot, what the next program's first LOAD into it waits for."""
-        for slot, indices in enumerate(run.slots.tails):
+        for slot, indices in enumerate(run.score.slots.tails):
             self._tails[slot] = [run.events[i] for i in indices if i in run.events]
-        self._stores_left = [run.events[i] for i in run.slots.stores_left]
+        self._stores_left = [run.events[i] for i in run.score.slots.stores_left]
 
     def _submit(
         self,
         stream: str,
-        action: Action,
         work: Callable[[], None],
         after: list[Event],
         sources: Sequence[Tensor] = (),
@@ -266,11 +273,13 @@ class Seat:
         event: Event = getattr(self._lane, stream).submit(work, after)
         self._in_flight.append((event, sources))
         size = sum(source.nbytes for source in sources)
-        self._note(stream, action, event, size)
+        self._note(stream, event, size)
         return event
 
-    def _note(self, stream: str, action: Action, event: Event, size: int = 0) -> None:
-        self._record(Issued(stream, action, event, size, self.session.step + 1, self.trial))
+    def _note(self, stream: str, event: Event, size: int = 0) -> None:
+        assert self._run is not None
+        text = self._run.score.texts[self._run.cursor]
+        self._record(Issued(stream, text, event, size, self.session.step + 1, self.trial))
 
     def _prune(self) -> None:
         """Let go of what finished copies kept alive; raise if one failed."""
@@ -287,8 +296,8 @@ class Seat:
     def _load(self, action: Action, slot: int, after: list[Event]) -> Event:
         shard = action.shard
         placed = self._slot(slot, shard)
-        joins = shard in self._placed
-        self._placed[shard] = placed
+        joins = shard in self.compute.placed
+        self.compute.placed[shard] = placed
         copies = self._load_copies(action, placed)
         device, region = self.device, self._slot_region(slot)
 
@@ -298,7 +307,7 @@ class Seat:
             for target, source in copies:
                 device.copy(target, source, "up")
 
-        event = self._submit("up", action, work, after, [source for _, source in copies])
+        event = self._submit("up", work, after, [source for _, source in copies])
         self._loads.setdefault(shard, []).append(event)
         return event
 
@@ -312,22 +321,22 @@ class Seat:
         if Part.STATE in action.parts:
             copies.append((placed.state_bytes, host.state_bytes))
         if Part.GRAD in action.parts:
-            names = self._has_grad.get(shard, set())
+            names = self.compute.has_grad.get(shard, set())
             copies += [(placed.grads[n], host.grads[n]) for n in placed.grads if n in names]
-            self._grads[shard] = {n: placed.grads[n] for n in placed.grads if n in names}
+            self.compute.grads[shard] = {n: placed.grads[n] for n in placed.grads if n in names}
         return [(target, source) for target, source in copies if source.numel()]
 
     def _store(self, action: Action) -> Event:
         shard, host = action.shard, self.host[action.shard]
         copies: list[tuple[Tensor, Tensor]] = []
         if Part.PARAM in action.parts:
-            placed = self._placed[shard]
+            placed = self.compute.placed[shard]
             copies.append((host.param_bytes, placed.param_bytes))
             if host.state_bytes.numel():
                 copies.append((host.state_bytes, placed.state_bytes))
         if Part.GRAD in action.parts:
-            grads = self._grads.get(shard, {})
-            self._has_grad[shard] = set(grads)
+            grads = self.compute.grads.get(shard, {})
+            self.compute.has_grad[shard] = set(grads)
             copies += [(host.grads[name], grad) for name, grad in grads.items()]
         copies = [(a, b) for a, b in copies if b.numel()]
         device = self.device
@@ -337,7 +346,7 @@ class Seat:
                 device.copy(target, source, "down")
 
         sources = [source for _, source in copies]
-        event = self._submit("down", action, work, self._last_compute, sources)
+        event = self._submit("down", work, self._last_compute, sources)
         if Part.PARAM in action.parts:
             self._written[shard] = event
         if Part.GRAD in action.parts:
@@ -347,9 +356,9 @@ class Seat:
     def _drop(self, action: Action) -> None:
         shard = action.shard
         if Part.GRAD in action.parts:
-            self._grads.pop(shard, None)
+            self.compute.grads.pop(shard, None)
         if Part.PARAM in action.parts:
-            self.session.binding.evict(shard, self._placed.pop(shard))
+            self.session.binding.evict(shard, self.compute.placed.pop(shard))
             self._loads.pop(shard, None)
 
     def _slot_region(self, slot: int) -> Tensor:
@@ -365,35 +374,28 @@ class Seat:
 
     # -- compute ----------------------------------------------------------------------
 
-    def _compute(self, task: Task, action: Action, after: list[Event]) -> Event:
-        works = {
-            Op.F: self._forward,
-            Op.B: self._backward,
-            Op.STEP: self._step,
-            Op.SYNC: self._sync,
-        }
-        unit = works[action.op]
-
-        def work() -> None:
-            self._measured(action, lambda: unit(task, action))
-
-        event = self.device.compute(work, after)
+    def _run_compute(self, task: Task, action: Action, after: list[Event]) -> Event:
+        self.compute.begin(task, action)
+        unit = self.compute.works[action.op]
+        if self.track or self.compute.grew:
+            event = self.device.compute(lambda: self._counted(unit, task, action), after)
+        else:
+            event = self.device.compute(lambda: unit(task, action), after)
         self._last_compute = [event]
-        self._note("compute", action, event)
+        self._loads.pop(action.shard, None)  # all that computes from now on comes after them
+        self._note("compute", event)
         if event.error is not None:
             raise event.error
         if action.op is Op.SYNC:
             self._synced = event
         return event
 
-    def _measured(self, action: Action, work: Callable[[], None]) -> None:
-        """Run a unit; on sampled steps count every byte it allocates against the budget."""
-        if not self.track:
-            work()
-            return
+    def _counted(self, unit: Work, task: Task, action: Action) -> None:
+        """Run a unit and count every byte it allocates against the budget."""
+        self.compute.grew, self.track = False, True
         before = self.resident_bytes()
         with AllocationTracker() as tracker:
-            work()
+            unit(task, action)
         self.peak_bytes = max(self.peak_bytes, before + tracker.peak_bytes)
         if tracker.peak_bytes > self.unit_bytes:
             self._outgrow(action, Bytes(tracker.peak_bytes))
@@ -419,12 +421,12 @@ class Seat:
             self._region.untyped_storage().data_ptr(),  # counted already
             self.session.region.bytes.untyped_storage().data_ptr(),  # the host's
         }
-        tensors = [g for grads in self._grads.values() for g in grads.values()]
+        tensors = [g for grads in self.compute.grads.values() for g in grads.values()]
         tensors += [t for event, sent in self._in_flight if not event.done for t in sent]
         if task:
             for micro in task.micros.values():
                 tensors += micro.tensors()
-                tensors += _tensors(micro.batch)
+                tensors += tensors_of(micro.batch)
         storages = {
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
             for t in tensors
@@ -432,103 +434,24 @@ class Seat:
         }
         return Bytes(held + sum(storages.values()))
 
-    def _micro(self, task: Task, action: Action) -> Any:
-        assert action.micro is not None
-        if action.micro not in task.micros:
-            batch = self.session.fetch(task, action.micro)
-            self._watch_size(batch)
-            task.micros[action.micro] = self.session.units.begin(batch)
-        return task.micros[action.micro]
-
-    def _watch_size(self, batch: Any) -> None:
-        """Count the allocations of a batch larger than any before."""
-        size = sum(tensor.nbytes for tensor in _tensors(batch))
-        if size > self._largest_batch:
-            self._largest_batch, self.track = size, True
-
-    def _forward(self, task: Task, action: Action) -> None:
-        micro = self._micro(task, action)
-        self.session.binding.bind(action.shard, self._placed[action.shard])
-        result = self.session.units.forward(action.shard, micro)
-        self._put_written(action.shard)
-        if result is not None:
-            loss, output = result
-            task.metrics = evaluate_metrics(self.session.recipe, loss, output, micro.batch)
-            task.micros.clear()
-
-    def _backward(self, task: Task, action: Action) -> None:
-        session, shard = self.session, action.shard
-        micro = self._micro(task, action)
-        placed = self._placed[shard]
-        session.binding.bind(shard, placed)
-        params = session.binding.params
-        loaded = self._grads.get(shard, {})
-        for name in placed.params:
-            params[name].grad = loaded.get(name)
-        loss = session.units.backward(shard, micro)
-        self._put_written(shard)
-        owned = [f.spec.name for f in session.layout.shards[shard].param.fields]
-        grads = {n: g for n in owned if (g := params[n].grad) is not None}
-        self._grads[shard] = grads
-        for name in placed.params:
-            params[name].grad = None
-        if session.recipe.clip_grad_norm is not None:
-            norms = torch._foreach_norm(list(grads.values())) if grads else ()
-            self._norms |= dict(zip(grads, norms, strict=True))
-        if loss is not None:
-            session.note_loss(loss)
-        if shard == 0:
-            del task.micros[action.micro or 0]
-
-    def _put_written(self, shard: int) -> None:
-        """What a forward wrote to its own parameters goes to the host at once; it is rare."""
-        for name in self.session.units.written(shard):
-            self.host[shard].params[name].copy_(self._placed[shard].params[name])
-
-    def _sync(self, task: Task, action: Action) -> None:
-        """The clipping factor of torch's clip_grad_norm_, from norms in parameter order."""
-        limit = self.session.recipe.clip_grad_norm
-        assert limit is not None
-        norms = [self._norms[n] for n in self.session.binding.params if n in self._norms]
-        self._norms = {}
-        by_type: dict[torch.dtype, list[Tensor]] = {}
-        for norm in norms:
-            by_type.setdefault(norm.dtype, []).append(norm)
-        ordered = [norm for group in by_type.values() for norm in group]
-        total = torch.linalg.vector_norm(torch.stack(ordered), 2.0) if ordered else None
-        self._clip = None
-        if total is not None:
-            self._clip = torch.clamp(limit / (total + 1e-6), max=1.0)
-
-    def _step(self, task: Task, action: Action) -> None:
-        shard = action.shard
-        grads = self._grads.pop(shard, {})
-        if self._clip is not None and grads:
-            torch._foreach_mul_(list(grads.values()), self._clip)
-        self.session.binding.step(shard, self._placed[shard], grads)
-
     def _host_step(self, action: Action) -> Event:
-        shard, host, clip = action.shard, self.host[action.shard], self._clip
-        names = self._has_grad.pop(shard, set())
+        shard = action.shard
         after = [self._grads_written[shard]] + ([self._synced] if self._synced else [])
-        binding = self.session.binding
+        step = self.compute.host_step(shard)
 
         def work() -> None:
             self.note_host(self.trial)
-            grads = {name: grad for name, grad in host.grads.items() if name in names}
-            if clip is not None and grads:
-                torch._foreach_mul_(list(grads.values()), clip.cpu())
-            binding.step_on_host(shard, host, grads)
+            step()
             self.note_host(-1)
 
-        event = self._submit("host", action, work, after)
+        event = self._submit("host", work, after)
         self._written[shard] = event
         return event
 
     def end_step(self) -> None:
         """What follows a step's last action: the schedule, and the next step's clean slate."""
-        self._clip, self._synced = None, None
-        self._has_grad.clear()
+        self._synced = None
+        self.compute.end_step()
         technique = self.session.job.technique
         if getattr(technique, "optimizer", "device") == "host":
             event = self._lane.host.submit(self.session.advance_schedule)
@@ -537,10 +460,11 @@ class Seat:
             self.session.advance_schedule()
 
 
-def _is_device_step(action: Action) -> bool:
-    return action.op is Op.STEP and action.place == "device"
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    leaves = torch.utils._pytree.tree_leaves(batch)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+def _score(program: Program, *, arrived: bool) -> _Score:
+    """``arrived``: the trial is on the device before the first action, as a resident one is."""
+    actions = program.devices[0]
+    start = (Part.PARAM, Part.STATE) if arrived else ()
+    computes = tuple(a.op in COMPUTE or (a.op is Op.STEP and a.place == "device") for a in actions)
+    return _Score(
+        program, actions, tuple(map(str, actions)), computes, assign_slots(actions, start=start)
+    )

@@ -11,7 +11,6 @@ import mmap
 import os
 import pickle
 import queue
-import struct
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -20,7 +19,15 @@ from dataclasses import dataclass, field
 import torch
 
 from shoal.core.errors import ShoalError
-from shoal.core.event import ActionFinished, Evaluated, Event, PeakMeasured, StepFinished
+from shoal.core.event import (
+    ActionFinished,
+    Evaluated,
+    Event,
+    Packed,
+    PeakMeasured,
+    StepFinished,
+    pack_event,
+)
 from shoal.core.plan import Resident, Spilled
 from shoal.core.seams import Candidate
 from shoal.core.units import Bytes
@@ -88,9 +95,10 @@ class DeviceLoop:
     ) -> None:
         self._device, self._recipe, self._settings = device, recipe, settings
         self._interleaver, self._send, self._orders = interleaver, reply, orders
-        self._events: list[Event] = []
+        self._events: list[Packed] = []
         self._sent_at = time.monotonic()
-        self._others, self._forget, self._recorder = others, forget, running
+        self._others, self._forget = others, forget
+        self._recorder = memoryview(running).cast("q")
         self._pending: list[tuple[Grant, Region]] = []  # there is no room for them yet
         self._ledger = Ledger(device.spec.name, device.spec.memory)
         self._stays: dict[int, _Stay] = {}
@@ -123,7 +131,10 @@ class DeviceLoop:
 
     def _tell(self, event: Event) -> None:
         """Send an event with others that happen about now."""
-        self._events.append(event)
+        self._tell_packed(pack_event(event))
+
+    def _tell_packed(self, packed: Packed) -> None:
+        self._events.append(packed)
         if time.monotonic() - self._sent_at > TELL_EVERY_S:
             self._send_events()
 
@@ -136,14 +147,10 @@ class DeviceLoop:
     # -- orders -------------------------------------------------------------------------
 
     def _take_orders(self, *, block: bool) -> None:
-        while self._running:
+        while self._running and (block or not self._orders.empty()):
             if block:
                 self._send_events()
-            try:
-                order, descriptors = self._orders.get(block=block)
-            except queue.Empty:
-                return
-            self._obey(order, descriptors)
+            self._obey(*self._orders.get())
             block = False
 
     def _obey(self, order: Order, descriptors: tuple[int, ...]) -> None:
@@ -207,7 +214,7 @@ class DeviceLoop:
         session.on_evaluated = lambda metrics: self._report_evaluation(session, metrics)
         session.on_boundary = lambda: self._save(stay)
         seat.reserve_units = self._reserve_largest_unit
-        seat.note_host = lambda trial: struct.pack_into("q", self._recorder, 8, trial)
+        seat.note_host = self._record_host
         self._stays[trial] = stay
         self._guard(trial, lambda _: self._reserve_largest_unit())
         if trial in self._stays and isinstance(grant.job.technique, Resident):
@@ -264,7 +271,10 @@ class DeviceLoop:
 
     def _record(self, trial: int | None) -> None:
         """Leave word whose code runs, for whoever finds this process dead."""
-        struct.pack_into("q", self._recorder, 0, -1 if trial is None else trial)
+        self._recorder[0] = -1 if trial is None else trial
+
+    def _record_host(self, trial: int) -> None:
+        self._recorder[1] = trial
 
     def _fail(self, trial: int, error: BaseException) -> None:
         text = "".join(traceback.format_exception(error))
@@ -363,7 +373,9 @@ class DeviceLoop:
         ]
         if not ready:
             return False
-        trial = self._interleaver.choose([self._candidate(stay) for stay in ready])
+        trial = ready[0].seat.trial
+        if len(ready) > 1:
+            trial = self._interleaver.choose([self._candidate(stay) for stay in ready])
         self._guard(trial, self._compute)
         return True
 
@@ -474,26 +486,21 @@ class DeviceLoop:
 
     def _flush(self, of: int | None = None) -> None:
         """Send the actions that are complete to the timeline; all of the trial ``of``."""
+        if not self._issued:
+            return
         kept = []
         for issued in self._issued:
             if not issued.event.done and issued.trial != of:
                 kept.append(issued)
             elif self._settings.timeline and issued.event.error is None:
-                self._tell(self._finished(issued))
+                self._tell_packed(self._finished(issued))
         self._issued[:] = kept
 
-    def _finished(self, issued: Issued) -> Event:
+    def _finished(self, issued: Issued) -> Packed:
+        """An ActionFinished: there are several a step, so it is never made here."""
         start, end = issued.event.span()
-        return ActionFinished(
-            device=self._device.spec.name,
-            stream=issued.stream,
-            trial=issued.trial,
-            step=issued.step,
-            action=str(issued.action),
-            start=start,
-            end=end,
-            bytes=issued.num_bytes,
-        )
+        where = (self._device.spec.name, issued.stream, issued.trial, issued.step)
+        return ActionFinished, (*where, issued.action, start, end, issued.num_bytes)
 
 
 def _is_sampled(step: int) -> bool:

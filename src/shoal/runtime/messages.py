@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shoal.core.event import Event
+from shoal.core.event import Event, Packed, unpack_event
 from shoal.core.plan import Job
 from shoal.core.spec import DeviceSpec, JobMeasure, TrialSpec
 from shoal.memory.layout import TrialLayout
@@ -181,7 +181,11 @@ class LeaseOver:
 class Happened:
     """Events since the last message, in order: a step of a millisecond sends none of its own."""
 
-    events: tuple[Event, ...]
+    packed: tuple[Packed, ...]
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        return tuple(map(unpack_event, self.packed))
 
 
 @dataclass(frozen=True, slots=True)

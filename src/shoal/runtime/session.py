@@ -100,8 +100,8 @@ class Session:
         self.layout, self.region = layout, region
         if self.units is None:
             self.units = self._units()
-        owned = [[f.spec.name for f in shard.param.fields] for shard in layout.shards]
-        self.binding = Binding(self.model, self.optimizer, owned, self.device)
+        self.owned = [[f.spec.name for f in shard.param.fields] for shard in layout.shards]
+        self.binding = Binding(self.model, self.optimizer, self.owned, self.device)
         if fresh:
             self._write_initial()
         for parameter in self.model.parameters():

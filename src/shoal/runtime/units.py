@@ -86,7 +86,8 @@ class ResidentUnits:
     num_shards = 1
 
     def __init__(self, model: nn.Module, recipe: Recipe, device: torch.device) -> None:
-        self._model, self._recipe, self._device = model, recipe, device
+        self._model, self._recipe = model, recipe
+        self._autocast = autocast(recipe, device)  # made once: making it is slow
 
     def written(self, shard: int) -> Sequence[str]:
         return ()
@@ -100,11 +101,12 @@ class ResidentUnits:
 
     def backward(self, shard: int, micro: Micro) -> Tensor | None:
         loss = self._loss(micro.batch)[0]  # the output is free before the backward
-        (loss / self._recipe.accumulate).backward()
+        accumulate = self._recipe.accumulate
+        (loss if accumulate == 1 else loss / accumulate).backward()
         return loss
 
     def _loss(self, batch: Any) -> tuple[Tensor, Any]:
-        with autocast(self._recipe, self._device):
+        with self._autocast:
             args, kwargs = model_inputs(self._recipe, batch)
             output = self._model(*args, **kwargs)
             return compute_loss(self._recipe, output, batch), output

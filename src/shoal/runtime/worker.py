@@ -23,7 +23,7 @@ from collections.abc import Callable
 import cloudpickle
 import torch
 
-from shoal.core.event import WorkerStarted
+from shoal.core.event import WorkerStarted, pack_event
 from shoal.device import Device, open_device
 from shoal.recipe import Recipe
 from shoal.runtime.channel import Channel
@@ -92,7 +92,7 @@ def _run(
     measurer = Measurer(recipe, device)
     orders: Orders = queue.SimpleQueue()
     started = WorkerStarted(time=time.time(), device=order.device.name, pid=os.getpid())
-    send(Happened((started,)))
+    send(Happened((pack_event(started),)))
     loop = DeviceLoop(
         device,
         recipe,

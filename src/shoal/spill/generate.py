@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shoal.core.spec import Place
 from shoal.program.ir import Action, Op, Part, Program, single
@@ -36,6 +37,7 @@ class _Unit:
         return (self.loads + self.computes + self.leaves)[0].shard
 
 
+@lru_cache(maxsize=64)
 def resident_step(*, micro_batches: int = 1, clip: bool = False) -> Program:
     """A step of a model that stays on the device: one shard and no copies."""
     actions = [Action(Op.B, 0, micro) for micro in range(micro_batches)]
@@ -44,6 +46,7 @@ def resident_step(*, micro_batches: int = 1, clip: bool = False) -> Program:
     return single([*actions, Action(Op.STEP)])
 
 
+@lru_cache(maxsize=64)
 def spilled_step(
     num_shards: int,
     *,
@@ -73,11 +76,13 @@ def spilled_step(
     return single(_interleave_loads(units, lookahead))
 
 
+@lru_cache(maxsize=64)
 def resident_micro(micro: int) -> Program:
     """One batch of a resident step whose number of batches is not known yet."""
     return single([Action(Op.B, 0, micro)])
 
 
+@lru_cache(maxsize=64)
 def spilled_micro(num_shards: int, micro: int, *, lookahead: int = 1) -> Program:
     """One batch of a spilled step whose number of batches is not known yet.
 
@@ -88,6 +93,7 @@ def spilled_micro(num_shards: int, micro: int, *, lookahead: int = 1) -> Program
     return single(_interleave_loads(units, lookahead))
 
 
+@lru_cache(maxsize=64)
 def spilled_finish(
     num_shards: int, *, clip: bool = False, optimizer: Place = "device", lookahead: int = 1
 ) -> Program:
@@ -97,6 +103,7 @@ def spilled_finish(
     return single(_interleave_loads(units, lookahead))
 
 
+@lru_cache(maxsize=64)
 def evaluation(num_shards: int, *, spilled: bool, lookahead: int = 1) -> Program:
     """One validation batch: forwards only, the last one with the loss and the metrics."""
     if not spilled:
@@ -104,11 +111,13 @@ def evaluation(num_shards: int, *, spilled: bool, lookahead: int = 1) -> Program
     return single(_interleave_loads([_forward(s, 0) for s in range(num_shards)], lookahead))
 
 
+@lru_cache(maxsize=64)
 def arrival() -> Program:
     """A resident trial comes to its device."""
     return single([Action(Op.LOAD, parts=(PARAM, STATE))])
 
 
+@lru_cache(maxsize=64)
 def departure() -> Program:
     """A resident trial leaves its device; the host copy is current afterwards."""
     parts = (PARAM, STATE)

@@ -1,0 +1,144 @@
+"""What the compute actions of one trial do: forward, backward, norm, and the two steps.
+
+Here is the arithmetic of a program; when an action may run, and on which stream, is
+decided in ``interpret``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.program.ir import Action, Op
+from shoal.runtime.binding import Placed
+from shoal.runtime.session import Session, Task
+from shoal.runtime.units import evaluate_metrics
+
+Work = Callable[[Task, Action], None]
+
+
+class Compute:
+    """The units of one trial on one device.
+
+    Attributes:
+        placed: shard -> its tensors on the device now; kept by the seat.
+        grads: shard -> gradients on the device, by parameter name.
+        has_grad: shard -> names that have a gradient on the host.
+        grew: A batch was larger than any before: its allocations are to be counted.
+    """
+
+    def __init__(self, session: Session, host: list[Placed]) -> None:
+        self._session, self._host = session, host
+        self._clips = session.recipe.clip_grad_norm is not None
+        self.placed: dict[int, Placed] = {}
+        self.grads: dict[int, dict[str, Tensor]] = {}
+        self.has_grad: dict[int, set[str]] = {}
+        self.grew = False
+        self._norms: dict[str, Tensor] = {}
+        self._clip: Tensor | None = None
+        self._largest_batch = 0
+        self.works: Mapping[Op, Work] = {
+            Op.F: self._forward,
+            Op.B: self._backward,
+            Op.STEP: self._step,
+            Op.SYNC: self._sync,
+        }
+
+    def end_step(self) -> None:
+        """A clean slate for the next step."""
+        self._clip = None
+        self.has_grad.clear()
+
+    def begin(self, task: Task, action: Action) -> None:
+        """Have the micro-batch of an F or B on the device; fetches it if it is the first."""
+        if action.micro is None or action.micro in task.micros:
+            return
+        batch = self._session.fetch(task, action.micro)
+        size = sum(tensor.nbytes for tensor in tensors_of(batch))
+        if size > self._largest_batch:
+            self._largest_batch, self.grew = size, True
+        task.micros[action.micro] = self._session.units.begin(batch)
+
+    def _forward(self, task: Task, action: Action) -> None:
+        micro = task.micros[action.micro or 0]
+        self._session.binding.bind(action.shard, self.placed[action.shard])
+        result = self._session.units.forward(action.shard, micro)
+        self._put_written(action.shard)
+        if result is not None:
+            loss, output = result
+            task.metrics = evaluate_metrics(self._session.recipe, loss, output, micro.batch)
+            task.micros.clear()
+
+    def _backward(self, task: Task, action: Action) -> None:
+        session, shard = self._session, action.shard
+        micro, placed = task.micros[action.micro or 0], self.placed[shard]
+        session.binding.bind(shard, placed)
+        params = session.binding.params
+        loaded = self.grads.get(shard, {})
+        for name in placed.params:
+            params[name].grad = loaded.get(name)
+        loss = session.units.backward(shard, micro)
+        self._put_written(shard)
+        grads = {n: g for n in session.owned[shard] if (g := params[n].grad) is not None}
+        self.grads[shard] = grads
+        for name in placed.params:
+            params[name].grad = None
+        if self._clips:
+            norms = torch._foreach_norm(list(grads.values())) if grads else ()
+            self._norms |= dict(zip(grads, norms, strict=True))
+        if loss is not None:
+            session.note_loss(loss)
+        if shard == 0:
+            del task.micros[action.micro or 0]
+
+    def _put_written(self, shard: int) -> None:
+        """What a forward wrote to its own parameters goes to the host at once; it is rare."""
+        for name in self._session.units.written(shard):
+            self._host[shard].params[name].copy_(self.placed[shard].params[name])
+
+    def _sync(self, task: Task, action: Action) -> None:
+        """The clipping factor of torch's clip_grad_norm_, from norms in parameter order."""
+        limit = self._session.recipe.clip_grad_norm
+        assert limit is not None
+        norms = [self._norms[n] for n in self._session.binding.params if n in self._norms]
+        self._norms = {}
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for norm in norms:
+            by_type.setdefault(norm.dtype, []).append(norm)
+        ordered = [norm for group in by_type.values() for norm in group]
+        total = torch.linalg.vector_norm(torch.stack(ordered), 2.0) if ordered else None
+        self._clip = None
+        if total is not None:
+            self._clip = torch.clamp(limit / (total + 1e-6), max=1.0)
+
+    def _step(self, task: Task, action: Action) -> None:
+        grads = self.grads.pop(action.shard, {})
+        if self._clip is not None and grads:
+            torch._foreach_mul_(list(grads.values()), self._clip)
+        self._session.binding.step(action.shard, self.placed[action.shard], grads)
+
+    def host_step(self, shard: int) -> Callable[[], None]:
+        """The work of a STEP on the host, on the gradients that were stored there."""
+        host, clip = self._host[shard], self._clip
+        names = self.has_grad.pop(shard, set())
+
+        def work() -> None:
+            grads = {name: grad for name, grad in host.grads.items() if name in names}
+            if clip is not None and grads:
+                torch._foreach_mul_(list(grads.values()), clip.cpu())
+            self._session.binding.step_on_host(shard, host, grads)
+
+        return work
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """The tensors of a batch of any containers."""
+    if isinstance(batch, Tensor):
+        return [batch]
+    if type(batch) in (tuple, list):  # quicker than a pytree, and most batches are
+        return [tensor for item in batch for tensor in tensors_of(item)]
+    leaves = torch.utils._pytree.tree_leaves(batch)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
