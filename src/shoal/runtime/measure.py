@@ -77,6 +77,7 @@ class Measurer:
 
     def __init__(self, recipe: Recipe, device: Device) -> None:
         self._recipe, self._device = recipe, device
+        self._here = device.torch_device  # where the model is while it is measured
         self._built: _Built | None = None
         self._chain: Chain | None = None
         self._whole: JobMeasure | None = None
@@ -166,18 +167,26 @@ class Measurer:
     def _build(self, trial: TrialSpec) -> _Built:
         hp = HyperParameters(trial.hp)
         seed_all(trial.seed)
-        model = self._recipe.model(hp).to(self._device.torch_device)
+        model = self._recipe.model(hp)
         if not isinstance(model, nn.Module):
             raise SpecError(
                 f"Recipe(model=...) returned {type(model).__name__}; return an nn.Module."
             )
+        self._here = self._place(model)
+        model.to(self._here)
         train, valid = read_data(self._recipe, hp)
         optimizer = build_optimizer(self._recipe, model.named_parameters(), hp)
         build_schedule(self._recipe, optimizer, hp)
         self._refuse_forgotten(model, optimizer)
-        batch = to_device(_first_batch(train), self._device.torch_device)
-        first_valid = to_device(next(iter(valid or ()), None), self._device.torch_device)
+        batch = to_device(_first_batch(train), self._here)
+        first_valid = to_device(next(iter(valid or ()), None), self._here)
         return _Built(trial, model.train(), optimizer, batch, first_valid, epoch_length(train))
+
+    def _place(self, model: nn.Module) -> torch.device:
+        """The device, or the host for a model whose training state alone is larger."""
+        state = 4 * sum(parameter.nbytes for parameter in model.parameters())  # as with Adam
+        fits = state <= self._device.spec.memory
+        return self._device.torch_device if fits else torch.device("cpu")
 
     def _refuse_forgotten(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Clipping by a norm of gradients that nobody clears means what nobody wants."""
@@ -202,7 +211,7 @@ class Measurer:
         backward = _peak(lambda: self._backward(built))
         _fill_missing_gradients(model)  # a branch that this batch does not take has state too
         first_step = _peak(lambda: self._step(built))  # makes the state, then it is moved
-        binding = Binding(model, built.optimizer, [[]], self._device.torch_device)
+        binding = Binding(model, built.optimizer, [[]], self._here)
         self._states = state_specs(binding)
         begin = time.perf_counter()
         self._backward(built)
@@ -247,14 +256,14 @@ class Measurer:
         )
 
     def _forward(self, built: _Built) -> None:
-        with torch.no_grad(), autocast(self._recipe, self._device.torch_device):
+        with torch.no_grad(), autocast(self._recipe, self._here):
             self._loss(built)
 
     def _evaluate(self, built: _Built) -> None:
         """A validation batch, with its metrics, as the trial will run it."""
         recipe, batch = self._recipe, built.valid
         built.model.eval()
-        with torch.no_grad(), autocast(recipe, self._device.torch_device):
+        with torch.no_grad(), autocast(recipe, self._here):
             args, kwargs = model_inputs(recipe, batch)
             output = built.model(*args, **kwargs)
             loss = compute_loss(recipe, output, batch)
@@ -264,7 +273,7 @@ class Measurer:
     def _backward(self, built: _Built) -> None:
         for parameter in built.model.parameters():
             parameter.grad = None
-        with autocast(self._recipe, self._device.torch_device):
+        with autocast(self._recipe, self._here):
             loss = self._loss(built)
         (loss / self._recipe.accumulate).backward()
 
@@ -311,13 +320,13 @@ class Measurer:
     def _chain_here(self) -> Chain:
         """The chain on the device itself; compared it was on the CPU."""
         assert self._chain is not None
-        self._chain.model.to(self._device.torch_device)
-        return self._chain.on(self._device.torch_device)
+        self._chain.model.to(self._here)
+        return self._chain.on(self._here)
 
     def _clock(self) -> float:
         """Seconds, when all that was launched is done."""
-        if self._device.spec.kind == "cuda":
-            torch.cuda.synchronize(self._device.torch_device)
+        if self._here.type == "cuda":
+            torch.cuda.synchronize(self._here)
         return time.perf_counter()
 
     def _state_bytes(self) -> dict[str, int]:
@@ -358,10 +367,10 @@ class Measurer:
 
     def _draws(self, built: _Built) -> str:
         """Whether the optimizer's step draws random numbers; why that cannot be spilled."""
-        before = capture_rng(self._device.torch_device)
+        before = capture_rng(self._here)
         _fill_gradients(built.model, 0)
         self._step(built)
-        if same_rng(before, capture_rng(self._device.torch_device)):
+        if same_rng(before, capture_rng(self._here)):
             return ""
         return (
             f"the step of {type(built.optimizer).__name__} draws random numbers, and a shard at a "
