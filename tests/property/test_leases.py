@@ -16,8 +16,10 @@ from shoal.scheduler.leases import (
     DeviceJoined,
     DeviceLost,
     GrantLease,
+    Held,
     LeaseEnded,
     Leases,
+    Released,
     StepFinished,
     TrialAdded,
     TrialEnded,
@@ -42,6 +44,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.leases = Leases(self.policy(), active=1, lease_s=LEASE_S)
         self.devices, self.left, self.leased, self.allowed = set(), {}, {}, {}
         self.log, self.replies, self.tickets, self.added = [], [], [], 0
+        self.held = False
 
     def send(self, event):
         orders = self.leases.handle(event)
@@ -51,6 +54,7 @@ class LeaseMachine(RuleBasedStateMachine):
             self.obey(order)
 
     def obey(self, order):
+        assert not self.held, "an order while the study is paused"
         assert order.steps > 0
         assert order.device in self.devices
         if isinstance(order, GrantLease):
@@ -126,6 +130,11 @@ class LeaseMachine(RuleBasedStateMachine):
         self.leased.pop(trial, None)
         self.send(TrialEnded(trial))
 
+    @rule()
+    def pause_or_continue(self):
+        self.held = not self.held
+        self.send(Held() if self.held else Released())
+
     # What is always true
 
     @invariant()
@@ -144,7 +153,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_device_has_room_while_a_trial_that_may_use_it_waits(self):
-        for device in self.devices:
+        for device in self.devices if not self.held else ():
             held = sum(name == device for name, _ in self.leased.values())
             if held < self.active:
                 assert not any(

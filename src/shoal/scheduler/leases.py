@@ -106,7 +106,26 @@ class TrialEnded:
     trial: int
 
 
-Event = DeviceJoined | DeviceLost | TrialAdded | StepFinished | LeaseEnded | TrialEnded
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The study pauses: no lease is granted or extended until ``Released``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The study goes on."""
+
+
+Event = (
+    DeviceJoined
+    | DeviceLost
+    | TrialAdded
+    | StepFinished
+    | LeaseEnded
+    | TrialEnded
+    | Held
+    | Released
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +167,7 @@ class Leases:
         self._ended: set[int] = set()
         self._arrivals = 0
         self._tickets = 0
+        self._held = False
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -178,6 +198,8 @@ class Leases:
                 self._device_joined(event)
             case DeviceLost():
                 self._device_lost(event)
+            case Held() | Released():
+                self._held = isinstance(event, Held)
         return list(self._grant())
 
     # Events
@@ -283,7 +305,7 @@ class Leases:
 
     def _grant(self) -> Iterable[Instruction]:
         """Leases for waiting trials, until no device that one may use has room."""
-        while trial := self._next_trial():
+        while not self._held and (trial := self._next_trial()):
             device = self._best_device(trial)
             assert device is not None
             del self._waiting[trial.trial]
@@ -331,7 +353,7 @@ class Leases:
     def _extend(self, trial: TrialStanding) -> list[Instruction]:
         """Top the lease up, or let it run out."""
         steps = trial.next_steps()
-        if steps <= 0 or not 0 < trial.lease_left <= trial.lease_steps // 2:
+        if self._held or steps <= 0 or not 0 < trial.lease_left <= trial.lease_steps // 2:
             return []
         trial.leaving = self._should_leave(trial)
         if trial.leaving:
