@@ -18,7 +18,11 @@ HERE = Path(__file__).parent
 for folder in (HERE.parent, HERE / "equivalence", HERE / "chaos"):
     sys.path.insert(0, str(folder))
 
-STUDY_OPTIONS = ("steps", "epochs", "eval_every", "seed", "trials", "metric", "mode")
+STUDY_OPTIONS = (
+    *("steps", "epochs", "eval_every", "seed", "trials", "metric", "mode"),
+    *("checkpoint_every", "keep", "keep_finished", "disk_budget", "retries"),
+    *("time_limit", "trial_time_limit"),
+)
 
 
 @pytest.fixture(scope="session")

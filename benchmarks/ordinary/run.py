@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import common
 import shoal
 from shoal.core.event import Event, StepFinished
-from shoal.observe.log import read_events
+from shoal.observe import read_events
 
 WARM_UP = 10
 STEPS = {"mlp": 400, "gpt": 60}

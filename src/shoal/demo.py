@@ -21,7 +21,8 @@ from shoal.core.errors import SpecError
 from shoal.core.event import StudyStarted
 from shoal.examples.gpt import GPT, RandomWindows, library_data, next_byte_loss
 from shoal.hardware import Hardware
-from shoal.observe.log import EVENTS, EventLog, read_events
+from shoal.observe.lock import StudyLock
+from shoal.observe.reader import read_outline
 from shoal.recipe import HP, Recipe
 from shoal.search.space import grid
 from shoal.study import Study
@@ -127,13 +128,13 @@ def remove_earlier(directory: str | Path = "runs") -> Path | None:
     place = Path(directory) / NAME
     if not place.exists() or not any(place.iterdir()):
         return None
-    started = [e for e in read_events(place) if isinstance(e, StudyStarted)]
+    started = [e for e in read_outline(place) if isinstance(e, StudyStarted)]
     if not started or started[0].source != SOURCE:
         raise SpecError(
             f"{place} holds something that no earlier demo wrote, and the demo replaces only "
             "its own. Move it away, or run the demo in another directory."
         )
-    with EventLog(place / EVENTS):  # refuses while another process writes it
+    with StudyLock(place):  # refuses while another process runs it
         shutil.rmtree(place)
     return place
 

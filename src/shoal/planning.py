@@ -64,6 +64,7 @@ class _Settled:
 
 
 _Question = Generator[Order, Measured, _Settled]
+Receive = Callable[[], tuple[Worker | None, object] | None]
 
 
 class Planner:
@@ -84,6 +85,7 @@ class Planner:
         sink: Callable[[Sequence[Event]], None],
     ) -> None:
         self._sink = sink
+        self._next: Receive = lambda: pool.receive(timeout=5.0)
         self._name, self._pool, self._devices, self._recipe = name, pool, tuple(devices), recipe
         self._budget = Bytes(min(device.memory for device in devices))
         on_gpu = devices[0].kind == "cuda"
@@ -94,8 +96,17 @@ class Planner:
             prefers="device" if on_gpu else "host",
         )
 
-    def plan(self, trials: Sequence[TrialSpec]) -> Planned:
-        """Measure one trial of each shape and decide for all."""
+    def forced(self, technique: Technique) -> Planner:
+        """The same, with a technique that is not to be chosen."""
+        args = (self._name, self._pool, self._devices, self._recipe)
+        return Planner(*args, technique, self._sink)
+
+    def plan(self, trials: Sequence[TrialSpec], *, receive: Receive | None = None) -> Planned:
+        """Measure one trial of each shape and decide for all.
+
+        ``receive`` is where messages come from, when a run goes on meanwhile.
+        """
+        self._next = receive or self._next
         signatures, failures = self._describe(trials)
         alike: dict[str, list[TrialSpec]] = {}
         for trial in trials:
@@ -199,11 +210,13 @@ class Planner:
     def _receive(self) -> tuple[Worker, object]:
         """The next answer to an order; events of starting workers go to the sink."""
         while True:
-            received = self._pool.receive(timeout=5.0)
+            received = self._next()
             if received is None:
                 self._pool.check_alive()
                 continue
             worker, reply = received
+            if worker is None:
+                continue
             if isinstance(reply, Broken):
                 worker.last_words = reply.error
             if isinstance(reply, Gone) and worker.last_words:

@@ -17,7 +17,8 @@ from shoal.core.errors import SpecError
 from shoal.core.spec import HyperParameters, Scalar
 from shoal.core.units import format_bytes, format_seconds
 from shoal.observe import jsonl
-from shoal.observe.log import EVENTS, read_events
+from shoal.observe.connect import DATABASE
+from shoal.observe.reader import read_events
 from shoal.observe.rows import TrialRow, TrialState, metric_rank
 from shoal.observe.snapshot import Snapshot
 from shoal.recipe import Recipe
@@ -87,6 +88,17 @@ class TrialResult:
         from shoal.runtime import checkpoint  # lazy: see ``_read_weights``
 
         return checkpoint.read_state(self._checkpoint())
+
+    def export(self, directory: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+        """Write the trained model, and where it comes from, into ``directory``; returns it.
+
+        Raises:
+            SpecError: no checkpoint, or the directory is not empty.
+        """
+        from shoal.export import export_trial  # the one arrow up: it reads reports
+
+        report = read_report(self._checkpoint().parents[2])
+        return export_trial(self, report, directory, overwrite=overwrite).directory
 
     def to_dict(self) -> dict[str, Any]:
         """Plain containers of all fields."""
@@ -267,10 +279,10 @@ def read_report(study_dir: str | os.PathLike[str], recipe: Recipe | None = None)
         SpecError: there is no study in that directory.
     """
     directory = Path(study_dir)
-    snapshot = Snapshot.of(read_events(directory / EVENTS))
+    snapshot = Snapshot.of(read_events(directory))
     if not snapshot.runs:
         raise SpecError(
-            f"there is no study in {directory}: it has no {EVENTS}, or an empty one. Give the "
+            f"there is no study in {directory}: it has no {DATABASE}, or an empty one. Give the "
             "directory of a study, runs/NAME."
         )
     source = recipe if recipe is not None else snapshot.source

@@ -75,7 +75,7 @@ def test_a_trial_goes_on_from_its_last_saved_state_to_the_same_bits(source, chec
         survivors=["kill late"],
         extra={"flag": str(flag), "source": source, "lr": 0.01},
         steps=15,
-        checkpoint_every_s=0.0,
+        checkpoint_every=0,
         callbacks=[listen],
     )
     assert flag.exists()

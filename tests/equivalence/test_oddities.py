@@ -78,7 +78,7 @@ def test_a_worker_that_dies_in_the_last_evaluation_costs_that_evaluation(check, 
         make_recipe(data=oddities.deadly_validation),
         technique=shoal.Spilled(shards=3),
         space={"flag": shoal.choice(str(flag))},
-        checkpoint_every_s=0.0,
+        checkpoint_every=0,
     )
     assert flag.exists()
 
@@ -90,6 +90,6 @@ def test_a_validation_batch_larger_than_the_training_batches_is_planned_for(run_
 
 
 def test_what_cannot_be_done_yet_is_refused_by_name(run_study):
-    for asked in ({"resume": True}, {"fuse": 4}, {"exact": "strict"}):
+    for asked in ({"fuse": 4}, {"exact": "strict"}):
         with pytest.raises(shoal.PlanError, match="cannot be done yet"):
             run_study(make_recipe(), {"lr": 0.05}, trials=1, steps=1, **asked)

@@ -1,8 +1,12 @@
-"""Properties of the log and the fold: nothing is lost, and batches do not matter."""
+"""Properties of the database and the fold: nothing is lost, and batches do not matter."""
 
+import shutil
+import tempfile
 import typing
+from collections.abc import Mapping
 from dataclasses import fields
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -23,18 +27,20 @@ from shoal.core.event import (
     event_to_dict,
 )
 from shoal.observe import jsonl
-from shoal.observe.log import EventLog, read_events, read_timeline
+from shoal.observe.actions import TimelineReader, read_timeline
+from shoal.observe.db import Database
+from shoal.observe.reader import DatabaseReader, read_events
 from shoal.observe.snapshot import Folder, Snapshot, fold
 
 TEXT = st.text(max_size=20) | st.sampled_from(["NaN", "\\NaN", "-Infinity", "\n", "\ud800", "é"])
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | TEXT
-MAPPINGS = st.dictionaries(TEXT, SCALARS, max_size=3)
 BY_TYPE = {
     float: st.floats(),
     int: st.integers(),
     str: TEXT,
-    int | None: st.none() | st.integers(),
-    tuple[int, ...]: st.lists(st.integers(), max_size=3).map(tuple),
+    bool: st.booleans(),
+    type(None): st.none(),
+    typing.Any: SCALARS,
 }
 
 
@@ -46,33 +52,67 @@ def strategy(kind):
 def by_type(hint):
     if hint in BY_TYPE:
         return BY_TYPE[hint]
-    if typing.get_origin(hint) is tuple:  # of mappings
-        return st.lists(MAPPINGS, max_size=2).map(tuple)
-    return MAPPINGS
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple:
+        return st.lists(by_type(arguments[0]), max_size=3).map(tuple)
+    if typing.get_origin(hint) is Mapping:
+        return st.dictionaries(TEXT, by_type(arguments[1]), max_size=3)
+    return st.one_of(*map(by_type, arguments))
 
 
 KINDS = typing.get_args(Event)
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return tmp_path_factory.mktemp("log")
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_every_event_comes_back_from_the_log_as_it_was(directory, kind, data):
+def test_every_event_comes_back_from_the_database_as_it_was(kind, data):
     events = data.draw(st.lists(strategy(kind), min_size=1, max_size=4))
-    for name in ("events.jsonl", "timeline.jsonl"):
-        (directory / name).unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory() as directory:
+        with Database(directory) as database:
+            database.write(events)
 
-    with EventLog(directory / "events.jsonl") as log:
-        log.write(events)
-
-    read = read_timeline if kind is ActionFinished else read_events
-    found = list(read(directory))
+        read = read_timeline if kind is ActionFinished else read_events
+        found = list(read(directory))
     assert [bits(event) for event in found] == [bits(event) for event in events]
+
+
+# An operation is a batch to write, or POLL, or CLOSE (and open again).
+POLL, CLOSE = "poll", "close"
+OPERATIONS = st.lists(
+    st.lists(st.one_of(*map(strategy, KINDS)), max_size=6) | st.sampled_from([POLL, CLOSE]),
+    max_size=8,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(operations=OPERATIONS)
+def test_any_batching_with_readers_between_gives_what_was_written(operations):
+    written, followed, directory = [], [], Path(tempfile.mkdtemp())
+    readers = DatabaseReader(directory), TimelineReader(directory / "timeline.jsonl")
+    database = Database(directory)
+    for operation in [*operations, POLL, CLOSE, POLL]:
+        if operation == POLL:
+            followed += [event for reader in readers for event in reader.poll()]
+            assert split(followed) == split(written)
+        elif operation == CLOSE:
+            database.close()
+            database = Database(directory)
+        else:
+            database.write(operation)
+            written += operation
+    database.close()
+
+    assert split([*read_events(directory), *read_timeline(directory)]) == split(written)
+    shutil.rmtree(directory)
+
+
+def split(events):
+    """The actions, which have a file of their own, and all others, each in order."""
+    parts = ([], [])
+    for event in events:
+        parts[isinstance(event, ActionFinished)].append(bits(event))
+    return parts
 
 
 def bits(event):

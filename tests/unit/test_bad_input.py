@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
+from shoal.observe import read_events
 from shoal.recipe import HyperParameters
 from shoal.testing import plain_loop
 
@@ -197,12 +198,18 @@ def test_a_study_needs_a_name_that_is_no_path(name, make_study):
 
 def test_a_directory_of_another_study_is_left_alone(make_study, tmp_path):
     make_study(name="mine").run(hardware=one_device())
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "mine").rglob("*")}
 
-    with pytest.raises(shoal.SpecError, match=r"mine.*another study|another study.*mine"):
+    def content():
+        """What counts: the lock's text and the database's header say who looked last."""
+        found = [path for path in (tmp_path / "mine").rglob("*") if path.is_file()]
+        files = {path: path.read_bytes() for path in found if path.stem not in ("lock", "study")}
+        record = (tmp_path / "mine" / "study.json").read_text()
+        return files, record, list(read_events(tmp_path / "mine"))
+
+    before = content()
+    with pytest.raises(shoal.SpecError, match=r"cannot go on with study 'mine'.*not asked for"):
         make_study(name="mine", space={"lr": 0.2, "width": 3}).run(hardware=one_device())
-
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "mine").rglob("*")} == before
+    assert content() == before
 
 
 def test_a_directory_that_is_no_study_is_left_alone(make_study, tmp_path):

@@ -12,7 +12,7 @@ from shoal import demo
 from shoal.core.errors import SpecError
 from shoal.core.event import StudyStarted
 from shoal.core.units import parse_bytes
-from shoal.observe import EventLog
+from shoal.observe import Database
 from shoal.source import load_study
 
 
@@ -30,7 +30,7 @@ def _started(source: str) -> StudyStarted:
 
 
 def _write_study(place: Path, source: str) -> None:
-    with EventLog(place / "events.jsonl") as log:
+    with Database(place) as log:
         log.write([_started(source)])
 
 
@@ -104,7 +104,7 @@ def test_another_study_of_that_name_is_left_alone(tmp_path: Path) -> None:
 
     with pytest.raises(SpecError, match="no earlier demo wrote"):
         demo.remove_earlier(tmp_path)
-    assert (tmp_path / "demo" / "events.jsonl").exists()
+    assert (tmp_path / "demo" / "study.db").exists()
 
 
 def test_files_of_the_user_are_left_alone(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_files_of_the_user_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_demo_that_is_running_is_not_replaced(tmp_path: Path) -> None:
-    with EventLog(tmp_path / "demo" / "events.jsonl") as log:
+    with Database(tmp_path / "demo") as log:
         log.write([_started(demo.SOURCE)])
 
         with pytest.raises(SpecError, match="has another writer"):

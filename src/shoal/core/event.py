@@ -149,6 +149,7 @@ class StorageFailed:
     path: str
     error: str
     action: str
+    trial: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,6 +87,7 @@ class Plan:
     active: int  # trials that share one device at a time
     seconds: Seconds  # predicted for the study
     failures: Mapping[int, str] = field(default_factory=dict)  # trials that cannot begin
+    notes: tuple[str, ...] = ()  # lines that explain the whole study
 
     def explain(self) -> str:
         """The plan in words: per trial the technique, the shards, bytes by name, and why."""
@@ -100,6 +101,7 @@ class Plan:
             shape = (job.technique, job.shards, job.batch_bytes, job.why)
             lines += _explain_job(job, first.setdefault(shape, job.trial))
         lines += [f"  trial {n} cannot begin: {error}" for n, error in self.failures.items()]
+        lines += self.notes
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -178,4 +180,5 @@ def plan_from_dict(record: Mapping[str, Any]) -> Plan:
         jobs.append(Job(**{**entry, **changed}))
     devices = tuple(DeviceSpec(**device) for device in record["devices"])
     failures = {int(number): error for number, error in record["failures"].items()}
-    return Plan(**{**record, "devices": devices, "jobs": tuple(jobs), "failures": failures})
+    known = {"devices": devices, "jobs": tuple(jobs), "failures": failures}
+    return Plan(**{**record, **known, "notes": tuple(record.get("notes", ()))})

@@ -60,11 +60,16 @@ class HyperParameters(Mapping[str, Scalar]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialSpec:
-    """One training run: a number, its hyperparameters and its seed."""
+    """One training run: a number, its hyperparameters and its seed.
+
+    A clone has a ``parent``; a ``warm`` one begins from its parent's saved state.
+    """
 
     number: int
     hp: Mapping[str, Scalar]
     seed: int
+    parent: int | None = None
+    warm: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,33 @@ def parse_bytes(size: int | str) -> Bytes:
     return Bytes(value)
 
 
+_SECONDS = {
+    "": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "ms": 1e-3,
+}  # fmt: skip
+
+
+def parse_seconds(duration: float | str) -> Seconds:
+    """Seconds from a number or a string with a unit, such as ``"5min"`` or ``"1.5 h"``.
+
+    Raises:
+        SpecError: the text is no duration, or it is negative.
+    """
+    if isinstance(duration, bool) or not isinstance(duration, int | float | str):
+        raise SpecError(f"a duration is seconds or a string such as '5min', got {duration!r}")
+    value = duration
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value)
+        if match is None or match[2].lower() not in _SECONDS:
+            raise SpecError(
+                f"cannot read the duration {duration!r}. Write a number and a unit, for example "
+                "'30s', '5min' or '2h'."
+            )
+        value = float(match[1]) * _SECONDS[match[2].lower()]
+    if not value >= 0:
+        raise SpecError(f"a duration is not negative, got {duration!r}")
+    return Seconds(float(value))
+
+
 def format_bytes(size: int | float) -> str:
     """``size`` as a person reads it: ``"12.0 MiB"``; exact below one KiB."""
     amount = float(size)

@@ -1,26 +1,42 @@
-"""Events: the log, the folded snapshot and the timeline."""
+"""Events: the study's database, the folded snapshot and the timeline."""
 
+from shoal.observe.actions import TimelineReader, read_timeline
+from shoal.observe.db import Database
 from shoal.observe.gantt import write_gantt
-from shoal.observe.log import EventLog, LogReader, TimelineReader, read_events, read_timeline
+from shoal.observe.lock import StudyLock, is_running
+from shoal.observe.reader import (
+    DatabaseReader,
+    history,
+    last_metrics,
+    read_events,
+    read_outline,
+    read_trial,
+)
 from shoal.observe.rows import DeviceRow, HistoryRow, TrialRow, TrialState
 from shoal.observe.snapshot import Folder, Snapshot, fold
 from shoal.observe.timeline import busy
 from shoal.observe.trace import write_trace
 
 __all__ = [
+    "Database",
+    "DatabaseReader",
     "DeviceRow",
-    "EventLog",
     "Folder",
     "HistoryRow",
-    "LogReader",
     "Snapshot",
+    "StudyLock",
     "TimelineReader",
     "TrialRow",
     "TrialState",
     "busy",
     "fold",
+    "history",
+    "is_running",
+    "last_metrics",
     "read_events",
+    "read_outline",
     "read_timeline",
+    "read_trial",
     "write_gantt",
     "write_trace",
 ]

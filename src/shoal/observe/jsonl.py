@@ -19,19 +19,39 @@ _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 def dumps(value: Any, *, indent: int | None = None) -> str:
     """``value`` as valid JSON; a mapping of any kind is an object."""
+    encoder = _ENCODER if indent is None else _encoder(indent)
     try:
-        text = json.dumps(value, allow_nan=False, default=_plain, indent=indent)
+        text = encoder.encode(value)
     except ValueError:
-        return json.dumps(_encoded(value), allow_nan=False, indent=indent)
-    if _may_hold_floats(text):
-        return json.dumps(_encoded(value), allow_nan=False, indent=indent)
-    return text
+        return encoder.encode(_encoded(value))
+    return encoder.encode(_encoded(value)) if _may_hold_floats(text) else text
 
 
 def loads(text: str) -> Any:
-    """The inverse of ``dumps``."""
-    value = json.loads(text)
-    return _decoded(value) if _may_hold_floats(text) else value
+    """The inverse of ``dumps``, for text from anywhere.
+
+    Raises:
+        ValueError: no JSON, a name twice in an object, a bare NaN, or nesting without end.
+    """
+    try:
+        value = _DECODER.decode(text)
+        return _decoded(value) if _may_hold_floats(text) else value
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("an object has the same name twice")
+    return found
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_refuse_constant)
 
 
 def _may_hold_floats(text: str) -> bool:
@@ -42,6 +62,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"{type(value).__name__} cannot be written as JSON: {value!r}")
+
+
+def _encoder(indent: int | None) -> json.JSONEncoder:
+    return json.JSONEncoder(allow_nan=False, default=_plain, indent=indent)
+
+
+_ENCODER = _encoder(None)
 
 
 def _encoded(value: Any) -> Any:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from shoal.core.errors import SpecError
 from shoal.core.event import ActionFinished, PeakMeasured, StudyStarted
-from shoal.observe.log import TIMELINE, read_events, read_timeline
+from shoal.observe.actions import TIMELINE, read_timeline
+from shoal.observe.reader import read_outline
 
 STREAMS = ("compute", "up", "down", "host")
 
@@ -76,7 +77,7 @@ def read_study_timeline(study_dir: str | os.PathLike[str]) -> Timeline:
             "study (runs/NAME) that has taken a step?"
         )
     name, starts, peaks = Path(study_dir).name, [], []
-    for event in read_events(study_dir):
+    for event in read_outline(study_dir):
         if isinstance(event, StudyStarted):
             name = event.study
             starts.append(event.time)

@@ -1,100 +1,158 @@
-"""A trial's state on disk: safetensors for tensors, JSON for the rest; never a pickle.
+"""What of a trial goes into a generation, and back: never a pickle.
 
     trials/0003/step-00000100/weights.safetensors   the user's own names, ties once
                               state.safetensors     optimizer, random streams
-                              state.json            all that is no tensor, ties, position
+                              manifest.json         all that is no tensor, ties, position
 
-A directory is written under a temporary name, synced and renamed, so that one that has
-its final name is whole; then older ones are removed.
+How a generation becomes durable is ``shoal.storage``'s. One without ``state`` is finished:
+its weights were kept, and nothing can train on from it.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-import xxhash
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from shoal.core.errors import TrialError
+from shoal.core.errors import StorageError
 from shoal.memory.layout import TrialLayout
 from shoal.memory.store import Region, state_views, views
-from shoal.rng import RngState
 from shoal.runtime.feed import Epoch, Position
 from shoal.runtime.messages import Progress
+from shoal.runtime.packing import Packer, unpack
 from shoal.runtime.session import Session
+from shoal.runtime.tensorfile import read_into, read_tensors, row
+from shoal.storage.generations import Generation, Generations
 
-WEIGHTS, STATE, META = "weights.safetensors", "state.safetensors", "state.json"
-FORMAT = 1
+WEIGHTS, STATE = "weights.safetensors", "state.safetensors"
+OnDamage = Callable[[Path, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """One generation to be: tensors by file, and the manifest's words. Belongs to its holder."""
+
+    trial: int
+    step: int
+    files: Mapping[str, Mapping[str, Tensor]]
+    meta: Mapping[str, Any]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for tensors in self.files.values() for t in tensors.values())
 
 
 def trial_directory(study: str | os.PathLike[str], trial: int) -> Path:
-    """Where a trial's checkpoints lie."""
+    """Where a trial's generations lie."""
     return Path(study) / "trials" / f"{trial:04d}"
 
 
-def latest(study: str | os.PathLike[str], trial: int) -> Path | None:
-    """The newest whole checkpoint of a trial, or None."""
-    found = sorted(trial_directory(study, trial).glob("step-*[0-9]"))
-    return found[-1] if found else None
+def generations(study: str | os.PathLike[str], trial: int, keep: int = 2) -> Generations:
+    """A trial's generations."""
+    return Generations(trial_directory(study, trial), keep)
 
 
-def write(session: Session) -> Path:
-    """Write a session's state; its tensors are current in the host region.
+def latest(
+    study: str | os.PathLike[str], trial: int, on_damage: OnDamage | None = None
+) -> Generation | None:
+    """The newest generation that verifies, byte for byte; damaged ones are told of."""
+    return generations(study, trial).newest(on_damage)
 
-    Returns the checkpoint's directory, which is on disk when this returns.
+
+def content(
+    session: Session, *, copy: bool, metrics: Mapping[str, float] | None = None
+) -> Content:
+    """A session's state; its tensors are current in the host region.
+
+    ``copy`` them, where the region changes before they are written. ``metrics`` are those
+    of a trial that has ended.
     """
-    parent = trial_directory(session.settings.directory, session.job.trial)
-    target = parent / f"step-{session.step:08d}"
-    scratch = target.with_suffix(".tmp")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
     weights, ties = _weights(session)
     tensors = _stored_state(session)
-    packer = _Packer(tensors)
+    if copy:
+        weights = {name: tensor.clone() for name, tensor in weights.items()}
+        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    packer = Packer(tensors)
     meta: dict[str, Any] = {
-        "format": FORMAT,
         "trial": session.job.trial,
+        "hp": dict(session.job.hp),
+        "seed": session.job.seed,
+        "numerics": dict(session.job.numerics),
         "ties": ties,
         "extra": packer.pack(_extra_state(session.model)),
         "progress": packer.pack(_progress_record(session.progress())),
+        "ended": session.ended,
+        "metrics": dict(session.metrics),
     }
-    save_file(weights, scratch / WEIGHTS)
-    save_file(tensors, scratch / STATE)
-    meta["digests"] = {name: _digest(scratch / name) for name in (WEIGHTS, STATE)}
-    (scratch / META).write_text(json.dumps(meta))
-    _publish(scratch, target)
-    return target
+    files = {WEIGHTS: weights, STATE: tensors}
+    if session.ended and session.settings.keep_finished == "weights":
+        files = {WEIGHTS: weights} | _packed_only(meta["extra"], tensors)
+    return Content(session.job.trial, session.step, files, meta)
+
+
+def _packed_only(extra: Any, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """The tensors of a model's extra state, which belong to its weights; usually none."""
+    names = set(_tensor_names(extra))
+    return {"extra.safetensors": {n: tensors[n] for n in names}} if names else {}
+
+
+def _tensor_names(packed: Any) -> Iterator[str]:
+    if isinstance(packed, dict) and "tensor" in packed:
+        yield packed["tensor"]
+    elif isinstance(packed, dict | list):
+        for item in packed.values() if isinstance(packed, dict) else packed:
+            yield from _tensor_names(item)
+
+
+def write(what: Content, place: Generations) -> Generation:
+    """Write a generation, durably, and then let older ones go.
+
+    Raises:
+        StorageError: it could not be written; the older ones are as they were.
+    """
+    with place.begin(what.step) as draft:
+        for name, tensors in what.files.items():
+            draft.tensors(name, [row(key, tensor) for key, tensor in tensors.items()])
+        written = draft.commit(**what.meta)
+    place.collect()
+    return written
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """The model's state dict, tied names included, on the CPU."""
-    directory = Path(path)
-    meta = _read_meta(directory)
-    found = _load(directory, WEIGHTS)
-    found |= {alias: found[name] for alias, name in meta["ties"].items()}
-    extra: dict[str, Any] = _unpack(meta["extra"], _load(directory, STATE))
+    generation = _at(path)
+    manifest = generation.manifest
+    found = read_tensors(generation, WEIGHTS)
+    found |= {alias: found[name] for alias, name in manifest.meta["ties"].items()}
+    tensors: dict[str, Tensor] = {}
+    for name in manifest.files:
+        if name != WEIGHTS and any(_tensor_names(manifest.meta["extra"])):
+            tensors |= read_tensors(generation, name)
+    extra: dict[str, Any] = unpack(manifest.meta["extra"], tensors)
     return found | extra
 
 
 def read_state(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """``{"model", "optimizer", "schedule", "rng", "step"}`` by parameter name."""
-    directory = Path(path)
-    tensors = _load(directory, STATE)
-    progress = _read_progress(directory, tensors)
+    """``{"model", "optimizer", "schedule", "rng", "step"}`` by parameter name.
+
+    Of a finished trial whose weights alone were kept: model and step, the others None.
+    """
+    generation = _at(path)
+    if not has_state(generation):
+        rest = dict.fromkeys(("optimizer", "schedule", "rng"))
+        return {"model": read_weights(path), **rest, "step": generation.step}
+    tensors = read_tensors(generation, STATE)
+    progress = _read_progress(generation, tensors)
     state: dict[str, dict[str, Any]] = {n: dict(v) for n, v in progress.scalars.items()}
     for key, tensor in tensors.items():
-        kind, _, rest = key.partition("|")
+        kind, _, rest_ = key.partition("|")
         if kind == "state":
-            name, _, entry = rest.partition("|")
+            name, _, entry = rest_.partition("|")
             if name in state:
                 state[name][entry] = tensor
     return {
@@ -106,21 +164,57 @@ def read_state(path: str | os.PathLike[str]) -> dict[str, Any]:
     }
 
 
+def has_state(generation: Generation) -> bool:
+    """Whether a trial can train on from it."""
+    return STATE in generation.manifest.files
+
+
 def restore(path: str | os.PathLike[str], layout: TrialLayout, region: Region) -> Progress:
-    """Fill a host region from a checkpoint; returns the rest of the state."""
-    directory = Path(path)
-    tensors = _load(directory, STATE)
-    weights = _load(directory, WEIGHTS)
+    """Fill a host region from a generation; returns the rest of the state.
+
+    Raises:
+        StorageError: it is damaged, another model's, or holds weights only.
+    """
+    generation = _at(path)
+    if not has_state(generation):
+        raise StorageError(
+            f"{path} holds the weights of a finished trial and no optimizer state "
+            "(keep_finished='weights'): nothing can train on from it."
+        )
+    weights: dict[str, Tensor] = views(region.bytes, layout.buffers, layout.buffers_at)
+    state = {f"buffer|{name}": place for name, place in weights.items()}
     for shard in layout.shards:
-        for name, place in views(region.bytes, shard.param, shard.param_at).items():
-            place.copy_(weights[name])
+        weights |= views(region.bytes, shard.param, shard.param_at)
         for name, places in state_views(region.bytes, shard.state, shard.state_at).items():
-            for key, place in places.items():
-                if f"state|{name}|{key}" in tensors:
-                    place.copy_(tensors[f"state|{name}|{key}"])
-    for name, place in views(region.bytes, layout.buffers, layout.buffers_at).items():
-        place.copy_(weights[name] if name in weights else tensors[f"buffer|{name}"])
-    return _read_progress(directory, tensors)
+            state |= {f"state|{name}|{key}": place for key, place in places.items()}
+    _check_names(generation, layout)
+    read_into(generation, WEIGHTS, weights)
+    read_into(generation, STATE, state)
+    return _read_progress(generation, read_tensors(generation, STATE))
+
+
+def _check_names(generation: Generation, layout: TrialLayout) -> None:
+    """A generation of another model has other parameters."""
+    wanted = {f.spec.name for shard in layout.shards for f in shard.param.fields}
+    with generation.open(WEIGHTS) as file:
+        missing = wanted - set(file.entries)
+    if missing:
+        raise StorageError(
+            f"{generation.path} lacks {len(missing)} of the model's parameters, the first "
+            f"{min(missing)!r}: it was written by another model."
+        )
+
+
+def _at(path: str | os.PathLike[str]) -> Generation:
+    """The generation of a path that was recorded."""
+    place = Path(path)
+    for generation in Generations(place.parent).all():
+        if generation.path.name == place.name:
+            return generation
+    raise StorageError(
+        f"there is no checkpoint at {place} any more. Was the study's directory moved or cleaned "
+        "up? Open it where it is: shoal.open(path)."
+    )
 
 
 def _weights(session: Session) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -136,7 +230,7 @@ def _weights(session: Session) -> tuple[dict[str, Tensor], dict[str, str]]:
             continue  # a module's extra state
         if name != key:
             ties[key] = name
-        weights[name] = stored[name].contiguous()
+        weights[name] = stored[name]
     return weights, ties
 
 
@@ -148,28 +242,11 @@ def _extra_state(model: nn.Module) -> dict[str, Any]:
 
 def check_rules(session: Session) -> None:
     """Raise now, and not after the last step, for state that no checkpoint could hold."""
-    packer = _Packer({})
+    packer = Packer({})
     packer.pack(_extra_state(session.model))
     packer.pack(_progress_record(session.progress()))
-
-
-def _digest(path: Path) -> str:
-    return xxhash.xxh3_128_hexdigest(path.read_bytes())
-
-
-def _load(directory: Path, name: str) -> dict[str, Tensor]:
-    """The tensors of one file, whose bytes are those that were written.
-
-    Raises:
-        TrialError: they are not.
-    """
-    expected, found = _read_meta(directory)["digests"][name], _digest(directory / name)
-    if found != expected:
-        raise TrialError(
-            f"{directory / name} is damaged: its digest is {found}, {expected} was written. "
-            "Restore the file from a copy, or train the trial again."
-        )
-    return load_file(directory / name)
+    for name, tensor in _region_tensors(session).items():
+        row(name, tensor[:0] if tensor.dim() else tensor)
 
 
 def _region_tensors(session: Session) -> dict[str, Tensor]:
@@ -187,23 +264,18 @@ def _stored_state(session: Session) -> dict[str, Tensor]:
     for shard in session.layout.shards:
         for name, places in state_views(flat, shard.state, shard.state_at).items():
             made = session.binding.stateful.get(name, set())
-            result |= {f"state|{name}|{k}": places[k].contiguous() for k in made}
+            result |= {f"state|{name}|{k}": places[k] for k in made}
     kept = set(session.model.state_dict())
     buffers = views(flat, session.layout.buffers, session.layout.buffers_at)
-    result |= {f"buffer|{n}": b.contiguous() for n, b in buffers.items() if n not in kept}
+    result |= {f"buffer|{n}": b for n, b in buffers.items() if n not in kept}
     return result
 
 
 def _progress_record(progress: Progress) -> dict[str, Any]:
-    position = progress.position
     return {
         "step": progress.step,
-        "seconds": progress.seconds,
         "rng": progress.rng,
-        "epoch": position.epoch,
-        "now": _epoch_record(position.now),
-        "past": [_epoch_record(epoch) for epoch in position.past],
-        "generators": position.generators,
+        "position": _position_record(progress.position),
         "scalars": progress.scalars,
         "stored": progress.stored,
         "groups": list(progress.groups),
@@ -211,22 +283,12 @@ def _progress_record(progress: Progress) -> dict[str, Any]:
     }
 
 
-def _epoch_record(epoch: Epoch) -> dict[str, Any]:
-    return {"batches": epoch.batches, "rng": epoch.rng, "draws": epoch.draws}
-
-
-def _read_progress(directory: Path, tensors: Mapping[str, Tensor]) -> Progress:
-    record = _unpack(_read_meta(directory)["progress"], tensors)
+def _read_progress(generation: Generation, tensors: Mapping[str, Tensor]) -> Progress:
+    record = unpack(generation.manifest.meta["progress"], tensors)
     return Progress(
         step=record["step"],
-        seconds=record["seconds"],
         rng=record["rng"],
-        position=Position(
-            epoch=record["epoch"],
-            now=Epoch(**record["now"]),
-            generators=record["generators"],
-            past=tuple(Epoch(**epoch) for epoch in record["past"]),
-        ),
+        position=_read_position(record["position"]),
         scalars=record["scalars"],
         stored=record["stored"],
         groups=record["groups"],
@@ -234,106 +296,26 @@ def _read_progress(directory: Path, tensors: Mapping[str, Tensor]) -> Progress:
     )
 
 
-def _read_meta(directory: Path) -> dict[str, Any]:
-    meta: dict[str, Any] = json.loads((directory / META).read_text())
-    if meta.get("format") != FORMAT:
-        raise TrialError(
-            f"{directory} has format {meta.get('format')!r}; this version of shoal reads format "
-            f"{FORMAT}. Open it with the version that wrote it."
-        )
-    return meta
+def _position_record(position: Position) -> dict[str, Any]:
+    return {
+        "epoch": position.epoch,
+        "now": _epoch_record(position.now),
+        "past": [_epoch_record(epoch) for epoch in position.past],
+        "generators": position.generators,
+    }
 
 
-class _Packer:
-    """Containers as JSON; tensors go beside it under a number. Types survive."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def pack(self, value: Any) -> Any:
-        """``value`` as JSON-ready containers.
-
-        Raises:
-            TrialError: a type that has no rule.
-        """
-        if value is None or isinstance(value, bool | int | float | str):
-            return value
-        if isinstance(value, np.generic):
-            return value.item()
-        if isinstance(value, Tensor):
-            return {"tensor": self._keep(value)}
-        if isinstance(value, RngState):
-            return {"rng": self._rng(value)}
-        if isinstance(value, tuple | list):
-            kind = "tuple" if isinstance(value, tuple) else "list"
-            return {kind: [self.pack(item) for item in value]}
-        if isinstance(value, Mapping):
-            kind = "counter" if isinstance(value, Counter) else "dict"
-            return {kind: [[self.pack(k), self.pack(v)] for k, v in value.items()]}
-        raise TrialError(
-            f"a checkpoint has no rule for {type(value).__name__} in the state of the optimizer "
-            "or schedule. Use numbers, strings, tensors and containers of them."
-        )
-
-    def _keep(self, tensor: Tensor) -> str:
-        key = f"packed|{len(self._tensors)}"
-        self._tensors[key] = tensor.detach().cpu().contiguous().clone()
-        return key
-
-    def _rng(self, state: RngState) -> dict[str, Any]:
-        algorithm, keys, *rest = state.numpy
-        return {
-            "torch": self._keep(state.torch),
-            "cuda": None if state.cuda is None else self._keep(state.cuda),
-            "python": self.pack(state.python),
-            "numpy": [algorithm, self._keep(torch.from_numpy(keys.astype(np.int64))), *rest],
-        }
+def _epoch_record(epoch: Epoch) -> dict[str, Any]:
+    return {"batches": epoch.batches, "rng": epoch.rng, "draws": epoch.draws}
 
 
-def _unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "rng":
-        return _unpack_rng(content, tensors)
-    if kind in ("tuple", "list"):
-        items = [_unpack(item, tensors) for item in content]
-        return tuple(items) if kind == "tuple" else items
-    pairs = {_unpack(k, tensors): _unpack(v, tensors) for k, v in content}
-    return Counter(pairs) if kind == "counter" else pairs
-
-
-def _unpack_rng(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RngState:
-    algorithm, keys, *rest = record["numpy"]
-    return RngState(
-        torch=tensors[record["torch"]],
-        python=_unpack(record["python"], tensors),
-        numpy=(algorithm, tensors[keys].numpy().astype(np.uint32), *rest),
-        cuda=None if record["cuda"] is None else tensors[record["cuda"]],
+def _read_position(record: Mapping[str, Any]) -> Position:
+    return Position(
+        epoch=record["epoch"],
+        now=Epoch(**record["now"]),
+        generators=record["generators"],
+        past=tuple(Epoch(**epoch) for epoch in record["past"]),
     )
-
-
-def _publish(scratch: Path, target: Path) -> None:
-    """Make a finished directory durable under its name, then remove older ones."""
-    for path in scratch.iterdir():
-        _sync(path)
-    _sync(scratch)
-    shutil.rmtree(target, ignore_errors=True)
-    scratch.rename(target)
-    _sync(target.parent)
-    for old in target.parent.glob("step-*"):
-        if old.name < target.name:
-            shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def load_into(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:

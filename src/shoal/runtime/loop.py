@@ -7,27 +7,17 @@ can start. One thread; it is the device's compute thread.
 
 from __future__ import annotations
 
-import mmap
+import functools
 import os
 import pickle
 import queue
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-
-import torch
+from dataclasses import dataclass, field, replace
 
 from shoal.core.errors import ShoalError
-from shoal.core.event import (
-    ActionFinished,
-    Evaluated,
-    Event,
-    Packed,
-    PeakMeasured,
-    StepFinished,
-    pack_event,
-)
+from shoal.core.event import pack_event
 from shoal.core.plan import Resident, Spilled
 from shoal.core.seams import Candidate
 from shoal.core.units import Bytes
@@ -38,24 +28,31 @@ from shoal.memory.store import Region
 from shoal.recipe import Recipe
 from shoal.rng import capture_rng, restore_rng
 from shoal.runtime import checkpoint
-from shoal.runtime.interpret import Issued, Seat
+from shoal.runtime.interpret import Seat
+from shoal.runtime.measure import Measurer
 from shoal.runtime.messages import (
     Extend,
     Grant,
     Happened,
     LeaseOver,
     Order,
+    Park,
     Refused,
     Reply,
+    Returned,
+    Save,
+    Saved,
     Settings,
     Shutdown,
     Stop,
 )
+from shoal.runtime.output import TrialOutput
+from shoal.runtime.reports import Reports
+from shoal.runtime.saver import Saver
 from shoal.runtime.session import Session, Task
 from shoal.scheduler.interleave import Interleaver
+from shoal.scheduler.policy import OldestStepFirst
 from shoal.spill import generate
-
-TELL_EVERY_S = 0.02
 
 
 @dataclass(slots=True)
@@ -67,7 +64,6 @@ class _Stay:
     task: Task | None = None
     leaving: bool = False
     step_began: float = field(default_factory=time.perf_counter)
-    saved_at: float = field(default_factory=time.monotonic)
 
 
 class DeviceLoop:
@@ -77,8 +73,11 @@ class DeviceLoop:
         device: The device this loop's thread computes on.
         recipe: The study's.
         settings: The study's.
-        reply: Sends to the study's process; called from this thread.
+        send: Sends to the study's process; called from this thread and the saver's.
         orders: Filled by another thread, which then notifies ``device``.
+        measurer: Answers the orders that train nothing.
+        recorder: Shared memory in which whose code runs is written; see ``RECORDER``.
+        output: Where what a trial prints goes.
     """
 
     def __init__(
@@ -86,27 +85,26 @@ class DeviceLoop:
         device: Device,
         recipe: Recipe,
         settings: Settings,
-        interleaver: Interleaver,
-        reply: Callable[[Reply], None],
+        *,
+        send: Callable[[Reply], None],
         orders: queue.SimpleQueue[tuple[Order, tuple[int, ...]]],
-        others: Callable[[Order], None],
-        forget: Callable[[], None],
-        running: mmap.mmap,
+        measurer: Measurer,
+        recorder: memoryview,
+        output: TrialOutput,
     ) -> None:
-        self._device, self._recipe, self._settings = device, recipe, settings
-        self._interleaver, self._send, self._orders = interleaver, reply, orders
-        self._events: list[Packed] = []
-        self._sent_at = time.monotonic()
-        self._others, self._forget = others, forget
-        self._recorder = memoryview(running).cast("q")
+        self._device, self._recipe = device, recipe
+        self._interleaver = Interleaver(OldestStepFirst())
+        self._reports = Reports(device, send, timeline=settings.timeline)
+        self._saver = Saver(settings, lambda event: send(Happened((pack_event(event),))))
+        self._settings, self._orders, self._measurer = settings, orders, measurer
+        self._recorder, self._output = recorder, output
         self._pending: list[tuple[Grant, Region]] = []  # there is no room for them yet
         self._ledger = Ledger(device.spec.name, device.spec.memory)
         self._stays: dict[int, _Stay] = {}
         self._parked: dict[int, Session] = {}
         self._current: int | None = None  # whose random streams are in place
-        self._issued: list[Issued] = []
         self._unit_bytes = 0
-        self._peak = 0
+        self._units_done = 0
         self._running = True
 
     def run(self) -> None:
@@ -114,6 +112,7 @@ class DeviceLoop:
         with self._device.active():
             while self._running:
                 seen = self._device.version
+                self._recorder[2] = self._units_done + seen
                 self._take_orders(block=not self._stays)
                 for trial in list(self._stays):
                     self._guard(trial, self._prepare)
@@ -121,35 +120,14 @@ class DeviceLoop:
                     self._wait(seen)
             for trial in list(self._stays):
                 self._dismiss(trial)
-
-    # -- messages -----------------------------------------------------------------------
-
-    def _reply(self, reply: Reply) -> None:
-        """Send a reply, behind the events that happened before it."""
-        self._send_events()
-        self._send(reply)
-
-    def _tell(self, event: Event) -> None:
-        """Send an event with others that happen about now."""
-        self._tell_packed(pack_event(event))
-
-    def _tell_packed(self, packed: Packed) -> None:
-        self._events.append(packed)
-        if time.monotonic() - self._sent_at > TELL_EVERY_S:
-            self._send_events()
-
-    def _send_events(self) -> None:
-        if self._events:
-            self._send(Happened(tuple(self._events)))
-            self._events.clear()
-        self._sent_at = time.monotonic()
+            self._saver.close()
 
     # -- orders -------------------------------------------------------------------------
 
     def _take_orders(self, *, block: bool) -> None:
         while self._running and (block or not self._orders.empty()):
             if block:
-                self._send_events()
+                self._reports.send_events()
             self._obey(*self._orders.get())
             block = False
 
@@ -158,22 +136,67 @@ class DeviceLoop:
             case Grant():
                 self._admit(order, descriptors[0])
             case Extend():
-                if order.trial in self._stays:
-                    self._stays[order.trial].seat.session.until = order.until
+                self._extend(order.trial, order.until)
+            case Park():
+                self._park(order.trial)
+            case Save():
+                self._save_parked(order.trial)
             case Stop():
-                self._dismiss(order.trial)
-                parked = self._parked.pop(order.trial, None)
-                if parked is not None:
-                    parked.feed.close()
+                self._forget(order.trial)
             case Shutdown():
                 self._running = False
             case _:
                 self._leave_streams()
-                self._others(order)
+                self._reports.reply(self._measurer.answer(order))
+
+    def _extend(self, trial: int, until: int | None) -> None:
+        if trial in self._stays:
+            self._stays[trial].seat.session.until = until
+        self._pending = [
+            (replace(grant, until=until) if grant.job.trial == trial else grant, region)
+            for grant, region in self._pending
+        ]
+
+    def _park(self, trial: int) -> None:
+        """End a lease at the next step boundary, or give it back before it began."""
+        if trial in self._stays:
+            self._stays[trial].seat.session.until = 0
+        elif self._withdraw(trial):
+            self._reports.reply(Returned(trial))
+
+    def _withdraw(self, trial: int) -> bool:
+        """Drop a Grant that waits for room."""
+        waiting = [entry for entry in self._pending if entry[0].job.trial == trial]
+        self._pending = [entry for entry in self._pending if entry not in waiting]
+        for _, region in waiting:
+            region.unpin()
+        return bool(waiting)
+
+    def _save_parked(self, trial: int) -> None:
+        """Write a generation of a trial that is parked here; its region is current."""
+        session = self._parked.get(trial)
+        if session is None:
+            self._reports.reply(Saved(trial, 0, f"trial {trial} is not parked on this device"))
+            return
+        outcome = self._saver.wait(trial)
+        if outcome is None or outcome.trouble or outcome.step != session.step:
+            self._saver.save(lambda: checkpoint.content(session, copy=False))
+            outcome = self._saver.wait(trial)
+        assert outcome is not None
+        self._reports.reply(Saved(trial, outcome.step, outcome.trouble))
+
+    def _forget(self, trial: int) -> None:
+        """The trial goes on elsewhere, or nowhere."""
+        self._dismiss(trial)
+        self._withdraw(trial)
+        self._saver.forget(trial)
+        parked = self._parked.pop(trial, None)
+        if parked is not None:
+            parked.feed.close()
 
     def _admit(self, grant: Grant, descriptor: int) -> None:
         """Take up a lease, or keep it until those that are here leave room for it."""
-        self._forget()
+        self._measurer.forget()
         try:
             region = Region(descriptor, grant.layout.num_bytes, pin=self._pins)
         except Exception as error:
@@ -209,10 +232,11 @@ class DeviceLoop:
             self._record(None)
         session = seat.session
         session.until = grant.until
+        self._saver.expect(trial, grant.save_in_s)
         stay = _Stay(seat, session.tasks())
         session.on_step = lambda loss: self._report_step(stay, loss)
-        session.on_evaluated = lambda metrics: self._report_evaluation(session, metrics)
-        session.on_boundary = lambda: self._save(stay)
+        session.on_evaluated = lambda metrics: self._reports.evaluation(session, metrics)
+        session.on_boundary = lambda: self._boundary(stay)
         seat.reserve_units = self._reserve_largest_unit
         seat.note_host = self._record_host
         self._stays[trial] = stay
@@ -237,7 +261,7 @@ class DeviceLoop:
         if progress is None:
             checkpoint.check_rules(session)
         if progress is not None:
-            session.resume(progress)
+            session.resume(progress, warm=grant.warm)
         clip = self._recipe.clip_grad_norm is not None
         parts = slot_parts(job.technique, clip=clip, accumulate=self._recipe.accumulate)
         lookahead = job.technique.lookahead if isinstance(job.technique, Spilled) else 0
@@ -248,7 +272,7 @@ class DeviceLoop:
             num_slots=1 + (lookahead or 0),
             slot_bytes=slot_size(layout, parts),
             parts=parts,
-            record=self._issued.append,
+            record=self._reports.issued.append,
         )
 
     # -- trials -------------------------------------------------------------------------
@@ -272,6 +296,8 @@ class DeviceLoop:
     def _record(self, trial: int | None) -> None:
         """Leave word whose code runs, for whoever finds this process dead."""
         self._recorder[0] = -1 if trial is None else trial
+        self._output.set(trial)
+        self._units_done += 1
 
     def _record_host(self, trial: int) -> None:
         self._recorder[1] = trial
@@ -279,7 +305,7 @@ class DeviceLoop:
     def _fail(self, trial: int, error: BaseException) -> None:
         text = "".join(traceback.format_exception(error))
         cause = error if isinstance(error, ShoalError) else None
-        self._reply(Refused(trial, text, cause))
+        self._reports.reply(Refused(trial, text, cause))
 
     def _dismiss(self, trial: int) -> None:
         """Take a trial off the device at once, in the middle of whatever it does."""
@@ -339,6 +365,7 @@ class DeviceLoop:
             self._begin(stay, task)
             return
         stay.leaving = True
+        self._saver.wait(stay.seat.trial)  # the region is what it is writing
         if isinstance(session.job.technique, Resident):
             self._begin(stay, Task(generate.departure(), "departure"))
 
@@ -349,17 +376,21 @@ class DeviceLoop:
         seat.drain()
         session.rng = capture_rng(session.device)
         session.put_buffers_back()
-        self._flush(of=seat.trial)
-        if session.ended:
-            checkpoint.write(session)
+        self._reports.flush(of=seat.trial)
         over = LeaseOver(seat.trial, session.progress(), session.ended)
+        if session.ended:
+            self._reports.send_events()
+            self._saver.save(functools.partial(checkpoint.content, session, copy=False))
+            outcome = self._saver.wait(seat.trial)
+            assert outcome is not None
+            over = replace(over, checkpoint=outcome.path, trouble=outcome.trouble)
         pickle.dumps(over)  # a schedule that cannot travel fails its trial here, alone
         self._dismiss(seat.trial)
-        if session.ended:
+        if over.checkpoint:
             session.feed.close()
         else:
             self._parked[seat.trial] = session
-        self._reply(over)
+        self._reports.reply(over)
         self._admit_pending()
 
     # -- compute ------------------------------------------------------------------------
@@ -409,7 +440,7 @@ class DeviceLoop:
 
     def _wait(self, seen: int) -> None:
         """Sleep until a copy or host step has finished or an order came."""
-        self._send_events()
+        self._reports.send_events()
         with self._device.progress:
             if self._device.version == seen:
                 self._device.progress.wait(timeout=1.0)
@@ -417,90 +448,36 @@ class DeviceLoop:
     # -- reports ------------------------------------------------------------------------
 
     def _report_step(self, stay: _Stay, loss: float) -> None:
-        session, now = stay.seat.session, time.perf_counter()
+        seat, now = stay.seat, time.perf_counter()
         seconds, stay.step_began = now - stay.step_began, now
-        self._tell(
-            StepFinished(
-                time=time.time(),
-                trial=stay.seat.trial,
-                step=session.step,
-                epoch=session.epoch_number,
-                loss=loss,
-                seconds=seconds / max(1, len(self._stays)),
-                device=self._device.spec.name,
-                steps_per_epoch=session.steps_per_epoch,
-            )
-        )
-        self._report_peak(stay)
-        stay.seat.track = _is_sampled(session.step)
-        self._flush()
+        self._reports.step(seat.session, loss, seconds / max(1, len(self._stays)))
+        if seat.track:
+            others = [other.seat for other in self._stays.values() if other is not stay]
+            self._reports.peak(seat, others)
+        seat.track = _is_sampled(seat.session.step)
+        self._reports.flush()
 
-    def _save(self, stay: _Stay) -> None:
-        """Write a checkpoint now and then, at a step boundary."""
-        if time.monotonic() - stay.saved_at < self._settings.checkpoint_every_s:
-            return
+    def _boundary(self, stay: _Stay) -> None:
+        """Between two steps: save the trial when it is time."""
+        if self._saver.is_due(stay.seat.trial):
+            self._reports.send_events()  # whoever finds the generation has heard of its step
+            self._saver.save(lambda: self._take(stay))
+
+    def _take(self, stay: _Stay) -> checkpoint.Content:
+        """The trial's state at a step boundary, for the writing thread to keep.
+
+        A spilled trial goes on in its host region, so the state is copied; a resident one
+        does not touch the region until the state is written.
+        """
         seat, session = stay.seat, stay.seat.session
+        spilled = isinstance(session.job.technique, Spilled)
+        self._saver.wait(seat.trial)
         seat.drain()
         session.rng = capture_rng(self._device.torch_device)
         seat.copy_resident()
         session.put_buffers_back()
-        self._flush()
-        self._send_events()  # whoever finds the checkpoint has heard of its step
-        checkpoint.write(session)
-        stay.saved_at = time.monotonic()
-
-    def _report_evaluation(self, session: Session, metrics: dict[str, float]) -> None:
-        self._tell(
-            Evaluated(
-                time=time.time(),
-                trial=session.job.trial,
-                step=session.step,
-                epoch=session.epoch_number,
-                metrics=metrics,
-            )
-        )
-
-    def _report_peak(self, stay: _Stay) -> None:
-        if not stay.seat.track:
-            return
-        others = sum(
-            other.seat.resident_bytes() for other in self._stays.values() if other is not stay
-        )
-        peak = stay.seat.peak_bytes + others
-        if self._device.spec.kind == "cuda":
-            peak = torch.cuda.max_memory_allocated(self._device.torch_device)
-        jobs = [s.seat.session.job for s in self._stays.values()]
-        held = sum(job.held_bytes for job in jobs)
-        predicted = held + max(job.peak_bytes - job.held_bytes for job in jobs)
-        if peak > self._peak:
-            self._peak = peak
-            self._tell(
-                PeakMeasured(
-                    time=time.time(),
-                    device=self._device.spec.name,
-                    peak_bytes=Bytes(peak),
-                    budget_bytes=self._device.spec.memory,
-                    predicted_bytes=Bytes(predicted),
-                )
-            )
-
-    def _flush(self, of: int | None = None) -> None:
-        """Send the actions that are complete to the timeline; all of the trial ``of``."""
-        if not self._issued:
-            return
-        kept = []
-        for issued in self._issued:
-            if not issued.event.done and issued.trial != of:
-                kept.append(issued)
-            elif self._settings.timeline and issued.event.error is None:
-                self._tell_packed(self._finished(issued))
-        self._issued[:] = kept
-
-    def _finished(self, issued: Issued) -> Packed:
-        """An ActionFinished: there are several a step, so it is never made here."""
-        start, end = issued.event.span()
-        where = (self._device.spec.name, issued.stream, issued.trial, issued.step)
-        return ActionFinished, (*where, issued.action, start, end, issued.num_bytes)
+        self._reports.flush()
+        return checkpoint.content(session, copy=spilled)
 
 
 def _is_sampled(step: int) -> bool:

@@ -32,6 +32,8 @@ class Settings:
     directory: str  # the study's, where checkpoints go
     checkpoint_every_s: float
     timeline: bool
+    keep: int = 2  # generations of a trial that is not finished
+    keep_finished: str = "all"  # or "weights"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +47,11 @@ class Progress:
     stored: Mapping[str, Sequence[str]]
     groups: Sequence[Mapping[str, Any]]
     schedule: Mapping[str, Any] | None
-    seconds: float = 0.0
 
 
-RECORDER = struct.Struct("qq")
-"""Shared memory in which a worker says whose code runs: computing, stepping on the host."""
+RECORDER = struct.Struct("qqq")
+"""Shared memory in which a worker says whose code runs (computing, stepping on the host), and
+counts what it got done: units, copies and host steps. A count that stands still is a hang."""
 
 # Orders
 
@@ -106,7 +108,9 @@ class Grant:
     layout: TrialLayout
     progress: Progress | None
     until: int | None
-    restore: str = ""  # a checkpoint to take the state from, after a worker died
+    restore: str = ""  # a generation to take the state from
+    save_in_s: float = 0.0  # when its next generation is due
+    warm: bool = False  # the generation is a parent's: keep this trial's own hyperparameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +129,27 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class Park:
+    """End the trial's lease at its next step boundary; a Grant that still waits is returned."""
+
+    trial: int
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Write a generation of a trial that is parked here."""
+
+    trial: int
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
     """No more orders: end."""
 
 
-Order = Configure | Describe | Measure | MeasureShards | Grant | Extend | Stop | Shutdown
+Order = (
+    Configure | Describe | Measure | MeasureShards | Grant | Extend | Park | Save | Stop | Shutdown
+)
 
 # Replies
 
@@ -170,11 +190,33 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class LeaseOver:
-    """The lease's last step is done and the trial's state is in the host store."""
+    """The lease's last step is done and the trial's state is in the host store.
+
+    ``ended``: it was the trial's last; ``checkpoint`` is its final generation, relative to
+    the study, or empty with the ``trouble`` that kept it from being written.
+    """
 
     trial: int
     progress: Progress
     ended: bool
+    checkpoint: str = ""
+    trouble: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A Grant that waited for room was parked before it began."""
+
+    trial: int
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The answer to Save: the step of the newest generation, and why it is not newer."""
+
+    trial: int
+    step: int
+    trouble: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,4 +237,4 @@ class Broken:
     error: str
 
 
-Reply = Ready | Described | Measured | Refused | LeaseOver | Broken | Happened
+Reply = Ready | Described | Measured | Refused | LeaseOver | Returned | Saved | Broken | Happened

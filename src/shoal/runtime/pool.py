@@ -6,11 +6,13 @@ import contextlib
 import mmap
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shoal.core.errors import WorkerError
@@ -21,10 +23,11 @@ from shoal.runtime.messages import (
     Configure,
     Order,
     Ready,
-    Reply,
     Settings,
     Shutdown,
 )
+
+_STACK_BYTES = 64 * 2**10
 
 
 class Gone:
@@ -37,13 +40,15 @@ class Gone:
 class Worker:
     """One worker process. Replies are put, with the worker, into the pool's inbox."""
 
-    def __init__(self, inbox: queue.SimpleQueue[tuple[Worker, int, Reply | Gone]]) -> None:
+    def __init__(self, inbox: queue.SimpleQueue[tuple[Worker | None, int, Any]]) -> None:
         ours, theirs = socket.socketpair()
         recorder = os.memfd_create("shoal-recorder")
         os.truncate(recorder, RECORDER.size)
         self._recorder = mmap.mmap(recorder, RECORDER.size)
-        RECORDER.pack_into(self._recorder, 0, -1, -1)
-        inherited = [theirs.fileno(), recorder]
+        RECORDER.pack_into(self._recorder, 0, -1, -1, 0)
+        stacks = os.memfd_create("shoal-stacks")
+        self._stacks = stacks
+        inherited = [theirs.fileno(), recorder, stacks]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "shoal.runtime.worker", *map(str, inherited)],
             pass_fds=inherited,
@@ -70,7 +75,12 @@ class Worker:
     @property
     def running(self) -> set[int]:
         """The trials whose code runs, or ran when the process ended."""
-        return {trial for trial in RECORDER.unpack_from(self._recorder) if trial >= 0}
+        return {trial for trial in RECORDER.unpack_from(self._recorder)[:2] if trial >= 0}
+
+    @property
+    def work_done(self) -> int:
+        """A count that grows while the worker gets anything done."""
+        return int(RECORDER.unpack_from(self._recorder)[2])
 
     @property
     def alive(self) -> bool:
@@ -81,10 +91,27 @@ class Worker:
         with contextlib.suppress(OSError):
             self._channel.send(order, descriptors)
 
+    def stacks(self, wait_s: float = 1.0) -> str:
+        """Where the process's threads stand, if it still answers signals."""
+        with contextlib.suppress(OSError):
+            os.kill(self.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + wait_s
+        while not (size := os.fstat(self._stacks).st_size) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.05 if size else 0.0)  # the rest of it
+        return os.pread(self._stacks, _STACK_BYTES, 0).decode(errors="replace") or "(no answer)"
+
+    def end(self) -> None:
+        """End the process; its end arrives as ``Gone``."""
+        self._process.kill()
+
     def kill(self) -> None:
-        """End the process at once."""
+        """End the process at once, and wait until it has."""
         self._process.kill()
         self._reader.join()
+        if self._stacks >= 0:
+            os.close(self._stacks)
+            self._stacks = -1
 
     def _read(self) -> None:
         while True:
@@ -108,7 +135,7 @@ class WorkerPool:
     """
 
     def __init__(self) -> None:
-        self._inbox: queue.SimpleQueue[tuple[Worker, int, Reply | Gone]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Worker | None, int, Any]] = queue.SimpleQueue()
         self._serial = 0
         self._idle: list[Worker] = []
         self._workers: dict[str, Worker] = {}
@@ -133,7 +160,7 @@ class WorkerPool:
 
     def replace(self, device: DeviceSpec, recipe: bytes, settings: Settings) -> Worker:
         """A new process for a device whose worker is gone."""
-        self._workers.pop(device.name, None)
+        self.drop(device.name)
         if not self._idle:
             self._idle.append(Worker(self._inbox))
         return self._open(device, recipe, settings)
@@ -154,13 +181,23 @@ class WorkerPool:
         )
         return worker
 
+    def drop(self, device: str) -> None:
+        """Its worker is gone; what it may still have said is dropped."""
+        worker = self._workers.pop(device, None)
+        if worker is not None:
+            worker.kill()
+
+    def post(self, message: Callable[[], None]) -> None:
+        """Have ``receive`` return (None, message); from any thread, and from a signal handler."""
+        self._inbox.put((None, 0, message))
+
     @property
     def workers(self) -> Mapping[str, Worker]:
         """The workers by device name."""
         return self._workers
 
-    def receive(self, timeout: float | None = None) -> tuple[Worker, Any] | None:
-        """The next reply of a worker of this study; None when none came in time.
+    def receive(self, timeout: float | None = None) -> tuple[Worker | None, Any] | None:
+        """The next reply of a worker of this study, or what was posted; None: none came in time.
 
         What replaced workers say, or others about an earlier study, is dropped.
         """
@@ -169,6 +206,8 @@ class WorkerPool:
                 worker, serial, reply = self._inbox.get(timeout=timeout)
             except queue.Empty:
                 return None
+            if worker is None:
+                return None, reply
             if worker in self._workers.values() and serial == worker.serial:
                 return worker, reply
 

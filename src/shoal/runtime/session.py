@@ -8,7 +8,7 @@ is on the device but what its program holds.
 from __future__ import annotations
 
 import math
-import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,12 +77,12 @@ class Session:
         self.feed = Feed(self.train, device)
         self.step = 0
         self.until: int | None = 0
-        self.seconds = 0.0
         self.micro_losses: list[float] = []
         self.on_step: Callable[[float], None] = lambda loss: None
         self.on_boundary: Callable[[], None] = lambda: None
         self.on_evaluated: Callable[[dict[str, float]], None] = lambda metrics: None
         self.evaluated_at = -1
+        self.metrics: dict[str, float] = {}  # of the last evaluation
         self.epoch_number = 1  # of the last batch that was trained on, counted from 1
         self.units: Any = None  # Units, once placed
         self._buffer_aliases: dict[str, list[Buffer]] = {}
@@ -190,22 +190,33 @@ class Session:
             stored=self.binding.stored_keys(),
             groups=self.binding.groups(),
             schedule=self.schedule.state_dict() if self.schedule else None,
-            seconds=self.seconds,
         )
 
-    def resume(self, progress: Progress) -> None:
-        """Continue from ``progress``; the tensors are in the region already."""
+    def resume(self, progress: Progress, *, warm: bool = False) -> None:
+        """Continue from ``progress``; the tensors are in the region already.
+
+        ``warm``: it is another trial's, and this one's own hyperparameters stay.
+        """
         self.step = progress.step
-        self.seconds = progress.seconds
         on_host = getattr(self.job.technique, "optimizer", "device") == "host"
         place = torch.device("cpu") if on_host else self.device
         self.binding.restore(progress.scalars, progress.stored, place)
-        self.binding.restore_groups(progress.groups)
-        if self.schedule and progress.schedule is not None:
-            self.schedule.load_state_dict(progress.schedule)
+        if warm:
+            self._catch_up(progress.step)
+        else:
+            self.binding.restore_groups(progress.groups)
+            if self.schedule and progress.schedule is not None:
+                self.schedule.load_state_dict(progress.schedule)
         if not self.feed.is_at(progress.position):
             self.feed.seek(progress.position)
         self.rng = progress.rng
+
+    def _catch_up(self, steps: int) -> None:
+        """Bring this trial's own schedule to where it would be after ``steps``."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's advice on the order of the two steps
+            for _ in range(steps if self.schedule else 0):
+                self.advance_schedule()
 
     # -- the training loop ----------------------------------------------------------
 
@@ -238,9 +249,7 @@ class Session:
             if first is None:
                 yield from self._end_epoch()
                 continue
-            begin = time.perf_counter()
             yield from self._train_group(first)
-            self.seconds += time.perf_counter() - begin
             if self.epoch >= self.epoch_number:  # a group of unknown size read to the end
                 yield from self._end_epoch()
             elif self._evaluation_is_due():
@@ -345,4 +354,5 @@ class Session:
             raise TrialError(
                 "the validation data yielded no batch. Return None for it if there is none."
             )
-        self.on_evaluated({name: total / count for name, total in sums.items()})
+        self.metrics = {name: total / count for name, total in sums.items()}
+        self.on_evaluated(self.metrics)

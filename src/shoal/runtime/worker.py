@@ -1,7 +1,8 @@
-"""One process per device: ``python -m shoal.runtime.worker SOCKET RECORDER``.
+"""One process per device: ``python -m shoal.runtime.worker SOCKET RECORDER STACKS``.
 
-Started by the study's process with one end of a socket pair, and a few bytes of shared
-memory that say which trial's code runs, should it be the last; ends with it. The recipe
+Started by the study's process with one end of a socket pair, a few bytes of shared memory
+that say which trial's code runs, should it be the last, and a file that signal USR1 has the
+stacks of all threads written to; ends with it. The recipe
 arrives by cloudpickle in the first order. A thread reads orders; the main thread is the
 device's compute thread.
 """
@@ -9,6 +10,7 @@ device's compute thread.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import mmap
 import os
 import queue
@@ -39,8 +41,7 @@ from shoal.runtime.messages import (
     Reply,
     Shutdown,
 )
-from shoal.scheduler.interleave import Interleaver
-from shoal.scheduler.policy import OldestStepFirst
+from shoal.runtime.output import TrialOutput
 
 PR_SET_PDEATHSIG = 1
 Orders = queue.SimpleQueue[tuple[Order, tuple[int, ...]]]
@@ -48,18 +49,21 @@ Orders = queue.SimpleQueue[tuple[Order, tuple[int, ...]]]
 
 def main() -> None:
     """Serve studies over the inherited socket until it closes."""
-    descriptor, recorder = map(int, sys.argv[1:3])
+    descriptor, recorder, stacks = map(int, sys.argv[1:4])
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the study's process decides
+    signal.signal(signal.SIGTERM, lambda *_: None)  # here too; a loader's children differ
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     channel = Channel(socket.socket(fileno=descriptor))
     _warm_up()
     channel.send((0, Ready(os.getpid())))
     running = mmap.mmap(recorder, RECORDER.size)
-    while _serve(channel, running):
+    output = TrialOutput()
+    while _serve(channel, running, output):
         pass
 
 
-def _serve(channel: Channel, running: mmap.mmap) -> bool:
+def _serve(channel: Channel, running: mmap.mmap, output: TrialOutput) -> bool:
     """One study, from Configure to Shutdown; False when the other end is gone."""
     try:
         order, _ = channel.receive()
@@ -74,22 +78,28 @@ def _serve(channel: Channel, running: mmap.mmap) -> bool:
         except OSError:
             os._exit(0)  # nobody is there to work for
 
+    output.install(order.settings.directory)
     try:
-        _run(order, channel, reply, running)
+        _run(order, channel, reply, running, output)
     except Exception:
         reply(Broken(traceback.format_exc()))
         return False
+    finally:
+        output.close()
     return True
 
 
 def _run(
-    order: Configure, channel: Channel, send: Callable[[Reply], None], running: mmap.mmap
+    order: Configure,
+    channel: Channel,
+    send: Callable[[Reply], None],
+    running: mmap.mmap,
+    output: TrialOutput,
 ) -> None:
     sys.path[:] = dict.fromkeys([*order.path, *sys.path])
     torch.set_num_threads(order.device.threads)
     device = open_device(order.device)
     recipe: Recipe = cloudpickle.loads(order.recipe)
-    measurer = Measurer(recipe, device)
     orders: Orders = queue.SimpleQueue()
     started = WorkerStarted(time=time.time(), device=order.device.name, pid=os.getpid())
     send(Happened((pack_event(started),)))
@@ -97,12 +107,11 @@ def _run(
         device,
         recipe,
         order.settings,
-        Interleaver(OldestStepFirst()),
-        send,
-        orders,
-        others=lambda other: send(measurer.answer(other)),
-        forget=measurer.forget,
-        running=running,
+        send=send,
+        orders=orders,
+        measurer=Measurer(recipe, device),
+        recorder=memoryview(running).cast("q"),
+        output=output,
     )
     reader = threading.Thread(target=_read, args=(channel, orders, device), daemon=True)
     reader.start()

@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -20,6 +20,7 @@ from shoal import __version__
 from shoal.ui.failures import run_command
 
 if TYPE_CHECKING:
+    from shoal.control import CloneTrial
     from shoal.runtime.pool import WorkerPool
 
 app = typer.Typer(
@@ -49,6 +50,10 @@ Directory = Annotated[str, typer.Option(help="Where studies are kept.")]
 Name = Annotated[str, typer.Argument(metavar="STUDY", help=_STUDY_HELP)]
 NewestName = Annotated[
     str | None, typer.Argument(metavar="[STUDY]", help=_STUDY_HELP + " Default: the newest.")
+]
+SourceFile = Annotated[
+    str | None,
+    typer.Option(metavar="FILE.py[:STUDY]", help="Where the study's file is now, if it moved."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 
@@ -98,6 +103,41 @@ def _warm_workers() -> Iterator[WorkerPool]:
     with WorkerPool() as pool:
         pool.warm(1)
         yield pool
+
+
+class _Again(NamedTuple):
+    """How to run a study again that no process runs now."""
+
+    study: str
+    directory: str
+    flags: tuple[str | None, str | None, str | None]
+    file: str | None
+    as_json: bool
+
+    @property
+    def given(self) -> list[str]:
+        """The options that only a new process could obey, by name."""
+        names = ("--devices", "--device-memory", "--host-memory", "--file")
+        values = (*self.flags, self.file)
+        return [name for name, value in zip(names, values, strict=True) if value is not None]
+
+    def run(self, *, extend: int = 0, clones: Sequence[CloneTrial] = ()) -> int:
+        """Run it to its end; the exit code."""
+        from shoal.ui.studies import find_study
+
+        place = find_study(self.study, Path(self.directory))
+        with _warm_workers() as workers:
+            from shoal.ui.train import resume_study
+
+            return resume_study(
+                place,
+                self.flags,
+                file=self.file,
+                extend=extend,
+                clones=clones,
+                as_json=self.as_json,
+                workers=workers,
+            )
 
 
 @app.command()
@@ -175,14 +215,165 @@ def trace(
 @app.command()
 def verify(
     study: NewestName = None,
-    trials: Annotated[int, typer.Option(help="How many trials to train again.")] = 2,
+    trials: Annotated[
+        int | None, typer.Option(help="How many trials to train again. Default: 2.")
+    ] = None,
+    trial: Annotated[
+        list[int] | None, typer.Option(help="A trial to train again; can be given repeatedly.")
+    ] = None,
+    file: SourceFile = None,
     directory: Directory = "runs",
     json: AsJson = False,
 ) -> None:
     """Train finished trials again, alone, with plain PyTorch, and compare every bit."""
     from shoal.ui.verify import verify_study
 
-    raise typer.Exit(verify_study(study, trials, Path(directory), as_json=json))
+    raise typer.Exit(
+        verify_study(study, Path(directory), count=trials, trials=trial, file=file, as_json=json)
+    )
+
+
+@app.command()
+def export(
+    study: Name,
+    trial: Annotated[str, typer.Argument(metavar="best|NUMBER", help="Which trial.")],
+    target: Annotated[str, typer.Argument(metavar="DIR", help="A directory for its files.")],
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what an earlier export left in DIR.")
+    ] = False,
+    file: SourceFile = None,
+    directory: Directory = "runs",
+    json: AsJson = False,
+) -> None:
+    """Write a trained model for others: safetensors, hyperparameters, metrics, provenance."""
+    from shoal.ui.export import export_model
+
+    place = Path(directory)
+    raise typer.Exit(
+        export_model(study, trial, target, place, overwrite=overwrite, file=file, as_json=json)
+    )
+
+
+@app.command()
+def logs(
+    study: Name,
+    trial: Annotated[int, typer.Argument(metavar="TRIAL", help="The trial's number.")],
+    tail: Annotated[int | None, typer.Option(help="Only so many of the last lines.")] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Print what comes, until the study ends.")
+    ] = False,
+    directory: Directory = "runs",
+) -> None:
+    """Print what a trial printed and was warned of."""
+    from shoal.ui.logs import show_log
+
+    raise typer.Exit(show_log(study, trial, Path(directory), tail=tail, follow=follow))
+
+
+@app.command()
+def rm(
+    studies: Annotated[list[str], typer.Argument(metavar="STUDY...", help=_STUDY_HELP)],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    directory: Directory = "runs",
+    json: AsJson = False,
+) -> None:
+    """Delete studies with all they hold, checkpoints too; asks before it does."""
+    from shoal.ui.rm import remove_studies
+
+    raise typer.Exit(remove_studies(studies, Path(directory), yes=yes, as_json=json))
+
+
+@app.command()
+def stop(
+    study: Name,
+    trial: Annotated[
+        int | None, typer.Argument(metavar="[TRIAL]", help="One trial; the others go on.")
+    ] = None,
+    grace: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long saving may take.")
+    ] = 30.0,
+    reason: Annotated[str, typer.Option(help="Why; kept in the study's record.")] = "",
+    directory: Directory = "runs",
+    json: AsJson = False,
+) -> None:
+    """Save a running study and end it, or one of its trials; it can be resumed."""
+    from shoal.ui.control import stop_study
+
+    place = Path(directory)
+    raise typer.Exit(stop_study(study, trial, place, grace_s=grace, reason=reason, as_json=json))
+
+
+@app.command()
+def pause(study: Name, directory: Directory = "runs", json: AsJson = False) -> None:
+    """Save and park all trials of a running study until it is resumed."""
+    from shoal.ui.control import pause_study
+
+    raise typer.Exit(pause_study(study, Path(directory), as_json=json))
+
+
+@app.command()
+def resume(
+    study: Name,
+    devices: Devices = None,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+    file: SourceFile = None,
+    directory: Directory = "runs",
+    json: AsJson = False,
+) -> None:
+    """Go on with a study: where it is paused, or from what a stop or a crash left."""
+    from shoal.ui.control import continue_study
+
+    again = _Again(study, directory, (devices, device_memory, host_memory), file, json)
+    code = continue_study(study, Path(directory), again.given, as_json=json)
+    raise typer.Exit(again.run() if code is None else code)
+
+
+@app.command()
+def extend(
+    study: Name,
+    trials: Annotated[int, typer.Option(help="How many more trials of the study's space.")],
+    devices: Devices = None,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+    file: SourceFile = None,
+    directory: Directory = "runs",
+    json: AsJson = False,
+) -> None:
+    """Add trials to a study; one that does not run is resumed with them."""
+    from shoal.ui.control import extend_study
+
+    again = _Again(study, directory, (devices, device_memory, host_memory), file, json)
+    code = extend_study(study, trials, Path(directory), again.given, as_json=json)
+    raise typer.Exit(again.run(extend=trials) if code is None else code)
+
+
+@app.command()
+def clone(
+    study: Name,
+    trial: Annotated[int, typer.Argument(metavar="TRIAL", help="The trial's number.")],
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="A changed hyperparameter; repeatable."),
+    ] = None,
+    cold: Annotated[
+        bool, typer.Option("--cold", help="Begin anew, not from the state of TRIAL.")
+    ] = False,
+    devices: Devices = None,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+    file: SourceFile = None,
+    directory: Directory = "runs",
+    json: AsJson = False,
+) -> None:
+    """Add a trial like another one, changed, that goes on from its state."""
+    from shoal.ui.control import clone_command, clone_trial
+
+    place = Path(directory)
+    again = _Again(study, directory, (devices, device_memory, host_memory), file, json)
+    command = clone_command(study, trial, changes or (), place, warm=not cold)
+    code = clone_trial(study, command, place, again.given, as_json=json)
+    raise typer.Exit(again.run(clones=[command]) if code is None else code)
 
 
 @app.command()

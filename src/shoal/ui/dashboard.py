@@ -20,13 +20,19 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.core.event import (
+    CheckpointDamaged,
     Evaluated,
     Event,
     StepFinished,
+    StorageFailed,
+    StudyChanged,
+    StudyContinued,
     StudyFinished,
+    StudyPaused,
     TrialFailed,
     TrialFinished,
     TrialRestarted,
+    TrialStopped,
     WorkerDied,
 )
 from shoal.core.units import format_bytes, format_seconds
@@ -50,12 +56,14 @@ _WORDS = {
     TrialState.RUNNING: "running",
     TrialState.FINISHED: "finished",
     TrialState.FAILED: "failed",
+    TrialState.STOPPED: "stopped",
 }
 _STYLES = {
     TrialState.PENDING: "dim",
     TrialState.RUNNING: "cyan",
     TrialState.FINISHED: "green",
     TrialState.FAILED: "red",
+    TrialState.STOPPED: "yellow",
 }
 
 
@@ -180,6 +188,8 @@ def describe(event: Event) -> str:
         case TrialFailed():
             reason = TrialRow(number=event.trial, error=event.error).error_line
             return f"trial {event.trial} FAILED at step {event.step}: {reason}"
+        case TrialStopped():
+            return f"trial {event.trial} stopped at step {event.step}: {_first_line(event.reason)}"
         case TrialRestarted():
             return f"trial {event.trial} goes on from step {event.step}"
         case WorkerDied():
@@ -191,6 +201,22 @@ def describe(event: Event) -> str:
                 f"{event.finished} trials finished, {event.failed} failed, in "
                 f"{format_seconds(event.seconds)}{stopped}"
             )
+    return _describe_durability(event)
+
+
+def _describe_durability(event: Event) -> str:
+    match event:
+        case StudyPaused():
+            return f"the study is paused: {_first_line(event.reason)}"
+        case StudyContinued():
+            return "the study goes on"
+        case StudyChanged():
+            return "the study goes on with changes: " + "; ".join(event.changes)
+        case CheckpointDamaged():
+            return f"{event.path} of trial {event.trial} is damaged: {_first_line(event.reason)}"
+        case StorageFailed():
+            error = _first_line(event.error)
+            return f"{event.path} could not be written: {error}; {event.action}"
     return ""
 
 
@@ -396,6 +422,8 @@ def _end(snapshot: Snapshot) -> str:
         return f"stopped: {_first_line(snapshot.stopped)}"
     if snapshot.is_finished:
         return "done"
+    if snapshot.is_paused:
+        return "paused"
     return "ETA " + (
         DASH if snapshot.eta_seconds is None else format_seconds(snapshot.eta_seconds)
     )
@@ -403,7 +431,7 @@ def _end(snapshot: Snapshot) -> str:
 
 def _counts(snapshot: Snapshot) -> str:
     counts = {word: snapshot.count(state) for state, word in _WORDS.items()}
-    order = ("running", "waiting", "finished", "failed")
+    order = ("running", "waiting", "finished", "stopped", "failed")
     return ", ".join(f"{counts[word]} {word}" for word in order if counts[word]) or "no trials"
 
 

@@ -36,7 +36,7 @@ def run_command(command: Callable[[], object]) -> int:
         command()
     except (SystemExit, KeyboardInterrupt) as ending:
         if _was_interrupted(ending):
-            print("stopped; what was written so far stays", file=sys.stderr)
+            print("stopped; what was saved stays, and the same command goes on", file=sys.stderr)
             return ExitCode.PAUSED
         code = getattr(ending, "code", None)
         return code if isinstance(code, int) else ExitCode.USAGE

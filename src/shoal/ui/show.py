@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import SpecError
+from shoal.core.errors import SpecError, StorageError
 from shoal.core.units import format_bytes, format_seconds
-from shoal.observe import jsonl, read_events, read_timeline, write_gantt, write_trace
-from shoal.observe.log import EVENTS
+from shoal.observe import (
+    is_running,
+    jsonl,
+    read_events,
+    read_outline,
+    read_timeline,
+    read_trial,
+    write_gantt,
+    write_trace,
+)
 from shoal.observe.rows import DeviceRow, TrialRow, TrialState, metric_rank
 from shoal.observe.snapshot import Folder, Snapshot
 from shoal.ui.failures import ExitCode
-from shoal.ui.studies import find_study, study_directories
+from shoal.ui.studies import find_study, last_written, study_directories
 from shoal.ui.text import (
     DASH,
     align,
@@ -36,45 +45,75 @@ def read_snapshot(place: Path, *, with_actions: bool = False) -> Snapshot:
     return folder.snapshot()
 
 
+def read_summary(place: Path) -> Snapshot:
+    """What ``ls`` tells of a study; its steps are read only where a result is in them."""
+    snapshot = Snapshot.of(read_outline(place))
+    return read_snapshot(place) if snapshot.metric == "train_loss" else snapshot
+
+
 # ---------------------------------------------------------------- ls
 
 
 def list_studies(directory: Path, *, as_json: bool) -> int:
-    """Print one line per study."""
+    """Print one line per study; what is wrong with one that cannot be read goes beside it."""
     places = study_directories(directory)
-    snapshots = {place: read_snapshot(place) for place in places}
+    found = {place: _summary_or_error(place) for place in places}
     if as_json:
-        records = [study_record(place, snapshot) for place, snapshot in snapshots.items()]
-        print(jsonl.dumps(records, indent=2))
+        print(jsonl.dumps([_ls_record(place, s) for place, s in found.items()], indent=2))
     elif not places:
         print(f"no studies in {directory.resolve()}")
     else:
-        print(align(_LS_HEADER, [_ls_row(place, s) for place, s in snapshots.items()]))
-    return ExitCode.DONE
+        print(align(_LS_HEADER, [_ls_row(place, s) for place, s in found.items()]))
+    errors = [error for error in found.values() if isinstance(error, StorageError)]
+    for error in errors:
+        print(f"shoal: {error}", file=sys.stderr)
+    return ExitCode.STORAGE if errors else ExitCode.DONE
+
+
+def _summary_or_error(place: Path) -> Snapshot | StorageError:
+    try:
+        return read_summary(place)
+    except StorageError as error:
+        return error
+
+
+def _ls_record(place: Path, snapshot: Snapshot | StorageError) -> dict[str, Any]:
+    if isinstance(snapshot, StorageError):
+        known = {"study": place.name, "directory": str(place)}
+        return known | {"state": "unreadable", "error": str(snapshot)}
+    return study_record(place, snapshot)
 
 
 _LS_HEADER = ("study", "state", "trials", "failed", "best", "metric", "took", "last written")
 
 
-def _ls_row(place: Path, snapshot: Snapshot) -> list[str]:
+def _ls_row(place: Path, snapshot: Snapshot | StorageError) -> list[str]:
+    written = time.strftime("%Y-%m-%d %H:%M", time.localtime(last_written(place)))
+    if isinstance(snapshot, StorageError):
+        return [place.name, "unreadable", *[DASH] * (len(_LS_HEADER) - 3), written]
     best = best_trial(snapshot)
     return [
         place.name,
-        study_state(snapshot),
+        study_state(snapshot, place),
         f"{snapshot.count(TrialState.FINISHED)}/{snapshot.total}",
         str(snapshot.count(TrialState.FAILED)),
         format_metric(best.metrics[snapshot.metric]) if best else DASH,
         snapshot.metric or DASH,
         format_seconds(snapshot.seconds),
-        time.strftime("%Y-%m-%d %H:%M", time.localtime((place / EVENTS).stat().st_mtime)),
+        written,
     ]
 
 
-def study_state(snapshot: Snapshot) -> str:
-    """In a word: finished, stopped, or unfinished (running, or ended without saying so)."""
-    if snapshot.stopped:
-        return "stopped"
-    return "finished" if snapshot.is_finished else "unfinished"
+def study_state(snapshot: Snapshot, place: Path) -> str:
+    """In a word: finished, stopped (it said why), paused, running, or interrupted.
+
+    An interrupted study is one whose process died: nobody holds its lock.
+    """
+    if snapshot.is_finished:
+        return "stopped" if snapshot.stopped else "finished"
+    if snapshot.is_paused:
+        return "paused"
+    return "running" if is_running(place) else "interrupted"
 
 
 # ---------------------------------------------------------------- show
@@ -83,12 +122,14 @@ def study_state(snapshot: Snapshot) -> str:
 def show_study(name: str | None, trial: int | None, directory: Path, *, as_json: bool) -> int:
     """Print a study, or one of its trials."""
     place = find_study(name, directory)
-    snapshot = read_snapshot(place, with_actions=trial is None)
     if trial is not None:
+        snapshot = Snapshot.of(read_trial(place, trial))
         row = _find_trial(snapshot, trial)
         record = trial_record(row) | {"history": [entry.to_dict() for entry in row.history]}
         print(jsonl.dumps(record, indent=2) if as_json else describe_trial(snapshot, row, place))
-    elif as_json:
+        return ExitCode.DONE
+    snapshot = read_snapshot(place, with_actions=True)
+    if as_json:
         record = study_record(place, snapshot)
         record["trials"] = [trial_record(row) for row in snapshot.trials]
         record["devices"] = [_device_record(row) for row in snapshot.devices]
@@ -102,7 +143,7 @@ def describe_study(snapshot: Snapshot, place: Path) -> str:
     """A study as text: leaderboard, devices, failures."""
     versions = ", ".join(f"{name} {version}" for name, version in snapshot.versions.items())
     parts = [
-        f"study {snapshot.study}: {study_state(snapshot)}, "
+        f"study {snapshot.study}: {study_state(snapshot, place)}, "
         f"{snapshot.count(TrialState.FINISHED)} of {snapshot.total} trials finished, "
         f"{snapshot.count(TrialState.FAILED)} failed, in {format_seconds(snapshot.seconds)}",
         f"in {place}, from {snapshot.source or 'an interactive session'}; {versions}",
@@ -242,9 +283,10 @@ def _find_trial(snapshot: Snapshot, number: int) -> TrialRow:
     for row in snapshot.trials:
         if row.number == number:
             return row
+    if 0 <= number < snapshot.total:
+        raise SpecError(f"trial {number} of study {snapshot.study} has not been planned yet.")
     raise SpecError(
-        f"study {snapshot.study} has no trial {number}; it has {len(snapshot.trials)}, "
-        "numbered from 0."
+        f"study {snapshot.study} has no trial {number}; it has {snapshot.total}, numbered from 0."
     )
 
 
@@ -276,7 +318,7 @@ def study_record(place: Path, snapshot: Snapshot) -> dict[str, Any]:
     return {
         "study": snapshot.study,
         "directory": str(place),
-        "state": study_state(snapshot),
+        "state": study_state(snapshot, place),
         "metric": snapshot.metric,
         "mode": snapshot.mode,
         "source": snapshot.source,

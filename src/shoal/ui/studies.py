@@ -5,13 +5,30 @@ from __future__ import annotations
 from pathlib import Path
 
 from shoal.core.errors import SpecError
-from shoal.observe.log import EVENTS
+from shoal.observe.connect import DATABASE, EARLIER
 
 
 def study_directories(directory: Path) -> list[Path]:
     """The studies kept in ``directory``, the one written to last first."""
-    found = [path.parent for path in directory.glob(f"*/{EVENTS}") if path.is_file()]
-    return sorted(found, key=lambda place: (place / EVENTS).stat().st_mtime, reverse=True)
+    found = {
+        path.parent
+        for name in (DATABASE, EARLIER)
+        for path in directory.glob(f"*/{name}")
+        if path.is_file()
+    }
+    return sorted(found, key=last_written, reverse=True)
+
+
+def last_written(place: Path) -> float:
+    """When a study's process last wrote to its database, in Unix seconds."""
+    return max(_modified(place / name) for name in (DATABASE, f"{DATABASE}-wal", EARLIER))
+
+
+def _modified(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:  # a WAL goes when its study ends
+        return 0.0
 
 
 def find_study(name: str | None, directory: Path) -> Path:
@@ -20,7 +37,7 @@ def find_study(name: str | None, directory: Path) -> Path:
     Raises:
         SpecError: there is none; names those there are.
     """
-    if name is not None and (Path(name) / EVENTS).is_file():
+    if name is not None and _is_study(Path(name)):
         return Path(name)
     known = study_directories(directory)
     if name is None:
@@ -37,3 +54,7 @@ def find_study(name: str | None, directory: Path) -> Path:
     raise SpecError(
         f"there is no study {name!r} in {directory.resolve()}; the studies there: {others}."
     )
+
+
+def _is_study(place: Path) -> bool:
+    return any((place / name).is_file() for name in (DATABASE, EARLIER))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from shoal.control import CloneTrial
+from shoal.core.errors import SpecError
 from shoal.hardware import Hardware
-from shoal.observe import jsonl
+from shoal.observe import jsonl, read_outline
 from shoal.observe.rows import TrialState
 from shoal.observe.snapshot import Snapshot
 from shoal.runtime.pool import WorkerPool
@@ -45,7 +48,31 @@ def run_file(
     study = open_study(file)
     hardware = Hardware.parse(*HardwareFlags(*flags))
     study.run(hardware=hardware, overwrite=overwrite, workers=workers)
-    place = study.directory
+    return tell_ending(study.directory, as_json=as_json)
+
+
+def resume_study(
+    place: Path,
+    flags: tuple[str | None, str | None, str | None],
+    *,
+    file: str | None = None,
+    extend: int = 0,
+    clones: Sequence[CloneTrial] = (),
+    as_json: bool = False,
+    workers: WorkerPool | None = None,
+) -> int:
+    """Go on with the study of a directory, with more trials if wanted; the code as of a run."""
+    study = reopen_study(place, file)
+    hardware = Hardware.parse(*HardwareFlags(*flags))
+    print(f"going on with study {study.name} in {place}, from {study.source}", file=sys.stderr)
+    wanted: dict[str, Any] = {"extend": extend, "clones": tuple(clones)}
+    more = {name: value for name, value in wanted.items() if value}
+    study.run(hardware=hardware, resume=True, workers=workers, **more)
+    return tell_ending(study.directory, as_json=as_json)
+
+
+def tell_ending(place: Path, *, as_json: bool) -> int:
+    """Print what a run came to; the exit code says whether all trials finished."""
     snapshot = read_snapshot(place, with_actions=True)
     if as_json:
         record = study_record(place, snapshot)
@@ -77,6 +104,38 @@ def open_study(file: str) -> Study:
     return study
 
 
+def reopen_study(place: Path, file: str | None = None) -> Study:
+    """The study of a directory, from the file it came from, or from ``file``.
+
+    It goes on in ``place``, wherever its file would put it now.
+
+    Raises:
+        SpecError: no file is on record or there, or it defines another study.
+    """
+    recorded = Snapshot.of(read_outline(place))
+    source = file or recorded.source
+    if not source:
+        raise SpecError(
+            f"study {recorded.study!r} was made interactively, so no file says what it is. Go on "
+            "with study.run(resume=True) where it was made, or name a file that defines it: "
+            "--file FILE.py[:STUDY]."
+        )
+    path = Path(source.rpartition(":")[0] or source)
+    if not file and path.suffix == ".py" and not path.is_file():
+        raise SpecError(
+            f"study {recorded.study!r} was defined in {path}, and that file is not there any "
+            "more. Name the one that defines it now: --file FILE.py[:STUDY]."
+        )
+    study = open_study(source)
+    if study.name != recorded.study:
+        raise SpecError(
+            f"{study.source} defines study {study.name!r}, and {place} holds study "
+            f"{recorded.study!r}. Name the file that defines that one: --file FILE.py[:STUDY]."
+        )
+    study.directory = place
+    return study
+
+
 def ending_code(snapshot: Snapshot) -> ExitCode:
     """What the shell is told of a study that ended."""
     if snapshot.stopped or not snapshot.is_finished:
@@ -93,4 +152,4 @@ def describe_ending(snapshot: Snapshot, place: Path) -> str:
     best = best_trial(snapshot)
     if best is not None and best.checkpoint:
         parts.append(f"best      trial {best.number}, weights in {place / best.checkpoint}")
-    return "\n".join([*parts, f"events    {place / 'events.jsonl'}"])
+    return "\n".join([*parts, f"events    {place / 'study.db'}"])

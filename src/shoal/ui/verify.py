@@ -2,62 +2,125 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from shoal.core.errors import SpecError
 from shoal.core.units import format_seconds
 from shoal.observe import jsonl
+from shoal.observe.rows import TrialRow, TrialState
+from shoal.observe.snapshot import Snapshot
 from shoal.ui.failures import ExitCode
 from shoal.ui.show import read_snapshot
 from shoal.ui.studies import find_study
 from shoal.ui.text import format_value, varying_names
-from shoal.verify import TrialVerdict, choose_trials, verify_trials
+from shoal.verify import (
+    TrialVerdict,
+    choose_trials,
+    named_trials,
+    verify_trials,
+    warm_clones,
+)
+
+TRIALS = 2  # that are verified when nobody says how many
+_WHOLE = ("weights", "optimizer state", "schedule", "random numbers", "losses", "metrics")
 
 
-def verify_study(name: str | None, trials: int, directory: Path, *, as_json: bool) -> int:
-    """Retrain ``trials`` finished trials alone; the exit code is 1 if any bit differs."""
+def verify_study(
+    name: str | None,
+    directory: Path,
+    *,
+    count: int | None = None,
+    trials: Sequence[int] | None = None,
+    file: str | None = None,
+    as_json: bool = False,
+) -> int:
+    """Retrain finished trials alone; the exit code is 1 if any bit differs.
+
+    ``trials`` are chosen by number, and ``count`` more: the best one and others at random.
+    """
     place = find_study(name, directory)
     snapshot = read_snapshot(place)
-    rows = choose_trials(snapshot, trials)
+    rows = _rows(snapshot, place, count, trials or ())
     names = varying_names(row.hp for row in snapshot.trials)
-    print(
-        f"training {len(rows)} of {snapshot.total} trials of {place} again, each alone, "
-        "with the plain PyTorch loop",
-        file=sys.stderr,
-    )
-    verdicts = []
-    for row, verdict in zip(rows, verify_trials(place, rows), strict=True):
-        verdicts.append(verdict)
-        if not as_json:
-            settings = ", ".join(f"{n}={format_value(row.hp[n])}" for n in names)
-            print(describe_verdict(verdict, settings), flush=True)
+    print(_introduction(snapshot, place, len(rows), chosen=not trials), file=sys.stderr)
+    verdicts, out = [], sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):  # what a model prints is no answer
+        for row, verdict in zip(rows, verify_trials(place, rows, file=file), strict=True):
+            verdicts.append(verdict)
+            if not as_json:
+                hp = {name: row.hp[name] for name in names if name in row.hp}
+                settings = ", ".join(f"{name}={format_value(hp[name])}" for name in hp)
+                print(describe_verdict(verdict, settings), file=out, flush=True)
     if as_json:
         print(jsonl.dumps([asdict(v) | {"equal": v.equal} for v in verdicts], indent=2))
-    else:
+    if all(verdict.skipped for verdict in verdicts):
+        raise SpecError(_nothing(verdicts))
+    if not as_json:
         print(describe_verdicts(verdicts))
-    equal = all(verdict.equal for verdict in verdicts)
-    return ExitCode.DONE if equal else ExitCode.TRIALS_FAILED
+    differ = any(verdict.first_difference for verdict in verdicts)
+    return ExitCode.TRIALS_FAILED if differ else ExitCode.DONE
+
+
+def _rows(
+    snapshot: Snapshot, place: Path, count: int | None, numbers: Sequence[int]
+) -> list[TrialRow]:
+    named = named_trials(snapshot, numbers)
+    if count is None:
+        count = 0 if named else TRIALS
+    elif count < 1:
+        raise SpecError(f"verify at least one trial, got --trials {count}.")
+    if not count:
+        return named
+    taken = {row.number for row in named}
+    chosen = choose_trials(snapshot, count + len(named), leave_out=warm_clones(place))
+    return [*named, *[row for row in chosen if row.number not in taken][:count]]
+
+
+def _introduction(snapshot: Snapshot, place: Path, count: int, *, chosen: bool) -> str:
+    failed = snapshot.count(TrialState.FAILED)
+    left_out = f"; the {failed} that failed are left out" if failed and chosen else ""
+    return (
+        f"training {count} of {snapshot.total} trials of {place} again, each alone, with the "
+        f"plain PyTorch loop{left_out}"
+    )
 
 
 def describe_verdict(verdict: TrialVerdict, settings: str) -> str:
-    """A trial's verdict in one line, and its first difference in a second."""
+    """A trial's verdict in one line, and under it its first difference and its notes."""
+    trial = f"trial {verdict.number} ({settings})" if settings else f"trial {verdict.number}"
+    if verdict.skipped:
+        return f"SKIPPED    {trial}: {verdict.skipped}"
     word = "EQUAL" if verdict.equal else "DIFFERENT"
-    line = (
-        f"{word:9}  trial {verdict.number} ({settings}): {verdict.steps} steps, "
-        f"{verdict.tensors} tensors, {verdict.losses} losses, {verdict.metrics} metrics; "
+    random = ", random numbers" if "random numbers" in verdict.compared else ""
+    lines = [
+        f"{word:9}  {trial}: {verdict.steps} steps, "
+        f"{verdict.tensors} tensors, {verdict.losses} losses, {verdict.metrics} metrics{random}; "
         f"alone it took {format_seconds(verdict.plain_s)}"
-    )
-    return line if verdict.equal else f"{line}\n           first: {verdict.first_difference}"
+    ]
+    if not verdict.equal:
+        lines.append(f"           first: {verdict.first_difference}")
+    return "\n".join([*lines, *(f"           note: {note}" for note in verdict.notes)])
 
 
 def describe_verdicts(verdicts: Sequence[TrialVerdict]) -> str:
     """What all of it says."""
-    different = sum(not verdict.equal for verdict in verdicts)
+    done = [verdict for verdict in verdicts if not verdict.skipped]
+    different = sum(not verdict.equal for verdict in done)
     if different:
-        return f"{different} of {len(verdicts)} trials differ from training alone"
-    return (
-        "weights, buffers, optimizer state, schedule, random numbers and every loss: "
-        "the same bits as training alone"
-    )
+        return f"{different} of {len(done)} trials differ from training alone"
+    common = [name for name in _WHOLE if all(name in (v.compared or _WHOLE) for v in done)]
+    if "optimizer state" in common:
+        return (
+            "weights, buffers, optimizer state, schedule, random numbers and every loss: "
+            "the same bits as training alone"
+        )
+    return f"{', '.join(common)}: the same bits as training alone"
+
+
+def _nothing(verdicts: Sequence[TrialVerdict]) -> str:
+    reasons = "; ".join(f"trial {v.number}: {v.skipped}" for v in verdicts)
+    return f"nothing was compared. {reasons}. Choose a trial that finished: --trial N."

@@ -7,7 +7,7 @@ import pytest
 
 from shoal.core.errors import SpecError
 from shoal.core.event import PeakMeasured
-from shoal.observe import EventLog, busy, write_gantt, write_trace
+from shoal.observe import Database, busy, write_gantt, write_trace
 from shoal.observe.gantt import Axis, draw_gantt, merged, nice_step, shares
 from shoal.observe.timeline import Slice, build_timeline, covered
 
@@ -27,7 +27,7 @@ def study_dir(tmp_path, tell):
             time=1002.0, device="cpu:0", peak_bytes=77, budget_bytes=100, predicted_bytes=80
         ),
     ]
-    with EventLog(tmp_path / "events.jsonl") as log:
+    with Database(tmp_path) as log:
         log.write(events)
     return tmp_path
 

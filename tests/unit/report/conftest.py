@@ -13,7 +13,7 @@ from shoal.core.event import (
     TrialPlanned,
     TrialStarted,
 )
-from shoal.observe import EventLog
+from shoal.observe import Database
 
 TRACEBACK = "Traceback (most recent call last):\n  ...\nValueError: width 96 does not divide 128\n"
 
@@ -68,7 +68,7 @@ def study_events(metric="valid_loss", mode="min", source=""):
 @pytest.fixture
 def make_dir(tmp_path):
     def make(events=None, **changes):
-        with EventLog(tmp_path / "events.jsonl") as log:
+        with Database(tmp_path) as log:
             log.write(study_events(**changes) if events is None else events)
         return tmp_path
 

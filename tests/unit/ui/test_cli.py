@@ -6,16 +6,25 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from shoal.core.errors import CapacityError, PlanError, SpecError, TransitionError
-from shoal.core.event import Event
-from shoal.observe import EventLog
+from shoal.core.event import (
+    Evaluated,
+    Event,
+    StudyFinished,
+    StudyPaused,
+    StudyStarted,
+    TrialFinished,
+)
+from shoal.observe import Database
 from shoal.ui.cli import app
 from shoal.ui.failures import ExitCode, run_command
+from shoal.ui.show import list_studies
 
 Events = Callable[..., Iterator[Event]]
 
@@ -23,7 +32,7 @@ Events = Callable[..., Iterator[Event]]
 @pytest.fixture
 def runs(tmp_path: Path, study_events: Events) -> Path:
     """A directory with a finished study, ``sweep``."""
-    with EventLog(tmp_path / "sweep" / "events.jsonl") as log:
+    with Database(tmp_path / "sweep") as log:
         log.write(study_events(4, failing=(2,)))
     return tmp_path
 
@@ -127,7 +136,7 @@ def test_ctrl_c_inside_a_verb_is_a_pause(
     code = run_command(lambda: app(["ls"]))
 
     assert code == ExitCode.PAUSED
-    assert "stopped; what was written so far stays" in capsys.readouterr().err
+    assert "stopped; what was saved stays, and the same command goes on" in capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback(
@@ -178,6 +187,79 @@ def test_ls_has_a_line_per_study(runs: Path) -> None:
     ]
 
 
+def test_ls_tells_what_runs_from_what_was_interrupted(
+    tmp_path: Path, study_events: Events
+) -> None:
+    begun = list(study_events(4, upto=9))
+    stop = StudyFinished(time=9.0, finished=0, failed=0, seconds=9.0, stopped="Ctrl-C")
+    for name, events in (
+        ("died", begun),
+        ("paused", [*begun, StudyPaused(time=9.0, reason="a full disk")]),
+        ("stopped", [*begun, stop]),
+        ("done", list(study_events(4))),
+    ):
+        with Database(tmp_path / name) as database:
+            database.write(events)
+    with Database(tmp_path / "runs") as database:
+        database.write(begun)
+
+        text = _invoke("ls", "--directory", str(tmp_path))[1]
+        shown = _invoke("show", "runs", "--directory", str(tmp_path))[1]
+
+    assert dict(line.split()[:2] for line in text.splitlines()[1:]) == {
+        "died": "interrupted",
+        "paused": "paused",
+        "stopped": "stopped",
+        "done": "finished",
+        "runs": "running",
+    }
+    assert "study sweep: running" in shown
+    assert "study sweep: interrupted" in _invoke("show", str(tmp_path / "runs"))[1]
+
+
+def test_ls_reads_the_steps_where_the_result_is_in_them(
+    tmp_path: Path, study_events: Events
+) -> None:
+    events = [
+        replace(event, metric="train_loss")
+        if isinstance(event, StudyStarted)
+        else replace(event, metrics={})
+        if isinstance(event, TrialFinished)
+        else event
+        for event in study_events(2, steps=4)
+        if not isinstance(event, Evaluated)
+    ]
+    with Database(tmp_path / "sweep") as database:
+        database.write(events)
+
+    (record,) = json.loads(_invoke("ls", "--directory", str(tmp_path), "--json")[1])
+
+    assert (record["best"], record["best_value"]) == (0, pytest.approx(3.9375))
+
+
+def test_ls_goes_on_past_a_study_that_cannot_be_read(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (runs / "torn").mkdir()
+    (runs / "torn" / "study.db").write_bytes(b"x" * 5000)
+    (runs / "old").mkdir()
+    (runs / "old" / "events.jsonl").write_text("{}\n")
+
+    code = list_studies(runs, as_json=False)
+
+    said = capsys.readouterr()
+    assert code == ExitCode.STORAGE
+    states = dict(line.split()[:2] for line in said.out.splitlines()[1:])
+    assert states == {"sweep": "finished", "torn": "unreadable", "old": "unreadable"}
+    assert f"shoal: {runs / 'torn' / 'study.db'} is damaged: file is not a database" in said.err
+    assert "was written by an earlier development version of shoal" in said.err
+
+    list_studies(runs, as_json=True)
+    records = {record["study"]: record for record in json.loads(capsys.readouterr().out)}
+    assert records["torn"]["state"] == "unreadable"
+    assert "is damaged" in records["torn"]["error"]
+
+
 def test_ls_of_an_empty_directory_says_so(tmp_path: Path) -> None:
     assert _invoke("ls", "--directory", str(tmp_path)) == (0, f"no studies in {tmp_path}\n")
 
@@ -199,7 +281,7 @@ def test_show_prints_the_leaderboard_best_first_and_failures_last(runs: Path) ->
 
 
 def test_states_are_left_out_where_all_finished(tmp_path: Path, study_events: Events) -> None:
-    with EventLog(tmp_path / "good" / "events.jsonl") as log:
+    with Database(tmp_path / "good") as log:
         log.write(study_events(4))
 
     text = _invoke("show", "good", "--directory", str(tmp_path))[1]

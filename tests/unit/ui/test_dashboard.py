@@ -8,7 +8,17 @@ from collections.abc import Callable, Iterator
 import pytest
 from rich.console import Console
 
-from shoal.core.event import Event, StepFinished, WorkerDied
+from shoal.core.event import (
+    CheckpointDamaged,
+    Event,
+    StepFinished,
+    StorageFailed,
+    StudyChanged,
+    StudyContinued,
+    StudyPaused,
+    TrialStopped,
+    WorkerDied,
+)
 from shoal.observe.snapshot import Folder, Snapshot
 from shoal.ui.dashboard import LiveTable, PlainLines, choose_rows, describe, make_screen, render
 
@@ -114,6 +124,59 @@ def test_a_worker_that_died_is_reported_with_its_trials(a_worker_death: WorkerDi
     assert describe(a_worker_death) == (
         "the worker of cpu:1 died (killed by signal 9); trials on it: 1, 3"
     )
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (
+            TrialStopped(
+                time=1.0,
+                trial=3,
+                step=9,
+                reason="by hand",
+                checkpoint="c",
+                metrics={},
+                seconds=1.0,
+            ),
+            "trial 3 stopped at step 9: by hand",
+        ),
+        (
+            StudyPaused(time=1.0, reason="the disk is full"),
+            "the study is paused: the disk is full",
+        ),
+        (StudyContinued(time=1.0), "the study goes on"),
+        (
+            StudyChanged(time=1.0, changes=("2 trials more", "steps 20 instead of 10")),
+            "the study goes on with changes: 2 trials more; steps 20 instead of 10",
+        ),
+        (
+            CheckpointDamaged(time=1.0, trial=3, path="trials/0003/step-9", reason="a digest"),
+            "trials/0003/step-9 of trial 3 is damaged: a digest",
+        ),
+        (
+            StorageFailed(
+                time=1.0, path="trials/0003", error="no space\nleft", action="trains on"
+            ),
+            "trials/0003 could not be written: no space; trains on",
+        ),
+    ],
+)
+def test_what_befalls_a_durable_study_is_told_in_a_line(event: Event, line: str) -> None:
+    assert describe(event) == line
+
+
+def test_a_stopped_trial_and_a_paused_study_are_called_so(study_events: Events) -> None:
+    stop = TrialStopped(
+        time=9.0, trial=3, step=9, reason="by hand", checkpoint="c", metrics={}, seconds=1.0
+    )
+    snapshot = Snapshot.of([*study_events(upto=50), stop, StudyPaused(time=9.5, reason="r")])
+
+    lines = _draw(snapshot, width=120)
+
+    assert any(line.split()[:1] == ["3"] and " stopped " in line for line in lines)
+    assert "1 stopped" in lines[-1]
+    assert lines[-1].rstrip().endswith("paused")
 
 
 def test_the_table_is_drawn_only_as_often_as_a_reader_can_see(study_events: Events) -> None:

@@ -46,7 +46,7 @@ def test_the_end_of_a_run_says_where_the_best_weights_are(study_events: Events) 
 
     assert "best      trial 0, weights in runs/sweep/trials/0" in text
     assert "trial 2 failed at step 3" in text
-    assert "events    runs/sweep/events.jsonl" in text
+    assert "events    runs/sweep/study.db" in text
 
 
 def test_a_run_whose_trials_all_failed_has_no_best(study_events: Events) -> None:

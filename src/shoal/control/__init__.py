@@ -1,0 +1,32 @@
+"""Orders to a study that runs: typed commands, a socket in its directory, and a client."""
+
+from shoal.control.client import NotRunning, send
+from shoal.control.commands import (
+    CloneTrial,
+    Command,
+    Continue,
+    ExtendTrials,
+    Pause,
+    Status,
+    StopStudy,
+    StopTrial,
+)
+from shoal.control.endpoint import SOCKET
+from shoal.control.server import Answer, ControlServer, Deliver
+
+__all__ = [
+    "SOCKET",
+    "Answer",
+    "CloneTrial",
+    "Command",
+    "Continue",
+    "ControlServer",
+    "Deliver",
+    "ExtendTrials",
+    "NotRunning",
+    "Pause",
+    "Status",
+    "StopStudy",
+    "StopTrial",
+    "send",
+]

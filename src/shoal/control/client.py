@@ -1,0 +1,135 @@
+"""The other end of the socket: one command to a study that runs, and its answer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from shoal.control.commands import Command, command_to_json
+from shoal.control.endpoint import SOCKET, address, open_directory
+from shoal.core.errors import SpecError
+from shoal.observe import jsonl
+
+MARKER = "study.json"  # what tells a study's directory
+_MAX_ANSWER_BYTES = 16 * 2**20
+_CHUNK_BYTES = 2**16
+
+
+class NotRunning(SpecError):
+    """No process runs this study now."""
+
+
+def send(
+    directory: str | os.PathLike[str], command: Command, *, timeout_s: float = 60.0
+) -> dict[str, Any]:
+    """Send one command to the study of ``directory`` and return its answer.
+
+    Raises:
+        NotRunning: no process listens there.
+        SpecError: no study is there, it is another user's, it refused (the text is its
+            reason), or no answer came within ``timeout_s``.
+    """
+    place = Path(directory)
+    line = command_to_json(command)
+    until = time.monotonic() + timeout_s
+    with _connect(place, timeout_s) as connection:
+        try:
+            with contextlib.suppress(ConnectionError):  # refused unread: the reason is there
+                connection.sendall(line.encode() + b"\n")
+            received = _receive(connection, until)
+        except TimeoutError:
+            raise SpecError(
+                f"the study in {place} did not answer {type(command).__name__} within "
+                f"{timeout_s:g} s. It may be busy and still do it: see shoal show {place}."
+            ) from None
+    return _read_answer(place, received)
+
+
+@contextlib.contextmanager
+def _connect(place: Path, timeout_s: float) -> Iterator[socket.socket]:
+    try:
+        descriptor = open_directory(place)
+    except (FileNotFoundError, NotADirectoryError):
+        raise SpecError(f"there is no study in {place}: {_why_not(place)}.") from None
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout_s)
+        _reach(connection, descriptor, place)
+        yield connection
+    finally:
+        connection.close()
+        os.close(descriptor)
+
+
+def _why_not(place: Path) -> str:
+    return "it is no directory" if place.exists() else "there is no such directory"
+
+
+def _reach(connection: socket.socket, descriptor: int, place: Path) -> None:
+    try:
+        connection.connect(address(descriptor))
+    except (FileNotFoundError, ConnectionRefusedError):
+        if not (place / MARKER).is_file():
+            raise SpecError(
+                f"there is no study in {place}: it has no {MARKER}. Give the directory of a "
+                "study, such as runs/NAME."
+            ) from None
+        raise NotRunning(
+            f"the study in {place} is not running. Go on with it: shoal resume {place}."
+        ) from None
+    except BlockingIOError:
+        raise SpecError(
+            f"the study in {place} is busy: too many commands wait for it. Try again later."
+        ) from None
+    except PermissionError:
+        raise SpecError(
+            f"{place / SOCKET} belongs to another user (uid {_owner(place)}), and takes commands "
+            "from that user only. Run the command as the user who runs the study."
+        ) from None
+
+
+def _owner(place: Path) -> int | str:
+    try:
+        return os.lstat(place / SOCKET).st_uid
+    except OSError:
+        return "unknown"
+
+
+def _receive(connection: socket.socket, until: float) -> bytes:
+    """One line; without its newline where the connection ended before."""
+    received = bytearray()
+    while len(received) <= _MAX_ANSWER_BYTES and not received.endswith(b"\n"):
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        connection.settimeout(left)
+        try:
+            data = connection.recv(_CHUNK_BYTES)
+        except ConnectionError:
+            break
+        if not data:
+            break
+        received += data
+    return bytes(received)
+
+
+def _read_answer(place: Path, received: bytes) -> dict[str, Any]:
+    if not received.endswith(b"\n"):
+        raise SpecError(
+            f"the study in {place} ended before it answered. See how: shoal show {place}; go on "
+            f"with it: shoal resume {place}."
+        )
+    try:
+        answer = jsonl.loads(received.decode())
+    except ValueError as error:
+        raise SpecError(f"the study in {place} gave an answer that is no JSON: {error}.") from None
+    if not isinstance(answer, dict):
+        raise SpecError(f"the study in {place} gave an answer that is no JSON object.")
+    if "error" in answer:
+        raise SpecError(str(answer["error"]))
+    return answer

@@ -1,0 +1,116 @@
+"""What an object keeps that reading it may change: its generators, and numbers that move.
+
+A dataset's own ``random.Random`` is state that no index leads to, and so is a counter. A
+look finds those in attributes, in containers, closures and partial functions, a few levels
+deep. What a C extension or another process keeps, nobody sees.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from shoal.data.streams import Stream, stream_of
+
+DEEPEST = 10
+MOST_OBJECTS = 2000
+MOST_ITEMS = 64  # of one container
+NUMBERS = (int, float)  # and no bool: "is it open yet" is no state
+LEAVES = (str, bytes, int, float, complex, Tensor, np.ndarray, np.generic, type, ModuleType)
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """The generators and the numbers found in an object, by the path that leads there."""
+
+    generators: dict[str, Stream] = field(default_factory=dict)
+    owners: dict[int, str] = field(default_factory=dict)  # id of a generator -> its path
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
+def look_inside(**roots: object) -> Inside:
+    """All that is found in ``roots``, each object once, the nearest first."""
+    found, seen = Inside(), set[int]()
+    level = list(roots.items())
+    for _ in range(DEEPEST):
+        below: list[tuple[str, Any]] = []
+        for path, value in level:
+            if _is_leaf(value) or id(value) in seen or len(seen) >= MOST_OBJECTS:
+                continue
+            seen.add(id(value))
+            below += _look(path, value, found)
+        level = below
+    return found
+
+
+def changed_number(before: Inside, after: Inside) -> str | None:
+    """The path of the first number that differs or generator that is new, or None."""
+    for path, value in after.numbers.items():
+        if path in before.numbers and before.numbers[path] != value:
+            return path
+    return next((path for path in after.generators if path not in before.generators), None)
+
+
+def _is_leaf(value: object) -> bool:
+    return value is None or isinstance(value, LEAVES)
+
+
+def _look(path: str, value: Any, found: Inside) -> list[tuple[str, Any]]:
+    """Note a generator, or else an object's numbers; returns what to look at next."""
+    stream = stream_of(value)
+    if stream is not None:
+        found.generators[path] = stream
+        found.owners[id(value)] = path
+        return []
+    attributes = _attributes(value)
+    for name, item in (_class_numbers(value) | attributes).items():
+        if type(item) in NUMBERS:
+            found.numbers[f"{path}.{name}"] = item
+    below = [(f"{path}.{name}", item) for name, item in attributes.items()]
+    return below + list(_contents(path, value))
+
+
+def _attributes(value: object) -> dict[str, Any]:
+    try:
+        attributes = vars(value)
+    except Exception:  # no attributes, or a proxy that answers with an error of its own
+        return {}
+    return dict(attributes) if isinstance(attributes, dict) else {}
+
+
+def _class_numbers(value: object) -> dict[str, float]:
+    """Numbers that an object has from its class until it has its own."""
+    found: dict[str, float] = {}
+    for kind in reversed(type(value).__mro__):
+        found |= {name: item for name, item in vars(kind).items() if type(item) in NUMBERS}
+    return found
+
+
+def _contents(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What a short container or a function holds that is no attribute; long ones are data."""
+    if type(value) is dict and len(value) <= MOST_ITEMS:
+        yield from ((f"{path}[{key!r}]", item) for key, item in value.items())
+    elif type(value) in (list, tuple) and len(value) <= MOST_ITEMS:
+        yield from ((f"{path}[{index}]", item) for index, item in enumerate(value))
+    elif isinstance(value, functools.partial):
+        yield from ((f"{path}.{name}", getattr(value, name)) for name in ("func", "args"))
+        yield from ((f"{path}.{name}", item) for name, item in value.keywords.items())
+    elif isinstance(value, MethodType | BuiltinFunctionType):
+        yield f"{path}.__self__", value.__self__
+    elif isinstance(value, FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
+        yield from ((name, cell.cell_contents) for name, cell in cells if _is_filled(cell))
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018  # looking is the question
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""A planned study while it runs: leases out, events in, until it ends or is stopped."""

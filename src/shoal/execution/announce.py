@@ -1,0 +1,54 @@
+"""The events that say how a plan will run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+
+from shoal.core import event as events
+from shoal.core.plan import Job, Plan, Spilled
+from shoal.core.spec import TrialSpec
+from shoal.execution.trial import total_steps
+from shoal.planning import Planned
+from shoal.runtime.messages import Settings
+
+
+def planned_events(
+    planned: Planned, trials: Iterable[TrialSpec], totals: Mapping[int, int | None]
+) -> list[events.Event]:
+    """One TrialPlanned for each trial, also for those that cannot be built."""
+    jobs = {job.trial: job for job in planned.plan.jobs}
+    return [_planned(trial, jobs.get(trial.number), totals) for trial in trials]
+
+
+def _planned(
+    trial: TrialSpec, job: Job | None, totals: Mapping[int, int | None]
+) -> events.TrialPlanned:
+    spilled = job is not None and isinstance(job.technique, Spilled)
+    return events.TrialPlanned(
+        time=time.time(),
+        trial=trial.number,
+        hp=dict(trial.hp),
+        seed=trial.seed,
+        technique=type(job.technique).__name__ if job else "",
+        shards=len(job.shards) if job and spilled else 1,
+        steps=totals.get(trial.number),
+        peak_bytes=job.peak_bytes if job else 0,
+        numerics=dict(job.numerics) if job else {},
+        parent=trial.parent,
+        warm=trial.warm,
+    )
+
+
+def predict_seconds(plan: Plan, totals: Mapping[int, int | None]) -> float:
+    """A bound on the study's duration: its work over its devices, or its longest trial."""
+    work = [float(job.step_s) * (totals[job.trial] or 0) for job in plan.jobs]
+    return max(sum(work) / max(1, len(plan.devices)), max(work, default=0.0))
+
+
+def steps_of(planned: Planned, settings: Settings) -> dict[int, int | None]:
+    """The steps of each trial, where they are known before it runs."""
+    return {
+        job.trial: total_steps(settings, planned.num_batches[job.trial], job.micro_batches)
+        for job in planned.plan.jobs
+    }

@@ -1,0 +1,216 @@
+"""What every part of a run shares: the trials, the leases, the workers, the events.
+
+[Note: who calls whom]
+``run`` takes messages and hands them to the part that they concern; the parts call the floor
+and what is below them, never each other's inside:
+
+    run  ->  recovery (dead workers, starting over, smaller jobs)
+         ->  pausing  (parking and saving)
+         ->  endings  (finished, stopped, failed)
+                       all ->  floor (leases out, events out)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from shoal.core import event as events
+from shoal.core.errors import CapacityError, ShoalError, StorageError
+from shoal.core.plan import Plan
+from shoal.execution.trial import TrialRun
+from shoal.memory.store import create_region
+from shoal.runtime.messages import Extend, Grant, Settings, Stop
+from shoal.runtime.pool import WorkerPool
+from shoal.runtime.saver import interval_s
+from shoal.scheduler import leases
+from shoal.scheduler.policy import LongestRemainingFirst
+
+LEASE_S = 2.0
+Sink = Callable[[Sequence[events.Event]], None]
+
+
+@dataclass(slots=True)
+class Tally:
+    """How many trials ended how, and why the run ended before all had."""
+
+    finished: int = 0
+    failed: int = 0
+    stopped: int = 0
+    reason: str = ""
+    error: ShoalError | None = None
+
+
+class Floor:
+    """The state of a run; one thread's.
+
+    Attributes:
+        states: Every trial of the plan, ended ones too.
+        open: Those that have not ended.
+        fail: Called with a trial and its error, when a lease of it cannot begin.
+        on_full: Called when events could be written only by giving back the reserve.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        pool: WorkerPool,
+        settings: Settings,
+        sink: Sink,
+        release_reserve: Callable[[], bool],
+    ) -> None:
+        self.plan, self.pool, self.settings = plan, pool, settings
+        self.release_reserve = release_reserve
+        self.tally = Tally()
+        self.states: dict[int, TrialRun] = {}
+        self.open: set[int] = set()
+        self.fail: Callable[[int, str], None] = lambda trial, error: None
+        self.on_full: Callable[[StorageError], None] = lambda error: None
+        self._write = sink
+        self._happened: list[events.Event] = []
+        self._deferred: list[TrialRun] = []  # the host has no room for them yet
+        self._leases = leases.Leases(LongestRemainingFirst(), active=plan.active, lease_s=LEASE_S)
+
+    def tell(self, event: events.Event) -> None:
+        """Have an event written with the others of this message."""
+        self._happened.append(event)
+
+    def flush(self) -> None:
+        """Write what a message brought, in one go."""
+        happened, self._happened = self._happened, []
+        if not happened:
+            return
+        try:
+            self._write(happened)
+        except StorageError as error:
+            self._write_again(happened, error)
+
+    def _write_again(self, happened: Sequence[events.Event], error: StorageError) -> None:
+        """Give back the reserve, write, and stop: there may be no second time."""
+        if not self.release_reserve():
+            raise error
+        self._write(happened)
+        self.tell(
+            events.StorageFailed(
+                time=time.time(), path=self.settings.directory, error=str(error), action="stops"
+            )
+        )
+        self.on_full(error)
+
+    # -- leases ----------------------------------------------------------------------------
+
+    def begin(self, state: TrialRun) -> None:
+        """Have the trial wait for a device."""
+        job = state.job
+        moved = sum(s.owned_bytes + s.state_bytes for s in job.shards)
+        self.do(
+            leases.TrialAdded(
+                job.trial,
+                state.steps_left or None,  # none left: it still has to evaluate and be saved
+                step_s=max(float(job.step_s), 1e-6),
+                switch_s=moved / 1e9 + float(job.step_s),
+            )
+        )
+
+    def do(self, event: leases.Event) -> None:
+        """Tell the lease machine, and do what it says."""
+        self.obey(self._leases.handle(event))
+
+    def lose_device(self, device: str, steps_left: dict[int, int | None]) -> None:
+        """A worker died: its trials wait again."""
+        self.do(leases.DeviceLost(device, steps_left))
+
+    def obey(self, instructions: Sequence[leases.Instruction]) -> None:
+        """Send what the lease machine decided."""
+        for instruction in instructions:
+            if instruction.trial not in self.open:
+                continue
+            if isinstance(instruction, leases.ExtendLease):
+                self._extend(instruction)
+            else:
+                self._grant(instruction)
+
+    def _extend(self, instruction: leases.ExtendLease) -> None:
+        state = self.states[instruction.trial]
+        if not state.after_save:  # else it is on its way out
+            state.until += instruction.steps
+            worker = self.pool.workers[instruction.device]
+            worker.send(Extend(instruction.trial, state.until))
+
+    def _grant(self, instruction: leases.GrantLease) -> None:
+        state, device = self.states[instruction.trial], instruction.device
+        if not self._has_region(state):
+            return
+        assert state.descriptor is not None
+        self._announce(state, device)
+        if state.home not in ("", device):
+            self.forget(state)
+        state.device = state.home = device
+        state.until = state.step + instruction.steps
+        age_s = time.monotonic() - state.saved_at
+        wait_s = interval_s(self.settings.checkpoint_every_s, state.save_s)
+        grant = Grant(
+            job=state.job,
+            layout=state.layout,
+            progress=state.progress,
+            until=state.until,
+            restore=state.restore,
+            save_in_s=max(0.0, wait_s - age_s),
+            warm=state.warm,
+        )
+        self.pool.workers[device].send(grant, (state.descriptor,))
+
+    def _has_region(self, state: TrialRun) -> bool:
+        """Host memory for the trial; without room it waits until another trial ends."""
+        if state.descriptor is not None:
+            return True
+        name = f"{self.plan.study}-{state.job.trial}"
+        try:
+            state.descriptor = create_region(name, state.layout.num_bytes)
+        except CapacityError as error:
+            if any(other.descriptor is not None for other in self.states.values()):
+                self.do(leases.TrialEnded(state.job.trial))
+                self._deferred.append(state)
+            else:
+                self.fail(state.job.trial, f"CapacityError: {error}")
+            return False
+        return True
+
+    def forget(self, state: TrialRun) -> None:
+        """Have the worker where the trial ran last let go of it."""
+        if state.home in self.pool.workers:
+            self.pool.workers[state.home].send(Stop(state.job.trial))
+
+    def _announce(self, state: TrialRun, device: str) -> None:
+        now, trial = time.time(), state.job.trial
+        if not state.started:
+            state.started = now
+        if not state.has_run:
+            state.has_run = True
+            self.tell(events.TrialStarted(time=now, trial=trial, device=device))
+        elif device != state.home and state.home:
+            self.tell(events.TrialMoved(time=now, trial=trial, device=device, step=state.step))
+        else:
+            self.tell(events.TrialResumed(time=now, trial=trial, device=device, step=state.step))
+
+    def lease_ended(self, state: TrialRun) -> None:
+        """The trial left its device at a step boundary, and waits for the next lease."""
+        device, state.device = state.device, ""
+        self.do(leases.LeaseEnded(state.job.trial, device, state.steps_left))
+
+    def leave(self, state: TrialRun) -> None:
+        """The trial has no device and waits for none, until ``begin``."""
+        state.device = ""
+        self.do(leases.TrialEnded(state.job.trial))
+
+    def end(self, state: TrialRun) -> None:
+        """The trial has ended: its device and its memory are free."""
+        self.open.discard(state.job.trial)
+        self.forget(state)
+        state.close()
+        waiting, self._deferred = self._deferred, []
+        self.leave(state)
+        for other in waiting:
+            if other.job.trial in self.open:
+                self.begin(other)

@@ -1,0 +1,334 @@
+"""One run of a planned study: leases out, events in, until every trial has ended.
+
+The study's process never touches a kernel. It owns the trials' host regions, turns the
+workers' replies into events for the sinks and for the lease machine, and does what the
+machine says. It ends early, with everything saved that can be, when it is told to stop,
+when the disk is full, and when every trial fails in the same way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shoal.core import event as events
+from shoal.core.errors import ShoalError, StorageError
+from shoal.core.spec import TrialSpec
+from shoal.execution.endings import Endings
+from shoal.execution.failures import SameFailures
+from shoal.execution.floor import Floor, Sink, Tally
+from shoal.execution.pausing import Pausing
+from shoal.execution.recovery import Recovery
+from shoal.execution.trial import Start, TrialRun, total_steps
+from shoal.execution.watchdog import Backoff, Watchdog
+from shoal.planning import Planned, Planner
+from shoal.runtime.messages import (
+    Broken,
+    Described,
+    Happened,
+    LeaseOver,
+    Measured,
+    Refused,
+    Returned,
+    Saved,
+    Settings,
+)
+from shoal.runtime.pool import Gone, Worker, WorkerPool
+from shoal.scheduler import leases
+
+PATIENCE = 4
+"""Intervals without a good generation before a full disk stops the study."""
+_WAIT_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """When to give up, and how."""
+
+    retries: int = 0
+    time_limit_s: float | None = None  # of this run
+    trial_time_limit_s: float | None = None  # of a trial on its devices
+    grace_s: float = 30.0
+    watchdog: Watchdog = field(default_factory=Watchdog)
+    backoff: Backoff = field(default_factory=Backoff)
+    same_failures: SameFailures = field(default_factory=SameFailures)
+
+
+class Execution:
+    """Runs a plan on a configured pool.
+
+    Args:
+        planner: Measures again what turns out not to fit, and trials that come later.
+        sink: Called with the events of each message; a StorageError of it stops the run.
+        starts: Where trials begin that ran before.
+        release_reserve: Gives back disk space that was kept for the end; True if there was some.
+    """
+
+    def __init__(
+        self,
+        planned: Planned,
+        pool: WorkerPool,
+        planner: Planner,
+        recipe: bytes,
+        settings: Settings,
+        sink: Sink,
+        *,
+        starts: Mapping[int, Start] | None = None,
+        limits: Limits | None = None,
+        release_reserve: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._pool, self._planner, self._settings = pool, planner, settings
+        self._limits = limits = limits or Limits()
+        self._floor = Floor(planned.plan, pool, settings, sink, release_reserve)
+        self._floor.on_full = lambda error: self.stop(f"the disk is full: {error}", error)
+        self._pausing = Pausing(self._floor)
+        self._endings = Endings(self._floor, self._pausing, limits.same_failures, self.stop)
+        self._recovery = Recovery(
+            self._floor,
+            self._pausing,
+            planner,
+            self._receive_for_planner,
+            recipe,
+            retries=limits.retries,
+            watchdog=limits.watchdog,
+            backoff=limits.backoff,
+        )
+        self._began = time.monotonic()
+        self._later: list[Callable[[], None]] = []  # what must not happen while planning
+        self._enroll(planned, starts or {})
+        for trial, error in planned.failures.items():
+            self._endings.never_began(trial, error)
+
+    def _enroll(self, planned: Planned, starts: Mapping[int, Start]) -> None:
+        for job in planned.plan.jobs:
+            trial, start = job.trial, starts.get(job.trial, Start())
+            total = total_steps(self._settings, planned.num_batches[trial], job.micro_batches)
+            self._floor.open.add(trial)
+            self._floor.states[trial] = TrialRun(
+                job=job,
+                layout=planned.layouts[trial],
+                total=total,
+                step=start.step,
+                restore=start.restore,
+                warm=start.warm,
+                metrics=start.metrics,
+                has_run=start.has_run,
+                device_s=start.device_s,
+                saved_step=start.step,
+                saved_path=f"trials/{trial:04d}/{Path(start.restore).name}"
+                if start.restore
+                else "",
+            )
+
+    def run(self) -> Tally:
+        """Until every trial has ended, or the run is stopped. Host regions are given back."""
+        floor = self._floor
+        try:
+            for device in floor.plan.devices:
+                floor.do(leases.DeviceJoined(device.name))
+            for trial in sorted(floor.open):
+                floor.begin(floor.states[trial])
+            while floor.open and not self._pausing.is_over:
+                floor.flush()
+                self._receive()
+                self._tick()
+        finally:
+            floor.flush()
+            for state in floor.states.values():
+                state.close()
+        return floor.tally
+
+    # -- what the outside asks ------------------------------------------------------------
+
+    def stop(
+        self, reason: str, error: ShoalError | None = None, grace_s: float | None = None
+    ) -> None:
+        """Park and save every trial, then end the run; a second call changes nothing."""
+        if self._pausing.end(reason, self._limits.grace_s if grace_s is None else grace_s):
+            self._floor.tally.reason, self._floor.tally.error = reason, error
+
+    def pause(self, reason: str) -> None:
+        """Park and save every trial, and wait for ``proceed``."""
+        self._pausing.pause(reason)
+
+    def proceed(self) -> bool:
+        """Go on after ``pause``; False when it is not paused."""
+        return self._pausing.proceed()
+
+    @property
+    def state(self) -> str:
+        """What a status line says: running, pausing, paused or stopping."""
+        return self._pausing.state
+
+    @property
+    def unsaved(self) -> Mapping[int, str]:
+        """Trials whose last steps are not on disk, and why."""
+        return self._pausing.unsaved
+
+    def trial(self, number: int) -> TrialRun | None:
+        """A trial of this run that has not ended."""
+        return self._floor.states[number] if number in self._floor.open else None
+
+    def stop_trial(self, trial: int, reason: str, done: Callable[[], None] = lambda: None) -> None:
+        """End one trial at its next step boundary; its state is saved, then ``done`` called."""
+        state = self._floor.states[trial]
+
+        def end() -> None:
+            self._endings.stopped(state, reason)
+            done()
+
+        self._pausing.save_then(state, end)
+
+    def save_then(self, trial: int, work: Callable[[], None]) -> None:
+        """Have the trial's state on disk, do ``work``; then the trial goes on."""
+        self._pausing.save_then(self._floor.states[trial], work)
+
+    def plan(self, trials: Sequence[TrialSpec]) -> Planned:
+        """Measure more trials while the others run.
+
+        Raises:
+            PlanError, SpecError, WorkerError: they cannot run.
+        """
+        return self._recovery.plan(self._planner, trials)
+
+    def add(self, planned: Planned, starts: Mapping[int, Start]) -> None:
+        """Run what ``plan`` planned beside the others."""
+        self._enroll(planned, starts)
+        for trial, error in planned.failures.items():
+            self._endings.never_began(trial, error)
+        for job in planned.plan.jobs:
+            self._floor.begin(self._floor.states[job.trial])
+
+    # -- the loop -------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        received = self._pool.receive(timeout=_WAIT_S)
+        if received is None:
+            return
+        worker, reply = received
+        if worker is None:
+            reply()  # somebody outside asks
+        else:
+            self._take(worker, reply)
+
+    def _tick(self) -> None:
+        """What time alone brings, and what had to wait."""
+        later, self._later = self._later, []
+        for work in later:
+            work()
+        self._recovery.tick()
+        limit_s = self._limits.time_limit_s
+        if limit_s is not None and time.monotonic() - self._began > limit_s:
+            self.stop(f"the time limit of {limit_s:.0f} s is reached")
+        self._pausing.tick()
+
+    def _receive_for_planner(self) -> tuple[Worker, object] | None:
+        """The next message; what is not the planner's is dealt with here."""
+        received = self._pool.receive(timeout=_WAIT_S)
+        if received is None:
+            return None
+        worker, reply = received
+        if worker is None:
+            self._later.append(reply)
+            return None
+        measured = isinstance(reply, Refused) and reply.trial in self._recovery.planning
+        if measured or isinstance(reply, Described | Measured):
+            return worker, reply
+        self._take(worker, reply)
+        return (worker, reply) if isinstance(reply, Gone) else None
+
+    # -- replies --------------------------------------------------------------------------
+
+    def _take(self, worker: Worker, reply: object) -> None:
+        match reply:
+            case Happened():
+                for event in reply.events:
+                    self._take_event(event)
+            case Gone():
+                self._recovery.worker_gone(worker, reply.reason)
+            case Broken():
+                worker.last_words = reply.error  # its end arrives next
+            case LeaseOver() | Returned() | Saved() | Refused():
+                self._take_about(reply)
+
+    def _take_about(self, reply: LeaseOver | Returned | Saved | Refused) -> None:
+        if reply.trial not in self._floor.open:
+            return
+        state = self._floor.states[reply.trial]
+        match reply:
+            case LeaseOver():
+                self._lease_over(state, reply)
+            case Returned():
+                if state.device:
+                    self._pausing.parked(state)
+            case Saved():
+                self._pausing.saved(reply)
+            case Refused():
+                if self._recovery.planning:
+                    self._later.append(lambda: self._take_about(reply))
+                else:
+                    self._recovery.refused(reply)
+
+    def _take_event(self, event: events.Event) -> None:
+        match event:
+            case events.StepFinished():
+                self._step_finished(event)
+                return
+            case events.Evaluated():
+                self._floor.states[event.trial].metrics = event.metrics
+            case events.CheckpointWritten():
+                state = self._floor.states[event.trial]
+                state.saved_step, state.saved_path = event.step, event.path
+                state.saved_at, state.save_s = time.monotonic(), event.seconds
+            case events.StorageFailed():
+                self._storage_failed(event)
+        self._floor.tell(event)
+
+    def _step_finished(self, event: events.StepFinished) -> None:
+        floor, state = self._floor, self._floor.states[event.trial]
+        state.step = event.step
+        state.device_s += event.seconds
+        self._limits.same_failures.passed()
+        self._limits.watchdog.step(event.device, event.seconds)
+        if state.total is None and self._settings.epochs and event.steps_per_epoch:
+            state.total = self._settings.epochs * event.steps_per_epoch
+        floor.tell(event)
+        if event.trial not in floor.open or state.device != event.device:
+            return
+        floor.do(leases.StepFinished(event.trial, event.device, event.seconds, state.steps_left))
+        limit_s = self._limits.trial_time_limit_s
+        if limit_s is not None and state.device_s > limit_s and not state.after_save:
+            self.stop_trial(event.trial, f"its time limit of {limit_s:.0f} s is reached")
+
+    def _lease_over(self, state: TrialRun, reply: LeaseOver) -> None:
+        state.progress, state.step = reply.progress, reply.progress.step
+        state.restore, state.warm = "", False
+        if reply.ended:
+            self._endings.last_step_done(state, reply)
+        elif state.steps_left == 0:
+            self._endings.failed(
+                reply.trial,
+                f"TrialError: the trial ran {state.step} steps, all that its data promised, and "
+                "its data goes on. Let __len__ of the training data be its number of batches.",
+            )
+        else:
+            now = time.time()
+            self._floor.tell(events.TrialParked(time=now, trial=reply.trial, step=state.step))
+            self._pausing.parked(state)
+
+    def _storage_failed(self, event: events.StorageFailed) -> None:
+        """A trial may train on for a while without a new generation."""
+        if event.trial is None or event.trial not in self._floor.open:
+            return
+        state = self._floor.states[event.trial]
+        patience_s = PATIENCE * self._settings.checkpoint_every_s
+        if time.monotonic() - state.saved_at > patience_s:
+            error = StorageError(
+                f"trial {event.trial} was last saved at step {state.saved_step} and is at step "
+                f"{state.step}: {event.error} Then run the same command again: it goes on from "
+                "there."
+            )
+            self._floor.release_reserve()
+            self.stop(f"the state of trial {event.trial} cannot be saved", error)

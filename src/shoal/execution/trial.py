@@ -1,0 +1,92 @@
+"""One trial as the run sees it: its job, how far it is, and what of it is safe."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from shoal.core.plan import Job, Spilled
+from shoal.core.spec import Place
+from shoal.memory.layout import TrialLayout
+from shoal.runtime.messages import Progress, Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a trial begins in this run: anew, or from a generation of an earlier one."""
+
+    step: int = 0
+    restore: str = ""  # the generation's directory
+    warm: bool = False  # it is a parent's
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    has_run: bool = False  # in an earlier run
+    seconds: float = 0.0  # of device time, in earlier runs
+    device_s: float = 0.0
+
+
+@dataclass(slots=True)
+class TrialRun:
+    """A trial that has not ended. ``descriptor`` is its host region's; the run closes it."""
+
+    job: Job
+    layout: TrialLayout
+    total: int | None  # steps, where known
+    step: int = 0
+    until: int = 0
+    device: str = ""  # that has it leased now
+    is_parked: bool = False  # leased on paper only: it waits to be saved
+    home: str = ""  # where it ran last
+    descriptor: int | None = None
+    progress: Progress | None = None
+    restore: str = ""
+    warm: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    deaths: int = 0
+    failures: int = 0
+    rungs: int = 0
+    started: float = 0.0
+    has_run: bool = False
+    device_s: float = 0.0
+    saved_step: int = 0
+    saved_path: str = ""  # relative to the study
+    saved_at: float = field(default_factory=time.monotonic)
+    save_s: float = 0.0  # how long the last generation took
+    after_save: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def steps_left(self) -> int | None:
+        return None if self.total is None else max(0, self.total - self.step)
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether its host region is ahead of its newest generation."""
+        return self.progress is not None and self.progress.step > self.saved_step
+
+    @property
+    def place(self) -> Place:
+        """Where its optimizer steps; part of the numerics key."""
+        technique = self.job.technique
+        on_host = isinstance(technique, Spilled) and technique.optimizer == "host"
+        return "host" if on_host else "device"
+
+    def rejob(self, job: Job, layout: TrialLayout) -> None:
+        """Another job for the same trial; its region is of the old one's shape."""
+        self.close()
+        self.job, self.layout = job, layout
+
+    def close(self) -> None:
+        """Give the host region back."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+
+def total_steps(settings: Settings, num_batches: int | None, accumulate: int) -> int | None:
+    """The steps of a trial, where they are known before it runs."""
+    if settings.steps is not None:
+        return settings.steps
+    if num_batches is None or settings.epochs is None:
+        return None
+    return settings.epochs * -(-num_batches // accumulate)

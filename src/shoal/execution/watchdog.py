@@ -1,0 +1,79 @@
+"""Which workers hang, and how long a dead one waits before it is replaced. Pure.
+
+A worker counts what it gets done (units, copies, host steps) in shared memory. A count that
+stands still for ``max(least_s, factor * p99 of a step)`` while the worker holds a lease is a
+hang: a deadlock in user code, a data source that never answers, a stopped process.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+LEAST_S = 60.0
+FACTOR = 10.0
+FIRST_S = 1800.0  # before any step has ended: compilation, a cache to build
+_STEPS = 1000
+
+
+@dataclass(slots=True)
+class _Watched:
+    count: int
+    since: float
+    steps: deque[float] = field(default_factory=lambda: deque(maxlen=_STEPS))
+
+
+class Watchdog:
+    """Looks at counts; ``now`` is of a clock that never jumps."""
+
+    def __init__(
+        self, *, least_s: float = LEAST_S, factor: float = FACTOR, first_s: float = FIRST_S
+    ) -> None:
+        self._least_s, self._factor, self._first_s = least_s, factor, max(first_s, least_s)
+        self._watched: dict[str, _Watched] = {}
+
+    def look(self, device: str, count: int, now: float, *, leased: bool) -> float | None:
+        """Take a count; returns the seconds it stood still when that is a hang."""
+        watched = self._watched.setdefault(device, _Watched(count, now))
+        if count != watched.count or not leased:
+            watched.count, watched.since = count, now
+        still = now - watched.since
+        return still if still > self.limit_s(device) else None
+
+    def step(self, device: str, seconds: float) -> None:
+        """A step ended there."""
+        if device in self._watched:
+            self._watched[device].steps.append(seconds)
+
+    def limit_s(self, device: str) -> float:
+        """How long a count may stand still."""
+        watched = self._watched.get(device)
+        if watched is None or not watched.steps:
+            return self._first_s
+        ordered = sorted(watched.steps)
+        p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+        return max(self._least_s, self._factor * p99)
+
+    def forget(self, device: str) -> None:
+        """The worker is gone; another one starts from nothing."""
+        self._watched.pop(device, None)
+
+
+class Backoff:
+    """Seconds to wait before the next start: none at first, then twice as long each time.
+
+    A process that lived for ``calm_s`` starts the count anew.
+    """
+
+    def __init__(
+        self, *, first_s: float = 1.0, most_s: float = 60.0, calm_s: float = 300.0
+    ) -> None:
+        self._first_s, self._most_s, self._calm_s = first_s, most_s, calm_s
+        self._deaths: dict[str, tuple[int, float]] = {}
+
+    def died(self, name: str, now: float) -> float:
+        """It died now; how long to wait."""
+        count, last = self._deaths.get(name, (0, now))
+        count = 0 if now - last > self._calm_s else count
+        self._deaths[name] = count + 1, now
+        return 0.0 if count == 0 else min(self._most_s, self._first_s * 2.0 ** (count - 1))

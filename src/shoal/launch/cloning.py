@@ -1,0 +1,32 @@
+"""A warm clone begins with a copy of its parent's newest generation, in a place of its own."""
+
+from __future__ import annotations
+
+import os
+
+from shoal.core.errors import SpecError
+from shoal.execution.trial import Start
+from shoal.runtime import checkpoint
+
+
+def begin_warm(directory: str | os.PathLike[str], parent: int, clone: int) -> Start:
+    """Give ``clone`` its parent's state as its first generation; the files are shared links.
+
+    Raises:
+        SpecError: the parent has no state to begin from.
+        StorageError: the disk refuses.
+    """
+    found = checkpoint.latest(directory, parent)
+    if found is None or not checkpoint.has_state(found):
+        what = "only its weights were kept" if found else "it has saved none yet"
+        raise SpecError(
+            f"trial {parent} has no state that a clone could begin from: {what}. Clone it cold "
+            "(--cold, warm=False), or another trial."
+        )
+    place = checkpoint.generations(directory, clone)
+    manifest = found.manifest
+    with place.begin(found.step) as draft:
+        for name in manifest.files:
+            draft.link(found, name)
+        written = draft.commit(**{**manifest.meta, "ended": False})
+    return Start(step=written.step, restore=str(written.path), warm=True)

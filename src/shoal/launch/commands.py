@@ -1,0 +1,149 @@
+"""What can be asked of a study while it runs, done in its main loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shoal.control import (
+    Answer,
+    CloneTrial,
+    Command,
+    Continue,
+    ExtendTrials,
+    Pause,
+    Status,
+    StopStudy,
+    StopTrial,
+)
+from shoal.core.errors import ShoalError, SpecError
+from shoal.core.event import Event, StudyPaused
+from shoal.core.spec import TrialSpec
+from shoal.execution.run import Execution
+from shoal.execution.trial import Start
+from shoal.launch.cloning import begin_warm
+from shoal.planning import Planned
+from shoal.resume import StudyRecord, with_clone
+from shoal.runtime.pool import WorkerPool
+
+Grow = Callable[[StudyRecord, Planned, Sequence[TrialSpec]], None]
+
+
+class Commands:
+    """Answers commands; ``deliver`` is called by the socket's thread, the rest by the loop.
+
+    Args:
+        record: The study's, as it stands.
+        more_points: The record with so many more trials of the space.
+        grow: Makes a larger record durable and says so in events.
+    """
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        execution: Execution,
+        directory: str,
+        record: StudyRecord,
+        *,
+        more_points: Callable[[StudyRecord, int], StudyRecord],
+        grow: Grow,
+    ) -> None:
+        self._pool, self._execution, self._directory = pool, execution, directory
+        self._record, self._more_points, self._grow = record, more_points, grow
+        self._at_end: list[Answer] = []
+        self._when_paused: list[Answer] = []
+
+    def deliver(self, command: Command, answer: Answer) -> None:
+        """Have the main loop do it."""
+        self._pool.post(lambda: self._do(command, answer))
+
+    def see(self, event: Event) -> None:
+        """Answers that wait for something that happened."""
+        if isinstance(event, StudyPaused):
+            waiting, self._when_paused = self._when_paused, []
+            for answer in waiting:
+                answer({"text": "paused: every trial is saved, the devices are idle"})
+
+    def ended(self) -> None:
+        """The run is over."""
+        unsaved = self._execution.unsaved
+        note = f"; not saved: {dict(unsaved)}" if unsaved else ""
+        for answer in [*self._at_end, *self._when_paused]:
+            answer({"text": f"stopped: every trial is saved{note}", "unsaved": list(unsaved)})
+
+    def _do(self, command: Command, answer: Answer) -> None:
+        try:
+            self._obey(command, answer)
+        except ShoalError as error:
+            answer({"error": str(error)})
+
+    def _obey(self, command: Command, answer: Answer) -> None:
+        execution = self._execution
+        match command:
+            case StopStudy():
+                self._at_end.append(answer)
+                execution.stop(command.reason or "shoal stop", grace_s=command.grace_s)
+            case StopTrial():
+                self._stop_trial(command.trial, answer)
+            case Pause():
+                self._pause(answer)
+            case Continue():
+                if not execution.proceed():
+                    raise SpecError(f"the study is {execution.state}, not paused.")
+                answer({"text": "going on"})
+            case ExtendTrials():
+                self._add(self._more_points(self._record, command.trials), {})
+                answer(self._told(command.trials))
+            case CloneTrial():
+                self._clone(command, answer)
+            case Status():
+                answer({"state": execution.state, "pid": os.getpid()})
+
+    def _pause(self, answer: Answer) -> None:
+        if self._execution.state == "paused":
+            raise SpecError("the study is paused already. Let it go on with: shoal resume.")
+        self._when_paused.append(answer)
+        self._execution.pause("shoal pause")
+
+    def _stop_trial(self, trial: int, answer: Answer) -> None:
+        self._record.trial(trial)
+        if self._execution.trial(trial) is None:
+            raise SpecError(
+                f"trial {trial} has ended already. See how: shoal show --trial {trial}."
+            )
+        text = f"trial {trial} is stopped; its state is kept"
+        self._execution.stop_trial(trial, "shoal stop", lambda: answer({"text": text}))
+
+    def _clone(self, command: CloneTrial, answer: Answer) -> None:
+        larger = with_clone(self._record, command.trial, command.changes, warm=command.warm)
+        parent = self._execution.trial(command.trial)
+
+        def add() -> None:
+            try:
+                clone = larger.trials[-1].number
+                starts = {}
+                if command.warm:
+                    starts[clone] = begin_warm(self._directory, command.trial, clone)
+                self._add(larger, starts)
+                answer(self._told(1))
+            except ShoalError as error:
+                answer({"error": str(error)})
+
+        if command.warm and parent is not None:
+            self._execution.save_then(command.trial, lambda: self._pool.post(add))
+        else:
+            add()
+
+    def _add(self, larger: StudyRecord, starts: Mapping[int, Start]) -> None:
+        known = {trial.number for trial in self._record.trials}
+        new = [t.to_spec() for t in larger.trials if t.number not in known]
+        planned = self._execution.plan(new)
+        self._grow(larger, planned, new)
+        self._record = larger
+        self._execution.add(planned, starts)
+
+    def _told(self, count: int) -> dict[str, Any]:
+        numbers = [trial.number for trial in self._record.trials[-count:]]
+        names = ", ".join(map(str, numbers))
+        return {"text": f"added: {'trial' if count == 1 else 'trials'} {names}", "trials": numbers}

@@ -1,0 +1,48 @@
+"""Which finished trials keep their checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from shoal.core.event import Event, TrialFinished
+from shoal.observe.rows import metric_rank
+from shoal.runtime import checkpoint
+from shoal.storage.generations import Generation, Generations
+
+
+class Keeper:
+    """Removes what is not to be kept of trials that finish.
+
+    Args:
+        only_weights: The last generation is all that stays of each.
+        best: How many trials keep theirs; None for all.
+    """
+
+    def __init__(
+        self, directory: Path, *, only_weights: bool, best: int | None, metric: str, mode: str
+    ) -> None:
+        self._directory, self._only_weights, self._best = directory, only_weights, best
+        self._metric, self._mode = metric, mode
+        self._values: dict[int, float | None] = {}
+
+    def see(self, event: Event) -> None:
+        """Note the trials that finish."""
+        if isinstance(event, TrialFinished):
+            self.finished(event.trial, event.metrics)
+
+    def finished(self, number: int, metrics: Mapping[str, float]) -> None:
+        """A trial has finished, and that is on record."""
+        self._values[number] = metrics.get(self._metric)
+        if self._only_weights:
+            self._remove(checkpoint.generations(self._directory, number).all()[:-1])
+        ranked = sorted(self._values, key=lambda n: (self._rank(n), n))
+        for worse in ranked[self._best :] if self._best is not None else ():
+            self._remove(checkpoint.generations(self._directory, worse).all())
+
+    def _rank(self, number: int) -> float:
+        return metric_rank(self._values[number], self._mode)
+
+    def _remove(self, generations: Iterable[Generation]) -> None:
+        for generation in generations:
+            Generations(generation.path.parent).remove(generation)

@@ -1,0 +1,63 @@
+"""A recipe as bytes for the workers."""
+
+from __future__ import annotations
+
+import io
+import sys
+import warnings
+
+import cloudpickle
+
+from shoal.core.errors import SpecError
+from shoal.core.units import format_bytes
+from shoal.recipe import Recipe
+from shoal.source import MODULE_NAME
+
+_WARN_BYTES = 16 * 2**20
+
+
+def pack_recipe(recipe: Recipe) -> bytes:
+    """The recipe as bytes for a worker; only what ``__main__`` defines travels by value.
+
+    Raises:
+        SpecError: something cannot travel; names the field and the object.
+    """
+    _register_source_module()
+    try:
+        packed = _dumps(recipe)
+    except Exception as error:
+        field, reason = _culprit(recipe, error)
+        raise SpecError(
+            f"Recipe({field}=...) cannot be sent to a worker: {reason}. It refers to an object "
+            "that lives in this process only (an open file, a lock, a connection, a generator). "
+            "Make that object inside the function, or load it from a path there."
+        ) from error
+    if len(packed) > _WARN_BYTES:
+        warnings.warn(
+            f"the recipe is {format_bytes(len(packed))} for every worker: it carries data along. "
+            "Load the data inside Recipe(data=...) instead of closing over it.",
+            stacklevel=2,
+        )
+    return packed
+
+
+def _dumps(value: object) -> bytes:
+    buffer = io.BytesIO()
+    cloudpickle.CloudPickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def _register_source_module() -> None:
+    module = sys.modules.get(MODULE_NAME)
+    if module is not None:
+        cloudpickle.register_pickle_by_value(module)
+
+
+def _culprit(recipe: Recipe, error: Exception) -> tuple[str, str]:
+    """The first field that cannot be pickled, and why."""
+    for name in recipe.__dataclass_fields__:
+        try:
+            _dumps(getattr(recipe, name))
+        except Exception as reason:
+            return name, f"{type(reason).__name__}: {reason}"
+    return "...", f"{type(error).__name__}: {error}"

@@ -1,0 +1,114 @@
+"""What is saved of a study, how long it is kept, and what that takes of the disk."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shoal.core.errors import PlanError, SpecError
+from shoal.core.plan import Job, Plan
+from shoal.core.spec import Scalar
+from shoal.core.units import Bytes, Seconds, format_bytes
+
+_BEST = re.compile(r"best:([1-9][0-9]{0,6})")
+_REST_BYTES = 64 * 2**10  # manifest, random streams, position: what is no flat tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointPolicy:
+    """When a trial is saved and what stays.
+
+    Attributes:
+        every_s: Seconds between generations of a trial that trains; 0 is each step.
+        keep: Generations of a trial that has not finished.
+        keep_finished: ``"all"`` state of a finished trial's end, its ``"weights"``, or
+            everything of the best N trials and nothing of the others: ``"best:N"``.
+        disk_budget: Bytes that generations may take; None for what is free.
+    """
+
+    every_s: Seconds
+    keep: int
+    keep_finished: str
+    disk_budget: Bytes | None
+
+    def __post_init__(self) -> None:
+        if type(self.keep) is not int or self.keep < 1:
+            raise SpecError(
+                f"keep is how many generations of a trial stay, at least 1 (2 survive damage to "
+                f"one), got {self.keep!r}."
+            )
+        if self.keep_finished not in ("all", "weights") and self.best is None:
+            raise SpecError(
+                "keep_finished is 'all', 'weights' or 'best:N' for a number of trials, got "
+                f"{self.keep_finished!r}."
+            )
+
+    @property
+    def best(self) -> int | None:
+        """How many finished trials are kept; None for all."""
+        match = _BEST.fullmatch(str(self.keep_finished))
+        return int(match[1]) if match else None
+
+    def record(self) -> Mapping[str, Scalar]:
+        """Plain values, for the study's record."""
+        return {
+            "checkpoint_every_s": float(self.every_s),
+            "keep": self.keep,
+            "keep_finished": self.keep_finished,
+            "disk_budget": self.disk_budget,
+        }
+
+    def running_bytes(self, plan: Plan) -> Bytes:
+        """Generations of the trials that train at one time, with one being written each."""
+        at_once = len(plan.devices) * plan.active
+        largest = sorted((_full_bytes(job) for job in plan.jobs), reverse=True)[:at_once]
+        return Bytes((self.keep + 1) * sum(largest))
+
+    def finished_bytes(self, plan: Plan) -> Bytes:
+        """What stays when every trial has finished."""
+        only_weights = self.keep_finished == "weights"
+        sizes = [
+            _weight_bytes(job) if only_weights else self.keep * _full_bytes(job)
+            for job in plan.jobs
+        ]
+        return Bytes(sum(sorted(sizes, reverse=True)[: self.best]))
+
+    def check(self, plan: Plan, free: Bytes) -> None:
+        """Refuse a plan whose generations cannot fit.
+
+        Raises:
+            PlanError: more is needed than ``free``, or than the budget.
+        """
+        running, finished = self.running_bytes(plan), self.finished_bytes(plan)
+        needed = running + finished
+        if self.disk_budget is not None and needed > self.disk_budget:
+            room, whose = self.disk_budget, "disk_budget allows"
+        elif needed > free:
+            room, whose = free, "are free"
+        else:
+            return
+        raise PlanError(
+            f"the study's checkpoints need {format_bytes(needed)} on disk: "
+            f"{format_bytes(running)} while trials train (keep={self.keep}, and one that is being "
+            f"written), {format_bytes(finished)} for finished ones "
+            f"(keep_finished={self.keep_finished!r}); {format_bytes(room)} {whose}. Keep less "
+            "with keep_finished='weights' or 'best:3', train fewer trials, or give it more room."
+        )
+
+    def explain(self, plan: Plan) -> str:
+        """What the plan says of the disk."""
+        return (
+            f"  on disk: up to {format_bytes(self.running_bytes(plan))} of generations while "
+            f"trials train, {format_bytes(self.finished_bytes(plan))} when all have finished "
+            f"(keep={self.keep}, keep_finished={self.keep_finished!r})"
+        )
+
+
+def _full_bytes(job: Job) -> int:
+    state = sum(shard.state_bytes for shard in job.shards)
+    return _weight_bytes(job) + state
+
+
+def _weight_bytes(job: Job) -> int:
+    return sum(shard.owned_bytes for shard in job.shards) + job.buffer_bytes + _REST_BYTES

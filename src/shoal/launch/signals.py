@@ -1,0 +1,55 @@
+"""Ctrl-C and SIGTERM while a study runs: save, then leave; a second one leaves at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+from shoal.runtime.pool import WorkerPool
+
+PAUSED = 75  # EX_TEMPFAIL: the same command goes on
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupts:
+    """Listens while its block runs, in the main thread; elsewhere it does nothing.
+
+    Until ``stop`` is set nothing is worth saving, and the first signal leaves.
+    """
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+        self._before: dict[int, Any] = {}
+        self.stop: Callable[[str], None] | None = None
+        self.received: signal.Signals | None = None
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._take) for number in _SIGNALS}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        first, self.received = self.received is None, signal.Signals(number)
+        stop = self.stop
+        if not first or stop is None:
+            self.leave()
+        reason = f"{signal.Signals(number).name} was received"
+        self._pool.post(lambda: stop(reason) if stop else None)
+
+    def leave(self) -> None:
+        """End as the signal asks: an interrupt for Ctrl-C, exit code 75 for SIGTERM."""
+        if self.received == signal.SIGTERM:
+            raise SystemExit(PAUSED)
+        raise KeyboardInterrupt

@@ -1,0 +1,41 @@
+"""Where the events of a run go: the database first, then whoever asked for them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+
+from shoal.core.event import Event
+from shoal.observe.db import Database
+
+Callback = Callable[[Event], None]
+
+
+class Sinks:
+    """The database and the callbacks of one run; called from its main thread."""
+
+    def __init__(self, database: Database, callbacks: Iterable[Callback]) -> None:
+        self._database, self._callbacks = database, list(callbacks)
+
+    def add(self, callback: Callback) -> None:
+        """Call it too from now on."""
+        self._callbacks.append(callback)
+
+    def write(self, happened: Sequence[Event]) -> None:
+        """Database first; a callback that raises loses its place and stops nobody.
+
+        Raises:
+            StorageError: the batch could not be written, and no callback was called.
+        """
+        self._database.write(happened)
+        for callback in list(self._callbacks):
+            try:
+                for event in happened:
+                    callback(event)
+            except Exception as error:
+                self._callbacks.remove(callback)
+                warnings.warn(
+                    f"callback {callback!r} raised {type(error).__name__}: {error}; the study "
+                    "goes on without it.",
+                    stacklevel=2,
+                )

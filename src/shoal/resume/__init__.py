@@ -1,0 +1,23 @@
+"""A study that goes on: the record of what was asked for, and what is merged with it."""
+
+from shoal.resume.form import record_from_json, record_to_json
+from shoal.resume.merge import Merged, TrialProgress, merge
+from shoal.resume.recipe import RecipeRecord, describe_recipe
+from shoal.resume.record import StudyRecord, TrialRecord, describe_study
+from shoal.resume.trials import kinds_of, with_clone, with_points
+
+__all__ = [
+    "Merged",
+    "RecipeRecord",
+    "StudyRecord",
+    "TrialProgress",
+    "TrialRecord",
+    "describe_recipe",
+    "describe_study",
+    "kinds_of",
+    "merge",
+    "record_from_json",
+    "record_to_json",
+    "with_clone",
+    "with_points",
+]

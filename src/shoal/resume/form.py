@@ -1,0 +1,164 @@
+"""A study's record as JSON: what stands in ``study.json``, and what is believed of it.
+
+    {"kind": "shoal.study", "format": 1, "name": "sweep", ..., "trials": [{"number": 0, ...}]}
+
+A format that this version does not know is left alone: a newer shoal wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from shoal.core.errors import SpecError, StorageError
+from shoal.observe import jsonl
+from shoal.resume.recipe import record_of
+from shoal.resume.record import StudyRecord, TrialRecord
+
+KIND, FORMAT = "shoal.study", 1
+
+
+def record_to_json(record: StudyRecord) -> str:
+    """The text of ``study.json``, for a reader at night too."""
+    values: dict[str, Any] = {"kind": KIND, "format": FORMAT, **_fields(record)}
+    values["recipe"] = _fields(record.recipe)
+    values["trials"] = [_fields(trial) for trial in record.trials]
+    return jsonl.dumps(values, indent=2) + "\n"
+
+
+def record_from_json(text: str, where: str = "study.json") -> StudyRecord:
+    """The record of a text; ``where`` names its file in messages.
+
+    Raises:
+        SpecError: shoal did not write this.
+        StorageError: it is damaged, or a newer shoal wrote it.
+    """
+    values = _parse(text, where)
+    _check_format(values, where)
+    try:
+        return _record(values)
+    except ValueError as error:
+        raise StorageError(
+            f"{where} is damaged: {error}. Nothing was changed. Restore the file from a copy, or "
+            "give the study another name."
+        ) from None
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in fields(record)}
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        values = jsonl.loads(text)
+    except ValueError as error:
+        if KIND in text:
+            raise StorageError(
+                f"{where} is damaged: it is no JSON: {error}. Nothing was changed. Restore the "
+                "file from a copy, or give the study another name."
+            ) from None
+        values = None
+    if not isinstance(values, dict) or values.pop("kind", None) != KIND:
+        raise SpecError(
+            f"{where} was not written by this version of shoal: it does not say kind: {KIND!r}. "
+            "Nothing was changed. Choose another name or directory for the study."
+        )
+    return values
+
+
+def _check_format(values: dict[str, Any], where: str) -> None:
+    found = values.pop("format", None)
+    if type(found) is int and found > FORMAT:
+        raise StorageError(
+            f"{where} has format {found}, and this shoal reads format {FORMAT}: a newer one wrote "
+            "it. Nothing was changed. Update shoal, or give the study another name."
+        )
+    if found != FORMAT or type(found) is not int:
+        raise StorageError(
+            f"{where} is damaged: its format is {found!r}. Nothing was changed. Restore the file "
+            "from a copy, or give the study another name."
+        )
+
+
+# -- values, each with its meaning ------------------------------------------------------------
+
+
+def _record(values: dict[str, Any]) -> StudyRecord:
+    checked = _checked(values, _STUDY)
+    if (checked["epochs"] is None) == (checked["steps"] is None):
+        raise ValueError("it has not exactly one of epochs and steps")
+    recipe = _checked(checked.pop("recipe"), _RECIPE)
+    described = record_of(recipe["fields"], recipe["sources"])
+    if described.digest != recipe["digest"]:
+        raise ValueError("the recipe's digest is another one")
+    trials = tuple(TrialRecord(**_checked(v, _TRIAL)) for v in checked.pop("trials"))
+    if len({trial.number for trial in trials}) != len(trials):
+        raise ValueError("two trials have one number")
+    return StudyRecord(**checked, recipe=described, trials=trials)
+
+
+def _checked(values: Any, checks: Mapping[str, Callable[[Any], bool]]) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise ValueError(f"an object with {', '.join(checks)} is {type(values).__name__}")
+    if values.keys() != checks.keys():
+        odd = sorted(values.keys() ^ checks.keys())
+        raise ValueError(f"these names are missing or unknown: {', '.join(odd)}")
+    for name, accepts in checks.items():
+        if not accepts(values[name]):
+            raise ValueError(f"{name} is {values[name]!r:.80}")
+    return values
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_count(value: Any) -> bool:
+    return value is None or (type(value) is int and value >= 1)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
+
+
+def _are_scalars(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    return all(item is None or type(item) in (bool, int, float, str) for item in value.values())
+
+
+_STUDY: dict[str, Callable[[Any], bool]] = {
+    "name": _is_text,
+    "space": _is_text,
+    "trials": lambda value: isinstance(value, list),
+    "epochs": _is_count,
+    "steps": _is_count,
+    "eval_every": _is_count,
+    "metric": _is_text,
+    "mode": lambda value: value in ("min", "max"),
+    "seed": _is_whole,
+    "recipe": lambda value: isinstance(value, dict),
+    "checkpoint": _are_scalars,
+}
+_RECIPE: dict[str, Callable[[Any], bool]] = {
+    "fields": _are_texts,
+    "sources": _are_texts,
+    "digest": _is_text,
+}
+_TRIAL: dict[str, Callable[[Any], bool]] = {
+    "number": _is_number,
+    "hp": _are_scalars,
+    "seed": _is_number,
+    "origin": lambda value: value in ("asked", "extended", "cloned"),
+    "parent": lambda value: value is None or _is_number(value),
+    "warm": lambda value: isinstance(value, bool),
+}

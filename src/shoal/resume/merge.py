@@ -1,0 +1,192 @@
+"""What ran against what is asked for now: what goes on, what is new, what is refused.
+
+    recorded   study.json: what the trials that are there were asked for
+    progress   how far each of them came
+    asked      the study as its file says now
+
+More is welcome (trials, epochs, a wider space), and what changes no trained bit (metric,
+mode, how often to evaluate and to save). Refused is what would make trials of one study
+differ in more than their hyperparameters, or throw training away (see refuse.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from shoal.core.spec import TrialSpec
+from shoal.observe.rows import TrialState
+from shoal.resume import refuse
+from shoal.resume.record import StudyRecord, TrialRecord
+from shoal.resume.trials import Pairing, number_on, pair
+from shoal.resume.words import list_some
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialProgress:
+    """How far a trial came.
+
+    ``step`` is its last one, ``epoch`` that step's, counted from 1; both 0 before the
+    first. ``target`` is how many epochs or steps it was to run, as the study counts;
+    None for the record's. ``has_full_state``: can it train on from what was kept?
+    """
+
+    state: TrialState = TrialState.PENDING
+    step: int = 0
+    epoch: int = 0
+    has_full_state: bool = True
+    target: int | None = None
+
+
+Progress = Mapping[int, TrialProgress]
+_NOTHING = TrialProgress()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
+    """A study that goes on: its trials by number, and what each of them does now.
+
+    ``ended`` stay as they are, ``continued`` train on or begin at last, ``added`` are
+    new; together these are all ``trials``. ``changes`` says in a sentence each what is
+    asked for now and was not before. ``record`` is what to write into ``study.json``.
+    """
+
+    trials: tuple[TrialSpec, ...]
+    ended: tuple[int, ...]
+    continued: tuple[int, ...]
+    added: tuple[int, ...]
+    changes: tuple[str, ...]
+    record: StudyRecord
+
+
+def merge(recorded: StudyRecord, progress: Progress, asked: StudyRecord) -> Merged:
+    """The study that is asked for, with the trials that are there.
+
+    They keep their numbers and seeds whatever order a wider space has. A trial that
+    failed stays failed, unless nothing was trained yet and the recipe is another one. A
+    trial that was stopped goes on only where there is more to do than it was stopped from.
+
+    Raises:
+        SpecError: what cannot be merged, what was found, and what to do.
+    """
+    is_same_recipe = recorded.recipe.is_same(asked.recipe)
+    pairing = pair(recorded.trials, [trial.hp for trial in asked.trials])
+    longer = tuple(_with_more_to_do(recorded, progress, asked))
+    _refuse(recorded, progress, asked, pairing, is_same_recipe=is_same_recipe)
+    refuse.weights_only(recorded, asked, _without_state(progress, longer))
+    new = number_on(replace(asked, trials=recorded.trials), pairing.new, "asked")
+    merged = replace(
+        asked,
+        trials=recorded.trials + new,
+        recipe=recorded.recipe if is_same_recipe else asked.recipe,
+    )
+    ended = tuple(_ended(recorded.trials, progress, longer, may_retry=not is_same_recipe))
+    return Merged(
+        trials=tuple(trial.to_spec() for trial in merged.trials),
+        ended=ended,
+        continued=tuple(t.number for t in recorded.trials if t.number not in ended),
+        added=tuple(trial.number for trial in new),
+        changes=(*_changes(recorded, merged, longer), *_more_trials(new)),
+        record=merged,
+    )
+
+
+def _refuse(
+    recorded: StudyRecord,
+    progress: Progress,
+    asked: StudyRecord,
+    pairing: Pairing,
+    *,
+    is_same_recipe: bool,
+) -> None:
+    """Say no to the first thing that cannot be merged, the most basic one first."""
+    trained = sorted(number for number, known in progress.items() if known.step)
+    refuse.another_study(recorded, asked)
+    refuse.another_unit(recorded, asked)
+    refuse.another_seed(recorded, asked)
+    refuse.missing_trials(recorded, asked, pairing.missing)
+    if trained and not is_same_recipe:
+        refuse.another_recipe(recorded, asked, trained)
+    refuse.less_training(asked, {n: _done(asked, known) for n, known in progress.items()})
+
+
+# -- which trials -----------------------------------------------------------------------------
+
+
+def _done(asked: StudyRecord, known: TrialProgress) -> int:
+    """How much of its length a trial has begun."""
+    return known.epoch if asked.unit == "epochs" else known.step
+
+
+def _with_more_to_do(
+    recorded: StudyRecord, progress: Progress, asked: StudyRecord
+) -> Iterable[int]:
+    """The trials that had come to their end, and now have a later one."""
+    for number, known in sorted(progress.items()):
+        target = recorded.length if known.target is None else known.target
+        has_ended = known.state in (TrialState.FINISHED, TrialState.STOPPED)
+        if has_ended and asked.length > target:
+            yield number
+
+
+def _without_state(progress: Progress, numbers: Iterable[int]) -> list[int]:
+    return [n for n in numbers if progress[n].step and not progress[n].has_full_state]
+
+
+def _ended(
+    trials: Iterable[TrialRecord], progress: Progress, longer: tuple[int, ...], *, may_retry: bool
+) -> Iterable[int]:
+    for trial in trials:
+        state = progress.get(trial.number, _NOTHING).state
+        stays = state in (TrialState.FINISHED, TrialState.STOPPED) and trial.number not in longer
+        if stays or (state is TrialState.FAILED and not may_retry):
+            yield trial.number
+
+
+# -- in words ---------------------------------------------------------------------------------
+
+
+def _more_trials(new: tuple[TrialRecord, ...]) -> Iterable[str]:
+    if new:
+        trials = "trial" if len(new) == 1 else "trials"
+        yield f"{len(new)} more {trials}: {list_some(trial.number for trial in new)}."
+
+
+def _changes(recorded: StudyRecord, merged: StudyRecord, longer: tuple[int, ...]) -> Iterable[str]:
+    """A sentence for each difference that is accepted."""
+    if merged.recipe is not recorded.recipe:
+        yield "another recipe: no trial had a step of the one before."
+    if merged.space != recorded.space:
+        yield f"the space is {merged.space}; it was {recorded.space}."
+    if merged.length != recorded.length:
+        again = f" Trials that had ended go on: {list_some(longer)}." if longer else ""
+        yield f"{merged.length} {merged.unit} instead of {recorded.length}.{again}"
+    elif longer:
+        yield f"trials that had ended before go on: {list_some(longer)}."
+    if merged.eval_every != recorded.eval_every:
+        yield (
+            f"evaluated {_how_often(merged)}, before {_how_often(recorded)}: histories have rows "
+            "of both, the training is the same."
+        )
+    if (merged.metric, merged.mode) != (recorded.metric, recorded.mode):
+        yield (
+            f"ranked by {merged.mode} {merged.metric}, before by {recorded.mode} "
+            f"{recorded.metric}: the training is the same."
+        )
+    if merged.seed != recorded.seed:
+        yield (
+            f"seed {merged.seed}, before {recorded.seed}: every trial has a seed of its own among "
+            "its hyperparameters, and keeps it."
+        )
+    yield from _checkpoint_changes(recorded, merged)
+
+
+def _how_often(record: StudyRecord) -> str:
+    return f"every {record.eval_every} steps" if record.eval_every else "at each epoch's end"
+
+
+def _checkpoint_changes(recorded: StudyRecord, merged: StudyRecord) -> Iterable[str]:
+    for name in sorted({*recorded.checkpoint, *merged.checkpoint}):
+        old, now = recorded.checkpoint.get(name), merged.checkpoint.get(name)
+        if old != now:
+            yield f"{name} is {now!r}; it was {old!r}."

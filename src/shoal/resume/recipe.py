@@ -1,0 +1,63 @@
+"""A recipe as text: the source of what it is made of, so that a change of it shows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, fields
+from typing import Any
+
+from shoal.resume.code import is_same
+from shoal.resume.home import Home
+from shoal.resume.walk import Walk
+from shoal.resume.words import is_plain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeRecord:
+    """What a recipe is: its fields by name, and the sources they refer to.
+
+    A field is a value, or the name of a definition; one that has its default is left
+    out, so that a later shoal may have more of them. ``sources`` has the text of that
+    definition, and of each one that it names in turn. ``digest`` is of both.
+    """
+
+    fields: Mapping[str, str]
+    sources: Mapping[str, str]
+    digest: str
+
+    def is_same(self, other: RecipeRecord) -> bool:
+        """Whether both mean one recipe, though other Pythons may have written them."""
+        if self.digest == other.digest:
+            return True
+        if self.fields != other.fields or self.sources.keys() != other.sources.keys():
+            return False
+        return all(is_same(text, other.sources[name]) for name, text in self.sources.items())
+
+
+def describe_recipe(recipe: Any) -> RecipeRecord:
+    """The record of a ``shoal.Recipe``, or of any dataclass of callables and values.
+
+    Reads the files that define them. Of what has no source, as in an interactive
+    session, a digest of its code is recorded.
+    """
+    values = {f.name: getattr(recipe, f.name) for f in fields(recipe)}
+    values = {f.name: values[f.name] for f in fields(recipe) if not _is_default(f, values[f.name])}
+    walk = Walk(Home.of(values.values()))
+    described = {name: walk.describe(value) for name, value in values.items()}
+    walk.follow_all()
+    return record_of(described, walk.sources)
+
+
+def _is_default(field: Field[Any], value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return field.default_factory is dict and not value
+    return is_plain(value) and type(value) is type(field.default) and value == field.default
+
+
+def record_of(described: Mapping[str, str], sources: Mapping[str, str]) -> RecipeRecord:
+    """A record with its digest."""
+    text = json.dumps([dict(described), dict(sources)], sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+    return RecipeRecord(fields=dict(described), sources=dict(sources), digest=digest)

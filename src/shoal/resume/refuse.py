@@ -1,0 +1,145 @@
+"""What a study that goes on must not change: each refusal, with what to do instead."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+
+from shoal.core.errors import SpecError
+from shoal.core.spec import Scalar
+from shoal.resume.code import is_same
+from shoal.resume.recipe import RecipeRecord
+from shoal.resume.record import StudyRecord, TrialRecord
+from shoal.resume.words import list_some
+
+MAX_DIFF_LINES = 40
+_OTHERWISE = "or give the study another name; overwrite=True (--overwrite) trains all anew."
+
+
+def another_study(recorded: StudyRecord, asked: StudyRecord) -> None:
+    """The directory is of a study of another name."""
+    if recorded.name != asked.name:
+        raise SpecError(
+            f"cannot go on with study {asked.name!r}: the directory holds study "
+            f"{recorded.name!r}. Choose the directory of {asked.name!r}, or another one."
+        )
+
+
+def another_unit(recorded: StudyRecord, asked: StudyRecord) -> None:
+    """Epochs became steps, or steps epochs."""
+    if recorded.unit != asked.unit:
+        raise SpecError(
+            f"cannot go on with study {asked.name!r}: it trains for {recorded.unit}="
+            f"{recorded.length}, and {asked.unit}={asked.length} is asked for now. Give the "
+            f"length in {recorded.unit}, {_OTHERWISE}"
+        )
+
+
+def another_seed(recorded: StudyRecord, asked: StudyRecord) -> None:
+    """The study's seed is another one, and trials' seeds came from it."""
+    derived = [trial.number for trial in recorded.trials if "seed" not in trial.hp]
+    if recorded.seed != asked.seed and derived:
+        raise SpecError(
+            f"cannot go on with study {asked.name!r} with seed={asked.seed}: it has "
+            f"seed={recorded.seed}, and the seeds of {len(derived)} trials came from it. Put "
+            f"seed={recorded.seed} back, {_OTHERWISE}"
+        )
+
+
+def missing_trials(
+    recorded: StudyRecord, asked: StudyRecord, missing: Sequence[TrialRecord]
+) -> None:
+    """Fewer trials, or a space that has lost some of them; those added by hand stay."""
+    lost = [trial for trial in missing if trial.origin == "asked"]
+    if not lost:
+        return
+    shown = "; ".join(f"trial {t.number} ({_settings(t.hp)})" for t in lost[:3])
+    more = f"; and {len(lost) - 3} more" if len(lost) > 3 else ""
+    raise SpecError(
+        f"cannot go on with study {asked.name!r}: {len(lost)} of its {len(recorded.trials)} "
+        f"trials are not asked for any more: {shown}{more}.{_renamed(lost[0].hp, asked)} Ask for "
+        "all of them again (more trials and a wider space are welcome; shoal stop STUDY TRIAL "
+        f"ends a trial that is not wanted), {_OTHERWISE}"
+    )
+
+
+def less_training(asked: StudyRecord, done: Mapping[int, int]) -> None:
+    """Fewer epochs or steps than some trial did already."""
+    beyond = sorted(number for number, length in done.items() if length > asked.length)
+    if beyond:
+        most = max(done[number] for number in beyond)
+        raise SpecError(
+            f"cannot go on with study {asked.name!r} for {asked.unit}={asked.length}: "
+            f"{_trials(beyond)} trained longer, up to {most} {asked.unit}. Ask for at least "
+            f"{asked.unit}={most}, {_OTHERWISE}"
+        )
+
+
+def weights_only(recorded: StudyRecord, asked: StudyRecord, trials: Sequence[int]) -> None:
+    """More training for finished trials of which only the weights were kept."""
+    if trials:
+        raise SpecError(
+            f"cannot train {_trials(trials)} of study {asked.name!r} on to {asked.unit}="
+            f"{asked.length}: of a finished trial only the weights were kept, and training needs "
+            "its optimizer's state and random numbers too. Put "
+            f"{asked.unit}={recorded.length} back, or run a study of another name with "
+            f"keep_finished='all' and {asked.unit}={asked.length}."
+        )
+
+
+def another_recipe(recorded: StudyRecord, asked: StudyRecord, trained: Sequence[int]) -> None:
+    """The recipe is not the one that trials were trained with."""
+    names, lines = _differences(recorded.recipe, asked.recipe)
+    shown = lines[:MAX_DIFF_LINES]
+    if len(lines) > MAX_DIFF_LINES:
+        shown.append(f"... and {len(lines) - MAX_DIFF_LINES} more lines")
+    diff = "\n".join(f"  {line}" for line in shown)
+    raise SpecError(
+        f"cannot go on with study {asked.name!r}: {_trials(trained)} trained with another recipe, "
+        f"and trials of two recipes cannot be compared. Changed: {', '.join(names)}.\n{diff}\n"
+        f"Put the recipe back, {_OTHERWISE}"
+    )
+
+
+# -- in words ---------------------------------------------------------------------------------
+
+
+def _trials(numbers: Sequence[int]) -> str:
+    return f"trial {numbers[0]}" if len(numbers) == 1 else f"trials {list_some(numbers)}"
+
+
+def _settings(hp: Mapping[str, Scalar]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in hp.items())
+
+
+def _renamed(hp: Mapping[str, Scalar], asked: StudyRecord) -> str:
+    """A hint where the names differ: no trial of the one space is in the other then."""
+    names = set(asked.trials[0].hp) if asked.trials else set(hp)
+    gone, came = sorted(set(hp) - names), sorted(names - set(hp))
+    parts = [f"no longer has {', '.join(gone)}"] if gone else []
+    parts += [f"now has {', '.join(came)}"] if came else []
+    return f" The space {' and '.join(parts)}." if parts else ""
+
+
+def _differences(old: RecipeRecord, now: RecipeRecord) -> tuple[list[str], list[str]]:
+    """The names of what changed, and a unified diff of it."""
+    names = list(_changed(old.sources, now.sources))
+    lines: list[str] = []
+    for name in names:
+        lines += _diff(old.sources.get(name, ""), now.sources.get(name, ""))
+    for name in _changed(old.fields, now.fields):
+        before, after = (record.fields.get(name, "(default)") for record in (old, now))
+        lines += [f"-{name}={before}", f"+{name}={after}"]
+        names.append(f"Recipe({name}=...)")
+    return names, lines
+
+
+def _changed(old: Mapping[str, str], now: Mapping[str, str]) -> Iterable[str]:
+    for name in [*old, *(name for name in now if name not in old)]:
+        if name not in old or name not in now or not is_same(old[name], now[name]):
+            yield name
+
+
+def _diff(old: str, now: str) -> list[str]:
+    lines = difflib.unified_diff(old.splitlines(), now.splitlines(), n=2, lineterm="")
+    return [line for line in lines if not line.startswith(("---", "+++"))]

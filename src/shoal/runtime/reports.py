@@ -1,0 +1,126 @@
+"""What a device loop tells the study's process: events in batches, replies behind them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from shoal.core.event import (
+    ActionFinished,
+    Evaluated,
+    Event,
+    Packed,
+    PeakMeasured,
+    StepFinished,
+    pack_event,
+)
+from shoal.core.units import Bytes
+from shoal.device import Device
+from shoal.runtime.interpret import Issued, Seat
+from shoal.runtime.messages import Happened, Reply
+from shoal.runtime.session import Session
+
+TELL_EVERY_S = 0.02
+
+
+class Reports:
+    """Collects and sends; used by the device's thread.
+
+    Attributes:
+        issued: Actions in flight, put there by the seats.
+    """
+
+    def __init__(self, device: Device, send: Callable[[Reply], None], *, timeline: bool) -> None:
+        self._device, self._send, self._timeline = device, send, timeline
+        self.issued: list[Issued] = []
+        self._events: list[Packed] = []
+        self._sent_at = time.monotonic()
+        self._peak = 0
+
+    def reply(self, reply: Reply) -> None:
+        """Send a reply, behind the events that happened before it."""
+        self.send_events()
+        self._send(reply)
+
+    def tell(self, event: Event) -> None:
+        """Send an event with others that happen about now."""
+        self._tell_packed(pack_event(event))
+
+    def _tell_packed(self, packed: Packed) -> None:
+        self._events.append(packed)
+        if time.monotonic() - self._sent_at > TELL_EVERY_S:
+            self.send_events()
+
+    def send_events(self) -> None:
+        """Send what was told."""
+        if self._events:
+            self._send(Happened(tuple(self._events)))
+            self._events.clear()
+        self._sent_at = time.monotonic()
+
+    def step(self, session: Session, loss: float, seconds: float) -> None:
+        """A step ended that took ``seconds`` of the device."""
+        self.tell(
+            StepFinished(
+                time=time.time(),
+                trial=session.job.trial,
+                step=session.step,
+                epoch=session.epoch_number,
+                loss=loss,
+                seconds=seconds,
+                device=self._device.spec.name,
+                steps_per_epoch=session.steps_per_epoch,
+            )
+        )
+
+    def evaluation(self, session: Session, metrics: dict[str, float]) -> None:
+        """A validation pass ended."""
+        self.tell(
+            Evaluated(
+                time=time.time(),
+                trial=session.job.trial,
+                step=session.step,
+                epoch=session.epoch_number,
+                metrics=metrics,
+            )
+        )
+
+    def peak(self, seat: Seat, neighbours: Sequence[Seat]) -> None:
+        """The most bytes the device held in a step that was counted."""
+        peak = seat.peak_bytes + sum(other.resident_bytes() for other in neighbours)
+        if self._device.spec.kind == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._device.torch_device)
+        jobs = [other.session.job for other in (seat, *neighbours)]
+        held = sum(job.held_bytes for job in jobs)
+        predicted = held + max(job.peak_bytes - job.held_bytes for job in jobs)
+        if peak > self._peak:
+            self._peak = peak
+            self.tell(
+                PeakMeasured(
+                    time=time.time(),
+                    device=self._device.spec.name,
+                    peak_bytes=Bytes(peak),
+                    budget_bytes=self._device.spec.memory,
+                    predicted_bytes=Bytes(predicted),
+                )
+            )
+
+    def flush(self, of: int | None = None) -> None:
+        """Send the actions that are complete to the timeline; all of the trial ``of``."""
+        if not self.issued:
+            return
+        kept = []
+        for issued in self.issued:
+            if not issued.event.done and issued.trial != of:
+                kept.append(issued)
+            elif self._timeline and issued.event.error is None:
+                self._tell_packed(self._finished(issued))
+        self.issued[:] = kept
+
+    def _finished(self, issued: Issued) -> Packed:
+        """An ActionFinished: there are several a step, so it is never made here."""
+        start, end = issued.event.span()
+        where = (self._device.spec.name, issued.stream, issued.trial, issued.step)
+        return ActionFinished, (*where, issued.action, start, end, issued.num_bytes)

@@ -1,0 +1,124 @@
+"""Generations written behind the trials' backs: one thread of a worker, trials in turn.
+
+The device's thread takes a trial's state at a step boundary; this thread writes it while the
+trial goes on. The next one is due no sooner than ``interval_s`` says, so that saving takes at
+most a few percent of the time, whatever the disk does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from shoal.core.errors import StorageError
+from shoal.core.event import CheckpointWritten, Event, StorageFailed
+from shoal.runtime import checkpoint
+from shoal.runtime.checkpoint import Content
+from shoal.runtime.messages import Settings
+
+SHARE = 1 / 33
+"""Of a trial's time, at most this much may pass between a step boundary and a durable state."""
+
+
+def interval_s(every_s: float, seconds: float) -> float:
+    """Seconds until the next generation, when the last one took ``seconds``; 0 is every step."""
+    return max(every_s, seconds / SHARE) if every_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a generation: where it is, or why it is nowhere."""
+
+    step: int
+    path: str = ""  # relative to the study
+    trouble: str = ""
+
+
+class Saver:
+    """Writes generations; used by the device's thread only.
+
+    ``tell`` sends an event at once and may be called from the writing thread.
+    """
+
+    def __init__(self, settings: Settings, tell: Callable[[Event], None]) -> None:
+        self._settings, self._tell = settings, tell
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
+        self._writing: dict[int, Future[Outcome]] = {}
+        self._due: dict[int, float] = {}  # trial -> on the monotonic clock
+
+    def expect(self, trial: int, in_s: float) -> None:
+        """The trial came to this device; its next generation is due ``in_s`` from now."""
+        self._due[trial] = time.monotonic() + in_s
+
+    def is_due(self, trial: int) -> bool:
+        """Whether it is time, and the last one is written; with an interval of 0, always."""
+        if not self._settings.checkpoint_every_s:
+            return True
+        writing = self._writing.get(trial)
+        if writing is not None and not writing.done():
+            return False
+        return time.monotonic() >= self._due[trial]
+
+    def save(self, take: Callable[[], Content]) -> None:
+        """Take a state now, and write it while the caller goes on."""
+        began = time.perf_counter()
+        what = take()
+        self.wait(what.trial)
+        self._writing[what.trial] = self._thread.submit(self._write, what, began)
+
+    def wait(self, trial: int) -> Outcome | None:
+        """What became of the trial's last generation, once it is written; None: there is none."""
+        writing = self._writing.get(trial)
+        return None if writing is None else writing.result()
+
+    def forget(self, trial: int) -> None:
+        """Wait for the trial's last generation, and keep nothing of it."""
+        self.wait(trial)
+        self._writing.pop(trial, None)
+        self._due.pop(trial, None)
+
+    def close(self) -> None:
+        """Finish what was taken."""
+        self._thread.shutdown()
+
+    def _write(self, what: Content, began: float) -> Outcome:
+        settings = self._settings
+        place = checkpoint.generations(settings.directory, what.trial, settings.keep)
+        try:
+            written = checkpoint.write(what, place)
+        except StorageError as error:
+            self._schedule(what.trial, time.perf_counter() - began)
+            self._report(what, str(place.directory), str(error))
+            return Outcome(what.step, trouble=str(error))
+        seconds = time.perf_counter() - began
+        self._schedule(what.trial, seconds)
+        path = f"trials/{what.trial:04d}/{written.path.name}"
+        self._tell(
+            CheckpointWritten(
+                time=time.time(),
+                trial=what.trial,
+                step=what.step,
+                path=path,
+                bytes=what.num_bytes,
+                seconds=seconds,
+            )
+        )
+        return Outcome(what.step, path)
+
+    def _schedule(self, trial: int, seconds: float) -> None:
+        wait_s = interval_s(self._settings.checkpoint_every_s, seconds)
+        self._due[trial] = time.monotonic() + wait_s
+
+    def _report(self, what: Content, path: str, error: str) -> None:
+        self._tell(
+            StorageFailed(
+                time=time.time(),
+                path=path,
+                error=error,
+                trial=what.trial,
+                action=f"trial {what.trial} goes on without a generation of step {what.step}; "
+                "earlier ones are as they were",
+            )
+        )

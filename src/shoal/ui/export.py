@@ -1,0 +1,76 @@
+"""``shoal export``: a trained model as files for others."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+
+from shoal.core.errors import SpecError
+from shoal.core.units import format_bytes
+from shoal.export import Exported, export_trial
+from shoal.observe import jsonl, read_outline
+from shoal.observe.snapshot import Snapshot
+from shoal.recipe import Recipe
+from shoal.report import Report, TrialResult, read_report
+from shoal.ui.failures import ExitCode
+from shoal.ui.studies import find_study
+from shoal.verify import recorded_study
+
+
+def export_model(
+    name: str,
+    which: str,
+    target: str,
+    directory: Path,
+    *,
+    overwrite: bool = False,
+    file: str | None = None,
+    as_json: bool = False,
+) -> int:
+    """Write the best trial's model, or that of a number, and say what is where."""
+    place = find_study(name, directory)
+    with contextlib.redirect_stdout(sys.stderr):  # what a model prints is no answer
+        recipe: Recipe = recorded_study(Snapshot.of(read_outline(place)), file).recipe
+        report = read_report(place, recipe=recipe)
+        done = export_trial(choose_trial(report, which), report, target, overwrite=overwrite)
+    print(jsonl.dumps(_record(report, done), indent=2) if as_json else describe(report, done))
+    return ExitCode.DONE
+
+
+def choose_trial(report: Report, which: str) -> TrialResult:
+    """``best``, or the trial of a number.
+
+    Raises:
+        SpecError: neither, or there is no such trial.
+    """
+    if which == "best":
+        return report.best
+    for trial in report.trials:
+        if which == str(trial.number):
+            return trial
+    raise SpecError(
+        f"study {report.study} has no trial {which!r}; give 'best' or a number below "
+        f"{len(report.trials)}."
+    )
+
+
+def describe(report: Report, done: Exported) -> str:
+    """What was written, and how to go on, as text."""
+    width = max(map(len, done.files))
+    lines = [f"  {name:{width}}  {format_bytes(size)}" for name, size in done.files.items()]
+    head = f"trial {done.trial} of {report.study}, step {done.step}, is in {done.directory}"
+    return "\n".join(
+        [head, *lines, f"next      {done.directory / 'README.md'} says how to load it"]
+    )
+
+
+def _record(report: Report, done: Exported) -> dict[str, object]:
+    return {
+        "study": report.study,
+        "trial": done.trial,
+        "step": done.step,
+        "directory": str(done.directory),
+        "kind": done.kind,
+        "files": dict(done.files),
+    }

@@ -1,0 +1,77 @@
+"""Which trials of a study are verified, and which cannot be."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from shoal.core.errors import SpecError
+from shoal.core.event import TrialPlanned
+from shoal.observe.reader import read_outline
+from shoal.observe.rows import TrialRow, TrialState, metric_rank
+from shoal.observe.snapshot import Snapshot
+
+
+def choose_trials(
+    snapshot: Snapshot, count: int, seed: int = 0, *, leave_out: Collection[int] = ()
+) -> list[TrialRow]:
+    """The best finished trial, and others drawn at random with ``seed``.
+
+    Raises:
+        SpecError: no trial finished, or ``count`` is less than one.
+    """
+    if count < 1:
+        raise SpecError(f"verify at least one trial, got {count}.")
+    finished = [row for row in snapshot.trials if row.state is TrialState.FINISHED]
+    if not finished:
+        raise SpecError(
+            f"study {snapshot.study} has no finished trial to verify: "
+            f"{snapshot.count(TrialState.FAILED)} failed, "
+            f"{snapshot.count(TrialState.PENDING) + snapshot.count(TrialState.RUNNING)} not done."
+        )
+
+    def rank(row: TrialRow) -> tuple[bool, float, int]:
+        value = metric_rank(row.metrics.get(snapshot.metric), snapshot.mode)
+        return row.number in leave_out, value, row.number
+
+    best, *others = sorted(finished, key=rank)
+    others = [row for row in others if row.number not in leave_out]
+    drawn = random.Random(seed).sample(others, min(count - 1, len(others)))
+    return [best, *drawn]
+
+
+def named_trials(snapshot: Snapshot, numbers: Sequence[int]) -> list[TrialRow]:
+    """The trials of these numbers, each once, whatever became of them.
+
+    Raises:
+        SpecError: the study has no such trial.
+    """
+    rows = {row.number: row for row in snapshot.trials}
+    for number in numbers:
+        if number not in rows:
+            raise SpecError(
+                f"study {snapshot.study} has no trial {number} to verify; it has "
+                f"{len(rows)}, numbered from 0."
+            )
+    return [rows[number] for number in dict.fromkeys(numbers)]
+
+
+def warm_clones(place: Path) -> frozenset[int]:
+    """The trials that began from another one's state, and not from their seed."""
+    planned = (event for event in read_outline(place) if isinstance(event, TrialPlanned))
+    return frozenset(event.trial for event in planned if event.warm)
+
+
+def skip_reason(row: TrialRow, warm: Collection[int]) -> str:
+    """Why a trial cannot be compared with training alone; empty if it can."""
+    if row.number in warm:
+        return (
+            f"it began from the state of trial {row.parent}, which the plain loop does not have; "
+            f"verify trial {row.parent}"
+        )
+    if row.state is TrialState.FAILED:
+        return f"it failed at step {row.step}: {row.error_line}"
+    if not row.is_done:
+        return f"it has not finished; it is at step {row.step}"
+    return ""

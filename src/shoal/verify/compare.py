@@ -1,0 +1,210 @@
+"""Train trials again, alone, with plain PyTorch, and compare every bit.
+
+Hyperparameters, seed, length and thread count are the trial's own, as recorded. How often
+it was evaluated is read off its record, too: a validation source may keep a state of its
+own from pass to pass.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.core.errors import ShoalError, SpecError
+from shoal.observe.reader import read_outline
+from shoal.observe.rows import TrialRow, TrialState
+from shoal.observe.snapshot import Snapshot
+from shoal.recipe import Recipe
+from shoal.report import TrialResult, read_report
+from shoal.testing import PlainResult, compare, plain_loop
+from shoal.verify.choose import skip_reason, warm_clones
+from shoal.verify.record import Curve, read_curve, recorded_study
+
+STATE: tuple[str, ...] = ("weights", "optimizer state", "schedule", "random numbers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialVerdict:
+    """Whether one trial ended on the bits of the plain loop.
+
+    ``tensors``, ``losses`` and ``metrics`` are how many were compared, ``compared`` names
+    what of the trial was; ``first_difference`` is in words, empty when there is none.
+    ``skipped`` says why nothing was compared, ``notes`` what a reader should know.
+    """
+
+    number: int
+    steps: int
+    tensors: int = 0
+    losses: int = 0
+    metrics: int = 0
+    first_difference: str = ""
+    plain_s: float = 0.0
+    compared: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    skipped: str = ""
+
+    @property
+    def equal(self) -> bool:
+        """Whether it was compared, and nothing differed."""
+        return not self.first_difference and not self.skipped
+
+
+def verify_trials(
+    place: Path,
+    rows: Sequence[TrialRow],
+    *,
+    recipe: Recipe | None = None,
+    file: str | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[TrialVerdict]:
+    """Retrain each of ``rows`` in this process and compare; one verdict at a time.
+
+    ``recipe`` is the one that trained the study; None imports it from ``file``, or from
+    the file on record.
+
+    Raises:
+        SpecError: there is no such file, or what it defines is of another study.
+    """
+    by_epochs = False
+    if recipe is None:
+        study = recorded_study(Snapshot.of(read_outline(place)), file)
+        recipe, by_epochs = study.recipe, study.epochs is not None
+    results = {trial.number: trial for trial in read_report(place, recipe).trials}
+    warm = warm_clones(place)
+    for row in rows:
+        reason = skip_reason(row, warm)
+        if reason:
+            yield TrialVerdict(number=row.number, steps=row.step, skipped=reason)
+            continue
+        case = _Case(row, results[row.number], recipe, read_curve(place, row), by_epochs)
+        yield case.verdict(clock)
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """One trial as it is on record, to be held against training alone."""
+
+    row: TrialRow
+    trial: TrialResult
+    recipe: Recipe
+    curve: Curve
+    by_epochs: bool
+
+    def verdict(self, clock: Callable[[], float]) -> TrialVerdict:
+        """What came of it; an error of the trial's own is a difference."""
+        number, steps = self.row.number, self.row.step
+        notes = environment_notes(self.row.numerics, self.recipe)
+        try:
+            state = self.trial.load_state()
+        except SpecError as error:  # nothing is there to compare
+            return TrialVerdict(number=number, steps=steps, skipped=str(error))
+        except ShoalError as error:
+            return TrialVerdict(number=number, steps=steps, first_difference=str(error))
+        started = clock()
+        try:
+            plain = self._train()
+        except SpecError:  # of another study's recipe
+            raise
+        except Exception as error:
+            alone = f"training it alone failed: {type(error).__name__}: {error}"
+            return TrialVerdict(number=number, steps=steps, first_difference=alone, notes=notes)
+        return self._judge(plain, state, clock() - started, notes)
+
+    def _train(self) -> PlainResult:
+        row, ended = self.row, self.row.state is TrialState.FINISHED
+        epochs = row.epoch if self.by_epochs and ended and row.epoch else None
+        return plain_loop(
+            self.recipe,
+            row.hp,
+            row.seed,
+            epochs=epochs,
+            steps=None if epochs else row.step,
+            eval_every=self.curve.eval_every,
+            **_numerics(row),
+        )
+
+    def _judge(
+        self, plain: PlainResult, state: Mapping[str, Any], plain_s: float, notes: tuple[str, ...]
+    ) -> TrialVerdict:
+        losses = [self.curve.losses[step] for step in sorted(self.curve.losses)]
+        found = compare(plain, _filled(plain, state), losses=losses)
+        tensors, compared = found.tensors, STATE
+        if _has_weights_only(state):
+            tensors, compared = len(state["model"]), STATE[:1]
+            notes += ("only its weights were kept: no optimizer state or random numbers",)
+        metrics, first = self._compare_metrics(plain)
+        return TrialVerdict(
+            number=self.row.number,
+            steps=self.row.step,
+            tensors=tensors,
+            losses=len(losses),
+            metrics=metrics,
+            first_difference=found.first_difference or first,
+            plain_s=plain_s,
+            compared=(*compared, "losses", *(["metrics"] if metrics else [])),
+            notes=notes,
+        )
+
+    def _compare_metrics(self, plain: PlainResult) -> tuple[int, str]:
+        """How many validation metrics were compared, and the first that differs."""
+        count, first = 0, ""
+        recorded = self.curve.evaluations
+        for row in plain.history:
+            expected = {n: v for n, v in row["metrics"].items() if n.startswith("valid_")}
+            for name, value in expected.items() if row["step"] in recorded else ():
+                count += 1
+                found = recorded[row["step"]].get(name)
+                if repr(found) != repr(value) and not first:
+                    first = (
+                        f"metric {name!r} of step {row['step']}: {value!r} expected, {found!r} "
+                        "found"
+                    )
+        return count, first
+
+
+def _has_weights_only(state: Mapping[str, Any]) -> bool:
+    return state.get("optimizer") is None
+
+
+def _filled(plain: PlainResult, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state, with the plain loop's own in the place of what was not kept."""
+    if not _has_weights_only(state):
+        return state
+    return plain.state() | {"model": state["model"], "step": state["step"]}
+
+
+def environment_notes(numerics: Mapping[str, Any], recipe: Recipe) -> tuple[str, ...]:
+    """What of the numerics key is not as it was: then bits may differ for that reason."""
+    on_gpu = _is_gpu(numerics) and torch.cuda.is_available()
+    now = {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(0) if on_gpu else "cpu",
+        "matmul": torch.get_float32_matmul_precision(),
+        "precision": recipe.precision,
+        "accumulate": recipe.accumulate,
+    }
+    changed = [
+        f"{name} {numerics[name]} then, {value} now"
+        for name, value in now.items()
+        if name in numerics and numerics[name] != value
+    ]
+    return (f"bits may differ, since the numerics key does: {'; '.join(changed)}",) * bool(changed)
+
+
+def _is_gpu(numerics: Mapping[str, Any]) -> bool:
+    return bool(numerics.get("device", "cpu") != "cpu")
+
+
+def _numerics(row: TrialRow) -> dict[str, Any]:
+    """What of the trial's numerics key the plain loop is told."""
+    on_gpu = _is_gpu(row.numerics) and torch.cuda.is_available()
+    return {
+        "threads": int(row.numerics.get("threads") or 1),
+        "device": "cuda" if on_gpu else "cpu",
+        "optimizer": "host" if row.numerics.get("optimizer_place") == "host" else "device",
+    }

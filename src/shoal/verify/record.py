@@ -1,0 +1,92 @@
+"""What a study has on record for a comparison: its recipe's file, and its trials' curves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal.core.errors import SpecError
+from shoal.core.event import Evaluated, StepFinished
+from shoal.observe.reader import read_events, read_trial
+from shoal.observe.rows import TrialRow, TrialState
+from shoal.observe.snapshot import Snapshot
+from shoal.source import load_study
+
+
+def recorded_study(snapshot: Snapshot, file: str | None = None) -> Any:
+    """The ``shoal.Study`` of the file that a study came from, or of ``file`` if that moved.
+
+    Raises:
+        SpecError: no file is on record, or it is not there any more.
+    """
+    if file is None:
+        _check_source(snapshot)
+    return load_study(file or snapshot.source).study
+
+
+def _check_source(snapshot: Snapshot) -> None:
+    if not snapshot.source:
+        raise SpecError(
+            "this study was made interactively, so no file says what its recipe is. Pass one that "
+            "defines it, --file FILE.py[:STUDY], or go on in Python where it was made: "
+            "shoal.testing.plain_loop and assert_same to verify, report.best to take a model."
+        )
+    path = Path(snapshot.source.rpartition(":")[0])
+    if path.suffix == ".py" and not path.is_file():
+        raise SpecError(
+            f"study {snapshot.study} was defined in {path}, and that file is not there any more. "
+            "Pass the one that defines it now: --file FILE.py[:STUDY]."
+        )
+
+
+def read_losses(place: Path) -> dict[int, list[float]]:
+    """The loss of every step by trial; a step that was done twice counts as done last."""
+    found: dict[int, dict[int, float]] = {}
+    for event in read_events(place):
+        if isinstance(event, StepFinished):
+            found.setdefault(event.trial, {})[event.step] = event.loss
+    return {trial: [steps[n] for n in sorted(steps)] for trial, steps in found.items()}
+
+
+@dataclass(slots=True)
+class Curve:
+    """What is on record of a trial's training, by step: what was done last counts."""
+
+    losses: dict[int, float] = field(default_factory=dict)
+    evaluations: dict[int, Mapping[str, float]] = field(default_factory=dict)
+    epoch_ends: frozenset[int] = frozenset()
+
+    @property
+    def eval_every(self) -> int | None:
+        """The steps from one evaluation to the next; None for one after each epoch.
+
+        Whichever explains more of the evaluations: those that were an end once, of a trial
+        that was extended, neither does.
+        """
+        if not self.evaluations:
+            return None
+        every = min(self.evaluations)
+        explained = {step for step in self.evaluations if step % every == 0}
+        explained.add(max(self.evaluations))
+        each_epoch = self.epoch_ends <= self.evaluations.keys()
+        return None if each_epoch and len(self.epoch_ends) >= len(explained) else every
+
+
+def read_curve(place: Path, row: TrialRow) -> Curve:
+    """A trial's losses and evaluations up to the step it ended at."""
+    curve, epochs = Curve(), dict[int, int]()
+    for event in read_trial(place, row.number):
+        if not isinstance(event, StepFinished | Evaluated) or event.trial != row.number:
+            continue
+        if event.step > row.step:  # it went back, and ended before it came here again
+            continue
+        if isinstance(event, StepFinished):
+            curve.losses[event.step], epochs[event.step] = event.loss, event.epoch
+        else:
+            curve.evaluations[event.step] = event.metrics
+    curve.epoch_ends = frozenset({epochs[step]: step for step in sorted(epochs)}.values())
+    if row.state is TrialState.FINISHED:
+        curve.evaluations[row.step] = row.metrics
+    return curve

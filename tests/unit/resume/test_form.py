@@ -1,0 +1,184 @@
+"""study.json: what is written is read back, and what is not ours is left alone."""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.core.errors import ShoalError, SpecError, StorageError
+from shoal.resume import (
+    RecipeRecord,
+    StudyRecord,
+    TrialRecord,
+    form,
+    record_from_json,
+    record_to_json,
+)
+from shoal.resume.recipe import record_of
+
+FINITE = st.floats(allow_nan=False)
+TEXT = st.text(max_size=9) | st.sampled_from(["NaN", "\\NaN", "-Infinity", "\n"])
+POINTS = st.dictionaries(
+    TEXT, st.none() | st.booleans() | st.integers() | FINITE | TEXT, max_size=3
+)
+RECIPES = st.builds(
+    record_of, st.dictionaries(TEXT, TEXT, max_size=3), st.dictionaries(TEXT, TEXT, max_size=3)
+)
+TRIALS = st.lists(
+    st.builds(
+        TrialRecord,
+        number=st.integers(0, 99),
+        hp=POINTS,
+        seed=st.integers(0),
+        origin=st.sampled_from(["asked", "extended", "cloned"]),
+        parent=st.none() | st.integers(0),
+        warm=st.booleans(),
+    ),
+    unique_by=lambda trial: trial.number,
+    max_size=4,
+).map(tuple)
+RECORDS = st.builds(
+    StudyRecord,
+    name=st.text(string.ascii_lowercase, min_size=1),
+    space=TEXT,
+    trials=TRIALS,
+    epochs=st.just(3),
+    steps=st.none(),
+    eval_every=st.none() | st.integers(1),
+    metric=TEXT,
+    mode=st.sampled_from(["min", "max"]),
+    seed=st.integers(),
+    recipe=RECIPES,
+    checkpoint=POINTS,
+)
+SMALL = StudyRecord(
+    name="sweep",
+    space="lr=0.1",
+    trials=(TrialRecord(number=0, hp={"lr": 0.1}, seed=0),),
+    epochs=None,
+    steps=9,
+    eval_every=None,
+    metric="valid_loss",
+    mode="min",
+    seed=0,
+    recipe=record_of({"model": "build"}, {"build": "def build(hp):\n    pass"}),
+    checkpoint={"keep": 2},
+)
+
+
+@settings(deadline=None)
+@given(RECORDS)
+def test_a_record_survives_its_text(record: StudyRecord) -> None:
+    assert record_from_json(record_to_json(record)) == record
+
+
+def test_the_text_can_be_read_by_anybody() -> None:
+    values = json.loads(record_to_json(SMALL))
+
+    assert (values["kind"], values["format"], values["name"]) == ("shoal.study", 1, "sweep")
+    assert values["trials"][0]["hp"] == {"lr": 0.1}
+
+
+def test_every_field_is_checked() -> None:
+    for kind, checks in (
+        (StudyRecord, form._STUDY),
+        (TrialRecord, form._TRIAL),
+        (RecipeRecord, form._RECIPE),
+    ):
+        assert [field.name for field in fields(kind)] == list(checks) or kind is StudyRecord
+        assert {field.name for field in fields(kind)} == set(checks)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[]",
+        "\x00\x01",
+        '{"name": "sweep", "trials": 4}',
+        '{"kind": "other"}',
+        "[" * 100_000,
+    ],
+)
+def test_what_shoal_did_not_write_is_told_so(text: str) -> None:
+    with pytest.raises(SpecError, match=r"x/study.json was not written .* Nothing was changed"):
+        record_from_json(text, "x/study.json")
+
+
+def test_a_newer_format_is_left_alone() -> None:
+    text = record_to_json(SMALL).replace('"format": 1', '"format": 2').replace('"seed"', '"new"')
+
+    with pytest.raises(StorageError, match=r"has format 2, .* reads format 1: a newer .* Update"):
+        record_from_json(text)
+
+
+def test_a_torn_record_is_damaged() -> None:
+    text = record_to_json(SMALL)
+
+    for end in range(text.index(form.KIND) + len(form.KIND), len(text) - 2):
+        with pytest.raises(StorageError, match=r"study.json is damaged.*Nothing was changed"):
+            record_from_json(text[:end])
+
+
+def _with(**changes: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda values: values.update(changes)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (_with(format="1"), "its format is '1'"),
+        (_with(format=True), "its format is True"),
+        (_with(format=0), "its format is 0"),
+        (_with(extra=1), "these names are missing or unknown: extra"),
+        (lambda values: values.pop("metric"), "these names are missing or unknown: metric"),
+        (_with(epochs=3), "not exactly one of epochs and steps"),
+        (_with(steps=None), "not exactly one of epochs and steps"),
+        (_with(steps=0), "steps is 0"),
+        (_with(steps=9.0), "steps is 9.0"),
+        (_with(mode="most"), "mode is 'most'"),
+        (_with(seed=True), "seed is True"),
+        (_with(trials={}), "trials is {}"),
+        (_with(trials=[3]), "an object with number, hp, .* is int"),
+        (_with(checkpoint={"keep": []}), "checkpoint is {'keep': "),
+        (lambda values: values["trials"].append(values["trials"][0]), "two trials have one numb"),
+        (lambda values: values["trials"][0].update(number=-1), "number is -1"),
+        (lambda values: values["trials"][0].update(hp={"lr": {}}), "hp is {'lr': {}}"),
+        (lambda values: values["recipe"]["sources"].update(build="pass"), "digest is another"),
+        (lambda values: values["recipe"]["fields"].update(model=3), "fields is {'model': 3}"),
+    ],
+)
+def test_a_damaged_record_says_what_is_wrong(
+    damage: Callable[[dict[str, Any]], Any], said: str
+) -> None:
+    values = json.loads(record_to_json(SMALL))
+    damage(values)
+
+    with pytest.raises(StorageError, match=said):
+        record_from_json(json.dumps(values))
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=40), st.integers(0), st.integers(0, 7))
+def test_no_text_is_more_than_an_error(noise: bytes, place: int, bit: int) -> None:
+    text = bytearray(record_to_json(SMALL).encode())
+    text[place % len(text)] ^= 1 << bit
+
+    for candidate in (noise, bytes(text)):
+        try:
+            record = record_from_json(candidate.decode("utf-8", "replace"))
+        except ShoalError:
+            continue
+        assert record_from_json(record_to_json(record)) == record
+
+
+def test_unlike_records_have_unlike_texts() -> None:
+    assert record_to_json(SMALL) != record_to_json(replace(SMALL, steps=10))

@@ -1,0 +1,139 @@
+"""``shoal export``, ``verify`` and ``logs`` of a study that a file defines, as a user does it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import shoal
+from shoal.core.errors import SpecError
+from shoal.report import Report
+from shoal.runtime.pool import WorkerPool
+from shoal.source import load_study
+from shoal.ui.cli import app
+from shoal.ui.export import choose_trial
+
+FILE = """
+import torch
+import shoal
+
+def build(hp):
+    print("a model that talks")
+    if hp["lr"] > 1:
+        raise ValueError("too steep")
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 2))
+
+def data(hp):
+    random = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(8, 4, generator=random), torch.arange(8) % 2) for _ in range(4)]
+    return batches[:3], batches[3:]
+
+def loss(output, batch):
+    return torch.nn.functional.cross_entropy(output, batch[1])
+
+recipe = shoal.Recipe(model=build, data=data, loss=loss)
+study = shoal.Study(
+    "steep", recipe, space=shoal.grid(lr=[0.1, 0.01, 10.0]), epochs=3, directory={place!r}
+)
+"""
+
+
+def _invoke(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(words), catch_exceptions=False)
+    return result.exit_code, result.stdout
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, warm_workers: WorkerPool) -> Path:
+    """A directory with a study of epochs, one of whose three trials failed, and its file."""
+    place = tmp_path_factory.mktemp("steep")
+    file = place / "steep.py"
+    file.write_text(FILE.replace("{place!r}", repr(str(place / "runs"))))
+    loaded = load_study(str(file))
+    loaded.study.source = loaded.source
+    loaded.study.run(
+        hardware=shoal.Hardware.virtual(devices=1, memory="64MiB"),
+        progress=False,
+        workers=warm_workers,
+    )
+    return place
+
+
+def test_the_best_model_is_exported(place: Path, tmp_path: Path) -> None:
+    words = ("--directory", str(place / "runs"))
+
+    code, text = _invoke("export", "steep", "best", str(tmp_path / "model"), *words)
+
+    best = shoal.open(place / "runs" / "steep").best
+    assert code == 0
+    assert f"trial {best.number} of steep, step 9, is in {tmp_path / 'model'}" in text
+    assert "model.safetensors" in text
+    found = load_file(tmp_path / "model" / "model.safetensors")
+    expected = best.load().state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_trial_is_exported_by_its_number_and_told_as_json(place: Path, tmp_path: Path) -> None:
+    words = ("--directory", str(place / "runs"), "--json")
+
+    record = json.loads(_invoke("export", "steep", "1", str(tmp_path / "one"), *words)[1])
+
+    assert (record["study"], record["trial"], record["step"]) == ("steep", 1, 9)
+    assert (record["kind"], record["directory"]) == ("torch", str(tmp_path / "one"))
+    assert record["files"]["model.safetensors"] > 0
+
+
+def test_a_trial_that_failed_has_nothing_to_export(place: Path, tmp_path: Path) -> None:
+    words = ("--directory", str(place / "runs"))
+
+    with pytest.raises(SpecError, match=r"trial 2 is FAILED.*no checkpoint"):
+        _invoke("export", "steep", "2", str(tmp_path / "two"), *words)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trial_that_is_not_there_is_named(place: Path) -> None:
+    report: Report = shoal.open(place / "runs" / "steep")
+
+    with pytest.raises(
+        SpecError, match=r"steep has no trial '9'; give 'best' or a number below 3"
+    ):
+        choose_trial(report, "9")
+
+
+def test_a_study_of_epochs_is_verified_bit_for_bit(place: Path) -> None:
+    words = ("--directory", str(place / "runs"))
+
+    code, text = _invoke("verify", "steep", "--trial", "0", "--trial", "2", *words)
+
+    assert code == 0
+    assert "EQUAL      trial 0 (lr=0.1): 9 steps, 17 tensors, 9 losses, 3 metrics, random" in text
+    assert "SKIPPED    trial 2 (lr=10): it failed at step 0: ValueError: too steep" in text
+    assert "a model that talks" not in text
+
+
+def test_what_a_model_prints_is_kept_out_of_the_json(place: Path) -> None:
+    words = ("--directory", str(place / "runs"), "--json")
+
+    (verdict,) = json.loads(_invoke("verify", "steep", "--trial", "0", *words)[1])
+
+    assert verdict["equal"] is True
+
+
+def test_a_file_that_moved_is_passed_to_export_and_verify(place: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    shutil.move(place / "steep.py", moved.with_suffix(".py"))
+    words = ("--directory", str(place / "runs"))
+    try:
+        for verb in (("verify", "steep"), ("export", "steep", "best", str(tmp_path / "m"))):
+            with pytest.raises(SpecError, match=r"steep\.py, and that file is not there any more"):
+                _invoke(*verb, *words)
+            assert _invoke(*verb, *words, "--file", str(moved.with_suffix(".py")))[0] == 0
+    finally:
+        shutil.move(moved.with_suffix(".py"), place / "steep.py")

@@ -1,0 +1,113 @@
+"""Going on with a study from its directory: which file is loaded, and what it is asked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.control import CloneTrial
+from shoal.core.errors import SpecError
+from shoal.core.event import Event
+from shoal.observe import Database
+from shoal.source import MODULE_NAME
+from shoal.study import Study
+from shoal.ui.train import reopen_study, resume_study
+
+Events = Callable[..., Iterator[Event]]
+SOURCE = """
+import shoal
+study = shoal.Study("{}", shoal.Recipe(model=dict, data=dict), space={{"lr": 0.1}}, steps=1)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _forgotten_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, MODULE_NAME, raising=False)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A file that defines the study ``sweep``."""
+    path = tmp_path / "sweep.py"
+    path.write_text(SOURCE.format("sweep"))
+    return path
+
+
+@pytest.fixture
+def record(tmp_path: Path, study_events: Events) -> Callable[[str], Path]:
+    """A function that makes a finished ``sweep`` which came from a source."""
+
+    def make(source: str) -> Path:
+        first, *others = study_events(2)
+        with Database(tmp_path / "runs" / "moved") as database:
+            database.write([replace(first, source=source), *others])  # type: ignore[type-var]
+        return tmp_path / "runs" / "moved"
+
+    return make
+
+
+def test_a_study_goes_on_in_its_own_directory(file: Path, record: Callable[[str], Path]) -> None:
+    place = record(f"{file}:study")
+
+    study = reopen_study(place)
+
+    assert (study.name, study.directory) == ("sweep", place)
+    assert study.source == f"{file}:study"
+
+
+def test_a_file_that_moved_can_be_named(file: Path, record: Callable[[str], Path]) -> None:
+    place = record("/nowhere/sweep.py:study")
+
+    with pytest.raises(SpecError, match=r"defined in /nowhere/sweep.py, and that file is not "):
+        reopen_study(place)
+    assert reopen_study(place, str(file)).source == f"{file}:study"
+
+
+def test_an_interactive_study_has_no_file(record: Callable[[str], Path]) -> None:
+    with pytest.raises(SpecError, match=r"made interactively.*study.run\(resume=True\).*--file"):
+        reopen_study(record(""))
+
+
+def test_a_file_of_another_study_is_refused(file: Path, record: Callable[[str], Path]) -> None:
+    place = record(f"{file}:study")
+    file.write_text(SOURCE.format("other"))
+
+    with pytest.raises(SpecError, match=r"sweep.py:study defines study 'other', and .*moved hold"):
+        reopen_study(place)
+
+
+@pytest.mark.parametrize(
+    ("asked", "passed"),
+    [
+        ({}, {}),
+        ({"extend": 2}, {"extend": 2}),
+        ({"clones": [CloneTrial(trial=1)]}, {"clones": (CloneTrial(trial=1),)}),
+    ],
+)
+def test_it_is_run_with_resume_and_what_else_is_wanted(
+    file: Path,
+    record: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    asked: dict[str, Any],
+    passed: dict[str, Any],
+) -> None:
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(Study, "run", lambda self, **options: calls.append(options))
+    place = record(f"{file}:study")
+
+    code = resume_study(place, ("cpu:2", "8MiB", None), **asked)
+
+    (options,) = calls
+    assert code == 0
+    assert len(options.pop("hardware").devices) == 2
+    assert options == {"resume": True, "workers": None, **passed}
+    told = capsys.readouterr()
+    assert told.err == f"going on with study sweep in {place}, from {file}:study\n"
+    assert f"shoal show {place}" in told.out
