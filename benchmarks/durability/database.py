@@ -189,22 +189,26 @@ def measure_reading(rounds: int, count: int) -> dict[str, Any]:
             "a poll that finds nothing": lambda: list(reader.poll()),
             "open for writing (every page checked)": lambda: Database(place).close(),
         }
-        figures = common.interleaved({name: timed(arm) for name, arm in arms.items()}, rounds)
+        spent: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
+        for _ in range(rounds):
+            for name, arm in arms.items():
+                spent[name].append(time_of(arm))
         size = (place / "study.db").stat().st_size
-    return {
-        "steps": count,
-        "bytes": size,
-        **{name: common.spread(values) for name, values in figures.items()},
+    seconds = {
+        name: {
+            "wall": common.spread([wall for wall, _ in times]),
+            "cpu": common.spread([cpu for _, cpu in times]),
+        }
+        for name, times in spent.items()
     }
+    return {"steps": count, "bytes": size, "seconds": seconds}
 
 
-def timed(action: Callable[[], object]) -> Callable[[], float]:
-    def run() -> float:
-        began = time.perf_counter()
-        action()
-        return time.perf_counter() - began
-
-    return run
+def time_of(action: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of the clock and of this process's CPU."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    action()
+    return time.perf_counter() - wall, time.process_time() - cpu
 
 
 def main() -> None:
@@ -216,7 +220,7 @@ def main() -> None:
     random.seed(0)
     result = {
         "writing": measure_writing(options.rounds),
-        "reading_s": measure_reading(options.rounds, options.steps),
+        "reading": measure_reading(options.rounds, options.steps),
     }
     common.finish(result, options.json)
 

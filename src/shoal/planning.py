@@ -27,6 +27,7 @@ from shoal.planner.choose import (
     need,
     refuse,
 )
+from shoal.planner.growth import grown
 from shoal.recipe import Recipe
 from shoal.runtime.messages import (
     Broken,
@@ -40,6 +41,13 @@ from shoal.runtime.messages import (
     Refused,
 )
 from shoal.runtime.pool import Gone, Worker, WorkerPool
+
+MAX_DEATHS = 3
+"""A trial that ends its worker so often while it is measured has failed."""
+
+
+class Abandoned(WorkerError):
+    """Nobody needs the plan any more: the run ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +91,12 @@ class Planner:
         recipe: Recipe,
         technique: Technique | None,
         sink: Callable[[Sequence[Event]], None],
+        growth: float = 1.0,
     ) -> None:
-        self._sink = sink
-        self._next: Receive = lambda: pool.receive(timeout=5.0)
+        self._sink, self._growth = sink, growth
+        self._next: Receive | None = None
+        self.asked: set[Worker] = set()
+        self._deaths: dict[int, int] = {}
         self._name, self._pool, self._devices, self._recipe = name, pool, tuple(devices), recipe
         self._budget = Bytes(min(device.memory for device in devices))
         on_gpu = devices[0].kind == "cuda"
@@ -96,17 +107,20 @@ class Planner:
             prefers="device" if on_gpu else "host",
         )
 
-    def forced(self, technique: Technique) -> Planner:
-        """The same, with a technique that is not to be chosen."""
+    def forced(self, technique: Technique, growth: float) -> Planner:
+        """The same, with a technique that is not to be chosen.
+
+        ``growth``: batches take so many times what the first one takes.
+        """
         args = (self._name, self._pool, self._devices, self._recipe)
-        return Planner(*args, technique, self._sink)
+        return Planner(*args, technique, self._sink, growth)
 
     def plan(self, trials: Sequence[TrialSpec], *, receive: Receive | None = None) -> Planned:
         """Measure one trial of each shape and decide for all.
 
         ``receive`` is where messages come from, when a run goes on meanwhile.
         """
-        self._next = receive or self._next
+        self._next, self.asked, self._deaths = receive, set(), {}
         signatures, failures = self._describe(trials)
         alike: dict[str, list[TrialSpec]] = {}
         for trial in trials:
@@ -141,16 +155,36 @@ class Planner:
     # -- asking ---------------------------------------------------------------------------
 
     def _describe(self, trials: Sequence[TrialSpec]) -> tuple[dict[int, str], dict[int, str]]:
-        worker = next(iter(self._pool.workers.values()))
-        worker.send(Describe(tuple(trials)))
-        reply = self._await(worker)
-        assert isinstance(reply, Described)
+        failures: dict[int, str] = {}
+        reply: object = None
+        while not isinstance(reply, Described):
+            able = [trial for trial in trials if trial.number not in failures]
+            if not able:
+                raise _none_can_run(trials, failures)
+            worker, reply = self._ask_one(Describe(tuple(able)))
+            if isinstance(reply, Gone):
+                self._blame(worker, reply, able, failures)
+        if not reply.signatures and reply.cause:
+            raise reply.cause
+        failures |= reply.errors
         if not reply.signatures:
-            raise reply.cause or WorkerError(
-                f"none of the {len(trials)} trials can be built; the first one says:\n"
-                + next(iter(reply.errors.values()))
-            )
-        return dict(reply.signatures), dict(reply.errors)
+            raise _none_can_run(trials, failures)
+        return dict(reply.signatures), failures
+
+    def _ask_one(self, order: Order) -> tuple[Worker, object]:
+        """Ask whichever worker is there, and wait for its answer or its end."""
+        while not self._pool.workers:
+            self._receive()
+        worker = next(iter(self._pool.workers.values()))
+        self._ask(worker, order)
+        while True:
+            answered, reply = self._receive()
+            if answered is worker:
+                return worker, reply
+
+    def _ask(self, worker: Worker, order: Order) -> None:
+        self.asked.add(worker)
+        worker.send(order)
 
     def _settle_all(
         self, alike: Mapping[str, Sequence[TrialSpec]], crowd: bool, failures: dict[int, str]
@@ -163,37 +197,43 @@ class Planner:
         waiting = [(signature, list(trials)) for signature, trials in alike.items()]
         running: dict[Worker, tuple[str, list[TrialSpec], _Question]] = {}
         settled: dict[str, _Settled] = {}
-        free = list(self._pool.workers.values())
-        while waiting or running:
-            while waiting and free:
-                worker, (signature, trials) = free.pop(), waiting.pop(0)
-                question = self._settle(trials[0], crowd)
-                running[worker] = signature, trials, question
-                worker.send(next(question))
-            worker, reply = self._receive()
-            if worker not in running:
-                continue
-            signature, trials, question = running[worker]
-            if isinstance(reply, Refused):
-                self._note_failure(reply, failures)
-                if trials[1:]:
-                    waiting.insert(0, (signature, trials[1:]))
-            else:
-                assert isinstance(reply, Measured)
-                try:
-                    worker.send(question.send(reply))
+        try:
+            while waiting or running:
+                for worker in [w for w in self._pool.workers.values() if w not in running]:
+                    if waiting:
+                        signature, trials = waiting.pop(0)
+                        question = self._settle(trials[0], crowd)
+                        running[worker] = signature, trials, question
+                        self._ask(worker, next(question))
+                worker, reply = self._receive()
+                if worker not in running:
                     continue
-                except StopIteration as end:
-                    settled[signature] = end.value
-            del running[worker]
-            free.append(worker)
+                signature, trials, question = running[worker]
+                if isinstance(reply, Measured):
+                    try:
+                        self._ask(worker, question.send(self._grown(reply)))
+                        continue
+                    except StopIteration as end:
+                        settled[signature] = end.value
+                elif isinstance(reply, Refused):
+                    self._note_failure(reply, failures)
+                else:
+                    assert isinstance(reply, Gone)
+                    self._blame(worker, reply, trials[:1], failures)
+                del running[worker]
+                left = [trial for trial in trials if trial.number not in failures]
+                if left and signature not in settled:
+                    waiting.insert(0, (signature, left))
+        except ShoalError as error:
+            if not isinstance(error, Abandoned):
+                self._drain(set(running))
+            raise
         if alike and not settled:
-            count = sum(map(len, alike.values()))
-            raise WorkerError(
-                f"none of the {count} trials can run; the first one says:\n"
-                + failures[next(iter(alike.values()))[0].number]
-            )
+            raise _none_can_run([t for trials in alike.values() for t in trials], failures)
         return settled
+
+    def _grown(self, reply: Measured) -> Measured:
+        return replace(reply, measure=grown(reply.measure, self._growth))
 
     def _note_failure(self, reply: Refused, failures: dict[int, str]) -> None:
         """A trial that cannot be measured fails alone; a wrong request stops the study."""
@@ -201,35 +241,55 @@ class Planner:
             raise reply.cause
         failures[reply.trial] = reply.error
 
-    def _await(self, worker: Worker) -> object:
-        while True:
-            other, reply = self._receive()
-            if other is worker:
-                return reply
+    def _blame(
+        self, worker: Worker, end: Gone, asked: Sequence[TrialSpec], failures: dict[int, str]
+    ) -> None:
+        """A trial whose code ended its worker too often while it was measured fails alone."""
+        for trial in asked:
+            if trial.number in worker.running:
+                deaths = self._deaths[trial.number] = self._deaths.get(trial.number, 0) + 1
+                if deaths >= MAX_DEATHS:
+                    failures[trial.number] = (
+                        f"{WorkerError.__name__}: the worker died {deaths} times while it "
+                        f"measured this trial, last: {end.reason}\n{worker.last_words}".strip()
+                    )
+
+    def _drain(self, running: set[Worker]) -> None:
+        """Have no answer under way that somebody could take for another one."""
+        while running & self.asked:
+            self._receive()
 
     def _receive(self) -> tuple[Worker, object]:
-        """The next answer to an order; events of starting workers go to the sink."""
+        """The next answer to an order, or the end of a worker that was asked for one.
+
+        Events of starting workers go to the sink.
+        """
         while True:
-            received = self._next()
-            if received is None:
-                self._pool.check_alive()
-                continue
-            worker, reply = received
+            received = self._next() if self._next else self._pool.receive(timeout=5.0)
+            worker, reply = received or (None, None)
             if worker is None:
+                if self._next is None:
+                    self._pool.check_alive()
                 continue
             if isinstance(reply, Broken):
                 worker.last_words = reply.error
-            if isinstance(reply, Gone) and worker.last_words:
-                raise WorkerError(f"the worker of {worker.name} cannot work:\n{worker.last_words}")
-            if isinstance(reply, Gone):
-                raise WorkerError(
-                    f"the worker of {worker.name} died while the study was being planned: "
-                    f"{reply.reason}. Its messages are above."
-                )
+            if isinstance(reply, Gone) and self._next is None:
+                self._replace(worker, reply)
             if isinstance(reply, Happened):
                 self._sink(reply.events)
-            if isinstance(reply, Described | Measured | Refused):
+            if worker in self.asked and isinstance(reply, Described | Measured | Refused | Gone):
+                self.asked.discard(worker)
                 return worker, reply
+
+    def _replace(self, worker: Worker, end: Gone) -> None:
+        """Before a study runs, only a trial's own code may end a worker."""
+        if worker.device is None or not worker.running:
+            words = worker.last_words or f"{end.reason}. Its messages are above."
+            raise WorkerError(
+                f"the worker of {worker.name} cannot work, it died while the study was being "
+                f"planned: {words}"
+            )
+        self._pool.replace(worker.device)
 
     # -- deciding -------------------------------------------------------------------------
 
@@ -322,7 +382,7 @@ class Planner:
             measure=measured.measure,
             layout=measured.layout,
             technique=technique,
-            why=tuple(why),
+            why=(*why, measured.measure.data),
             active=active,
         )
 
@@ -392,6 +452,13 @@ class Planner:
             "accumulate": self._recipe.accumulate,
             "cut": "bitwise in the pilot" if settled.measure.bitwise else "none",
         }
+
+
+def _none_can_run(trials: Sequence[TrialSpec], failures: Mapping[int, str]) -> WorkerError:
+    return WorkerError(
+        f"none of the {len(trials)} trials can run; the first one says:\n"
+        + failures[trials[0].number]
+    )
 
 
 def with_seconds(plan: Plan, seconds: float) -> Plan:

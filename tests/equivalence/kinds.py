@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -99,6 +102,36 @@ class Everlasting(IterableDataset):
         for _ in range(7):
             self.served += 1
             yield torch.tensor([self.served + torch.rand(())])
+
+
+class KilledOnce(Dataset):
+    """Pairs with noise; where no flag is, it kills the process that looks for the 14th time."""
+
+    def __init__(self, flag: str) -> None:
+        self.flag, self.looks = Path(flag), 0
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int):
+        self.looks += 1
+        if self.looks == 14 and not self.flag.exists():
+            self.flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.full((4,), index / 30) + torch.rand(4), torch.rand(1)
+
+
+def killed_once_data(hp):
+    loader = DataLoader(KilledOnce(hp["flag"]), 3, shuffle=True, num_workers=1)
+    return loader, None
+
+
+def linear_model(hp):
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+
+
+def squared_error(output, batch):
+    return torch.nn.functional.mse_loss(output, batch[1])
 
 
 # ---------------------------------------------------------------- sources of one's own
@@ -337,6 +370,9 @@ REPLAY = {
     "torch's own generator": loader(shuffle=True, generator=lambda: torch.default_generator),
     "stateful, processes": loader_with_state,
     "persistent processes": loader(shuffle=True, num_workers=2, persistent_workers=True),
+    "persistent, own generator": loader(
+        shuffle=True, generator=own, num_workers=1, persistent_workers=True
+    ),
     "persistent stream": loader(Stream, num_workers=2, persistent_workers=True),
 }
 KINDS = {

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import feeds
+import kinds
 import pytest
 import torch
 from feeds import END
 from kinds import KINDS, REPLAY, SAMPLER, Stateful
 
+import shoal
 from shoal.core.errors import TrialError
 from shoal.data.reading import PlainReader
 from shoal.rng import same_rng
@@ -111,10 +113,17 @@ def test_a_replay_is_exact_whatever_training_draws(name, training):
         assert_same_run(rest, feeds.resumed(build, mark, STEPS, training=training))
 
 
-@pytest.mark.parametrize("name", ["shuffled, own generator", "weighted, own generator"])
-def test_a_generator_that_another_loader_draws_from_is_put_back_too(name):
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [
+        ("sampler", "shuffled, own generator"),
+        ("sampler", "weighted, own generator"),
+        ("replay", "persistent, own generator"),
+    ],
+)
+def test_a_generator_that_another_loader_draws_from_is_put_back_too(way, name):
     """As one that the validation loader shares, and draws from in the middle of an epoch."""
-    build = SAMPLER[name]
+    build = KINDS[way][name]
 
     whole = feeds.uninterrupted(build, STEPS, {3, 4, 9}, shared=True)
 
@@ -129,3 +138,17 @@ def test_an_order_that_is_drawn_as_it_goes_from_a_shared_generator_is_refused():
 
     with pytest.raises(TrialError, match=r"and so does something else\. Give each"):
         feeds.resumed(build, whole.marks[0], STEPS, shared=True)
+
+
+def test_a_trial_whose_loader_was_killed_ends_on_the_bits_of_one_trained_alone(
+    tmp_path, run_study, assert_alone
+):
+    flag = tmp_path / "killed"
+    recipe = shoal.Recipe(
+        model=kinds.linear_model, data=kinds.killed_once_data, loss=kinds.squared_error
+    )
+
+    report = run_study(recipe, shoal.grid(lr=[1e-2], flag=[str(flag)]), epochs=2)
+
+    assert flag.exists()
+    assert_alone(report, report.trials, recipe, epochs=2)

@@ -80,8 +80,6 @@ class GenerationsAgainstDict(RuleBasedStateMachine):
     @rule()
     def collect(self) -> None:
         """As many as are to be kept stay: those that verify by manifest and size."""
-        if not self.generations.directory.exists():
-            return
         before = {key(generation) for generation in self.generations.all()}
         sound = sorted(k for k in before if self.is_sound(k))
         removed = before - self.present_after_collect()

@@ -1,6 +1,5 @@
 """Properties of the database and the fold: nothing is lost, and batches do not matter."""
 
-import shutil
 import tempfile
 import typing
 from collections.abc import Mapping
@@ -63,18 +62,38 @@ def by_type(hint):
 KINDS = typing.get_args(Event)
 
 
+class Study:
+    """A database that is written and followed."""
+
+    def __init__(self, directory):
+        self.directory, self.database = directory, Database(directory)
+        self.readers = DatabaseReader(directory), TimelineReader(directory / "timeline.jsonl")
+
+    def poll(self):
+        return [event for reader in self.readers for event in reader.poll()]
+
+    def reopen(self):
+        self.database.close()
+        self.database = Database(self.directory)
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    study = Study(tmp_path_factory.mktemp("study"))
+    yield study
+    study.database.close()
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_every_event_comes_back_from_the_database_as_it_was(kind, data):
+def test_every_event_comes_back_from_the_database_as_it_was(study, kind, data):
     events = data.draw(st.lists(strategy(kind), min_size=1, max_size=4))
-    with tempfile.TemporaryDirectory() as directory:
-        with Database(directory) as database:
-            database.write(events)
+    study.poll()
 
-        read = read_timeline if kind is ActionFinished else read_events
-        found = list(read(directory))
-    assert [bits(event) for event in found] == [bits(event) for event in events]
+    study.database.write(events)
+
+    assert [bits(event) for event in study.poll()] == [bits(event) for event in events]
 
 
 # An operation is a batch to write, or POLL, or CLOSE (and open again).
@@ -85,26 +104,23 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(operations=OPERATIONS)
 def test_any_batching_with_readers_between_gives_what_was_written(operations):
-    written, followed, directory = [], [], Path(tempfile.mkdtemp())
-    readers = DatabaseReader(directory), TimelineReader(directory / "timeline.jsonl")
-    database = Database(directory)
-    for operation in [*operations, POLL, CLOSE, POLL]:
-        if operation == POLL:
-            followed += [event for reader in readers for event in reader.poll()]
-            assert split(followed) == split(written)
-        elif operation == CLOSE:
-            database.close()
-            database = Database(directory)
-        else:
-            database.write(operation)
-            written += operation
-    database.close()
+    with tempfile.TemporaryDirectory() as directory:
+        study, written, followed = Study(Path(directory)), [], []
+        for operation in [*operations, POLL, CLOSE, POLL]:
+            if operation == POLL:
+                followed += study.poll()
+                assert split(followed) == split(written)
+            elif operation == CLOSE:
+                study.reopen()
+            else:
+                study.database.write(operation)
+                written += operation
+        study.database.close()
 
-    assert split([*read_events(directory), *read_timeline(directory)]) == split(written)
-    shutil.rmtree(directory)
+        assert split([*read_events(directory), *read_timeline(directory)]) == split(written)
 
 
 def split(events):

@@ -35,7 +35,13 @@ class ProgramError(ShoalError):
 
 
 class CapacityError(ShoalError):
-    """A tier cannot hold what was asked of it."""
+    """A tier cannot hold what was asked of it.
+
+    Attributes:
+        growth: How many times what was promised a unit took; 1.0 where that is not known.
+    """
+
+    growth = 1.0
 
 
 class TransitionError(ShoalError):

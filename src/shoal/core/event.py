@@ -223,6 +223,16 @@ class TrialFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderRestarted:
+    """A process that reads a trial's data died; another one reads on at the same batch."""
+
+    time: float
+    trial: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStarted:
     """A device's worker process is ready."""
 
@@ -298,6 +308,7 @@ Event = (
     | Evaluated
     | TrialFinished
     | TrialFailed
+    | LoaderRestarted
     | WorkerStarted
     | WorkerDied
     | PeakMeasured

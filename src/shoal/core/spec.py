@@ -159,3 +159,5 @@ class JobMeasure:
     cuttable: bool
     bitwise: bool  # was the chain compared with the module, and equal bit for bit?
     notes: tuple[str, ...] = field(default=())
+    data: str = ""  # how the trial finds its place in the data again
+    loader_bytes: Bytes = Bytes(0)  # of batches that loader processes hold in host memory

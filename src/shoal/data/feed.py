@@ -1,4 +1,4 @@
-"""A trial's training batches: fetched in the plain loop's order, from a position.
+"""A trial's batches: fetched in the plain loop's order, from a position.
 
 The caller has the trial's random streams in place whenever it calls ``next``: making an
 iterator and fetching a batch may draw from them.
@@ -36,6 +36,7 @@ class Feed:
         on_restart: Called with the reason, after a loader was started again.
         renew: Builds the source anew, in the random state in which it was built; for a source
             that may keep anything and has to be read again.
+        what: What the data is called in messages.
 
     Attributes:
         num_batches: The length of an epoch where the source states it reliably.
@@ -51,8 +52,9 @@ class Feed:
         timeout_s: float = TIMEOUT_S,
         on_restart: Callable[[str], None] = lambda reason: None,
         renew: Callable[[], Iterable[Batch]] | None = None,
+        what: str = "training",
     ) -> None:
-        self._device, self._timeout_s = device, timeout_s
+        self._device, self._timeout_s, self._what = device, timeout_s, what
         self._on_restart, self._renew = on_restart, renew
         self.num_batches = epoch_length(source)
         self.epoch = self.batch = self._restarts = 0
@@ -87,7 +89,7 @@ class Feed:
             self._end_epoch()
             return None
         if batch is None:
-            raise SpecError("the training data yielded None; a batch is a value.")
+            raise SpecError(f"the {self._what} data yielded None; a batch is a value.")
         self.batch += 1
         return batch
 
@@ -134,12 +136,12 @@ class Feed:
     def _end_epoch(self) -> None:
         if self.batch == 0:
             raise SpecError(
-                "the training data yielded no batch. Recipe(data=...) must return a source that "
-                "yields at least one batch each time it is read."
+                f"the {self._what} data yielded no batch. Recipe(data=...) must return a source "
+                "that yields at least one batch each time it is read, or None for validation."
             )
         if self.num_batches is not None and self.batch != self.num_batches:
             raise TrialError(
-                f"the training data says len() = {self.num_batches} batches but yielded "
+                f"the {self._what} data says len() = {self.num_batches} batches but yielded "
                 f"{self.batch}. Correct its __len__, or leave it out."
             )
         self._keeper.end_epoch(self.batch)
@@ -223,6 +225,7 @@ class Feed:
         position = self.position()
         self._count(lost)
         self.seek(position)
+        undo()
         where = f"epoch {self.epoch + 1}, batch {self.batch + 1}"
         self._on_restart(f"{lost}. Restart {self._restarts} of {RESTARTS}, at {where}")
 
@@ -236,7 +239,7 @@ class Feed:
         if self._restarts > RESTARTS:
             self.close()
             raise TrialError(
-                f"the training data's loader was started again {RESTARTS} times and lost again: "
+                f"the {self._what} data's loader was started again {RESTARTS} times and lost again: "
                 f"{lost}. Look for the kernel's out-of-memory killer in dmesg, or read the data "
                 "with num_workers=0 to see the error."
             ) from lost

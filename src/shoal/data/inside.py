@@ -7,6 +7,7 @@ deep. What a C extension or another process keeps, nobody sees.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -44,7 +45,8 @@ def look_inside(**roots: object) -> Inside:
             if _is_leaf(value) or id(value) in seen or len(seen) >= MOST_OBJECTS:
                 continue
             seen.add(id(value))
-            below += _look(path, value, found)
+            with contextlib.suppress(Exception):  # a proxy answers with errors of its own
+                below += _look(path, value, found)
         level = below
     return found
 
@@ -58,7 +60,7 @@ def changed_number(before: Inside, after: Inside) -> str | None:
 
 
 def _is_leaf(value: object) -> bool:
-    return value is None or isinstance(value, LEAVES)
+    return value is None or issubclass(type(value), LEAVES)
 
 
 def _look(path: str, value: Any, found: Inside) -> list[tuple[str, Any]]:
@@ -68,20 +70,12 @@ def _look(path: str, value: Any, found: Inside) -> list[tuple[str, Any]]:
         found.generators[path] = stream
         found.owners[id(value)] = path
         return []
-    attributes = _attributes(value)
+    attributes = dict(getattr(value, "__dict__", {}))
     for name, item in (_class_numbers(value) | attributes).items():
         if type(item) in NUMBERS:
             found.numbers[f"{path}.{name}"] = item
     below = [(f"{path}.{name}", item) for name, item in attributes.items()]
     return below + list(_contents(path, value))
-
-
-def _attributes(value: object) -> dict[str, Any]:
-    try:
-        attributes = vars(value)
-    except Exception:  # no attributes, or a proxy that answers with an error of its own
-        return {}
-    return dict(attributes) if isinstance(attributes, dict) else {}
 
 
 def _class_numbers(value: object) -> dict[str, float]:
@@ -105,7 +99,9 @@ def _contents(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield f"{path}.__self__", value.__self__
     elif isinstance(value, FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
-        yield from ((name, cell.cell_contents) for name, cell in cells if _is_filled(cell))
+        yield from (
+            (f"{path}({name})", cell.cell_contents) for name, cell in cells if _is_filled(cell)
+        )
 
 
 def _is_filled(cell: CellType) -> bool:

@@ -19,7 +19,7 @@ from shoal.data.position import Position, Trail
 from shoal.data.reading import Reader
 from shoal.data.sources import Rule, order_generators
 from shoal.data.states import portable
-from shoal.data.streams import TorchStream, global_streams
+from shoal.data.streams import global_streams, torch_stream
 from shoal.data.trail import Recorder, follow
 from shoal.recipe import Batch
 from shoal.rng import capture_rng, restore_rng
@@ -102,7 +102,7 @@ class ReplayKeeper(Keeper):
     def __init__(self, rule: Rule, source: Any, reader: Reader, device: torch.device) -> None:
         self.rule, self._reader = rule, reader
         self._own = {
-            name: TorchStream(generator)
+            name: torch_stream(generator)
             for name, generator in order_generators(source).items()
             if generator is not torch.default_generator
         }

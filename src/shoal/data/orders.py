@@ -21,7 +21,7 @@ from shoal.data.sources import (
     order_generators,
     replay_rule,
 )
-from shoal.data.streams import Stream, TorchStream
+from shoal.data.streams import Stream, torch_stream
 from shoal.recipe import Batch
 from shoal.rng import RngState, capture_rng, restore_rng
 
@@ -39,7 +39,7 @@ class LoaderKeeper(Keeper):
         self.rule, self.loader, self._reader, self._device = rule, loader, reader, device
         self._order = order_generators(loader)
         inside = inside_of(loader) if rule.way == "sampler" else Inside()
-        order = {name: TorchStream(generator) for name, generator in self._order.items()}
+        order = {name: torch_stream(generator) for name, generator in self._order.items()}
         self._streams: dict[str, Stream] = {**order, **inside.generators}
         self._start: RngState | None = None
         self._order_then: Mapping[str, torch.Tensor] = {}

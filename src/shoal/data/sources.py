@@ -62,7 +62,7 @@ def rule_of(source: Iterable[Batch]) -> Rule:
         found = Rule("state", f"state_dict() of the {type(source).__name__}")
         return _replay(f"its state_dict() does not hold {lacks}") if lacks else found
     advice = "give it state_dict() and load_state_dict() to be there at once"
-    return _replay(f"a {type(source).__name__} may keep anything; {advice}")
+    return _replay(f"{type(source).__name__} may keep anything; {advice}")
 
 
 def _what_state_lacks(loader: DataLoader[Any]) -> str:
@@ -79,18 +79,18 @@ def _what_state_lacks(loader: DataLoader[Any]) -> str:
 def _loader_rule(loader: DataLoader[Any]) -> Rule:
     processes = "its process" if loader.num_workers == 1 else f"its {loader.num_workers} processes"
     if loader.persistent_workers:
-        return _replay(f"{processes} live on from epoch to epoch")
+        return _replay(f"the random streams of {processes} go on from epoch to epoch")
     if isinstance(loader.dataset, IterDataPipe | MapDataPipe):
         return _replay("a data pipe may keep anything")
     if torch.default_generator in order_generators(loader).values():
         return _replay("its generator is torch's own, which others draw from")
     if isinstance(loader.dataset, IterableDataset):
         if not loader.num_workers:
-            return _replay(f"a {type(loader.dataset).__name__} may keep anything")
+            return _replay(f"{type(loader.dataset).__name__} may keep anything")
     elif type(order_of(loader)) not in KNOWN_ORDERS:
-        return _replay(f"a {type(order_of(loader)).__name__} may keep anything")
+        return _replay(f"{type(order_of(loader)).__name__} may keep anything")
     if loader.num_workers:
-        return Rule("epoch", f"replay of the epoch: {processes} draw random numbers of their own")
+        return Rule("epoch", f"replay of the epoch, for the random streams of {processes}")
     return _index_rule(loader)
 
 

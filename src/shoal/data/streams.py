@@ -192,9 +192,7 @@ class NumpyGeneratorStream:
 def stream_of(generator: object) -> Stream | None:
     """The stream of an object that is a generator of a kind that is known, else None."""
     if isinstance(generator, torch.Generator):
-        if generator.device.type == "cpu":
-            return TorchStream(generator)
-        return DeviceStream(generator.get_state, generator.set_state)
+        return torch_stream(generator)
     if isinstance(generator, random.Random):
         return PythonStream(generator)
     if isinstance(generator, np.random.RandomState):
@@ -202,6 +200,13 @@ def stream_of(generator: object) -> Stream | None:
     if isinstance(generator, np.random.Generator):
         return NumpyGeneratorStream(generator)
     return None
+
+
+def torch_stream(generator: torch.Generator) -> Stream:
+    """The stream of torch's kind of generator, which may live on a device."""
+    if generator.device.type == "cpu":
+        return TorchStream(generator)
+    return DeviceStream(generator.get_state, generator.set_state)
 
 
 def global_streams(device: torch.device) -> dict[str, Stream]:

@@ -46,10 +46,13 @@ class Endings:
             self._unsaved(state, reply.trouble)
 
     def _last_step_done_again(self, state: TrialRun, reply: LeaseOver) -> None:
-        """The second attempt, in the room that the reserve left."""
-        if state.saved_step == state.step:
+        """The second attempt, in the room that the reserve left.
+
+        If its worker died meanwhile, the trial waits for another one to do its last step.
+        """
+        if state.saved_step == reply.progress.step:
             self.finished(state)
-        else:
+        elif state.parked_at:
             self._unsaved(state, reply.trouble)
 
     def _unsaved(self, state: TrialRun, trouble: str) -> None:
@@ -76,10 +79,10 @@ class Endings:
                 seconds=time.time() - state.started,
             )
         )
-        floor.end(state)
+        self._end(state)
 
     def stopped(self, state: TrialRun, reason: str) -> None:
-        """The trial was ended by hand or by a limit; its state is on disk."""
+        """The trial is ended by hand or by a limit, at its newest generation."""
         floor = self._floor
         floor.tally.stopped += 1
         floor.tell(
@@ -93,7 +96,7 @@ class Endings:
                 seconds=time.time() - state.started if state.started else 0.0,
             )
         )
-        floor.end(state)
+        self._end(state)
 
     def failed(self, trial: int, error: str) -> None:
         """The trial cannot go on; the others do, unless the first ones fail alike."""
@@ -103,8 +106,13 @@ class Endings:
         state = floor.states[trial]
         floor.tell(events.TrialFailed(time=time.time(), trial=trial, step=state.step, error=error))
         floor.tally.failed += 1
-        floor.end(state)
+        self._end(state)
         self._check_alike(trial, error)
+
+    def _end(self, state: TrialRun) -> None:
+        """Whoever waits for its state hears of it too."""
+        self._floor.end(state)
+        self._pausing.release(state)
 
     def never_began(self, trial: int, error: str) -> None:
         """A trial cannot even be built."""

@@ -7,29 +7,43 @@ import re
 SAME_FAILURES = 3
 """When the first so many trials fail in the same way and none did a step, the study stops."""
 
+_HEAD = "Traceback (most recent call last):\n"
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
-_OUT_OF_MEMORY = re.compile(
-    r"^(torch\.)?OutOfMemoryError|^torch\.cuda\.OutOfMemoryError|CUDA out of memory"
-    r"|^(\S+\.)?CapacityError|^MemoryError|can't allocate memory|not enough memory",
-    re.MULTILINE,
+_NO_ROOM = re.compile(
+    r"torch\.(cuda\.)?OutOfMemoryError$|shoal\.core\.errors\.CapacityError$|MemoryError$"
+    r"|numpy\._?core\._exceptions\._ArrayMemoryError$"
+)
+_NO_ROOM_WORDS = re.compile(  # how torch says it in a RuntimeError of its own
+    r"CUDA out of memory\. Tried|CUDA error: out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED"
+    r"|DefaultCPUAllocator: (can't allocate|not enough) memory"
 )
 
 
 def signature(error: str) -> tuple[str, str]:
     """Equal for errors of one cause: the exception's type, and where it was raised."""
+    kind, _ = _raised(error)
     frames = _FRAME.findall(error)
-    last = error.strip().rpartition("\n")[2]
-    return last.partition(":")[0], ":".join(frames[-1]) if frames else last
+    return kind, ":".join(frames[-1]) if frames else error.strip().rpartition("\n")[2]
 
 
 def is_out_of_memory(error: str) -> bool:
     """Whether a traceback says that a device or the host had no room."""
-    last = error.strip().rpartition("\n\n")[2]
-    return bool(_OUT_OF_MEMORY.search(last))
+    kind, message = _raised(error)
+    if kind == "RuntimeError":
+        return bool(_NO_ROOM_WORDS.search(message))
+    return bool(_NO_ROOM.match(kind))
+
+
+def _raised(error: str) -> tuple[str, str]:
+    """The type and the message of the exception that a traceback ends with."""
+    last = error.rpartition(_HEAD)[2].split("\n")
+    at = next((i for i, line in enumerate(last) if line and not line.startswith(" ")), 0)
+    kind, _, message = "\n".join(last[at:]).partition(":")
+    return kind.strip(), message
 
 
 class SameFailures:
-    """Counts the first trials that end; ``verdict`` says when to stop the study."""
+    """Counts the first trials that end; ``failed`` says when to stop the study."""
 
     def __init__(self, most: int = SAME_FAILURES) -> None:
         self._most = most
@@ -37,7 +51,7 @@ class SameFailures:
         self._is_over = False
 
     def passed(self) -> None:
-        """A trial ended well, or did a step: the recipe works."""
+        """A trial ended well, or did a step, now or in an earlier run: the recipe works."""
         self._is_over = True
 
     def failed(self, trial: int, error: str) -> str:

@@ -4,10 +4,17 @@
 ``run`` takes messages and hands them to the part that they concern; the parts call the floor
 and what is below them, never each other's inside:
 
-    run  ->  recovery (dead workers, starting over, smaller jobs)
-         ->  pausing  (parking and saving)
-         ->  endings  (finished, stopped, failed)
-                       all ->  floor (leases out, events out)
+    run  ->  recovery   (dead workers, starting over)
+         ->  replanning (smaller jobs, more trials)
+         ->  pausing    (parking and saving)
+         ->  endings    (finished, stopped, failed)
+                         all ->  floor (leases out, events out)
+
+[Note: planning while trials run]
+Who plans waits for answers of the workers, and what else arrives meanwhile is dealt with under
+it: ``Execution._receive_for_planner``. So whoever plans finds the world changed afterwards: the
+trial may have ended, its device may be gone. Two plans are never under way at once: what may
+plan (a lack of memory, more trials) waits in ``Execution.when_free``.
 """
 
 from __future__ import annotations
@@ -117,9 +124,11 @@ class Floor:
         """Tell the lease machine, and do what it says."""
         self.obey(self._leases.handle(event))
 
-    def lose_device(self, device: str, steps_left: dict[int, int | None]) -> None:
-        """A worker died: its trials wait again."""
-        self.do(leases.DeviceLost(device, steps_left))
+    def lose_device(
+        self, device: str, steps_left: dict[int, int | None]
+    ) -> Sequence[leases.Instruction]:
+        """A worker died: its trials wait again. Returns what is to be obeyed then."""
+        return self._leases.handle(leases.DeviceLost(device, steps_left))
 
     def obey(self, instructions: Sequence[leases.Instruction]) -> None:
         """Send what the lease machine decided."""
@@ -146,6 +155,9 @@ class Floor:
         self._announce(state, device)
         if state.home not in ("", device):
             self.forget(state)
+        state.is_new_there = state.parked_at != device
+        if state.is_new_there:
+            state.parked_at = ""
         state.device = state.home = device
         state.until = state.step + instruction.steps
         age_s = time.monotonic() - state.saved_at

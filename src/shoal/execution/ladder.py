@@ -1,31 +1,62 @@
 """What to try when a trial runs out of memory, in order. Pure.
 
+[Note: the ladder] What was measured was the first batch, and a later one took ``growth`` times
+as much. So the next plan is for batches that take so much, whatever is measured: the first of
+these that fits is the trial's next job, and each time the growth is larger than before.
+
+    as it is, alone            where it shared its device: fewer neighbours
+    no lookahead               where it had some: one slot instead of two
+    spilled, as many shards as it takes
+
 No rung changes the numerics key: the optimizer steps where it did, micro-batches stay as they
 are, and how many shards there are is placement.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from shoal.core.plan import Resident, Spilled, Technique
-from shoal.core.spec import Place
+from shoal.core.spec import Place, Scalar
 
-_GROWTH = 1.5
+LEAST_GROWTH = 1.25
+"""Each rung plans for at least so many times what the one before was planned for."""
 MAX_RUNGS = 8
+_NO_KEY = {"cut"}  # how the pilot was compared; a chain that passed it has the same bits
 
 
-def next_technique(technique: Technique, shards: int, place: Place) -> Spilled:
-    """The next thing to try; whether it can be done is the planner's to find.
+def grow(growth: float, by: float) -> float:
+    """What to plan for next, when ``by`` times what was planned for came."""
+    return growth * max(by, LEAST_GROWTH)
+
+
+def techniques(
+    technique: Technique, shards: int, place: Place, *, has_neighbours: bool
+) -> Iterator[Technique]:
+    """What may be tried, in order; whether it fits is the planner's to find.
 
     Args:
         technique: What just failed.
         shards: How many shards it had.
         place: Where the optimizer steps; it goes on stepping there.
+        has_neighbours: Other trials may have held the memory that was missing.
     """
     if isinstance(technique, Resident):
-        return Spilled(optimizer=place)
+        if has_neighbours:
+            yield technique
+        yield Spilled(optimizer=place)
+        return
+    same = replace(technique, shards=shards, optimizer=place)
+    if has_neighbours:
+        yield same
     if technique.lookahead != 0:
-        return replace(technique, shards=shards, lookahead=0, optimizer=place)
-    more = max(shards + 1, round(shards * _GROWTH))
-    return replace(technique, shards=more, lookahead=0, optimizer=place)
+        yield replace(same, lookahead=0)
+    yield replace(same, shards=None, lookahead=0)
+
+
+def same_bits(before: Mapping[str, Scalar], after: Mapping[str, Scalar]) -> bool:
+    """Whether two numerics keys promise the same bits."""
+    return all(
+        before.get(name) == after.get(name) for name in (before.keys() | after.keys()) - _NO_KEY
+    )

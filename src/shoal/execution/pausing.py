@@ -115,7 +115,7 @@ class Pausing:
             self._save(state)
 
     def parked(self, state: TrialRun) -> None:
-        """The trial came to a step boundary and left its device."""
+        """The trial came to a step boundary, or never began, and its device let go of it."""
         if state.after_save:
             state.is_parked = True  # leased on paper, so that nobody grants it meanwhile
             self._save(state)
@@ -127,11 +127,29 @@ class Pausing:
         state = self._floor.states[reply.trial]
         if reply.trouble and self._floor.release_reserve():
             self._save(state)
-            return
-        if reply.trouble:
-            self.unsaved[reply.trial] = reply.trouble
+        else:
+            self._settle(state, reply.trouble)
+
+    def lost(self, state: TrialRun) -> None:
+        """Its worker died: what waits for its state takes the newest generation there is."""
+        self._settle(state, "its worker died before it was written." if state.is_dirty else "")
+
+    def give_up(self) -> None:
+        """The time to come to rest is over: note who is not saved, and end their workers."""
+        for trial in self._floor.open:
+            state = self._floor.states[trial]
+            if state.device or state.is_dirty:
+                self.unsaved.setdefault(trial, "the time to save it was over.")
+            if state.device:
+                self._floor.pool.drop(state.device)
+
+    def _settle(self, state: TrialRun, trouble: str) -> None:
+        trial = state.job.trial
+        self.unsaved.pop(trial, None)
+        if trouble:
+            self.unsaved[trial] = f"it is saved at step {state.saved_step}: {trouble}"
         if self._rest is not None:
-            self._rest.saving.discard(reply.trial)
+            self._rest.saving.discard(trial)
         self.release(state)
 
     def release(self, state: TrialRun) -> None:
@@ -150,8 +168,8 @@ class Pausing:
             worker.send(Park(state.job.trial))
 
     def _save(self, state: TrialRun) -> None:
-        home = self._floor.pool.workers.get(state.home)
-        if state.is_dirty and home is not None:
-            home.send(Save(state.job.trial))
+        worker = self._floor.pool.workers.get(state.parked_at)
+        if state.is_dirty and worker is not None:
+            worker.send(Save(state.job.trial))
         else:
-            self.saved(Saved(state.job.trial, state.saved_step))
+            self._settle(state, "no worker has it." if state.is_dirty else "")

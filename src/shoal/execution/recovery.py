@@ -3,155 +3,96 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shoal.core import event as events
-from shoal.core.errors import ShoalError, StorageError, WorkerError
-from shoal.core.plan import Spilled
-from shoal.core.spec import DeviceSpec, TrialSpec
+from shoal.core.errors import CapacityError, StorageError, WorkerError
+from shoal.core.spec import DeviceSpec
 from shoal.execution.failures import is_out_of_memory
 from shoal.execution.floor import Floor
-from shoal.execution.ladder import MAX_RUNGS, next_technique
 from shoal.execution.pausing import Pausing
+from shoal.execution.replanning import Replanning
+from shoal.execution.rewind import damaged, fall_back
 from shoal.execution.trial import TrialRun
 from shoal.execution.watchdog import Backoff, Watchdog
-from shoal.planning import Planned, Planner, Receive
-from shoal.runtime import checkpoint
 from shoal.runtime.messages import Refused
 from shoal.runtime.pool import Worker
 from shoal.scheduler import leases
 
 MAX_DEATHS = 3
-"""A trial whose code was running when its worker died this often is FAILED."""
+"""A trial whose code was running when its worker died this often, and that got no further
+between, is FAILED."""
+MAX_STILLBORN = 5
+"""When so many workers in a row died before they could work, the study stops."""
 
 
 class Recovery:
     """Brings trials and workers back.
 
     Args:
-        planner: Measures again what did not fit.
-        receive: Where the planner's answers come from while the run goes on.
-        recipe: For the workers that replace dead ones.
+        give_up: Ends the run, with a reason and its error, where no worker can work.
     """
 
     def __init__(
         self,
         floor: Floor,
         pausing: Pausing,
-        planner: Planner,
-        receive: Receive,
-        recipe: bytes,
+        replanning: Replanning,
         *,
         retries: int,
         watchdog: Watchdog,
         backoff: Backoff,
+        give_up: Callable[[str, WorkerError], None],
     ) -> None:
-        self._floor, self._pausing, self._planner = floor, pausing, planner
-        self._receive, self._recipe, self._retries = receive, recipe, retries
+        self._floor, self._pausing, self._replanning = floor, pausing, replanning
+        self._retries, self._give_up = retries, give_up
         self._watchdog, self._backoff = watchdog, backoff
         self._rejoin: dict[str, tuple[float, DeviceSpec]] = {}
-        self.planning: set[int] = set()  # trials that are being measured now
+        self._stillborn = 0  # workers in a row that could not begin to work
 
     # -- trials ---------------------------------------------------------------------------
 
     def refused(self, reply: Refused) -> None:
         """A trial's own code raised, or it did not fit, or its generation is damaged."""
-        state = self._floor.states[reply.trial]
-        if isinstance(reply.cause, StorageError) and state.restore:
-            self._damaged(reply.trial, Path(state.restore), str(reply.cause))
-            self._start_over(state, f"its generation cannot be read: {reply.cause}")
+        state, cause = self._floor.states[reply.trial], reply.cause
+        if isinstance(cause, StorageError) and state.restore:
+            self._read_again(state, reply)
         elif is_out_of_memory(reply.error):
-            self._make_smaller(state, reply.error)
+            growth = cause.growth if isinstance(cause, CapacityError) else 1.0
+            self._set_back(state, "it ran out of memory")
+            if reply.trial in self._floor.open:
+                self._replanning.make_smaller(state, reply.error, growth)
         elif state.failures < self._retries:
             state.failures += 1
             last = reply.error.strip().rpartition("\n")[2]
-            self._start_over(state, f"retry {state.failures} of {self._retries} after {last}")
+            self._set_back(state, f"retry {state.failures} of {self._retries} after {last}")
+            self._begin(state)
         else:
             self._floor.fail(reply.trial, reply.error)
 
-    def _start_over(self, state: TrialRun, reason: str) -> None:
-        """Leave the device and wait again, from the newest generation or anew."""
-        self._floor.leave(state)
-        self._fall_back(state, reason)
-        self._floor.begin(state)
+    def _read_again(self, state: TrialRun, reply: Refused) -> None:
+        """Its generation cannot be read: fall back, unless it is whole and not this trial's."""
+        unread = state.restore
+        self._set_back(state, f"its generation cannot be read: {reply.cause}")
+        if state.restore == unread:
+            self._floor.fail(reply.trial, reply.error)
+            return
+        damaged(self._floor, reply.trial, Path(unread), str(reply.cause))
+        self._begin(state)
 
-    def _fall_back(self, state: TrialRun, reason: str) -> None:
-        """The trial's region may hold half a step: start from the newest generation, or anew."""
-        trial, directory = state.job.trial, self._floor.settings.directory
-        saved = checkpoint.latest(
-            directory, trial, lambda path, why: self._damaged(trial, path, why)
-        )
-        state.device, state.home, state.progress, state.until = "", "", None, 0
-        state.is_parked = False
-        state.restore = str(saved.path) if saved else ""
-        state.step = state.saved_step = saved.step if saved else 0
-        state.saved_path = str(saved.path.relative_to(directory)) if saved else ""
-        self._floor.tell(
-            events.TrialRestarted(time=time.time(), trial=trial, step=state.step, reason=reason)
-        )
+    def _set_back(self, state: TrialRun, reason: str) -> None:
+        """Leave the device; the trial will go on from its newest generation, or anew.
 
-    def _damaged(self, trial: int, path: Path, why: str) -> None:
-        where = f"trials/{trial:04d}/{path.name}"
-        self._floor.tell(
-            events.CheckpointDamaged(time=time.time(), trial=trial, path=where, reason=why)
-        )
-
-    # -- memory ---------------------------------------------------------------------------
-
-    def _make_smaller(self, state: TrialRun, error: str) -> None:
-        """Give a trial that ran out of memory another job of the same bits, if there is one."""
-        technique, shards = state.job.technique, len(state.job.shards)
-        self._floor.leave(state)
-        while state.rungs < MAX_RUNGS and state.job.trial in self._floor.open:
-            state.rungs += 1
-            technique = next_technique(technique, shards, state.place)
-            shards = technique.shards or shards
-            planned = self._planned_smaller(state, technique)
-            if planned is not None:
-                self._take_job(state, planned, error)
-                return
-        self._floor.fail(state.job.trial, error)
-
-    def _planned_smaller(self, state: TrialRun, technique: Spilled) -> Planned | None:
-        job = state.job
-        spec = TrialSpec(number=job.trial, hp=job.hp, seed=job.seed)
-        try:
-            planned = self.plan(self._planner.forced(technique), [spec])
-        except ShoalError:
-            return None
-        return None if planned.failures else planned
-
-    def _take_job(self, state: TrialRun, planned: Planned, error: str) -> None:
-        (job,) = planned.plan.jobs
-        state.rejob(job, planned.layouts[job.trial])
-        self._floor.tell(
-            events.TrialReplanned(
-                time=time.time(),
-                trial=job.trial,
-                step=state.step,
-                reason=error.strip().rpartition("\n")[2],
-                technique=type(job.technique).__name__,
-                shards=len(job.shards) if isinstance(job.technique, Spilled) else 1,
-                peak_bytes=job.peak_bytes,
-            )
-        )
-        self._fall_back(state, "it ran out of memory, and was planned smaller")
-        self._floor.begin(state)
-
-    def plan(self, planner: Planner, trials: Sequence[TrialSpec]) -> Planned:
-        """Plan while other trials run.
-
-        Raises:
-            PlanError, SpecError, WorkerError: they cannot be run.
+        Whoever waited for its state takes that one, so that it may have ended then.
         """
-        if not self._floor.pool.workers:
-            raise WorkerError("no worker is there to measure with; one will be, in a moment.")
-        self.planning = {trial.number for trial in trials}
-        try:
-            return planner.plan(trials, receive=self._receive)
-        finally:
-            self.planning = set()
+        self._floor.leave(state)
+        fall_back(self._floor, state, reason)
+        self._pausing.lost(state)
+
+    def _begin(self, state: TrialRun) -> None:
+        if state.job.trial in self._floor.open:
+            self._floor.begin(state)
 
     # -- workers --------------------------------------------------------------------------
 
@@ -172,30 +113,59 @@ class Recovery:
                 trials=tuple(state.job.trial for state in held),
             )
         )
-        self._blame(worker, held, reason)
-        self._watchdog.forget(device.name)
-        floor.pool.drop(device.name)
-        wait_s = self._backoff.died(device.name, time.monotonic())
-        self._rejoin[device.name] = time.monotonic() + wait_s, device
+        self._count_stillborn(worker, words)
+        self._bring_back(held, worker, reason)
+        for state in lost:
+            state.device = state.home = state.parked_at = ""
+        self._replace_later(device)
+        self._let_wait(device.name, lost, held, words)
+
+    def _count_stillborn(self, worker: Worker, words: str) -> None:
+        self._stillborn = 0 if worker.has_begun else self._stillborn + 1
+        others = [w for w in self._floor.pool.workers.values() if w is not worker]
+        if self._stillborn >= MAX_STILLBORN and not any(w.has_begun for w in others):
+            reason = f"{self._stillborn} workers in a row ended before they could work"
+            self._give_up(reason, WorkerError(f"{reason}. The last one: {words}"))
+
+    def _bring_back(self, held: Sequence[TrialRun], worker: Worker, reason: str) -> None:
+        """Blame whose code ran when it died, all of them when nobody knows.
+
+        A trial that stood at a step boundary, or that never began, lost nothing.
+        """
+        running = worker.running
+        for state in held:
+            if state.is_parked or not worker.has_begun:
+                continue
+            fall_back(self._floor, state, f"its worker died: {reason}")
+            if not running or state.job.trial in running:
+                got_further = state.saved_step > state.died_at >= 0
+                state.deaths = 1 if got_further else state.deaths + 1
+                state.died_at = state.saved_step
+
+    def _replace_later(self, device: DeviceSpec) -> None:
+        name, now = device.name, time.monotonic()
+        self._watchdog.forget(name)
+        self._floor.pool.drop(name)
+        self._rejoin[name] = now + self._backoff.died(name, now), device
+
+    def _let_wait(
+        self, device: str, lost: Sequence[TrialRun], held: Sequence[TrialRun], words: str
+    ) -> None:
+        """Have its trials wait for a device again, but for those that ended meanwhile."""
         # With no step left a trial still has to evaluate and be saved: one more lease.
         left = {state.job.trial: state.steps_left or None for state in held}
-        floor.lose_device(device.name, left)
+        instructions = self._floor.lose_device(device, left)
         for state in held:
             if state.deaths >= MAX_DEATHS:
-                floor.fail(
+                self._floor.fail(
                     state.job.trial,
                     f"{WorkerError.__name__}: the worker died {state.deaths} times while it ran "
                     f"this trial, last: {words}",
                 )
         for state in lost:
-            self._pausing.release(state)
-
-    def _blame(self, worker: Worker, held: Sequence[TrialRun], reason: str) -> None:
-        """Whose code was running when it died; of all of them when nobody knows."""
-        running = worker.running
-        for state in held:
-            state.deaths += not running or state.job.trial in running
-            self._fall_back(state, f"its worker died: {reason}")
+            state.is_parked = False
+            self._pausing.lost(state)
+        self._floor.obey(instructions)
 
     def tick(self) -> None:
         """Replace dead workers when their time has come, and end those that hang."""
@@ -203,19 +173,33 @@ class Recovery:
         for name, (at, device) in list(self._rejoin.items()):
             if now >= at:
                 del self._rejoin[name]
-                floor.pool.replace(device, self._recipe, floor.settings)
+                floor.pool.replace(device)
                 floor.do(leases.DeviceJoined(name))
-        busy = {state.device for state in floor.states.values() if state.device}
+        leased: dict[str, bool] = {}
+        for state in floor.states.values():
+            if state.device and not state.is_parked:
+                leased[state.device] = leased.get(state.device, False) or state.is_new_there
         for name, worker in list(floor.pool.workers.items()):
-            leased = name in busy and not self.planning
-            still_s = self._watchdog.look(name, worker.work_done, now, leased=leased)
-            if still_s is not None and worker.alive:
-                self._end_hanging(worker, name, still_s)
+            self._watch(worker, name, now, leased)
 
-    def _end_hanging(self, worker: Worker, name: str, still_s: float) -> None:
+    def _watch(self, worker: Worker, name: str, now: float, leased: dict[str, bool]) -> None:
+        measures = self._replanning.asks(worker)
+        patient = measures or leased.get(name, False)
+        still_s = self._watchdog.look(
+            name, worker.work_done, now, leased=measures or name in leased, patient=patient
+        )
+        if still_s is None or not worker.alive:
+            return
         worker.last_words = (
-            f"it got nothing done for {still_s:.0f} s, {self._watchdog.limit_s(name):.0f} s are "
-            f"allowed; its threads stood at:\n{worker.stacks()}"
+            f"it got nothing done for {still_s:.0f} s, "
+            f"{self._watchdog.limit_s(name, patient=patient):.0f} s are allowed; its threads "
+            f"stood at:\n{worker.stacks()}"
         )
         self._watchdog.forget(name)
         worker.end()
+
+    def planned(self) -> None:
+        """A plan is made: what its measures took was no hang."""
+        now = time.monotonic()
+        for name, worker in self._floor.pool.workers.items():
+            self._watchdog.look(name, worker.work_done, now, leased=False)

@@ -21,9 +21,10 @@ from shoal.execution.failures import SameFailures
 from shoal.execution.floor import Floor, Sink, Tally
 from shoal.execution.pausing import Pausing
 from shoal.execution.recovery import Recovery
+from shoal.execution.replanning import Replanning
 from shoal.execution.trial import Start, TrialRun, total_steps
 from shoal.execution.watchdog import Backoff, Watchdog
-from shoal.planning import Planned, Planner
+from shoal.planning import Abandoned, Planned, Planner
 from shoal.runtime.messages import (
     Broken,
     Described,
@@ -36,6 +37,7 @@ from shoal.runtime.messages import (
     Settings,
 )
 from shoal.runtime.pool import Gone, Worker, WorkerPool
+from shoal.runtime.saver import interval_s
 from shoal.scheduler import leases
 
 PATIENCE = 4
@@ -71,7 +73,6 @@ class Execution:
         planned: Planned,
         pool: WorkerPool,
         planner: Planner,
-        recipe: bytes,
         settings: Settings,
         sink: Sink,
         *,
@@ -79,24 +80,26 @@ class Execution:
         limits: Limits | None = None,
         release_reserve: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._pool, self._planner, self._settings = pool, planner, settings
+        self._pool, self._settings = pool, settings
         self._limits = limits = limits or Limits()
         self._floor = Floor(planned.plan, pool, settings, sink, release_reserve)
         self._floor.on_full = lambda error: self.stop(f"the disk is full: {error}", error)
         self._pausing = Pausing(self._floor)
         self._endings = Endings(self._floor, self._pausing, limits.same_failures, self.stop)
+        self._replanning = Replanning(
+            self._floor, planner, self._receive_for_planner, lambda: self.state == "stopping"
+        )
         self._recovery = Recovery(
             self._floor,
             self._pausing,
-            planner,
-            self._receive_for_planner,
-            recipe,
+            self._replanning,
             retries=limits.retries,
             watchdog=limits.watchdog,
             backoff=limits.backoff,
+            give_up=self.stop,
         )
         self._began = time.monotonic()
-        self._later: list[Callable[[], None]] = []  # what must not happen while planning
+        self._later: list[Callable[[], None]] = []  # what waits until a plan is made
         self._enroll(planned, starts or {})
         for trial, error in planned.failures.items():
             self._endings.never_began(trial, error)
@@ -134,6 +137,7 @@ class Execution:
                 floor.flush()
                 self._receive()
                 self._tick()
+            self._pausing.give_up()
         finally:
             floor.flush()
             for state in floor.states.values():
@@ -164,22 +168,38 @@ class Execution:
 
     @property
     def unsaved(self) -> Mapping[int, str]:
-        """Trials whose last steps are not on disk, and why."""
-        return self._pausing.unsaved
+        """Trials that have not ended and whose last steps are not on disk, and why."""
+        states, unsaved = self._floor.states, self._pausing.unsaved
+        ahead = {t for t in self._floor.open if states[t].is_dirty or states[t].device}
+        return {trial: why for trial, why in unsaved.items() if trial in ahead}
 
     def trial(self, number: int) -> TrialRun | None:
         """A trial of this run that has not ended."""
         return self._floor.states[number] if number in self._floor.open else None
 
-    def stop_trial(self, trial: int, reason: str, done: Callable[[], None] = lambda: None) -> None:
-        """End one trial at its next step boundary; its state is saved, then ``done`` called."""
+    def stop_trial(
+        self, trial: int, reason: str, done: Callable[[bool], None] = lambda is_stopped: None
+    ) -> None:
+        """End one trial at its next step boundary; its state is saved, then ``done`` called.
+
+        ``done`` hears whether it was stopped: it may have ended by itself before that.
+        """
         state = self._floor.states[trial]
 
         def end() -> None:
-            self._endings.stopped(state, reason)
-            done()
+            is_open = trial in self._floor.open
+            if is_open:
+                self._endings.stopped(state, reason)
+            done(is_open)
 
         self._pausing.save_then(state, end)
+
+    def when_free(self, work: Callable[[], None]) -> None:
+        """Do ``work`` now, or once the plan that is being made is there: it may plan itself."""
+        if self._replanning.is_busy:
+            self._later.append(work)
+        else:
+            work()
 
     def save_then(self, trial: int, work: Callable[[], None]) -> None:
         """Have the trial's state on disk, do ``work``; then the trial goes on."""
@@ -191,7 +211,10 @@ class Execution:
         Raises:
             PlanError, SpecError, WorkerError: they cannot run.
         """
-        return self._recovery.plan(self._planner, trials)
+        try:
+            return self._replanning.plan(trials)
+        finally:
+            self._recovery.planned()
 
     def add(self, planned: Planned, starts: Mapping[int, Start]) -> None:
         """Run what ``plan`` planned beside the others."""
@@ -217,7 +240,10 @@ class Execution:
         """What time alone brings, and what had to wait."""
         later, self._later = self._later, []
         for work in later:
-            work()
+            self.when_free(work)
+        self._keep_house()
+
+    def _keep_house(self) -> None:
         self._recovery.tick()
         limit_s = self._limits.time_limit_s
         if limit_s is not None and time.monotonic() - self._began > limit_s:
@@ -226,14 +252,16 @@ class Execution:
 
     def _receive_for_planner(self) -> tuple[Worker, object] | None:
         """The next message; what is not the planner's is dealt with here."""
+        self._floor.flush()
+        self._keep_house()
+        if self.state == "stopping":
+            raise Abandoned("the study is being stopped: the plan was abandoned.")
         received = self._pool.receive(timeout=_WAIT_S)
-        if received is None:
-            return None
-        worker, reply = received
+        worker, reply = received or (None, lambda: None)
         if worker is None:
-            self._later.append(reply)
+            reply()  # somebody outside asks
             return None
-        measured = isinstance(reply, Refused) and reply.trial in self._recovery.planning
+        measured = isinstance(reply, Refused) and reply.trial in self._replanning.trials
         if measured or isinstance(reply, Described | Measured):
             return worker, reply
         self._take(worker, reply)
@@ -251,25 +279,32 @@ class Execution:
             case Broken():
                 worker.last_words = reply.error  # its end arrives next
             case LeaseOver() | Returned() | Saved() | Refused():
-                self._take_about(reply)
+                self._take_about(worker, reply)
 
-    def _take_about(self, reply: LeaseOver | Returned | Saved | Refused) -> None:
+    def _take_about(self, worker: Worker, reply: LeaseOver | Returned | Saved | Refused) -> None:
+        """What a worker says of a trial counts while it has it, leased or parked."""
         if reply.trial not in self._floor.open:
             return
         state = self._floor.states[reply.trial]
+        at = state.parked_at if isinstance(reply, Saved) else state.device
+        if self._pool.workers.get(at) is not worker:
+            return
         match reply:
             case LeaseOver():
                 self._lease_over(state, reply)
             case Returned():
-                if state.device:
-                    self._pausing.parked(state)
+                self._pausing.parked(state)
             case Saved():
                 self._pausing.saved(reply)
             case Refused():
-                if self._recovery.planning:
-                    self._later.append(lambda: self._take_about(reply))
-                else:
-                    self._recovery.refused(reply)
+                self.when_free(lambda: self._refused(worker, reply))
+
+    def _refused(self, worker: Worker, reply: Refused) -> None:
+        """Its worker may have died, and the trial may have ended, while this waited."""
+        state = self._floor.states[reply.trial]
+        if reply.trial in self._floor.open and self._pool.workers.get(state.device) is worker:
+            self._recovery.refused(reply)
+            self._recovery.planned()
 
     def _take_event(self, event: events.Event) -> None:
         match event:
@@ -288,7 +323,7 @@ class Execution:
 
     def _step_finished(self, event: events.StepFinished) -> None:
         floor, state = self._floor, self._floor.states[event.trial]
-        state.step = event.step
+        state.step, state.is_new_there = event.step, False
         state.device_s += event.seconds
         self._limits.same_failures.passed()
         self._limits.watchdog.step(event.device, event.seconds)
@@ -304,7 +339,8 @@ class Execution:
 
     def _lease_over(self, state: TrialRun, reply: LeaseOver) -> None:
         state.progress, state.step = reply.progress, reply.progress.step
-        state.restore, state.warm = "", False
+        state.restore, state.warm, state.is_new_there = "", False, False
+        state.parked_at = state.device
         if reply.ended:
             self._endings.last_step_done(state, reply)
         elif state.steps_left == 0:
@@ -323,7 +359,7 @@ class Execution:
         if event.trial is None or event.trial not in self._floor.open:
             return
         state = self._floor.states[event.trial]
-        patience_s = PATIENCE * self._settings.checkpoint_every_s
+        patience_s = PATIENCE * interval_s(self._settings.checkpoint_every_s, state.save_s)
         if time.monotonic() - state.saved_at > patience_s:
             error = StorageError(
                 f"trial {event.trial} was last saved at step {state.saved_step} and is at step "

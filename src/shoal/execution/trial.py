@@ -22,8 +22,7 @@ class Start:
     warm: bool = False  # it is a parent's
     metrics: Mapping[str, float] = field(default_factory=dict)
     has_run: bool = False  # in an earlier run
-    seconds: float = 0.0  # of device time, in earlier runs
-    device_s: float = 0.0
+    device_s: float = 0.0  # in earlier runs
 
 
 @dataclass(slots=True)
@@ -38,14 +37,18 @@ class TrialRun:
     device: str = ""  # that has it leased now
     is_parked: bool = False  # leased on paper only: it waits to be saved
     home: str = ""  # where it ran last
+    parked_at: str = ""  # whose worker has its session, at a step boundary
+    is_new_there: bool = False  # its worker has still to build it: no step has ended there
     descriptor: int | None = None
     progress: Progress | None = None
     restore: str = ""
     warm: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
-    deaths: int = 0
+    deaths: int = 0  # of workers that ran its code, since it last got further
+    died_at: int = -1  # the step from which it went on after the last one
     failures: int = 0
-    rungs: int = 0
+    rungs: int = 0  # how often it was planned smaller
+    growth: float = 1.0  # its batches take so many times what the first one took
     started: float = 0.0
     has_run: bool = False
     device_s: float = 0.0

@@ -32,27 +32,35 @@ class Watchdog:
         self._least_s, self._factor, self._first_s = least_s, factor, max(first_s, least_s)
         self._watched: dict[str, _Watched] = {}
 
-    def look(self, device: str, count: int, now: float, *, leased: bool) -> float | None:
-        """Take a count; returns the seconds it stood still when that is a hang."""
+    def look(
+        self, device: str, count: int, now: float, *, leased: bool, patient: bool = False
+    ) -> float | None:
+        """Take a count; returns the seconds it stood still when that is a hang.
+
+        ``patient``: it may be building or measuring a model, which takes as long as a first step.
+        """
         watched = self._watched.setdefault(device, _Watched(count, now))
         if count != watched.count or not leased:
             watched.count, watched.since = count, now
         still = now - watched.since
-        return still if still > self.limit_s(device) else None
+        if still <= self._least_s:  # no limit is below it, and this is asked often
+            return None
+        return still if still > self.limit_s(device, patient=patient) else None
 
     def step(self, device: str, seconds: float) -> None:
         """A step ended there."""
         if device in self._watched:
             self._watched[device].steps.append(seconds)
 
-    def limit_s(self, device: str) -> float:
+    def limit_s(self, device: str, *, patient: bool = False) -> float:
         """How long a count may stand still."""
         watched = self._watched.get(device)
         if watched is None or not watched.steps:
             return self._first_s
         ordered = sorted(watched.steps)
         p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-        return max(self._least_s, self._factor * p99)
+        limit_s = max(self._least_s, self._factor * p99)
+        return max(limit_s, self._first_s) if patient else limit_s
 
     def forget(self, device: str) -> None:
         """The worker is gone; another one starts from nothing."""

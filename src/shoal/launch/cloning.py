@@ -9,6 +9,17 @@ from shoal.execution.trial import Start
 from shoal.runtime import checkpoint
 
 
+def clear(directory: str | os.PathLike[str], trial: int) -> None:
+    """Remove what a clone that was never run left in the place of a new trial.
+
+    Raises:
+        StorageError: the disk refuses.
+    """
+    place = checkpoint.generations(directory, trial)
+    for generation in place.all():
+        place.remove(generation)
+
+
 def begin_warm(directory: str | os.PathLike[str], parent: int, clone: int) -> Start:
     """Give ``clone`` its parent's state as its first generation; the files are shared links.
 
@@ -23,6 +34,7 @@ def begin_warm(directory: str | os.PathLike[str], parent: int, clone: int) -> St
             f"trial {parent} has no state that a clone could begin from: {what}. Clone it cold "
             "(--cold, warm=False), or another trial."
         )
+    clear(directory, clone)
     place = checkpoint.generations(directory, clone)
     manifest = found.manifest
     with place.begin(found.step) as draft:

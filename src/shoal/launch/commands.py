@@ -22,7 +22,7 @@ from shoal.core.event import Event, StudyPaused
 from shoal.core.spec import TrialSpec
 from shoal.execution.run import Execution
 from shoal.execution.trial import Start
-from shoal.launch.cloning import begin_warm
+from shoal.launch.cloning import begin_warm, clear
 from shoal.planning import Planned
 from shoal.resume import StudyRecord, with_clone
 from shoal.runtime.pool import WorkerPool
@@ -89,12 +89,9 @@ class Commands:
             case Pause():
                 self._pause(answer)
             case Continue():
-                if not execution.proceed():
-                    raise SpecError(f"the study is {execution.state}, not paused.")
-                answer({"text": "going on"})
+                self._continue(answer)
             case ExtendTrials():
-                self._add(self._more_points(self._record, command.trials), {})
-                answer(self._told(command.trials))
+                self._plan_later(lambda: self._extend(command.trials), answer)
             case CloneTrial():
                 self._clone(command, answer)
             case Status():
@@ -106,39 +103,72 @@ class Commands:
         self._when_paused.append(answer)
         self._execution.pause("shoal pause")
 
+    def _continue(self, answer: Answer) -> None:
+        if not self._execution.proceed():
+            raise SpecError(f"the study is {self._execution.state}, not paused.")
+        waiting, self._when_paused = self._when_paused, []
+        for early in waiting:
+            early({"error": "somebody let the study go on before all of it was paused."})
+        answer({"text": "going on"})
+
+    def _plan_later(self, work: Callable[[], Mapping[str, Any]], answer: Answer) -> None:
+        """Do what plans more trials once no other plan is under way; its result is the answer."""
+
+        def do() -> None:
+            try:
+                answer(work())
+            except ShoalError as error:
+                answer({"error": str(error)})
+
+        self._execution.when_free(do)
+
     def _stop_trial(self, trial: int, answer: Answer) -> None:
         self._record.trial(trial)
         if self._execution.trial(trial) is None:
             raise SpecError(
                 f"trial {trial} has ended already. See how: shoal show --trial {trial}."
             )
-        text = f"trial {trial} is stopped; its state is kept"
-        self._execution.stop_trial(trial, "shoal stop", lambda: answer({"text": text}))
+
+        def tell(is_stopped: bool) -> None:
+            ended = "is stopped; its state is kept" if is_stopped else "ended before it could stop"
+            answer({"text": f"trial {trial} {ended}"})
+
+        self._execution.stop_trial(trial, "shoal stop", tell)
 
     def _clone(self, command: CloneTrial, answer: Answer) -> None:
-        larger = with_clone(self._record, command.trial, command.changes, warm=command.warm)
-        parent = self._execution.trial(command.trial)
+        with_clone(self._record, command.trial, command.changes, warm=command.warm)  # refuse now
 
         def add() -> None:
-            try:
-                clone = larger.trials[-1].number
-                starts = {}
-                if command.warm:
-                    starts[clone] = begin_warm(self._directory, command.trial, clone)
-                self._add(larger, starts)
-                answer(self._told(1))
-            except ShoalError as error:
-                answer({"error": str(error)})
+            self._plan_later(lambda: self._add_clone(command), answer)
 
-        if command.warm and parent is not None:
+        if command.warm and self._execution.trial(command.trial) is not None:
             self._execution.save_then(command.trial, lambda: self._pool.post(add))
         else:
             add()
+
+    def _add_clone(self, command: CloneTrial) -> Mapping[str, Any]:
+        larger = with_clone(self._record, command.trial, command.changes, warm=command.warm)
+        clone, starts = larger.trials[-1].number, {}
+        if command.warm:
+            starts[clone] = begin_warm(self._directory, command.trial, clone)
+        try:
+            self._add(larger, starts)
+        except ShoalError:
+            clear(self._directory, clone)
+            raise
+        return self._told(1)
+
+    def _extend(self, more: int) -> Mapping[str, Any]:
+        self._add(self._more_points(self._record, more), {})
+        return self._told(more)
 
     def _add(self, larger: StudyRecord, starts: Mapping[int, Start]) -> None:
         known = {trial.number for trial in self._record.trials}
         new = [t.to_spec() for t in larger.trials if t.number not in known]
         planned = self._execution.plan(new)
+        for spec in new:
+            if spec.number not in starts:
+                clear(self._directory, spec.number)
         self._grow(larger, planned, new)
         self._record = larger
         self._execution.add(planned, starts)

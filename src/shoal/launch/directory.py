@@ -6,14 +6,15 @@ import shutil
 from contextlib import ExitStack
 from pathlib import Path
 
+from shoal.control.endpoint import SOCKET
 from shoal.core.errors import SpecError, StorageError
 from shoal.observe.db import Database
 from shoal.observe.lock import LOCK, StudyLock
 from shoal.resume import StudyRecord, record_from_json, record_to_json
-from shoal.storage.files import make_directory, replace_file
+from shoal.storage.files import make_directory, remove_file, replace_file
 
-RECORD = "study.json"
-_ANEW = {LOCK, "reserve", "control.sock", "timeline.jsonl", "study.db", "study.db-wal"} | {
+RECORD, RESERVE = "study.json", "reserve"
+_ANEW = {LOCK, RESERVE, SOCKET, "timeline.jsonl", "study.db", "study.db-wal"} | {
     "study.db-shm",
     f".{RECORD}.tmp",
 }
@@ -34,19 +35,20 @@ class StudyDirectory:
 
     def __init__(self, path: Path, *, overwrite: bool) -> None:
         self.path, self._replaced = path, path.with_name(f".{path.name}.replaced")
-        self._stack = ExitStack()
         self._is_settled = False
+        if not overwrite:
+            self._put_back()
         _refuse_strangers(path)
         make_directory(path)
         if overwrite and (path / RECORD).exists():
             self._set_aside()
-        self._lock = self._stack.enter_context(StudyLock(path))
-        try:
+        with ExitStack() as stack:
+            self._lock = stack.enter_context(StudyLock(path))
             self.recorded = read_record(path)
-            self.database = self._stack.enter_context(Database(path, lock=self._lock))
-        except BaseException:
-            self._stack.close()
-            raise
+            stack.callback(self._forget)
+            self.database = stack.enter_context(Database(path, lock=self._lock))
+            self._sweep()
+            self._stack = stack.pop_all()
 
     def _set_aside(self) -> None:
         """What an earlier run left waits until the new plan stands."""
@@ -55,6 +57,31 @@ class StudyDirectory:
             self.path.rename(self._replaced)
         make_directory(self.path)
 
+    def _put_back(self) -> None:
+        """A process that was to replace the study died before its own plan stood."""
+        if not self._replaced.exists() or (self.path / RECORD).exists():
+            return
+        _refuse_strangers(self.path)
+        if self.path.exists():
+            with StudyLock(self.path):
+                shutil.rmtree(self.path)
+        self._replaced.rename(self.path)
+
+    def _forget(self) -> None:
+        """A new study that never stood leaves no trace, and what was there is back."""
+        if not self._is_settled and self.recorded is None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            if self._replaced.exists():
+                self._replaced.rename(self.path)
+
+    def _sweep(self) -> None:
+        """Remove what a process that was killed had for itself."""
+        remove_file(self.path / RESERVE)
+        if (self.path / SOCKET).is_socket():
+            remove_file(self.path / SOCKET)
+        if self.recorded is not None:  # it had just replaced an earlier study
+            shutil.rmtree(self._replaced, ignore_errors=True)
+
     def settle(self, record: StudyRecord) -> None:
         """The plan stands: this is the study's record, and what it replaces can go."""
         replace_file(self.path / RECORD, record_to_json(record).encode())
@@ -62,13 +89,22 @@ class StudyDirectory:
         self._is_settled = True
         shutil.rmtree(self._replaced, ignore_errors=True)
 
+    def check(self) -> None:
+        """Raise when the directory was moved or removed while the study runs.
+
+        Raises:
+            StorageError: what is written now would be found by nobody.
+        """
+        if not self._lock.is_in_place:
+            raise StorageError(
+                f"{self.path} is not the directory any more that this study began in: it was "
+                "moved, removed or replaced while the study ran. What was saved is wherever it "
+                "is now; put it back, and the same command goes on from there."
+            )
+
     def close(self) -> None:
         """Let go; a new study that never stood leaves no trace, and what was there is back."""
         self._stack.close()
-        if not self._is_settled and self.recorded is None:
-            shutil.rmtree(self.path, ignore_errors=True)
-            if self._replaced.exists():
-                self._replaced.rename(self.path)
 
     def __enter__(self) -> StudyDirectory:
         return self
@@ -92,7 +128,7 @@ def read_record(path: Path) -> StudyRecord | None:
             f"{path / RECORD} cannot be read: {error}. The study's database and checkpoints are "
             "files of their own, and nothing was changed."
         ) from error
-    return record_from_json(text)
+    return record_from_json(text, str(path / RECORD))
 
 
 def _refuse_strangers(path: Path) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from shoal.core.errors import PlanError, SpecError
 from shoal.core.plan import Job, Plan
 from shoal.core.spec import Scalar
 from shoal.core.units import Bytes, Seconds, format_bytes
+from shoal.runtime import checkpoint
 
 _BEST = re.compile(r"best:([1-9][0-9]{0,6})")
-_REST_BYTES = 64 * 2**10  # manifest, random streams, position: what is no flat tensor
+_NO_BYTES = Bytes(0)
+_REST_BYTES = 128 * 2**10  # manifest, random streams, position: what is no flat tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,30 +66,36 @@ class CheckpointPolicy:
     def running_bytes(self, plan: Plan) -> Bytes:
         """Generations of the trials that train at one time, with one being written each."""
         at_once = len(plan.devices) * plan.active
-        largest = sorted((_full_bytes(job) for job in plan.jobs), reverse=True)[:at_once]
+        largest = sorted((generation_bytes(job) for job in plan.jobs), reverse=True)[:at_once]
         return Bytes((self.keep + 1) * sum(largest))
 
     def finished_bytes(self, plan: Plan) -> Bytes:
         """What stays when every trial has finished."""
         only_weights = self.keep_finished == "weights"
         sizes = [
-            _weight_bytes(job) if only_weights else self.keep * _full_bytes(job)
+            _weight_bytes(job) if only_weights else self.keep * generation_bytes(job)
             for job in plan.jobs
         ]
         return Bytes(sum(sorted(sizes, reverse=True)[: self.best]))
 
-    def check(self, plan: Plan, free: Bytes) -> None:
+    def check(
+        self, plan: Plan, free: Bytes, *, theirs: Bytes = _NO_BYTES, others: Bytes = _NO_BYTES
+    ) -> None:
         """Refuse a plan whose generations cannot fit.
+
+        Args:
+            theirs: What the plan's trials have on disk from earlier runs; they replace it.
+            others: What the study's other trials have there, which stays.
 
         Raises:
             PlanError: more is needed than ``free``, or than the budget.
         """
         running, finished = self.running_bytes(plan), self.finished_bytes(plan)
         needed = running + finished
-        if self.disk_budget is not None and needed > self.disk_budget:
-            room, whose = self.disk_budget, "disk_budget allows"
-        elif needed > free:
-            room, whose = free, "are free"
+        if self.disk_budget is not None and needed + others > self.disk_budget:
+            room, whose = Bytes(max(0, self.disk_budget - others)), "disk_budget allows"
+        elif needed > free + theirs:
+            room, whose = Bytes(free + theirs), "are free"
         else:
             return
         raise PlanError(
@@ -105,7 +115,18 @@ class CheckpointPolicy:
         )
 
 
-def _full_bytes(job: Job) -> int:
+def bytes_on_disk(directory: Path, trials: Iterable[int]) -> Bytes:
+    """What generations of ``trials`` take on disk now; what goes meanwhile counts as nothing."""
+    total = 0
+    for trial in trials:
+        for generation in checkpoint.generations(directory, trial).all():
+            with suppress(OSError):
+                total += sum(file.stat().st_size for file in generation.path.iterdir())
+    return Bytes(total)
+
+
+def generation_bytes(job: Job) -> int:
+    """What one generation of a trial takes."""
     state = sum(shard.state_bytes for shard in job.shards)
     return _weight_bytes(job) + state
 

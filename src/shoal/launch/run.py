@@ -14,7 +14,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ import torch
 
 from shoal.control import CloneTrial, ControlServer
 from shoal.core import event as events
-from shoal.core.errors import PlanError, SpecError
+from shoal.core.errors import PlanError, SpecError, StorageError
 from shoal.core.plan import Plan, Technique
 from shoal.core.spec import TrialSpec
 from shoal.core.units import format_bytes
@@ -31,15 +31,22 @@ from shoal.execution.announce import planned_events, predict_seconds, steps_of
 from shoal.execution.floor import Tally
 from shoal.execution.run import Execution, Limits
 from shoal.hardware import Hardware
-from shoal.launch.cloning import begin_warm
+from shoal.launch.cloning import begin_warm, clear
 from shoal.launch.commands import Commands
-from shoal.launch.directory import StudyDirectory
+from shoal.launch.directory import RESERVE, StudyDirectory
 from shoal.launch.keeping import Keeper
 from shoal.launch.packing import pack_recipe
-from shoal.launch.policy import CheckpointPolicy
+from shoal.launch.policy import CheckpointPolicy, bytes_on_disk, generation_bytes
 from shoal.launch.signals import Interrupts
 from shoal.launch.sinks import Callback, Sinks
-from shoal.launch.starts import Restart, check_numerics, progress_of, refuse_numerics, restart
+from shoal.launch.starts import (
+    Restart,
+    check_numerics,
+    progress_of,
+    refuse_numerics,
+    remove_strays,
+    restart,
+)
 from shoal.observe.reader import read_events
 from shoal.observe.rows import TrialState
 from shoal.observe.snapshot import Snapshot
@@ -155,7 +162,7 @@ class Run:
     def __init__(self, study: Asked, request: Request, pool: WorkerPool) -> None:
         self._study, self._request, self._pool = study, request, pool
         self._settings = settings_of(study, timeline=request.timeline)
-        self._began = time.time()
+        self._began, self._began_at = time.time(), time.monotonic()
 
     def run(self) -> None:
         """To the end, or to where it was stopped.
@@ -183,7 +190,7 @@ class Run:
             merged = self._merge(place, before)
             found = self._restart(place, before, merged)
             todo = [t for t in merged.trials if t.number in found.starts]
-            sinks = Sinks(place.database, request.callbacks)
+            sinks = Sinks(place.database, request.callbacks, check=place.check)
             case = _Case(place, sinks, before, merged, found, todo)
             if not todo:
                 self._nothing_to_do(case)
@@ -217,7 +224,8 @@ class Run:
                 record=asked,
             )
         else:
-            merged = merge(place.recorded, progress_of(place.path, before), asked)
+            progress = progress_of(place.path, before, place.recorded.unit)
+            merged = merge(place.recorded, progress, asked)
         return self._grown(merged)
 
     def _grown(self, merged: Merged) -> Merged:
@@ -248,11 +256,13 @@ class Run:
         if self._request.retry_failed:
             failed = [r.number for r in before.trials if r.state is TrialState.FAILED]
             again += [number for number in failed if number not in again]
-        recorded = place.recorded
-        longer = recorded is not None and merged.record.length > recorded.length
         known = {row.number for row in before.trials}
         new = [n for n in merged.added if n not in known]
-        found = restart(place.path, before, [*again, *new], is_longer=longer)
+        for number in new:
+            clear(place.path, number)
+        warm = {trial.number for trial in merged.record.trials if trial.warm}
+        length = merged.record.length
+        found = restart(place.path, before, [*again, *new], length=length, warm=warm)
         for clone in merged.record.trials:
             fresh = clone.number in new and not found.starts[clone.number].restore
             if clone.warm and fresh and clone.parent is not None:
@@ -262,11 +272,15 @@ class Run:
     def _nothing_to_do(self, case: _Case) -> None:
         """Every trial has ended: only what is asked for, or known of them, may be new."""
         changes, finished = case.merged.changes, case.found.finished
+        said: list[events.Event] = [*finished]
         if changes:
             case.place.settle(case.merged.record)
-            case.sinks.write([events.StudyChanged(time=self._began, changes=changes)])
-        if finished:
-            case.sinks.write([*finished, self._over(Tally(finished=len(finished)))])
+            said.append(events.StudyChanged(time=self._began, changes=changes))
+        if finished or case.before.stopped or not case.before.is_finished:
+            started = self._started(len(case.merged.trials))
+            said = [started, *said, self._over(Tally(finished=len(finished)))]
+        case.sinks.write(said)
+        self._keeper(case)
 
     # -- from the plan on -----------------------------------------------------------------
 
@@ -278,21 +292,27 @@ class Run:
             changes = self._check(case, planned)
         except BaseException as error:
             if not is_new:
-                case.sinks.write([self._over(Tally(reason=_words(error)))])
+                self._tell_why(case, error)
             raise
         case.place.settle(case.merged.record)
+        remove_strays(case.found.strays)
         replace_file(case.place.path / "plan.json", planned.plan.to_json().encode())
         case.sinks.write(self._opening(case, planned, changes))
         try:
             tally = self._execute(case, planner, planned, interrupts)
         except BaseException as error:
-            case.sinks.write([self._over(Tally(reason=_words(error)))])
+            self._tell_why(case, error)
             raise
         case.sinks.write([self._over(tally)])
         if tally.error is not None:
             raise tally.error
         if interrupts.received is not None:
             interrupts.leave()
+
+    def _tell_why(self, case: _Case, error: BaseException) -> None:
+        """Record why the run ends, if the disk takes it; ``error`` is what counts."""
+        with suppress(StorageError):
+            case.sinks.write([self._over(Tally(reason=_words(error)))])
 
     def _plan(self, case: _Case) -> tuple[Planner, Planned]:
         request = self._request
@@ -308,7 +328,13 @@ class Run:
 
     def _check(self, case: _Case, planned: Planned) -> list[str]:
         """Refuse what cannot fit on disk, and other bits than before."""
-        self._study.policy.check(planned.plan, free_bytes(case.place.path))
+        others = [trial.number for trial in case.merged.trials if trial not in case.todo]
+        self._study.policy.check(
+            planned.plan,
+            free_bytes(case.place.path),
+            theirs=bytes_on_disk(case.place.path, [trial.number for trial in case.todo]),
+            others=bytes_on_disk(case.place.path, others),
+        )
         changes = check_numerics(planned.plan, case.found.numerics)
         if not self._request.accept_numerics:
             refuse_numerics(changes)
@@ -327,20 +353,22 @@ class Run:
     ) -> Tally:
         place, sinks = case.place, case.sinks
         with ExitStack() as stack:
-            reserve = Reserve(place.path / "reserve", RESERVE_BYTES)
+            reserve = Reserve(place.path / RESERVE, RESERVE_BYTES)
             reserve.take()
             stack.callback(reserve.release)
             keeper = self._keeper(case)
             sinks.add(keeper.see)
+            limits = self._study.limits()
+            if any(row.step for row in case.before.trials):
+                limits.same_failures.passed()  # the recipe worked before
             execution = Execution(
                 planned,
                 self._pool,
                 planner,
-                pack_recipe(self._study.recipe),
                 self._settings,
                 sinks.write,
                 starts=case.found.starts,
-                limits=self._study.limits(),
+                limits=limits,
                 release_reserve=reserve.release,
             )
             commands = Commands(
@@ -405,12 +433,11 @@ class Run:
         )
 
     def _over(self, tally: Tally) -> events.StudyFinished:
-        now = time.time()
         return events.StudyFinished(
-            time=now,
+            time=time.time(),
             finished=tally.finished,
             failed=tally.failed,
-            seconds=now - self._began,
+            seconds=time.monotonic() - self._began_at,  # a wall clock may jump
             stopped=tally.reason,
         )
 
@@ -421,7 +448,9 @@ def _words(error: BaseException) -> str:
 
 def _check_host_memory(plan: Plan, budget: int | None) -> None:
     """Every trial's state lives on the host while the study runs; refuse what cannot fit."""
-    needed = sum(job.host_bytes for job in plan.jobs)
+    copies = sorted((generation_bytes(job) for job in plan.jobs), reverse=True)
+    copied = sum(copies[: len(plan.devices) * plan.active])  # while they are being written
+    needed = sum(job.host_bytes for job in plan.jobs) + copied
     if budget is not None and needed > budget:
         largest = max(plan.jobs, key=lambda job: job.host_bytes)
         raise PlanError(

@@ -12,10 +12,18 @@ Callback = Callable[[Event], None]
 
 
 class Sinks:
-    """The database and the callbacks of one run; called from its main thread."""
+    """The database and the callbacks of one run; called from its main thread.
 
-    def __init__(self, database: Database, callbacks: Iterable[Callback]) -> None:
-        self._database, self._callbacks = database, list(callbacks)
+    ``check`` raises when what is written would reach nobody.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        callbacks: Iterable[Callback],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._database, self._callbacks, self._check = database, list(callbacks), check
 
     def add(self, callback: Callback) -> None:
         """Call it too from now on."""
@@ -27,6 +35,7 @@ class Sinks:
         Raises:
             StorageError: the batch could not be written, and no callback was called.
         """
+        self._check()
         self._database.write(happened)
         for callback in list(self._callbacks):
             try:

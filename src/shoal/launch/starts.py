@@ -1,14 +1,26 @@
-"""Where every trial of a study that ran before goes on, from what is on the disk."""
+"""Where every trial of a study that ran before goes on, from what is on the disk.
+
+[Note: what counts]
+A generation counts once the database has every step that it holds: its CheckpointWritten is
+there, or a later step. A kill can come between the two; then the generation before it counts,
+and the last steps are done again, so that the record has no gap. What does not count is a
+stray, and goes when the new plan stands. A database that lacks more than a kill can take
+was lost, or is an old copy: then the generations are what there is.
+
+    generations   step 10   step 20            step 20 is a stray: go on from 10
+    database      S1 .. S10 Written(10) S11 .. S19 (kill)
+"""
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.core import event as events
-from shoal.core.errors import SpecError
+from shoal.core.errors import SpecError, StorageError
 from shoal.core.plan import Plan
 from shoal.core.spec import Scalar
 from shoal.execution.trial import Start
@@ -16,68 +28,137 @@ from shoal.observe.rows import TrialRow, TrialState
 from shoal.observe.snapshot import Snapshot
 from shoal.resume import TrialProgress
 from shoal.runtime import checkpoint
-from shoal.storage.generations import Generation
+from shoal.storage.generations import Generation, Generations
 
 _NOT_COMPARED = {"cut"}  # how the pilot was compared; a chain that passed it has the same bits
+_STEP = re.compile(r"step-([0-9]+)")
+_LATE_STEPS = 1000  # as many may be on their way to the database when a kill comes
 
 
 @dataclass(slots=True)
 class Restart:
     """What is known of the trials that go on.
 
-    ``finished`` did their last step before a crash that came too soon to say so.
+    ``finished`` did their last step before a crash that came too soon to say so. ``strays``
+    are generations that nobody may go on from.
     """
 
     starts: dict[int, Start] = field(default_factory=dict)
     numerics: dict[int, Mapping[str, Scalar]] = field(default_factory=dict)
     finished: list[events.TrialFinished] = field(default_factory=list)
     happened: list[events.Event] = field(default_factory=list)
+    strays: list[Generation] = field(default_factory=list)
 
 
-def progress_of(directory: Path, snapshot: Snapshot) -> dict[int, TrialProgress]:
+def progress_of(directory: Path, snapshot: Snapshot, unit: str) -> dict[int, TrialProgress]:
     """How far each trial came, as its events and its generations say."""
-    return {row.number: _progress(directory, row) for row in snapshot.trials}
+    return {row.number: _progress(directory, row, unit) for row in snapshot.trials}
 
 
-def _progress(directory: Path, row: TrialRow) -> TrialProgress:
+def _progress(directory: Path, row: TrialRow, unit: str) -> TrialProgress:
+    place = checkpoint.generations(directory, row.number)
+    newest = place.newest(quick=True) if row.is_done else None
     return TrialProgress(
         state=row.state,
         step=row.step,
         epoch=row.epoch,
-        has_full_state=not row.is_done or _has_state(directory, row),
+        has_full_state=not row.is_done or (newest is not None and checkpoint.has_state(newest)),
+        target=_target(row, newest, unit),
     )
 
 
-def _has_state(directory: Path, row: TrialRow) -> bool:
-    """Whether an ended trial could train on; without a step it can always begin."""
-    newest = checkpoint.generations(directory, row.number).newest(quick=True)
-    return newest is not None and checkpoint.has_state(newest)
+def _target(row: TrialRow, newest: Generation | None, unit: str) -> int | None:
+    """How long an ended trial was to train; the record may have grown since."""
+    length = newest.manifest.meta.get("length") if newest is not None else None
+    if isinstance(length, int):
+        return length
+    if row.state is not TrialState.FINISHED:
+        return None
+    return (row.epoch if unit == "epochs" else row.step) or None
 
 
 def restart(
-    directory: Path, snapshot: Snapshot, trials: Iterable[int], *, is_longer: bool
+    directory: Path,
+    snapshot: Snapshot,
+    trials: Iterable[int],
+    *,
+    length: int,
+    warm: Collection[int] = (),
 ) -> Restart:
-    """Where ``trials`` go on: each at its newest generation that verifies, or anew.
+    """Where ``trials`` go on: each at its newest generation that counts, or anew.
 
-    ``is_longer``: more steps are asked for than before, so no trial is at its end.
+    Args:
+        length: Epochs or steps that are asked for now.
+        warm: The trials whose first generation is their parent's.
     """
     rows = {row.number: row for row in snapshot.trials}
     found = Restart()
     for trial in trials:
         row = rows.get(trial, TrialRow(number=trial))
-        newest = checkpoint.latest(directory, trial, lambda p, why: _damaged(found, p, why))
-        if newest is None and not row.step:
-            found.starts[trial] = Start(has_run=False)
-        elif newest is None:
-            found.starts[trial] = Start(has_run=True)
-            found.happened.append(_restarted(trial, 0))
-        elif newest.manifest.meta.get("ended") and not is_longer and not row.is_done:
+        counts = _Counts(row, is_known=trial in rows, is_warm=trial in warm)
+        newest = _newest(found, directory, row, counts)
+        if newest is None:
+            found.starts[trial] = Start(has_run=row.step > 0)
+            found.happened += [_restarted(trial, 0)] * bool(row.step)
+        elif _is_at_end(newest, length) and not row.is_done:
             found.finished.append(_finished(row, newest))
         else:
             found.starts[trial] = _start(row, newest)
             found.numerics[trial] = newest.manifest.meta.get("numerics", {})
             found.happened.append(_restarted(trial, newest.step))
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Counts:
+    """Whether a trial may go on from a generation; ``is_known`` to the database."""
+
+    row: TrialRow = field(kw_only=False)
+    is_known: bool
+    is_warm: bool
+
+    def __call__(self, generation: Generation) -> bool:
+        row = self.row
+        if not self.is_known or (self.is_warm and not row.checkpoint):
+            return self.is_warm or _trial_of(generation) in (None, row.number)
+        acknowledged = _STEP.search(row.checkpoint)
+        last = max(row.step, int(acknowledged[1]) if acknowledged else 0)
+        is_on_record = generation.path.name == Path(row.checkpoint).name
+        return is_on_record or not last <= generation.step <= last + _LATE_STEPS
+
+
+def _trial_of(generation: Generation) -> int | None:
+    """Whose state it is; None of one whose manifest cannot be read."""
+    try:
+        return int(generation.manifest.meta["trial"])
+    except StorageError:  # whoever verifies it will say so
+        return None
+
+
+def _newest(found: Restart, directory: Path, row: TrialRow, counts: _Counts) -> Generation | None:
+    """The newest that counts and verifies; where all that did are gone, the newest there is."""
+    place = checkpoint.generations(directory, row.number)
+    newest = place.newest(lambda path, why: _damaged(found, path, why), among=counts)
+    strays = [generation for generation in place.all() if not counts(generation)]
+    if newest is None and row.checkpoint:
+        newest = place.newest(among=strays.__contains__)
+    found.strays += [stray for stray in strays if newest is None or stray > newest]
+    return newest
+
+
+def _is_at_end(generation: Generation, length: int) -> bool:
+    meta = generation.manifest.meta
+    return bool(meta.get("ended")) and meta.get("length", length) >= length
+
+
+def remove_strays(strays: Iterable[Generation]) -> None:
+    """Remove generations that do not count.
+
+    Raises:
+        StorageError: the disk refuses.
+    """
+    for stray in strays:
+        Generations(stray.path.parent).remove(stray)
 
 
 def _start(row: TrialRow, newest: Generation) -> Start:

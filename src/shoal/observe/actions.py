@@ -35,7 +35,7 @@ class ActionLog:
     """The one writer of a timeline; whoever makes one holds the study's lock."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file: BinaryIO = open(path, "ab+", buffering=0, opener=_open_private)  # noqa: SIM115
+        self._file: BinaryIO = open(path, "ab+", buffering=0, opener=_open_plain)  # noqa: SIM115
         self.cut(_whole_lines(self._file))
 
     def append(self, actions: Iterable[ActionFinished]) -> None:
@@ -67,8 +67,9 @@ class ActionLog:
             data = data[self._file.write(data) :]
 
 
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+def _open_plain(path: str, flags: int) -> int:
+    """A plain file that nobody else may read: no link is followed, no pipe waited for."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
 
 
 def _line(action: ActionFinished) -> str:
@@ -126,7 +127,7 @@ class TimelineReader:
 
     def _rows(self) -> Iterator[Any]:
         try:
-            file = open(self.path, "rb")  # noqa: SIM115  # closed by the with below
+            file = open(self.path, "rb", opener=_open_plain)  # noqa: SIM115  # see the with
         except FileNotFoundError:
             return
         with file:

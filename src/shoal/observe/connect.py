@@ -30,7 +30,7 @@ from pathlib import Path
 
 from shoal.core.errors import StorageError
 from shoal.observe.lock import is_running
-from shoal.observe.schema import MIGRATIONS, check_format, migrate
+from shoal.observe.schema import check_format, migrate, newest_format
 from shoal.observe.trouble import INTACT, damaged, in_words
 
 DATABASE = "study.db"
@@ -85,7 +85,7 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
         connection = _open_untouched(path) if path.exists() else _memory()
         try:
             version = check_format(connection, path)
-            if version < len(MIGRATIONS):
+            if version < newest_format():
                 connection = _in_memory(connection)
                 migrate(connection, version)
         except BaseException:

@@ -34,6 +34,11 @@ class StudyLock:
         self._descriptor: int | None = _acquire(self.path)
         _sign(self._descriptor)
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether its file still is the one in the directory: that may have been moved away."""
+        return self._descriptor is not None and _is_at(self._descriptor, self.path)
+
     def close(self) -> None:
         """Let go of it; the file stays. A second call does nothing."""
         descriptor, self._descriptor = self._descriptor, None

@@ -60,6 +60,11 @@ MIGRATIONS: list[Callable[[sqlite3.Connection], None]] = [_make_first]
 """The n-th makes format n + 1 of format n, inside a transaction."""
 
 
+def newest_format() -> int:
+    """The format that is written."""
+    return len(MIGRATIONS)
+
+
 def check_format(connection: sqlite3.Connection, path: Path) -> int:
     """The database's format; 0 for a file that is empty.
 
@@ -76,10 +81,10 @@ def check_format(connection: sqlite3.Connection, path: Path) -> int:
             f"{path} is the database of another program: its application id is {owner:#x}, "
             f"shoal's is {APPLICATION_ID:#x}. Nothing was changed. Move that file away."
         )
-    if version > len(MIGRATIONS):
+    if version > newest_format():
         raise StorageError(
             f"{path} is of format {version}, and this shoal knows formats up to "
-            f"{len(MIGRATIONS)}. Nothing was changed. Open it with the newer shoal that wrote it."
+            f"{newest_format()}. Nothing was changed. Open it with the newer shoal that wrote it."
         )
     if shape != expected_shape(version):
         raise StorageError(_describe_difference(path, shape, expected_shape(version)))
@@ -88,14 +93,14 @@ def check_format(connection: sqlite3.Connection, path: Path) -> int:
 
 def migrate(connection: sqlite3.Connection, version: int) -> None:
     """Bring a database from format ``version`` to this one, wholly or not at all."""
-    if version == len(MIGRATIONS):
+    if version == newest_format():
         return
     connection.execute("BEGIN IMMEDIATE")
     try:
         for step in MIGRATIONS[version:]:
             step(connection)
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        connection.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
+        connection.execute(f"PRAGMA user_version = {newest_format()}")
         connection.execute("COMMIT")
     except BaseException:
         if connection.in_transaction:

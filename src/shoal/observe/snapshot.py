@@ -27,6 +27,7 @@ from shoal.core.event import (
     CheckpointWritten,
     Evaluated,
     Event,
+    LoaderRestarted,
     PeakMeasured,
     StepFinished,
     StorageFailed,
@@ -211,6 +212,8 @@ class Folder:
         trial = self._trial(event.trial)
         trial.plan = event
         trial.reopen()
+        if len(self._trials) > self._head.total:  # it was added while the study runs
+            self._head = replace(self._head, total=len(self._trials))
 
     def _trial_started(self, event: TrialStarted) -> None:
         self._trial(event.trial).lease(event.device, self._seconds)
@@ -308,6 +311,7 @@ _FOLDS: dict[type[Any], Callable[[Folder, Any], None]] = {
     TrialStopped: Folder._trial_stopped,
     CheckpointWritten: Folder._checkpoint_written,
     CheckpointDamaged: Folder._noted,
+    LoaderRestarted: Folder._noted,
     StorageFailed: Folder._noted,
     StudyPaused: Folder._study_paused,
     StudyContinued: Folder._study_continued,

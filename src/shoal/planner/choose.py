@@ -295,7 +295,7 @@ def make_job(
         held_bytes=bytes_.held,
         unit_bytes=bytes_.unit,
         peak_bytes=bytes_.peak,
-        host_bytes=Bytes(layout.num_bytes),
+        host_bytes=Bytes(layout.num_bytes + measure.loader_bytes),
         step_s=Seconds(max(units + forwards, 1e-6)),
         micro_batches=request.micro_batches,
         why=tuple(why),

@@ -19,13 +19,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal.core.errors import StorageError
+from shoal.data import Position
 from shoal.memory.layout import TrialLayout
 from shoal.memory.store import Region, state_views, views
-from shoal.runtime.feed import Epoch, Position
 from shoal.runtime.messages import Progress
 from shoal.runtime.packing import Packer, unpack
 from shoal.runtime.session import Session
 from shoal.runtime.tensorfile import read_into, read_tensors, row
+from shoal.storage.files import sync_directory
 from shoal.storage.generations import Generation, Generations
 
 WEIGHTS, STATE = "weights.safetensors", "state.safetensors"
@@ -60,8 +61,14 @@ def generations(study: str | os.PathLike[str], trial: int, keep: int = 2) -> Gen
 def latest(
     study: str | os.PathLike[str], trial: int, on_damage: OnDamage | None = None
 ) -> Generation | None:
-    """The newest generation that verifies, byte for byte; damaged ones are told of."""
-    return generations(study, trial).newest(on_damage)
+    """The newest generation that verifies, byte for byte; damaged ones are told of.
+
+    Its name is durable when this returns: who published it may have died before that.
+    """
+    found = generations(study, trial).newest(on_damage)
+    if found is not None:
+        sync_directory(found.path.parent)
+    return found
 
 
 def content(
@@ -87,6 +94,7 @@ def content(
         "extra": packer.pack(_extra_state(session.model)),
         "progress": packer.pack(_progress_record(session.progress())),
         "ended": session.ended,
+        "length": session.settings.steps or session.settings.epochs,
         "metrics": dict(session.metrics),
     }
     files = {WEIGHTS: weights, STATE: tensors}
@@ -275,7 +283,8 @@ def _progress_record(progress: Progress) -> dict[str, Any]:
     return {
         "step": progress.step,
         "rng": progress.rng,
-        "position": _position_record(progress.position),
+        "position": progress.position.pack(),
+        "valid": progress.valid.pack() if progress.valid else None,
         "scalars": progress.scalars,
         "stored": progress.stored,
         "groups": list(progress.groups),
@@ -288,33 +297,12 @@ def _read_progress(generation: Generation, tensors: Mapping[str, Tensor]) -> Pro
     return Progress(
         step=record["step"],
         rng=record["rng"],
-        position=_read_position(record["position"]),
+        position=Position.unpack(record["position"]),
+        valid=Position.unpack(record["valid"]) if record["valid"] else None,
         scalars=record["scalars"],
         stored=record["stored"],
         groups=record["groups"],
         schedule=record["schedule"],
-    )
-
-
-def _position_record(position: Position) -> dict[str, Any]:
-    return {
-        "epoch": position.epoch,
-        "now": _epoch_record(position.now),
-        "past": [_epoch_record(epoch) for epoch in position.past],
-        "generators": position.generators,
-    }
-
-
-def _epoch_record(epoch: Epoch) -> dict[str, Any]:
-    return {"batches": epoch.batches, "rng": epoch.rng, "draws": epoch.draws}
-
-
-def _read_position(record: Mapping[str, Any]) -> Position:
-    return Position(
-        epoch=record["epoch"],
-        now=Epoch(**record["now"]),
-        generators=record["generators"],
-        past=tuple(Epoch(**epoch) for epoch in record["past"]),
     )
 
 

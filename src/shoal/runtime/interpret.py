@@ -32,6 +32,7 @@ from shoal.core.units import Bytes, format_bytes
 from shoal.device import Device, Event, Lane
 from shoal.memory.ledger import Ledger
 from shoal.partition.track import AllocationTracker
+from shoal.program.costs import unit_peak_bytes
 from shoal.program.ir import Action, Op, Part, Program
 from shoal.program.slots import SlotMap, assign_slots
 from shoal.runtime.binding import Placed, place_in_slot, place_on_host
@@ -397,21 +398,26 @@ class Seat:
         with AllocationTracker() as tracker:
             unit(task, action)
         self.peak_bytes = max(self.peak_bytes, before + tracker.peak_bytes)
-        if tracker.peak_bytes > self.unit_bytes:
-            self._outgrow(action, Bytes(tracker.peak_bytes))
+        unplanned = max(0, before - self.session.job.held_bytes)  # batches are held too
+        if tracker.peak_bytes + unplanned > self.unit_bytes:
+            self._outgrow(task, action, Bytes(tracker.peak_bytes + unplanned))
 
-    def _outgrow(self, action: Action, peak: Bytes) -> None:
+    def _outgrow(self, task: Task, action: Action, peak: Bytes) -> None:
         """A unit needed more than was measured: reserve it from now on, or fail the trial."""
         promised, self.unit_bytes = self.unit_bytes, peak
         try:
             self.reserve_units()
         except CapacityError as error:
-            raise CapacityError(
+            outgrown = CapacityError(
                 f"{action} of trial {self.trial} allocated {format_bytes(peak)} on "
                 f"{self.device.spec.name}, {format_bytes(promised)} were reserved for it, and "
                 f"there is no room for the rest: {error} Where batches differ in size, let the "
                 "first one be the largest: it is the one that is measured."
-            ) from None
+            )
+            own = unit_peak_bytes(action, self.session.job.shards[action.shard])
+            measured = promised if task.kind == "evaluation" else own or promised
+            outgrown.growth = peak / max(1, min(measured, promised))
+            raise outgrown from None
 
     def resident_bytes(self) -> Bytes:
         """What this seat holds on the device now, between units."""

@@ -98,6 +98,7 @@ class DeviceLoop:
         self._saver = Saver(settings, lambda event: send(Happened((pack_event(event),))))
         self._settings, self._orders, self._measurer = settings, orders, measurer
         self._recorder, self._output = recorder, output
+        measurer.note = self._note
         self._pending: list[tuple[Grant, Region]] = []  # there is no room for them yet
         self._ledger = Ledger(device.spec.name, device.spec.memory)
         self._stays: dict[int, _Stay] = {}
@@ -180,7 +181,11 @@ class DeviceLoop:
             return
         outcome = self._saver.wait(trial)
         if outcome is None or outcome.trouble or outcome.step != session.step:
-            self._saver.save(lambda: checkpoint.content(session, copy=False))
+            try:
+                self._saver.save(lambda: checkpoint.content(session, copy=False))
+            except Exception as error:  # what the model added to its state
+                self._fail(trial, error)
+                return
             outcome = self._saver.wait(trial)
         assert outcome is not None
         self._reports.reply(Saved(trial, outcome.step, outcome.trouble))
@@ -192,7 +197,7 @@ class DeviceLoop:
         self._saver.forget(trial)
         parked = self._parked.pop(trial, None)
         if parked is not None:
-            parked.feed.close()
+            parked.close()
 
     def _admit(self, grant: Grant, descriptor: int) -> None:
         """Take up a lease, or keep it until those that are here leave room for it."""
@@ -237,6 +242,7 @@ class DeviceLoop:
         session.on_step = lambda loss: self._report_step(stay, loss)
         session.on_evaluated = lambda metrics: self._reports.evaluation(session, metrics)
         session.on_boundary = lambda: self._boundary(stay)
+        session.on_loader_lost = lambda reason: self._reports.loader_lost(session, reason)
         seat.reserve_units = self._reserve_largest_unit
         seat.note_host = self._record_host
         self._stays[trial] = stay
@@ -289,15 +295,18 @@ class DeviceLoop:
         except (Exception, SystemExit) as error:
             self._record(None)
             self._dismiss(trial)
-            stay.seat.session.feed.close()
+            stay.seat.session.close()
             self._fail(trial, error)
             self._admit_pending()
 
     def _record(self, trial: int | None) -> None:
         """Leave word whose code runs, for whoever finds this process dead."""
-        self._recorder[0] = -1 if trial is None else trial
+        self._note(trial)
         self._output.set(trial)
         self._units_done += 1
+
+    def _note(self, trial: int | None) -> None:
+        self._recorder[0] = -1 if trial is None else trial
 
     def _record_host(self, trial: int) -> None:
         self._recorder[1] = trial
@@ -387,7 +396,7 @@ class DeviceLoop:
         pickle.dumps(over)  # a schedule that cannot travel fails its trial here, alone
         self._dismiss(seat.trial)
         if over.checkpoint:
-            session.feed.close()
+            session.close()
         else:
             self._parked[seat.trial] = session
         self._reports.reply(over)

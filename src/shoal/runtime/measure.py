@@ -27,6 +27,7 @@ from shoal.core.spec import (
     TrialSpec,
 )
 from shoal.core.units import Bytes, Seconds, round_up
+from shoal.data import epoch_length, host_bytes, rule_of
 from shoal.device import Device
 from shoal.memory.layout import TensorSpec, TrialLayout, lay_out
 from shoal.memory.store import describe
@@ -47,7 +48,6 @@ from shoal.recipe import (
 )
 from shoal.rng import capture_rng, same_rng, seed_all
 from shoal.runtime.binding import Binding, state_specs
-from shoal.runtime.feed import epoch_length
 from shoal.runtime.messages import (
     Describe,
     Described,
@@ -70,13 +70,20 @@ class _Built(NamedTuple):
     batch: Batch
     valid: Batch | None
     num_batches: int | None
+    data: str  # how it is led to a position
+    loader_bytes: Bytes
 
 
 class Measurer:
-    """Answers Describe, Measure and MeasureShards in a worker."""
+    """Answers Describe, Measure and MeasureShards in a worker.
+
+    Attributes:
+        note: Called with the trial whose code runs, None when it is over.
+    """
 
     def __init__(self, recipe: Recipe, device: Device) -> None:
         self._recipe, self._device = recipe, device
+        self.note: Callable[[int | None], None] = lambda trial: None
         self._here = device.torch_device  # where the model is while it is measured
         self._built: _Built | None = None
         self._chain: Chain | None = None
@@ -98,12 +105,15 @@ class Measurer:
             return self._describe(order.trials)
         assert isinstance(order, Measure | MeasureShards)
         trial = order.trial
+        self.note(trial.number)
         try:
             if isinstance(order, MeasureShards):
                 return self._measure_shards(trial, order.cuts)
             return self._measure(trial, cut=order.cut)
         except (Exception, SystemExit) as error:
             return Refused(trial.number, traceback.format_exc(), _own(error))
+        finally:
+            self.note(None)
 
     # -- describe -------------------------------------------------------------------------
 
@@ -111,11 +121,13 @@ class Measurer:
         signatures, errors = {}, {}
         cause: Exception | None = None
         for trial in trials:
+            self.note(trial.number)
             try:
                 signatures[trial.number] = self._signature(trial)
             except (Exception, SystemExit) as error:
                 errors[trial.number] = traceback.format_exc()
                 cause = cause or _own(error)
+        self.note(None)
         return Described(signatures, errors, cause)
 
     def _signature(self, trial: TrialSpec) -> str:
@@ -180,7 +192,16 @@ class Measurer:
         self._refuse_forgotten(model, optimizer)
         batch = to_device(_first_batch(train), self._here)
         first_valid = to_device(next(iter(valid or ()), None), self._here)
-        return _Built(trial, model.train(), optimizer, batch, first_valid, epoch_length(train))
+        return _Built(
+            trial=trial,
+            model=model.train(),
+            optimizer=optimizer,
+            batch=batch,
+            valid=first_valid,
+            num_batches=epoch_length(train),
+            data=str(rule_of(train)),
+            loader_bytes=host_bytes(train, batch),
+        )
 
     def _place(self, model: nn.Module) -> torch.device:
         """The device, or the host for a model whose training state alone is larger."""
@@ -253,6 +274,8 @@ class Measurer:
             optimizer=_name_of(built.optimizer),
             cuttable=True,
             bitwise=False,
+            data=built.data,
+            loader_bytes=built.loader_bytes,
         )
 
     def _forward(self, built: _Built) -> None:

@@ -18,8 +18,8 @@ from shoal.core.spec import DeviceSpec, JobMeasure, TrialSpec
 from shoal.memory.layout import TrialLayout
 
 if TYPE_CHECKING:  # this module is read before torch is: a worker starts while it loads
+    from shoal.data import Position
     from shoal.rng import RngState
-    from shoal.runtime.feed import Position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,7 @@ class Progress:
 
     step: int
     position: Position
+    valid: Position | None  # of the validation data, which may keep something too
     rng: RngState
     scalars: Mapping[str, Mapping[str, Any]]
     stored: Mapping[str, Sequence[str]]

@@ -21,6 +21,7 @@ from shoal.runtime.channel import Channel
 from shoal.runtime.messages import (
     RECORDER,
     Configure,
+    Happened,
     Order,
     Ready,
     Settings,
@@ -61,6 +62,7 @@ class Worker:
         self.pid = self._process.pid
         self.device: DeviceSpec | None = None
         self.last_words = ""
+        self.has_begun = False  # to work for the study: it could load the recipe
         self._channel = Channel(ours)
         self._inbox = inbox
         self.serial = 0  # of the study it serves
@@ -137,6 +139,7 @@ class WorkerPool:
     def __init__(self) -> None:
         self._inbox: queue.SimpleQueue[tuple[Worker | None, int, Any]] = queue.SimpleQueue()
         self._serial = 0
+        self._study: tuple[bytes, Settings] | None = None  # recipe and settings, as configured
         self._idle: list[Worker] = []
         self._workers: dict[str, Worker] = {}
 
@@ -153,22 +156,32 @@ class WorkerPool:
 
     def configure(self, devices: Sequence[DeviceSpec], recipe: bytes, settings: Settings) -> None:
         """Start serving a study: one worker for each device."""
-        self._idle = [worker for worker in self._idle if worker.alive]
+        self._forget_dead()
         self.warm(len(devices))
+        self._study = recipe, settings
         for device in devices:
-            self._open(device, recipe, settings)
+            self._open(device)
 
-    def replace(self, device: DeviceSpec, recipe: bytes, settings: Settings) -> Worker:
-        """A new process for a device whose worker is gone."""
+    def replace(self, device: DeviceSpec) -> Worker:
+        """A new process for a device whose worker is gone; it serves the same study."""
         self.drop(device.name)
+        self._forget_dead()
         if not self._idle:
             self._idle.append(Worker(self._inbox))
-        return self._open(device, recipe, settings)
+        return self._open(device)
 
-    def _open(self, device: DeviceSpec, recipe: bytes, settings: Settings) -> Worker:
+    def _forget_dead(self) -> None:
+        for worker in self._idle:
+            if not worker.alive:
+                worker.kill()
+        self._idle = [worker for worker in self._idle if worker.alive]
+
+    def _open(self, device: DeviceSpec) -> Worker:
+        assert self._study is not None
+        recipe, settings = self._study
         worker = self._idle.pop()
         self._serial += 1
-        worker.device, worker.serial = device, self._serial
+        worker.device, worker.serial, worker.has_begun = device, self._serial, False
         self._workers[device.name] = worker
         worker.send(
             Configure(
@@ -209,6 +222,7 @@ class WorkerPool:
             if worker is None:
                 return None, reply
             if worker in self._workers.values() and serial == worker.serial:
+                worker.has_begun |= isinstance(reply, Happened)
                 return worker, reply
 
     def release(self) -> None:
@@ -216,8 +230,8 @@ class WorkerPool:
         for worker in self._workers.values():
             worker.send(Shutdown())
             worker.device = None
-            if worker.alive:
-                self._idle.append(worker)
+            self._idle.append(worker)
+        self._forget_dead()
         self._workers = {}
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from shoal.core.event import (
     ActionFinished,
     Evaluated,
     Event,
+    LoaderRestarted,
     Packed,
     PeakMeasured,
     StepFinished,
@@ -86,6 +87,11 @@ class Reports:
                 metrics=metrics,
             )
         )
+
+    def loader_lost(self, session: Session, reason: str) -> None:
+        """A process that reads data died, and another one reads on."""
+        trial, step = session.job.trial, session.step
+        self.tell(LoaderRestarted(time=time.time(), trial=trial, step=step, reason=reason))
 
     def peak(self, seat: Seat, neighbours: Sequence[Seat]) -> None:
         """The most bytes the device held in a step that was counted."""

@@ -7,6 +7,7 @@ most a few percent of the time, whatever the disk does.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -87,6 +88,7 @@ class Saver:
         settings = self._settings
         place = checkpoint.generations(settings.directory, what.trial, settings.keep)
         try:
+            _check_is_there(settings.directory)
             written = checkpoint.write(what, place)
         except StorageError as error:
             self._schedule(what.trial, time.perf_counter() - began)
@@ -121,4 +123,13 @@ class Saver:
                 action=f"trial {what.trial} goes on without a generation of step {what.step}; "
                 "earlier ones are as they were",
             )
+        )
+
+
+def _check_is_there(directory: str) -> None:
+    """Refuse to make a study's directory anew: what was saved before is not in it."""
+    if not os.path.isdir(directory):
+        raise StorageError(
+            f"{directory} is gone: the study's directory was moved or removed while it ran. Put "
+            "it back."
         )

@@ -7,6 +7,7 @@ is on the device but what its program holds.
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from torch import Tensor
 from shoal.core.errors import TrialError
 from shoal.core.plan import Job, Spilled
 from shoal.core.spec import HyperParameters
+from shoal.data import Feed
 from shoal.memory.layout import TrialLayout
 from shoal.memory.store import Region, state_views, views
 from shoal.partition.build import build_chain
@@ -31,9 +33,8 @@ from shoal.recipe import (
     read_data,
     to_device,
 )
-from shoal.rng import capture_rng, restore_rng, seed_all
+from shoal.rng import RngState, capture_rng, restore_rng, seed_all
 from shoal.runtime.binding import Binding
-from shoal.runtime.feed import Feed
 from shoal.runtime.messages import Progress, Settings
 from shoal.runtime.units import Buffer, ChainUnits, Micro, ResidentUnits, Units, get, locate
 
@@ -70,16 +71,19 @@ class Session:
         self.hp = HyperParameters(job.hp)
         seed_all(job.seed)
         self.model = recipe.model(self.hp)
+        before_data = capture_rng(device)
         self.train, self.valid = read_data(recipe, self.hp)
         self.optimizer = build_optimizer(recipe, self.model.named_parameters(), self.hp)
         self.schedule = build_schedule(recipe, self.optimizer, self.hp)
         self.rng = capture_rng(device)
-        self.feed = Feed(self.train, device)
+        self.feed = self._feed(before_data, "training")
+        self.valid_feed = self._feed(before_data, "validation") if self.valid is not None else None
         self.step = 0
         self.until: int | None = 0
         self.micro_losses: list[float] = []
         self.on_step: Callable[[float], None] = lambda loss: None
         self.on_boundary: Callable[[], None] = lambda: None
+        self.on_loader_lost: Callable[[str], None] = lambda reason: None
         self.on_evaluated: Callable[[dict[str, float]], None] = lambda metrics: None
         self.evaluated_at = -1
         self.metrics: dict[str, float] = {}  # of the last evaluation
@@ -91,6 +95,28 @@ class Session:
             owner = first.setdefault(id(buffer), name)
             self._buffer_aliases.setdefault(owner, []).append(locate(self.model, name))
         self.model.train()
+
+    def _feed(self, before_data: RngState, what: str) -> Feed:
+        index = ("training", "validation").index(what)
+
+        def renew() -> Any:
+            """The source as it was built, for one that has to be read again from its start."""
+            restore_rng(before_data, self.device)
+            return read_data(self.recipe, self.hp)[index]
+
+        source = (self.train, self.valid)[index]
+        assert source is not None
+        lost = functools.partial(self._loader_lost, what)
+        return Feed(source, self.device, on_restart=lost, renew=renew, what=what)
+
+    def _loader_lost(self, what: str, reason: str) -> None:
+        self.on_loader_lost(f"{what} data: {reason}")
+
+    def close(self) -> None:
+        """End the loaders' processes."""
+        self.feed.close()
+        if self.valid_feed is not None:
+            self.valid_feed.close()
 
     def place(self, layout: TrialLayout, region: Region, *, fresh: bool) -> None:
         """Cut the model as the job says and let its tensors live in ``region``.
@@ -176,6 +202,7 @@ class Session:
         """Let go of what the device loop hung on this trial."""
         self.on_step = lambda loss: None
         self.on_boundary = lambda: None
+        self.on_loader_lost = lambda reason: None
         self.on_evaluated = lambda metrics: None
 
     # -- progress -------------------------------------------------------------------
@@ -184,7 +211,8 @@ class Session:
         """The state beside the tensors; at a step boundary, with the trial's RNG saved."""
         return Progress(
             step=self.step,
-            position=self.feed.position,
+            position=self.feed.position(),
+            valid=self.valid_feed.position() if self.valid_feed else None,
             rng=self.rng,
             scalars=self.binding.scalars(),
             stored=self.binding.stored_keys(),
@@ -209,6 +237,8 @@ class Session:
                 self.schedule.load_state_dict(progress.schedule)
         if not self.feed.is_at(progress.position):
             self.feed.seek(progress.position)
+        if self.valid_feed and progress.valid and not self.valid_feed.is_at(progress.valid):
+            self.valid_feed.seek(progress.valid)
         self.rng = progress.rng
 
     def _catch_up(self, steps: int) -> None:
@@ -222,7 +252,7 @@ class Session:
 
     @property
     def epoch(self) -> int:
-        return self.feed.position.epoch
+        return self.feed.epoch
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -290,7 +320,7 @@ class Session:
             return 1
         if self.feed.num_batches is None:
             return None
-        left = self.feed.num_batches - (self.feed.position.batch - 1)
+        left = self.feed.num_batches - (self.feed.batch - 1)
         return min(accumulate, left)
 
     def _train_lazily(self, first: Any) -> Iterator[Task]:
@@ -335,14 +365,14 @@ class Session:
     def _evaluate(self) -> Iterator[Task]:
         """A validation pass; whatever it draws is undone."""
         self.evaluated_at = self.step
-        if self.valid is None:
+        if self.valid_feed is None:
             self.on_evaluated({})
             return
         saved = capture_rng(self.device)
         self.model.eval()
         sums: dict[str, float] = {}
         count = 0
-        for batch in self.valid:
+        while (batch := self.valid_feed.next()) is not None:
             task = Task(self.units.evaluation_program(), "evaluation", batches={0: batch})
             yield task
             count += 1
@@ -350,9 +380,5 @@ class Session:
                 sums[name] = sums.get(name, 0.0) + value
         self.model.train()
         restore_rng(saved, self.device)
-        if count == 0:
-            raise TrialError(
-                "the validation data yielded no batch. Return None for it if there is none."
-            )
         self.metrics = {name: total / count for name, total in sums.items()}
         self.on_evaluated(self.metrics)

@@ -158,9 +158,11 @@ def sync_directory(path: Path) -> None:
 def make_directory(path: Path) -> None:
     """Make ``path`` and what lacks above it, for this user alone; durable.
 
-    The parent is synced even when ``path`` is there: who made it may have died before that.
+    What is there already may have been made by a process that died before it was durable,
+    so the deepest of these directories is synced into its parent too.
     """
     missing = _missing(path)
+    _sync_name(missing[-1].parent if missing else path)
     for folder in reversed(missing):
         with reported("make the directory", folder):
             try:
@@ -169,8 +171,14 @@ def make_directory(path: Path) -> None:
                 if not folder.is_dir():
                     raise
         sync_directory(folder.parent)
-    if not missing:
-        sync_directory(path.parent)
+
+
+def _sync_name(directory: Path) -> None:
+    try:
+        sync_directory(directory.parent)
+    except FileError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM):  # then this user did not make it
+            raise
 
 
 def _missing(path: Path) -> list[Path]:

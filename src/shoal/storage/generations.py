@@ -118,21 +118,28 @@ class Generations:
         return sorted(found)
 
     def newest(
-        self, on_damage: OnDamage | None = None, *, quick: bool = False
+        self,
+        on_damage: OnDamage | None = None,
+        *,
+        quick: bool = False,
+        among: Callable[[Generation], bool] = lambda generation: True,
     ) -> Generation | None:
         """The newest that verifies, byte for byte; None when there is none.
 
         ``quick`` looks at manifests and sizes only. ``on_damage`` is told the path and the
-        reason of each one that was passed over. Changes nothing.
+        reason of each one that was passed over. ``among`` says which count at all. Changes
+        nothing.
 
         Raises:
             NewerFormat: a later version of shoal wrote the newest.
             FileError: this process cannot read now, which says nothing about the disk.
         """
-        for generation in reversed(self.all()):
+        for generation in reversed(list(filter(among, self.all()))):
             reason = _damage(generation, quick=quick)
             if reason is None:
                 return generation
+            if not os.path.lexists(generation.path):  # collected meanwhile, so there are newer
+                return self.newest(on_damage, quick=quick, among=among)
             if on_damage is not None:
                 on_damage(generation.path, reason)
         return None
@@ -146,9 +153,12 @@ class Generations:
         Raises:
             StorageError: one has a newer format, and nothing was removed; or the disk refuses.
         """
+        found = self.all()
+        if len(found) <= self.keep:
+            return []
         files.sync_directory(self.directory)  # who published the newest may have died too early
         verified, old = 0, []
-        for generation in reversed(self.all()):
+        for generation in reversed(found):
             damage = _damage(generation, quick=True)
             if verified >= self.keep:
                 old.append(generation.path)

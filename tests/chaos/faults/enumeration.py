@@ -2,7 +2,8 @@
 
 A fork where the process is to die. What is left is looked at by one that meets no fault.
 Run it from tests/chaos; ``--preload`` counts in libc and not in Python (faults/preload.py);
-KILL and other names of faults choose some, NONE none.
+KILL and other names of faults choose some, NONE none; ``--twice`` has another process killed
+before.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Protocol
 
 from faults.injector import KILLS, Fault, FaultyOs, installed, memory
 from faults.power import materialize, snapshot
-from faults.scenarios import SCENARIOS, Acknowledge, Ended, Scenario
+from faults.scenarios import SCENARIOS, Acknowledge, Ended, Scenario, killed_before
 
 from shoal.core.errors import StorageError
 from shoal.storage import files
@@ -52,18 +53,18 @@ class PythonInjector:
     """Replaces ``os`` in ``shoal.storage.files``."""
 
     def no_syncs(self) -> AbstractContextManager[object]:
-        return installed(FaultyOs())
+        return installed(FaultyOs(Path("/")))
 
     def calls(self, scenario: Scenario, root: Path) -> list[str]:
-        with installed(FaultyOs()) as counting:
+        with installed(FaultyOs(root)) as counting:
             scenario.act(root, lambda _: None)
         return counting.calls
 
     def arm(self, root: Path, point: int, fault: Fault) -> None:
-        files.os = FaultyOs(point, fault)
+        files.os = FaultyOs(root, point, fault)
 
     def disarm(self) -> None:
-        files.os = FaultyOs()
+        files.os = FaultyOs(Path("/"))
 
 
 @dataclass
@@ -215,7 +216,8 @@ def main(arguments: list[str]) -> int:
         from faults.preload import PreloadInjector  # needs the library in this process
 
         injector = PreloadInjector()
-    return run_main(SCENARIOS, injector, arguments)
+    chosen = map(killed_before, range(1, 27)) if "--twice" in arguments else SCENARIOS
+    return run_main(chosen, injector, arguments)
 
 
 if __name__ == "__main__":

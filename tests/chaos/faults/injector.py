@@ -57,16 +57,20 @@ def kill_process() -> None:
 
 
 class FaultyOs:
-    """``os``, whose ``point``-th changing call meets ``fault``; syncs are not really done."""
+    """``os``, whose ``point``-th changing call meets ``fault``; syncs are not really done.
+
+    Those of directories outside ``root`` do not count.
+    """
 
     def __init__(
         self,
+        root: Path,
         point: int = 0,
         fault: Fault | None = None,
         *,
         kill: Callable[[], None] = kill_process,
     ) -> None:
-        self.point, self.fault, self._kill = point, fault, kill
+        self.root, self.point, self.fault, self._kill = root, point, fault, kill
         self.calls: list[str] = []  # the name of each changing call
         self.trace: list[tuple[Any, ...]] = []  # what each call that succeeded did
         self._paths: dict[int, str] = {}
@@ -116,6 +120,8 @@ class FaultyOs:
                 os.ftruncate(descriptor, 0)
                 os.ftruncate(descriptor, size)
 
+        if not Path(self._paths[descriptor]).is_relative_to(self.root):
+            return
         fault = self._met("fsync")
         if fault is Fault.LOST:
             lose()
@@ -178,8 +184,8 @@ class FaultyOs:
 class Played(FaultyOs):
     """A process that dies without dying: from the kill on, every call raises ``Killed``."""
 
-    def __init__(self, point: int = 0, fault: Fault | None = None) -> None:
-        super().__init__(point, fault, kill=self._die)
+    def __init__(self, root: Path, point: int = 0, fault: Fault | None = None) -> None:
+        super().__init__(root, point, fault, kill=self._die)
         self._dead = False
 
     def _die(self) -> None:

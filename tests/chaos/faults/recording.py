@@ -54,13 +54,13 @@ def record(
     """
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir()
-    with installed(Played()):
+    with installed(Played(root)):
         scenario.prepare(root)
     base = power.snapshot(root)
     trace: power.Trace = []
     for number, act in enumerate((scenario.act, *more)):
         fault = Fault.KILL_AFTER if kill_at and not number else None
-        with installed(Played(kill_at, fault)) as process:
+        with installed(Played(root, kill_at, fault)) as process:
             try:
                 act(root, process.say)
             except Killed:
@@ -73,9 +73,9 @@ def calls_of(scenario: Scenario, root: Path) -> list[str]:
     """The names of the changing calls of a scenario, in order."""
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir()
-    with installed(Played()):
+    with installed(Played(root)):
         scenario.prepare(root)
-    with installed(Played()) as process:
+    with installed(Played(root)) as process:
         scenario.act(root, lambda _: None)
     return process.calls
 

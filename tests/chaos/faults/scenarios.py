@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from faults.injector import listing
+from faults.injector import Fault, Killed, Played, installed, listing
 
 from shoal.storage.documents import read_json, write_json
 from shoal.storage.files import Reserve
@@ -164,6 +165,31 @@ def _again() -> Scenario:
         return _next_is_clean(root, 1)
 
     return Scenario(name="the same step again", prepare=prepare, act=act, check=check)
+
+
+def killed_before(point: int) -> Scenario:
+    """A process that follows one that was killed at its ``point``-th call."""
+
+    def prepare(root: Path) -> None:
+        KEEP_ONE.prepare(root)
+        with installed(Played(root, point, Fault.KILL)), suppress(Killed):
+            KEEP_ONE.act(root, lambda _: None)
+
+    def act(root: Path, acknowledge: Acknowledge) -> None:
+        generations = Generations(root / TRIAL, keep=1)
+        generations.newest()
+        commit(generations, 1600)
+        acknowledge("1600")
+        generations.collect()
+
+    def check(root: Path, ended: Ended) -> str:
+        reports: list[str] = []
+        found = newest_step(root, reports)
+        if found not in ({1600} if ended.promised else {800, 1200, 1600}) or reports:
+            return f"found step {found}, promised {ended.promised}; reports {reports}"
+        return _next_is_clean(root, keep=1)
+
+    return Scenario(name=f"after a kill at {point}", prepare=prepare, act=act, check=check)
 
 
 def _collect_only() -> Scenario:

@@ -39,6 +39,14 @@ def test_no_point_and_no_fault_was_left_out(tallies):
     assert sum(sum(tally["runs"].values()) for tally in tallies.values()) > 700
 
 
+@pytest.mark.full
+def test_a_process_that_follows_a_killed_one_may_be_killed_too():
+    tallies = output_of("faults.enumeration", "--twice", "KILL", "KILL_AFTER", "EIO")
+
+    assert [line for tally in tallies for line in tally["violations"]] == []
+    assert sum(sum(tally["runs"].values()) for tally in tallies) > 1000
+
+
 @pytest.mark.parametrize("name", [mutant.name for mutant in MUTANTS])
 def test_the_harness_sees_it_when(catches, name):
     assert catches[name], f"a mutant lives: {name}"

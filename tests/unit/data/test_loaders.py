@@ -13,7 +13,7 @@ from mishaps import LENGTH, children
 from torch.utils.data import DataLoader
 
 from shoal.core.errors import TrialError
-from shoal.data import Feed, batches_of, loaders, reader_of
+from shoal.data import Feed, batches_of, loaders, processes, reader_of
 from shoal.rng import capture_rng, same_rng, seed_all
 
 CPU = torch.device("cpu")
@@ -94,6 +94,50 @@ def test_own_generators_are_where_they_were_after_a_restart(flag):
 
     seed_all(5)
     assert_same(expected, read(Feed(loader, CPU)))
+
+
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}])
+def test_a_loader_that_is_lost_while_it_is_opened_draws_its_order_once(flag, options, monkeypatch):
+    loader = make_loader(mishaps.Killed(flag), **options, generator=torch.Generator())
+    state = loader.generator.get_state()
+    expected, reasons = read_well(loader), []
+    loader.generator.set_state(state)
+    monkeypatch.setattr(loaders, "_start", LosesTheSecond(loaders._start))
+    flag.touch()
+
+    seed_all(5)
+    assert_same(expected, read(Feed(loader, CPU, on_restart=reasons.append)))
+    assert len(reasons) == 1
+    assert reasons[0].endswith("Restart 1 of 3, at epoch 2, batch 1")
+
+
+class LosesTheSecond:
+    """Opens loaders; at the second time one dies at once."""
+
+    def __init__(self, start):
+        self.start, self.count = start, 0
+
+    def __call__(self, loader):
+        iterator, started = self.start(loader)
+        self.count += 1
+        if self.count == 2:
+            processes.end_processes(iterator, started)
+            raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")
+        return iterator, started
+
+
+def test_processes_that_live_on_are_missed_between_two_epochs(flag):
+    loader = make_loader(mishaps.Killed(flag), persistent_workers=True)
+    expected, reasons, before = read_well(loader), [], children()
+    flag.touch()
+
+    def kill(step):
+        if step == LENGTH // 2 + 1:
+            os.kill(min(children() - before), signal.SIGKILL)
+
+    seed_all(5)
+    assert_same(expected, read(Feed(loader, CPU, on_restart=reasons.append), at=kill))
+    assert len(reasons) == 1
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -10,7 +10,7 @@ import pytest
 from shoal.core.errors import StorageError
 from shoal.storage import files, reading
 from shoal.storage.failures import Damaged, FileError
-from shoal.storage.generations import Generations
+from shoal.storage.generations import Generation, Generations
 
 
 @pytest.fixture
@@ -26,6 +26,12 @@ def commit(generations, step, data=b"data", **meta):
 
 def names(generations):
     return sorted(path.name for path in generations.directory.iterdir())
+
+
+def remove_all_but(generations, step):
+    for generation in generations.all():
+        if generation.step != step:
+            files.remove_tree(generations.directory, generation.path.name)
 
 
 def flip(path):
@@ -114,6 +120,22 @@ def test_a_renamed_one_is_damaged(generations):
         generations.all()[-1].verify()
 
 
+def test_one_that_is_collected_while_it_is_looked_at_is_no_damage(generations, monkeypatch):
+    commit(generations, 400)
+    verify, reports = Generation.verify, []
+
+    def be_late(generation, *, quick):
+        if generation.step == 400:
+            commit(generations, 800)
+            remove_all_but(generations, 800)
+        verify(generation, quick=quick)
+
+    monkeypatch.setattr(Generation, "verify", be_late)
+
+    assert generations.newest(lambda *report: reports.append(report)).step == 800
+    assert reports == []
+
+
 def test_with_nothing_but_damage_there_is_none(generations):
     flip(commit(generations, 400).path / "manifest.json")
 
@@ -123,6 +145,7 @@ def test_with_nothing_but_damage_there_is_none(generations):
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.ENOMEM])
 def test_what_this_process_lacks_is_no_damage(generations, monkeypatch, number):
     commit(generations, 400)
+    commit(generations, 800)
 
     class Poor:
         def __getattr__(self, name):
@@ -132,9 +155,14 @@ def test_what_this_process_lacks_is_no_damage(generations, monkeypatch, number):
             raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(reading, "os", Poor())
-    for use in (generations.newest, generations.collect):
+    for use in (generations.newest, Generations(generations.directory, keep=1).collect):
         with pytest.raises(FileError, match="cannot open"):
             use()
+    assert len(generations.all()) == 2
+
+
+def test_collect_without_a_directory_has_nothing_to_do(generations):
+    assert generations.collect() == []
 
 
 def test_collect_keeps_as_many_as_it_was_told(generations):

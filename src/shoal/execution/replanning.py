@@ -1,0 +1,137 @@
+"""Plans that are made while trials run: smaller jobs for what did not fit, and more trials."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from shoal.core import event as events
+from shoal.core.errors import PlanError, ShoalError, WorkerError
+from shoal.core.plan import Job, Spilled, Technique
+from shoal.core.spec import TrialSpec
+from shoal.execution.floor import Floor
+from shoal.execution.ladder import MAX_RUNGS, grow, same_bits, techniques
+from shoal.execution.trial import TrialRun
+from shoal.planning import Planned, Planner, Receive
+from shoal.runtime.pool import Worker
+
+
+class Replanning:
+    """Measures and decides again; one plan at a time.
+
+    Args:
+        planner: Of the study.
+        receive: Where its answers come from while the run goes on.
+        is_ending: Whether the run ends, so that nobody needs another plan.
+    """
+
+    def __init__(
+        self, floor: Floor, planner: Planner, receive: Receive, is_ending: Callable[[], bool]
+    ) -> None:
+        self._floor, self._planner, self._receive = floor, planner, receive
+        self._is_ending = is_ending
+        self._at_work: Planner | None = None
+        self.trials: frozenset[int] = frozenset()  # that are being measured now
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a plan is under way."""
+        return self._at_work is not None
+
+    def asks(self, worker: Worker) -> bool:
+        """Whether a worker measures for it now."""
+        return self._at_work is not None and worker in self._at_work.asked
+
+    def plan(self, trials: Sequence[TrialSpec], planner: Planner | None = None) -> Planned:
+        """Plan while other trials run.
+
+        Raises:
+            PlanError, SpecError, WorkerError: they cannot be run, or the run ends.
+        """
+        if self._is_ending():
+            raise WorkerError("the study is being stopped: nothing is planned any more.")
+        assert not self.is_busy
+        self._at_work = planner or self._planner
+        self.trials = frozenset(trial.number for trial in trials)
+        try:
+            return self._at_work.plan(trials, receive=self._receive)
+        finally:
+            self._at_work, self.trials = None, frozenset()
+
+    def make_smaller(self, state: TrialRun, error: str, growth: float) -> None:
+        """Give a trial that ran out of memory another job of the same bits, if there is one.
+
+        It has no device, and will go on from its newest generation. It fails with the bytes it
+        needs where there is none. When the run ends before that is known, it stays where it is.
+        """
+        floor, trial = self._floor, state.job.trial
+        try:
+            planned = self._planned_smaller(state, growth)
+        except ShoalError as reason:
+            if not self._is_ending():
+                floor.fail(trial, f"{error.strip()}\n\n{_sentence(reason)}")
+            return
+        if trial in floor.open:
+            self._take_job(state, planned, error)
+
+    def _planned_smaller(self, state: TrialRun, growth: float) -> Planned:
+        """The first rung that fits.
+
+        Raises:
+            PlanError: none does, or too many were tried.
+        """
+        job = state.job
+        state.rungs += 1
+        if state.rungs > MAX_RUNGS:
+            raise PlanError(
+                f"it was planned smaller {MAX_RUNGS} times, the last time for batches that take "
+                f"{state.growth:.1f} times as much as the first one, and that was not enough."
+            )
+        state.growth = grow(state.growth, growth)
+        crowded = self._floor.plan.active > 1
+        refusal: ShoalError = PlanError("there is nothing smaller to try.")
+        for technique in techniques(
+            job.technique, len(job.shards), state.place, has_neighbours=crowded
+        ):
+            try:
+                return self._planned_as(state, technique)
+            except PlanError as error:
+                refusal = error
+        raise refusal
+
+    def _planned_as(self, state: TrialRun, technique: Technique) -> Planned:
+        job = state.job
+        spec = TrialSpec(number=job.trial, hp=job.hp, seed=job.seed)
+        planned = self.plan([spec], self._planner.forced(technique, state.growth))
+        for failure in planned.failures.values():
+            raise PlanError(f"it cannot be measured again:\n{failure}")
+        _check_key(job, planned.plan.jobs[0])
+        return planned
+
+    def _take_job(self, state: TrialRun, planned: Planned, error: str) -> None:
+        (job,) = planned.plan.jobs
+        state.rejob(job, planned.layouts[job.trial])
+        self._floor.tell(
+            events.TrialReplanned(
+                time=time.time(),
+                trial=job.trial,
+                step=state.step,
+                reason=error.strip().rpartition("\n")[2],
+                technique=type(job.technique).__name__,
+                shards=len(job.shards) if isinstance(job.technique, Spilled) else 1,
+                peak_bytes=job.peak_bytes,
+            )
+        )
+        self._floor.begin(state)
+
+
+def _check_key(before: Job, after: Job) -> None:
+    if not same_bits(before.numerics, after.numerics):
+        raise PlanError(
+            f"trial {before.trial} would train to other bits: its numerics key is "
+            f"{dict(before.numerics)}, and would be {dict(after.numerics)}."
+        )
+
+
+def _sentence(reason: ShoalError) -> str:
+    return f"{type(reason).__name__}: it was planned smaller, and cannot be run: {reason}"

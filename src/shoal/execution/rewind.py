@@ -1,0 +1,32 @@
+"""Back to the newest generation: what becomes of a trial whose region may hold half a step."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from shoal.core import event as events
+from shoal.execution.floor import Floor
+from shoal.execution.trial import TrialRun
+from shoal.runtime import checkpoint
+
+
+def fall_back(floor: Floor, state: TrialRun, reason: str) -> None:
+    """Have the trial start from its newest generation, or anew; it has left its device."""
+    trial, directory = state.job.trial, floor.settings.directory
+    saved = checkpoint.latest(directory, trial, lambda path, why: damaged(floor, trial, path, why))
+    state.device = state.home = state.parked_at = ""
+    state.progress, state.until, state.is_parked = None, 0, False
+    state.restore = str(saved.path) if saved else ""
+    state.warm = saved is not None and saved.manifest.meta.get("trial") != trial
+    state.step = state.saved_step = saved.step if saved else 0
+    state.saved_path = str(saved.path.relative_to(directory)) if saved else ""
+    floor.tell(
+        events.TrialRestarted(time=time.time(), trial=trial, step=state.step, reason=reason)
+    )
+
+
+def damaged(floor: Floor, trial: int, path: Path, why: str) -> None:
+    """Say that a generation cannot be trusted."""
+    where = f"trials/{trial:04d}/{path.name}"
+    floor.tell(events.CheckpointDamaged(time=time.time(), trial=trial, path=where, reason=why))

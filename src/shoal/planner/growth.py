@@ -1,0 +1,51 @@
+"""What a model costs when a batch takes more than the one that was measured. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+
+from shoal.core.spec import JobMeasure, LayerMeasure, ShardSpec
+from shoal.core.units import Bytes
+
+
+def grown(measure: JobMeasure, growth: float) -> JobMeasure:
+    """``measure`` for batches that take ``growth`` times the bytes; validation stays as it is."""
+    if growth == 1.0:
+        return measure
+    whole = measure.shards[0]
+    return replace(
+        measure,
+        layers=tuple(_grown_layer(layer, growth) for layer in measure.layers),
+        shards=tuple(_grown_shard(shard, growth) for shard in measure.shards),
+        batch_bytes=_times(measure.batch_bytes, growth),
+        resident_bytes=Bytes(
+            measure.resident_bytes + _times(whole.backward_peak_bytes, growth - 1.0)
+        ),
+        valid_scale=measure.valid_scale / growth,
+    )
+
+
+def _grown_layer(layer: LayerMeasure, growth: float) -> LayerMeasure:
+    return replace(
+        layer,
+        boundary_bytes=_times(layer.boundary_bytes, growth),
+        carry_bytes=_times(layer.carry_bytes, growth),
+        forward_peak_bytes=_times(layer.forward_peak_bytes, growth),
+        saved_bytes=_times(layer.saved_bytes, growth),
+        backward_peak_bytes=_times(layer.backward_peak_bytes, growth),
+    )
+
+
+def _grown_shard(shard: ShardSpec, growth: float) -> ShardSpec:
+    return replace(
+        shard,
+        boundary_bytes=_times(shard.boundary_bytes, growth),
+        carry_bytes=_times(shard.carry_bytes, growth),
+        forward_peak_bytes=_times(shard.forward_peak_bytes, growth),
+        backward_peak_bytes=_times(shard.backward_peak_bytes, growth),
+    )
+
+
+def _times(size: Bytes, growth: float) -> Bytes:
+    return Bytes(ceil(size * growth))

@@ -1,0 +1,121 @@
+"""Trials that get into trouble while they train: too large a batch, a hang, a death.
+
+Imported by tests and, by this name, by worker processes. ``hp["flag"]`` is a file that says
+whether something has happened already: then it does not happen again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shoal.recipe import Recipe
+
+WIDTH, ROWS, FEATURES = 64, 4, 12
+MARK = 999.0  # the value that tells the model: now
+
+
+class Tower(nn.Module):
+    """Six dropout blocks; ``trouble`` is what a marked batch sets off."""
+
+    def __init__(self, width: int = WIDTH, trouble: str = "", flag: str = "") -> None:
+        super().__init__()
+        self.trouble, self.flag = trouble, flag
+        self.enter = nn.Linear(FEATURES, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.2)) for _ in range(6)
+        )
+        self.leave = nn.Linear(width, 3)
+
+    def forward(self, x):
+        marked = bool((x[:, 0] == MARK).any())
+        x = self.enter(x / MARK if marked else x)
+        for index, block in enumerate(self.blocks):
+            if marked and index == 1:
+                happen(self.trouble, self.flag)
+            x = block(x)
+        return self.leave(x)
+
+
+def happen(trouble: str, flag: str) -> None:
+    """What a marked batch does; troubles with a flag happen once."""
+    if flag and Path(flag).exists():
+        return
+    if flag:
+        Path(flag).touch()
+    if trouble == "raise":
+        raise RuntimeError("the model gave up")
+    if trouble == "sleep":
+        while True:
+            time.sleep(0.01)
+    if trouble == "stopped process":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if trouble == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if trouble == "long step":
+        time.sleep(1.5)
+
+
+class Deadlocked:
+    """A source that waits for ever before its third batch, once."""
+
+    def __init__(self, batches, flag: str) -> None:
+        self.batches, self.flag = batches, Path(flag)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self):
+        for index, batch in enumerate(self.batches):
+            if index == 2 and not self.flag.exists():
+                self.flag.touch()
+                lock = threading.Lock()
+                lock.acquire()
+                lock.acquire()
+            yield batch
+
+
+def batch(index: int, rows: int = ROWS):
+    generator = torch.Generator().manual_seed(70 + index)
+    features = torch.randn(rows, FEATURES, generator=generator)
+    return features, torch.randint(3, (rows,), generator=generator)
+
+
+def build(hp):
+    if hp.get("trouble") == "exit in build":
+        os._exit(3)
+    return Tower(hp.get("width", WIDTH), hp.get("trouble", ""), hp.get("flag", ""))
+
+
+def data(hp):
+    """Six batches; the third one has ``hp["rows"]`` rows, and the trouble's mark."""
+    batches = [batch(index, hp.get("rows", ROWS) if index == 2 else ROWS) for index in range(6)]
+    if hp.get("trouble") == "deadlock":
+        return Deadlocked(batches, hp["flag"]), None
+    if hp.get("trouble"):
+        batches[2][0][0, 0] = MARK
+    return batches, [batch(9)]
+
+
+def loss(output, batch):
+    return F.cross_entropy(output, batch[1])
+
+
+def adamw(named_parameters, hp):
+    parameters = [parameter for _, parameter in named_parameters]
+    return torch.optim.AdamW(parameters, lr=hp["lr"], fused=True)
+
+
+def falling(optimizer, hp):
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.7)
+
+
+def recipe(**changes) -> Recipe:
+    return Recipe(**({"model": build, "data": data, "loss": loss, "optimizer": adamw} | changes))

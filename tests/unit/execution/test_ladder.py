@@ -1,0 +1,128 @@
+"""What is tried when a trial runs out of memory, and what it is planned for."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.core.plan import Resident, Spilled
+from shoal.core.spec import JobMeasure, LayerMeasure, ShardSpec
+from shoal.core.units import Bytes, Seconds
+from shoal.execution.ladder import LEAST_GROWTH, MAX_RUNGS, grow, same_bits, techniques
+from shoal.planner.growth import grown
+
+
+def tried(technique, shards=3, place="device", *, has_neighbours=False):
+    return list(techniques(technique, shards, place, has_neighbours=has_neighbours))
+
+
+def test_a_resident_trial_is_spilled_and_steps_where_it_did():
+    assert tried(Resident(), 1) == [Spilled(optimizer="device")]
+
+
+def test_a_trial_with_neighbours_is_tried_as_it_is_and_alone_first():
+    assert tried(Resident(), 1, has_neighbours=True)[0] == Resident()
+    first = tried(Spilled(lookahead=1), has_neighbours=True)[0]
+    assert first == Spilled(shards=3, optimizer="device", lookahead=1)
+
+
+def test_a_spilled_trial_loses_its_lookahead_and_then_gets_more_shards():
+    assert tried(Spilled(shards=3, lookahead=1), place="host") == [
+        Spilled(shards=3, optimizer="host", lookahead=0),
+        Spilled(optimizer="host", lookahead=0),
+    ]
+
+
+def test_without_lookahead_only_more_shards_are_left():
+    assert tried(Spilled(shards=3, lookahead=0)) == [Spilled(optimizer="device", lookahead=0)]
+
+
+@given(
+    st.sampled_from([Resident(), Spilled(lookahead=0), Spilled(lookahead=1)]),
+    st.sampled_from(["device", "host"]),
+    st.booleans(),
+)
+def test_no_rung_moves_the_optimizer(technique, place, has_neighbours):
+    found = tried(technique, place=place, has_neighbours=has_neighbours)
+    assert found
+    assert all(rung.optimizer == place for rung in found if isinstance(rung, Spilled))
+
+
+@given(st.lists(st.floats(0.1, 100.0), min_size=MAX_RUNGS, max_size=MAX_RUNGS))
+def test_each_rung_is_planned_for_more_than_the_one_before(by):
+    growth = 1.0
+    for factor in by:
+        growth, before = grow(growth, factor), growth
+        assert growth >= before * max(LEAST_GROWTH, factor)
+
+
+def test_a_key_that_differs_means_other_bits_but_for_how_the_pilot_was_compared():
+    key = {"torch": "2.10", "optimizer": "AdamW", "cut": "none"}
+    assert same_bits(key, key | {"cut": "bitwise in the pilot"})
+    assert not same_bits(key, key | {"optimizer": "SGD"})
+    assert not same_bits(key, key | {"use_cache": "off"})
+
+
+# -- what a larger batch costs ------------------------------------------------------------------
+
+SIZE = st.integers(0, 2**40).map(Bytes)
+
+
+def bytes_of(kind, names, draw, **fixed):
+    return kind(**fixed, **{name: draw(SIZE) for name in names})
+
+
+@st.composite
+def measures(draw):
+    common = ["parameter_bytes", "state_bytes", "boundary_bytes", "carry_bytes"]
+    peaks = ["forward_peak_bytes", "backward_peak_bytes"]
+    seconds = {"forward_s": Seconds(1.0), "backward_s": Seconds(2.0), "step_s": Seconds(0.5)}
+    layer = bytes_of(
+        LayerMeasure,
+        [*common, *peaks, "borrowed_bytes", "saved_bytes"],
+        draw,
+        name="0",
+        **seconds,
+    )
+    shard = bytes_of(
+        ShardSpec,
+        [*common, *peaks, "owned_bytes", "gradient_bytes", "step_peak_bytes"],
+        draw,
+        index=0,
+        layers=(0, 1),
+        **seconds,
+    )
+    return JobMeasure(
+        layers=(layer,),
+        shards=(shard,),
+        batch_bytes=draw(SIZE),
+        buffer_bytes=draw(SIZE),
+        resident_bytes=draw(SIZE),
+        num_batches=None,
+        valid_scale=draw(st.floats(0.1, 10.0)),
+        optimizer="AdamW",
+        cuttable=True,
+        bitwise=True,
+    )
+
+
+@given(measures(), st.floats(1.0, 1000.0))
+def test_a_larger_batch_takes_more_of_what_depends_on_it_and_nothing_else(measure, growth):
+    larger = grown(measure, growth)
+    for before, after in zip(
+        [*measure.layers, *measure.shards], [*larger.layers, *larger.shards], strict=True
+    ):
+        assert after.backward_peak_bytes >= before.backward_peak_bytes * growth
+        assert after.boundary_bytes >= before.boundary_bytes * growth
+        assert after.parameter_bytes == before.parameter_bytes
+        assert after.state_bytes == before.state_bytes
+    assert larger.buffer_bytes == measure.buffer_bytes
+    assert larger.batch_bytes * larger.valid_scale == pytest.approx(
+        measure.batch_bytes * measure.valid_scale, abs=2 * measure.valid_scale
+    )
+
+
+@given(measures())
+def test_a_batch_of_the_same_size_costs_the_same(measure):
+    assert grown(measure, 1.0) is measure
