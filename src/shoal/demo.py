@@ -23,6 +23,7 @@ from shoal.examples.gpt import GPT, RandomWindows, library_data, next_byte_loss
 from shoal.hardware import Hardware
 from shoal.observe.lock import StudyLock
 from shoal.observe.reader import read_outline
+from shoal.observe.snapshot import Snapshot
 from shoal.recipe import HP, Recipe
 from shoal.search.space import grid
 from shoal.study import Study
@@ -137,6 +138,16 @@ def remove_earlier(directory: str | Path = "runs") -> Path | None:
     with StudyLock(place):  # refuses while another process runs it
         shutil.rmtree(place)
     return place
+
+
+def can_go_on(steps: int, directory: str | Path = "runs") -> bool:
+    """Whether a demo of that many steps was stopped in ``directory`` before its end."""
+    place = Path(directory) / NAME
+    if not (place / "study.json").exists():
+        return False
+    earlier = Snapshot.of(read_outline(place))
+    same = {row.hp.get("steps") for row in earlier.trials} == {steps}
+    return same and earlier.source == SOURCE and any(not row.is_done for row in earlier.trials)
 
 
 class Sample(NamedTuple):

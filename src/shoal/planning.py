@@ -71,6 +71,7 @@ class _Settled:
     active: int
 
 
+_ANSWERS = (Described, Measured, Refused, Gone)
 _Question = Generator[Order, Measured, _Settled]
 Receive = Callable[[], tuple[Worker | None, object] | None]
 
@@ -178,9 +179,9 @@ class Planner:
         worker = next(iter(self._pool.workers.values()))
         self._ask(worker, order)
         while True:
-            answered, reply = self._receive()
-            if answered is worker:
-                return worker, reply
+            answer = self._receive()
+            if answer and answer[0] is worker:
+                return answer
 
     def _ask(self, worker: Worker, order: Order) -> None:
         self.asked.add(worker)
@@ -205,9 +206,10 @@ class Planner:
                         question = self._settle(trials[0], crowd)
                         running[worker] = signature, trials, question
                         self._ask(worker, next(question))
-                worker, reply = self._receive()
-                if worker not in running:
+                answer = self._receive()
+                if answer is None or answer[0] not in running:
                     continue
+                worker, reply = answer
                 signature, trials, question = running[worker]
                 if isinstance(reply, Measured):
                     try:
@@ -259,27 +261,27 @@ class Planner:
         while running & self.asked:
             self._receive()
 
-    def _receive(self) -> tuple[Worker, object]:
-        """The next answer to an order, or the end of a worker that was asked for one.
+    def _receive(self) -> tuple[Worker, object] | None:
+        """An answer to an order, or the end of a worker that was asked; None: nothing of that.
 
         Events of starting workers go to the sink.
         """
-        while True:
-            received = self._next() if self._next else self._pool.receive(timeout=5.0)
-            worker, reply = received or (None, None)
-            if worker is None:
-                if self._next is None:
-                    self._pool.check_alive()
-                continue
-            if isinstance(reply, Broken):
-                worker.last_words = reply.error
-            if isinstance(reply, Gone) and self._next is None:
-                self._replace(worker, reply)
-            if isinstance(reply, Happened):
-                self._sink(reply.events)
-            if worker in self.asked and isinstance(reply, Described | Measured | Refused | Gone):
-                self.asked.discard(worker)
-                return worker, reply
+        received = self._next() if self._next else self._pool.receive(timeout=5.0)
+        worker, reply = received or (None, None)
+        if worker is None:
+            if self._next is None:
+                self._pool.check_alive()
+            return None
+        if isinstance(reply, Broken):
+            worker.last_words = reply.error
+        if isinstance(reply, Gone) and self._next is None:
+            self._replace(worker, reply)
+        if isinstance(reply, Happened):
+            self._sink(reply.events)
+        if worker not in self.asked or not isinstance(reply, _ANSWERS):
+            return None
+        self.asked.discard(worker)
+        return worker, reply
 
     def _replace(self, worker: Worker, end: Gone) -> None:
         """Before a study runs, only a trial's own code may end a worker."""

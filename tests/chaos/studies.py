@@ -17,7 +17,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
+from shoal.observe import read_events
 from shoal.recipe import Recipe
+from shoal.runtime import saver
 from shoal.testing import assert_same, plain_loop
 from shoal.verify import read_losses
 
@@ -104,6 +106,7 @@ def lack_space() -> None:
                 raise OSError(28, "No space left on device")
             real(descriptor, offset, size)
 
+        saver.SHARE = 1.0  # the next attempt comes soon, however slow this machine is
         os.posix_fallocate = refuse
 
 
@@ -136,6 +139,17 @@ def make(directory, *, kinds=KINDS, lr=(3e-3,), name="k", **options) -> shoal.St
 
 def hardware(devices: int = DEVICES) -> shoal.Hardware:
     return shoal.Hardware.virtual(devices=devices, memory=MEMORY)
+
+
+def run(study: shoal.Study, workers, *, devices: int = 1, **options) -> shoal.Report:
+    """Run it in this process on workers that are warm."""
+    shown = {"progress": False, "timeline": False, "workers": workers}
+    return study.run(hardware=hardware(devices), **(shown | options))
+
+
+def written(study: shoal.Study, kind: type) -> list:
+    """Its events of a kind, in order."""
+    return [event for event in read_events(study.directory) if isinstance(event, kind)]
 
 
 @functools.cache

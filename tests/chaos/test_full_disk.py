@@ -6,6 +6,7 @@ import signal
 
 import pytest
 import studies
+from studies import run, written
 
 import shoal
 from shoal.core.errors import StorageError
@@ -17,7 +18,6 @@ from shoal.core.event import (
     TrialFinished,
 )
 from shoal.execution.run import PATIENCE
-from shoal.observe import read_events
 from shoal.observe.db import Database
 from shoal.runtime import checkpoint
 from shoal.runtime.pool import WorkerPool
@@ -52,19 +52,11 @@ def room(flag):
     flag.unlink(missing_ok=True)
 
 
-def run(study, workers, **options):
-    shown = {"progress": False, "timeline": False, "workers": workers}
-    return study.run(hardware=studies.hardware(1), **(shown | options))
-
-
-def written(study, kind) -> list:
-    return [event for event in read_events(study.directory) if isinstance(event, kind)]
-
-
 def test_a_trial_trains_on_for_some_intervals_then_the_study_ends_with_what_is_saved(
-    tmp_path, workers, room
+    tmp_path, workers, room, monkeypatch
 ):
-    study = studies.make(tmp_path, kinds=["resident"], epochs=6, checkpoint_every=EVERY_S)
+    monkeypatch.setattr("shoal.execution.run.interval_s", lambda every_s, seconds: every_s)
+    study = studies.make(tmp_path, kinds=["resident"], epochs=10, checkpoint_every=EVERY_S)
 
     def fill(event) -> None:
         if isinstance(event, CheckpointWritten):
@@ -88,7 +80,7 @@ def test_a_trial_trains_on_for_some_intervals_then_the_study_ends_with_what_is_s
 
     room.unlink()
     run(study, workers)
-    studies.check_alone(study.directory, 6)
+    studies.check_alone(study.directory, 10)
 
 
 def test_a_disk_that_is_full_at_the_last_save_loses_no_generation(tmp_path, workers, room):

@@ -7,6 +7,7 @@ import signal
 import pytest
 import studies
 from processes import Runner, until
+from studies import run
 
 import shoal
 from shoal.core.event import CheckpointWritten, StepFinished, TrialFinished, WorkerDied
@@ -137,8 +138,3 @@ def test_an_interrupt_that_comes_with_the_last_step_takes_nothing_back(tmp_path,
 
     studies.check_alone(study.directory, 1)
     assert run(study, warm_workers).stopped == ""
-
-
-def run(study, workers, **options):
-    shown = {"progress": False, "timeline": False, "workers": workers}
-    return study.run(hardware=studies.hardware(1), **(shown | options))

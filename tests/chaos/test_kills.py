@@ -15,13 +15,13 @@ pytestmark = pytest.mark.slow
 
 SWEPT = ("control.sock", "reserve", ".study.json.tmp", "study.db-wal", "study.db-shm")
 INSTANTS = (
-    "kill after StudyStarted",
-    "kill after WorkerStarted",  # it is being planned
-    "kill before TrialPlanned",  # the record is written, no event says so yet
-    "kill late",
-    "kill before TrialRestarted",  # while it is resumed
-    "kill before TrialFinished",  # the last generation is written
-    "kill before StudyFinished",
+    ("run", "kill after WorkerStarted"),  # it is being planned
+    ("run", "kill before TrialPlanned"),  # the record is written, no event says so yet
+    ("run", "kill late"),
+    ("resume", "kill before TrialRestarted"),
+    ("resume", "kill after CheckpointWritten"),
+    ("run", "kill before TrialFinished"),  # the last generation is written
+    ("run", "kill before StudyFinished"),
 )
 
 
@@ -35,7 +35,9 @@ def kill_at_random(runner: Runner, draw: random.Random) -> bool:
     known = runner.events()
     process = runner.start(**{studies.PACE_S: "0.02"})
     if draw.random() < 0.7:
-        process.wait_for("StepFinished")  # else it dies while it starts, or soon after
+        process.wait_for(
+            "StepFinished", or_end=True
+        )  # else it dies while it starts, or soon after
         is_over = process.is_over_after(draw.uniform(0.0, 1.0))
     else:
         is_over = process.is_over_after(draw.uniform(0.5, 5.0))
@@ -49,10 +51,10 @@ def kill_at_random(runner: Runner, draw: random.Random) -> bool:
     return not is_over
 
 
-def run_under_fire(folder, kills: int, seed: int) -> None:
+def run_under_fire(folder, kills: int, epochs: int, seed: int) -> None:
     sys.stderr.write(f"seed {seed}\n")  # shown when it fails
     draw, shared = random.Random(seed), shared_memory()
-    runner = Runner(folder, epochs=4)
+    runner = Runner(folder, epochs=epochs)
     done = sum(kill_at_random(runner, draw) for _ in range(kills))
     assert done, "no kill came before its end"
 
@@ -60,7 +62,7 @@ def run_under_fire(folder, kills: int, seed: int) -> None:
     assert runner.run() == 0, runner.words()
 
     check_grown(known, runner.events())
-    studies.check_alone(runner.place, 4)
+    studies.check_alone(runner.place, epochs)
     finished = [e.trial for e in runner.events() if isinstance(e, TrialFinished)]
     assert sorted(finished) == [0, 1, 2]
     check_clean(runner, shared)
@@ -75,35 +77,27 @@ def check_clean(runner: Runner, shared: set[str]) -> None:
 
 
 def test_a_study_killed_at_random_instants_ends_on_the_same_bits(tmp_path):
-    run_under_fire(tmp_path, kills=5, seed=random.SystemRandom().randrange(10**6))
+    run_under_fire(tmp_path, kills=5, epochs=5, seed=random.SystemRandom().randrange(10**6))
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(5))
-def test_a_study_killed_fifty_times_ends_on_the_same_bits(tmp_path, seed):
-    run_under_fire(tmp_path, kills=10, seed=seed)
+def test_studies_killed_ten_times_each_end_on_the_same_bits(tmp_path, seed):
+    run_under_fire(tmp_path, kills=10, epochs=12, seed=seed)
 
 
 def test_a_study_killed_at_each_delicate_instant_ends_on_the_same_bits(tmp_path):
-    runner = Runner(tmp_path, devices=1, kinds=("resident",), epochs=2, checkpoint_every=0)
-    for instant in INSTANTS:
+    # Saved after each step, the worker may be more generations ahead of the record than two.
+    options = {"kinds": ("resident",), "epochs": 2, "checkpoint_every": 0, "keep": 9}
+    runner = Runner(tmp_path, devices=1, **options)
+    shared = shared_memory()
+    for verb, instant in INSTANTS:
         known = runner.events()
 
-        assert runner.run(instant) == -9, f"{instant}: {runner.words()}"
+        assert runner.start(instant, verb=verb).wait() == -9, f"{instant}: {runner.words()}"
 
         check_grown(known, runner.events())
     assert runner.run() == 0, runner.words()
     studies.check_alone(runner.place, 2)
-    assert runner.run() == 0, "a study that is done is done"
-    check_clean(runner, shared_memory())
-
-
-def test_a_resume_that_is_killed_can_be_resumed(tmp_path):
-    runner = Runner(tmp_path, devices=1, kinds=("resident",), epochs=2, checkpoint_every=0)
-    assert runner.run("kill after CheckpointWritten") == -9
-    assert runner.start("kill before TrialResumed", verb="resume").wait() == -9, runner.words()
-
-    assert runner.start(verb="resume").wait() == 0, runner.words()
-
-    studies.check_alone(runner.place, 2)
+    check_clean(runner, shared)

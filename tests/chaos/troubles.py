@@ -119,3 +119,61 @@ def falling(optimizer, hp):
 
 def recipe(**changes) -> Recipe:
     return Recipe(**({"model": build, "data": data, "loss": loss, "optimizer": adamw} | changes))
+
+
+# -- other recipes ------------------------------------------------------------------------------
+
+
+def build_slowly(hp):
+    """Takes longer than a hang may, wherever it is built."""
+    time.sleep(1.2)
+    return build(hp)
+
+
+class DeadlyData:
+    """Ends its process before its second, fourth and sixth batch, once each."""
+
+    def __init__(self, flag: str) -> None:
+        self.flag = flag
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self):
+        for index in range(6):
+            flag = Path(f"{self.flag}-{index}")
+            if index % 2 and not flag.exists():
+                flag.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield batch(index)
+
+
+def deadly_data(hp):
+    return DeadlyData(hp["flag"]), None
+
+
+class Fragile:
+    """A loss that cannot be loaded once its flag is there."""
+
+    def __init__(self, flag: str) -> None:
+        self.flag = flag
+
+    def __setstate__(self, state) -> None:
+        self.__dict__.update(state)
+        if Path(self.flag).exists():
+            raise ImportError("the module of the loss is gone")
+
+    def __call__(self, output, batch):
+        return loss(output, batch)
+
+
+class DataThatEndsEarly:
+    """One batch, and then an error."""
+
+    def __iter__(self):
+        yield batch(0)
+        raise OSError("the disk is gone")
+
+
+def data_that_ends_early(hp):
+    return DataThatEndsEarly(), None

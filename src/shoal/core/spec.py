@@ -10,6 +10,7 @@ from shoal.core.errors import SpecError
 from shoal.core.units import Bytes, Seconds
 
 NO_TIME = Seconds(0.0)
+NO_BYTES = Bytes(0)
 ALIGNMENT = 512  # bytes of every tensor in a flat store or slot, as device allocators give it
 Scalar = bool | int | float | str | None
 DeviceKind = Literal["virtual", "cuda"]
@@ -160,4 +161,4 @@ class JobMeasure:
     bitwise: bool  # was the chain compared with the module, and equal bit for bit?
     notes: tuple[str, ...] = field(default=())
     data: str = ""  # how the trial finds its place in the data again
-    loader_bytes: Bytes = Bytes(0)  # of batches that loader processes hold in host memory
+    loader_bytes: Bytes = NO_BYTES  # of batches that loader processes hold in host memory

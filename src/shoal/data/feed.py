@@ -239,7 +239,7 @@ class Feed:
         if self._restarts > RESTARTS:
             self.close()
             raise TrialError(
-                f"the {self._what} data's loader was started again {RESTARTS} times and lost again: "
-                f"{lost}. Look for the kernel's out-of-memory killer in dmesg, or read the data "
-                "with num_workers=0 to see the error."
+                f"the {self._what} data's loader was started again {RESTARTS} times and lost "
+                f"again: {lost}. Look for the kernel's out-of-memory killer in dmesg, or read the "
+                "data with num_workers=0 to see the error."
             ) from lost

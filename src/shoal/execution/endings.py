@@ -76,7 +76,7 @@ class Endings:
                 step=state.step,
                 metrics=dict(state.metrics),
                 checkpoint=state.saved_path,
-                seconds=time.time() - state.started,
+                seconds=time.monotonic() - state.started,
             )
         )
         self._end(state)
@@ -93,7 +93,7 @@ class Endings:
                 reason=reason,
                 checkpoint=state.saved_path,
                 metrics=dict(state.metrics),
-                seconds=time.time() - state.started if state.started else 0.0,
+                seconds=time.monotonic() - state.started if state.started else 0.0,
             )
         )
         self._end(state)

@@ -197,7 +197,7 @@ class Floor:
     def _announce(self, state: TrialRun, device: str) -> None:
         now, trial = time.time(), state.job.trial
         if not state.started:
-            state.started = now
+            state.started = time.monotonic()
         if not state.has_run:
             state.has_run = True
             self.tell(events.TrialStarted(time=now, trial=trial, device=device))

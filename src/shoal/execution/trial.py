@@ -49,7 +49,7 @@ class TrialRun:
     failures: int = 0
     rungs: int = 0  # how often it was planned smaller
     growth: float = 1.0  # its batches take so many times what the first one took
-    started: float = 0.0
+    started: float = 0.0  # on the monotonic clock
     has_run: bool = False
     device_s: float = 0.0
     saved_step: int = 0

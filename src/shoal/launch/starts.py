@@ -5,7 +5,9 @@ A generation counts once the database has every step that it holds: its Checkpoi
 there, or a later step. A kill can come between the two; then the generation before it counts,
 and the last steps are done again, so that the record has no gap. What does not count is a
 stray, and goes when the new plan stands. A database that lacks more than a kill can take
-was lost, or is an old copy: then the generations are what there is.
+was lost, or is an old copy: then the generations are what there is. So they are where those
+that counted were collected already (``keep=1``, or several saves while the database was slow):
+a gap in a curve is better than training lost.
 
     generations   step 10   step 20            step 20 is a stray: go on from 10
     database      S1 .. S10 Written(10) S11 .. S19 (kill)

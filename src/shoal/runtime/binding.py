@@ -34,7 +34,6 @@ class Placed:
     grads: Mapping[str, Tensor]
     param_bytes: Tensor  # flat: the owned parameters
     state_bytes: Tensor
-    grad_bytes: Tensor
     borrowed: Mapping[str, Tensor]
 
 
@@ -54,7 +53,6 @@ def place_in_slot(slot: Tensor, layout: ShardLayout, parts: Sequence[str]) -> Pl
         grads=views(slot, layout.param, grad_at) if grad_size else {},
         param_bytes=slot[: layout.param.num_bytes],
         state_bytes=slot[state_at : state_at + state_size],
-        grad_bytes=slot[grad_at : grad_at + grad_size],
         borrowed=borrowed,
     )
 
@@ -72,7 +70,6 @@ def place_on_host(region: Region, layout: TrialLayout, shard: int) -> Placed:
         grads=views(region.bytes, own.param, own.grad_at),
         param_bytes=region.segment(own.param_at, own.param.num_bytes),
         state_bytes=region.segment(own.state_at, own.state.num_bytes),
-        grad_bytes=region.segment(own.grad_at, own.param.num_bytes),
         borrowed=borrowed,
     )
 

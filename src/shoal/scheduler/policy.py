@@ -92,21 +92,6 @@ class OldestStepFirst:
         return min(candidates, key=_age)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LongestRemainingUnit:
-    """The trial with most left goes first; within ``hysteresis_s`` of it, the oldest step.
-
-    Give it a step or two of seconds: with 0 trials of equal length alternate unit by unit.
-    """
-
-    hysteresis_s: float = 0.0
-
-    def choose(self, candidates: Sequence[Candidate]) -> Candidate:
-        longest = max(candidate.remaining_s for candidate in candidates)
-        near = longest - self.hysteresis_s
-        return min((c for c in candidates if c.remaining_s >= near), key=_age)
-
-
 def _at_most_s(standing: Standing) -> float:
     return standing.remaining_s * (1 + standing.doubt)
 

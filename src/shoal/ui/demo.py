@@ -13,6 +13,7 @@ from shoal.demo import (
     DEVICES,
     WINDOWS,
     Sample,
+    can_go_on,
     make_hardware,
     make_study,
     remove_earlier,
@@ -32,11 +33,13 @@ TRACE, CHART = "trace.json", "gantt.svg"
 def run_demo(minutes: float, directory: str, *, as_json: bool) -> int:
     """Train, then print the leaderboard, a sample of the best model, and where all of it is.
 
-    An earlier demo in ``directory`` is replaced; anything else there is left alone.
+    A demo that was stopped goes on, an earlier one that ended is replaced; anything else in
+    ``directory`` is left alone.
     """
     steps = steps_for(minutes)
-    removed = remove_earlier(directory)
-    if removed is not None:
+    if can_go_on(steps, directory):
+        print("going on with the demo that was stopped", file=sys.stderr)
+    elif (removed := remove_earlier(directory)) is not None:
         print(f"replacing the earlier demo in {removed}", file=sys.stderr)
     study = make_study(steps, directory)
     print(_introduction(study, steps), file=sys.stderr)

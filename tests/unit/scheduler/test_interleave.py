@@ -2,7 +2,7 @@ import pytest
 
 from shoal.core.errors import TransitionError
 from shoal.scheduler.interleave import Candidate, Interleaver
-from shoal.scheduler.policy import LongestRemainingUnit, OldestStepFirst
+from shoal.scheduler.policy import OldestStepFirst
 
 
 def candidate(trial, ticket, remaining_s=1.0, warm=False):
@@ -68,16 +68,6 @@ def test_a_forgotten_trial_may_start_its_step_again():
     interleaver.forget(1)
     interleaver.forget(1)
     assert interleaver.started(1, step=3) == 1
-
-
-def test_longest_remaining_unit_ignores_the_age_of_a_much_shorter_trial():
-    interleaver = Interleaver(LongestRemainingUnit(hysteresis_s=2.0))
-    assert interleaver.choose([candidate(1, 0, 5.0), candidate(2, 1, 9.0)]) == 2
-
-
-def test_longest_remaining_unit_finishes_the_older_step_of_about_equal_trials():
-    interleaver = Interleaver(LongestRemainingUnit(hysteresis_s=2.0))
-    assert interleaver.choose([candidate(1, 0, 7.5), candidate(2, 1, 9.0)]) == 1
 
 
 def test_two_equal_trials_take_turns_by_step_and_not_by_unit():

@@ -1,0 +1,26 @@
+"""Generations as trials write them, made in a moment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from shoal.runtime import checkpoint
+from shoal.storage.generations import Generation
+
+PAIR = ("a", "F32", (2,), b"\0" * 8)
+
+
+def generate(study: Path, trial: int, step: int, *, state: bool = True, **meta: Any) -> Generation:
+    """A generation of two numbers; ``meta`` beside what every one has."""
+    known = {"trial": trial, "ended": False, "length": 4, "metrics": {}, "numerics": {}}
+    with checkpoint.generations(study, trial, keep=9).begin(step) as draft:
+        draft.tensors(checkpoint.WEIGHTS, [PAIR])
+        if state:
+            draft.tensors(checkpoint.STATE, [PAIR])
+        return draft.commit(**{**known, **meta})
+
+
+def steps(study: Path, trial: int) -> list[int]:
+    """The steps of a trial's generations, oldest first."""
+    return [generation.step for generation in checkpoint.generations(study, trial).all()]

@@ -1,0 +1,85 @@
+"""Which finished trials keep their checkpoints."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from generating import generate, steps
+
+from shoal.core.event import TrialFinished
+from shoal.launch.keeping import Keeper
+
+
+def keeper(study, *, only_weights=False, best=None, mode="min") -> Keeper:
+    return Keeper(study, only_weights=only_weights, best=best, metric="valid_loss", mode=mode)
+
+
+def finish(place, values: dict[int, float | None], study) -> set[int]:
+    """Finish trials in this order; returns those that still have generations."""
+    for trial, value in values.items():
+        generate(study, trial, 5)
+        generate(study, trial, 9, ended=True)
+        place.finished(trial, {} if value is None else {"valid_loss": value})
+    return {trial for trial in values if steps(study, trial)}
+
+
+def test_all_keeps_all(tmp_path):
+    assert finish(keeper(tmp_path), {0: 1.0, 1: 2.0}, tmp_path) == {0, 1}
+    assert steps(tmp_path, 0) == [5, 9]
+
+
+@pytest.mark.parametrize(
+    ("mode", "values", "kept"),
+    [
+        ("min", {0: 3.0, 1: 1.0, 2: 2.0}, {1, 2}),
+        ("max", {0: 3.0, 1: 1.0, 2: 2.0}, {0, 2}),
+        ("min", {2: 1.0, 1: 1.0, 0: 1.0}, {0, 1}),
+        ("min", {0: math.nan, 1: None, 2: 5.0, 3: math.inf}, {0, 2}),
+        ("min", {0: math.nan, 1: 7.0}, {0, 1}),
+        ("max", {0: math.nan, 1: -math.inf, 2: -9.0, 3: -8.0}, {2, 3}),
+    ],
+    ids=["min", "max", "ties go to the first", "no number is worst", "few", "max, no number"],
+)
+def test_the_best_two_keep_everything_and_the_others_nothing(mode, values, kept, tmp_path):
+    place = keeper(tmp_path, best=2, mode=mode)
+
+    assert finish(place, values, tmp_path) == kept
+    assert all(steps(tmp_path, trial) == [5, 9] for trial in kept)
+
+
+def test_the_best_are_the_same_in_whatever_order_they_finish(tmp_path):
+    values = {0: 4.0, 1: 2.0, 2: 3.0, 3: 1.0}
+    for place, order in enumerate(([0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 0, 2])):
+        study = tmp_path / str(place)
+        assert finish(keeper(study, best=2), {n: values[n] for n in order}, study) == {1, 3}
+
+
+def test_only_weights_keeps_the_last_generation(tmp_path):
+    assert finish(keeper(tmp_path, only_weights=True), {0: 1.0}, tmp_path) == {0}
+    assert steps(tmp_path, 0) == [9]
+
+
+def test_it_listens_to_trials_that_finish(tmp_path):
+    place = keeper(tmp_path, best=1)
+    for trial, value in ((0, 1.0), (1, 2.0)):
+        generate(tmp_path, trial, 9)
+        place.see(
+            TrialFinished(
+                time=0.0,
+                trial=trial,
+                step=9,
+                metrics={"valid_loss": value},
+                checkpoint="",
+                seconds=1.0,
+            )
+        )
+
+    assert (steps(tmp_path, 0), steps(tmp_path, 1)) == ([9], [])
+
+
+def test_a_trial_without_generations_is_no_trouble(tmp_path):
+    place = keeper(tmp_path, only_weights=True, best=1)
+
+    place.finished(0, {"valid_loss": 2.0})
+    place.finished(1, {"valid_loss": 1.0})

@@ -1,0 +1,150 @@
+"""What the disk has to hold, and what is refused before anything is trained."""
+
+from __future__ import annotations
+
+import pytest
+from generating import generate
+
+from shoal.core.errors import PlanError, SpecError
+from shoal.core.plan import Plan
+from shoal.core.units import Bytes, Seconds
+from shoal.launch.policy import CheckpointPolicy, bytes_on_disk
+from shoal.testing import make_device, make_job, make_shard
+
+MIB = 2**20
+
+
+def policy(**changes) -> CheckpointPolicy:
+    values = {"every_s": Seconds(300), "keep": 2, "keep_finished": "all", "disk_budget": None}
+    return CheckpointPolicy(**(values | changes))
+
+
+def plan(trials: int = 4, *, active: int = 1, devices: int = 1) -> Plan:
+    """Trials of 1 MiB of weights and 2 MiB of state."""
+    return Plan(
+        study="s",
+        devices=tuple(make_device(f"cpu:{n}") for n in range(devices)),
+        jobs=tuple(make_job(n, [make_shard(0, MIB)]) for n in range(trials)),
+        active=active,
+        seconds=Seconds(1.0),
+        failures={},
+    )
+
+
+def generation(job) -> int:
+    return policy(keep_finished="best:1", keep=1).finished_bytes(
+        Plan(
+            study="s",
+            devices=(make_device(),),
+            jobs=(job,),
+            active=1,
+            seconds=Seconds(1.0),
+            failures={},
+        )
+    )
+
+
+ONE = generation(plan().jobs[0])
+
+
+def test_a_generation_is_weights_and_state():
+    assert 3 * MIB < ONE < 3.2 * MIB
+
+
+@pytest.mark.parametrize(("devices", "active", "at_once"), [(1, 1, 1), (2, 1, 2), (2, 2, 4)])
+def test_trials_that_train_have_what_is_kept_and_one_that_is_being_written(
+    devices, active, at_once
+):
+    assert (
+        policy(keep=2).running_bytes(plan(9, active=active, devices=devices)) == 3 * at_once * ONE
+    )
+    assert (
+        policy(keep=5).running_bytes(plan(9, active=active, devices=devices)) == 6 * at_once * ONE
+    )
+
+
+def test_finished_trials_have_what_keep_finished_says():
+    assert policy(keep=2).finished_bytes(plan(4)) == 8 * ONE
+    assert policy(keep=1).finished_bytes(plan(4)) == 4 * ONE
+    assert policy(keep_finished="best:3").finished_bytes(plan(4)) == 6 * ONE
+    assert policy(keep_finished="best:9").finished_bytes(plan(4)) == 8 * ONE
+    assert 4 * MIB < policy(keep_finished="weights").finished_bytes(plan(4)) < 5 * MIB
+
+
+def test_what_fits_is_not_refused():
+    needed = policy().running_bytes(plan()) + policy().finished_bytes(plan())
+
+    policy().check(plan(), Bytes(needed))
+    policy(disk_budget=Bytes(needed)).check(plan(), Bytes(needed))
+
+
+def test_a_plan_that_the_disk_cannot_hold_is_refused_with_the_numbers():
+    with pytest.raises(PlanError) as error:
+        policy().check(plan(), Bytes(9 * MIB))
+
+    words = str(error.value)
+    assert "9.0 MiB are free" in words
+    assert "keep=2" in words
+    assert "keep_finished='all'" in words
+    assert "'best:3'" in words
+
+
+def test_a_plan_over_the_budget_is_refused_though_the_disk_has_room():
+    with pytest.raises(PlanError, match=r"5\.0 MiB disk_budget allows"):
+        policy(disk_budget=Bytes(5 * MIB)).check(plan(), Bytes(2**40))
+
+
+def test_what_the_trials_have_on_disk_already_is_not_asked_for_again():
+    needed = policy().running_bytes(plan()) + policy().finished_bytes(plan())
+
+    policy().check(plan(), Bytes(needed - 5 * MIB), theirs=Bytes(5 * MIB))
+    with pytest.raises(PlanError):
+        policy().check(plan(), Bytes(needed - 5 * MIB), theirs=Bytes(4 * MIB))
+
+
+def test_what_other_trials_have_counts_against_the_budget():
+    needed = policy().running_bytes(plan()) + policy().finished_bytes(plan())
+    tight = policy(disk_budget=Bytes(needed + 5 * MIB))
+
+    tight.check(plan(), Bytes(2**40), others=Bytes(5 * MIB))
+    with pytest.raises(PlanError, match="disk_budget allows"):
+        tight.check(plan(), Bytes(2**40), others=Bytes(6 * MIB))
+
+
+def test_bytes_on_disk_are_those_of_the_trials_asked_for(tmp_path):
+    for trial in (0, 1):
+        generate(tmp_path, trial, 5)
+    (tmp_path / "trials/0000/log.txt").write_text("x" * 10**6)
+
+    one = bytes_on_disk(tmp_path, [0])
+
+    assert 0 < one < 10**5
+    assert bytes_on_disk(tmp_path, [0, 1, 7]) == 2 * one
+
+
+@pytest.mark.parametrize("keep", [0, -1, 2.0, "2", True, None])
+def test_a_study_keeps_at_least_one_generation(keep):
+    with pytest.raises(SpecError, match="at least 1"):
+        policy(keep=keep)
+
+
+@pytest.mark.parametrize("value", ["best", "best:0", "best:-1", "best:x", "none", "", None, 3])
+def test_keep_finished_is_one_of_three(value):
+    with pytest.raises(SpecError, match="'all', 'weights' or 'best:N'"):
+        policy(keep_finished=value)
+
+
+def test_the_record_has_plain_values():
+    assert policy(keep_finished="best:3", disk_budget=Bytes(7)).record() == {
+        "checkpoint_every_s": 300.0,
+        "keep": 2,
+        "keep_finished": "best:3",
+        "disk_budget": 7,
+    }
+
+
+def test_the_plan_says_what_the_disk_will_hold():
+    words = policy(keep_finished="weights").explain(plan())
+
+    assert "while trials train" in words
+    assert "keep_finished='weights'" in words
