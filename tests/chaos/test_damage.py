@@ -124,7 +124,7 @@ def test_a_generation_of_a_newer_format_is_not_touched(interrupted, warm_workers
 
 def test_without_its_database_a_study_goes_on_from_its_generations(interrupted, warm_workers):
     newest = saved(interrupted)[-1]
-    (interrupted.directory / "interrupted.db").unlink()
+    (interrupted.directory / "study.db").unlink()
 
     report = run(interrupted, warm_workers)
 
@@ -162,13 +162,13 @@ def binary_record(path: Path) -> None:
     ],
 )
 def test_a_record_that_cannot_be_believed_stops_everything(interrupted, warm_workers, harm, words):
-    harm(interrupted.directory / "interrupted.json")
+    harm(interrupted.directory / "study.json")
     before = content(interrupted)
 
     with pytest.raises(ShoalError, match=words) as error:
         run(interrupted, warm_workers)
 
-    assert "interrupted.json" in str(error.value)
+    assert "study.json" in str(error.value)
     assert content(interrupted) == before
 
 
@@ -205,7 +205,7 @@ def no_database(path: Path) -> None:
 def test_a_database_that_cannot_be_believed_stops_everything(
     interrupted, warm_workers, harm, words
 ):
-    path = interrupted.directory / "interrupted.db"
+    path = interrupted.directory / "study.db"
     harm(path)
     before, damaged = content(interrupted), path.read_bytes()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import socket
 import struct
@@ -47,6 +48,11 @@ class Channel:
         size, count = _HEADER.unpack(header)
         assert count == len(descriptors)
         return pickle.loads(self._read(size)), tuple(descriptors)
+
+    def shut(self) -> None:
+        """Have ``receive`` end when it has read all that came; from any thread."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close this end; the other one's ``receive`` raises EOFError."""

@@ -95,7 +95,9 @@ class DeviceLoop:
         self._device, self._recipe = device, recipe
         self._interleaver = Interleaver(OldestStepFirst())
         self._reports = Reports(device, send, timeline=settings.timeline)
-        self._saver = Saver(settings, lambda event: send(Happened((pack_event(event),))))
+        self._saver = Saver(
+            settings, lambda event: send(Happened((pack_event(event),))), self._count_work
+        )
         self._settings, self._orders, self._measurer = settings, orders, measurer
         self._recorder, self._output = recorder, output
         measurer.note = self._note
@@ -113,7 +115,7 @@ class DeviceLoop:
         with self._device.active():
             while self._running:
                 seen = self._device.version
-                self._recorder[2] = self._units_done + seen
+                self._count_work()
                 self._take_orders(block=not self._stays)
                 for trial in list(self._stays):
                     self._guard(trial, self._prepare)
@@ -295,18 +297,25 @@ class DeviceLoop:
         except (Exception, SystemExit) as error:
             self._record(None)
             self._dismiss(trial)
+            self._saver.forget(trial)  # the region is what it may still be writing
             stay.seat.session.close()
             self._fail(trial, error)
             self._admit_pending()
+
+    def _work_done(self) -> int:
+        """Grows with every unit, copy and host step, and while the disk is waited for."""
+        return self._units_done + self._device.version + self._saver.waits
 
     def _record(self, trial: int | None) -> None:
         """Leave word whose code runs, for whoever finds this process dead."""
         self._note(trial)
         self._output.set(trial)
-        self._units_done += 1
 
     def _note(self, trial: int | None) -> None:
         self._recorder[0] = -1 if trial is None else trial
+
+    def _count_work(self) -> None:
+        self._recorder[2] = self._work_done()
 
     def _record_host(self, trial: int) -> None:
         self._recorder[1] = trial
@@ -382,6 +391,7 @@ class DeviceLoop:
         """The lease is over: everything is in the host region; tell the study."""
         seat, session = stay.seat, stay.seat.session
         self._enter(stay)
+        self._saver.wait(seat.trial)  # elsewhere another process would write beside it
         seat.drain()
         session.rng = capture_rng(session.device)
         session.put_buffers_back()
@@ -417,6 +427,7 @@ class DeviceLoop:
         if len(ready) > 1:
             trial = self._interleaver.choose([self._candidate(stay) for stay in ready])
         self._guard(trial, self._compute)
+        self._units_done += 1
         return True
 
     def _candidate(self, stay: _Stay) -> Candidate:

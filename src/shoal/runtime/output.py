@@ -19,6 +19,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ from shoal.runtime.triallog import Stamp, TrialLog
 MAX_BYTES = 16 * 2**20
 _MAX_LINE = 2**16  # characters of a line that does not end; then it is cut into several
 _MAX_OPEN = 16  # files of one worker
+_MAX_WARNINGS = 10_000  # that are remembered, so that each is shown once
 _OWNER = "_shoal_trial"  # the attribute of a thread that says whose it is: study, trial
 Starter = Callable[[threading.Thread], None]
 
@@ -53,6 +55,8 @@ class TrialOutput:
         self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
         self._start: Starter | None = None
         self._start_marked: Starter | None = None
+        self._show_below: Callable[..., None] | None = None
+        self._shown_warnings: set[tuple[object, ...]] = set()
         self._forget_all()
 
     def install(self, study_directory: str | os.PathLike[str]) -> None:
@@ -69,6 +73,7 @@ class TrialOutput:
                 setattr(sys, name, stream)
                 self._redirect_handlers(stream)
         self._mark_threads()
+        self._catch_warnings()
 
     def set(self, trial: int | None) -> None:
         """Say whose code the device loop's thread runs from here on; None for its own."""
@@ -95,6 +100,9 @@ class TrialOutput:
         for handler, stream_before in self._handlers:
             handler.setStream(stream_before)
         self._handlers.clear()
+        if warnings.showwarning == self._show_warning and self._show_below is not None:
+            warnings.showwarning, self._show_below = self._show_below, None
+        self._shown_warnings.clear()
         if self._start is not None and threading.Thread.start is self._start_marked:
             _set_starter(self._start)
             self._start = None
@@ -120,6 +128,33 @@ class TrialOutput:
 
         self._start_marked = start_marked
         _set_starter(start_marked)
+
+    def _catch_warnings(self) -> None:
+        """Show a warning once to every trial, as if each had a process of its own.
+
+        Python shows it once to a process, and measuring a trial may have been that once.
+        """
+        if self._show_below is None:
+            warnings.simplefilter("always", append=True)  # behind what is to be ignored
+            self._show_below = warnings.showwarning
+            warnings.showwarning = self._show_warning
+
+    def _show_warning(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: Any = None,
+        line: str | None = None,
+    ) -> None:
+        key = (self.whose(), category, str(message), filename, lineno)
+        if key in self._shown_warnings:
+            return
+        if len(self._shown_warnings) < _MAX_WARNINGS:
+            self._shown_warnings.add(key)
+        assert self._show_below is not None
+        self._show_below(message, category, filename, lineno, file, line)
 
     def _redirect_handlers(self, stream: _Stream) -> None:
         """Logging handlers that were made before keep the stream of that time."""

@@ -68,6 +68,7 @@ class Worker:
         self.serial = 0  # of the study it serves
         self._reader = threading.Thread(target=self._read, name=f"worker-{self.pid}", daemon=True)
         self._reader.start()
+        threading.Thread(target=self._await_end, name=f"end-{self.pid}", daemon=True).start()
 
     @property
     def name(self) -> str:
@@ -114,6 +115,11 @@ class Worker:
         if self._stacks >= 0:
             os.close(self._stacks)
             self._stacks = -1
+
+    def _await_end(self) -> None:
+        """The process's end counts, and not that of whoever inherited its socket."""
+        self._process.wait()
+        self._channel.shut()
 
     def _read(self) -> None:
         while True:

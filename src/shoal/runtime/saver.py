@@ -22,6 +22,8 @@ from shoal.runtime.messages import Settings
 SHARE = 1 / 33
 """Of a trial's time, at most this much may pass between a step boundary and a durable state."""
 
+_TICK_S = 1.0
+
 
 def interval_s(every_s: float, seconds: float) -> float:
     """Seconds until the next generation, when the last one took ``seconds``; 0 is every step."""
@@ -40,11 +42,18 @@ class Outcome:
 class Saver:
     """Writes generations; used by the device's thread only.
 
-    ``tell`` sends an event at once and may be called from the writing thread.
+    ``tell`` sends an event at once and may be called from the writing thread; ``on_wait`` is
+    called each second while the device's thread waits for the disk.
     """
 
-    def __init__(self, settings: Settings, tell: Callable[[Event], None]) -> None:
-        self._settings, self._tell = settings, tell
+    def __init__(
+        self,
+        settings: Settings,
+        tell: Callable[[Event], None],
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._settings, self._tell, self._on_wait = settings, tell, on_wait
+        self.waits = 0  # seconds for which the disk was waited for: no hang of the worker's
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
         self._writing: dict[int, Future[Outcome]] = {}
         self._due: dict[int, float] = {}  # trial -> on the monotonic clock
@@ -72,7 +81,14 @@ class Saver:
     def wait(self, trial: int) -> Outcome | None:
         """What became of the trial's last generation, once it is written; None: there is none."""
         writing = self._writing.get(trial)
-        return None if writing is None else writing.result()
+        if writing is None:
+            return None
+        while True:
+            try:
+                return writing.result(timeout=_TICK_S)
+            except TimeoutError:
+                self.waits += 1
+                self._on_wait()
 
     def forget(self, trial: int) -> None:
         """Wait for the trial's last generation, and keep nothing of it."""

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import cloudpickle
 import torch
@@ -44,6 +44,7 @@ from shoal.runtime.messages import (
 from shoal.runtime.output import TrialOutput
 
 PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 Orders = queue.SimpleQueue[tuple[Order, tuple[int, ...]]]
 
 
@@ -55,6 +56,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)  # here too; a loader's children differ
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     channel = Channel(socket.socket(fileno=descriptor))
+    _guard_children(channel, [descriptor, recorder, stacks])
     _warm_up()
     channel.send((0, Ready(os.getpid())))
     running = mmap.mmap(recorder, RECORDER.size)
@@ -135,12 +137,36 @@ def _read(channel: Channel, orders: Orders, device: Device) -> None:
             return
 
 
-def _die_with_parent() -> None:
-    """Have the kernel end this process when the study's process ends, however it does."""
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel end this process when its parent's thread ends, however it does."""
+    parent = os.getppid() if parent is None else parent
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
+
+
+def _guard_children(channel: Channel, descriptors: Sequence[int]) -> None:
+    """Processes that a trial's code makes hold nothing of this one, and end with it.
+
+    A loader's process that kept the socket open would hide the worker's end, and one that
+    outlived it would read data for nobody.
+    """
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+    worker = os.getpid()
+    forks: list[bool] = []  # is the forking thread one that lives as long as the worker?
+
+    def begin() -> None:
+        forks[:] = [threading.current_thread() is threading.main_thread()]
+
+    def child() -> None:
+        if os.getppid() != worker:
+            return  # a grandchild: its parent has done this
+        channel.close()
+        if forks == [True]:
+            _die_with_parent(worker)
+
+    os.register_at_fork(before=begin, after_in_child=child)
 
 
 def _warm_up() -> None:

@@ -1,10 +1,11 @@
-"""Generations as trials write them, made in a moment."""
+"""Generations and events as trials write them, made in a moment."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from shoal.core.event import TrialPlanned
 from shoal.runtime import checkpoint
 from shoal.storage.generations import Generation
 
@@ -24,3 +25,18 @@ def generate(study: Path, trial: int, step: int, *, state: bool = True, **meta: 
 def steps(study: Path, trial: int) -> list[int]:
     """The steps of a trial's generations, oldest first."""
     return [generation.step for generation in checkpoint.generations(study, trial).all()]
+
+
+def planned(trial: int = 0) -> TrialPlanned:
+    """The event that makes a trial known."""
+    return TrialPlanned(
+        time=0.0,
+        trial=trial,
+        hp={},
+        seed=0,
+        technique="Resident",
+        shards=1,
+        steps=4,
+        peak_bytes=0,
+        numerics={},
+    )

@@ -2,48 +2,23 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
-from generating import generate, steps
+from generating import generate, planned, steps
 
-from shoal.core.errors import SpecError
 from shoal.core.event import (
     CheckpointDamaged,
     CheckpointWritten,
     StepFinished,
     TrialFinished,
-    TrialPlanned,
     TrialRestarted,
     TrialStopped,
 )
-from shoal.core.plan import Plan
-from shoal.core.units import Seconds
-from shoal.launch.cloning import begin_warm, clear
 from shoal.launch.starts import (
-    check_numerics,
     progress_of,
-    refuse_numerics,
     remove_strays,
     restart,
 )
 from shoal.observe.snapshot import Snapshot
-from shoal.runtime import checkpoint
-from shoal.testing import make_device, make_job
-
-
-def planned(trial: int = 0) -> TrialPlanned:
-    return TrialPlanned(
-        time=0.0,
-        trial=trial,
-        hp={},
-        seed=0,
-        technique="Resident",
-        shards=1,
-        steps=4,
-        peak_bytes=0,
-        numerics={},
-    )
 
 
 def stepped(last: int, first: int = 1, epoch: int = 1) -> list[StepFinished]:
@@ -228,99 +203,3 @@ def test_weights_alone_are_no_full_state(tmp_path):
     snapshot = Snapshot.of([planned(), *stepped(4), ended(TrialFinished, 4)])
 
     assert not progress_of(tmp_path, snapshot, "steps")[0].has_full_state
-
-
-# -- clones -----------------------------------------------------------------------------------
-
-
-def test_a_warm_clone_begins_with_its_parents_state(tmp_path):
-    generate(tmp_path, 0, 4, ended=True)
-
-    start = begin_warm(tmp_path, 0, 3)
-
-    assert (start.step, start.warm) == (4, True)
-    what = restart(tmp_path, Snapshot.of([planned(3)]), [3], length=9, warm={3})
-    assert what.starts[3].warm
-    assert what.starts[3].restore == start.restore
-
-
-def test_what_a_clone_that_never_ran_left_is_nobodys_start(tmp_path):
-    generate(tmp_path, 0, 4)
-    begin_warm(tmp_path, 0, 3)
-
-    for snapshot in (Snapshot(), Snapshot.of([planned(3)])):
-        what = restart(tmp_path, snapshot, [3], length=9)
-        assert what.starts[3].step == 0
-        assert [stray.step for stray in what.strays] == [4]
-    clear(tmp_path, 3)
-    assert steps(tmp_path, 3) == []
-
-
-def test_a_second_clone_in_the_same_place_begins_with_its_own_parent(tmp_path):
-    generate(tmp_path, 0, 9)
-    generate(tmp_path, 1, 4)
-    begin_warm(tmp_path, 0, 3)
-
-    assert begin_warm(tmp_path, 1, 3).step == 4
-    assert steps(tmp_path, 3) == [4]
-
-
-@pytest.mark.parametrize("state", [None, False])
-def test_a_parent_without_state_is_refused_with_the_way_out(tmp_path, state):
-    if state is not None:
-        generate(tmp_path, 0, 4, state=state)
-
-    with pytest.raises(SpecError, match="Clone it cold"):
-        begin_warm(tmp_path, 0, 3)
-
-
-def test_a_clone_outlives_its_parents_generations(tmp_path):
-    generate(tmp_path, 0, 4)
-    begin_warm(tmp_path, 0, 3)
-    shutil.rmtree(tmp_path / "trials" / "0000")
-
-    newest = checkpoint.latest(tmp_path, 3)
-
-    assert newest is not None
-    newest.verify()
-
-
-# -- the numerics key -------------------------------------------------------------------------
-
-
-def key_of(**numerics) -> Plan:
-    job = make_job(0, numerics=numerics)
-    return Plan(
-        study="s",
-        devices=(make_device(),),
-        jobs=(job,),
-        active=1,
-        seconds=Seconds(1.0),
-        failures={},
-    )
-
-
-def test_other_software_or_devices_are_named_and_refused():
-    changes = check_numerics(key_of(torch="3", threads=2), {0: {"torch": "2", "threads": 2}})
-
-    assert changes == ["torch of trial 0 was '2' and is '3'"]
-    with pytest.raises(SpecError, match="torch of trial 0 was '2' and is '3'") as error:
-        refuse_numerics(changes)
-    assert "--accept-numerics" in str(error.value)
-
-
-def test_many_differences_are_shown_in_part():
-    with pytest.raises(SpecError) as error:
-        refuse_numerics([f"difference {n}" for n in range(9)])
-
-    assert "difference 4; ..." in str(error.value)
-    assert "difference 5" not in str(error.value)
-
-
-def test_the_same_key_how_it_was_cut_and_new_trials_are_no_change():
-    before = {0: {"torch": "2", "cut": "none"}}
-
-    assert check_numerics(key_of(torch="2", cut="bitwise in the pilot"), before) == []
-    assert check_numerics(key_of(torch="2", new="entry"), before) == []
-    assert check_numerics(key_of(torch="9"), {}) == []
-    refuse_numerics([])

@@ -352,3 +352,23 @@ def test_the_module_needs_no_torch() -> None:
     program = "import sys; import shoal.runtime.output; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_each_trial_is_warned_once_of_what_another_was_warned_of(tmp_path: Path) -> None:
+    script = """
+import sys, warnings
+from shoal.runtime.output import TrialOutput
+output = TrialOutput()
+output.install(sys.argv[1])
+def warn():
+    warnings.warn("of this", stacklevel=1)
+warn()  # while measuring, when no trial runs
+for trial in (0, 1, 0, 1):
+    output.set(trial)
+    warn()
+output.close()
+"""
+    subprocess.run([sys.executable, "-c", script, tmp_path], check=True, capture_output=True)
+
+    for trial in (0, 1):
+        assert sum("UserWarning: of this" in line for line in _lines(tmp_path, trial)) == 1

@@ -1,0 +1,66 @@
+"""Clones that begin with their parent's state, and what is left of those that never ran."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from generating import generate, planned, steps
+
+from shoal.core.errors import SpecError
+from shoal.launch.cloning import begin_warm, clear
+from shoal.launch.starts import restart
+from shoal.observe.snapshot import Snapshot
+from shoal.runtime import checkpoint
+
+
+def test_a_warm_clone_begins_with_its_parents_state(tmp_path):
+    generate(tmp_path, 0, 4, ended=True)
+
+    start = begin_warm(tmp_path, 0, 3)
+
+    assert (start.step, start.warm) == (4, True)
+    what = restart(tmp_path, Snapshot.of([planned(3)]), [3], length=9, warm={3})
+    assert what.starts[3].warm
+    assert what.starts[3].restore == start.restore
+
+
+def test_what_a_clone_that_never_ran_left_is_nobodys_start(tmp_path):
+    generate(tmp_path, 0, 4)
+    begin_warm(tmp_path, 0, 3)
+
+    for snapshot in (Snapshot(), Snapshot.of([planned(3)])):
+        what = restart(tmp_path, snapshot, [3], length=9)
+        assert what.starts[3].step == 0
+        assert [stray.step for stray in what.strays] == [4]
+    clear(tmp_path, 3)
+    assert steps(tmp_path, 3) == []
+
+
+def test_a_second_clone_in_the_same_place_begins_with_its_own_parent(tmp_path):
+    generate(tmp_path, 0, 9)
+    generate(tmp_path, 1, 4)
+    begin_warm(tmp_path, 0, 3)
+
+    assert begin_warm(tmp_path, 1, 3).step == 4
+    assert steps(tmp_path, 3) == [4]
+
+
+@pytest.mark.parametrize("state", [None, False])
+def test_a_parent_without_state_is_refused_with_the_way_out(tmp_path, state):
+    if state is not None:
+        generate(tmp_path, 0, 4, state=state)
+
+    with pytest.raises(SpecError, match="Clone it cold"):
+        begin_warm(tmp_path, 0, 3)
+
+
+def test_a_clone_outlives_its_parents_generations(tmp_path):
+    generate(tmp_path, 0, 4)
+    begin_warm(tmp_path, 0, 3)
+    shutil.rmtree(tmp_path / "trials" / "0000")
+
+    newest = checkpoint.latest(tmp_path, 3)
+
+    assert newest is not None
+    newest.verify()

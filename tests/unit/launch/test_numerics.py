@@ -1,0 +1,49 @@
+"""Trials that would go on to other bits than before."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.core.errors import SpecError
+from shoal.core.plan import Plan
+from shoal.core.units import Seconds
+from shoal.launch.starts import check_numerics, refuse_numerics
+from shoal.testing import make_device, make_job
+
+
+def key_of(**numerics) -> Plan:
+    job = make_job(0, numerics=numerics)
+    return Plan(
+        study="s",
+        devices=(make_device(),),
+        jobs=(job,),
+        active=1,
+        seconds=Seconds(1.0),
+        failures={},
+    )
+
+
+def test_other_software_or_devices_are_named_and_refused():
+    changes = check_numerics(key_of(torch="3", threads=2), {0: {"torch": "2", "threads": 2}})
+
+    assert changes == ["torch of trial 0 was '2' and is '3'"]
+    with pytest.raises(SpecError, match="torch of trial 0 was '2' and is '3'") as error:
+        refuse_numerics(changes)
+    assert "--accept-numerics" in str(error.value)
+
+
+def test_many_differences_are_shown_in_part():
+    with pytest.raises(SpecError) as error:
+        refuse_numerics([f"difference {n}" for n in range(9)])
+
+    assert "difference 4; ..." in str(error.value)
+    assert "difference 5" not in str(error.value)
+
+
+def test_the_same_key_how_it_was_cut_and_new_trials_are_no_change():
+    before = {0: {"torch": "2", "cut": "none"}}
+
+    assert check_numerics(key_of(torch="2", cut="bitwise in the pilot"), before) == []
+    assert check_numerics(key_of(torch="2", new="entry"), before) == []
+    assert check_numerics(key_of(torch="9"), {}) == []
+    refuse_numerics([])
