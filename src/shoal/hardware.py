@@ -128,6 +128,24 @@ class Hardware:
             )
         return replace(self, devices=kept)
 
+    def with_threads(self, threads: int, trials: int) -> Hardware:
+        """Detected devices of a given width: as many as the cores allow and trials need.
+
+        A trial goes on to the same bits only with the thread count that it began with.
+        """
+        assert self.shared_cores is not None
+        count = max(1, min(trials, len(self.devices), self.shared_cores // threads))
+        total = sum(device.memory for device in self.devices)
+        kept = tuple(
+            replace(
+                device,
+                threads=threads,
+                memory=Bytes(total // count) if device.kind == "virtual" else device.memory,
+            )
+            for device in self.devices[:count]
+        )
+        return replace(self, devices=kept)
+
 
 class _Gpu(NamedTuple):
     number: int

@@ -22,7 +22,7 @@ from shoal.observe.reader import read_events
 from shoal.observe.rows import TrialRow, TrialState, metric_rank
 from shoal.observe.snapshot import Snapshot
 from shoal.recipe import Recipe
-from shoal.source import load_study
+from shoal.source import load_recorded
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -128,8 +128,9 @@ class TrialResult:
             )
         if not self.checkpoint.is_dir():
             raise SpecError(
-                f"the checkpoint of trial {self.number} is not at {self.checkpoint} any more. Was "
-                "the study's directory moved or cleaned up? Open it where it is: shoal.open(path)."
+                f"the checkpoint of trial {self.number} is not at {self.checkpoint} any more. "
+                "With keep_finished='best:N' only the best trials keep theirs; or was the study's "
+                "directory moved or cleaned up? Open it where it is: shoal.open(path)."
             )
         return self.checkpoint
 
@@ -142,7 +143,8 @@ class TrialResult:
                 "interactively, so that no file is on record. Pass it: "
                 "shoal.open(path, recipe=recipe)."
             )
-        recipe: Recipe = load_study(self._recipe).study.recipe
+        place = self._checkpoint().parents[2]
+        recipe: Recipe = load_recorded(self._recipe, place).study.recipe
         return recipe
 
 

@@ -59,6 +59,29 @@ def _split(source: str) -> tuple[str, str]:
     return source, ""
 
 
+def load_recorded(source: str, study_dir: str | os.PathLike[str]) -> Any:
+    """The study of the file that a study's directory names: it is run, as ``shoal run`` does.
+
+    A directory may come from somebody else, and name what it brought along.
+
+    Raises:
+        SpecError: the file lies in the directory itself, or is another user's.
+    """
+    place = source.rpartition(":")[0] or source
+    if _is_file(place):
+        path = Path(place).resolve()
+        inside = path.is_relative_to(Path(study_dir).resolve())
+        strange = path.exists() and path.stat().st_uid not in (os.getuid(), 0)
+        if inside or strange or not Path(place).is_absolute():
+            why = "in that directory itself" if inside else "not a file of your own"
+            raise SpecError(
+                f"the study in {study_dir} says that it was defined in {place}, which is {why}. "
+                "It is not run on the word of a directory. If you trust it, name it: --file "
+                "FILE.py[:STUDY], or shoal.open(path, recipe=...)."
+            )
+    return load_study(source)
+
+
 def _is_file(place: str) -> bool:
     return place.endswith(".py") or os.sep in place or Path(place).exists()
 

@@ -150,7 +150,7 @@ class Study:
             _, planned = plan_study(
                 self,
                 pool,
-                self._hardware(hardware),
+                self._hardware(hardware).fewer_trials(len(self.trials)),
                 _technique(technique),
                 trials=self.trials,
                 settings=settings_of(self, timeline=False),
@@ -205,7 +205,8 @@ class Study:
             SpecError, PlanError: before anything is trained.
             StorageError: the disk is full or failing; says what is intact.
             TrialError: the first trials failed in the same way.
-            KeyboardInterrupt, SystemExit: on Ctrl-C and SIGTERM, when all trials are saved.
+            SystemExit: code 75, on Ctrl-C and SIGTERM, when all trials are saved; at a prompt
+                and in a notebook Ctrl-C raises KeyboardInterrupt instead.
         """
         _refuse_future(plan=plan, fuse=fuse, exact=exact)
         with ExitStack() as stack:
@@ -235,7 +236,7 @@ class Study:
         chosen = hardware or Hardware.detect()
         if not isinstance(chosen, Hardware):
             raise SpecError(f"hardware is a shoal.Hardware, got {type(chosen).__name__}")
-        return chosen.fewer_trials(len(self.trials))
+        return chosen
 
     def limits(self) -> Limits:
         """When a run of this study gives up."""

@@ -21,7 +21,7 @@ from shoal.control import (
     StopTrial,
     send,
 )
-from shoal.core.errors import SpecError
+from shoal.core.errors import SpecError, TrialError
 from shoal.core.event import (
     CheckpointWritten,
     StepFinished,
@@ -425,3 +425,26 @@ def test_a_trial_that_raises_each_time_fails_after_its_retries(bench):
     assert states(report) == ["FAILED"]
     assert "the model gave up" in report.trials[0].error
     assert len(bench.heard.of(TrialFailed)) == 1
+
+
+# -- a recipe that cannot work ------------------------------------------------------------------
+
+
+def test_after_failures_alike_the_study_runs_with_a_recipe_that_was_mended(bench):
+    lr = (0.01, 0.02, 0.03, 0.04, 0.05)
+    bench.recipe = troubles.recipe(data=troubles.data_that_ends_early, accumulate=2)
+    with pytest.raises(TrialError, match="failed in the same way"):
+        bench.run(lr=lr, steps=6)
+    assert len(bench.heard.of(TrialFailed)) == 3
+    bench.recipe = troubles.recipe(accumulate=2)
+    report = bench.run(lr=lr, steps=6)
+    bench.check_bits(report, report.trials, steps=6)
+
+
+def test_failures_alike_do_not_stop_a_study_that_trained_before(bench):
+    bench.recipe = troubles.recipe(accumulate=2, data=troubles.data_that_ends_at_will)
+    bench.run(space=shoal.grid(lr=[0.01], ends=[False]), steps=6)
+    space = shoal.grid(lr=[0.01, 0.02, 0.03, 0.04], ends=[False, True])
+    report = bench.run(space=space, steps=6)
+    assert states(report).count("FAILED") == 4
+    assert states(report).count("FINISHED") == 4

@@ -77,6 +77,7 @@ def test_a_hang_is_found_and_the_trial_goes_on_to_the_same_bits(
     assert states(report) == ["FINISHED"] * 2
 
 
+@pytest.mark.full
 def test_a_trial_that_hangs_each_time_fails_with_the_stacks_and_alone(run, heard):
     report = run(["sleep", ""], checkpoint_every=300)
     assert states(report) == ["FAILED", "FINISHED"]

@@ -35,6 +35,8 @@ class Tower(nn.Module):
         self.leave = nn.Linear(width, 3)
 
     def forward(self, x):
+        if self.trouble == "sleep":
+            time.sleep(0.03)  # so that each step is told of at once
         marked = bool((x[:, 0] == MARK).any())
         x = self.enter(x / MARK if marked else x)
         for index, block in enumerate(self.blocks):
@@ -177,3 +179,7 @@ class DataThatEndsEarly:
 
 def data_that_ends_early(hp):
     return DataThatEndsEarly(), None
+
+
+def data_that_ends_at_will(hp):
+    return data_that_ends_early(hp) if hp["ends"] else data(hp)

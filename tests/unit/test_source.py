@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.core.errors import PlanError, SpecError
-from shoal.source import MODULE_NAME, is_study, load_study
+from shoal.source import MODULE_NAME, is_study, load_recorded, load_study
 
 HEADER = """
 import types
@@ -141,3 +141,13 @@ def test_an_error_of_the_study_itself_passes_unchanged(tmp_path: Path) -> None:
 
     with pytest.raises(PlanError, match=r"^no room$"):
         load_study(path)
+
+
+def test_a_directory_that_brings_its_own_code_is_not_believed(tmp_path: Path) -> None:
+    script = tmp_path / "study" / "evil.py"
+    script.parent.mkdir()
+    script.write_text("raise SystemExit('it was run')")
+
+    for source in (f"{script}:study", "study/evil.py:study"):
+        with pytest.raises(SpecError, match="not run on the word of a directory"):
+            load_recorded(source, tmp_path / "study")

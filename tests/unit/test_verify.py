@@ -138,6 +138,7 @@ class _Study:
     trials: int = 3
 
     def write(self, events: Iterable[Event], source: str = "") -> None:
+        (self.place / "there").mkdir(parents=True, exist_ok=True)
         with Database(self.place) as log:
             log.write(
                 [
@@ -306,7 +307,7 @@ def test_a_study_of_epochs_reads_its_data_to_the_end(
         monkeypatch.setattr(
             shoal.verify.compare,
             "recorded_study",
-            lambda snapshot, file, epochs=epochs: Defined(recipe, epochs),
+            lambda *recorded, epochs=epochs: Defined(recipe, epochs),
         )
         (found[epochs],) = verify.verify_trials(empty.place, rows)
 
@@ -497,7 +498,7 @@ def recorded(study: _Study, monkeypatch: pytest.MonkeyPatch) -> _Study:
         recipe: Recipe = RECIPE
         epochs: int | None = None
 
-    monkeypatch.setattr(shoal.verify.compare, "recorded_study", lambda snapshot, file: Defined())
+    monkeypatch.setattr(shoal.verify.compare, "recorded_study", lambda *recorded: Defined())
     return study
 
 

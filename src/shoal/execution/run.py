@@ -137,8 +137,8 @@ class Execution:
                 floor.flush()
                 self._receive()
                 self._tick()
-            self._pausing.give_up()
         finally:
+            self._pausing.give_up()
             floor.flush()
             for state in floor.states.values():
                 state.close()

@@ -39,6 +39,7 @@ class StudyDirectory:
         if not overwrite:
             self._put_back()
         _refuse_strangers(path)
+        _refuse_links(path)
         make_directory(path)
         if overwrite and (path / RECORD).exists():
             self._set_aside()
@@ -129,6 +130,22 @@ def read_record(path: Path) -> StudyRecord | None:
             "files of their own, and nothing was changed."
         ) from error
     return record_from_json(text, str(path / RECORD))
+
+
+def _refuse_links(path: Path) -> None:
+    """What a study writes stays inside its directory, whoever made it.
+
+    Raises:
+        StorageError: a directory of trials is a link.
+    """
+    trials = path / "trials"
+    inside = trials.iterdir() if trials.is_dir() and not trials.is_symlink() else ()
+    for place in (trials, *inside):
+        if place.is_symlink():
+            raise StorageError(
+                f"{place} is a symbolic link, and a study writes nothing outside its directory. "
+                "Move what it points to into its place, or link the whole study's directory."
+            )
 
 
 def _refuse_strangers(path: Path) -> None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -49,7 +50,7 @@ from shoal.launch.starts import (
 )
 from shoal.observe.reader import read_events
 from shoal.observe.rows import TrialState
-from shoal.observe.snapshot import Snapshot
+from shoal.observe.snapshot import Folder, Snapshot
 from shoal.planning import Planned, Planner, with_seconds
 from shoal.recipe import Recipe
 from shoal.resume import (
@@ -163,6 +164,7 @@ class Run:
         self._study, self._request, self._pool = study, request, pool
         self._settings = settings_of(study, timeline=request.timeline)
         self._began, self._began_at = time.time(), time.monotonic()
+        self._hardware = request.hardware
 
     def run(self) -> None:
         """To the end, or to where it was stopped.
@@ -171,7 +173,7 @@ class Run:
             SpecError, PlanError: before anything is trained.
             StorageError: the disk is full or failing; what is intact is in the message.
             TrialError: the first trials failed in the same way.
-            KeyboardInterrupt, SystemExit: it was interrupted; every trial is saved.
+            SystemExit, KeyboardInterrupt: it was interrupted; every trial is saved.
         """
         request = self._request
         self._refuse_early()
@@ -186,10 +188,11 @@ class Run:
                     "(resume=True), read it with shoal.open, pass overwrite=True (--overwrite) "
                     "to replace it, or choose another name."
                 )
-            before = Snapshot.of(read_events(place.path)) if place.recorded else Snapshot()
+            before, worked_s = _read(place)
             merged = self._merge(place, before)
-            found = self._restart(place, before, merged)
+            found = self._restart(place, before, merged, worked_s)
             todo = [t for t in merged.trials if t.number in found.starts]
+            self._hardware = _hardware_for(self._request.hardware, len(todo), found)
             sinks = Sinks(place.database, request.callbacks, check=place.check)
             case = _Case(place, sinks, before, merged, found, todo)
             if not todo:
@@ -251,7 +254,13 @@ class Run:
         points = sample(study.space, record.sampled + more, study.seed, sampler=study.sampler)
         return with_points(record, points, more)
 
-    def _restart(self, place: StudyDirectory, before: Snapshot, merged: Merged) -> Restart:
+    def _restart(
+        self,
+        place: StudyDirectory,
+        before: Snapshot,
+        merged: Merged,
+        worked_s: Mapping[int, float],
+    ) -> Restart:
         again = list(merged.continued)
         if self._request.retry_failed:
             failed = [r.number for r in before.trials if r.state is TrialState.FAILED]
@@ -262,7 +271,9 @@ class Run:
             clear(place.path, number)
         warm = {trial.number for trial in merged.record.trials if trial.warm}
         length = merged.record.length
-        found = restart(place.path, before, [*again, *new], length=length, warm=warm)
+        found = restart(
+            place.path, before, [*again, *new], length=length, warm=warm, worked_s=worked_s
+        )
         for clone in merged.record.trials:
             fresh = clone.number in new and not found.starts[clone.number].restore
             if clone.warm and fresh and clone.parent is not None:
@@ -285,16 +296,12 @@ class Run:
     # -- from the plan on -----------------------------------------------------------------
 
     def _go_on(self, case: _Case, interrupts: Interrupts) -> None:
-        is_new = case.place.recorded is None
+        case.sinks.hold()  # what is refused leaves the record as it was
         case.sinks.write([self._started(len(case.merged.trials))])
-        try:
-            planner, planned = self._plan(case)
-            changes = self._check(case, planned)
-        except BaseException as error:
-            if not is_new:
-                self._tell_why(case, error)
-            raise
+        planner, planned = self._plan(case)
+        changes = self._check(case, planned)
         case.place.settle(case.merged.record)
+        case.sinks.release()
         remove_strays(case.found.strays)
         replace_file(case.place.path / "plan.json", planned.plan.to_json().encode())
         case.sinks.write(self._opening(case, planned, changes))
@@ -319,7 +326,7 @@ class Run:
         return plan_study(
             self._study,
             self._pool,
-            request.hardware,
+            self._hardware,
             request.technique,
             trials=case.todo,
             settings=self._settings,
@@ -423,7 +430,7 @@ class Run:
             metric=study.metric,
             mode=study.mode,
             trials=trials,
-            devices=tuple(asdict(device) for device in self._request.hardware.devices),
+            devices=tuple(asdict(device) for device in self._hardware.devices),
             source=study.source,
             versions={
                 "torch": torch.__version__,
@@ -440,6 +447,24 @@ class Run:
             seconds=time.monotonic() - self._began_at,  # a wall clock may jump
             stopped=tally.reason,
         )
+
+
+def _read(place: StudyDirectory) -> tuple[Snapshot, dict[int, float]]:
+    """What an earlier run came to, and the seconds that each trial had of a device."""
+    folder, worked_s = Folder(), defaultdict[int, float](float)
+    for event in read_events(place.path) if place.recorded else ():
+        folder.add(event)
+        if isinstance(event, events.StepFinished):
+            worked_s[event.trial] += event.seconds
+    return folder.snapshot(), dict(worked_s)
+
+
+def _hardware_for(hardware: Hardware, trials: int, found: Restart) -> Hardware:
+    """The devices for so many trials; as wide as those that began them, where that is open."""
+    threads = {key["threads"] for key in found.numerics.values() if "threads" in key}
+    if hardware.shared_cores is not None and len(threads) == 1:
+        return hardware.with_threads(int(threads.pop() or 1), max(1, trials))
+    return hardware.fewer_trials(max(1, trials))
 
 
 def _words(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
@@ -49,7 +50,13 @@ class Interrupts:
         self._pool.post(lambda: stop(reason) if stop else None)
 
     def leave(self) -> None:
-        """End as the signal asks: an interrupt for Ctrl-C, exit code 75 for SIGTERM."""
-        if self.received == signal.SIGTERM:
-            raise SystemExit(PAUSED)
-        raise KeyboardInterrupt
+        """End the process with exit code 75; at a prompt, the call alone with an interrupt."""
+        if self.received == signal.SIGINT and _has_prompt():
+            raise KeyboardInterrupt
+        raise SystemExit(PAUSED)
+
+
+def _has_prompt() -> bool:
+    """Whether somebody types at this process: a shell of Python's or IPython's, a notebook."""
+    ipython = sys.modules.get("IPython")
+    return hasattr(sys, "ps1") or (ipython is not None and ipython.get_ipython() is not None)

@@ -24,6 +24,17 @@ class Sinks:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._database, self._callbacks, self._check = database, list(callbacks), check
+        self._held: list[Event] | None = None
+
+    def hold(self) -> None:
+        """Show what happens, and write none of it before ``release``: it may be refused."""
+        self._held = []
+
+    def release(self) -> None:
+        """Write what was held back."""
+        held, self._held = self._held or [], None
+        if held:
+            self._database.write(held)
 
     def add(self, callback: Callback) -> None:
         """Call it too from now on."""
@@ -36,7 +47,10 @@ class Sinks:
             StorageError: the batch could not be written, and no callback was called.
         """
         self._check()
-        self._database.write(happened)
+        if self._held is None:
+            self._database.write(happened)
+        else:
+            self._held += happened
         for callback in list(self._callbacks):
             try:
                 for event in happened:

@@ -86,12 +86,14 @@ def restart(
     *,
     length: int,
     warm: Collection[int] = (),
+    worked_s: Mapping[int, float] | None = None,
 ) -> Restart:
     """Where ``trials`` go on: each at its newest generation that counts, or anew.
 
     Args:
         length: Epochs or steps that are asked for now.
         warm: The trials whose first generation is their parent's.
+        worked_s: Seconds of a device that each trial had.
     """
     rows = {row.number: row for row in snapshot.trials}
     found = Restart()
@@ -105,7 +107,7 @@ def restart(
         elif _is_at_end(newest, length) and not row.is_done:
             found.finished.append(_finished(row, newest))
         else:
-            found.starts[trial] = _start(row, newest)
+            found.starts[trial] = _start(row, newest, (worked_s or {}).get(trial, 0.0))
             found.numerics[trial] = newest.manifest.meta.get("numerics", {})
             found.happened.append(_restarted(trial, newest.step))
     return found
@@ -163,14 +165,14 @@ def remove_strays(strays: Iterable[Generation]) -> None:
         Generations(stray.path.parent).remove(stray)
 
 
-def _start(row: TrialRow, newest: Generation) -> Start:
+def _start(row: TrialRow, newest: Generation, worked_s: float) -> Start:
     return Start(
         step=newest.step,
         restore=str(newest.path),
         warm=newest.manifest.meta.get("trial") != row.number,
         metrics={k: v for k, v in row.metrics.items() if k.startswith("valid_")},
         has_run=row.state is not TrialState.PENDING or row.step > 0,
-        device_s=row.seconds,
+        device_s=worked_s,
     )
 
 

@@ -55,6 +55,15 @@ SourceFile = Annotated[
     str | None,
     typer.Option(metavar="FILE.py[:STUDY]", help="Where the study's file is now, if it moved."),
 ]
+AcceptNumerics = Annotated[
+    bool,
+    typer.Option(
+        "--accept-numerics", help="Go on to other bits, where software or devices changed."
+    ),
+]
+RetryFailed = Annotated[
+    bool, typer.Option("--retry-failed", help="Train failed trials again, from their last state.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 
 
@@ -113,13 +122,22 @@ class _Again(NamedTuple):
     flags: tuple[str | None, str | None, str | None]
     file: str | None
     as_json: bool
+    accept_numerics: bool = False
+    retry_failed: bool = False
 
     @property
     def given(self) -> list[str]:
         """The options that only a new process could obey, by name."""
-        names = ("--devices", "--device-memory", "--host-memory", "--file")
-        values = (*self.flags, self.file)
-        return [name for name, value in zip(names, values, strict=True) if value is not None]
+        devices, memory, host = self.flags
+        values = {
+            "--devices": devices,
+            "--device-memory": memory,
+            "--host-memory": host,
+            "--file": self.file,
+            "--accept-numerics": self.accept_numerics or None,
+            "--retry-failed": self.retry_failed or None,
+        }
+        return [name for name, value in values.items() if value is not None]
 
     def run(self, *, extend: int = 0, clones: Sequence[CloneTrial] = ()) -> int:
         """Run it to its end; the exit code."""
@@ -136,6 +154,8 @@ class _Again(NamedTuple):
                 extend=extend,
                 clones=clones,
                 as_json=self.as_json,
+                accept_numerics=self.accept_numerics,
+                retry_failed=self.retry_failed,
                 workers=workers,
             )
 
@@ -149,14 +169,24 @@ def run(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Delete what an earlier run of this study left.")
     ] = False,
+    accept_numerics: AcceptNumerics = False,
+    retry_failed: RetryFailed = False,
     json: AsJson = False,
 ) -> None:
-    """Run the study that a file defines."""
+    """Run the study that a file defines; one that was stopped goes on."""
     flags = (devices, device_memory, host_memory)
     with _warm_workers() as workers:
         from shoal.ui.train import run_file
 
-        code = run_file(file, flags, overwrite=overwrite, as_json=json, workers=workers)
+        code = run_file(
+            file,
+            flags,
+            overwrite=overwrite,
+            as_json=json,
+            accept_numerics=accept_numerics,
+            retry_failed=retry_failed,
+            workers=workers,
+        )
     raise typer.Exit(code)
 
 
@@ -318,13 +348,16 @@ def resume(
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     file: SourceFile = None,
+    accept_numerics: AcceptNumerics = False,
+    retry_failed: RetryFailed = False,
     directory: Directory = "runs",
     json: AsJson = False,
 ) -> None:
     """Go on with a study: where it is paused, or from what a stop or a crash left."""
     from shoal.ui.control import continue_study
 
-    again = _Again(study, directory, (devices, device_memory, host_memory), file, json)
+    flags = (devices, device_memory, host_memory)
+    again = _Again(study, directory, flags, file, json, accept_numerics, retry_failed)
     code = continue_study(study, Path(directory), again.given, as_json=json)
     raise typer.Exit(again.run() if code is None else code)
 

@@ -31,7 +31,7 @@ def export_model(
     """Write the best trial's model, or that of a number, and say what is where."""
     place = find_study(name, directory)
     with contextlib.redirect_stdout(sys.stderr):  # what a model prints is no answer
-        recipe: Recipe = recorded_study(Snapshot.of(read_outline(place)), file).recipe
+        recipe: Recipe = recorded_study(place, Snapshot.of(read_outline(place)), file).recipe
         report = read_report(place, recipe=recipe)
         done = export_trial(choose_trial(report, which), report, target, overwrite=overwrite)
     print(jsonl.dumps(_record(report, done), indent=2) if as_json else describe(report, done))

@@ -14,7 +14,7 @@ def study_directories(directory: Path) -> list[Path]:
         path.parent
         for name in (DATABASE, EARLIER)
         for path in directory.glob(f"*/{name}")
-        if path.is_file()
+        if path.is_file() and not path.parent.name.startswith(".")  # one that is being replaced
     }
     return sorted(found, key=last_written, reverse=True)
 

@@ -14,7 +14,7 @@ from shoal.observe import jsonl, read_outline
 from shoal.observe.rows import TrialState
 from shoal.observe.snapshot import Snapshot
 from shoal.runtime.pool import WorkerPool
-from shoal.source import load_study
+from shoal.source import load_recorded, load_study
 from shoal.study import Study
 from shoal.ui.failures import ExitCode
 from shoal.ui.show import (
@@ -42,12 +42,20 @@ def run_file(
     *,
     overwrite: bool,
     as_json: bool,
+    accept_numerics: bool = False,
+    retry_failed: bool = False,
     workers: WorkerPool | None = None,
 ) -> int:
     """Run the study of a file to its end; the exit code says whether all trials finished."""
     study = open_study(file)
     hardware = Hardware.parse(*HardwareFlags(*flags))
-    study.run(hardware=hardware, overwrite=overwrite, workers=workers)
+    study.run(
+        hardware=hardware,
+        overwrite=overwrite,
+        accept_numerics=accept_numerics,
+        retry_failed=retry_failed,
+        workers=workers,
+    )
     return tell_ending(study.directory, as_json=as_json)
 
 
@@ -59,13 +67,20 @@ def resume_study(
     extend: int = 0,
     clones: Sequence[CloneTrial] = (),
     as_json: bool = False,
+    accept_numerics: bool = False,
+    retry_failed: bool = False,
     workers: WorkerPool | None = None,
 ) -> int:
     """Go on with the study of a directory, with more trials if wanted; the code as of a run."""
     study = reopen_study(place, file)
     hardware = Hardware.parse(*HardwareFlags(*flags))
     print(f"going on with study {study.name} in {place}, from {study.source}", file=sys.stderr)
-    wanted: dict[str, Any] = {"extend": extend, "clones": tuple(clones)}
+    wanted: dict[str, Any] = {
+        "extend": extend,
+        "clones": tuple(clones),
+        "accept_numerics": accept_numerics,
+        "retry_failed": retry_failed,
+    }
     more = {name: value for name, value in wanted.items() if value}
     study.run(hardware=hardware, resume=True, workers=workers, **more)
     return tell_ending(study.directory, as_json=as_json)
@@ -98,7 +113,10 @@ def plan_file(
 
 def open_study(file: str) -> Study:
     """The study of a file, which remembers where it came from."""
-    loaded = load_study(file)
+    return _opened(load_study(file))
+
+
+def _opened(loaded: Any) -> Study:
     study: Study = loaded.study
     study.source = loaded.source
     return study
@@ -126,7 +144,7 @@ def reopen_study(place: Path, file: str | None = None) -> Study:
             f"study {recorded.study!r} was defined in {path}, and that file is not there any "
             "more. Name the one that defines it now: --file FILE.py[:STUDY]."
         )
-    study = open_study(source)
+    study = open_study(source) if file else _opened(load_recorded(source, place))
     if study.name != recorded.study:
         raise SpecError(
             f"{study.source} defines study {study.name!r}, and {place} holds study "

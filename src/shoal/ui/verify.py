@@ -23,6 +23,7 @@ from shoal.verify import (
     named_trials,
     verify_trials,
     warm_clones,
+    without_state,
 )
 
 TRIALS = 2  # that are verified when nobody says how many
@@ -76,7 +77,8 @@ def _rows(
     if not count:
         return named
     taken = {row.number for row in named}
-    chosen = choose_trials(snapshot, count + len(named), leave_out=warm_clones(place))
+    leave_out = warm_clones(place) | without_state(place, snapshot)
+    chosen = choose_trials(snapshot, count + len(named), leave_out=leave_out)
     return [*named, *[row for row in chosen if row.number not in taken][:count]]
 
 

@@ -1,6 +1,12 @@
 """The proof: finished trials trained again, alone, with plain PyTorch, every bit compared."""
 
-from shoal.verify.choose import choose_trials, named_trials, skip_reason, warm_clones
+from shoal.verify.choose import (
+    choose_trials,
+    named_trials,
+    skip_reason,
+    warm_clones,
+    without_state,
+)
 from shoal.verify.compare import TrialVerdict, verify_trials
 from shoal.verify.record import Curve, read_curve, read_losses, recorded_study
 
@@ -15,4 +21,5 @@ __all__ = [
     "skip_reason",
     "verify_trials",
     "warm_clones",
+    "without_state",
 ]

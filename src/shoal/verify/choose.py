@@ -13,6 +13,12 @@ from shoal.observe.rows import TrialRow, TrialState, metric_rank
 from shoal.observe.snapshot import Snapshot
 
 
+def without_state(place: Path, snapshot: Snapshot) -> frozenset[int]:
+    """Finished trials whose checkpoints were not kept: ``Study(keep_finished='best:N')``."""
+    finished = (row for row in snapshot.trials if row.state is TrialState.FINISHED)
+    return frozenset(r.number for r in finished if not (place / r.checkpoint).is_dir())
+
+
 def choose_trials(
     snapshot: Snapshot, count: int, seed: int = 0, *, leave_out: Collection[int] = ()
 ) -> list[TrialRow]:
@@ -63,8 +69,13 @@ def warm_clones(place: Path) -> frozenset[int]:
     return frozenset(event.trial for event in planned if event.warm)
 
 
-def skip_reason(row: TrialRow, warm: Collection[int]) -> str:
-    """Why a trial cannot be compared with training alone; empty if it can."""
+def skip_reason(row: TrialRow, warm: Collection[int], gone: Collection[int] = ()) -> str:
+    """Why a trial cannot be compared with training alone; empty if it can.
+
+    ``warm`` are clones, ``gone`` those whose checkpoints were not kept.
+    """
+    if row.number in gone:
+        return "its checkpoints were not kept (keep_finished='best:N', or removed by hand)"
     if row.number in warm:
         return (
             f"it began from the state of trial {row.parent}, which the plain loop does not have; "

@@ -22,7 +22,7 @@ from shoal.observe.snapshot import Snapshot
 from shoal.recipe import Recipe
 from shoal.report import TrialResult, read_report
 from shoal.testing import PlainResult, compare, plain_loop
-from shoal.verify.choose import skip_reason, warm_clones
+from shoal.verify.choose import skip_reason, warm_clones, without_state
 from shoal.verify.record import Curve, read_curve, recorded_study
 
 STATE: tuple[str, ...] = ("weights", "optimizer state", "schedule", "random numbers")
@@ -71,13 +71,14 @@ def verify_trials(
         SpecError: there is no such file, or what it defines is of another study.
     """
     by_epochs = False
+    snapshot = Snapshot.of(read_outline(place))
     if recipe is None:
-        study = recorded_study(Snapshot.of(read_outline(place)), file)
+        study = recorded_study(place, snapshot, file)
         recipe, by_epochs = study.recipe, study.epochs is not None
     results = {trial.number: trial for trial in read_report(place, recipe).trials}
-    warm = warm_clones(place)
+    warm, gone = warm_clones(place), without_state(place, snapshot)
     for row in rows:
-        reason = skip_reason(row, warm)
+        reason = skip_reason(row, warm, gone)
         if reason:
             yield TrialVerdict(number=row.number, steps=row.step, skipped=reason)
             continue

@@ -12,18 +12,19 @@ from shoal.core.event import Evaluated, StepFinished
 from shoal.observe.reader import read_events, read_trial
 from shoal.observe.rows import TrialRow, TrialState
 from shoal.observe.snapshot import Snapshot
-from shoal.source import load_study
+from shoal.source import load_recorded, load_study
 
 
-def recorded_study(snapshot: Snapshot, file: str | None = None) -> Any:
+def recorded_study(place: Path, snapshot: Snapshot, file: str | None = None) -> Any:
     """The ``shoal.Study`` of the file that a study came from, or of ``file`` if that moved.
 
     Raises:
         SpecError: no file is on record, or it is not there any more.
     """
-    if file is None:
-        _check_source(snapshot)
-    return load_study(file or snapshot.source).study
+    if file is not None:
+        return load_study(file).study
+    _check_source(snapshot)
+    return load_recorded(snapshot.source, place).study
 
 
 def _check_source(snapshot: Snapshot) -> None:

@@ -166,3 +166,19 @@ def test_a_record_that_cannot_be_read_says_where_it_is_and_frees_the_lock(settle
         StudyDirectory(settled, overwrite=False)
 
     StudyLock(settled).close()
+
+
+@pytest.mark.parametrize("name", ["trials", "trials/0000"])
+def test_a_study_writes_nothing_through_a_link(name, tmp_path):
+    place, outside = tmp_path / "study", tmp_path / "outside"
+    outside.mkdir()
+    (place / "trials").mkdir(parents=True)
+    if name == "trials":
+        (place / "trials").rmdir()
+    (place / name).symlink_to(outside)
+    (place / "study.json").write_text("{}")
+
+    with pytest.raises(StorageError, match=r"is a symbolic link.*nothing outside"):
+        StudyDirectory(place, overwrite=False)
+
+    assert list(outside.iterdir()) == []

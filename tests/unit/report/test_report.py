@@ -189,10 +189,12 @@ def test_a_study_made_interactively_asks_for_its_recipe(with_checkpoint):
         read_report(with_checkpoint()).best.load()
 
 
-def test_a_study_from_a_file_imports_its_recipe_again(with_checkpoint, tmp_path, monkeypatch):
+def test_a_study_from_a_file_imports_its_recipe_again(
+    with_checkpoint, tmp_path_factory, monkeypatch
+):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setitem(sys.modules, "__shoal_main__", None)
-    script = tmp_path / "train.py"
+    script = tmp_path_factory.mktemp("elsewhere") / "train.py"
     script.write_text(SCRIPT)
     monkeypatch.setitem(sys.modules, "shoal.study", FakeStudyModule)
 
