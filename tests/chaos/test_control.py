@@ -434,7 +434,7 @@ def test_after_failures_alike_the_study_runs_with_a_recipe_that_was_mended(bench
     lr = (0.01, 0.02, 0.03, 0.04, 0.05)
     bench.recipe = troubles.recipe(data=troubles.data_that_ends_early, accumulate=2)
     with pytest.raises(TrialError, match="failed in the same way"):
-        bench.run(lr=lr, steps=6)
+        bench.run(lr=lr, steps=6, devices=1)
     assert len(bench.heard.of(TrialFailed)) == 3
     bench.recipe = troubles.recipe(accumulate=2)
     report = bench.run(lr=lr, steps=6)

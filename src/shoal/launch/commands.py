@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,25 @@ from shoal.resume import StudyRecord, with_clone
 from shoal.runtime.pool import WorkerPool
 
 Grow = Callable[[StudyRecord, Planned, Sequence[TrialSpec]], None]
+
+
+class Door:
+    """Takes commands from the moment the directory is held; ``commands`` once there is a run."""
+
+    def __init__(self) -> None:
+        self.commands: Commands | None = None
+
+    def deliver(self, command: Command, answer: Answer) -> None:
+        """Hand it on, or say that the study is being planned."""
+        if self.commands is not None:
+            self.commands.deliver(command, answer)
+        elif isinstance(command, Status):
+            answer({"state": "planning", "pid": os.getpid()})
+        elif isinstance(command, StopStudy):
+            answer({"text": "stopped while it was planned: nothing was trained"})
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            raise SpecError("the study is being planned. Ask again when it trains.")
 
 
 class Commands:
@@ -75,8 +95,8 @@ class Commands:
     def _do(self, command: Command, answer: Answer) -> None:
         try:
             self._obey(command, answer)
-        except ShoalError as error:
-            answer({"error": str(error)})
+        except Exception as error:  # a sampler of the user's may raise: the study goes on
+            answer({"error": _in_words(error)})
 
     def _obey(self, command: Command, answer: Answer) -> None:
         execution = self._execution
@@ -117,8 +137,8 @@ class Commands:
         def do() -> None:
             try:
                 answer(work())
-            except ShoalError as error:
-                answer({"error": str(error)})
+            except Exception as error:
+                answer({"error": _in_words(error)})
 
         self._execution.when_free(do)
 
@@ -177,3 +197,7 @@ class Commands:
         numbers = [trial.number for trial in self._record.trials[-count:]]
         names = ", ".join(map(str, numbers))
         return {"text": f"added: {'trial' if count == 1 else 'trials'} {names}", "trials": numbers}
+
+
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, ShoalError) else f"{type(error).__name__}: {error}"

@@ -33,7 +33,7 @@ from shoal.execution.floor import Tally
 from shoal.execution.run import Execution, Limits
 from shoal.hardware import Hardware
 from shoal.launch.cloning import begin_warm, clear
-from shoal.launch.commands import Commands
+from shoal.launch.commands import Commands, Door
 from shoal.launch.directory import RESERVE, StudyDirectory
 from shoal.launch.keeping import Keeper
 from shoal.launch.packing import pack_recipe
@@ -164,7 +164,7 @@ class Run:
         self._study, self._request, self._pool = study, request, pool
         self._settings = settings_of(study, timeline=request.timeline)
         self._began, self._began_at = time.time(), time.monotonic()
-        self._hardware = request.hardware
+        self._hardware, self._door = request.hardware, Door()
 
     def run(self) -> None:
         """To the end, or to where it was stopped.
@@ -198,6 +198,7 @@ class Run:
             if not todo:
                 self._nothing_to_do(case)
                 return
+            stack.enter_context(ControlServer(place.path, self._door.deliver))
             stack.callback(self._pool.release)
             self._go_on(case, interrupts)
 
@@ -387,7 +388,7 @@ class Run:
                 grow=lambda record, new, specs: self._grow(case, record, new, specs),
             )
             sinks.add(commands.see)
-            stack.enter_context(ControlServer(place.path, commands.deliver))
+            self._door.commands = commands
             interrupts.stop = execution.stop
             tally = execution.run()
             commands.ended()
@@ -417,6 +418,16 @@ class Run:
         planned: Planned,
         specs: Sequence[TrialSpec],
     ) -> None:
+        """Make trials that came later part of the study.
+
+        Raises:
+            PlanError: their state fits neither the disk nor its budget, or not the host.
+        """
+        new = {spec.number for spec in specs}
+        others = [trial.number for trial in record.trials if trial.number not in new]
+        free, theirs = free_bytes(case.place.path), bytes_on_disk(case.place.path, others)
+        self._study.policy.check(planned.plan, free, others=theirs)
+        _check_host_memory(planned.plan, self._hardware.host_memory)
         case.place.settle(record)
         words = tuple(f"trial {spec.number} was added" for spec in specs)
         case.sinks.write([events.StudyChanged(time=time.time(), changes=words)])
