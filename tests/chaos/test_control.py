@@ -29,6 +29,7 @@ from shoal.core.event import (
     StudyPaused,
     TrialFailed,
     TrialFinished,
+    TrialRestarted,
     TrialStarted,
     TrialStopped,
 )
@@ -425,6 +426,13 @@ def test_a_trial_that_raises_each_time_fails_after_its_retries(bench):
     assert states(report) == ["FAILED"]
     assert "the model gave up" in report.trials[0].error
     assert len(bench.heard.of(TrialFailed)) == 1
+
+
+def test_a_trial_that_fails_three_times_in_the_same_way_has_failed(bench):
+    space = shoal.grid(lr=[0.01], trouble=["raise"], flag=[""])
+    report = bench.run(space=space, retries=9, steps=20)
+    assert states(report) == ["FAILED"]
+    assert len(bench.heard.of(TrialRestarted)) == 2
 
 
 # -- a recipe that cannot work ------------------------------------------------------------------

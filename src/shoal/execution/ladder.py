@@ -23,7 +23,7 @@ from shoal.core.spec import Place, Scalar
 LEAST_GROWTH = 1.25
 """Each rung plans for at least so many times what the one before was planned for."""
 MAX_RUNGS = 8
-_NO_KEY = {"cut"}  # how the pilot was compared; a chain that passed it has the same bits
+NO_KEY = {"cut"}  # how the pilot was compared; a chain that passed it has the same bits
 
 
 def grow(growth: float, by: float) -> float:
@@ -58,5 +58,5 @@ def techniques(
 def same_bits(before: Mapping[str, Scalar], after: Mapping[str, Scalar]) -> bool:
     """Whether two numerics keys promise the same bits."""
     return all(
-        before.get(name) == after.get(name) for name in (before.keys() | after.keys()) - _NO_KEY
+        before.get(name) == after.get(name) for name in (before.keys() | after.keys()) - NO_KEY
     )

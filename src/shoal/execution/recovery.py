@@ -9,7 +9,7 @@ from pathlib import Path
 from shoal.core import event as events
 from shoal.core.errors import CapacityError, StorageError, WorkerError
 from shoal.core.spec import DeviceSpec
-from shoal.execution.failures import is_out_of_memory
+from shoal.execution.failures import is_out_of_memory, signature
 from shoal.execution.floor import Floor
 from shoal.execution.pausing import Pausing
 from shoal.execution.replanning import Replanning
@@ -63,10 +63,9 @@ class Recovery:
             self._set_back(state, "it ran out of memory")
             if reply.trial in self._floor.open:
                 self._replanning.make_smaller(state, reply.error, growth)
-        elif state.failures < self._retries:
-            state.failures += 1
+        elif state.may_try_again(signature(reply.error), self._retries):
             last = reply.error.strip().rpartition("\n")[2]
-            self._set_back(state, f"retry {state.failures} of {self._retries} after {last}")
+            self._set_back(state, f"retry {len(state.failures)} of {self._retries} after {last}")
             self._begin(state)
         else:
             self._floor.fail(reply.trial, reply.error)

@@ -12,6 +12,9 @@ from shoal.core.spec import Place
 from shoal.memory.layout import TrialLayout
 from shoal.runtime.messages import Progress, Settings
 
+SAME_WAY = 3
+"""A trial that failed in the same way so often is FAILED, whatever retries are left."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
@@ -46,7 +49,7 @@ class TrialRun:
     metrics: Mapping[str, float] = field(default_factory=dict)
     deaths: int = 0  # of workers that ran its code, since it last got further
     died_at: int = -1  # the step from which it went on after the last one
-    failures: int = 0
+    failures: list[tuple[str, str]] = field(default_factory=list)  # signatures, one a retry
     rungs: int = 0  # how often it was planned smaller
     growth: float = 1.0  # its batches take so many times what the first one took
     started: float = 0.0  # on the monotonic clock
@@ -66,6 +69,14 @@ class TrialRun:
     def is_dirty(self) -> bool:
         """Whether its host region is ahead of its newest generation."""
         return self.progress is not None and self.progress.step > self.saved_step
+
+    def may_try_again(self, failure: tuple[str, str], retries: int) -> bool:
+        """Whether a trial that failed so is to be tried again; notes the failure.
+
+        Not after its retries, and not when it failed in the same way ``SAME_WAY`` times.
+        """
+        self.failures.append(failure)
+        return len(self.failures) <= retries and self.failures.count(failure) < SAME_WAY
 
     @property
     def place(self) -> Place:

@@ -25,6 +25,7 @@ from shoal.core import event as events
 from shoal.core.errors import SpecError, StorageError
 from shoal.core.plan import Plan
 from shoal.core.spec import Scalar
+from shoal.execution.ladder import NO_KEY
 from shoal.execution.trial import Start
 from shoal.observe.rows import TrialRow, TrialState
 from shoal.observe.snapshot import Snapshot
@@ -32,7 +33,6 @@ from shoal.resume import TrialProgress
 from shoal.runtime import checkpoint
 from shoal.storage.generations import Generation, Generations
 
-_NOT_COMPARED = {"cut"}  # how the pilot was compared; a chain that passed it has the same bits
 _STEP = re.compile(r"step-([0-9]+)")
 _LATE_STEPS = 1000  # as many may be on their way to the database when a kill comes
 
@@ -210,7 +210,7 @@ def check_numerics(plan: Plan, before: Mapping[int, Mapping[str, Scalar]]) -> li
     sentences = []
     for job in plan.jobs:
         known = before.get(job.trial, {})
-        for name in sorted(set(known) & set(job.numerics) - _NOT_COMPARED):
+        for name in sorted(set(known) & set(job.numerics) - NO_KEY):
             if known[name] != job.numerics[name]:
                 sentences.append(
                     f"{name} of trial {job.trial} was {known[name]!r} and is "

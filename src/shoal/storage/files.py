@@ -200,9 +200,20 @@ def rename(source: Path, target: Path) -> None:
 
 
 def link(source: Path, target: Path) -> None:
-    """Give a file that never changes a second name; not durable yet."""
+    """Give a file that never changes a second name; not durable yet.
+
+    A file system without such names gets a copy.
+    """
     with reported("link", target):
-        os.link(source, target, follow_symlinks=False)
+        try:
+            os.link(source, target, follow_symlinks=False)
+            return
+        except OSError as error:
+            if error.errno not in {*UNSUPPORTED, errno.EPERM, errno.EMLINK, errno.EXDEV}:
+                raise
+    with reported("copy", target, needed=source.stat().st_size):
+        data = source.read_bytes()
+    write_file(target, data)
 
 
 def remove_file(path: Path) -> bool:
