@@ -1,20 +1,12 @@
-"""JSON lines that every reader can read, with floats JSON has no words for.
-
-[Note: floats that are not finite]
-JSON has no NaN or infinity, and Python's own spelling of them breaks other readers. So
-they are written as the strings "NaN", "Infinity" and "-Infinity", which JavaScript's
-Number() and pandas' to_numeric() turn back. A string that reads like one of these gets a
-backslash in front, one that already has backslashes one more: nothing is ambiguous.
-"""
+"""JSON lines that every reader can read; floats that are not finite as in ``core.floats``."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
-_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+from shoal.core.floats import decode_floats, encode_floats
 
 
 def dumps(value: Any, *, indent: int | None = None) -> str:
@@ -23,8 +15,8 @@ def dumps(value: Any, *, indent: int | None = None) -> str:
     try:
         text = encoder.encode(value)
     except ValueError:
-        return encoder.encode(_encoded(value))
-    return encoder.encode(_encoded(value)) if _may_hold_floats(text) else text
+        return encoder.encode(encode_floats(value))
+    return encoder.encode(encode_floats(value)) if _may_hold_floats(text) else text
 
 
 def loads(text: str) -> Any:
@@ -35,7 +27,7 @@ def loads(text: str) -> Any:
     """
     try:
         value = _DECODER.decode(text)
-        return _decoded(value) if _may_hold_floats(text) else value
+        return decode_floats(value) if _may_hold_floats(text) else value
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -69,27 +61,3 @@ def _encoder(indent: int | None) -> json.JSONEncoder:
 
 
 _ENCODER = _encoder(None)
-
-
-def _encoded(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, str) and value.lstrip("\\") in _FLOATS:
-        return "\\" + value
-    if isinstance(value, Mapping):
-        return {key: _encoded(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_encoded(item) for item in value]
-    return value
-
-
-def _decoded(value: Any) -> Any:
-    if isinstance(value, str):
-        if value in _FLOATS:
-            return _FLOATS[value]
-        return value[1:] if value.lstrip("\\") in _FLOATS else value
-    if isinstance(value, dict):
-        return {key: _decoded(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_decoded(item) for item in value]
-    return value

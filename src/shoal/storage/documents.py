@@ -1,26 +1,23 @@
 """JSON documents, strict in both directions: what can be written can be read, and nothing else.
 
-Floats that are not finite, which JSON has no words for, are the strings "NaN", "Infinity" and
-"-Infinity"; a string that reads like one of these gets a backslash in front, one that has
-backslashes already one more. The rule is that of ``shoal.observe.jsonl``.
+Floats that are not finite are written as ``core.floats`` says.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import StorageError
+from shoal.core.floats import decode_floats, encode_floats
 from shoal.storage.failures import damaged
 from shoal.storage.files import replace_file
 from shoal.storage.reading import read_file
 
 MAX_BYTES = 16 << 20
 MAX_VALUES = 1 << 20  # Python needs about a hundred bytes for each
-_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -47,7 +44,9 @@ def encode(value: Any, path: Path, *, indent: int | None = None) -> bytes:
         StorageError: JSON has no words for it, or ``decode`` would refuse it.
     """
     try:
-        text = json.dumps(_encoded(value), allow_nan=False, indent=indent).encode("ascii")
+        text = json.dumps(encode_floats(value, _key), allow_nan=False, indent=indent).encode(
+            "ascii"
+        )
         decode(text)
     except (TypeError, ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
@@ -70,7 +69,7 @@ def decode(data: bytes) -> Any:
     if values > MAX_VALUES:
         raise ValueError(f"about {values} JSON values, at most {MAX_VALUES} are expected")
     try:
-        return _decoded(_DECODER.decode(data.decode()))
+        return decode_floats(_DECODER.decode(data.decode()))
     except RecursionError as error:
         raise ValueError("its JSON is nested too deeply") from error
 
@@ -96,31 +95,7 @@ def _refuse(text: str) -> float:
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_finite, parse_constant=_refuse)
 
 
-def _encoded(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, str) and value.lstrip("\\") in _FLOATS:
-        return "\\" + value
-    if isinstance(value, Mapping):
-        return {_key(key): _encoded(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_encoded(item) for item in value]
-    return value
-
-
 def _key(key: Any) -> str:
     if not isinstance(key, str):
         raise TypeError(f"the key {key!r} is no string")
     return key
-
-
-def _decoded(value: Any) -> Any:
-    if isinstance(value, str):
-        if value in _FLOATS:
-            return _FLOATS[value]
-        return value[1:] if value.lstrip("\\") in _FLOATS else value
-    if isinstance(value, dict):
-        return {key: _decoded(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_decoded(item) for item in value]
-    return value
