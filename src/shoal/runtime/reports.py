@@ -23,7 +23,7 @@ from shoal.runtime.interpret import Issued, Seat
 from shoal.runtime.messages import Happened, Reply
 from shoal.runtime.session import Session
 
-TELL_EVERY_S = 0.04
+TELL_EVERY_S = 0.1
 
 
 class Reports:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import mmap
 import os
 import queue
@@ -170,8 +171,13 @@ def _guard_children(channel: Channel, descriptors: Sequence[int]) -> None:
 
 
 def _warm_up() -> None:
-    """Pay once for what torch imports at its first optimizer."""
+    """Pay once for what torch imports at its first optimizer.
+
+    What is imported by now stays for good: the garbage collector need not look at it.
+    """
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    gc.collect()
+    gc.freeze()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 _MEAN_OVER = 100  # steps that the running mean of a step's seconds remembers
 _TAPER = 10  # a lease is at most this part of the steps left, so that trials end together
-_LEAST_LEASE_S = 0.2  # but not shorter than this: many times a round trip to a worker
+_LEAST_LEASE_S = 0.5  # but not shorter than this: many times a round trip to a worker
 
 
 @dataclass(slots=True, eq=False)
