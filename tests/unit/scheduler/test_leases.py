@@ -61,7 +61,7 @@ def test_leases_get_shorter_towards_the_end_of_a_trial():
 
 def test_leases_do_not_get_shorter_than_many_round_trips():
     leases = study(lease_s=2.0)
-    assert leases.handle(TrialAdded(1, 1000, 0.001))[0].steps == 200
+    assert leases.handle(TrialAdded(1, 1000, 0.001))[0].steps == 500
 
 
 def test_a_lease_of_long_steps_has_two_so_that_the_next_is_decided_during_the_first():
