@@ -87,8 +87,10 @@ class Pausing:
     def tick(self) -> None:
         """When all are parked, save them; when all are saved, that is all."""
         rest = self._rest
+        if rest is None or rest.is_complete:  # as after nearly every message
+            return
         states = [self._floor.states[trial] for trial in self._floor.open]
-        if rest is None or rest.is_complete or any(state.device for state in states):
+        if any(state.device for state in states):
             return
         rest.saving &= self._floor.open
         for state in states:

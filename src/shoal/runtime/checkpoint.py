@@ -304,9 +304,3 @@ def _read_progress(generation: Generation, tensors: Mapping[str, Tensor]) -> Pro
         groups=record["groups"],
         schedule=record["schedule"],
     )
-
-
-def load_into(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
-    """``model`` with a checkpoint's weights, in eval mode."""
-    model.load_state_dict(read_weights(path))
-    return model.eval()
