@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -207,7 +208,9 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
         SpecError: a batch type that has no rule.
     """
     if isinstance(batch, Tensor):
-        return batch.to(device)
+        return batch if batch.device == device else batch.to(device)
+    if type(batch) is list:  # first, as it is what a DataLoader yields
+        return [to_device(value, device) for value in batch]
     if isinstance(batch, Mapping):
         moved = {key: to_device(value, device) for key, value in batch.items()}
         return type(batch)(moved) if type(batch) is not dict else moved  # type: ignore[call-arg]
@@ -225,9 +228,27 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     )
 
 
-def autocast(recipe: Recipe, device: torch.device) -> torch.autocast:
-    """The recipe's precision as a context."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bf16")
+def autocast(recipe: Recipe, device: torch.device) -> AbstractContextManager[object]:
+    """The recipe's precision as a context, which may be entered again and again."""
+    enabled = recipe.precision == "bf16"
+    if not enabled and device.type == "cpu":
+        return _NoAutocast()
+    return torch.autocast(device.type, torch.bfloat16, enabled=enabled)
+
+
+class _NoAutocast:
+    """``torch.autocast("cpu", torch.bfloat16, enabled=False)``, and some microseconds quicker.
+
+    What that context does to a model that opens another one within it is that casts of
+    weights are kept until the outer one ends.
+    """
+
+    def __enter__(self) -> None:
+        torch.autocast_increment_nesting()
+
+    def __exit__(self, *error: object) -> None:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
 
 
 def chunks(batches: Iterable[Batch], size: int) -> Iterator[Iterator[Batch]]:

@@ -1,5 +1,6 @@
 """The plain loop against a loop written by hand, and the comparison against planted faults."""
 
+import contextlib
 import dataclasses
 import itertools
 import random
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from shoal import testing
 from shoal.core.errors import SpecError, TrialError
-from shoal.recipe import Recipe
+from shoal.recipe import Recipe, autocast
 from shoal.rng import capture_rng, same_rng
 from shoal.testing import (
     ManualClock,
@@ -438,3 +439,28 @@ def test_builders_make_consistent_records():
     assert make_device(memory=10).memory == 10
     assert make_layer(parameter_bytes=8).state_bytes == 16
     assert make_job(shards=[]).shards[0].parameter_bytes == 1024
+
+
+def test_full_precision_means_what_a_disabled_autocast_means():
+    """Also for a model that opens one of its own, whose casts live as long as the outer one."""
+
+    def grads(context):
+        torch.manual_seed(0)
+        layer = nn.Linear(64, 64)
+        with context:
+            total = torch.zeros(())
+            for _ in range(2):
+                with torch.autocast("cpu", torch.bfloat16):
+                    total = total + layer(torch.randn(32, 64)).float().square().mean()
+            assert not torch.is_autocast_enabled("cpu")
+        assert torch.autocast_increment_nesting() == 1
+        assert torch.autocast_decrement_nesting() == 0
+        total.backward()
+        return [p.grad for p in layer.parameters() if p.grad is not None]
+
+    recipe = Recipe(model=lambda hp: nn.Linear(1, 1), data=lambda hp: ([], None))
+    ours = grads(autocast(recipe, torch.device("cpu")))
+    literal = grads(torch.autocast("cpu", torch.bfloat16, enabled=False))
+    none = grads(contextlib.nullcontext())
+    assert all(torch.equal(a, b) for a, b in zip(ours, literal, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(none, literal, strict=True))

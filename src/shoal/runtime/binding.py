@@ -98,6 +98,7 @@ class Binding:
         self._grouped = _group_names(optimizer, names)
         self._subsets = [self._subset(set(shard)) for shard in owned]
         self._stepped = [[name for _, part in subset for name in part] for subset in self._subsets]
+        self._steps_all = [len(names) == sum(map(len, self._grouped)) for names in self._stepped]
         self._bound: dict[int, Placed] = {}
         self._settled: dict[int, tuple[Placed, list[tuple[dict[str, Any], list[Any]]]]] = {}
         self.poison = {
@@ -138,6 +139,16 @@ class Binding:
         self.bind(shard, placed)
         self._step(shard, placed, grads)
 
+    def step_where_it_is(self, shard: int, placed: Placed) -> None:
+        """Step a bound shard on the gradients that its parameters have."""
+        try:
+            if self._stepped[shard]:
+                self.step_part(shard)
+        finally:
+            for name in placed.params:
+                self.params[name].grad = None
+        self._keep_state(shard, placed)
+
     def step_on_host(self, shard: int, host: Placed, grads: Mapping[str, Tensor]) -> None:
         """Step one evicted shard on its host copies, and poison it again.
 
@@ -161,10 +172,15 @@ class Binding:
         finally:
             for name in names:
                 self.params[name].grad = None
-        if not self._is_settled(shard, placed):
-            for name in names:
-                self.settle(name, placed.states.get(name, {}))
-            self._settled[shard] = placed, self._expected(names)
+        self._keep_state(shard, placed)
+
+    def _keep_state(self, shard: int, placed: Placed) -> None:
+        if self._is_settled(shard, placed):
+            return
+        names = self._stepped[shard]
+        for name in names:
+            self.settle(name, placed.states.get(name, {}))
+        self._settled[shard] = placed, self._expected(names)
 
     def _expected(self, names: Sequence[str]) -> list[tuple[dict[str, Any], list[Any]]]:
         """The optimizer's state of these parameters, and the objects that are in it now."""
@@ -177,14 +193,17 @@ class Binding:
         where, expected = self._settled.get(shard, (None, []))
         if where is not placed or len(expected) != len(self._stepped[shard]):
             return False
-        return all(
-            len(entry) == len(values) and all(map(operator.is_, entry.values(), values))
-            for entry, values in expected
-        )
+        for entry, values in expected:
+            if len(entry) != len(values) or not all(map(operator.is_, entry.values(), values)):
+                return False
+        return True
 
     def step_part(self, shard: int) -> None:
         """``optimizer.step()`` as if the shard's parameters were all it had."""
         optimizer = self.optimizer
+        if self._steps_all[shard]:
+            optimizer.step()
+            return
         groups = optimizer.param_groups
         everything = [group["params"] for group in groups]
         try:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.core.plan import Resident
 from shoal.program.ir import Action, Op
 from shoal.runtime.binding import Placed
 from shoal.runtime.session import Session, Task
@@ -25,7 +26,8 @@ class Compute:
 
     Attributes:
         placed: shard -> its tensors on the device now; kept by the seat.
-        grads: shard -> gradients on the device, by parameter name.
+        grads: shard -> gradients on the device, by parameter name. Those of a resident
+            trial stay where autograd puts them: at the parameters.
         has_grad: shard -> names that have a gradient on the host.
         grew: A batch was larger than any before: its allocations are to be counted.
     """
@@ -33,10 +35,13 @@ class Compute:
     def __init__(self, session: Session, host: list[Placed]) -> None:
         self._session, self._host = session, host
         self._clips = session.recipe.clip_grad_norm is not None
+        self._resident = isinstance(session.job.technique, Resident)
         self.placed: dict[int, Placed] = {}
         self.grads: dict[int, dict[str, Tensor]] = {}
         self.has_grad: dict[int, set[str]] = {}
         self.grew = False
+        for parameter in session.binding.params.values():
+            parameter.grad = None  # and so it is between any two units of a spilled trial
         self._norms: dict[str, Tensor] = {}
         self._clip: Tensor | None = None
         self._largest_batch = 0
@@ -77,22 +82,32 @@ class Compute:
         micro, placed = task.micros[action.micro or 0], self.placed[shard]
         session.binding.bind(shard, placed)
         params = session.binding.params
-        loaded = self.grads.get(shard, {})
-        for name in placed.params:
-            params[name].grad = loaded.get(name)
+        if shard in self.grads:  # of a micro-batch before; else no parameter has one
+            for name, grad in self.grads[shard].items():
+                params[name].grad = grad
         loss = session.units.backward(shard, micro)
         self._put_written(shard)
-        grads = {n: g for n in session.owned[shard] if (g := params[n].grad) is not None}
-        self.grads[shard] = grads
-        for name in placed.params:
-            params[name].grad = None
+        if not self._resident:
+            self.grads[shard] = self._found_grads(shard)
+            for name in placed.params:
+                params[name].grad = None
         if self._clips:
+            grads = self.grads_of(shard)
             norms = torch._foreach_norm(list(grads.values())) if grads else ()
             self._norms |= dict(zip(grads, norms, strict=True))
         if loss is not None:
             session.note_loss(loss)
         if shard == 0:
             del task.micros[action.micro or 0]
+
+    def grads_of(self, shard: int) -> dict[str, Tensor]:
+        """The gradients on the device, by parameter name."""
+        return self._found_grads(shard) if self._resident else self.grads.get(shard, {})
+
+    def _found_grads(self, shard: int) -> dict[str, Tensor]:
+        params = self._session.binding.params
+        owned = self._session.owned[shard]
+        return {name: grad for name in owned if (grad := params[name].grad) is not None}
 
     def _put_written(self, shard: int) -> None:
         """What a forward wrote to its own parameters goes to the host at once; it is rare."""
@@ -115,10 +130,13 @@ class Compute:
             self._clip = torch.clamp(limit / (total + 1e-6), max=1.0)
 
     def _step(self, task: Task, action: Action) -> None:
-        grads = self.grads.pop(action.shard, {})
-        if self._clip is not None and grads:
+        shard, binding = action.shard, self._session.binding
+        if self._clip is not None and (grads := self.grads_of(shard)):
             torch._foreach_mul_(list(grads.values()), self._clip)
-        self._session.binding.step(action.shard, self.placed[action.shard], grads)
+        if self._resident:
+            binding.step_where_it_is(shard, self.placed[shard])
+        else:
+            binding.step(shard, self.placed[shard], self.grads.pop(shard, {}))
 
     def host_step(self, shard: int) -> Callable[[], None]:
         """The work of a STEP on the host, on the gradients that were stored there."""

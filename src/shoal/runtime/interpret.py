@@ -62,6 +62,7 @@ class _Score:
     texts: tuple[str, ...]
     computes: tuple[bool, ...]  # per action: does it need the device's compute stream?
     slots: SlotMap
+    waits: bool  # whether an action may have to wait for one that is not just before it
 
 
 @dataclass(slots=True)
@@ -199,6 +200,8 @@ class Seat:
         assert run is not None
         assert action is not None
         score, events = run.score, run.events
+        if not (score.waits or self._stores_left or self._loads):
+            return []
         needs = [events[i] for i in score.slots.waits[run.cursor] if i in events]
         if action.op in (Op.F, Op.B):
             needs += self._stores_left
@@ -427,7 +430,8 @@ class Seat:
             self._region.untyped_storage().data_ptr(),  # counted already
             self.session.region.bytes.untyped_storage().data_ptr(),  # the host's
         }
-        tensors = [g for grads in self.compute.grads.values() for g in grads.values()]
+        shards = range(len(self.session.layout.shards))
+        tensors = [g for shard in shards for g in self.compute.grads_of(shard).values()]
         tensors += [t for event, sent in self._in_flight if not event.done for t in sent]
         if task:
             for micro in task.micros.values():
@@ -471,6 +475,6 @@ def _score(program: Program, *, arrived: bool) -> _Score:
     actions = program.devices[0]
     start = (Part.PARAM, Part.STATE) if arrived else ()
     computes = tuple(a.op in COMPUTE or (a.op is Op.STEP and a.place == "device") for a in actions)
-    return _Score(
-        program, actions, tuple(map(str, actions)), computes, assign_slots(actions, start=start)
-    )
+    slots = assign_slots(actions, start=start)
+    waits = any(slots.waits) or any(action.op is Op.LOAD for action in actions)
+    return _Score(program, actions, tuple(map(str, actions)), computes, slots, waits)

@@ -280,7 +280,7 @@ class DeviceLoop:
             num_slots=1 + (lookahead or 0),
             slot_bytes=slot_size(layout, parts),
             parts=parts,
-            record=self._reports.issued.append,
+            record=self._reports.issue,
         )
 
     # -- trials -------------------------------------------------------------------------
@@ -427,7 +427,6 @@ class DeviceLoop:
         if len(ready) > 1:
             trial = self._interleaver.choose([self._candidate(stay) for stay in ready])
         self._guard(trial, self._compute)
-        self._units_done += 1
         return True
 
     def _candidate(self, stay: _Stay) -> Candidate:
@@ -441,8 +440,19 @@ class DeviceLoop:
         )
 
     def _compute(self, stay: _Stay) -> None:
-        self._enter(stay)
-        stay.seat.issue_compute()
+        """One unit; all that can run, where nobody else is on the device and no order waits."""
+        seat = stay.seat
+        while True:
+            self._enter(stay)
+            seat.issue_compute()
+            self._units_done += 1
+            if len(self._stays) > 1 or not self._orders.empty():
+                return
+            self._count_work()
+            self._prepare(stay)
+            stays = self._stays.get(seat.trial) is stay
+            if not (stays and seat.waits_for_compute and seat.startable()):
+                return
 
     def _enter(self, stay: _Stay) -> None:
         """Put the trial's random streams in place, and the last trial's away."""

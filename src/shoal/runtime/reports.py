@@ -18,7 +18,7 @@ from shoal.core.event import (
     pack_event,
 )
 from shoal.core.units import Bytes
-from shoal.device import Device
+from shoal.device import Device, Ran
 from shoal.runtime.interpret import Issued, Seat
 from shoal.runtime.messages import Happened, Reply
 from shoal.runtime.session import Session
@@ -30,11 +30,12 @@ class Reports:
     """Collects and sends; used by the device's thread.
 
     Attributes:
-        issued: Actions in flight, put there by the seats.
+        issued: Actions in flight.
     """
 
     def __init__(self, device: Device, send: Callable[[Reply], None], *, timeline: bool) -> None:
         self._device, self._send, self._timeline = device, send, timeline
+        self._name = device.spec.name
         self.issued: list[Issued] = []
         self._events: list[Packed] = []
         self._sent_at = time.monotonic()
@@ -47,10 +48,7 @@ class Reports:
 
     def tell(self, event: Event) -> None:
         """Send an event with others that happen about now."""
-        self._tell_packed(pack_event(event))
-
-    def _tell_packed(self, packed: Packed) -> None:
-        self._events.append(packed)
+        self._events.append(pack_event(event))
         if time.monotonic() - self._sent_at > TELL_EVERY_S:
             self.send_events()
 
@@ -71,10 +69,17 @@ class Reports:
                 epoch=session.epoch_number,
                 loss=loss,
                 seconds=seconds,
-                device=self._device.spec.name,
+                device=self._name,
                 steps_per_epoch=session.steps_per_epoch,
             )
         )
+
+    def issue(self, issued: Issued) -> None:
+        """Keep an action until it is complete."""
+        if type(issued.event) is Ran:
+            self._finish(issued)
+        else:
+            self.issued.append(issued)
 
     def evaluation(self, session: Session, metrics: dict[str, float]) -> None:
         """A validation pass ended."""
@@ -121,12 +126,13 @@ class Reports:
         for issued in self.issued:
             if not issued.event.done and issued.trial != of:
                 kept.append(issued)
-            elif self._timeline and issued.event.error is None:
-                self._tell_packed(self._finished(issued))
-        self.issued[:] = kept
+            else:
+                self._finish(issued)
+        self.issued = kept
 
-    def _finished(self, issued: Issued) -> Packed:
-        """An ActionFinished: there are several a step, so it is never made here."""
-        start, end = issued.event.span()
-        where = (self._device.spec.name, issued.stream, issued.trial, issued.step)
-        return ActionFinished, (*where, issued.action, start, end, issued.num_bytes)
+    def _finish(self, issued: Issued) -> None:
+        """Tell an ActionFinished with the next event; there are many, so none is made here."""
+        stream, action, event, num_bytes, step, trial = issued
+        if self._timeline and event.error is None:
+            where = self._name, stream, trial, step
+            self._events.append((ActionFinished, (*where, action, *event.span(), num_bytes)))

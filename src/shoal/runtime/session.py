@@ -348,7 +348,7 @@ class Session:
 
     def note_loss(self, loss: Tensor) -> None:
         """Keep a micro-batch's loss; a loss that is not finite fails the trial before its step."""
-        value = float(loss.detach())
+        value = float(loss.item())
         if not math.isfinite(value) and self.recipe.on_nonfinite == "fail":
             raise TrialError(
                 f"the loss of step {self.step + 1} is {value}; the trial stops before the step. "
