@@ -1,7 +1,7 @@
 """Which devices a study may use, and how many bytes of each.
 
-torch is imported only where GPUs are asked about (``_visible_gpus``), so that naming
-virtual devices costs nothing.
+torch is imported only where GPUs are asked about (``_visible_gpus``, ``gpu_names``), so
+that naming virtual devices costs nothing.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shoal.core.errors import SpecError
+from shoal.core.profile import PROFILES, Profile, find_profile
 from shoal.core.spec import DeviceSpec
 from shoal.core.units import Bytes, format_bytes, parse_bytes
 
 FREE_SHARE = 0.8  # of what is free now; the rest is for the libraries and other processes
-_DEVICES = re.compile(r"(?P<kind>cpu|cuda)(?::(?P<which>[0-9,]+))?")
+_DEVICES = re.compile(
+    r"(?P<kind>cpu|cuda)(?::(?P<which>[0-9,]+))?"
+    r"(?:@(?P<profile>[a-z0-9_-]+)(?:/(?P<scale>[0-9.]+))?)?"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +77,52 @@ class Hardware:
         return Hardware(devices=specs, host_memory=_optional_bytes(host_memory))
 
     @staticmethod
+    def emulated(
+        profile: str | Profile = "h200",
+        devices: int = 1,
+        memory: int | str | None = None,
+        scale: float | None = None,
+        threads: int = 1,
+        poison: bool = False,
+        *,
+        host_memory: int | str | None = None,
+    ) -> Hardware:
+        """Virtual devices that take the time of real ones: links, host memory and kernels.
+
+        ``profile`` is one of ``shoal.core.profile.PROFILES`` or a ``Profile`` of your own.
+        Its figures are assumptions; their sources are in that file.
+
+        ``scale`` is how many times slower than the profile everything is: each time is
+        multiplied by it, so compute : link : host memory stay what they are on the real
+        device, while the cores of this machine can keep up with the real arithmetic. None
+        is slow enough for one core in float32 (h200 2250, rtx4090 2400, v100 600); bf16 takes
+        12 times more on the h200. Work that takes this machine longer than the emulated
+        time is counted and reported, never hidden.
+
+        ``memory`` is each device's budget. None is the profile's divided by ``scale``: a
+        model of 1/scale the parameters then meets the real device's ratios, in its seconds.
+        The devices are ``cpu:0``, ``cpu:1``, ... with a link each; they share the profile's
+        host memory bandwidth equally.
+        """
+        _check_count("devices", devices)
+        _check_count("threads", threads)
+        found = find_profile(profile) if isinstance(profile, str) else profile
+        slow = found.slowed(found.default_scale if scale is None else scale, sharing=devices)
+        budget = max(1, int(found.memory / slow.scale)) if memory is None else memory
+        specs = tuple(
+            DeviceSpec(
+                name=f"cpu:{index}",
+                kind="virtual",
+                memory=parse_bytes(budget),
+                threads=threads,
+                poison=poison,
+                profile=slow,
+            )
+            for index in range(devices)
+        )
+        return Hardware(devices=specs, host_memory=_optional_bytes(host_memory))
+
+    @staticmethod
     def detect() -> Hardware:
         """The GPUs if there are any, else one virtual device per core.
 
@@ -93,7 +143,8 @@ class Hardware:
         """The hardware of command line text: ``cpu:2``, ``cpu``, ``cuda`` or ``cuda:0,1``.
 
         ``cpu:N`` is N devices of one thread unless ``threads`` says otherwise; ``cpu``
-        is one per core; None or ``auto`` is ``detect()``.
+        is one per core; None or ``auto`` is ``detect()``. ``cpu:2@h200`` is ``emulated``:
+        two devices that take the time of an H200 each, ``cpu:2@h200/500`` at a scale of 500.
         """
         hardware = _named(devices)
         specs = hardware.devices
@@ -162,6 +213,15 @@ def _visible_gpus() -> tuple[_Gpu, ...]:
     return tuple(_Gpu(index, torch.cuda.mem_get_info(index)[0]) for index in range(count))
 
 
+def gpu_names() -> tuple[str, ...]:
+    """What the GPUs that torch sees call themselves."""
+    import torch  # lazy, as above
+
+    if not torch.cuda.is_available():
+        return ()
+    return tuple(map(torch.cuda.get_device_name, range(torch.cuda.device_count())))
+
+
 def _named(devices: str | None) -> Hardware:
     text = (devices or "auto").strip().lower()
     if text == "auto":
@@ -170,19 +230,44 @@ def _named(devices: str | None) -> Hardware:
     if match is None:
         raise SpecError(
             f"cannot read the devices {devices!r}. Write cpu:2 (two virtual devices), cpu, cuda, "
-            "cuda:0,1 or auto."
+            "cuda:0,1 or auto; cpu:2@h200 for two that take the time of an H200 (profiles: "
+            f"{', '.join(PROFILES)})."
         )
+    if match["profile"] is not None:
+        return _emulated_named(match["kind"], match["which"], match["profile"], match["scale"])
     return _cuda_named(match["which"]) if match["kind"] == "cuda" else _cpu_named(match["which"])
 
 
 def _cpu_named(count: str | None) -> Hardware:
     if count is None:
         return _cpu_hardware(available_cores())
+    number = _count_of(count)
+    return Hardware.virtual(number, memory=_memory_share(number))
+
+
+def _count_of(count: str) -> int:
     if "," in count:
         raise SpecError(f"cpu:{count}: write how many virtual devices, for example cpu:2.")
-    number = int(count)
-    _check_count("devices", number)
-    return Hardware.virtual(number, memory=_memory_share(number))
+    _check_count("devices", int(count))
+    return int(count)
+
+
+def _emulated_named(kind: str, count: str | None, profile: str, scale: str | None) -> Hardware:
+    if kind == "cuda":
+        raise SpecError(
+            f"cuda@{profile} was asked for, but only virtual devices emulate another one. "
+            f"Write cpu:1@{profile}."
+        )
+    try:
+        factor = None if scale is None else float(scale)
+    except ValueError:
+        raise SpecError(
+            f"cannot read the scale {scale!r} of {profile}. Write how many times slower than the "
+            f"real device, for example cpu:1@{profile}/1000."
+        ) from None
+    return Hardware.emulated(
+        profile, devices=1 if count is None else _count_of(count), scale=factor
+    )
 
 
 def _cuda_named(which: str | None) -> Hardware:

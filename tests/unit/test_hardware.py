@@ -7,6 +7,7 @@ import pytest
 
 from shoal import hardware as hardware_module
 from shoal.core.errors import SpecError
+from shoal.core.profile import PROFILES
 from shoal.hardware import Hardware, available_cores, free_memory
 
 GIB = 2**30
@@ -34,6 +35,35 @@ def test_virtual_devices_have_names_and_the_budget_that_was_asked_for():
     assert {device.threads for device in hardware.devices} == {2}
     assert all(device.poison for device in hardware.devices)
     assert {device.link_bytes_per_s for device in hardware.devices} == {1e9}
+
+
+def test_emulated_devices_take_a_profile_s_times_made_slower_by_one_factor():
+    hardware = Hardware.emulated("h200", devices=2, memory="64MiB", scale=1000, poison=True)
+
+    assert [device.name for device in hardware.devices] == ["cpu:0", "cpu:1"]
+    assert {device.memory for device in hardware.devices} == {64 * 2**20}
+    assert all(device.poison and device.kind == "virtual" for device in hardware.devices)
+    profile = hardware.devices[1].profile
+    assert profile.up_bytes_per_s == 55e9 / 1000
+    assert profile.host_bytes_per_s == 150e9 / 1000 / 2  # both devices are beside one host
+    assert profile.scale == 1000
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_by_default_one_core_keeps_up_in_float32_and_memory_shrinks_alike(name):
+    (device,) = Hardware.emulated(name).devices
+
+    assert device.profile.fp32_flops_per_s == pytest.approx(20e9)
+    assert device.memory == int(PROFILES[name].memory / device.profile.scale)
+
+
+def test_a_profile_of_one_s_own_can_be_emulated():
+    own = PROFILES["v100"].slowed(2)
+
+    (device,) = Hardware.emulated(own, scale=3).devices
+
+    assert device.profile.scale == 6
+    assert device.profile.up_bytes_per_s == pytest.approx(PROFILES["v100"].up_bytes_per_s / 6)
 
 
 def test_without_a_gpu_the_cores_and_the_free_memory_are_shared(machine):
@@ -94,6 +124,40 @@ def test_the_text_of_the_command_line_names_virtual_devices(machine, text, names
 )
 def test_the_text_of_the_command_line_names_gpus(two_gpus, text, names):
     assert [device.name for device in Hardware.parse(text).devices] == names
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "scale"),
+    [
+        ("cpu:2@h200", ["cpu:0", "cpu:1"], 2250),
+        ("CPU@H200", ["cpu:0"], 2250),
+        ("cpu:1@v100/62.5", ["cpu:0"], 62.5),
+    ],
+)
+def test_the_text_of_the_command_line_names_profiles(machine, text, names, scale):
+    hardware = Hardware.parse(text, "32MiB", "8GiB", threads=2)
+
+    assert [device.name for device in hardware.devices] == names
+    assert {device.profile.scale for device in hardware.devices} == {scale}
+    assert {(device.memory, device.threads) for device in hardware.devices} == {(32 * 2**20, 2)}
+    assert hardware.host_memory == 8 * GIB
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("cpu:2@a100", "no profile 'a100' to emulate. Known: h200, rtx4090, v100"),
+        ("h200:2", r"cpu:2@h200 for two .*profiles: h200, rtx4090, v100"),
+        ("cuda:0@h200", "only virtual devices emulate another one. Write cpu:1@h200"),
+        ("cpu@h200/1.2.3", r"cannot read the scale '1\.2\.3' of h200"),
+        ("cpu@h200/0", "scale is a number above 0"),
+        ("cpu:1,2@h200", "write how many virtual devices"),
+        ("cpu:0@h200", "devices is a whole number from 1"),
+    ],
+)
+def test_text_that_names_no_profile_is_refused_with_a_way_out(machine, text, words):
+    with pytest.raises(SpecError, match=words):
+        Hardware.parse(text)
 
 
 def test_memory_given_on_the_command_line_is_each_device_s_budget(machine):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shoal.core.errors import SpecError
+from shoal.core.profile import Profile, as_profile
 from shoal.core.units import Bytes, Seconds
 
 NO_TIME = Seconds(0.0)
@@ -15,6 +16,8 @@ ALIGNMENT = 512  # bytes of every tensor in a flat store or slot, as device allo
 Scalar = bool | int | float | str | None
 DeviceKind = Literal["virtual", "cuda"]
 Place = Literal["device", "host"]
+Order = Literal["micro", "shard"]
+"""Which loop of a spilled step is outside: over micro-batches, as in the plain loop, or shards."""
 
 
 class HyperParameters(Mapping[str, Scalar]):
@@ -79,7 +82,9 @@ class DeviceSpec:
 
     ``poison`` fills freed slots with NaN and delays copies at random, so that a
     missing wait becomes a red test. ``link_bytes_per_s`` makes copies of a virtual
-    device take the time of a real link; None copies at memory speed.
+    device take the time of a real link; None copies at memory speed. ``profile`` makes
+    all that a virtual device does take the time of a real one: links, host memory and
+    kernels; one read back from JSON may be given as the mapping that it was written as.
     """
 
     name: str
@@ -88,6 +93,10 @@ class DeviceSpec:
     threads: int = 1
     poison: bool = False
     link_bytes_per_s: float | None = None
+    profile: Profile | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "profile", as_profile(self.profile))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,3 +171,4 @@ class JobMeasure:
     notes: tuple[str, ...] = field(default=())
     data: str = ""  # how the trial finds its place in the data again
     loader_bytes: Bytes = NO_BYTES  # of batches that loader processes hold in host memory
+    draws: bool = True  # whether the model draws random numbers while it trains

@@ -38,7 +38,10 @@ _STUDY_HELP = "A study's name under --directory, or its own directory."
 File = Annotated[str, typer.Argument(metavar="FILE.py[:STUDY]", help=_FILE_HELP)]
 Devices = Annotated[
     str | None,
-    typer.Option(help="cpu:2 (two virtual devices), cpu, cuda, cuda:0,1. Default: what is there."),
+    typer.Option(
+        help="cpu:2 (two virtual devices), cpu, cuda, cuda:0,1; cpu:2@h200 emulates two H200. "
+        "Default: what is there."
+    ),
 ]
 DeviceMemory = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Budget of each device, such as 256MiB.")
@@ -415,3 +418,20 @@ def doctor(json: AsJson = False) -> None:
     from shoal.ui.doctor import run_doctor
 
     raise typer.Exit(run_doctor(as_json=json))
+
+
+@app.command()
+def bench(
+    seconds: Annotated[float, typer.Option(help="About how long.")] = 60.0,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:0. Default: the first GPU, else cpu.")
+    ] = None,
+    directory: Annotated[
+        str, typer.Option(help="Which disk; one for temporary files if it is not there.")
+    ] = "runs",
+    json: AsJson = False,
+) -> None:
+    """Measure memory, link, disk and kernels, and from how many tokens spilling is free."""
+    from shoal.ui.bench import bench
+
+    raise typer.Exit(bench(seconds, device, directory, as_json=json))

@@ -1,0 +1,43 @@
+"""Streams, events and memory of one device: the same calls on CUDA and on a virtual device.
+
+[Note: streams]
+A device has one compute stream, and per lane (a trial that is leased to it) an ``up``, a
+``down`` and a ``host`` stream. Work is submitted in order; work on a stream starts when
+everything before it on that stream is done and every event in ``after`` is complete.
+
+    virtual device   compute is the calling thread; the others are one thread each;
+                     an event is complete when the work has run
+    CUDA             compute, up and down are CUDA streams that wait for events on the
+                     device; host is a thread
+
+``Event.startable`` is what the scheduler asks before it submits compute: on a virtual device
+that the event is complete (else the calling thread would sleep while another trial
+could run), on CUDA always, since the stream itself waits.
+"""
+
+from __future__ import annotations
+
+from shoal.device.cuda import CudaDevice, CudaEvent, CudaStream
+from shoal.device.emulated import EmulatedDevice
+from shoal.device.opening import Device, open_device
+from shoal.device.pace import Fidelity, trouble
+from shoal.device.streams import Event, Lane, Ran, ThreadEvent, ThreadStream, Work
+from shoal.device.virtual import VirtualDevice
+
+__all__ = [
+    "CudaDevice",
+    "CudaEvent",
+    "CudaStream",
+    "Device",
+    "EmulatedDevice",
+    "Event",
+    "Fidelity",
+    "Lane",
+    "Ran",
+    "ThreadEvent",
+    "ThreadStream",
+    "VirtualDevice",
+    "Work",
+    "open_device",
+    "trouble",
+]

@@ -1,0 +1,154 @@
+"""One GPU: CUDA streams and events behind the calls of a virtual device."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from shoal.core.profile import Direction
+from shoal.core.spec import DeviceSpec
+from shoal.device.streams import Event, Lane, ThreadStream, Work
+
+
+class CudaEvent:
+    """A CUDA event with timing, and the stream that waits for it."""
+
+    __slots__ = ("_base", "_end", "_start", "error")
+
+    def __init__(self, start: torch.cuda.Event, end: torch.cuda.Event, base: _CudaClock) -> None:
+        self._start, self._end, self._base = start, end, base
+        self.error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        return bool(self._end.query())
+
+    @property
+    def startable(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        self._end.synchronize()
+
+    def order(self, stream: torch.cuda.Stream) -> None:
+        """Make ``stream`` wait, on the device, for this event."""
+        stream.wait_event(self._end)
+
+    def span(self) -> tuple[float, float]:
+        return self._base.at(self._start), self._base.at(self._end)
+
+
+class _CudaClock:
+    """Unix seconds of CUDA events, by their distance from one synchronised event."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record()
+        self._event.synchronize()
+        self._time = time.time()
+
+    def at(self, event: torch.cuda.Event) -> float:
+        return self._time + float(self._event.elapsed_time(event)) / 1e3
+
+
+class CudaStream:
+    """A CUDA stream behind ``submit``; long-lived, owned by the device."""
+
+    def __init__(self, stream: torch.cuda.Stream, clock: _CudaClock) -> None:
+        self.stream, self._clock = stream, clock
+
+    def submit(
+        self, work: Work, after: Iterable[Event] = (), *, seconds: float | None = None
+    ) -> CudaEvent:
+        """Enqueue ``work`` behind ``after``. CUDA events are waited for on the device, host
+        events by the calling thread: host memory must be ready before a copy is issued.
+        ``seconds`` are for emulated devices: ignored."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for event in after:
+            if isinstance(event, CudaEvent):
+                event.order(self.stream)
+            else:
+                event.wait()
+        with torch.cuda.stream(self.stream):
+            start.record(self.stream)
+            work()
+            end.record(self.stream)
+        return CudaEvent(start, end, self._clock)
+
+    def close(self) -> None:
+        """Wait for what was enqueued; the stream itself goes back to the device's pool."""
+        self.stream.synchronize()
+
+
+class CudaDevice:
+    """One GPU: a compute stream, pooled copy streams, and copies from pinned memory."""
+
+    def __init__(self, spec: DeviceSpec) -> None:
+        self.spec = spec
+        self.torch_device = torch.device(spec.name)
+        torch.cuda.set_device(self.torch_device)
+        self.progress = threading.Condition()
+        self.version = 0
+        self._clock = _CudaClock()
+        self._compute = CudaStream(torch.cuda.Stream(self.torch_device), self._clock)
+        self._pool: list[torch.cuda.Stream] = []
+
+    def lane(self) -> Lane:
+        """Copy streams of their own, taken from a pool that is never freed."""
+        pair = [self._pool.pop() if self._pool else torch.cuda.Stream() for _ in range(2)]
+        up, down = (_PooledStream(stream, self._clock, self._pool) for stream in pair)
+        return Lane(up, down, ThreadStream(f"{self.spec.name}-host", self.notify))
+
+    def notify(self) -> None:
+        """Wake whoever waits for progress."""
+        with self.progress:
+            self.version += 1
+            self.progress.notify_all()
+
+    def compute(
+        self, work: Work, after: Iterable[Event] = (), *, seconds: float | None = None
+    ) -> CudaEvent:
+        """Enqueue ``work`` on the compute stream; ``seconds`` are for emulated devices."""
+        return self._compute.submit(work, after)
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        """Uninitialised bytes of device memory, allocated for the compute stream."""
+        with self.active():
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, direction: Direction) -> None:
+        """Enqueue a copy on the current stream; asynchronous from pinned memory."""
+        target.copy_(source, non_blocking=True)
+
+    def poison(self, region: torch.Tensor) -> None:
+        """Fill bytes with NaN when this device is poisoned."""
+        if self.spec.poison:
+            region.fill_(0xFF)
+
+    def synchronize(self) -> None:
+        """Wait until the compute stream is empty."""
+        self._compute.stream.synchronize()
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Make the compute stream current."""
+        with torch.cuda.device(self.torch_device), torch.cuda.stream(self._compute.stream):
+            yield
+
+
+class _PooledStream(CudaStream):
+    """A CUDA stream that returns to its pool when closed."""
+
+    def __init__(
+        self, stream: torch.cuda.Stream, clock: _CudaClock, pool: list[torch.cuda.Stream]
+    ) -> None:
+        super().__init__(stream, clock)
+        self._pool = pool
+
+    def close(self) -> None:
+        super().close()
+        self._pool.append(self.stream)

@@ -1,0 +1,261 @@
+"""Emulated time: when work on an emulated device is over, and waiting until then.
+
+[Note: due times]
+Real arithmetic runs, then its thread sleeps until the profile's time is over. A thread that
+sleeps wakes up late: by a tenth of a millisecond on an idle machine, by 5 ms when another
+Python thread holds the interpreter, by more when other programs have the cores. Added up, that
+is several per cent of a run. So every piece of work has a *due* time beside the real one:
+
+    due start   the latest due end of what it waits for: its stream, its resource, its events
+    due end     due start + seconds of the profile
+
+and its thread sleeps until the due end, however late it began. What overslept is a debt that
+the next sleep on the same stream repays, and whoever waited for the event counts from when
+it was due, not from when it was seen.
+
+Two limits keep that honest. Work that begins more than ``PATIENCE_S`` after all that it
+waited for was over begins now: the stream was idle, and idle time is not repaid. And a stream
+that is more than ``MAX_DEBT_S`` late, because this machine takes longer than the profile, is
+forgiven the rest: that time is lost, counted in ``Fidelity.behind_s``, and a benchmark can
+refuse the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+from shoal.core.seams import Clock
+from shoal.core.spec import NO_TIME
+from shoal.core.units import Seconds, format_seconds
+
+PATIENCE_S = 0.02
+MAX_DEBT_S = 0.1
+TOLERANCE = 0.02  # of the emulated time, by which a run may fall behind and still be believed
+
+
+class SystemClock:
+    """The machine's own monotonic time."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class Mark(NamedTuple):
+    """The end of a piece of work: when it was due, and when its thread had it done."""
+
+    due: float
+    real: float
+
+
+NEVER = Mark(-inf, -inf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fidelity:
+    """How well this machine kept to the emulated times of one kind of stream, in seconds.
+
+    ``overruns`` are pieces of work whose real arithmetic took longer than the profile's time,
+    by ``overrun_s`` altogether; later work may have made up for it. ``behind_s`` is what was
+    not made up for. ``overslept_s`` is what sleeps took too long, all of it repaid.
+    """
+
+    works: int = 0
+    emulated_s: Seconds = NO_TIME
+    overruns: int = 0
+    overrun_s: Seconds = NO_TIME
+    behind_s: Seconds = NO_TIME
+    most_late_s: Seconds = NO_TIME
+    sleeps: int = 0
+    overslept_s: Seconds = NO_TIME
+    most_overslept_s: Seconds = NO_TIME
+
+    def describe(self, stream: str) -> str:
+        """One line for a person."""
+        if not self.works:
+            return f"{stream}: nothing was emulated"
+        kept = (
+            f"fell behind by {format_seconds(self.behind_s)}" if self.behind_s > 0 else "kept up"
+        )
+        return (
+            f"{stream}: {kept} over {format_seconds(self.emulated_s)} of emulated time in "
+            f"{self.works} pieces; {self.overruns} of them took this machine longer than the "
+            f"profile, by {format_seconds(self.overrun_s)} in all"
+        )
+
+
+def trouble(fidelity: Mapping[str, Fidelity], tolerance: float = TOLERANCE) -> str:
+    """Why an emulated run is not to be believed; empty when it kept up."""
+    late = {
+        stream: kept
+        for stream, kept in fidelity.items()
+        if kept.behind_s > tolerance * kept.emulated_s
+    }
+    if not late:
+        return ""
+    lines = "; ".join(kept.describe(stream) for stream, kept in late.items())
+    return (
+        f"the emulation fell behind by more than {tolerance:.0%}: {lines}. Emulate a slower "
+        "device (a larger scale), smaller models, or run it on an idle machine."
+    )
+
+
+@dataclass(slots=True)
+class _Tally:
+    """The counts of one stream so far."""
+
+    works: int = 0
+    emulated_s: float = 0.0
+    overruns: int = 0
+    overrun_s: float = 0.0
+    lost_s: float = 0.0
+    late_s: float = 0.0  # now, beyond what a sleep took too long
+    most_late_s: float = 0.0
+    sleeps: int = 0
+    overslept_s: float = 0.0
+    most_overslept_s: float = 0.0
+
+    def fidelity(self) -> Fidelity:
+        counts = dataclasses.asdict(self)
+        behind_s = counts.pop("lost_s") + counts.pop("late_s")
+        return Fidelity(behind_s=Seconds(behind_s), **counts)
+
+
+class Resource:
+    """Something that serves one request at a time, first come, first served."""
+
+    def __init__(self) -> None:
+        self._free_at = -inf
+        self._lock = threading.Lock()
+
+    def take(self, at: float, seconds: float) -> float:
+        """Ask at the due time ``at`` for ``seconds``; when they will be over."""
+        with self._lock:
+            self._free_at = max(at, self._free_at) + seconds
+            return self._free_at
+
+
+class Wire:
+    """One direction of a link: carries one copy at a time, and knows when it was busy.
+
+    Threads of the two directions are late by different amounts, so whether the other
+    direction is busy is asked by due times: of its present copy and of the one before.
+    """
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._begin, self._end = inf, -inf  # of the present copy, or of the last one
+        self._before = (inf, -inf)
+
+    @contextlib.contextmanager
+    def carry(self, at: float) -> Iterator[float]:
+        """Hold the wire from the due time at which it is free, which is given, until ``leave``."""
+        with self._turn:
+            begin = max(at, self._end)
+            self._before = self._begin, self._end
+            self._begin, self._end = begin, inf
+            try:
+                yield begin
+            finally:
+                if self._end == inf:
+                    self._end = begin
+
+    def leave(self, at: float) -> None:
+        """The copy was over at the due time ``at``."""
+        self._end = at
+
+    def is_busy(self, at: float) -> bool:
+        """Whether a copy was under way at the due time ``at``."""
+        before_begin, before_end = self._before
+        return self._begin <= at < self._end or before_begin <= at < before_end
+
+
+class Pace:
+    """The emulated time of one device, for all of its threads.
+
+    Attributes:
+        compute: Where the compute stream is. Kept by the device, on its own thread.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.compute = NEVER
+        self._epoch = time.time() - clock.now()
+        self._lock = threading.Lock()
+        self._tallies: defaultdict[str, _Tally] = defaultdict(_Tally)
+
+    def begin(self, marks: Iterable[Mark]) -> float:
+        """The due start of what begins now and waited for ``marks``."""
+        now = self.clock.now()
+        due = real = -inf
+        for mark in marks:
+            due, real = max(due, mark.due), max(real, mark.real)
+        return due if now - real <= PATIENCE_S else max(due, now)
+
+    def issued(self) -> float:
+        """The due time at which the compute thread submits something now."""
+        return self.begin((self.compute,))
+
+    def free(self, start: float, elapsed_s: float) -> Mark:
+        """The end of work that takes its real time."""
+        return Mark(start + elapsed_s, self.clock.now())
+
+    def end(self, stream: str, due: float, *, seconds: float, elapsed_s: float) -> Mark:
+        """Wait until ``due``, the end of work of ``seconds`` that really took ``elapsed_s``."""
+        mark, overslept_s = self._wait(stream, due)
+        with self._lock:
+            tally = self._tallies[stream]
+            tally.works += 1
+            tally.emulated_s += seconds
+            if elapsed_s > seconds:
+                tally.overruns += 1
+                tally.overrun_s += elapsed_s - seconds
+            if overslept_s is not None:
+                tally.sleeps += 1
+                tally.overslept_s += overslept_s
+                tally.most_overslept_s = max(tally.most_overslept_s, overslept_s)
+        return mark
+
+    def wait(self, stream: str, due: float) -> Mark:
+        """Wait until ``due``, in the midst of a piece of work."""
+        return self._wait(stream, due)[0]
+
+    def _wait(self, stream: str, due: float) -> tuple[Mark, float | None]:
+        """Sleep until ``due``; what that took too long, None when it was past already."""
+        now, overslept_s = self.clock.now(), None
+        if now < due:
+            self.clock.sleep(due - now)
+            now = self.clock.now()
+            overslept_s = max(0.0, now - due)
+        late = max(0.0, now - due)
+        lost = max(0.0, late - MAX_DEBT_S)
+        with self._lock:
+            tally = self._tallies[stream]
+            tally.late_s = late - lost if overslept_s is None else 0.0
+            tally.lost_s += lost
+            tally.most_late_s = max(tally.most_late_s, late)
+        return Mark(due + lost, now), overslept_s
+
+    def unix(self, due: float) -> float:
+        """Unix seconds of a due time."""
+        return self._epoch + due
+
+    def fidelity(self) -> dict[str, Fidelity]:
+        """How well each kind of stream kept up so far; only those that emulated something."""
+        with self._lock:
+            return {stream: tally.fidelity() for stream, tally in self._tallies.items()}
+
+    def forget(self) -> None:
+        """Count anew from here: what went before was a warm-up."""
+        with self._lock:
+            self._tallies.clear()

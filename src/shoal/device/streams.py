@@ -1,0 +1,147 @@
+"""Events and streams: work that runs in order, and the completion of one piece of it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+Work = Callable[[], Any]
+
+
+class Event(Protocol):
+    """The completion of one piece of submitted work."""
+
+    error: BaseException | None
+
+    @property
+    def done(self) -> bool:
+        """Whether the work has completed."""
+
+    @property
+    def startable(self) -> bool:
+        """Whether work that needs this event may be submitted without blocking the caller."""
+
+    def wait(self) -> None:
+        """Block the calling thread until the work is complete; raise its error if it failed."""
+
+    def span(self) -> tuple[float, float]:
+        """Unix seconds of the work's start and end; only once it is done."""
+
+
+class ThreadEvent:
+    """An event that a thread sets."""
+
+    __slots__ = ("_flag", "end", "error", "start")
+
+    def __init__(self) -> None:
+        self._flag = threading.Event()
+        self.error: BaseException | None = None
+        self.start = self.end = 0.0
+
+    @property
+    def done(self) -> bool:
+        return self._flag.is_set()
+
+    startable = done
+
+    def run(self, work: Work) -> None:
+        """Run ``work`` now, keep its times and its error, and complete."""
+        self.start = time.time()
+        try:
+            work()
+        except BaseException as error:
+            self.error = error
+        self.end = time.time()
+        self._flag.set()
+
+    def wait(self) -> None:
+        self._flag.wait()
+        if self.error is not None:
+            raise self.error
+
+    def span(self) -> tuple[float, float]:
+        return self.start, self.end
+
+
+class Ran:
+    """The event of work that ran in the calling thread: complete when it is made."""
+
+    __slots__ = ("end", "error", "start")
+    done = startable = True
+
+    def __init__(self, work: Work) -> None:
+        self.error: BaseException | None = None
+        self.start = time.time()
+        try:
+            work()
+        except BaseException as error:
+            self.error = error
+        self.end = time.time()
+
+    def wait(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def span(self) -> tuple[float, float]:
+        return self.start, self.end
+
+
+class ThreadStream:
+    """Work in order on a thread of its own. Use as a context manager or call ``close``."""
+
+    def __init__(self, name: str, notify: Work) -> None:
+        self._queue: queue.SimpleQueue[tuple[Work, tuple[Event, ...], ThreadEvent] | None]
+        self._queue = queue.SimpleQueue()
+        self._notify = notify
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(
+        self, work: Work, after: Iterable[Event] = (), *, seconds: float | None = None
+    ) -> ThreadEvent:
+        """Queue ``work``; it runs when all of ``after`` are complete. A failed one fails it.
+
+        ``seconds`` is how long it shall take where the device is emulated; else ignored.
+        """
+        event = ThreadEvent()
+        self._queue.put((work, tuple(after), event))
+        return event
+
+    def close(self) -> None:
+        """Finish what is queued and end the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            work, after, event = item
+            try:
+                for needed in after:
+                    needed.wait()
+            except BaseException as error:
+                event.run(_raiser(error))
+            else:
+                event.run(work)
+            del item, work, after  # tensors in the closures are free now, not at the next item
+            self._notify()
+
+
+def _raiser(error: BaseException) -> Work:
+    def work() -> None:
+        raise error
+
+    return work
+
+
+class Lane:
+    """The copy and host streams of one trial on a device."""
+
+    def __init__(self, up: Any, down: Any, host: ThreadStream) -> None:
+        self.up, self.down, self.host = up, down, host
+
+    def close(self) -> None:
+        for stream in (self.up, self.down, self.host):
+            stream.close()
