@@ -17,13 +17,17 @@ from typing import Any
 import shoal
 from shoal.control import CloneTrial
 from shoal.core.errors import PlanError, SpecError
+from shoal.core.event import Event
 from shoal.core.plan import Plan, Resident, Spilled, Technique
 from shoal.core.spec import TrialSpec
 from shoal.core.units import parse_bytes, parse_seconds
+from shoal.execution.floor import Sink
 from shoal.execution.run import Limits
 from shoal.hardware import Hardware
+from shoal.launch.plan import plan_study
 from shoal.launch.policy import CheckpointPolicy
-from shoal.launch.run import Request, Run, plan_study, settings_of
+from shoal.launch.request import Request, settings_of
+from shoal.launch.run import Run
 from shoal.launch.sinks import Callback
 from shoal.recipe import Recipe
 from shoal.report import Report, read_report
@@ -137,9 +141,13 @@ class Study:
         *,
         hardware: Hardware | None = None,
         technique: str | Technique | None = None,
+        progress: bool = True,
         workers: WorkerPool | None = None,
     ) -> Plan:
         """Measure each distinct model on the hardware and decide; nothing is trained.
+
+        Args:
+            progress: Say on standard error what takes long, and what hung or died.
 
         Raises:
             PlanError: a trial fits in no way, or what is forced cannot be done.
@@ -154,6 +162,7 @@ class Study:
                 _technique(technique),
                 trials=self.trials,
                 settings=settings_of(self, timeline=False),
+                sink=_lines(progress),
             )
         return replace(planned.plan, notes=(self.policy.explain(planned.plan),))
 
@@ -274,6 +283,21 @@ def _technique(technique: str | Technique | None) -> Technique | None:
         f"technique is 'resident', 'spilled', shoal.Resident() or shoal.Spilled(...), got "
         f"{technique!r}."
     )
+
+
+def _lines(wanted: bool) -> Sink:
+    """Lines on standard error, when they are wanted."""
+    if not wanted:
+        return lambda happened: None
+    from shoal.ui.dashboard import PlainLines  # an arrow up, as below
+
+    lines = PlainLines(sys.stderr)
+
+    def tell(happened: Sequence[Event]) -> None:
+        for event in happened:
+            lines(event)
+
+    return tell
 
 
 def _progress(stack: ExitStack, wanted: bool) -> list[Callback]:

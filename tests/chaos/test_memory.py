@@ -24,6 +24,7 @@ from shoal.core.event import (
 )
 from shoal.execution import floor
 from shoal.execution.ladder import same_bits
+from shoal.execution.replanning import Replanning
 from shoal.memory.store import create_region
 from shoal.planning import Planner
 
@@ -53,6 +54,21 @@ def run(run_study, heard, assert_alone):
     return run
 
 
+@pytest.fixture
+def jobs(monkeypatch):
+    """The jobs of every plan that is made."""
+    made = []
+    plan = Planner.plan
+
+    def planned(planner, trials, **options):
+        found = plan(planner, trials, **options)
+        made.extend(found.plan.jobs)
+        return found
+
+    monkeypatch.setattr(Planner, "plan", planned)
+    return made
+
+
 def states(report):
     return [trial.state for trial in report.trials]
 
@@ -78,14 +94,14 @@ def test_it_goes_on_from_its_newest_generation(run, heard):
 
 
 def test_a_spilled_trial_gives_up_its_lookahead_first(run, heard):
-    report = run([BIG], 405_000, shoal.Spilled(shards=3, lookahead=1))
+    report = run([BIG], 405_000, shoal.Spilled(shards=3, lookahead=1, keep=()))
     (replanned,) = heard.of(TrialReplanned)
     assert replanned.shards == 3
     assert states(report) == ["FINISHED"]
 
 
 def test_a_spilled_trial_is_cut_into_more_shards_then(run, heard):
-    report = run([BIG], 360_000, shoal.Spilled(shards=3, lookahead=1))
+    report = run([BIG], 360_000, shoal.Spilled(shards=3, lookahead=1, keep=()))
     assert heard.of(TrialReplanned)[-1].shards > 3
     assert len(heard.of(TrialReplanned)) <= 3
     assert states(report) == ["FINISHED"]
@@ -115,17 +131,9 @@ def test_two_trials_out_of_memory_at_one_time_are_both_planned_smaller(run, hear
     assert {e.trial for e in heard.of(TrialReplanned)} == {0, 1}
 
 
-def test_the_key_of_the_bits_is_the_same_on_every_rung(run, heard, monkeypatch):
-    keys = []
-    plan = Planner.plan
-
-    def planned(planner, trials, **options):
-        found = plan(planner, trials, **options)
-        keys.extend(job.numerics for job in found.plan.jobs)
-        return found
-
-    monkeypatch.setattr(Planner, "plan", planned)
+def test_the_key_of_the_bits_is_the_same_on_every_rung(run, jobs):
     run([BIG], 1_000_000)
+    keys = [job.numerics for job in jobs]
     assert len(keys) >= 2
     assert all(same_bits(keys[0], key) for key in keys)
 
@@ -137,22 +145,21 @@ class During:
     """Does something once, when a plan is asked for while the study runs."""
 
     def __init__(self, monkeypatch) -> None:
-        self.pool, self.work = None, lambda planner: None
-        plan = Planner.plan
+        self.work = lambda floor: None
+        plan = Replanning.plan
 
-        def planned(planner, trials, *, receive=None):
-            if receive is not None:
-                work, self.work = self.work, lambda planner: None
-                work(planner)
-            return plan(planner, trials, receive=receive)
+        def planned(replanning, trials, planner=None):
+            work, self.work = self.work, lambda floor: None
+            work(replanning._floor)
+            return plan(replanning, trials, planner)
 
-        monkeypatch.setattr(Planner, "plan", planned)
+        monkeypatch.setattr(Replanning, "plan", planned)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_worker_that_dies_meanwhile_costs_time_and_no_bits(devices, run, heard, monkeypatch):
-    def kill(planner):
-        worker = next(iter(planner._pool.workers.values()))
+    def kill(floor):
+        worker = next(iter(floor.pool.workers.values()))
         os.kill(worker.pid, signal.SIGKILL)
 
     During(monkeypatch).work = kill
@@ -165,7 +172,7 @@ def test_a_worker_that_dies_meanwhile_costs_time_and_no_bits(devices, run, heard
 def test_a_stop_meanwhile_is_obeyed(run, heard, monkeypatch, tmp_path):
     orders = Orders(tmp_path / "study-0", monkeypatch)
     orders.at(lambda event: event is None, StopStudy(), "stop")
-    During(monkeypatch).work = lambda planner: orders(None)
+    During(monkeypatch).work = lambda floor: orders(None)
     report = run([BIG], 1_000_000, checkpoint_every=0, callbacks=[orders])
     assert report.stopped == "shoal stop"
     assert orders.join()["stop"]["unsaved"] == []
@@ -175,7 +182,7 @@ def test_a_stop_meanwhile_is_obeyed(run, heard, monkeypatch, tmp_path):
 def test_a_trial_can_be_stopped_while_it_is_planned_again(run, heard, monkeypatch, tmp_path):
     orders = Orders(tmp_path / "study-0", monkeypatch)
     orders.at(lambda event: event is None, StopTrial(trial=1), "stop")
-    During(monkeypatch).work = lambda planner: orders(None)
+    During(monkeypatch).work = lambda floor: orders(None)
     report = run([troubles.ROWS, BIG], 1_000_000, callbacks=[orders], checkpoint_every=0)
     assert states(report) == ["FINISHED", "STOPPED"]
     assert "stopped" in orders.join()["stop"]["text"]

@@ -6,6 +6,7 @@ whether something has happened already: then it does not happen again.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -57,6 +58,10 @@ def happen(trouble: str, flag: str) -> None:
     if trouble == "sleep":
         while True:
             time.sleep(0.01)
+    if trouble == "sleep in C":
+        libc = ctypes.PyDLL(None)  # which keeps the interpreter's lock
+        while True:
+            libc.sleep(1000)
     if trouble == "stopped process":
         os.kill(os.getpid(), signal.SIGSTOP)
     if trouble == "kill":
@@ -183,3 +188,51 @@ def data_that_ends_early(hp):
 
 def data_that_ends_at_will(hp):
     return data_that_ends_early(hp) if hp["ends"] else data(hp)
+
+
+# -- while the study is planned -------------------------------------------------------------------
+
+
+def build_stuck(hp):
+    """Where ``hp["where"]`` says so, the trouble happens while the model is built."""
+    if hp["where"] == "model":
+        happen(hp["trouble"], hp["flag"])
+    model = Tower(hp.get("width", WIDTH))
+    if hp["where"] == "forward":
+        model.enter.register_forward_pre_hook(lambda *_: happen(hp["trouble"], hp["flag"]))
+    return model
+
+
+class StuckBatches(list):
+    """Batches before the first of which something happens."""
+
+    def __init__(self, batches, work) -> None:
+        super().__init__(batches)
+        self.work = work
+
+    def __iter__(self):
+        self.work()
+        return super().__iter__()
+
+
+def data_stuck(hp):
+    batches = [batch(index) for index in range(6)]
+    if hp["where"] == "data":
+        happen(hp["trouble"], hp["flag"])
+    if hp["where"] == "batch":
+        return StuckBatches(batches, lambda: happen(hp["trouble"], hp["flag"])), None
+    return batches, None
+
+
+def stuck_recipe(**changes) -> Recipe:
+    return recipe(model=build_stuck, data=data_stuck, **changes)
+
+
+class StuckWhenLoaded:
+    """A loss that hangs the worker that loads it, before any trial's code runs."""
+
+    def __reduce__(self):
+        return happen, ("sleep", "")
+
+    def __call__(self, output, batch):
+        return loss(output, batch)

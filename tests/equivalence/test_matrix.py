@@ -23,6 +23,8 @@ TECHNIQUES = {
     "2 shards": shoal.Spilled(shards=2, optimizer="device"),
     "4 shards": shoal.Spilled(shards=4, optimizer="device"),
     "3 shards, host step": shoal.Spilled(shards=3, optimizer="host"),
+    "4 shards, 2 stay": shoal.Spilled(shards=4, optimizer="device", keep=(0,), keep_weights=(2,)),
+    "4 shards, 2 stay, host step": shoal.Spilled(shards=4, optimizer="host", keep=(1, 2)),
 }
 FACTORS = {
     "model": zoo.MODELS,
@@ -100,7 +102,7 @@ def test_every_combination_ends_on_the_bits_of_the_plain_loop(row, check):
 
 
 def test_the_rows_hold_every_pair_and_are_few():
-    assert len(COVERING) <= 32
+    assert len(COVERING) <= 36
     assert {(row["model"], row["technique"]) for row in COVERING} == {
         (model, technique) for model in zoo.MODELS for technique in TECHNIQUES
     }

@@ -99,7 +99,7 @@ class Skips(Chain):
 
 
 class Glue(Chain):
-    """Computes between its blocks, where no shard boundary can be."""
+    """Computes between its blocks."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)

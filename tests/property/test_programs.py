@@ -1,6 +1,7 @@
 """Properties of every generated program, and of what the checker lets pass."""
 
 import dataclasses
+import itertools
 from collections.abc import Hashable
 from typing import Any
 
@@ -11,14 +12,24 @@ from hypothesis import strategies as st
 from shoal.core.errors import ProgramError
 from shoal.core.spec import ShardSpec
 from shoal.program.check import check
-from shoal.program.costs import JobCosts, unit_peak_bytes
-from shoal.program.ir import Action, Op, Part, Program, parse_program, single
+from shoal.program.costs import Costs, JobCosts, unit_peak_bytes
+from shoal.program.footprint import Footprint
+from shoal.program.ir import Action, Kept, Op, Part, Program, kept, parse_program, single
 from shoal.program.replay import Run, replay
 from shoal.program.slots import assign_slots, is_unit
-from shoal.spill.generate import evaluation, resident_step, spilled_step
+from shoal.spill.generate import (
+    arrival,
+    departure,
+    evaluation,
+    kept_of,
+    resident_step,
+    spilled_finish,
+    spilled_micro,
+    spilled_step,
+)
 
 quick = settings(max_examples=60, deadline=None)
-RESIDENT = (Part.PARAM, Part.STATE)
+RESIDENT = {0: (Part.PARAM, Part.STATE)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +41,16 @@ class Shape:
     clip: bool
     place: str
     lookahead: int
+    keep: tuple[int, ...] = ()
+    order: str = "micro"
+    weights: tuple[int, ...] = ()
+
+    @property
+    def kept(self) -> Kept:
+        return kept(self.keep, self.weights)
+
+    def check(self, costs: Costs) -> Footprint:
+        return check(self.program, costs, start=self.kept, end=self.kept)
 
     @property
     def program(self) -> Program:
@@ -39,25 +60,33 @@ class Shape:
             clip=self.clip,
             optimizer=self.place,
             lookahead=self.lookahead,
+            keep=self.keep,
+            order=self.order,
+            weights=self.weights,
         )
 
 
-shapes = st.builds(
-    Shape,
-    num_shards=st.integers(1, 6),
-    micro_batches=st.integers(1, 4),
-    clip=st.booleans(),
-    place=st.sampled_from(["device", "host"]),
-    lookahead=st.integers(0, 3),
-)
-small_shapes = st.builds(
-    Shape,
-    num_shards=st.integers(1, 3),
-    micro_batches=st.integers(1, 2),
-    clip=st.booleans(),
-    place=st.sampled_from(["device", "host"]),
-    lookahead=st.integers(0, 2),
-)
+@st.composite
+def shapes_of(draw, *, shards, micros, lookahead):
+    num_shards = draw(st.integers(1, shards))
+    some = st.sets(st.integers(0, num_shards - 1))
+    keep = draw(some)
+    place = draw(st.sampled_from(["device", "host"]))
+    weights = draw(some) - keep if place == "device" else ()
+    return Shape(
+        num_shards=num_shards,
+        micro_batches=draw(st.integers(1, micros)),
+        clip=draw(st.booleans()),
+        place=place,
+        lookahead=draw(st.integers(0, lookahead)),
+        keep=tuple(sorted(keep)),
+        weights=tuple(sorted(weights)),
+        order=draw(st.sampled_from(["micro", "shard"])),
+    )
+
+
+shapes = shapes_of(shards=6, micros=4, lookahead=3)
+small_shapes = shapes_of(shards=3, micros=2, lookahead=2)
 sizes = st.integers(0, 10**6)
 
 
@@ -103,7 +132,7 @@ def simple_costs(num_shards):
 @given(shapes_with_costs())
 def test_a_generated_step_passes_the_checker_within_its_slots(case):
     shape, costs = case
-    footprint = check(shape.program, costs)
+    footprint = shape.check(costs)
     assert footprint.num_slots <= shape.lookahead + 1
     assert footprint.peak_bytes == max(footprint.running_bytes)
     assert footprint.peak_bytes <= footprint.held_bytes + footprint.unit_bytes
@@ -114,7 +143,7 @@ def test_a_generated_step_passes_the_checker_within_its_slots(case):
 @given(shapes_with_costs())
 def test_only_the_peak_inside_a_unit_is_above_what_is_held(case):
     shape, costs = case
-    footprint = check(shape.program, costs)
+    footprint = shape.check(costs)
     for action, running in zip(shape.program, footprint.running_bytes, strict=True):
         peak = unit_peak_bytes(action, costs[0].shards[action.shard])
         assert running - peak <= footprint.held_bytes
@@ -124,7 +153,7 @@ def test_only_the_peak_inside_a_unit_is_above_what_is_held(case):
 @given(shapes)
 def test_every_store_of_gradients_outside_the_slots_is_waited_for_or_left_to_the_next(shape):
     actions = shape.program.devices[0]
-    slots = assign_slots(actions)
+    slots = assign_slots(actions, start=shape.kept)
     outside = {
         index
         for index, action in enumerate(actions)
@@ -154,18 +183,120 @@ def test_every_micro_batch_has_two_units_a_shard_less_one(shape):
 @given(shapes_with_costs())
 def test_the_bytes_moved_are_those_of_the_formula(case):
     shape, costs = case
-    shards, micros = costs[0].shards, shape.micro_batches
-    params = sum(s.parameter_bytes for s in shards)
+    micros = shape.micro_batches
+    shards = [s for s in costs[0].shards if s.index not in shape.keep]
+    loaded = [s for s in shards if s.index not in shape.weights]
+    params = sum(s.parameter_bytes for s in loaded)
     states = sum(s.state_bytes for s in shards)
     gradients = sum(s.gradient_bytes for s in shards)
-    updated = sum(s.owned_bytes for s in shards) + states
-    up = micros * (2 * params - shards[-1].parameter_bytes) + (micros - 1) * gradients
+    updated = sum(s.owned_bytes for s in loaded) + states
+    last = costs[0].shards[-1]
+    if shape.order == "shard":  # as if there were one
+        micros = 1
+    up = micros * (2 * params - last.parameter_bytes * (last in loaded)) + (micros - 1) * gradients
+    up -= sum(costs[0].shards[shard].parameter_bytes for shard in _joins(shape))
     down = micros * gradients
     if shape.place == "device":
         up += states + (params + gradients if shape.clip else 0)
         down += updated - (0 if shape.clip else gradients)
-    footprint = check(shape.program, costs)
+    footprint = shape.check(costs)
     assert (footprint.up_bytes, footprint.down_bytes) == (up, down)
+
+
+def _joins(shape):
+    """Shards whose parameters are still in a slot when they are needed again."""
+    around = [*range(shape.num_shards - 1), *reversed(range(shape.num_shards))]
+    visits = around * (shape.micro_batches if shape.order == "micro" else 1)
+    if shape.clip and shape.place == "device":
+        visits += range(shape.num_shards)
+    visits = _slotted(shape, visits)
+    for index, shard in enumerate(visits):
+        if shard in visits[:index]:
+            before = max(i for i in range(index) if visits[i] == shard)
+            if len(set(visits[before + 1 : index])) <= shape.lookahead:
+                yield shard
+
+
+def _slotted(shape, visits):
+    return [shard for shard in visits if shard not in (*shape.keep, *shape.weights)]
+
+
+@quick
+@given(shapes_with_costs())
+def test_a_kept_shard_moves_nothing_in_a_step(case):
+    shape, costs = case
+    moved = [a for a in shape.program if a.op in (Op.LOAD, Op.STORE, Op.DROP)]
+    assert not [action for action in moved if action.shard in shape.keep]
+    of = costs[0].shards
+    whole = sum(of[s].parameter_bytes + of[s].state_bytes for s in shape.keep)
+    weights = sum(of[s].parameter_bytes for s in shape.weights)
+    assert shape.check(costs).kept_bytes == whole + weights
+    params = [a for a in moved if Part.PARAM in a.parts]
+    assert not [action for action in params if action.shard in shape.weights]
+
+
+@quick
+@given(shapes)
+def test_what_is_kept_arrives_and_departs(shape):
+    costs = simple_costs(shape.num_shards)
+    kept_bytes = 2 * len(shape.keep) + len(shape.weights)
+    here = (shape.keep, shape.weights)
+    assert check(arrival(*here), costs, end=shape.kept).up_bytes == kept_bytes
+    assert check(departure(*here), costs, start=shape.kept).down_bytes == kept_bytes
+
+
+@quick
+@given(shapes)
+def test_a_group_of_unknown_size_is_micros_and_a_finish(shape):
+    names = ("clip", "lookahead", "keep", "weights")
+    options = {name: getattr(shape, name) for name in names} | {"optimizer": shape.place}
+    parts = [
+        spilled_micro(
+            shape.num_shards,
+            m,
+            lookahead=shape.lookahead,
+            keep=shape.keep,
+            weights=shape.weights,
+        )
+        for m in range(shape.micro_batches)
+    ]
+    whole = single(a for p in [*parts, spilled_finish(shape.num_shards, **options)] for a in p)
+    check(whole, simple_costs(shape.num_shards), start=shape.kept, end=shape.kept)
+    assert result_of(whole, shape) == result_of(shape.program, shape)
+
+
+@quick
+@given(shapes)
+def test_what_lends_its_parameters_leaves_them_current_on_the_host(shape):
+    program = spilled_step(
+        shape.num_shards,
+        micro_batches=shape.micro_batches,
+        clip=shape.clip,
+        optimizer=shape.place,
+        lookahead=shape.lookahead,
+        keep=shape.keep,
+        weights=shape.weights,
+        lent=(0,),
+        order=shape.order,
+    )
+    check(program, simple_costs(shape.num_shards), start=shape.kept, end=shape.kept)
+    paper = _Paper(shape)
+    paper.run(program)
+    newest = paper.device.get((0, Part.PARAM), paper.home[0, Part.PARAM])
+    assert repr(paper.home[0, Part.PARAM]) == repr(newest)
+
+
+@quick
+@given(st.integers(1, 40), st.data())
+def test_what_travels_is_spread_evenly_and_the_last_shard_first(num_shards, data):
+    count = data.draw(st.integers(0, num_shards))
+    keep = kept_of(num_shards, count)
+    travel = [shard for shard in range(num_shards) if shard not in keep]
+    assert len(keep) == count
+    if travel:
+        assert travel[-1] == num_shards - 1
+        gaps = [b - a for a, b in itertools.pairwise([-1, *travel])]
+        assert max(gaps) - min(gaps) <= 1
 
 
 @quick
@@ -192,12 +323,14 @@ class _Paper:
     there, or steps without a gradient, ends with other values than the right one.
     """
 
-    def __init__(self, num_shards: int, resident: bool) -> None:
-        self.last = num_shards - 1
+    def __init__(self, shape: Shape) -> None:
+        self.last = shape.num_shards - 1
         self.home: dict[tuple[int, Part], Any] = {
-            (s, part): (part, s) for s in range(num_shards) for part in RESIDENT
+            (s, part): (part, s) for s in range(shape.num_shards) for part in RESIDENT[0]
         }
-        self.device: dict[tuple[int, Part], Any] = dict(self.home) if resident else {}
+        self.device: dict[tuple[int, Part], Any] = {
+            key: value for key, value in self.home.items() if key[1] in shape.kept.get(key[0], ())
+        }
         self.tensors: dict[Hashable, Any] = {}
         self.norm: Any = None
 
@@ -237,19 +370,19 @@ class _Paper:
 
     def step(self, memory: dict[tuple[int, Part], Any], shard: int) -> None:
         used = tuple(memory.get((shard, part)) for part in Part)
-        for part in RESIDENT:
+        for part in RESIDENT[0]:
             memory[shard, part] = (part, "after", used, self.norm)
         for place in (self.device, self.home):
             place.pop((shard, Part.GRAD), None)
 
 
-def result_of(program, num_shards, resident=False):
-    return repr(sorted(_Paper(num_shards, resident).run(program).items()))
+def result_of(program, shape):
+    return repr(sorted(_Paper(shape).run(program).items()))
 
 
-def passes(program, num_shards):
+def passes(program, shape):
     try:
-        check(program, simple_costs(num_shards))
+        check(program, simple_costs(shape.num_shards), start=shape.kept, end=shape.kept)
     except ProgramError:
         return False
     return True
@@ -263,7 +396,7 @@ def test_a_program_without_one_action_is_refused(shape):
         without = single(actions[:index] + actions[index + 1 :])
         if _is_another_legal_program(shape, action):
             continue
-        assert not passes(without, shape.num_shards), f"without {action} at {index}"
+        assert not passes(without, shape), f"without {action} at {index}"
 
 
 def _is_another_legal_program(shape: Shape, action: Action) -> bool:
@@ -275,36 +408,57 @@ def _is_another_legal_program(shape: Shape, action: Action) -> bool:
 @given(small_shapes)
 def test_swapping_neighbours_is_refused_or_changes_no_weight(shape):
     actions = shape.program.devices[0]
-    right = result_of(shape.program, shape.num_shards)
+    right = result_of(shape.program, shape)
     for index in range(len(actions) - 1):
         swapped = list(actions)
         swapped[index : index + 2] = reversed(actions[index : index + 2])
         program = single(swapped)
-        if passes(program, shape.num_shards):
-            assert result_of(program, shape.num_shards) == right, f"swapped at {index}"
+        if passes(program, shape):
+            assert result_of(program, shape) == right, f"swapped at {index}"
 
 
 @settings(max_examples=150, deadline=None)
 @given(small_shapes, st.data())
 def test_moving_an_action_is_refused_or_changes_no_weight(shape, data):
     actions = list(shape.program.devices[0])
-    right = result_of(shape.program, shape.num_shards)
+    right = result_of(shape.program, shape)
     for _ in range(data.draw(st.integers(1, 3), "moves")):
         moved = actions.pop(data.draw(st.integers(0, len(actions) - 1), "from"))
         actions.insert(data.draw(st.integers(0, len(actions)), "to"), moved)
-    if passes(single(actions), shape.num_shards):
-        assert result_of(single(actions), shape.num_shards) == right
+    if passes(single(actions), shape):
+        assert result_of(single(actions), shape) == right
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 @pytest.mark.parametrize("place", ["device", "host"])
 def test_lookahead_changes_no_weight(place, lookahead):
     shape = Shape(3, 2, True, place, lookahead)
-    assert result_of(shape.program, 3) == result_of(Shape(3, 2, True, place, 0).program, 3)
+    assert result_of(shape.program, shape) == result_of(Shape(3, 2, True, place, 0).program, shape)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_which_loop_is_outside_changes_no_weight(place, clip):
+    one, other = (Shape(4, 3, clip, place, 1, (2,), order) for order in ("micro", "shard"))
+    assert result_of(one.program, one) == result_of(other.program, one)
+
+
+@pytest.mark.parametrize("weights", [(), (0,), (1, 2)])
+def test_keeping_parameters_alone_changes_no_weight(weights):
+    some, none = (Shape(3, 2, True, "device", 1, weights=which) for which in (weights, ()))
+    assert result_of(some.program, some) == result_of(none.program, none)
+
+
+@pytest.mark.parametrize("keep", [(0,), (1,), (0, 2), (0, 1, 2)])
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_what_is_kept_changes_no_weight(place, keep):
+    some, none = (Shape(3, 2, True, place, 1, keep=which) for which in (keep, ()))
+    assert result_of(some.program, some) == result_of(none.program, none)
 
 
 def test_device_and_host_step_give_the_same_weights():
-    results = {result_of(Shape(3, 2, True, place, 1).program, 3) for place in ("device", "host")}
+    both = [Shape(3, 2, True, place, 1) for place in ("device", "host")]
+    results = {result_of(shape.program, shape) for shape in both}
     assert len(results) == 1
 
 
@@ -315,11 +469,11 @@ def test_device_and_host_step_give_the_same_weights():
 @given(shapes_with_costs(), st.integers(1, 3), st.integers(1, 3))
 def test_the_makespan_lies_between_the_busiest_resource_and_the_sum(case, trials, steps):
     shape, costs = case
-    run = Run(program=shape.program, costs=costs, steps=steps)
+    run = Run(program=shape.program, costs=costs, steps=steps, start=shape.kept)
     timeline = replay([run] * trials)
     shared = [busy for (_, stream), busy in timeline.busy_s.items() if stream != "host"]
     total = sum(timeline.busy_s.values())
-    assert max(shared) <= timeline.makespan_s * (1 + 1e-9)
+    assert max(shared, default=0) <= timeline.makespan_s * (1 + 1e-9)
     assert timeline.makespan_s <= total * (1 + 1e-9)
 
 
@@ -327,8 +481,8 @@ def test_the_makespan_lies_between_the_busiest_resource_and_the_sum(case, trials
 @given(shapes_with_costs(), st.integers(1, 3))
 def test_a_replay_moves_the_bytes_of_the_footprint(case, steps):
     shape, costs = case
-    footprint = check(shape.program, costs)
-    timeline = replay([Run(program=shape.program, costs=costs, steps=steps)])
+    footprint = shape.check(costs)
+    timeline = replay([Run(program=shape.program, costs=costs, steps=steps, start=shape.kept)])
     assert timeline.up_bytes == steps * footprint.up_bytes == _moved(timeline, "up")
     assert timeline.down_bytes == steps * footprint.down_bytes == _moved(timeline, "down")
 
@@ -345,7 +499,7 @@ def test_whatever_is_chosen_every_action_runs_once_a_step(case, trials, data):
     def anyone(ready):
         return data.draw(st.integers(0, len(ready) - 1))
 
-    run = Run(program=shape.program, costs=costs)
+    run = Run(program=shape.program, costs=costs, start=shape.kept)
     timed = [action for action in shape.program if action.op is not Op.DROP]
     spans = replay([run] * trials, choose=anyone).spans
     assert sorted(span.action for span in spans) == sorted(timed * trials)
@@ -355,7 +509,9 @@ def test_whatever_is_chosen_every_action_runs_once_a_step(case, trials, data):
 @given(shapes_with_costs(), st.integers(1, 3))
 def test_no_two_spans_of_a_resource_overlap(case, trials):
     shape, costs = case
-    spans = replay([Run(program=shape.program, costs=costs, steps=2)] * trials).spans
+    spans = replay(
+        [Run(program=shape.program, costs=costs, steps=2, start=shape.kept)] * trials
+    ).spans
     for stream in ("compute", "up", "down"):
         ends = 0.0
         for span in (span for span in spans if span.stream == stream):

@@ -29,6 +29,18 @@ class StudyStarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanningWaited:
+    """A worker has not answered the planner for a while; sent again while that goes on."""
+
+    time: float
+    device: str
+    trial: int | None  # whose code runs; None before any does
+    work: str  # what it does: "start", "build" or "measure" that trial
+    seconds: float  # how long it has been at that
+    limit_s: float  # after so long it is taken for a hang, and ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrialPlanned:
     """A trial got its job."""
 
@@ -264,6 +276,24 @@ class PeakMeasured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EmulationMeasured:
+    """How well the machine kept to a profile's times, since the last of these of the stream.
+
+    Seconds are those of ``shoal.device.Fidelity``. Steps in which every allocation is counted
+    are left out: the first that a trial takes on a device, and a few later ones.
+    """
+
+    time: float
+    device: str
+    stream: str  # "compute", "up", "down" or "host": all trials' together
+    works: int
+    emulated_s: float
+    behind_s: float  # of real time that later work did not make up for
+    overruns: int  # pieces of work that took the machine longer than the profile says
+    overrun_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ActionFinished:
     """One action of a program on one stream of a device; seconds are Unix times."""
 
@@ -290,6 +320,7 @@ class StudyFinished:
 
 Event = (
     StudyStarted
+    | PlanningWaited
     | TrialPlanned
     | TrialStarted
     | TrialMoved
@@ -312,6 +343,7 @@ Event = (
     | WorkerStarted
     | WorkerDied
     | PeakMeasured
+    | EmulationMeasured
     | ActionFinished
     | StudyFinished
 )

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shoal.core.errors import PlanError, SpecError
-from shoal.core.spec import DeviceSpec, Place, Scalar, ShardSpec
+from shoal.core.spec import DeviceSpec, Order, Place, Scalar, ShardSpec
 from shoal.core.units import Bytes, Seconds, format_bytes, format_seconds
 
 
@@ -23,12 +23,21 @@ class Spilled:
 
     ``shards`` is how many, None for the fewest that fit. ``optimizer`` is where
     the step runs: on the device, with the state travelling, or on the host copies.
-    ``lookahead`` is how many units ahead of the running one are loaded.
+    ``lookahead`` is how many units ahead of the running one are loaded. ``keep`` are
+    shards that stay on the device and step there, None for as many as fit; none of them
+    where the whole model would fit and spilling was asked for all the same. Of those in
+    ``keep_weights`` the parameters stay, and the optimizer's state travels to the device for
+    each step; it goes with ``keep`` and with the step on the device. ``order``
+    "shard" has a shard run all micro-batches of a step while it is on the device, which
+    gives the same bits where the model draws no random numbers.
     """
 
     shards: int | None = None
     optimizer: Place | None = None
     lookahead: int | None = None
+    keep: tuple[int, ...] | None = None
+    keep_weights: tuple[int, ...] = ()
+    order: Order | None = None
     offload: str = "host"
     recompute: bool | str = True
 
@@ -37,8 +46,19 @@ class Spilled:
             raise SpecError(f"Spilled(shards=...) must be at least 1, got {self.shards}")
         if self.optimizer not in (None, "device", "host"):
             raise SpecError(f"optimizer is 'device' or 'host', got {self.optimizer!r}")
-        if self.lookahead not in (None, 0, 1):
-            raise SpecError(f"lookahead is 0 or 1, got {self.lookahead!r}")
+        if self.lookahead not in (None, 0, 1, 2):
+            raise SpecError(f"lookahead is 0, 1 or 2, got {self.lookahead!r}")
+        if self.order not in (None, "micro", "shard"):
+            raise SpecError(f"order is 'micro' or 'shard', got {self.order!r}")
+        if self.keep is not None:
+            self._check_keep("keep", tuple(self.keep))
+        self._check_keep("keep_weights", tuple(self.keep_weights))
+        if self.keep_weights and self.optimizer == "host":
+            raise SpecError(
+                f"keep_weights={self.keep_weights} with the step on the host: the copies on the "
+                "device would be old after each step. Name the shards in keep=, or step on the "
+                "device."
+            )
         if self.offload != "host":
             raise PlanError(f"offload={self.offload!r} cannot be done yet; use offload='host'.")
         if self.recompute not in (True, "auto"):
@@ -47,8 +67,34 @@ class Spilled:
                 "recomputes its forward. Use recompute=True."
             )
 
+    def _check_keep(self, name: str, keep: tuple[int, ...]) -> None:
+        if self.shards is None and keep:
+            raise SpecError(
+                f"Spilled({name}={keep}) names shards; say how many there are with shards=."
+            )
+        if not all(type(s) is int and 0 <= s < (self.shards or 0) for s in keep):
+            raise SpecError(
+                f"{name} names shards from 0 to {(self.shards or 0) - 1}, got {keep}. Leave it "
+                "out to keep as many as fit."
+            )
+        object.__setattr__(self, name, tuple(sorted(set(keep))))
+
 
 Technique = Resident | Spilled
+
+
+def kept_shards(technique: Technique) -> tuple[int, ...]:
+    """The shards that stay on the device between steps: of a resident model its only one."""
+    if isinstance(technique, Resident):
+        return (0,)
+    return technique.keep or ()
+
+
+def kept_weights(technique: Technique) -> tuple[int, ...]:
+    """Shards of which the parameters alone stay on the device between steps."""
+    if isinstance(technique, Resident):
+        return ()
+    return tuple(s for s in technique.keep_weights if s not in kept_shards(technique))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +179,12 @@ def _explain_job(job: Job, like: int) -> list[str]:
     if isinstance(job.technique, Spilled):
         place = job.technique.optimizer
         lines.append(f"    {len(shards)} shards, the optimizer steps on the {place}")
+        if kept := kept_shards(job.technique):
+            names = ", ".join(map(str, kept))
+            lines.append(f"    {len(kept)} of them stay on the device and step there: {names}")
+        if weights := kept_weights(job.technique):
+            names = ", ".join(map(str, weights))
+            lines.append(f"    of {len(weights)} the parameters stay, the state travels: {names}")
         lines += [f"    {_explain_shard(shard)}" for shard in shards]
     lines.append("    " + ", ".join(f"{k} {format_bytes(v)}" for k, v in total.items() if v))
     lines.append(

@@ -92,6 +92,8 @@ class Floor:
             self._write(happened)
         except StorageError as error:
             self._write_again(happened, error)
+        for worker in self.pool.workers.values():
+            worker.acknowledge()
 
     def _write_again(self, happened: Sequence[events.Event], error: StorageError) -> None:
         """Give back the reserve, write, and stop: there may be no second time."""

@@ -4,7 +4,8 @@
 as much. So the next plan is for batches that take so much, whatever is measured: the first of
 these that fits is the trial's next job, and each time the growth is larger than before.
 
-    as it is, alone            where it shared its device: fewer neighbours
+    as it is, alone            where it shared its device: fewer neighbours, and of its own
+                               shards fewer that stay on the device
     no lookahead               where it had some: one slot instead of two
     spilled, as many shards as it takes
 
@@ -48,11 +49,14 @@ def techniques(
         yield Spilled(optimizer=place)
         return
     same = replace(technique, shards=shards, optimizer=place)
-    if has_neighbours:
-        yield same
+    fewer_kept = replace(same, keep=None, keep_weights=(), order=None)
+    if has_neighbours or technique.keep or technique.keep_weights:
+        yield fewer_kept
     if technique.lookahead != 0:
-        yield replace(same, lookahead=0)
-    yield replace(same, shards=None, lookahead=0)
+        yield replace(fewer_kept, lookahead=0)
+        if technique.keep:  # which shards step on the device may be part of the numerics
+            yield replace(same, lookahead=0)
+    yield replace(fewer_kept, shards=None, lookahead=0)
 
 
 def same_bits(before: Mapping[str, Scalar], after: Mapping[str, Scalar]) -> bool:

@@ -11,6 +11,7 @@ from shoal.core.errors import CapacityError, StorageError, WorkerError
 from shoal.core.spec import DeviceSpec
 from shoal.execution.failures import is_out_of_memory, signature
 from shoal.execution.floor import Floor
+from shoal.execution.hangs import end_if_hung
 from shoal.execution.pausing import Pausing
 from shoal.execution.replanning import Replanning
 from shoal.execution.rewind import damaged, fall_back
@@ -182,20 +183,15 @@ class Recovery:
             self._watch(worker, name, now, leased)
 
     def _watch(self, worker: Worker, name: str, now: float, leased: dict[str, bool]) -> None:
-        measures = self._replanning.asks(worker)
-        patient = measures or leased.get(name, False)
-        still_s = self._watchdog.look(
-            name, worker.work_done, now, leased=measures or name in leased, patient=patient
+        order = self._replanning.asked(worker)
+        end_if_hung(
+            worker,
+            self._watchdog,
+            now,
+            order=order,
+            is_busy=order is not None or name in leased,
+            is_patient=order is not None or leased.get(name, False),
         )
-        if still_s is None or not worker.alive:
-            return
-        worker.last_words = (
-            f"it got nothing done for {still_s:.0f} s, "
-            f"{self._watchdog.limit_s(name, patient=patient):.0f} s are allowed; its threads "
-            f"stood at:\n{worker.stacks()}"
-        )
-        self._watchdog.forget(name)
-        worker.end()
 
     def planned(self) -> None:
         """A plan is made: what its measures took was no hang."""

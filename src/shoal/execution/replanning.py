@@ -13,6 +13,7 @@ from shoal.execution.floor import Floor
 from shoal.execution.ladder import MAX_RUNGS, grow, same_bits, techniques
 from shoal.execution.trial import TrialRun
 from shoal.planning import Planned, Planner, Receive
+from shoal.runtime.messages import Order
 from shoal.runtime.pool import Worker
 
 
@@ -38,9 +39,9 @@ class Replanning:
         """Whether a plan is under way."""
         return self._at_work is not None
 
-    def asks(self, worker: Worker) -> bool:
-        """Whether a worker measures for it now."""
-        return self._at_work is not None and worker in self._at_work.asked
+    def asked(self, worker: Worker) -> Order | None:
+        """What a worker measures for it now, if anything."""
+        return self._at_work.asked.get(worker) if self._at_work is not None else None
 
     def plan(self, trials: Sequence[TrialSpec], planner: Planner | None = None) -> Planned:
         """Plan while other trials run.

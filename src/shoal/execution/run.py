@@ -47,12 +47,13 @@ _WAIT_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """When to give up, and how."""
+    """When to give up, and how; and when to say that something takes long."""
 
     retries: int = 0
     time_limit_s: float | None = None  # of this run
     trial_time_limit_s: float | None = None  # of a trial on its devices
     grace_s: float = 30.0
+    slow_s: float = 60.0  # of an order while the study is planned: then somebody is told
     watchdog: Watchdog = field(default_factory=Watchdog)
     backoff: Backoff = field(default_factory=Backoff)
     same_failures: SameFailures = field(default_factory=SameFailures)

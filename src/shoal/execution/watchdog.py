@@ -2,11 +2,13 @@
 
 A worker counts what it gets done (units, copies, host steps) in shared memory. A count that
 stands still for ``max(least_s, factor * p99 of a step)`` while the worker holds a lease is a
-hang: a deadlock in user code, a data source that never answers, a stopped process.
+hang: a deadlock in user code, a data source that never answers, a stopped process. So is one
+that stands still for ``first_s`` while the worker answers an order of the planner.
 """
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -14,17 +16,19 @@ LEAST_S = 60.0
 FACTOR = 10.0
 FIRST_S = 1800.0  # before any step has ended: compilation, a cache to build
 _STEPS = 1000
+_HEAD = "(most recent call first):\n"
+_INNERMOST = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 
 
 @dataclass(slots=True)
 class _Watched:
-    count: int
+    work: object
     since: float
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=_STEPS))
 
 
 class Watchdog:
-    """Looks at counts; ``now`` is of a clock that never jumps."""
+    """Looks at what workers get done; ``now`` is of a clock that never jumps."""
 
     def __init__(
         self, *, least_s: float = LEAST_S, factor: float = FACTOR, first_s: float = FIRST_S
@@ -33,15 +37,18 @@ class Watchdog:
         self._watched: dict[str, _Watched] = {}
 
     def look(
-        self, device: str, count: int, now: float, *, leased: bool, patient: bool = False
+        self, device: str, work: object, now: float, *, leased: bool, patient: bool = False
     ) -> float | None:
-        """Take a count; returns the seconds it stood still when that is a hang.
+        """Take what it has got done; returns the seconds it stood still when that is a hang.
 
-        ``patient``: it may be building or measuring a model, which takes as long as a first step.
+        Args:
+            work: Anything that is another value once the worker gets on.
+            leased: Whether it has something to do.
+            patient: It may be building or measuring a model, which takes as long as a first step.
         """
-        watched = self._watched.setdefault(device, _Watched(count, now))
-        if count != watched.count or not leased:
-            watched.count, watched.since = count, now
+        watched = self._watched.setdefault(device, _Watched(work, now))
+        if work != watched.work or not leased:
+            watched.work, watched.since = work, now
         still = now - watched.since
         if still <= self._least_s:  # no limit is below it, and this is asked often
             return None
@@ -53,7 +60,7 @@ class Watchdog:
             self._watched[device].steps.append(seconds)
 
     def limit_s(self, device: str, *, patient: bool = False) -> float:
-        """How long a count may stand still."""
+        """How long it may stand still."""
         watched = self._watched.get(device)
         if watched is None or not watched.steps:
             return self._first_s
@@ -65,6 +72,25 @@ class Watchdog:
     def forget(self, device: str) -> None:
         """The worker is gone; another one starts from nothing."""
         self._watched.pop(device, None)
+
+
+def words_of_hang(still_s: float, limit_s: float, stacks: str) -> str:
+    """What is said of a worker that was ended for hanging; the last line says it in short.
+
+    ``stacks`` are of all its threads, as ``faulthandler`` writes them.
+    """
+    place = place_of(stacks)
+    where = f", at {place}" if place else ""
+    return (
+        f"its threads stood at:\n{stacks.strip()}\n"
+        f"it got nothing done for {still_s:.0f} s{where}; {limit_s:.0f} s are allowed"
+    )
+
+
+def place_of(stacks: str) -> str:
+    """Where the main thread stands, the last one of ``stacks``; empty if nobody answered."""
+    frame = _INNERMOST.match(stacks.rpartition(_HEAD)[2])
+    return f"{frame[1]}:{frame[2]} in {frame[3]}" if frame else ""
 
 
 class Backoff:

@@ -15,13 +15,22 @@ class Keeper:
     """Removes what is not to be kept of trials that finish.
 
     Args:
+        keep: Generations that stay of each.
         only_weights: The last generation is all that stays of each.
         best: How many trials keep theirs; None for all.
     """
 
     def __init__(
-        self, directory: Path, *, only_weights: bool, best: int | None, metric: str, mode: str
+        self,
+        directory: Path,
+        *,
+        keep: int,
+        only_weights: bool,
+        best: int | None,
+        metric: str,
+        mode: str,
     ) -> None:
+        self._keep = keep
         self._directory, self._only_weights, self._best = directory, only_weights, best
         self._metric, self._mode = metric, mode
         self._values: dict[int, float | None] = {}
@@ -34,8 +43,11 @@ class Keeper:
     def finished(self, number: int, metrics: Mapping[str, float]) -> None:
         """A trial has finished, and that is on record."""
         self._values[number] = metrics.get(self._metric)
+        place = checkpoint.generations(self._directory, number, self._keep)
         if self._only_weights:
-            self._remove(checkpoint.generations(self._directory, number).all()[:-1])
+            self._remove(place.all()[:-1])
+        else:
+            place.collect()
         ranked = sorted(self._values, key=lambda n: (self._rank(n), n))
         for worse in ranked[self._best :] if self._best is not None else ():
             self._remove(checkpoint.generations(self._directory, worse).all())

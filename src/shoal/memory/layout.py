@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.core.plan import Resident, Technique
+from shoal.core.plan import Resident, Spilled, Technique, kept_shards, kept_weights
 from shoal.core.spec import ALIGNMENT
 from shoal.core.units import round_up
 
@@ -113,21 +113,82 @@ def lay_out(
     return TrialLayout(linked, buffer_segment, offset, offset + buffer_segment.num_bytes)
 
 
-def slot_parts(technique: Technique, *, clip: bool, accumulate: int) -> tuple[str, ...]:
+def slot_parts(technique: Spilled, *, clip: bool, accumulate: int) -> tuple[str, ...]:
     """Which parts a device slot has room for besides the parameters."""
-    if isinstance(technique, Resident):
-        return ("state",)
     on_device = technique.optimizer == "device"
-    grads_return = accumulate > 1 or (on_device and clip)
+    in_turns = accumulate > 1 and technique.order != "shard"
+    grads_return = in_turns or (on_device and clip)
     return ("state",) * on_device + ("grad",) * grads_return
 
 
-def slot_size(layout: TrialLayout, parts: tuple[str, ...]) -> int:
-    """Bytes of the largest shard with those parts."""
-    return max(
-        shard.param.num_bytes
-        + shard.borrowed_bytes
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """A place of its own for what stays of a shard on a device: bytes, and which parts."""
+
+    start: int
+    num_bytes: int
+    parts: tuple[str, ...]  # besides the parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """A trial's region on a device: a spot for each shard that stays, then equal slots.
+
+    Attributes:
+        kept: Shard -> its spot; in order of shard.
+        parts: What a slot has room for besides parameters.
+        slots_at: The first byte of the first slot.
+    """
+
+    kept: Mapping[int, Spot]
+    parts: tuple[str, ...]
+    slots_at: int
+    slot_bytes: int
+    num_slots: int
+
+    @property
+    def num_bytes(self) -> int:
+        """All of it."""
+        return self.slots_at + self.num_slots * self.slot_bytes
+
+    def place(self, slot: int) -> tuple[int, int]:
+        """First byte and size of a slot as programs number them: what is kept comes first."""
+        if slot < len(self.kept):
+            spot = list(self.kept.values())[slot]
+            return spot.start, spot.num_bytes
+        return self.slots_at + (slot - len(self.kept)) * self.slot_bytes, self.slot_bytes
+
+
+def arena(layout: TrialLayout, technique: Technique, *, clip: bool, accumulate: int) -> Arena:
+    """What a technique needs of the device for the shards of ``layout``."""
+    kept: dict[int, Spot] = {}
+    offset = 0
+    whole, weights = kept_shards(technique), kept_weights(technique)
+    for shard in sorted((*whole, *weights)):
+        stays = ("state",) if shard in whole else ()  # its gradients are autograd's
+        size = _size(layout.shards[shard], ("param", *stays))
+        kept[shard] = Spot(offset, size, stays)
+        offset += size
+    if isinstance(technique, Resident):
+        return Arena(kept, (), offset, 0, 0)
+    parts = slot_parts(technique, clip=clip, accumulate=accumulate)
+    sizes = [
+        _size(shard, parts if number in weights else ("param", *parts))
+        for number, shard in enumerate(layout.shards)
+        if number not in whole
+    ]
+    count = min(1 + (technique.lookahead or 0), len(sizes))
+    return Arena(kept, parts, offset, max(sizes, default=0), count)
+
+
+def _size(shard: ShardLayout, parts: tuple[str, ...]) -> int:
+    return (
+        ("param" in parts) * (shard.param.num_bytes + shard.borrowed_bytes)
         + ("state" in parts) * shard.state.num_bytes
         + ("grad" in parts) * shard.param.num_bytes
-        for shard in layout.shards
     )
+
+
+def lenders(layout: TrialLayout) -> tuple[int, ...]:
+    """Shards whose parameters another shard borrows."""
+    return tuple(sorted({owner for shard in layout.shards for owner, _ in shard.borrowed}))

@@ -25,10 +25,12 @@ from shoal.core.event import (
     ActionFinished,
     CheckpointDamaged,
     CheckpointWritten,
+    EmulationMeasured,
     Evaluated,
     Event,
     LoaderRestarted,
     PeakMeasured,
+    PlanningWaited,
     StepFinished,
     StorageFailed,
     StudyChanged,
@@ -70,6 +72,7 @@ class Snapshot:
     seconds: float = 0.0
     eta_seconds: float | None = None
     runs: int = 0
+    waits: tuple[PlanningWaited, ...] = ()  # the newest of each device, while it is planned
     is_finished: bool = False
     is_paused: bool = False
     stopped: str = ""
@@ -197,6 +200,7 @@ class Folder:
             total=event.trials,
             started=event.time if first is None else first,
             runs=self._head.runs + 1,
+            waits=(),
             is_finished=False,
             is_paused=False,
             stopped="",
@@ -208,10 +212,22 @@ class Folder:
         for trial in self._trials.values():
             trial.release()
 
+    def _planning_waited(self, event: PlanningWaited) -> None:
+        self._wait_over(event.device)
+        waits = sorted((*self._head.waits, event), key=lambda wait: wait.device)
+        self._head = replace(self._head, waits=tuple(waits))
+
+    def _wait_over(self, device: str) -> None:
+        left = tuple(wait for wait in self._head.waits if wait.device != device)
+        if len(left) < len(self._head.waits):
+            self._head = replace(self._head, waits=left)
+
     def _trial_planned(self, event: TrialPlanned) -> None:
         trial = self._trial(event.trial)
         trial.plan = event
         trial.reopen()
+        if self._head.waits:
+            self._head = replace(self._head, waits=())
         if len(self._trials) > self._head.total:  # it was added while the study runs
             self._head = replace(self._head, total=len(self._trials))
 
@@ -281,6 +297,7 @@ class Folder:
     def _worker_died(self, event: WorkerDied) -> None:
         device = self._device(event.device)
         device.pid, device.restarts = None, device.restarts + 1
+        self._wait_over(event.device)
         for number in event.trials:
             self._trial(number).release()
 
@@ -301,6 +318,7 @@ class Folder:
 
 _FOLDS: dict[type[Any], Callable[[Folder, Any], None]] = {
     StudyStarted: Folder._study_started,
+    PlanningWaited: Folder._planning_waited,
     TrialPlanned: Folder._trial_planned,
     TrialStarted: Folder._trial_started,
     TrialMoved: Folder._trial_moved,
@@ -323,6 +341,7 @@ _FOLDS: dict[type[Any], Callable[[Folder, Any], None]] = {
     WorkerStarted: Folder._worker_started,
     WorkerDied: Folder._worker_died,
     PeakMeasured: Folder._peak_measured,
+    EmulationMeasured: Folder._noted,
     ActionFinished: Folder._action_finished,
     StudyFinished: Folder._study_finished,
 }

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from shoal.core.errors import ShoalError
-from shoal.partition.callsheet import CallSheet, EmptyCache, Wire, Wires, flatten
-from shoal.partition.chain import Chain
-from shoal.partition.discover import Candidate, NotCuttable, find_candidates
-from shoal.partition.glue import Skeleton, run_prologue
+from shoal.partition.callsheet import EmptyCache
+from shoal.partition.chain import Chain, Micro
+from shoal.partition.discover import Candidate, NotCuttable, find_candidates, find_parts
+from shoal.partition.glue import Skeleton
 from shoal.partition.owners import Owners, UseRecorder, find_owners
-from shoal.partition.preserve import preserved
-from shoal.partition.record import Record, record_forward
-from shoal.partition.taint import Taint
+from shoal.partition.preserve import preserved, same_values
+from shoal.partition.record import Record, Spy
+from shoal.partition.units import run_forward
+from shoal.partition.wires import Wire, Wires
 from shoal.recipe import Batch, Recipe, autocast
 
-_ATTEMPTS = 4  # to find what the epilogue reads: what is kept may let it read more
+_ATTEMPTS = 3  # to find the joints: known ones may bring others to light
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,143 +53,244 @@ def build_chain(
         NotCuttable: says what in the model stands against it.
     """
     source = _Source(model, recipe, batch, device)
-    candidates = find_candidates(model)
     restore, notes = _switch_caches_off(model) if switch_caches_off else (_nothing, ())
     try:
-        chain = _first_that_works(source, candidates)
+        chain = _best_chain(source)
     except BaseException:
         restore()
         raise
-    return replace(chain, notes=(*chain.notes, *notes), on_close=[restore])
+    return replace(chain, notes=notes, caches_off=bool(notes), on_close=[restore])
 
 
-def _first_that_works(source: _Source, candidates: list[Candidate]) -> Chain:
-    """The chain of the first candidate that has one.
+def _best_chain(source: _Source) -> Chain:
+    """The chain of the model's lists, or if they make none that is fine, of its parts.
 
     Raises:
-        NotCuttable: none has; the reason is the last one's.
+        NotCuttable: there is no chain; the reason is that of the most blocks.
     """
-    for candidate in candidates:
+    chains: list[Chain] = []
+    refusals: list[NotCuttable] = []
+    for candidate in find_candidates(source.model):
         try:
-            return _build(source, candidate)
+            chains.append(_build(source, candidate))
         except NotCuttable as error:
-            refusal = error
-    if len(candidates[-1].lists) > 1:
-        reason = f"its lists {candidates[-1].title} do not form one chain: {refusal.reason}"
-        raise NotCuttable(reason) from refusal
-    raise refusal
+            refusals.append(error)
+            continue
+        if _is_fine(chains[-1]) and not chains[-1].skeleton.sections.joints:
+            return _choose(chains)
+    if not any(map(_is_fine, chains)):
+        chains += _chains_of_parts(source, refusals)
+    if chains:
+        return _choose(chains)
+    raise refusals[0]
+
+
+def _chains_of_parts(source: _Source, refusals: list[NotCuttable]) -> list[Chain]:
+    """The fine chain of the modules that the model consists of; why not, for each other one.
+
+    One without joints, if any has none.
+    """
+    chains = []
+    for candidate in find_parts(source.model):
+        try:
+            chain = _build(source, candidate)
+        except NotCuttable as error:
+            refusals.append(error)
+            continue
+        if _is_fine(chain):
+            chains.append(chain)
+    refusals.append(
+        NotCuttable(
+            "it has no nn.ModuleList or nn.Sequential with two or more children that have "
+            "parameters, and most of it is in one module, so there is nothing to cut between"
+        )
+    )
+    return sorted(chains, key=lambda chain: bool(chain.skeleton.sections.joints))[:1]
+
+
+def _choose(chains: list[Chain]) -> Chain:
+    """The chain with the most blocks; one without joints that has half as many is preferred."""
+    fine = [chain for chain in chains if _is_fine(chain)] or chains
+    longest = max(fine, key=lambda chain: len(chain.skeleton.blocks))
+    enough = len(longest.skeleton.blocks) / 2
+    plain = [
+        chain
+        for chain in fine
+        if not chain.skeleton.sections.joints and len(chain.skeleton.blocks) >= enough
+    ]
+    return plain[0] if plain else longest
+
+
+def _is_fine(chain: Chain) -> bool:
+    """Is its largest layer at most half of the model, or as small as its largest parameter?"""
+    sizes = {name: parameter.numel() for name, parameter in chain.model.named_parameters()}
+    layers = [
+        sum(sizes[n] for n in {*chain.parameters_of(layer), *chain.borrowed_by(layer)})
+        for layer in range(chain.num_layers)
+    ]
+    return max(layers) <= max(sum(sizes.values()) / 2, 1.1 * max(sizes.values(), default=0))
 
 
 def _build(source: _Source, candidate: Candidate) -> Chain:
-    """The chain, once it is known what the epilogue reads besides the last block's output."""
-    kept: frozenset[Wire] = frozenset()
-    for _ in range(_ATTEMPTS):
-        chain, read = _build_with(source, candidate, kept)
-        if read <= kept:
-            return chain
-        kept |= read
-    raise NotCuttable("what it does after its blocks depends on ever more of what came before")
+    """The candidate's chain.
 
-
-def _build_with(
-    source: _Source, candidate: Candidate, kept: frozenset[Wire]
-) -> tuple[Chain, frozenset[Wire]]:
-    """A chain that keeps ``kept`` for the epilogue, and what the epilogue reads in fact."""
-    model, device = source.model, source.device
-    with preserved(model, device):
-        batch = clone_batch(source.batch)
-        record = record_forward(model, source.recipe, batch, device, candidate, kept=kept)
+    Raises:
+        NotCuttable: it has none; says why.
+    """
+    record = _record(source, candidate)
     skeleton = Skeleton(
-        model=model,
+        model=source.model,
         recipe=source.recipe,
-        device=device,
+        device=source.device,
+        sections=record.sections,
         blocks=record.blocks,
-        prologue=record.prologue,
-        kept=kept,
-        glue_free=_is_plain(model, candidate),
+        outside=record.outside,
+        reads=record.sheet.reads,
+        glue_free=_is_plain(source.model, candidate),
+        draws=record.draws,
     )
+    chain = Chain(skeleton=skeleton, record=record, owners=Owners((), (), ()))
+    chain, rehearsal = _rehearse_somehow(chain, source.batch)
+    owners = find_owners(chain.model, record, rehearsal.recorder)
+    return replace(chain, owners=owners, record=replace(record, made={}))
+
+
+def _record(source: _Source, candidate: Candidate) -> Record:
+    """What a forward does, watched until its joints are known."""
+    joints: tuple[int, ...] = ()
+    for _ in range(_ATTEMPTS):
+        with preserved(source.model, source.device):
+            spy = Spy(source.model, candidate, source.device, joints)
+            spy.watch(source.recipe, clone_batch(source.batch))
+            if tuple(spy.found) == joints:
+                return spy.record()
+        joints = tuple(spy.found)
+    raise NotCuttable("what it computes between its blocks changes each time its forward runs")
+
+
+# -- the rehearsal: one forward, layer by layer ---------------------------------------------
+
+
+@dataclass(slots=True)
+class _Rehearsal:
+    """Which parameters each layer read, and which wires came out otherwise than recorded."""
+
+    recorder: UseRecorder
+    different: list[Wire] = field(default_factory=list)
+
+
+def _rehearse_somehow(chain: Chain, batch: Batch) -> tuple[Chain, _Rehearsal]:
+    """The chain as it can run: with stand-ins that have memory, or other kernels, if need be.
+
+    Raises:
+        NotCuttable: it cannot.
+    """
     try:
-        return _finish(source, skeleton, record)
+        rehearsal = _rehearse(chain, batch)
     except ShoalError:
         raise
     except Exception:  # the glue may change stand-ins in place: once more, with memory
-        dense = replace(skeleton, dense=True)
+        chain = replace(chain, skeleton=replace(chain.skeleton, dense=True))
+        rehearsal = _rehearse_or_refuse(chain, batch)
+    if not rehearsal.different:
+        return chain, rehearsal
+    other = replace(chain, skeleton=replace(chain.skeleton, graph_kernels=True))
+    again = _rehearse_or_refuse(other, batch)
+    return (chain, rehearsal) if again.different else (other, again)
+
+
+def _rehearse_or_refuse(chain: Chain, batch: Batch) -> _Rehearsal:
     try:
-        return _finish(source, dense, record)
+        return _rehearse(chain, batch)
     except ShoalError:
         raise
     except Exception as error:
         raise NotCuttable(
             "its forward fails when the modules before and between the blocks are replaced by "
-            f"stand-ins ({type(error).__name__}: {error})"
+            f"stand-ins ({type(error).__name__}: {error}){_side_door(chain.model)}"
         ) from error
 
 
-def _finish(source: _Source, skeleton: Skeleton, record: Record) -> tuple[Chain, frozenset[Wire]]:
-    """Check the glue, and see which layer reads which parameter and the epilogue which wire.
+def _side_door(model: nn.Module) -> str:
+    """What may be missing: a module of transformers may collect what its blocks compute."""
+    names = ("output_router_logits", "output_hidden_states", "output_attentions")
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    asked = [name for name in names if any(getattr(c, name, False) is True for c in configs)]
+    if not asked:
+        return ""
+    return f"; the config sets {asked[0]}, which the blocks hand over behind the forward's back"
+
+
+def _rehearse(chain: Chain, batch: Batch) -> _Rehearsal:
+    """One forward, layer by layer.
 
     Raises:
-        NotCuttable: the glue computes from the blocks' outputs.
+        NotCuttable: it calls its blocks otherwise than the plain forward did.
     """
-    sheet = _check_glue(source, skeleton)
-    pairs = zip(sheet.calls, record.sheet.calls, strict=True)
-    if not all(one.has_form_of(other) for one, other in pairs):
-        raise NotCuttable("its forward calls the blocks otherwise when they are stand-ins")
-    nobody = Owners((), (), ())
-    chain = Chain(skeleton=skeleton, record=replace(record, sheet=sheet), owners=nobody)
-    recorder, read = _watch(chain, source.batch)
-    return replace(chain, owners=find_owners(chain.model, record, recorder)), read
+    rehearsal = _Rehearsal(UseRecorder(dict(chain.model.named_parameters())))
+    recorder, epilogue = rehearsal.recorder, chain.num_layers - 1
+    with preserved(chain.model, chain.device):
+        micro = chain.begin(clone_batch(batch))
+        wires: Wires = {}
+        for layer in range(epilogue):
+            with recorder:
+                made = _rehearse_layer(chain, micro, layer, wires, recorder)
+            rehearsal.different += _different(chain.record, made)
+            wires = {
+                w: made[w] if w in made else wires[w] for w in chain.live_wires(layer + 1, micro)
+            }
+        _require_form(chain, micro)
+        with torch.no_grad(), autocast(chain.recipe, chain.device), recorder:
+            recorder.layer = None
+            chain.loss(micro, epilogue, wires, on_resume=lambda: recorder.enter(epilogue))
+    return rehearsal
 
 
-def _check_glue(source: _Source, skeleton: Skeleton) -> CallSheet:
-    """The call sheet of a prologue run in which nothing is computed from a block's output.
+def _rehearse_layer(
+    chain: Chain, micro: Micro, layer: int, wires: Wires, recorder: UseRecorder
+) -> Wires:
+    """One layer's forward unit; a joint's parameters are those that it reads when it is there."""
+    section = chain.skeleton.sections.headed_by(layer)
+    recorder.layer = None if section else layer
+    enter = None if section is None else (lambda: recorder.enter(layer))
+    made = run_forward(chain, micro, layer, layer + 1, wires, on_resume=enter)
+    if section is not None and micro.sheet is not None:
+        _refuse_filled_caches(micro.sheet.parts[section].calls)
+    return made
 
-    Raises:
-        NotCuttable: something is; or a block is given a cache that is not empty.
-    """
-    model, device, taint = source.model, source.device, Taint()
-    with preserved(model, device), torch.no_grad(), autocast(source.recipe, device), taint:
-        sheet, _ = run_prologue(skeleton, clone_batch(source.batch), taint)
-    if taint.read:
-        layer = max(wire.layer for wire in taint.read)
-        raise NotCuttable(
-            "the forward reads a value of the output of block "
-            f"{skeleton.blocks[layer - 1].name!r} between blocks"
-        )
-    leaves = [leaf for call in sheet.calls for leaf in call.leaves]
+
+def _different(record: Record, made: Wires) -> list[Wire]:
+    """The wires that are not what the plain forward made; those changed since do not count."""
+    return [
+        wire
+        for wire, tensor in made.items()
+        if wire in record.made
+        and wire not in record.cloned
+        and not same_values(record.made[wire], tensor)
+    ]
+
+
+def _require_form(chain: Chain, micro: Micro) -> None:
+    """Raise NotCuttable unless the blocks are called as in the plain forward."""
+    assert micro.sheet is not None
+    for position, block in enumerate(chain.skeleton.blocks):
+        if not micro.sheet.call(position).has_form_of(chain.record.sheet.call(position)):
+            raise NotCuttable(
+                f"its forward calls block {block.name!r} otherwise when the blocks before it are "
+                "stand-ins"
+            )
+
+
+def _refuse_filled_caches(calls: Any) -> None:
+    """Raise NotCuttable for a cache that is not empty when no block has run."""
+    leaves = [leaf for call in calls for leaf in call.leaves]
     caches = [leaf.value for leaf in leaves if isinstance(leaf, EmptyCache)]
     filled = next((cache for cache in caches if cache.get_seq_length() != 0), None)
     if filled is not None:
         raise NotCuttable(f"its blocks are given a {type(filled).__name__} that is not empty")
-    return sheet
 
 
-def _watch(chain: Chain, batch: Batch) -> tuple[UseRecorder, frozenset[Wire]]:
-    """One forward, layer by layer: the parameters each layer reads, the epilogue's wires."""
-    recorder = UseRecorder(dict(chain.model.named_parameters()))
-    taint = Taint()
-    epilogue = chain.num_layers - 1
-
-    def enter_epilogue() -> None:
-        recorder.layer = epilogue
-        taint.noting = True
-
-    with preserved(chain.model, chain.device), torch.no_grad():
-        micro = chain.begin(clone_batch(batch))
-        wires: Wires = {}
-        for layer in range(epilogue):
-            with autocast(chain.recipe, chain.device), recorder:
-                recorder.layer = layer
-                wires |= chain.forward(micro, layer, layer + 1, wires)
-            alive = chain.live_wires(layer + 1, micro)
-            wires = {wire: wires[wire] for wire in alive}
-        with autocast(chain.recipe, chain.device), recorder, taint:
-            recorder.layer = epilogue if chain.skeleton.kept else None
-            loss, output = chain.loss(
-                micro, epilogue, wires, on_resume=enter_epilogue, taint=taint
-            )
-    leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
-    return recorder, frozenset(taint.read | taint.sources_of([loss, *leaves]))
+# -- aids -----------------------------------------------------------------------------------
 
 
 def clone_batch(batch: Batch) -> Batch:

@@ -1,25 +1,29 @@
-"""A model as a chain of layers: prologue, blocks, epilogue; shards are ranges of them.
+"""A model as a chain of layers: prologue, blocks, joints, epilogue; shards are ranges of them.
 
-Layer 0 is the prologue P, everything the forward does before its first block. Layers 1
-to n are the blocks, in calling order. Layer n + 1 is the epilogue E with the recipe's
-loss. Between two shards nothing stays alive but the wires (see ``callsheet``).
+Layer 0 is the prologue P, everything the forward does before its first block. The blocks
+follow in calling order, with a joint wherever the forward computes between two of them (see
+``sections``). The last layer is the epilogue E with the recipe's loss. Between two shards
+nothing stays alive but the wires (see ``callsheet``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec
 
 from shoal.core.errors import TrialError
-from shoal.partition.callsheet import CallSheet, Constant, Shape, Wire, Wires, flatten
-from shoal.partition.glue import Skeleton, run_epilogue, run_prologue
+from shoal.partition.callsheet import CallSheet, leaf_wires
+from shoal.partition.glue import Skeleton, run_epilogue, run_head
 from shoal.partition.owners import Owners
 from shoal.partition.record import Record
-from shoal.partition.taint import Taint
+from shoal.partition.template import Constant, Template, flatten
+from shoal.partition.wires import Wire, Wires
 from shoal.recipe import Batch, Output, Recipe, compute_loss, model_inputs
 
 
@@ -27,11 +31,14 @@ from shoal.recipe import Batch, Output, Recipe, compute_loss, model_inputs
 class Micro:
     """One micro-batch on its way through a chain; holds no tensor but the batch.
 
-    The call sheet is written when layer 0 runs, and again when it is recomputed.
+    A section's part of the call sheet is written when its head runs, and again when that is
+    recomputed. ``touched`` are the blocks' outputs whose shape the forward relied on before the
+    block had run.
     """
 
     batch: Batch
     sheet: CallSheet | None = None
+    touched: set[Wire] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -46,6 +53,7 @@ class Chain:
     record: Record
     owners: Owners
     notes: tuple[str, ...] = ()
+    caches_off: bool = False
     on_close: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -62,15 +70,22 @@ class Chain:
 
     @property
     def num_layers(self) -> int:
-        return len(self.skeleton.blocks) + 2
+        return self.skeleton.sections.num_layers
 
     @property
     def layer_names(self) -> tuple[str, ...]:
-        """``prologue``, the blocks' module names, ``epilogue``; a second use has ``#2``."""
+        """``prologue``, the blocks' module names, ``epilogue``; a second use has ``#2``.
+
+        A joint is called after the block that it comes before.
+        """
         names: list[str] = []
-        for block in self.skeleton.blocks:
-            uses = sum(1 for name in names if name.split("#")[0] == block.name)
-            names.append(f"{block.name}#{uses + 1}" if uses else block.name)
+        uses: Counter[str] = Counter()
+        for position, block in enumerate(self.skeleton.blocks):
+            uses[block.name] += 1
+            name = f"{block.name}#{uses[block.name]}" if uses[block.name] > 1 else block.name
+            if position in self.skeleton.sections.joints:
+                names.append(f"joint before {name}")
+            names.append(name)
         return ("prologue", *names, "epilogue")
 
     def parameters_of(self, layer: int) -> tuple[str, ...]:
@@ -108,8 +123,15 @@ class Chain:
 
     def read_by(self, micro: Micro, start: int, stop: int) -> frozenset[Wire]:
         """Wires that layers [start, stop) read themselves."""
-        calls = _sheet_of(micro).calls[max(start - 1, 0) : max(stop - 1, 0)]
-        return frozenset(wire for call in calls for wire in call.wires)
+        read: set[Wire] = set()
+        for layer in range(start, stop):
+            section = self.skeleton.sections.headed_by(layer)
+            if section is not None:
+                read |= self.skeleton.reads.by_head[section]
+            else:
+                position = self.skeleton.sections.position_of(layer)
+                read.update(_sheet_of(micro).call(position).wires)
+        return frozenset(read)
 
     def needs_grad(self, wire: Wire) -> bool:
         """Did this wire need a gradient in the pilot?"""
@@ -129,21 +151,28 @@ class Chain:
             )
         return Micro(batch)
 
-    def forward(self, micro: Micro, start: int, stop: int, wires: Mapping[Wire, Tensor]) -> Wires:
+    def forward(
+        self,
+        micro: Micro,
+        start: int,
+        stop: int,
+        wires: Mapping[Wire, Tensor],
+        *,
+        on_resume: Callable[[], None] | None = None,
+    ) -> Wires:
         """Run layers [start, stop), without the epilogue; the new wires that live at ``stop``.
 
-        ``wires`` are those alive at ``start``; they are not changed, also where a block works
-        in place.
+        ``wires`` are those alive at ``start``; they are not changed, also where a layer works
+        in place. ``on_resume`` is told when a joint has skipped what comes before it.
 
         Raises:
             TrialError: this batch makes the forward do other things than the pilot's did.
         """
         assert 0 <= start < stop < self.num_layers, (start, stop)
         alive = self._enter(micro, start, wires)
-        sheet = _sheet_of(micro)
-        for layer in range(max(start, 1), stop):
-            self._run_block(sheet, layer, alive)
-        return {wire: alive[wire] for wire in sheet.live(stop) if wire not in wires}
+        for layer in range(start, stop):
+            self._run_layer(micro, layer, alive, on_resume)
+        return {wire: alive[wire] for wire in _sheet_of(micro).live(stop) if wire not in wires}
 
     def loss(
         self,
@@ -152,12 +181,10 @@ class Chain:
         wires: Mapping[Wire, Tensor],
         *,
         on_resume: Callable[[], None] | None = None,
-        taint: Taint | None = None,
     ) -> tuple[Tensor, Output]:
         """Run layers from ``start`` to the end: the recipe's loss and the model's output.
 
-        ``on_resume`` is told when the blocks are done and the epilogue proper begins; ``taint``
-        follows the stand-ins.
+        ``on_resume`` is told when the blocks are done and the epilogue proper begins.
 
         Raises:
             TrialError: this batch makes the forward do other things than the pilot's did.
@@ -167,12 +194,10 @@ class Chain:
             output = self.model(*args, **kwargs)
             return compute_loss(self.recipe, output, micro.batch), output
         alive = self._enter(micro, start, wires)
-        sheet = _sheet_of(micro)
-        last = len(self.skeleton.blocks)
-        for layer in range(start, last + 1):
-            self._run_block(sheet, layer, alive)
+        for layer in range(start, self.num_layers - 1):
+            self._run_layer(micro, layer, alive, None)
         return run_epilogue(
-            self.skeleton, sheet, micro.batch, alive, on_resume=on_resume, taint=taint
+            self.skeleton, _sheet_of(micro), micro.batch, alive, on_resume=on_resume
         )
 
     def on(self, device: torch.device) -> Chain:
@@ -185,56 +210,114 @@ class Chain:
             self.on_close.pop()()
 
     def _enter(self, micro: Micro, start: int, wires: Mapping[Wire, Tensor]) -> Wires:
-        """The tensors a shard starts from: the boundary's, or the prologue's own."""
-        if start > 0:
-            cloned = self.record.cloned
-            alive = _sheet_of(micro).live(start)
-            return {wire: wires[wire].clone() if wire in cloned else wires[wire] for wire in alive}
-        micro.sheet, made = run_prologue(self.skeleton, micro.batch)
+        """The tensors that a shard starts from: the boundary's."""
+        if start == 0:
+            micro.sheet = micro.sheet or self.skeleton.blank_sheet()
+            return {}
+        cloned = self.record.cloned
+        alive = _sheet_of(micro).live(start)
+        return {wire: wires[wire].clone() if wire in cloned else wires[wire] for wire in alive}
+
+    def _run_layer(
+        self, micro: Micro, layer: int, alive: Wires, on_resume: Callable[[], None] | None
+    ) -> None:
+        """Run one layer; what it makes comes alive, what nothing reads any more goes."""
+        section = self.skeleton.sections.headed_by(layer)
+        if section is None:
+            self._run_block(micro, layer, alive)
+            return
+        self._run_head(micro, section, alive, on_resume)
+        _let_go(_sheet_of(micro), layer, alive)
+
+    def _run_head(
+        self, micro: Micro, section: int, alive: Wires, on_resume: Callable[[], None] | None
+    ) -> None:
+        sheet = _sheet_of(micro)
+        part, made, touched = run_head(
+            self.skeleton, section, sheet, micro.batch, alive, on_resume=on_resume
+        )
+        micro.sheet = sheet.with_part(section, part)
+        micro.touched |= touched
         owned = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
         for wire, tensor in made.items():
             is_parameter = tensor.untyped_storage().data_ptr() in owned
-            if wire in self.record.cloned or (is_parameter and not torch.is_grad_enabled()):
-                made[wire] = tensor.clone()
-        return made
+            own = wire in self.record.cloned or (is_parameter and not torch.is_grad_enabled())
+            alive[wire] = tensor.clone() if own else tensor
+        missing = [
+            wire
+            for wire in micro.sheet.last_reader
+            if wire.layer == self.skeleton.sections.head(section) and wire not in alive
+        ]
+        if missing:
+            raise TrialError(
+                f"layer {self.layer_names[missing[0].layer]!r} does not make the tensor "
+                f"{missing[0]} that later layers read, unlike in the pilot. Train this model "
+                "unsharded."
+            )
 
-    def _run_block(self, sheet: CallSheet, layer: int, alive: Wires) -> None:
-        """Run one block; its outputs come alive, what nothing reads any more goes."""
-        block = self.skeleton.blocks[layer - 1]
-        args, kwargs = sheet.calls[layer - 1].arguments(alive)
-        for wire in [w for w in alive if sheet.last_reader.get(w, 0) <= layer]:
-            del alive[wire]
-        output = block.module(*args, **kwargs)
+    def _run_block(self, micro: Micro, layer: int, alive: Wires) -> None:
+        sheet = _sheet_of(micro)
+        position = self.skeleton.sections.position_of(layer)
+        args, kwargs = sheet.call(position).arguments(alive)
+        _let_go(sheet, layer, alive)
+        output = self.skeleton.blocks[position].module(*args, **kwargs)
         del args, kwargs
-        template = sheet.outputs[layer - 1]
         leaves, spec = flatten(output)
-        if spec != template.spec:
+        template = self._found_output(micro, position, leaves, spec)
+        if template is not sheet.output(position):
+            micro.sheet = sheet.with_output(position, template)
+        for wire, leaf in zip(leaf_wires(layer, template), leaves, strict=True):
+            if isinstance(leaf, Tensor) and wire in sheet.last_reader:
+                alive[wire] = leaf
+
+    def _found_output(
+        self, micro: Micro, position: int, leaves: Sequence[Any], spec: TreeSpec
+    ) -> Template:
+        """A block's output as it turned out; what the forward was told, if it is like that.
+
+        Raises:
+            TrialError: it was told otherwise, and may rely on it.
+        """
+        layer = self.skeleton.sections.layer_of(position)
+        told = _sheet_of(micro).output(position)
+        if spec != told.spec:
             raise self._unlike_pilot(layer, "its output has another structure")
-        for index, (leaf, wanted) in enumerate(zip(leaves, template.leaves, strict=True)):
+        found = list(told.leaves)
+        for index, (leaf, wanted) in enumerate(zip(leaves, told.leaves, strict=True)):
             if isinstance(wanted, Constant):
                 if isinstance(leaf, Tensor):
                     raise self._unlike_pilot(layer, f"output {index} is a tensor")
                 continue
-            self._check_shape(layer, leaf, wanted)
-            wire = Wire(layer, f"out.{index}")
-            if wire in sheet.last_reader:
-                alive[wire] = leaf
+            if not isinstance(leaf, Tensor) or leaf.dtype != wanted.dtype:
+                raise self._unlike_pilot(layer, f"an output is no {wanted.dtype} tensor")
+            if leaf.shape != wanted.size:
+                if self._may_rely(micro, position, index):
+                    raise self._unlike_pilot(
+                        layer,
+                        f"an output has shape {tuple(leaf.shape)} where the forward between the "
+                        f"blocks was told {wanted.size}",
+                    )
+                found[index] = replace(wanted, size=tuple(leaf.shape))
+        return told if tuple(found) == told.leaves else Template(spec, tuple(found))
 
-    def _check_shape(self, layer: int, leaf: Any, wanted: Shape) -> None:
-        if not isinstance(leaf, Tensor) or leaf.dtype != wanted.dtype:
-            raise self._unlike_pilot(layer, f"an output is no {wanted.dtype} tensor")
-        if tuple(leaf.shape) != wanted.size and not self.skeleton.glue_free:
-            raise self._unlike_pilot(
-                layer,
-                f"an output has shape {tuple(leaf.shape)} where the forward between the blocks "
-                f"was told {wanted.size}",
-            )
+    def _may_rely(self, micro: Micro, position: int, index: int) -> bool:
+        """May the forward have looked at the shape that it was told of a block's output?"""
+        if self.skeleton.glue_free:
+            return False
+        wire = Wire(self.skeleton.sections.layer_of(position), f"out.{index}")
+        return index not in self.skeleton.blocks[position].unsure or wire in micro.touched
 
     def _unlike_pilot(self, layer: int, found: str) -> TrialError:
         return TrialError(
             f"block {self.layer_names[layer]!r} behaves unlike in the pilot: {found}. Give "
             "batches of one shape (but for the batch dimension), or train this model unsharded."
         )
+
+
+def _let_go(sheet: CallSheet, layer: int, alive: Wires) -> None:
+    """Drop the wires that no later layer reads."""
+    for wire in [wire for wire in alive if sheet.last_reader.get(wire, 0) <= layer]:
+        del alive[wire]
 
 
 def _sheet_of(micro: Micro) -> CallSheet:

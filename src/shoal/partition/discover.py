@@ -33,14 +33,14 @@ class Candidate:
 
 
 def find_candidates(model: nn.Module) -> list[Candidate]:
-    """The sets of lists worth trying as a chain, best first.
+    """The sets of lists worth trying as a chain, the one with the most blocks first.
 
-    An ``nn.Sequential`` model is its own list. Otherwise the outermost ModuleLists and
-    Sequentials are tried all together (a ResNet's four stages form one chain), then those
-    with at least a quarter of the largest one's parameters, then the largest alone.
+    An ``nn.Sequential`` model is its own list. Otherwise these are the outermost ModuleLists
+    and Sequentials, all together (a ResNet's four stages form one chain), then those with at
+    least a quarter of the largest one's parameters, then the largest alone. None without lists.
 
     Raises:
-        NotCuttable: no list with two children that have parameters.
+        NotCuttable: the model hides what is in it.
     """
     if type(model).__name__ == "OptimizedModule":
         raise NotCuttable(
@@ -54,14 +54,31 @@ def find_candidates(model: nn.Module) -> list[Candidate]:
         return [Candidate(("",), blocks)]
     sizes = {name: _parameter_count(module) for name, module in _outer_lists("", model)}
     if not sizes:
-        raise NotCuttable(
-            "it has no nn.ModuleList or nn.Sequential with two or more children that have "
-            "parameters, so there is no list of blocks to cut between"
-        )
+        return []
     largest = max(sizes, key=lambda name: sizes[name])
     big = [name for name, size in sizes.items() if size >= _BIG * sizes[largest]]
     choices = [tuple(sizes), tuple(big), *([(largest,)] if len(big) == 1 else [])]
     return [_candidate(model, names) for names in dict.fromkeys(choices)]
+
+
+def find_parts(model: nn.Module) -> list[Candidate]:
+    """The modules that a model consists of, for one whose lists do not make a good chain.
+
+    Those of its children that have parameters, then all of them. A model that only wraps
+    another one has that one's parts.
+    """
+    prefix, whole = "", model
+    while True:
+        parts = dict(_members(prefix, whole))
+        full = {name: part for name, part in parts.items() if _parameter_count(part)}
+        if len(full) != 1:
+            break
+        name, whole = next(iter(full.items()))
+        prefix = f"{name}."
+    if len(full) < 2:
+        return []
+    candidates = [Candidate((prefix.rstrip("."),), blocks) for blocks in (full, parts)]
+    return candidates[:1] if len(full) == len(parts) else candidates
 
 
 def ancestors_of(model: nn.Module, blocks: Iterator[str]) -> dict[str, nn.Module]:
@@ -76,12 +93,19 @@ def ancestors_of(model: nn.Module, blocks: Iterator[str]) -> dict[str, nn.Module
 def _candidate(model: nn.Module, lists: tuple[str, ...]) -> Candidate:
     blocks: dict[str, nn.Module] = {}
     for name in lists:
-        blocks.update(
-            (f"{name}.{key}", child)
-            for key, child in model.get_submodule(name)._modules.items()
-            if child is not None
-        )
+        blocks.update(_members(f"{name}.", model.get_submodule(name)))
     return Candidate(lists, blocks)
+
+
+def _members(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The children that can be called; of a list of lists the inner ones' members."""
+    for key, child in module._modules.items():
+        if child is None:
+            continue
+        if type(child).forward is nn.Module.forward:
+            yield from _members(f"{prefix}{key}.", child)
+        else:
+            yield f"{prefix}{key}", child
 
 
 def _outer_lists(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shoal.partition.callsheet import Wires
 from shoal.partition.chain import Chain, Micro
 from shoal.partition.preserve import read_buffers, write_buffers
 from shoal.partition.units import BackwardResult, run_backward, run_forward
+from shoal.partition.wires import Wires
 from shoal.recipe import Batch, Output, autocast
 from shoal.rng import RngState, capture_rng, restore_rng
 

@@ -1,46 +1,51 @@
-"""The user's own forward with its blocks stubbed: what comes before and after them.
+"""The user's own forward with its blocks stubbed: what comes before, between and after them.
 
 [Note: stand-ins]
-Neither end of a chain is traced. The prologue is the forward run until the last block is
-called; the epilogue is the same forward run again, skipped through quickly:
+The forward is not traced. A section's head (see ``sections``) is the forward run once more:
+skipped through quickly up to the section, then real until the section's last block is called,
+or to the end. For one joint between the blocks 2 and 3:
 
-                 embeddings   glue   block 1 ... block n-1   block n      head, loss
-    prologue     really       really stub        stub        stub: cut    -
-    epilogue     stub         really stub        stub        real value   really
+                 embeddings   block 1   block 2      joint    block 3   block 4   head, loss
+    prologue     really       stub      stub: cut    -        -         -         -
+    joint        stub         stub      real value   really   stub      stub: cut -
+    epilogue     stub         stub      stub         stub     stub      real value  really
 
-A stub returns a stand-in: the shape and dtype of the real output over one NaN. The glue
-between the modules runs in both, so whatever depends on the batch alone (masks,
-positions) is right in both; whatever wrongly depends on a stand-in is NaN, and loud. A
-stub takes the place where ``nn.Module.__call__`` looks first, above the hooks: the hooks
-of a block fire when the block really runs, and only then; those of the model and of
-other modules that contain blocks fire in both runs.
+A stub returns a stand-in: the shape and dtype of the real output over one NaN, or the real
+tensor where what follows reads it. The glue between the modules runs each time, so whatever
+depends on the batch alone (masks, positions) is right each time; whatever wrongly depends
+on a stand-in is NaN, and loud. Random numbers drawn on the way are those of the first time,
+and then undone. A stub takes the place where ``nn.Module.__call__`` looks first, above the
+hooks: the hooks of a block fire when the block really runs, and only then; those of the model
+and of other modules that contain blocks fire each time.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from shoal.core.errors import TrialError
 from shoal.partition.callsheet import (
     CallSheet,
     CallWriter,
-    Shape,
-    Template,
-    Wire,
-    Wires,
-    flatten,
+    Part,
+    Reads,
+    Returned,
+    argument_wire,
     leaf_wires,
-    module_wires,
-    output_template,
+    module_wire,
 )
-from shoal.partition.taint import Taint
+from shoal.partition.sections import Sections
+from shoal.partition.template import Shape, Template, flatten, output_template
+from shoal.partition.wires import Names, Substitution, TouchWatch, Wire, Wires
 from shoal.recipe import Batch, Output, Recipe, compute_loss, model_inputs
 from shoal.rng import capture_rng, restore_rng
 
@@ -49,34 +54,48 @@ _FIRST_PLACE = "_compiled_call_impl"  # read first by nn.Module.__call__, torch 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One call of one module: a layer of the chain between prologue and epilogue."""
+    """One call of one module: a layer of the chain that is no head.
+
+    ``unsure`` are the leaves of its output whose size cannot be told from its arguments' sizes
+    for other batches than the pilot's.
+    """
 
     name: str
     module: nn.Module
     output: Template
+    unsure: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skeleton:
-    """A model seen as blocks in calling order, and the modules that run before them.
+    """A model seen as blocks in calling order, and the modules that run between them.
 
-    ``kept`` are the wires from before the last block that the epilogue reads. ``dense`` says
-    that the glue changes stand-ins in place, so that they need memory; ``glue_free`` that
-    nothing between the blocks can look at them.
+    ``reads`` is what the sections were seen to read of what earlier ones made. ``dense``
+    says that the glue changes stand-ins in place, so that they need memory; ``glue_free`` that
+    nothing between the blocks can look at them; ``draws`` that the forward draws random numbers
+    outside of all modules. With ``graph_kernels`` torch takes other kernels, with other bits,
+    for a forward without gradients.
     """
 
     model: nn.Module
     recipe: Recipe
     device: torch.device
+    sections: Sections
     blocks: tuple[Block, ...]
-    prologue: Mapping[str, nn.Module]
-    kept: frozenset[Wire] = frozenset()
+    outside: Mapping[str, nn.Module]
+    reads: Reads
     dense: bool = False
     glue_free: bool = False
+    draws: bool = False
+    graph_kernels: bool = False
 
     def stand_in(self, shape: Shape) -> Tensor:
         """A tensor of this shape and no values, on the skeleton's device."""
         return shape.stand_in(self.device, dense=self.dense)
+
+    def blank_sheet(self) -> CallSheet:
+        """The call sheet of a micro-batch of which nothing has run."""
+        return CallSheet(sections=self.sections, reads=self.reads)
 
 
 class _Cut(BaseException):
@@ -120,145 +139,45 @@ def own_call(module: nn.Module) -> Callable[..., Any]:
     return compiled if compiled is not None else module._call_impl
 
 
-class _Prologue:
-    """One run of the forward up to its last block."""
+class Headed(NamedTuple):
+    """What running a section's head gave: the part of the sheet, and the tensors it made.
 
-    def __init__(self, skeleton: Skeleton, taint: Taint | None) -> None:
-        self.skeleton = skeleton
-        self.taint = taint
-        self.writer = CallWriter()
-        self.returned: dict[str, list[Template]] = {name: [] for name in skeleton.prologue}
-        self.depth = 0
+    ``touched`` are the outputs of its blocks whose stand-ins the forward looked at.
+    """
 
-    def replacements(self) -> dict[nn.Module, Callable[..., Any]]:
-        stubs = {block.module: self._stub(block.module) for block in self.skeleton.blocks}
-        spies = {
-            module: self._spy(name, own_call(module))
-            for name, module in self.skeleton.prologue.items()
-        }
-        return {**spies, **stubs}
-
-    def _stub(self, module: nn.Module) -> Callable[..., Any]:
-        def stub(*args: Any, **kwargs: Any) -> Any:
-            position = len(self.writer.calls)
-            block = _expect(self.skeleton.blocks, position, module)
-            values = self.writer.write_call(module, block.name, args, kwargs)
-            arguments = [value for value in values if isinstance(value, Tensor)]
-            if self.taint is not None:
-                self.taint.check_arguments(module, args, kwargs, self.skeleton.blocks, position)
-            template = block.output.resolved(arguments)
-            if position == len(self.skeleton.blocks) - 1:
-                self.writer.outputs.append(template)
-                raise _Cut
-            names = leaf_wires(position + 1, template)
-            output = template.fill(names, {}, self.skeleton.stand_in)
-            self.writer.write_output(template, output)
-            _mark(self.taint, names, output, {})
-            return output
-
-        return stub
-
-    def _spy(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def spy(*args: Any, **kwargs: Any) -> Any:
-            self.depth += 1
-            try:
-                output = call(*args, **kwargs)
-            finally:
-                self.depth -= 1
-            if self.depth == 0:
-                template = output_template(output, (), owner=f"module {name!r}")
-                names = module_wires(name, len(self.returned[name]), template)
-                self.writer.write_module_output(names, output, self.skeleton.kept)
-                self.returned[name].append(template)
-            return output
-
-        return spy
+    part: Part
+    made: Wires
+    touched: frozenset[Wire]
 
 
-def run_prologue(
-    skeleton: Skeleton, batch: Batch, taint: Taint | None = None
-) -> tuple[CallSheet, Wires]:
-    """The calls of this batch, and the tensors that the prologue hands to the blocks.
+def run_head(
+    skeleton: Skeleton,
+    section: int,
+    sheet: CallSheet,
+    batch: Batch,
+    wires: Mapping[Wire, Tensor],
+    *,
+    on_resume: Callable[[], None] | None = None,
+) -> Headed:
+    """Run the forward from the end of the section before to this section's last block.
 
-    Gradient mode, autocast and random state are the caller's.
+    ``sheet`` has the sections before, ``wires`` what the head reads of them. Gradient mode,
+    autocast and random state are the caller's. ``on_resume`` is told when the skipping ends.
 
     Raises:
         TrialError: the forward calls other blocks than it did in the pilot.
     """
-    run = _Prologue(skeleton, taint)
-    with ReplacedCalls(run.replacements()):
-        try:
+    run = _Run(skeleton, section, sheet, wires, on_resume)
+    try:
+        with run.under_way():
             args, kwargs = model_inputs(skeleton.recipe, batch)
             skeleton.model(*args, **kwargs)
-        except _Cut:
-            return run.writer.sheet(run.returned, skeleton.kept), run.writer.made
+    except _Cut:
+        return run.headed()
     raise TrialError(
-        f"the forward called {len(run.writer.calls)} of the {len(skeleton.blocks)} blocks it "
-        "called in the pilot. A model that skips blocks trains unsharded only."
+        f"the forward called {run.position} of the {len(skeleton.blocks)} blocks it called in "
+        "the pilot. A model that skips blocks trains unsharded only."
     )
-
-
-class _Epilogue:
-    """One run of the forward, skipped through to the end of its last block."""
-
-    def __init__(
-        self,
-        skeleton: Skeleton,
-        sheet: CallSheet,
-        wires: Wires,
-        resume: Callable[[], None],
-        taint: Taint | None,
-    ) -> None:
-        self.skeleton = skeleton
-        self.sheet = sheet
-        self.wires = wires
-        self.resume = resume
-        self.taint = taint
-        self.position = 0
-        self.resumed = False
-
-    def replacements(self) -> dict[nn.Module, Callable[..., Any]]:
-        stubs = {block.module: self._stub(block.module) for block in self.skeleton.blocks}
-        skips = {
-            module: self._skip(name, self.sheet.prologue[name])
-            for name, module in self.skeleton.prologue.items()
-        }
-        return {**skips, **stubs}
-
-    def _stub(self, module: nn.Module) -> Callable[..., Any]:
-        def stub(*args: Any, **kwargs: Any) -> Any:
-            _expect(self.skeleton.blocks, self.position, module)
-            self.position += 1
-            template = self.sheet.outputs[self.position - 1]
-            is_last = self.position == len(self.skeleton.blocks)
-            if is_last:
-                self.resumed = True
-                self.resume()
-            output = self._fill(leaf_wires(self.position, template), template)
-            if is_last:
-                self.wires.clear()
-            return output
-
-        return stub
-
-    def _skip(self, name: str, templates: tuple[Template, ...]) -> Callable[..., Any]:
-        calls = itertools.count()
-
-        def skip(*args: Any, **kwargs: Any) -> Any:
-            call = next(calls)
-            if call >= len(templates):
-                raise TrialError(
-                    f"module {name!r} is called more often in the epilogue's run of the forward "
-                    "than in the prologue's. Train this model unsharded."
-                )
-            return self._fill(module_wires(name, call, templates[call]), templates[call])
-
-        return skip
-
-    def _fill(self, names: Sequence[Wire], template: Template) -> Any:
-        output = template.fill(names, self.wires, self.skeleton.stand_in)
-        _mark(self.taint, names, output, self.wires)
-        return output
 
 
 def run_epilogue(
@@ -268,46 +187,281 @@ def run_epilogue(
     wires: Wires,
     *,
     on_resume: Callable[[], None] | None = None,
-    taint: Taint | None = None,
 ) -> tuple[Tensor, Output]:
     """Loss and output, from the wires alive at the epilogue; takes them out of ``wires``.
 
-    What is drawn while skipping does not count: the random state on return is as if
-    only the part after the last block had run. ``on_resume`` is told when that begins.
+    What is drawn while skipping does not count: the random state on return is as if only the
+    part after the last block had run. ``on_resume`` is told when that begins.
 
     Raises:
         TrialError: the forward never reached its last block.
     """
-    state = capture_rng(skeleton.device)
-
-    def resume() -> None:
-        calls.restore()
-        restore_rng(state, skeleton.device)
-        if on_resume is not None:
-            on_resume()
-
-    run = _Epilogue(skeleton, sheet, wires, resume, taint)
-    calls = ReplacedCalls(run.replacements())
-    with calls:
+    run = _Run(skeleton, skeleton.sections.epilogue, sheet, wires, on_resume)
+    wires.clear()
+    with run.under_way():
         args, kwargs = model_inputs(skeleton.recipe, batch)
-        output = skeleton.model(*args, **kwargs)
-    if not run.resumed:
-        raise TrialError(
-            "the forward ended before its last block was called, unlike in the pilot. Train "
-            "this model unsharded."
+        output = run.substitution.in_leaves(skeleton.model(*args, **kwargs))
+        if run.skipping:
+            raise TrialError(
+                "the forward ended before its last block was called, unlike in the pilot. Train "
+                "this model unsharded."
+            )
+        return compute_loss(skeleton.recipe, output, batch), output
+
+
+class _Run:
+    """One run of the forward on behalf of one section.
+
+    Attributes:
+        position: Of the next block that the forward will call.
+        skipping: Whether the section is still to come.
+    """
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        section: int,
+        sheet: CallSheet,
+        wires: Mapping[Wire, Tensor],
+        on_resume: Callable[[], None] | None,
+    ) -> None:
+        self.skeleton, self.section, self.sheet = skeleton, section, sheet
+        self.position = 0
+        self.skipping = section > 0
+        self.substitution = Substitution()
+        reads = skeleton.reads
+        self._real = {wire: wires[wire] for wire in reads.by_head[section]}
+        self._expected = reads.by_section[section]
+        self._arguments = {wire for wire in self._expected if wire.is_argument}
+        self._kept = reads.anywhere
+        self._on_resume = on_resume
+        blocks = skeleton.sections.blocks_of(section)
+        self._first, self._stop = blocks.start, blocks.stop
+        self._head = skeleton.sections.head(section)
+        self._names = Names()
+        self._writer = CallWriter(self._names, self._head, blocks.start)
+        self._outputs: list[Template] = []
+        self._counts: Counter[str] = Counter()
+        self._returned: dict[str, list[Returned]] = {}
+        self._made: Wires = {}
+        self._depth = 0
+        self._touch = TouchWatch()
+        self._calls = ReplacedCalls({})
+        draws = section > 0 or skeleton.draws
+        self._rng = capture_rng(skeleton.device) if draws else None
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """The modules' calls replaced, and torch's functions watched as far as is needed."""
+        self._calls = ReplacedCalls(self._replacements())
+        with ExitStack() as stack:
+            stack.enter_context(self._calls)
+            blocks = self.skeleton.blocks[self._first : self._stop]
+            if not self.skeleton.glue_free and any(block.unsure for block in blocks):
+                stack.enter_context(self._touch)
+            if self._arguments & self._real.keys():
+                stack.enter_context(self.substitution)
+            if self.skipping and self.skeleton.draws:
+                self._replay(0)
+            try:
+                yield
+            finally:
+                self._calls, self._on_resume = ReplacedCalls({}), None  # they refer to this
+
+    def headed(self) -> Headed:
+        """What there is when the last block has been called."""
+        part = Part(
+            calls=tuple(self._writer.calls),
+            outputs=tuple(self._outputs),
+            returned={name: tuple(calls) for name, calls in self._returned.items()},
+            rng=self._rng,
         )
-    return compute_loss(skeleton.recipe, output, batch), output
+        return Headed(part, self._made | self._writer.made, frozenset(self._touch.touched))
 
+    # -- what modules are replaced by -----------------------------------------------------
 
-def _mark(
-    taint: Taint | None, names: Sequence[Wire], output: Any, real: Mapping[Wire, Tensor]
-) -> None:
-    """Tell ``taint`` which leaves of an output are stand-ins."""
-    if taint is None:
-        return
-    for name, leaf in zip(names, flatten(output)[0], strict=True):
-        if isinstance(leaf, Tensor) and name not in real:
-            taint.mark(leaf, name)
+    def _replacements(self) -> dict[nn.Module, Callable[..., Any]]:
+        stubs = {block.module: self._stub(block.module) for block in self.skeleton.blocks}
+        spies = {
+            module: self._spy(name, own_call(module))
+            for name, module in self.skeleton.outside.items()
+        }
+        return {**spies, **stubs}
+
+    def _stub(self, module: nn.Module) -> Callable[..., Any]:
+        def stub(*args: Any, **kwargs: Any) -> Any:
+            block = _expect(self.skeleton.blocks, self.position, module)
+            self._step_aside(True)
+            try:
+                if self.position < self._first:
+                    return self._skip_block(args, kwargs)
+                return self._note_block(block, args, kwargs)
+            finally:
+                self._step_aside(False)
+
+        return stub
+
+    def _spy(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            if self._depth:
+                return call(*args, **kwargs)
+            self._step_aside(True)
+            self._depth += 1
+            try:
+                if self.skipping:
+                    return self._skip_module(name, args, kwargs)
+                args, kwargs = self.substitution.in_leaves((args, kwargs))
+                self._note_handed(name, args, kwargs)
+                self._step_aside(False)
+                output = call(*args, **kwargs)
+                self._step_aside(True)
+                return self._note_module(name, output)
+            finally:
+                self._depth -= 1
+                self._step_aside(False)
+
+        return spy
+
+    def _step_aside(self, aside: bool) -> None:
+        """What is done while ``aside`` is not the forward's own doing."""
+        self._touch.paused = self.substitution.paused = aside
+
+    # -- on the way to the section --------------------------------------------------------
+
+    def _skip_block(self, args: Any, kwargs: Any) -> Any:
+        position = self.position
+        self.position += 1
+        if self._arguments:
+            self._recognise(position, args, kwargs)
+        template = self.sheet.output(position)
+        names = leaf_wires(self.skeleton.sections.layer_of(position), template)
+        output = self._fill(template, names)
+        if self.position == self._first:
+            self._resume()
+        elif self.skeleton.draws and self.position in self.skeleton.sections.joints:
+            self._replay(self.skeleton.sections.of_block(self.position))
+        return output
+
+    def _replay(self, section: int) -> None:
+        """Have the numbers drawn again that an earlier section's head drew."""
+        state = self.sheet.parts[section].rng
+        if state is not None:
+            restore_rng(state, self.skeleton.device)
+
+    def _recognise(self, position: int, args: Any, kwargs: Any) -> None:
+        """Know the wires again among what a block is called with, and give them their values."""
+        leaves, values = self.sheet.call(position).leaves, flatten((args, kwargs))[0]
+        if len(leaves) != len(values):
+            raise TrialError(
+                f"block {self.skeleton.blocks[position].name!r} is called otherwise each time "
+                "the forward runs. Train this model unsharded."
+            )
+        for leaf, value in zip(leaves, values, strict=True):
+            if leaf in self._arguments and isinstance(leaf, Wire):
+                self._names.give(value, leaf)
+                if leaf in self._real:
+                    self.substitution.replace(value, self._real[leaf])
+
+    def _skip_module(self, name: str, args: Any, kwargs: Any) -> Any:
+        call = index = self._counts[name]
+        self._counts[name] += 1
+        for section, part in enumerate(self.sheet.parts[: self.section]):
+            before = part.returned.get(name, ())
+            if index < len(before):
+                self._recognise_handed(section, name, call, args, kwargs)
+                return self._fill(*before[index])
+            index -= len(before)
+        raise TrialError(
+            f"module {name!r} is called more often when the forward is run again than it was "
+            "before. Train this model unsharded."
+        )
+
+    def _recognise_handed(
+        self, section: int, name: str, call: int, args: Any, kwargs: Any
+    ) -> None:
+        """The same for what a module outside of the blocks is called with."""
+        head = self.skeleton.sections.head(section)
+        for index, value in enumerate(flatten((args, kwargs))[0] if self._arguments else ()):
+            wire = argument_wire(head, name, call, index)
+            if wire in self._real:
+                self.substitution.replace(value, self._real[wire])
+
+    def _fill(self, template: Template, names: Sequence[Wire]) -> Any:
+        """An output with what is real of it; all its tensors have their names."""
+        values = template.values(names, self._real, self.skeleton.stand_in)
+        for name, value in zip(names, values, strict=True):
+            if isinstance(value, Tensor):
+                self._names.give(value, name)
+        return pytree.tree_unflatten(values, template.spec)
+
+    def _resume(self) -> None:
+        """From here on the forward is real."""
+        self.skipping = False
+        self._real = {}
+        if self.section == self.skeleton.sections.epilogue:
+            self._calls.restore()
+        if self._rng is not None:
+            restore_rng(self._rng, self.skeleton.device)
+        if self._on_resume is not None:
+            self._on_resume()
+
+    # -- in the section -------------------------------------------------------------------
+
+    def _note_block(self, block: Block, args: Any, kwargs: Any) -> Any:
+        position = self.position
+        self.position += 1
+        args, kwargs = self.substitution.in_leaves((args, kwargs))
+        values = self._writer.write(block.module, block.name, args, kwargs)
+        self._require_expected(block)
+        arguments = [value for value in values if isinstance(value, Tensor)]
+        template = self._known_output(position) or block.output.resolved(arguments)
+        self._outputs.append(template)
+        if self.position == self._stop:
+            raise _Cut
+        names = leaf_wires(self.skeleton.sections.layer_of(position), template)
+        output = self._fill(template, names)
+        if block.unsure:
+            leaves = flatten(output)[0]
+            for index in block.unsure:
+                self._touch.watch(leaves[index], names[index])
+        return output
+
+    def _known_output(self, position: int) -> Template | None:
+        """The block's output as it turned out to be when the head ran before."""
+        ran = self.section < len(self.sheet.parts)
+        return self.sheet.output(position) if ran else None
+
+    def _require_expected(self, block: Block) -> None:
+        """Raise TrialError for an argument from an earlier section that nobody kept."""
+        for wire in self._writer.calls[-1].wires if self.section else ():
+            if wire.layer < self._head and wire not in self._expected:
+                raise TrialError(
+                    f"block {block.name!r} reads the tensor {wire} of an earlier part of the "
+                    "forward, which it did not in the pilot. Train this model unsharded."
+                )
+
+    def _note_handed(self, name: str, args: Any, kwargs: Any) -> None:
+        """Keep what a module is called with and later sections read."""
+        for index, leaf in enumerate(flatten((args, kwargs))[0] if self._kept else ()):
+            wire = argument_wire(self._head, name, self._counts[name], index)
+            if wire in self._kept:
+                self._made[wire] = leaf
+
+    def _note_module(self, name: str, output: Any) -> Any:
+        call = self._counts[name]
+        self._counts[name] += 1
+        template = output_template(output, (), owner=f"module {name!r}")
+        names = []
+        for index, leaf in enumerate(flatten(output)[0]):
+            wire = module_wire(self._head, name, call, index)
+            known = self._names.of(leaf) if isinstance(leaf, Tensor) else None
+            if isinstance(leaf, Tensor) and (known is None or wire in self._kept):
+                self._names.give(leaf, wire)
+                if wire in self._kept:
+                    self._made[wire] = leaf
+            names.append(wire if known is None or wire in self._kept else known)
+        self._returned.setdefault(name, []).append(Returned(template, tuple(names)))
+        return output
 
 
 def _expect(blocks: Sequence[Block], position: int, module: nn.Module) -> Block:

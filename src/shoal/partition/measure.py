@@ -15,7 +15,6 @@ from torch import Tensor
 from shoal.core.spec import ALIGNMENT, LayerMeasure, ShardSpec
 from shoal.core.units import Bytes, Seconds, round_up
 from shoal.partition.build import clone_batch
-from shoal.partition.callsheet import Wire, Wires, storage_key
 from shoal.partition.chain import Chain, Micro
 from shoal.partition.drive import (
     Ranges,
@@ -29,8 +28,12 @@ from shoal.partition.preserve import drop_gradients, preserved
 from shoal.partition.ties import cast_key
 from shoal.partition.track import AllocationTracker
 from shoal.partition.units import BackwardResult, run_forward
+from shoal.partition.wires import Wire, Wires, storage_key
 from shoal.recipe import Batch
 from shoal.rng import capture_rng
+
+Timed = Callable[[Callable[[], object]], float]
+"""Runs a unit, once or more, and says how many seconds it takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,7 @@ def measure_layers(
     batch: Batch,
     state_bytes: Mapping[str, int],
     *,
-    clock: Callable[[], float] = time.perf_counter,
+    timed: Timed | None = None,
 ) -> tuple[LayerMeasure, ...]:
     """Every layer as a shard of its own, measured on ``batch``.
 
@@ -60,7 +63,7 @@ def measure_layers(
     Buffers, gradients and random state are afterwards as before, not parameters that a
     forward writes to.
     """
-    costs = _measure(chain, batch, every_layer(chain), clock)
+    costs = _measure(chain, batch, every_layer(chain), timed or faster_of_two())
     return tuple(
         LayerMeasure(
             name=name,
@@ -86,7 +89,7 @@ def measure_shards(
     batch: Batch,
     state_bytes: Mapping[str, int],
     *,
-    clock: Callable[[], float] = time.perf_counter,
+    timed: Timed | None = None,
 ) -> tuple[ShardSpec, ...]:
     """The shards between ``cuts``, each distinct one's units run and counted to the byte.
 
@@ -94,7 +97,7 @@ def measure_shards(
     is in the second one's ``boundary_bytes`` only. What a step needs is the caller's to fill.
     """
     ranges = tuple(itertools.pairwise([0, *cuts, chain.num_layers]))
-    costs = _measure(chain, batch, ranges, clock)
+    costs = _measure(chain, batch, ranges, timed or faster_of_two())
     specs = []
     for index, (span, cost) in enumerate(zip(ranges, costs, strict=True)):
         owned = [name for layer in range(*span) for name in chain.parameters_of(layer)]
@@ -121,20 +124,18 @@ def measure_shards(
     return tuple(specs)
 
 
-def _measure(
-    chain: Chain, batch: Batch, ranges: Ranges, clock: Callable[[], float]
-) -> list[_Cost]:
+def _measure(chain: Chain, batch: Batch, ranges: Ranges, timed: Timed) -> list[_Cost]:
     """The cost of each range, in order; of ranges that are alike the first is measured."""
     with preserved(chain.model, chain.device, guard_parameters=False):
         micro = chain.begin(clone_batch(batch))
-        forwards, visits = _measure_forwards(chain, micro, ranges, clock)
+        forwards, visits = _measure_forwards(chain, micro, ranges, timed)
         kinds = [_kind(chain, micro, span, visits) for span in ranges]
         measured: dict[Hashable, _Cost] = {}
         for span, kind, forward in zip(ranges, kinds, forwards, strict=True):
             if kind not in measured:
                 after = _stand_in_result(chain, span[1], visits)
                 measured[kind] = _measure_backward(
-                    chain, micro, span, visits[span[0]], after, forward, clock
+                    chain, micro, span, visits[span[0]], after, forward, timed
                 )
     return [measured[kind] for kind in kinds]
 
@@ -148,7 +149,7 @@ class _Forward(NamedTuple):
 
 
 def _measure_forwards(
-    chain: Chain, micro: Micro, ranges: Ranges, clock: Callable[[], float]
+    chain: Chain, micro: Micro, ranges: Ranges, timed: Timed
 ) -> tuple[list[_Forward], dict[int, Visit]]:
     """Every forward unit once under the tracker and once under the clock.
 
@@ -159,7 +160,7 @@ def _measure_forwards(
     wires: Wires = {}
     for start, stop in ranges[:-1]:
         unit = functools.partial(run_forward, chain, micro, start, stop, wires)
-        seconds = _seconds(unit, clock)
+        seconds = timed(unit)
         with AllocationTracker() as tracker:
             visits[start] = open_visit(chain, start, stop, wires)
             made = unit()
@@ -171,7 +172,7 @@ def _measure_forwards(
     visits[start] = Visit(wires, capture_rng(chain.device))
     with AllocationTracker() as tracker:
         run_evaluation(chain, micro, start, wires)
-    seconds = _seconds(lambda: run_evaluation(chain, micro, start, wires), clock)
+    seconds = timed(lambda: run_evaluation(chain, micro, start, wires))
     costs.append(_Forward(0, tracker.peak_bytes, seconds))
     return costs, visits
 
@@ -183,7 +184,7 @@ def _measure_backward(
     visit: Visit,
     after: BackwardResult,
     forward: _Forward,
-    clock: Callable[[], float],
+    timed: Timed,
 ) -> _Cost:
     saved_bytes = 0
 
@@ -197,7 +198,7 @@ def _measure_backward(
     carry_bytes = _storage_bytes([*result.grads.values(), *result.tied.values()])
     del result
     drop_gradients(chain.model)
-    seconds = _seconds(lambda: recompute(chain, micro, span, visit, after), clock)
+    seconds = timed(lambda: recompute(chain, micro, span, visit, after))
     drop_gradients(chain.model)
     return _Cost(
         boundary_bytes=forward.left_bytes,
@@ -240,9 +241,11 @@ def _kind(
 ) -> Hashable:
     """Equal for ranges whose units need the same bytes: same modules, same shapes."""
     start, stop = span
-    if start == 0 or stop == chain.num_layers:
+    sections = chain.skeleton.sections
+    if any(sections.headed_by(layer) is not None for layer in range(start, stop)):
         return span
-    modules = [chain.skeleton.blocks[layer - 1].module for layer in range(start, stop)]
+    positions = [sections.position_of(layer) for layer in range(start, stop)]
+    modules = [chain.skeleton.blocks[position].module for position in positions]
     read = chain.read_by(micro, start, stop)
     return (
         tuple(map(repr, modules)),
@@ -260,14 +263,18 @@ def _looks(chain: Chain, wire: Wire, tensor: Tensor, flag: bool) -> Hashable:
     return shape, chain.needs_grad(wire), wire in chain.record.cloned, flag
 
 
-def _seconds(work: Callable[[], object], clock: Callable[[], float]) -> float:
-    """The faster of two runs: one may have met another process."""
-    times = []
-    for _ in range(2):
-        begin = clock()
-        work()
-        times.append(clock() - begin)
-    return min(times)
+def faster_of_two(clock: Callable[[], float] = time.perf_counter) -> Timed:
+    """Times a unit by the faster of two runs: one may have met another process."""
+
+    def seconds(work: Callable[[], object]) -> float:
+        times = []
+        for _ in range(2):
+            begin = clock()
+            work()
+            times.append(clock() - begin)
+        return min(times)
+
+    return seconds
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.partition.callsheet import storage_key, tensors_in
 from shoal.partition.record import Record
+from shoal.partition.wires import storage_key, tensors_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,10 @@ class UseRecorder(TorchDispatchMode):
         self.casts: set[tuple[int, str]] = set()
         self._names = {storage_key(parameter): name for name, parameter in parameters.items()}
 
+    def enter(self, layer: int) -> None:
+        """From here on it is ``layer`` that reads."""
+        self.layer = layer
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -59,15 +63,13 @@ def find_owners(model: nn.Module, record: Record, recorder: UseRecorder) -> Owne
     were recorded to read: a head may read the embedding's weight without calling it.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    num_layers = len(record.blocks) + 2
+    num_layers = record.sections.num_layers
     users: dict[str, set[int]] = {name: set() for name in names.values()}
-    for layer, block in enumerate(record.blocks, start=1):
-        _add_users(users, names, block.module, layer)
-    for module in record.prologue.values():
-        _add_users(users, names, module, 0)
-    for module in record.epilogue.values():
-        _add_users(users, names, module, num_layers - 1)
-    for layer, name in recorder.uses:
+    for position, block in enumerate(record.blocks):
+        _add_users(users, names, block.module, record.sections.layer_of(position))
+    for layer, module in record.called:
+        _add_users(users, names, module, layer)
+    for layer, name in recorder.uses | record.uses:
         users[name].add(layer)
     owned: list[list[str]] = [[] for _ in range(num_layers)]
     borrowed: list[list[str]] = [[] for _ in range(num_layers)]

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from shoal.core.errors import ShoalError
 from shoal.partition.build import build_chain, clone_batch, configs_with_cache
-from shoal.partition.callsheet import flatten
 from shoal.partition.chain import Chain
 from shoal.partition.discover import NotCuttable
 from shoal.partition.drive import every_layer, sharded_backward, sharded_evaluation
 from shoal.partition.preserve import BufferWatch, preserved, same_values
+from shoal.partition.template import flatten
 from shoal.recipe import Batch, Recipe, autocast, compute_loss, model_inputs
 from shoal.rng import RngState, capture_rng, same_rng
 
@@ -97,11 +97,15 @@ def _compare(chain: Chain, batch: Batch, plain: _Outcome) -> tuple[str, ...]:
         raise NotCuttable(f"the pilot of the sharded run failed: {error}") from error
     for first, second in pairs[1:]:
         _require_equal(chain, first, second)
+    if chain.record.recomputes:
+        with _shaken(chain.model):
+            plain_step = _plain_step(chain.model, chain.recipe, batch, chain.device)
+            _require_equal(chain, plain_step, _sharded_step(chain, batch))
     different = _differences(plain, sharded)
     if not different:
         return ()
     again = _plain_step(chain.model, chain.recipe, batch, chain.device)
-    if chain.notes and not _differences(again, sharded):
+    if chain.caches_off and not _differences(again, sharded):
         largest = max(_distance(plain, again, name) for name in different)
         return (f"a plain run with use_cache on differs from one without by up to {largest:.1e}",)
     noise = {name: _distance(plain, again, name) for name in different}
@@ -193,24 +197,50 @@ def _outcome(model: nn.Module, loss: Tensor, watch: BufferWatch, device: torch.d
 
 def _evaluations(chain: Chain, batch: Batch) -> list[tuple[_Outcome, _Outcome]]:
     """Loss and output without gradients, plain and sharded, in training and evaluation mode."""
-    pairs = [(_evaluate(chain, batch, sharded=False), _evaluate(chain, batch, sharded=True))]
+    pairs: list[tuple[_Outcome, _Outcome]] = []
+    if not chain.skeleton.graph_kernels:  # else training never runs without gradients
+        words = " without gradients"
+        plain = _evaluate(chain, batch, words, sharded=False)
+        pairs.append((plain, _evaluate(chain, batch, words, sharded=True)))
     with _evaluation_mode(chain.model):
         try:
-            plain = _evaluate(chain, batch, sharded=False)
+            plain = _evaluate(chain, batch, " in evaluation", sharded=False)
         except Exception:  # a model that has no loss in evaluation mode is not validated
             return pairs
-        pairs.append((plain, _evaluate(chain, batch, sharded=True)))
+        pairs.append((plain, _evaluate(chain, batch, " in evaluation", sharded=True)))
     return pairs
 
 
-def _evaluate(chain: Chain, batch: Batch, *, sharded: bool) -> _Outcome:
+def _evaluate(chain: Chain, batch: Batch, when: str, *, sharded: bool) -> _Outcome:
     mine = clone_batch(batch)
     ranges = every_layer(chain) if sharded else ((0, chain.num_layers),)
     with preserved(chain.model, chain.device):
         loss, output = sharded_evaluation(chain, mine, ranges)
         leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
-        tensors = {f"output {index}": leaf for index, leaf in enumerate(leaves)}
-        return _Outcome({"the loss": loss, **tensors}, capture_rng(chain.device))
+        tensors = {f"output {index}{when}": leaf for index, leaf in enumerate(leaves)}
+        return _Outcome({f"the loss{when}": loss, **tensors}, capture_rng(chain.device))
+
+
+@contextmanager
+def _shaken(model: nn.Module) -> Iterator[None]:
+    """Every parameter a little off, and afterwards as before.
+
+    Where gradients are summed in another order, values such as the 0 and 1 that many
+    parameters start from may hide it.
+    """
+    random = torch.Generator().manual_seed(0)
+    values = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    try:
+        with torch.no_grad():
+            for parameter, value in values:
+                if value.is_floating_point():
+                    noise = torch.randn(value.shape, generator=random)
+                    parameter.add_(0.05 * noise.to(value.device, value.dtype))
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in values:
+                parameter.copy_(value)
 
 
 @contextmanager

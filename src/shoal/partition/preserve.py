@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.partition.callsheet import storage_key, tensors_in
+from shoal.partition.wires import storage_key, tensors_in
 from shoal.rng import capture_rng, restore_rng
 
 
@@ -108,19 +108,28 @@ def _place_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 class BufferWatch:
     """Notices which buffers a forward changes: their values, or the tensor itself."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, without: Iterable[nn.Module] = ()) -> None:
         self._model = model
+        self._left_out = {id(buffer) for module in without for buffer in module.buffers()}
+        self.restart()
+
+    def restart(self) -> None:
+        """Take the buffers as they are now for the start."""
         self._before = {
-            name: (buffer, buffer._version, buffer.clone()) for name, buffer in _buffers(model)
+            name: (buffer, buffer._version, buffer.clone()) for name, buffer in self._buffers()
         }
 
     def changed(self) -> set[str]:
         """Names of the buffers that differ from how they were at the start."""
-        return {name for name, buffer in _buffers(self._model) if self._differs(name, buffer)}
+        return {name for name, buffer in self._buffers() if self._differs(name, buffer)}
 
     def added(self) -> set[str]:
         """Names of the buffers that were not there at the start."""
-        return {name for name, _ in _buffers(self._model)} - set(self._before)
+        return {name for name, _ in self._buffers()} - set(self._before)
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        named = self._model.named_buffers()
+        return ((name, buffer) for name, buffer in named if id(buffer) not in self._left_out)
 
     def _differs(self, name: str, buffer: Tensor) -> bool:
         if name not in self._before:
@@ -140,7 +149,3 @@ def same_values(first: Tensor, second: Tensor) -> bool:
     if not (first.dtype.is_floating_point or first.dtype.is_complex):
         return False
     return bool(((first == second) | (first.isnan() & second.isnan())).all())
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return model.named_buffers()

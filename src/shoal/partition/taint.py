@@ -1,89 +1,123 @@
-"""Follows the values of stand-ins through a forward: who computes from them, who reads them."""
+"""Follows, through one real forward, what the computation between the blocks is made from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.partition.callsheet import Wire, argument_name, flatten, storage_key, tensors_in
-from shoal.partition.discover import NotCuttable
-
-if TYPE_CHECKING:
-    from shoal.partition.glue import Block
+from shoal.partition.wires import Wire, storage_key, tensors_in
 
 _READS = ("aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::is_nonzero")
-_NOTHING: frozenset[Wire] = frozenset()
+
+
+class Chance:
+    """The source of a random number."""
+
+
+class BlockOutput(NamedTuple):
+    """A block's output, through whatever was computed from it since."""
+
+    position: int
+
+
+class Derived(NamedTuple):
+    """What operators between the blocks computed before the block at ``position``."""
+
+    position: int
+
+
+CHANCE: Final = Chance()
+Source = Wire | str | BlockOutput | Chance | Derived
+Sources = frozenset[Source]
+_NOTHING: Sources = frozenset()
+
+
+class _Known(NamedTuple):
+    """A tensor's sources, as it was then."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    sources: Sources
 
 
 class Taint(TorchDispatchMode):
-    """Marks storages with the wires they were computed from.
+    """Knows of every tensor from which wires, parameters, blocks and chance it was computed.
 
-    ``read`` are the wires whose values reached Python, or any operator while ``noting``. The
-    tensors are kept alive, so that a storage's address means one storage.
+    A parameter's source is its name. A tensor that is given a wire's name has that wire for
+    its source from then on, and the blocks it goes back to. ``read`` and ``looked_at`` are
+    the sources of what the operators read and of what reached Python, since they were last
+    taken; nothing is noted while ``paused``, as inside blocks. ``position`` is the next block's.
+    Nothing is kept alive.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self.read: set[Wire] = set()
-        self.noting = False
-        self._sources: dict[int, frozenset[Wire]] = {}
-        self._stand_ins: set[int] = set()
-        self._changed: set[int] = set()
-        self._alive: list[Tensor] = []
+        self.paused = False
+        self.position = 0
+        self.read: set[Source] = set()
+        self.looked_at: set[Source] = set()
+        self._exactly: dict[int, _Known] = {}
+        self._by_storage: dict[int, Sources] = {}
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        for name, parameter in parameters.items():
+            self._spread(parameter, frozenset({name}))
 
-    def mark(self, tensor: Tensor, wire: Wire) -> None:
-        """``tensor`` stands in for ``wire``."""
-        self._spread(tensor, frozenset({wire}))
-        self._stand_ins.add(id(tensor))
+    def of(self, tensor: Tensor) -> Sources:
+        """The sources of one tensor."""
+        known = self._exactly.get(id(tensor))
+        if known and known.tensor() is tensor and known.version == tensor._version:
+            return known.sources
+        return self._by_storage.get(storage_key(tensor), _NOTHING)
 
-    def sources_of(self, tensors: Iterable[Tensor]) -> frozenset[Wire]:
-        """The wires that any of ``tensors`` was computed from."""
-        found = (self._sources.get(storage_key(tensor), _NOTHING) for tensor in tensors)
-        return _NOTHING.union(*found)
+    def of_all(self, tensors: Iterable[Tensor]) -> Sources:
+        """The sources of several."""
+        return _NOTHING.union(*map(self.of, tensors))
+
+    def name(self, tensor: Tensor, wire: Wire, *, position: int | None = None) -> None:
+        """``tensor`` is ``wire``; and if ``position`` is given, the output of that block."""
+        origin: set[Source] = {s for s in self.of(tensor) if isinstance(s, BlockOutput | Chance)}
+        if position is not None:
+            origin = {BlockOutput(position)}
+        self._know(tensor, frozenset({wire, *origin}))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        inputs = tensors_in((args, kwargs))
-        sources = self.sources_of(inputs)
-        if sources and (self.noting or func.name() in _READS):
-            self.read |= sources
+        if self.paused:
+            return func(*args, **(kwargs or {}))
+        sources = self.of_all(tensors_in((args, kwargs)))
+        self.read |= sources
+        if func.name() in _READS:
+            self.looked_at |= sources
         output = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            sources |= {CHANCE}
         if sources:
+            sources |= {Derived(self.position)}
             for tensor in tensors_in(output):
-                self._spread(tensor, sources)
-            if func._schema.is_mutable:
-                self._changed.update(storage_key(t) for t in tensors_in(output))
+                before = self.of(tensor) if func._schema.is_mutable else _NOTHING
+                self._know(tensor, sources | before)
         return output
 
-    def check_arguments(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        blocks: Sequence[Block],
-        position: int,
-    ) -> None:
-        """Refuse an argument that was computed from a block's output outside of any block.
+    def _know(self, tensor: Tensor, sources: Sources) -> None:
+        self._exactly[id(tensor)] = _Known(weakref.ref(tensor), tensor._version, sources)
+        self._spread(tensor, sources)
 
-        Raises:
-            NotCuttable: names the argument and the two blocks.
-        """
-        for index, leaf in enumerate(flatten((args, kwargs))[0]):
-            sources = self.sources_of([leaf]) if isinstance(leaf, Tensor) else _NOTHING
-            untouched = id(leaf) in self._stand_ins and storage_key(leaf) not in self._changed
-            if sources and not untouched:
-                source = max(wire.layer for wire in sources)
-                name = argument_name(module, args, kwargs, index)
-                raise NotCuttable(
-                    f"the forward computes argument {name!r} of block {blocks[position].name!r} "
-                    f"from the output of block {blocks[source - 1].name!r}, outside of both"
-                )
+    def _spread(self, tensor: Tensor, sources: Sources) -> None:
+        """Also for other views of the memory, which only it tells apart from another's."""
+        if tensor.layout is not torch.strided:
+            return
+        key, storage = storage_key(tensor), tensor.untyped_storage()
+        if key not in self._storages:
+            forget = self._forget
+            self._storages[key] = weakref.ref(storage, lambda _: forget(key))
+        self._by_storage[key] = self._by_storage.get(key, _NOTHING) | sources
 
-    def _spread(self, tensor: Tensor, sources: frozenset[Wire]) -> None:
-        key = storage_key(tensor)
-        self._sources[key] = self._sources.get(key, _NOTHING) | sources
-        self._alive.append(tensor)
+    def _forget(self, key: int) -> None:
+        self._storages.pop(key, None)
+        self._by_storage.pop(key, None)

@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from shoal.core.errors import TrialError
-from shoal.partition.callsheet import Wire, Wires
 from shoal.partition.chain import Chain, Micro
 from shoal.partition.ties import Root, TiedParts
+from shoal.partition.wires import Wire, Wires
 from shoal.recipe import autocast
 
 
@@ -46,15 +46,42 @@ class BackwardResult:
 
 
 def run_forward(
-    chain: Chain, micro: Micro, start: int, stop: int, wires: Mapping[Wire, Tensor]
+    chain: Chain,
+    micro: Micro,
+    start: int,
+    stop: int,
+    wires: Mapping[Wire, Tensor],
+    *,
+    on_resume: Callable[[], None] | None = None,
 ) -> Wires:
     """Layers [start, stop) without gradients: the new wires that later layers read.
 
     A recompute must see the same random state and buffers: keep both from before this
     call (``rng.capture_rng``, ``preserve.read_buffers`` of the layers' changing buffers).
     """
+    if chain.skeleton.graph_kernels and chain.model.training:
+        return _run_graph_forward(chain, micro, start, stop, wires, on_resume)
     with torch.no_grad(), autocast(chain.recipe, chain.device):
-        return chain.forward(micro, start, stop, wires)
+        return chain.forward(micro, start, stop, wires, on_resume=on_resume)
+
+
+def _run_graph_forward(
+    chain: Chain,
+    micro: Micro,
+    start: int,
+    stop: int,
+    wires: Mapping[Wire, Tensor],
+    on_resume: Callable[[], None] | None,
+) -> Wires:
+    """The same with the kernels that torch takes for gradients, a layer's graph at a time."""
+    given = dict(wires)
+    with torch.enable_grad(), autocast(chain.recipe, chain.device):
+        for layer in range(start, stop):
+            inside = {w: t.detach().requires_grad_(chain.needs_grad(w)) for w, t in given.items()}
+            made = chain.forward(micro, layer, layer + 1, inside, on_resume=on_resume)
+            alive = chain.live_wires(layer + 1, micro)
+            given = {w: made[w].detach() if w in made else given[w] for w in alive}
+    return {wire: tensor for wire, tensor in given.items() if wire not in wires}
 
 
 def run_backward(

@@ -3,9 +3,11 @@
 The order of preference, and what is compared:
 
 1. resident: nothing moves. It needs parameters, state, gradients and activations at once.
-2. spilled with the fewest shards that fit, for each (optimizer place, trials at a time,
-   lookahead); among those the one that moves the fewest bytes in a step. Two trials at a
-   time hide one's copies behind the other's units; alone, lookahead does.
+2. spilled, for each (optimizer place, trials at a time, lookahead, order of the loops) with
+   the fewest shards that fit, or with more where that moves clearly less: small shards leave
+   more room for shards that stay. As many stay as there is room for. Each of these is
+   replayed with the measured seconds, and the one whose step costs the least of the device's
+   time is taken; of those that cost about the same, the one that moves the fewest bytes.
 
 A choice is made from layer measures, and holds only once the shards themselves have been
 measured: ``fits`` decides.
@@ -18,26 +20,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.core.errors import PlanError
-from shoal.core.plan import Job, Resident, Spilled, Technique
-from shoal.core.spec import JobMeasure, LayerMeasure, Place, Scalar, ShardSpec, TrialSpec
+from shoal.core.plan import Job, Spilled, Technique
+from shoal.core.spec import (
+    JobMeasure,
+    LayerMeasure,
+    Order,
+    Place,
+    Scalar,
+    ShardSpec,
+    TrialSpec,
+)
 from shoal.core.units import Bytes, Seconds, format_bytes
-from shoal.memory.layout import TrialLayout, slot_parts, slot_size
+from shoal.memory.layout import TrialLayout
 from shoal.partition.cut import cut, shard_cost
-from shoal.program.check import check
-from shoal.program.costs import JobCosts
-from shoal.program.footprint import Footprint
-from shoal.program.ir import Part, Program
-from shoal.spill import generate
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What a study asks of every job's step."""
-
-    micro_batches: int
-    clip: bool
-    technique: Technique | None  # forced
-    prefers: Place  # where the optimizer steps when both places move the same bytes
+from shoal.planner.need import Request, keep_most, need
+from shoal.planner.price import Price, Speeds, price
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,136 +47,92 @@ class Choice:
     technique: Spilled
     cuts: tuple[int, ...]
     moved_bytes: Bytes
+    active: int
+    price: Price | None = None  # of what is kept according to the layer measures
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
-    """Bytes of a job on its device: between units, on top inside one, and at the peak."""
-
-    held: Bytes
-    unit: Bytes
-    peak: Bytes
-
-    @property
-    def total(self) -> Bytes:
-        """What is reserved: a unit may come at any moment."""
-        return Bytes(self.held + self.unit)
-
-
-def programs(shards: int, technique: Technique, request: Request) -> tuple[Program, ...]:
-    """The programs a job runs: a step, and an evaluation."""
-    if isinstance(technique, Resident):
-        step = generate.resident_step(micro_batches=request.micro_batches, clip=request.clip)
-        return step, generate.evaluation(1, spilled=False)
-    assert technique.optimizer is not None
-    assert technique.lookahead is not None
-    step = generate.spilled_step(
-        shards,
-        micro_batches=request.micro_batches,
-        clip=request.clip,
-        optimizer=technique.optimizer,
-        lookahead=technique.lookahead,
-    )
-    return step, generate.evaluation(shards, spilled=True, lookahead=technique.lookahead)
-
-
-def footprints(
-    shards: Sequence[ShardSpec],
-    batch: Bytes,
-    technique: Technique,
-    request: Request,
-    valid_scale: float = 1.0,
-) -> list[Footprint]:
-    """What each program of a job needs; proves on the way that the programs are sound."""
-    here = (Part.PARAM, Part.STATE) if isinstance(technique, Resident) else ()
-    step, evaluation = programs(len(shards), technique, request)
-    training = {0: JobCosts(shards=tuple(shards), batch_bytes=batch)}
-    wide = tuple(_widened(shard, valid_scale) for shard in shards)
-    validation = {0: JobCosts(shards=wide, batch_bytes=Bytes(round(batch * valid_scale)))}
-    return [
-        check(step, training, start=here, end=here),
-        check(evaluation, validation, start=here, end=here),
-    ]
-
-
-def _widened(shard: ShardSpec, scale: float) -> ShardSpec:
-    """A spilled shard for a batch ``scale`` times as large; a resident one was measured."""
-    if shard.layers == (0, 1):
-        return shard
-    return replace(
-        shard,
-        boundary_bytes=Bytes(round(shard.boundary_bytes * scale)),
-        forward_peak_bytes=Bytes(round(shard.forward_peak_bytes * scale)),
-    )
-
-
-def need(
+def choices(
     measure: JobMeasure,
-    shards: Sequence[ShardSpec],
-    technique: Technique,
+    budget: Bytes,
+    actives: Sequence[int],
     request: Request,
-    layout: TrialLayout | None = None,
-) -> Need:
-    """The bytes of a job; slots as large as ``layout`` makes them when it is known."""
-    scale = measure.valid_scale
-    prints = footprints(shards, measure.batch_bytes, technique, request, scale)
-    region = None
-    if layout is not None:
-        parts = slot_parts(technique, clip=request.clip, accumulate=request.micro_batches)
-        slots = 1 + (technique.lookahead or 0) if isinstance(technique, Spilled) else 1
-        region = slots * slot_size(layout, parts)
-    return _need(prints, measure.buffer_bytes, region)
-
-
-def _need(prints: Sequence[Footprint], buffers: int, region: int | None = None) -> Need:
-    """What a device must have for all of a job's programs.
-
-    ``region`` replaces the slots that the programs themselves would need.
-    """
-    slots = max(p.num_slots * p.slot_bytes for p in prints) if region is None else region
-    held = max(p.held_bytes - p.num_slots * p.slot_bytes for p in prints)
-    peak = max(p.peak_bytes - p.num_slots * p.slot_bytes for p in prints)
-    return Need(
-        held=Bytes(slots + held + buffers),
-        unit=Bytes(max(p.unit_bytes for p in prints)),
-        peak=Bytes(slots + max(peak, held) + buffers),
-    )
-
-
-def fits(needs: Sequence[Need], budget: Bytes, active: int) -> bool:
-    """Whether any ``active`` of these jobs can share a device of ``budget`` bytes."""
-    held = sorted((n.held for n in needs), reverse=True)[:active]
-    held += held[-1:] * (active - len(held))  # several trials of one shape
-    return sum(held) + max(n.unit for n in needs) <= budget
-
-
-def choices(measure: JobMeasure, budget: Bytes, active: int, request: Request) -> Iterator[Choice]:
-    """Spilled choices that should fit ``active`` at a time, the one that moves least first."""
+    speeds: Speeds,
+) -> Iterator[Choice]:
+    """Spilled choices that should fit, for each number of trials at a time; the cheapest first."""
     found = []
-    for technique in _settings(measure, request):
-        choice = next(_by_shards(measure, technique, budget, active, request), None)
-        if choice is not None:
-            found.append(choice)
-    found.sort(
-        key=lambda c: (
-            active == 1 and c.technique.lookahead == 0,  # then nothing hides the copies
-            c.moved_bytes,
-            c.technique.optimizer != request.prefers,
-        )
-    )
-    for choice in found:
+    for active in actives:
+        for technique in _settings(measure, request):
+            fewest = next(_by_shards(measure, technique, budget, active, request), None)
+            if fewest is not None:
+                best = _best_count(measure, fewest, budget, active, request)
+                found.append(_priced(measure, best, budget, request, speeds))
+    for choice in _cheapest_first(found, request):
         yield choice
-        yield from _finer(measure, choice, budget, active, request)
+        yield from _finer(measure, choice, budget, choice.active, request)
+
+
+def _priced(
+    measure: JobMeasure, choice: Choice, budget: Bytes, request: Request, speeds: Speeds
+) -> Choice:
+    shards = predict_shards(measure.layers, choice.cuts)
+    kept = keep_most(measure, shards, choice.technique, request, budget, choice.active)
+    technique = kept[0] if kept else replace(choice.technique, keep=choice.technique.keep or ())
+    batch = measure.batch_bytes
+    found = price(shards, batch, technique, request, speeds, choice.active)
+    return replace(choice, price=found)
+
+
+ALIKE = 1.03
+"""Prices that differ by no more are the same: a replay is not that good."""
+
+
+def _cheapest_first(found: Sequence[Choice], request: Request) -> list[Choice]:
+    """By price, and where that is about the least by the bytes that are moved."""
+    prices = {id(choice): choice.price.step_s if choice.price else 0.0 for choice in found}
+    least = min(prices.values(), default=0.0)
+    alike = [choice for choice in found if prices[id(choice)] <= ALIKE * least]
+    alike.sort(key=lambda c: (c.moved_bytes, c.technique.optimizer != request.prefers))
+    others = [choice for choice in found if prices[id(choice)] > ALIKE * least]
+    return alike + sorted(others, key=lambda choice: prices[id(choice)])
+
+
+LESS = 0.95
+"""More shards than necessary have to move at most so much of what the fewest move."""
+
+
+def _best_count(
+    measure: JobMeasure, fewest: Choice, budget: Bytes, active: int, request: Request
+) -> Choice:
+    """The choice with the number of shards that moves clearly less than fewer shards do."""
+    best, forced = fewest, request.technique
+    if isinstance(forced, Spilled) and forced.shards:
+        return best
+    least, most = len(fewest.cuts) + 1, len(measure.layers)
+    for count in sorted({min(most, least * times // 2) for times in (3, 4, 6, 8, 12)} | {most}):
+        technique = replace(fewest.technique, shards=count)
+        for choice in _by_shards(measure, technique, budget, active, request):
+            if choice.moved_bytes < LESS * best.moved_bytes:
+                best = choice
+    return best
+
+
+def may_go_by_shard(measure: JobMeasure, request: Request) -> bool:
+    """Whether a shard can run all micro-batches of a step, with the bits of the plain loop."""
+    knows = measure.num_batches is not None  # how many there are, when the step begins
+    return request.micro_batches > 1 and knows and not measure.draws
 
 
 def _settings(measure: JobMeasure, request: Request) -> Iterator[Spilled]:
     """The combinations that a forced technique leaves open."""
     forced = request.technique if isinstance(request.technique, Spilled) else Spilled()
-    places: tuple[Place, ...] = (forced.optimizer,) if forced.optimizer else ("host", "device")
+    orders: tuple[Order, ...] = (forced.order,) if forced.order else ("micro",)
+    if forced.order is None and may_go_by_shard(measure, request):
+        orders = ("shard", "micro")
+    place = forced.optimizer or request.place
+    places: tuple[Place, ...] = (place,) if place else ("host", "device")
     looks = (1, 0) if forced.lookahead is None else (forced.lookahead,)
-    for place in places:
-        for lookahead in looks:
-            yield Spilled(shards=forced.shards, optimizer=place, lookahead=lookahead)
+    for place, lookahead, order in itertools.product(places, looks, orders):
+        yield replace(forced, optimizer=place, lookahead=lookahead, order=order)
 
 
 def _by_shards(
@@ -193,17 +146,13 @@ def _by_shards(
         if cuts is None:
             continue
         shards = predict_shards(measure.layers, cuts)
-        scale = measure.valid_scale
-        prints = footprints(shards, measure.batch_bytes, technique, request, scale)
-        bytes_ = _need(prints, measure.buffer_bytes)
-        if technique.shards or fits([bytes_], budget, active):
-            yield Choice(
-                technique=Spilled(
-                    shards=count, optimizer=technique.optimizer, lookahead=technique.lookahead
-                ),
-                cuts=cuts,
-                moved_bytes=Bytes(prints[0].up_bytes + prints[0].down_bytes),
-            )
+        open_ = replace(technique, shards=count)
+        found = keep_most(measure, shards, open_, request, budget, active)
+        if found:
+            yield Choice(technique=open_, cuts=cuts, moved_bytes=found[1].moved, active=active)
+        elif technique.shards:
+            bytes_ = need(measure, shards, replace(open_, keep=technique.keep or ()), request)
+            yield Choice(technique=open_, cuts=cuts, moved_bytes=bytes_.moved, active=active)
 
 
 def _finer(
@@ -213,7 +162,7 @@ def _finer(
     forced = isinstance(request.technique, Spilled) and request.technique.shards is not None
     if forced:
         return
-    open_ = Spilled(optimizer=choice.technique.optimizer, lookahead=choice.technique.lookahead)
+    open_ = replace(choice.technique, shards=None)
     for finer in _by_shards(measure, open_, budget, active, request):
         if len(finer.cuts) > len(choice.cuts):
             yield finer

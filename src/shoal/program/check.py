@@ -7,13 +7,14 @@ RECV waits for its SEND. Devices that all wait are a deadlock.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from shoal.core.errors import ProgramError
 from shoal.program.costs import Costs, JobCosts
 from shoal.program.footprint import Footprint, footprint
-from shoal.program.ir import Action, Op, Part, Program
+from shoal.program.ir import Action, Kept, Op, Part, Program
 from shoal.program.rules import NAMES, World, apply, complaints, sent
+from shoal.program.slots import NOTHING
 
 __all__ = ["Costs", "Footprint", "JobCosts", "check", "check_devices"]
 
@@ -25,14 +26,14 @@ def check(
     program: Program,
     costs: Costs,
     *,
-    start: Collection[Part] = (),
-    end: Collection[Part] = (),
+    start: Kept = NOTHING,
+    end: Kept = NOTHING,
     versions: int = 1,
 ) -> Footprint:
     """Prove that the program is sound; what the device that needs most of it needs.
 
-    ``start`` and ``end`` are the parts of shard 0 that are on the device before and
-    after (of every trial that a device's list names): those of a resident model.
+    ``start`` and ``end`` are the shards' parts that are on the device before and after (of
+    every trial that a device's list names): those of a resident model, and of kept shards.
     ``versions`` is how many of the newest weight versions the runtime keeps.
 
     Raises:
@@ -46,15 +47,15 @@ def check_devices(
     program: Program,
     costs: Costs,
     *,
-    start: Collection[Part] = (),
-    end: Collection[Part] = (),
+    start: Kept = NOTHING,
+    end: Kept = NOTHING,
     versions: int = 1,
 ) -> tuple[Footprint, ...]:
     """As ``check``, with the footprint of every device."""
     world = World.of(program, costs, start, versions)
     _walk(program, world)
-    _expect_tidy_end(program, world, set(end))
-    return tuple(footprint(actions, costs, start=sorted(start)) for actions in program.devices)
+    _expect_tidy_end(program, world, end)
+    return tuple(footprint(actions, costs, start=start) for actions in program.devices)
 
 
 def _walk(program: Program, world: World) -> None:
@@ -82,12 +83,12 @@ def _advance(program: Program, world: World, device: int, heads: list[int]) -> N
         heads[device] += 1
 
 
-def _expect_tidy_end(program: Program, world: World, end: set[Part]) -> None:
+def _expect_tidy_end(program: Program, world: World, end: Kept) -> None:
     for device, index, complaint in _leftovers(program, world, end):
         raise _broken(program, device, index, complaint)
 
 
-def _leftovers(program: Program, world: World, end: set[Part]) -> Iterator[tuple[int, int, str]]:
+def _leftovers(program: Program, world: World, end: Kept) -> Iterator[tuple[int, int, str]]:
     """What a program must not leave behind: device, action and complaint."""
     for (device, made), maker in world.tensors.items():
         user = "F" if made.kind == "boundary" and made.trial not in world.has_backward else "B"
@@ -100,7 +101,7 @@ def _leftovers(program: Program, world: World, end: set[Part]) -> Iterator[tuple
             index = _last_mention(program, source, message.trial, message.shard)
             yield source, index, f"{complaint} Add its RECV."
     for (device, trial, shard), copy in world.copies.items():
-        for complaint in _residues(shard, copy.present, end if shard == 0 else set()):
+        for complaint in _residues(shard, copy.present, set(end.get(shard, ()))):
             yield device, _last_mention(program, device, trial, shard), complaint
     for (trial, shard), home in world.homes.items():
         if home.has_gradients:

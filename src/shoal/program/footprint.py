@@ -1,6 +1,7 @@
 """Exact bytes of one device's actions, when memory is taken and given in list order.
 
 [Note: what is on the device]
+    kept        what is there before the first action and stays, each as large as it is
     slots       what was loaded: every slot as large as the largest content of any
     batch       from the first to the last unit of its micro-batch on this device
     boundaries  into shard s: from F(s - 1) or RECV until B(s) or SEND; in a program
@@ -13,25 +14,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shoal.core.units import Bytes
 from shoal.program.costs import Costs, moved_bytes, part_bytes, unit_peak_bytes
-from shoal.program.ir import Action, Op, Part
-from shoal.program.slots import ShardKey, assign_slots, is_unit
+from shoal.program.ir import Action, Kept, Op, Part
+from shoal.program.slots import NOTHING, ShardKey, assign_slots, is_unit, tenants_before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
     """What a device's list needs: bytes held between units, inside them, and moved.
 
-    ``held_bytes`` are the slots and the most that lives outside them, ``unit_bytes``
-    the most that one unit needs on top. ``peak_bytes`` is the maximum of
+    ``held_bytes`` are what is kept, the slots, and the most that lives outside them,
+    ``unit_bytes`` the most that one unit needs on top. ``peak_bytes`` is the maximum of
     ``running_bytes``, which has one entry an action: during it for a unit, after it
     for the others.
     """
 
+    kept_bytes: Bytes
     num_slots: int
     slot_bytes: Bytes
     held_bytes: Bytes
@@ -41,21 +43,28 @@ class Footprint:
     down_bytes: Bytes
     running_bytes: tuple[Bytes, ...]
 
+    @property
+    def arena_bytes(self) -> Bytes:
+        """What is kept, and the slots."""
+        return Bytes(self.kept_bytes + self.num_slots * self.slot_bytes)
 
-def footprint(actions: Sequence[Action], costs: Costs, *, start: Sequence[Part] = ()) -> Footprint:
+
+def footprint(actions: Sequence[Action], costs: Costs, *, start: Kept = NOTHING) -> Footprint:
     """The bytes of one device's actions, which must have passed the checks."""
     slots = assign_slots(actions, start=start)
     memory = _Memory.before(actions, costs, start, slots.waits)
     outside = [memory.visit(index, action) for index, action in enumerate(actions)]
     units = [unit_peak_bytes(a, costs[a.trial].shards[a.shard]) for a in actions]
-    in_slots = slots.num_slots * memory.slot_bytes
-    running = [in_slots + held + unit for held, unit in zip(outside, units, strict=True)]
+    num_slots = slots.num_slots - slots.num_kept
+    arena = memory.kept_bytes + num_slots * memory.slot_bytes
+    running = [arena + held + unit for held, unit in zip(outside, units, strict=True)]
     return Footprint(
-        num_slots=slots.num_slots,
+        kept_bytes=Bytes(memory.kept_bytes),
+        num_slots=num_slots,
         slot_bytes=Bytes(memory.slot_bytes),
-        held_bytes=Bytes(in_slots + memory.most),
+        held_bytes=Bytes(arena + memory.most),
         unit_bytes=Bytes(max(units, default=0)),
-        peak_bytes=Bytes(max(running, default=in_slots)),
+        peak_bytes=Bytes(max(running, default=arena)),
         up_bytes=_moved(actions, costs, Op.LOAD),
         down_bytes=_moved(actions, costs, Op.STORE),
         running_bytes=tuple(map(Bytes, running)),
@@ -77,6 +86,8 @@ class _Memory:
     waits: Sequence[Sequence[int]]  # per action: the STOREs that are complete when it starts
     loaded: dict[ShardKey, set[Part]] = field(default_factory=dict)
     stores: dict[ShardKey, int] = field(default_factory=dict)  # of gradients outside the slots
+    kept: dict[ShardKey, set[Part]] = field(default_factory=dict)
+    kept_bytes: int = 0
     slot_bytes: int = 0
     outside: dict[Hashable, Bytes] = field(default_factory=dict)
     total: int = 0
@@ -87,13 +98,13 @@ class _Memory:
         cls,
         actions: Sequence[Action],
         costs: Costs,
-        start: Sequence[Part],
+        start: Kept,
         waits: Sequence[Sequence[int]],
     ) -> _Memory:
         backward = {action.trial for action in actions if action.op is Op.B}
         memory = cls(costs, backward, _batch_ends(actions), waits)
-        for trial in sorted({action.trial for action in actions}) if start else ():
-            memory._enter((trial, 0), start)
+        for key, parts in tenants_before(actions, start).items():
+            memory._stay(key, parts)
         return memory
 
     def visit(self, index: int, action: Action) -> int:
@@ -160,11 +171,21 @@ class _Memory:
         size = self.costs[action.trial].shards[shard].carry_bytes
         self._take(("carry", *_of(action, shard)), size)
 
+    def _stay(self, key: ShardKey, parts: Collection[Part]) -> None:
+        """What is there from the beginning; gradients are never in a slot of their shard."""
+        shard = self.costs[key[0]].shards[key[1]]
+        self.kept[key] = set(parts) - {Part.GRAD}
+        self.loaded[key] = set(self.kept[key])
+        self.kept_bytes += sum(part_bytes(shard, part) for part in self.kept[key])
+        if Part.GRAD in parts:
+            self._take(("grad", *key), shard.gradient_bytes)
+
     def _enter(self, key: ShardKey, parts: Iterable[Part]) -> None:
         inside = self.loaded.setdefault(key, set())
         inside |= set(parts)
         shard = self.costs[key[0]].shards[key[1]]
-        self.slot_bytes = max(self.slot_bytes, sum(part_bytes(shard, p) for p in inside))
+        slotted = inside - self.kept.get(key, set())
+        self.slot_bytes = max(self.slot_bytes, sum(part_bytes(shard, p) for p in slotted))
 
     def _leave(self, key: ShardKey, parts: Iterable[Part]) -> None:
         inside = self.loaded.get(key, set())

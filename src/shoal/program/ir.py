@@ -34,7 +34,7 @@ blocks and its tensor leaves the device; a RECV takes from its peer in the order
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -63,6 +63,16 @@ class Part(StrEnum):
     PARAM = "param"
     STATE = "state"
     GRAD = "grad"
+
+
+Kept = Mapping[int, Collection[Part]]
+"""Shard -> its parts that are on the device before a program, and after it."""
+
+
+def kept(shards: Iterable[int], weights: Iterable[int] = ()) -> Kept:
+    """Shards that stay on the device between programs: all but gradients, or parameters alone."""
+    whole = {shard: (Part.PARAM, Part.STATE) for shard in shards}
+    return {shard: (Part.PARAM,) for shard in weights} | whole
 
 
 @dataclass(frozen=True, slots=True, order=True)

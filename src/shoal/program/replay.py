@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple
 from shoal.core.errors import ProgramError
 from shoal.core.units import Bytes, Seconds
 from shoal.program.costs import Costs, Durations, action_seconds, moved_bytes
-from shoal.program.ir import Action, Op, Part, Program
+from shoal.program.ir import Action, Kept, Op, Program
 from shoal.program.needs import computes, find_needs, matching_sends
 from shoal.program.slots import assign_slots
 
@@ -78,7 +78,7 @@ class Span(NamedTuple):
 class Run:
     """A program that a trial repeats; ``devices[i]`` is where its i-th list runs.
 
-    ``start`` are the parts of shard 0 that are on the device from the beginning.
+    ``start`` is what is on the device from the beginning.
     ``trial`` is what candidates and spans call it; None for the program's own number.
     """
 
@@ -86,7 +86,7 @@ class Run:
     costs: Costs
     steps: int = 1
     devices: tuple[int, ...] = (0,)
-    start: tuple[Part, ...] = ()
+    start: Kept = field(default_factory=dict)
     trial: int | None = None
 
 

@@ -7,12 +7,13 @@ do. ``World`` is what the actions before it have made; it changes only in ``appl
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shoal.program.costs import Costs
-from shoal.program.ir import Action, Op, Part, Program
+from shoal.program.ir import Action, Kept, Op, Part, Program
+from shoal.program.slots import tenants_before
 
 PARAM, STATE, GRAD = Part.PARAM, Part.STATE, Part.GRAD
 NAMES = {PARAM: "parameters", STATE: "optimizer state", GRAD: "gradients"}
@@ -68,7 +69,7 @@ class World:
     messages: dict[tuple[int, int], deque[Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, program: Program, costs: Costs, start: Collection[Part], versions: int) -> World:
+    def of(cls, program: Program, costs: Costs, start: Kept, versions: int) -> World:
         backwards = [action for action in program if action.op is Op.B]
         world = cls(
             costs,
@@ -79,9 +80,9 @@ class World:
             Counter((a.trial, a.shard, a.version) for a in backwards),
         )
         for device, actions in enumerate(program.devices):
-            for trial in {action.trial for action in actions} if start else ():
-                world.copies[device, trial, 0] = Copy(set(start), set(start))
-                world.home(trial, 0).current -= set(start)
+            for (trial, shard), parts in tenants_before(actions, start).items():
+                world.copies[device, trial, shard] = Copy(set(parts), set(parts))
+                world.home(trial, shard).current -= set(parts)
         return world
 
     def copy(self, device: int, action: Action) -> Copy:

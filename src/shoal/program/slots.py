@@ -3,7 +3,9 @@
 [Note: slots]
 A slot holds what was loaded of one (trial, shard), from the LOAD that takes it to the
 DROP that leaves none of it loaded. A second LOAD of the same shard joins its slot.
-Gradients that a B makes without a LOAD of ``grad`` live outside the slots.
+Gradients that a B makes without a LOAD of ``grad`` live outside the slots. What stays on the
+device between programs has a place of its own, numbered before the slots; of a shard whose
+parameters alone stay, the state takes a slot as any other shard does.
 
     LOAD s0 param        slot 0 -------------+
     LOAD s1 param        slot 1 ----------+  |
@@ -26,11 +28,11 @@ slot waits for the slot's ``tails``, its first unit for ``stores_left``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from shoal.program.ir import Action, Op, Part
+from shoal.program.ir import Action, Kept, Op, Part
 
 ShardKey = tuple[int, int]
 """(trial, shard)."""
@@ -41,6 +43,7 @@ class SlotMap:
     """The slots of one device's actions. All indices are positions in the action list."""
 
     num_slots: int
+    num_kept: int  # the first of them: those of the shards that are here before the first action
     slots: tuple[int | None, ...]  # per action
     waits: tuple[tuple[int, ...], ...]  # per action: what must be complete before it starts
     is_first: tuple[bool, ...]  # per action: a LOAD into a slot nobody used before in this list
@@ -48,24 +51,35 @@ class SlotMap:
     stores_left: tuple[int, ...]  # of dropped gradients that no unit here waits for
 
 
-def assign_slots(actions: Sequence[Action], *, start: Sequence[Part] = ()) -> SlotMap:
+NOTHING: Kept = {}
+
+
+def assign_slots(actions: Sequence[Action], *, start: Kept = NOTHING) -> SlotMap:
     """The lowest free slot for every LOAD of a shard that has none.
 
-    ``start`` are the parts of shard 0 that every trial named here has on the device
-    before the first action; they have the first slots, in order of trial.
+    ``start`` is what every trial named here has on the device before the first action; its
+    shards have the first slots, in order of trial and shard.
     """
     book = _Book(waits=[()] * len(actions), is_first=[False] * len(actions))
-    for trial in sorted({action.trial for action in actions}) if start else ():
-        book.enter((trial, 0), start)
+    here = tenants_before(actions, start)
+    for key, parts in here.items():
+        book.stay(key, set(parts) - {Part.GRAD})
     slots = tuple(book.visit(index, action) for index, action in enumerate(actions))
     return SlotMap(
         num_slots=len(book.tails),
+        num_kept=len(here),
         slots=slots,
         waits=tuple(book.waits),
         is_first=tuple(book.is_first),
         tails=tuple(map(tuple, book.tails)),
         stores_left=tuple(book.stores_left()),
     )
+
+
+def tenants_before(actions: Sequence[Action], start: Kept) -> Mapping[ShardKey, Collection[Part]]:
+    """What is on the device before the first action, of every trial, in order."""
+    trials = sorted({action.trial for action in actions}) if start else ()
+    return {(trial, shard): start[shard] for trial in trials for shard in sorted(start)}
 
 
 def is_unit(action: Action) -> bool:
@@ -91,12 +105,17 @@ class _Book:
     is_first: list[bool]
     tails: list[list[int]] = field(default_factory=list)
     free: list[int] = field(default_factory=list)
+    kept: dict[ShardKey, _Tenant] = field(default_factory=dict)  # here from the beginning
     tenants: dict[ShardKey, _Tenant] = field(default_factory=dict)
     stores: dict[ShardKey, int] = field(default_factory=dict)  # of gradients outside the slots
     dropped: dict[int, list[int]] = field(default_factory=dict)  # per trial, since its last unit
     overdue: dict[int, list[int]] = field(default_factory=dict)  # per trial, before that
 
-    def enter(self, key: ShardKey, parts: Sequence[Part]) -> _Tenant:
+    def stay(self, key: ShardKey, parts: Collection[Part]) -> None:
+        self.kept[key] = _Tenant(len(self.tails), set(parts))
+        self.tails.append([])
+
+    def enter(self, key: ShardKey, parts: Collection[Part]) -> _Tenant:
         slot = heappop(self.free) if self.free else len(self.tails)
         if slot == len(self.tails):
             self.tails.append([])
@@ -131,28 +150,33 @@ class _Book:
     def _unit(self, index: int, action: Action) -> int | None:
         self.waits[index] = tuple(self.overdue.get(action.trial, ()))
         self.overdue[action.trial] = self.dropped.pop(action.trial, [])
-        tenant = self.tenants.get((action.trial, action.shard))
-        if tenant is None:
-            return None
-        tenant.loads.clear()
-        tenant.users.append(index)
-        if action.op is Op.STEP:
-            self._leave((action.trial, action.shard), tenant, {Part.GRAD})
-        return tenant.slot
+        key, slot = (action.trial, action.shard), None
+        for book in (self.kept, self.tenants):
+            tenant = book.get(key)
+            if tenant is not None:
+                tenant.loads.clear()
+                tenant.users.append(index)
+                slot = tenant.slot
+                if action.op is Op.STEP:
+                    self._leave(book, key, {Part.GRAD})
+        return slot
 
     def _store_or_drop(self, index: int, action: Action) -> int | None:
-        key = (action.trial, action.shard)
-        tenant = self.tenants.get(key)
-        inside = tenant.parts & set(action.parts) if tenant else set()
-        if Part.GRAD in action.parts and Part.GRAD not in inside:
+        key, slot = (action.trial, action.shard), None
+        slotted = self.tenants.get(key)
+        if Part.GRAD in action.parts and not (slotted and Part.GRAD in slotted.parts):
             self._gradients_outside(index, action)
-        if tenant is None or not inside:
-            return None
-        if action.op is Op.STORE:
-            tenant.users.append(index)
-        else:
-            self._leave(key, tenant, inside)
-        return tenant.slot
+        for book in (self.kept, self.tenants):
+            tenant = book.get(key)
+            inside = tenant.parts & set(action.parts) if tenant else set()
+            if tenant is None or not inside:
+                continue
+            slot = tenant.slot
+            if action.op is Op.STORE:
+                tenant.users.append(index)
+            else:
+                self._leave(book, key, inside)
+        return slot
 
     def _gradients_outside(self, index: int, action: Action) -> None:
         key = (action.trial, action.shard)
@@ -161,9 +185,11 @@ class _Book:
         elif key in self.stores:
             self.dropped.setdefault(action.trial, []).append(self.stores.pop(key))
 
-    def _leave(self, key: ShardKey, tenant: _Tenant, parts: set[Part]) -> None:
+    def _leave(self, book: dict[ShardKey, _Tenant], key: ShardKey, parts: set[Part]) -> None:
+        tenant = book[key]
         tenant.parts -= parts
         if not tenant.parts:
             self.tails[tenant.slot] = tenant.users + tenant.loads
-            del self.tenants[key]
-            heappush(self.free, tenant.slot)
+            del book[key]
+            if book is self.tenants:
+                heappush(self.free, tenant.slot)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,8 +37,15 @@ class Placed:
     borrowed: Mapping[str, Tensor]
 
 
-def place_in_slot(slot: Tensor, layout: ShardLayout, parts: Sequence[str]) -> Placed:
-    """Views of a shard in a device slot that has room for ``parts`` ("state", "grad")."""
+def place_in_slot(
+    slot: Tensor, layout: ShardLayout, parts: Sequence[str], kept: Placed | None = None
+) -> Placed:
+    """Views of a shard in a device slot that has room for ``parts`` ("state", "grad").
+
+    Where its parameters are ``kept`` elsewhere on the device, the slot has none of them.
+    """
+    if kept is not None:
+        return _beside(kept, slot, layout, parts)
     borrowed, offset = {}, layout.param.num_bytes
     for _, field in layout.borrowed:
         borrowed[field.spec.name] = view(slot, offset, field.spec)
@@ -54,6 +61,17 @@ def place_in_slot(slot: Tensor, layout: ShardLayout, parts: Sequence[str]) -> Pl
         param_bytes=slot[: layout.param.num_bytes],
         state_bytes=slot[state_at : state_at + state_size],
         borrowed=borrowed,
+    )
+
+
+def _beside(kept: Placed, slot: Tensor, layout: ShardLayout, parts: Sequence[str]) -> Placed:
+    """State and gradients in a slot, parameters where they stay."""
+    state_size = layout.state.num_bytes if "state" in parts else 0
+    return replace(
+        kept,
+        states=state_views(slot, layout.state, 0) if state_size else {},
+        grads=views(slot, layout.param, state_size) if "grad" in parts else {},
+        state_bytes=slot[:state_size],
     )
 
 
@@ -99,6 +117,7 @@ class Binding:
         self._subsets = [self._subset(set(shard)) for shard in owned]
         self._stepped = [[name for _, part in subset for name in part] for subset in self._subsets]
         self._steps_all = [len(names) == sum(map(len, self._grouped)) for names in self._stepped]
+        self._parts: dict[int, torch.optim.Optimizer] = {}
         self._bound: dict[int, Placed] = {}
         self._settled: dict[int, tuple[Placed, list[tuple[dict[str, Any], list[Any]]]]] = {}
         self.poison = {
@@ -116,6 +135,12 @@ class Binding:
             self.params[name].data = tensor
         for name in self._stepped[shard]:
             self._bind_state(name, placed)
+        if placed.borrowed:  # a lender that is here too has to point at its own again
+            lenders = [
+                s for s, p in self._bound.items() if p.params.keys() & placed.borrowed.keys()
+            ]
+            for lender in lenders:
+                del self._bound[lender]
         self._bound[shard] = placed
 
     def _bind_state(self, name: str, placed: Placed) -> None:
@@ -199,22 +224,42 @@ class Binding:
         return True
 
     def step_part(self, shard: int) -> None:
-        """``optimizer.step()`` as if the shard's parameters were all it had."""
+        """``optimizer.step()`` as if the shard's parameters were all it had.
+
+        Two shards may step at a time, one on the device's thread and one on the host's:
+        each has a part of the optimizer, which shares its state and takes its options.
+        """
         optimizer = self.optimizer
         if self._steps_all[shard]:
             optimizer.step()
             return
-        groups = optimizer.param_groups
-        everything = [group["params"] for group in groups]
-        try:
-            for index, group_names in self._subsets[shard]:
-                groups[index]["params"] = [self.params[name] for name in group_names]
-            optimizer.param_groups = [groups[index] for index, _ in self._subsets[shard]]
-            optimizer.step()
-        finally:
-            optimizer.param_groups = groups
-            for group, params in zip(groups, everything, strict=True):
-                group["params"] = params
+        part = self._parts.get(shard) or self._part(shard)
+        wholes = [optimizer.param_groups[index] for index, _ in self._subsets[shard]]
+        for group, whole in zip(part.param_groups, wholes, strict=True):
+            group.update((key, value) for key, value in whole.items() if key != "params")
+        part.state = optimizer.state
+        type(part).step(part)
+        for group, whole in zip(part.param_groups, wholes, strict=True):
+            whole.update((key, value) for key, value in group.items() if key != "params")
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # a schedule asks for it
+
+    def _part(self, shard: int) -> torch.optim.Optimizer:
+        """The optimizer with one shard's parameters, made without its constructor."""
+        own = self.optimizer.__dict__.get("step")
+        if own is not None and getattr(own, "__wrapped__", None) is not type(self.optimizer).step:
+            raise SpecError(
+                f"the step of this {type(self.optimizer).__name__} was replaced on the object, so "
+                "a shard cannot step alone. Put it into a subclass, or train with "
+                "technique='resident'."
+            )
+        part: torch.optim.Optimizer = object.__new__(type(self.optimizer))
+        part.__dict__.update(self.optimizer.__dict__)
+        part.__dict__.pop("step", None)  # a schedule's wrapper, which is bound to the whole
+        part.param_groups = [
+            {"params": [self.params[name] for name in names]} for _, names in self._subsets[shard]
+        ]
+        self._parts[shard] = part
+        return part
 
     def settle(self, name: str, places: Mapping[str, Tensor]) -> None:
         """Copy state that lies elsewhere to its place and point the optimizer there."""
@@ -257,12 +302,12 @@ class Binding:
         self,
         scalars: Mapping[str, Mapping[str, Any]],
         stored: Mapping[str, Sequence[str]],
-        device: torch.device,
+        places: Mapping[str, torch.device],
     ) -> None:
         """Take up state that ``scalars`` and ``stored_keys`` described.
 
-        Stored tensors are bound at each step. Scalars go to ``device``, where the step
-        runs, for the kernels that want them there.
+        Stored tensors are bound at each step. Scalars go to ``places``, where the steps
+        run, for the kernels that want them there.
         """
         self.stateful = {name: set(keys) for name, keys in stored.items()}
         there = any(g.get("fused") or g.get("capturable") for g in self.optimizer.param_groups)
@@ -271,7 +316,7 @@ class Binding:
             state.clear()
             for key, value in values.items():
                 moves = there and isinstance(value, Tensor)
-                state[key] = value.to(device) if moves else value
+                state[key] = value.to(places[name]) if moves else value
 
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups: options, and the names of their parameters."""

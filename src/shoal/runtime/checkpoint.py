@@ -118,7 +118,7 @@ def _tensor_names(packed: Any) -> Iterator[str]:
 
 
 def write(what: Content, place: Generations) -> Generation:
-    """Write a generation, durably, and then let older ones go.
+    """Write a generation, durably. Older ones stay until somebody collects them.
 
     Raises:
         StorageError: it could not be written; the older ones are as they were.
@@ -126,9 +126,7 @@ def write(what: Content, place: Generations) -> Generation:
     with place.begin(what.step) as draft:
         for name, tensors in what.files.items():
             draft.tensors(name, [row(key, tensor) for key, tensor in tensors.items()])
-        written = draft.commit(**what.meta)
-    place.collect()
-    return written
+        return draft.commit(**what.meta)
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:

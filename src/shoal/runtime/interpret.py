@@ -23,20 +23,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from shoal.core.errors import CapacityError
-from shoal.core.plan import Resident
 from shoal.core.units import Bytes, format_bytes
 from shoal.device import Device, Event, Lane
+from shoal.device.flops import host_step_bytes, step_bytes
+from shoal.memory.layout import Arena
 from shoal.memory.ledger import Ledger
 from shoal.partition.track import AllocationTracker
 from shoal.program.costs import unit_peak_bytes
-from shoal.program.ir import Action, Op, Part, Program
+from shoal.program.ir import Action, Kept, Op, Part, Program
 from shoal.program.slots import SlotMap, assign_slots
-from shoal.runtime.binding import Placed, place_in_slot, place_on_host
+from shoal.runtime.binding import place_on_host
 from shoal.runtime.compute import Compute, Work, tensors_of
+from shoal.runtime.copies import Copies
 from shoal.runtime.session import Session, Task
 
 COMPUTE = (Op.F, Op.B, Op.SYNC)
@@ -82,7 +83,7 @@ class Seat:
         session: The trial, placed in its host region.
         device: Where it computes.
         ledger: The device's; ``held`` bytes are reserved there for the seat's life.
-        slot_bytes: Size of each of ``num_slots`` equal slots.
+        arena: What it has there: places of kept shards, and slots.
         record: Called with every action that was issued.
     """
 
@@ -92,33 +93,32 @@ class Seat:
         device: Device,
         ledger: Ledger,
         *,
-        num_slots: int,
-        slot_bytes: int,
-        parts: tuple[str, ...],
+        arena: Arena,
         record: Callable[[Issued], None],
     ) -> None:
         self.session, self.device, self.ledger = session, device, ledger
         self.trial = session.job.trial
         self._record = record
+        self._profile = device.spec.profile  # what it emulates
         self._owner = f"trial {self.trial}"
         ledger.reserve(self._owner, session.job.held_bytes)
         try:
-            self._region = device.empty(num_slots * slot_bytes)
+            region = device.empty(arena.num_bytes)
         except BaseException:
             ledger.release(self._owner)
             raise
-        self._slot_bytes, self._parts = slot_bytes, parts
         self._lane: Lane = device.lane()
         layout = session.layout
         self.host = [place_on_host(session.region, layout, s) for s in range(len(layout.shards))]
-        self._slots: dict[tuple[int, int], Placed] = {}
         self.compute = Compute(session, self.host)
+        self.copies = Copies(region, arena, session, self.host, self.compute)
         self._tails: dict[int, list[Event]] = {}  # slot -> what its last tenant leaves
         self._stores_left: list[Event] = []  # of gradients, from the program before
         self._loads: dict[int, list[Event]] = {}  # shard -> its LOADs
         self._written: dict[int, Event] = {}  # shard -> last write of its host parameters
         self._grads_written: dict[int, Event] = {}
         self._synced: Event | None = None
+        self._advanced: Event | None = None  # the schedule, behind the host's steps
         self._last_compute: list[Event] = []
         self._in_flight: list[tuple[Event, Sequence[Tensor]]] = []
         self.note_host: Callable[[int], None] = lambda trial: None  # whose host step runs
@@ -135,7 +135,7 @@ class Seat:
         """Take up a task; the one before it is fully issued."""
         key = id(task.program), bool(self.compute.placed)
         if key not in self._scores:
-            self._scores[key] = _score(task.program, arrived=key[1])
+            self._scores[key] = _score(task.program, self.copies.kept if key[1] else {})
         self._run = _Run(task, self._scores[key])
 
     @property
@@ -176,19 +176,11 @@ class Seat:
         self.device.synchronize()
         self._in_flight.clear()
 
-    def copy_resident(self) -> None:
-        """Make the host copy of a resident trial current; a spilled one's always is."""
-        if 0 in self.compute.placed and self.session.job.technique == Resident():
-            self.host[0].param_bytes.copy_(self.compute.placed[0].param_bytes)
-            self.host[0].state_bytes.copy_(self.compute.placed[0].state_bytes)
-
     def close(self) -> None:
         """End the streams and give the memory back."""
         self.device.synchronize()
         self._lane.close()
-        self._slots.clear()
-        self.compute.placed.clear()
-        self._region = torch.empty(0)
+        self.copies.close()
         self.session.region.unpin()
         self.ledger.release(self._owner)
 
@@ -200,13 +192,15 @@ class Seat:
         assert run is not None
         assert action is not None
         score, events = run.score, run.events
-        if not (score.waits or self._stores_left or self._loads):
+        if not (score.waits or self._stores_left or self._loads or self._advanced):
             return []
         needs = [events[i] for i in score.slots.waits[run.cursor] if i in events]
         if action.op in (Op.F, Op.B):
             needs += self._stores_left
         if score.computes[run.cursor]:
             needs += self._loads.get(action.shard, ())
+            if action.op is Op.STEP and self._advanced is not None:
+                needs.append(self._advanced)
         elif action.op is Op.LOAD:
             needs += self._needs_of_load(run, action)
         return needs
@@ -272,9 +266,10 @@ class Seat:
         work: Callable[[], None],
         after: list[Event],
         sources: Sequence[Tensor] = (),
+        seconds: float | None = None,
     ) -> Event:
         """Submit to a lane's stream; ``sources`` stay alive until it is done."""
-        event: Event = getattr(self._lane, stream).submit(work, after)
+        event: Event = getattr(self._lane, stream).submit(work, after, seconds=seconds)
         self._in_flight.append((event, sources))
         size = sum(source.nbytes for source in sources)
         self._note(stream, event, size)
@@ -298,52 +293,21 @@ class Seat:
     # -- copies -----------------------------------------------------------------------
 
     def _load(self, action: Action, slot: int, after: list[Event]) -> Event:
-        shard = action.shard
-        placed = self._slot(slot, shard)
-        joins = shard in self.compute.placed
-        self.compute.placed[shard] = placed
-        copies = self._load_copies(action, placed)
-        device, region = self.device, self._slot_region(slot)
+        copies, fresh = self.copies.load(action, slot)
+        device = self.device
 
         def work() -> None:
-            if not joins:
-                device.poison(region)
+            if fresh is not None:
+                device.poison(fresh)
             for target, source in copies:
                 device.copy(target, source, "up")
 
         event = self._submit("up", work, after, [source for _, source in copies])
-        self._loads.setdefault(shard, []).append(event)
+        self._loads.setdefault(action.shard, []).append(event)
         return event
 
-    def _load_copies(self, action: Action, placed: Placed) -> list[tuple[Tensor, Tensor]]:
-        """Which host bytes go where."""
-        shard, host = action.shard, self.host[action.shard]
-        copies = []
-        if Part.PARAM in action.parts:
-            copies.append((placed.param_bytes, host.param_bytes))
-            copies += [(placed.borrowed[n], host.borrowed[n]) for n in placed.borrowed]
-        if Part.STATE in action.parts:
-            copies.append((placed.state_bytes, host.state_bytes))
-        if Part.GRAD in action.parts:
-            names = self.compute.has_grad.get(shard, set())
-            copies += [(placed.grads[n], host.grads[n]) for n in placed.grads if n in names]
-            self.compute.grads[shard] = {n: placed.grads[n] for n in placed.grads if n in names}
-        return [(target, source) for target, source in copies if source.numel()]
-
     def _store(self, action: Action) -> Event:
-        shard, host = action.shard, self.host[action.shard]
-        copies: list[tuple[Tensor, Tensor]] = []
-        if Part.PARAM in action.parts:
-            placed = self.compute.placed[shard]
-            copies.append((host.param_bytes, placed.param_bytes))
-            if host.state_bytes.numel():
-                copies.append((host.state_bytes, placed.state_bytes))
-        if Part.GRAD in action.parts:
-            grads = self.compute.grads.get(shard, {})
-            self.compute.has_grad[shard] = set(grads)
-            copies += [(host.grads[name], grad) for name, grad in grads.items()]
-        copies = [(a, b) for a, b in copies if b.numel()]
-        device = self.device
+        copies, device = self.copies.store(action), self.device
 
         def work() -> None:
             for target, source in copies:
@@ -351,30 +315,16 @@ class Seat:
 
         sources = [source for _, source in copies]
         event = self._submit("down", work, self._last_compute, sources)
-        if Part.PARAM in action.parts:
-            self._written[shard] = event
+        if Part.PARAM in action.parts or Part.STATE in action.parts:
+            self._written[action.shard] = event
         if Part.GRAD in action.parts:
-            self._grads_written[shard] = event
+            self._grads_written[action.shard] = event
         return event
 
     def _drop(self, action: Action) -> None:
-        shard = action.shard
-        if Part.GRAD in action.parts:
-            self.compute.grads.pop(shard, None)
+        self.copies.drop(action)
         if Part.PARAM in action.parts:
-            self.session.binding.evict(shard, self.compute.placed.pop(shard))
-            self._loads.pop(shard, None)
-
-    def _slot_region(self, slot: int) -> Tensor:
-        return self._region[slot * self._slot_bytes : (slot + 1) * self._slot_bytes]
-
-    def _slot(self, slot: int, shard: int) -> Placed:
-        """The shard's tensors in a slot; made once."""
-        key = (slot, shard)
-        if key not in self._slots:
-            layout = self.session.layout.shards[shard]
-            self._slots[key] = place_in_slot(self._slot_region(slot), layout, self._parts)
-        return self._slots[key]
+            self._loads.pop(action.shard, None)
 
     # -- compute ----------------------------------------------------------------------
 
@@ -382,9 +332,13 @@ class Seat:
         self.compute.begin(task, action)
         unit = self.compute.works[action.op]
         if self.track or self.compute.grew:
-            event = self.device.compute(lambda: self._counted(unit, task, action), after)
+            event = self.device.compute(
+                lambda: self._counted(unit, task, action), after, seconds=self._seconds(action)
+            )
         else:
-            event = self.device.compute(lambda: unit(task, action), after)
+            event = self.device.compute(
+                lambda: unit(task, action), after, seconds=self._seconds(action)
+            )
         self._last_compute = [event]
         self._loads.pop(action.shard, None)  # all that computes from now on comes after them
         self._note("compute", event)
@@ -393,6 +347,17 @@ class Seat:
         if action.op is Op.SYNC:
             self._synced = event
         return event
+
+    def _seconds(self, action: Action) -> float | None:
+        """How long an action shall take where the device is emulated."""
+        if self._profile is None:
+            return None
+        shard = self.session.job.shards[action.shard]
+        if action.op is Op.STEP:
+            if action.place == "host":
+                return self._profile.host_seconds(host_step_bytes(shard))
+            return self._profile.memory_seconds(step_bytes(shard))
+        return {Op.F: shard.forward_s, Op.B: shard.backward_s}.get(action.op)
 
     def _counted(self, unit: Work, task: Task, action: Action) -> None:
         """Run a unit and count every byte it allocates against the budget."""
@@ -425,9 +390,9 @@ class Seat:
     def resident_bytes(self) -> Bytes:
         """What this seat holds on the device now, between units."""
         task = self._run.task if self._run else None
-        held = self._region.nbytes + sum(b.nbytes for b in self.session.model.buffers())
+        held = self.copies.region.nbytes + sum(b.nbytes for b in self.session.model.buffers())
         elsewhere = {
-            self._region.untyped_storage().data_ptr(),  # counted already
+            self.copies.region.untyped_storage().data_ptr(),  # counted already
             self.session.region.bytes.untyped_storage().data_ptr(),  # the host's
         }
         shards = range(len(self.session.layout.shards))
@@ -454,7 +419,7 @@ class Seat:
             step()
             self.note_host(-1)
 
-        event = self._submit("host", work, after)
+        event = self._submit("host", work, after, seconds=self._seconds(action))
         self._written[shard] = event
         return event
 
@@ -464,16 +429,15 @@ class Seat:
         self.compute.end_step()
         technique = self.session.job.technique
         if getattr(technique, "optimizer", "device") == "host":
-            event = self._lane.host.submit(self.session.advance_schedule)
-            self._in_flight.append((event, ()))
+            self._advanced = self._lane.host.submit(self.session.advance_schedule)
+            self._in_flight.append((self._advanced, ()))
         else:
             self.session.advance_schedule()
 
 
-def _score(program: Program, *, arrived: bool) -> _Score:
-    """``arrived``: the trial is on the device before the first action, as a resident one is."""
+def _score(program: Program, start: Kept) -> _Score:
+    """``start``: what of the trial is on the device before the first action."""
     actions = program.devices[0]
-    start = (Part.PARAM, Part.STATE) if arrived else ()
     computes = tuple(a.op in COMPUTE or (a.op is Op.STEP and a.place == "device") for a in actions)
     slots = assign_slots(actions, start=start)
     waits = any(slots.waits) or any(action.op is Op.LOAD for action in actions)

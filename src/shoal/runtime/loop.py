@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 
 from shoal.core.errors import ShoalError
 from shoal.core.event import pack_event
-from shoal.core.plan import Resident, Spilled
+from shoal.core.plan import Spilled, Technique, kept_shards, kept_weights
 from shoal.core.seams import Candidate
 from shoal.core.units import Bytes
 from shoal.device import Device
-from shoal.memory.layout import slot_parts, slot_size
+from shoal.memory.layout import arena
 from shoal.memory.ledger import Ledger
 from shoal.memory.store import Region
 from shoal.recipe import Recipe
@@ -74,6 +74,7 @@ class DeviceLoop:
         recipe: The study's.
         settings: The study's.
         send: Sends to the study's process; called from this thread and the saver's.
+        happened: How many ``Happened`` were sent.
         orders: Filled by another thread, which then notifies ``device``.
         measurer: Answers the orders that train nothing.
         recorder: Shared memory in which whose code runs is written; see ``RECORDER``.
@@ -87,6 +88,7 @@ class DeviceLoop:
         settings: Settings,
         *,
         send: Callable[[Reply], None],
+        happened: Callable[[], int],
         orders: queue.SimpleQueue[tuple[Order, tuple[int, ...]]],
         measurer: Measurer,
         recorder: memoryview,
@@ -96,7 +98,11 @@ class DeviceLoop:
         self._interleaver = Interleaver(OldestStepFirst())
         self._reports = Reports(device, send, timeline=settings.timeline)
         self._saver = Saver(
-            settings, lambda event: send(Happened((pack_event(event),))), self._count_work
+            settings,
+            lambda event: send(Happened((pack_event(event),))),
+            self._count_work,
+            said=happened,
+            heard=lambda: recorder[3],
         )
         self._settings, self._orders, self._measurer = settings, orders, measurer
         self._recorder, self._output = recorder, output
@@ -228,6 +234,7 @@ class DeviceLoop:
     def _enter_device(self, grant: Grant, region: Region) -> None:
         trial = grant.job.trial
         self._leave_streams()
+        self._report_emulation()
         try:
             self._record(trial)
             seat = self._seat(grant, region)
@@ -249,8 +256,9 @@ class DeviceLoop:
         seat.note_host = self._record_host
         self._stays[trial] = stay
         self._guard(trial, lambda _: self._reserve_largest_unit())
-        if trial in self._stays and isinstance(grant.job.technique, Resident):
-            self._begin(stay, Task(generate.arrival(), "arrival"))
+        here = _here(grant.job.technique)
+        if trial in self._stays and any(here):
+            self._begin(stay, Task(generate.arrival(*here), "arrival"))
 
     @property
     def _pins(self) -> bool:
@@ -271,15 +279,11 @@ class DeviceLoop:
         if progress is not None:
             session.resume(progress, warm=grant.warm)
         clip = self._recipe.clip_grad_norm is not None
-        parts = slot_parts(job.technique, clip=clip, accumulate=self._recipe.accumulate)
-        lookahead = job.technique.lookahead if isinstance(job.technique, Spilled) else 0
         return Seat(
             session,
             self._device,
             self._ledger,
-            num_slots=1 + (lookahead or 0),
-            slot_bytes=slot_size(layout, parts),
-            parts=parts,
+            arena=arena(layout, job.technique, clip=clip, accumulate=self._recipe.accumulate),
             record=self._reports.issue,
         )
 
@@ -384,8 +388,8 @@ class DeviceLoop:
             return
         stay.leaving = True
         self._saver.wait(stay.seat.trial)  # the region is what it is writing
-        if isinstance(session.job.technique, Resident):
-            self._begin(stay, Task(generate.departure(), "departure"))
+        if any(here := _here(session.job.technique)):
+            self._begin(stay, Task(generate.departure(*here), "departure"))
 
     def _hand_over(self, stay: _Stay) -> None:
         """The lease is over: everything is in the host region; tell the study."""
@@ -396,6 +400,7 @@ class DeviceLoop:
         session.rng = capture_rng(session.device)
         session.put_buffers_back()
         self._reports.flush(of=seat.trial)
+        self._report_emulation()
         over = LeaseOver(seat.trial, session.progress(), session.ended)
         if session.ended:
             self._reports.send_events()
@@ -484,8 +489,17 @@ class DeviceLoop:
         if seat.track:
             others = [other.seat for other in self._stays.values() if other is not stay]
             self._reports.peak(seat, others)
-        seat.track = _is_sampled(seat.session.step)
+            self._reports.warmed_up()
+        seat.track = False
+        if _is_sampled(seat.session.step):
+            self._report_emulation()
+            seat.track = True
         self._reports.flush()
+
+    def _report_emulation(self) -> None:
+        """Unless a step is under way whose allocations are counted: it is left out."""
+        if not any(stay.seat.track for stay in self._stays.values()):
+            self._reports.emulation()
 
     def _boundary(self, stay: _Stay) -> None:
         """Between two steps: save the trial when it is time."""
@@ -504,10 +518,15 @@ class DeviceLoop:
         self._saver.wait(seat.trial)
         seat.drain()
         session.rng = capture_rng(self._device.torch_device)
-        seat.copy_resident()
+        seat.copies.copy_kept()
         session.put_buffers_back()
         self._reports.flush()
         return checkpoint.content(session, copy=spilled)
+
+
+def _here(technique: Technique) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shards that stay on the device between steps, and those whose parameters alone do."""
+    return kept_shards(technique), kept_weights(technique)
 
 
 def _is_sampled(step: int) -> bool:

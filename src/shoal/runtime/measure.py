@@ -29,10 +29,11 @@ from shoal.core.spec import (
 from shoal.core.units import Bytes, Seconds, round_up
 from shoal.data import epoch_length, host_bytes, rule_of
 from shoal.device import Device
+from shoal.device.flops import host_step_bytes, stopwatch_of
 from shoal.memory.layout import TensorSpec, TrialLayout, lay_out
 from shoal.memory.store import describe
 from shoal.partition.chain import Chain
-from shoal.partition.measure import measure_layers, measure_shards
+from shoal.partition.measure import faster_of_two, measure_layers, measure_shards
 from shoal.partition.pilot import pilot
 from shoal.partition.track import AllocationTracker
 from shoal.recipe import (
@@ -84,6 +85,7 @@ class Measurer:
     def __init__(self, recipe: Recipe, device: Device) -> None:
         self._recipe, self._device = recipe, device
         self.note: Callable[[int | None], None] = lambda trial: None
+        self._timed = stopwatch_of(device.spec, recipe.precision) or faster_of_two(self._clock)
         self._here = device.torch_device  # where the model is while it is measured
         self._built: _Built | None = None
         self._chain: Chain | None = None
@@ -226,7 +228,9 @@ class Measurer:
     def _measure_whole(self, built: _Built) -> JobMeasure:
         """One shard that is everything: bytes by the tracker, seconds of a second step."""
         model = built.model
+        before = capture_rng(self._here)
         forward = _peak(lambda: self._forward(built))
+        draws = not same_rng(before, capture_rng(self._here))
         if built.valid is not None:
             forward = max(forward, _peak(lambda: self._evaluate(built)))
         backward = _peak(lambda: self._backward(built))
@@ -234,9 +238,7 @@ class Measurer:
         first_step = _peak(lambda: self._step(built))  # makes the state, then it is moved
         binding = Binding(model, built.optimizer, [[]], self._here)
         self._states = state_specs(binding)
-        begin = time.perf_counter()
-        self._backward(built)
-        between = time.perf_counter()
+        backward_s = self._timed(lambda: self._backward(built))
         step_peak = _peak(lambda: self._step(built))
         self._backward(built)
         _fill_missing_gradients(model)
@@ -258,9 +260,12 @@ class Measurer:
             forward_peak_bytes=forward,
             backward_peak_bytes=backward,
             step_peak_bytes=Bytes(max(step_peak, first_step)),
-            backward_s=Seconds(between - begin),
+            backward_s=Seconds(backward_s),
             step_s=Seconds(step_s),
         )
+        profile = self._device.spec.profile
+        if profile is not None:
+            shard = replace(shard, step_s=profile.host_seconds(host_step_bytes(shard)))
         return JobMeasure(
             layers=(),
             shards=(shard,),
@@ -276,6 +281,7 @@ class Measurer:
             bitwise=False,
             data=built.data,
             loader_bytes=built.loader_bytes,
+            draws=draws,
         )
 
     def _forward(self, built: _Built) -> None:
@@ -331,7 +337,7 @@ class Measurer:
             return replace(whole, cuttable=False, notes=(*report.notes, coupled))
         self._chain = report.chain
         layers = measure_layers(
-            self._chain_here(), built.batch, self._state_bytes(), clock=self._clock
+            self._chain_here(), built.batch, self._state_bytes(), timed=self._timed
         )
         return replace(
             whole,
@@ -362,7 +368,7 @@ class Measurer:
         assert self._built is not None
         assert self._whole is not None
         shards = measure_shards(
-            self._chain_here(), cuts, self._built.batch, self._state_bytes(), clock=self._clock
+            self._chain_here(), cuts, self._built.batch, self._state_bytes(), timed=self._timed
         )
         whole = self._whole.shards[0]
         bounds = [0, *cuts, self._chain.num_layers]

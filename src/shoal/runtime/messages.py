@@ -50,9 +50,10 @@ class Progress:
     schedule: Mapping[str, Any] | None
 
 
-RECORDER = struct.Struct("qqq")
-"""Shared memory in which a worker says whose code runs (computing, stepping on the host), and
-counts what it got done: units, copies and host steps. A count that stands still is a hang."""
+RECORDER = struct.Struct("qqqq")
+"""Shared memory of a worker and the study's process. The worker says whose code runs (computing,
+stepping on the host), and counts what it got done: units, copies and host steps; a count that
+stands still is a hang. The study's process says of how many ``Happened`` the record is safe."""
 
 # Orders
 

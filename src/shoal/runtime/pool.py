@@ -8,6 +8,7 @@ import os
 import queue
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -46,7 +47,7 @@ class Worker:
         recorder = os.memfd_create("shoal-recorder")
         os.truncate(recorder, RECORDER.size)
         self._recorder = mmap.mmap(recorder, RECORDER.size)
-        RECORDER.pack_into(self._recorder, 0, -1, -1, 0)
+        RECORDER.pack_into(self._recorder, 0, -1, -1, 0, 0)
         stacks = os.memfd_create("shoal-stacks")
         self._stacks = stacks
         inherited = [theirs.fileno(), recorder, stacks]
@@ -66,6 +67,7 @@ class Worker:
         self._channel = Channel(ours)
         self._inbox = inbox
         self.serial = 0  # of the study it serves
+        self.heard = 0  # Happened that were received, since the process began
         self._reader = threading.Thread(target=self._read, name=f"worker-{self.pid}", daemon=True)
         self._reader.start()
         threading.Thread(target=self._await_end, name=f"end-{self.pid}", daemon=True).start()
@@ -88,6 +90,10 @@ class Worker:
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
+
+    def acknowledge(self) -> None:
+        """Tell the worker that a kill can no longer take what was heard of it so far."""
+        struct.pack_into("q", self._recorder, RECORDER.size - 8, self.heard)
 
     def send(self, order: Order, descriptors: tuple[int, ...] = ()) -> None:
         """Send an order; a worker that is gone says so through the inbox."""
@@ -227,6 +233,7 @@ class WorkerPool:
                 return None
             if worker is None:
                 return None, reply
+            worker.heard += isinstance(reply, Happened)
             if worker in self._workers.values() and serial == worker.serial:
                 worker.has_begun |= isinstance(reply, Happened)
                 return worker, reply

@@ -9,6 +9,7 @@ import torch
 
 from shoal.core.event import (
     ActionFinished,
+    EmulationMeasured,
     Evaluated,
     Event,
     LoaderRestarted,
@@ -18,7 +19,7 @@ from shoal.core.event import (
     pack_event,
 )
 from shoal.core.units import Bytes
-from shoal.device import Device, Ran
+from shoal.device import Device, EmulatedDevice, Ran
 from shoal.runtime.interpret import Issued, Seat
 from shoal.runtime.messages import Happened, Reply
 from shoal.runtime.session import Session
@@ -36,6 +37,7 @@ class Reports:
     def __init__(self, device: Device, send: Callable[[Reply], None], *, timeline: bool) -> None:
         self._device, self._send, self._timeline = device, send, timeline
         self._name = device.spec.name
+        self._emulated = device if isinstance(device, EmulatedDevice) else None
         self.issued: list[Issued] = []
         self._events: list[Packed] = []
         self._sent_at = time.monotonic()
@@ -117,6 +119,30 @@ class Reports:
                     predicted_bytes=Bytes(predicted),
                 )
             )
+
+    def emulation(self) -> None:
+        """How well an emulated device kept up since this was told last, or since a warm-up."""
+        if self._emulated is None:
+            return
+        for stream, kept in self._emulated.fidelity().items():
+            self.tell(
+                EmulationMeasured(
+                    time=time.time(),
+                    device=self._name,
+                    stream=stream,
+                    works=kept.works,
+                    emulated_s=kept.emulated_s,
+                    behind_s=kept.behind_s,
+                    overruns=kept.overruns,
+                    overrun_s=kept.overrun_s,
+                )
+            )
+        self.warmed_up()
+
+    def warmed_up(self) -> None:
+        """Leave out of what is told next how an emulated device kept up so far."""
+        if self._emulated is not None:
+            self._emulated.pace.forget()
 
     def flush(self, of: int | None = None) -> None:
         """Send the actions that are complete to the timeline; all of the trial ``of``."""

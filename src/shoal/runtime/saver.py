@@ -3,6 +3,13 @@
 The device's thread takes a trial's state at a step boundary; this thread writes it while the
 trial goes on. The next one is due no sooner than ``interval_s`` says, so that saving takes at
 most a few percent of the time, whatever the disk does.
+
+[Note: what the record has not heard of]
+A generation may be on the disk before the steps that it holds are in the database, and a kill of
+all processes takes what is on its way. Nobody goes on from it then, lest the record had a gap. So
+the newest generation whose steps are on record stays beside those that ``keep`` asks for, until
+the study's process has acknowledged a newer one, which as a rule it has within a tenth of a
+second.
 """
 
 from __future__ import annotations
@@ -18,11 +25,13 @@ from shoal.core.event import CheckpointWritten, Event, StorageFailed
 from shoal.runtime import checkpoint
 from shoal.runtime.checkpoint import Content
 from shoal.runtime.messages import Settings
+from shoal.storage.generations import Generations
 
 SHARE = 1 / 33
 """Of a trial's time, at most this much may pass between a step boundary and a durable state."""
 
 _TICK_S = 1.0
+NEVER = 1 << 62
 
 
 def interval_s(every_s: float, seconds: float) -> float:
@@ -43,7 +52,8 @@ class Saver:
     """Writes generations; used by the device's thread only.
 
     ``tell`` sends an event at once and may be called from the writing thread; ``on_wait`` is
-    called each second while the device's thread waits for the disk.
+    called each second while the device's thread waits for the disk. ``said`` is how many
+    messages of events were sent, ``heard`` of how many the record is safe.
     """
 
     def __init__(
@@ -51,8 +61,13 @@ class Saver:
         settings: Settings,
         tell: Callable[[Event], None],
         on_wait: Callable[[], None] = lambda: None,
+        *,
+        said: Callable[[], int] = lambda: 0,
+        heard: Callable[[], int] = lambda: 0,
     ) -> None:
         self._settings, self._tell, self._on_wait = settings, tell, on_wait
+        self._said, self._heard = said, heard
+        self._unheard: dict[int, dict[str, int]] = {}  # trial -> generation -> messages by then
         self.waits = 0  # seconds for which the disk was waited for: no hang of the worker's
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
         self._writing: dict[int, Future[Outcome]] = {}
@@ -105,7 +120,11 @@ class Saver:
         place = checkpoint.generations(settings.directory, what.trial, settings.keep)
         try:
             _check_is_there(settings.directory)
+            self._collect(what.trial, place)
             written = checkpoint.write(what, place)
+            unheard = self._unheard.setdefault(what.trial, {})
+            unheard[written.path.name] = NEVER
+            self._collect(what.trial, place)
         except StorageError as error:
             self._schedule(what.trial, time.perf_counter() - began)
             self._report(what, str(place.directory), str(error))
@@ -123,7 +142,15 @@ class Saver:
                 seconds=seconds,
             )
         )
+        unheard[written.path.name] = self._said()
         return Outcome(what.step, path)
+
+    def _collect(self, trial: int, place: Generations) -> None:
+        """Let older generations go, but for the newest one that is on record."""
+        heard, unheard = self._heard(), self._unheard.get(trial, {})
+        for name in [name for name, said in unheard.items() if said <= heard]:
+            del unheard[name]
+        place.collect(unrecorded=unheard)
 
     def _schedule(self, trial: int, seconds: float) -> None:
         wait_s = interval_s(self._settings.checkpoint_every_s, seconds)

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import TrialError
-from shoal.core.plan import Job, Spilled
+from shoal.core.plan import Job, Spilled, kept_shards, kept_weights
 from shoal.core.spec import HyperParameters
 from shoal.data import Feed
-from shoal.memory.layout import TrialLayout
+from shoal.memory.layout import TrialLayout, lenders
 from shoal.memory.store import Region, state_views, views
 from shoal.partition.build import build_chain
 from shoal.partition.chain import Chain
@@ -148,6 +148,10 @@ class Session:
             self.device,
             optimizer=technique.optimizer,
             lookahead=technique.lookahead,
+            keep=kept_shards(technique),
+            weights=kept_weights(technique),
+            lent=lenders(self.layout),
+            order=technique.order or "micro",
         )
 
     def _chain(self) -> Chain:
@@ -226,9 +230,7 @@ class Session:
         ``warm``: it is another trial's, and this one's own hyperparameters stay.
         """
         self.step = progress.step
-        on_host = getattr(self.job.technique, "optimizer", "device") == "host"
-        place = torch.device("cpu") if on_host else self.device
-        self.binding.restore(progress.scalars, progress.stored, place)
+        self.binding.restore(progress.scalars, progress.stored, self._step_places())
         if warm:
             self._catch_up(progress.step)
         else:
@@ -240,6 +242,17 @@ class Session:
         if self.valid_feed and progress.valid and not self.valid_feed.is_at(progress.valid):
             self.valid_feed.seek(progress.valid)
         self.rng = progress.rng
+
+    def _step_places(self) -> dict[str, torch.device]:
+        """Where each parameter is stepped."""
+        technique, host = self.job.technique, torch.device("cpu")
+        on_host = isinstance(technique, Spilled) and technique.optimizer == "host"
+        kept = kept_shards(technique)
+        return {
+            name: host if on_host and shard not in kept else self.device
+            for shard, names in enumerate(self.owned)
+            for name in names
+        }
 
     def _catch_up(self, steps: int) -> None:
         """Bring this trial's own schedule to where it would be after ``steps``."""

@@ -7,20 +7,22 @@ streams are in place when they are called.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from shoal.core.spec import Place
+from shoal.core.errors import TrialError
+from shoal.core.spec import Order, Place
 from shoal.partition.chain import Chain
 from shoal.partition.preserve import read_buffers, write_buffers
 from shoal.partition.units import run_backward, run_forward
 from shoal.program.ir import Program
 from shoal.recipe import Recipe, autocast, compute_loss, model_inputs
-from shoal.rng import RngState, capture_rng, restore_rng
+from shoal.rng import RngState, capture_rng, restore_rng, same_rng
 from shoal.spill import generate
 
 
@@ -140,10 +142,15 @@ class ChainUnits:
         *,
         optimizer: Place,
         lookahead: int,
+        keep: tuple[int, ...],
+        weights: tuple[int, ...],
+        lent: tuple[int, ...],
+        order: Order,
     ) -> None:
         self.chain, self._recipe, self._device = chain, recipe, device
         self._spans = spans
         self._optimizer, self._lookahead = optimizer, lookahead
+        self._keep_here, self._weights, self._lent, self._order = keep, weights, lent, order
         self.num_shards = len(spans)
         self._written = [
             [name for layer in range(*span) for name in chain.written_parameters(layer)]
@@ -168,7 +175,8 @@ class ChainUnits:
             micro.buffers[shard] = read_buffers(self.chain.model, self._buffers[shard])
             micro.written[shard] = self._read_written(shard)
         start, stop = self._spans[shard]
-        new = run_forward(self.chain, micro.context, start, stop, micro.wires)
+        with self._undrawn():
+            new = run_forward(self.chain, micro.context, start, stop, micro.wires)
         micro.wires |= new
         if not self.chain.model.training:
             self._keep(micro, [stop])
@@ -182,7 +190,8 @@ class ChainUnits:
     def backward(self, shard: int, micro: Micro) -> Tensor | None:
         last = shard == self.num_shards - 1
         if last:
-            return self._run_backward(shard, micro)
+            with self._undrawn():
+                return self._run_backward(shard, micro)
         after_rng = capture_rng(self._device)
         after = read_buffers(self.chain.model, self._buffers[shard])
         after_written = self._read_written(shard)
@@ -195,6 +204,25 @@ class ChainUnits:
         self._write_written(after_written)
         restore_rng(after_rng, self._device)
         return None
+
+    @contextmanager
+    def _undrawn(self) -> Iterator[None]:
+        """With all micro-batches in each shard, random numbers would be drawn in another order.
+
+        Raises:
+            TrialError: some were drawn.
+        """
+        if self._order == "micro":
+            yield
+            return
+        before = capture_rng(self._device)
+        yield
+        if not same_rng(before, capture_rng(self._device)):
+            raise TrialError(
+                "the model drew random numbers, which it did not when it was measured, and its "
+                "shards run all micro-batches of a step one after another, in another order than "
+                "the plain loop. Train it with technique=shoal.Spilled(order='micro')."
+            )
 
     def _read_written(self, shard: int) -> dict[str, Tensor]:
         model = self.chain.model
@@ -234,18 +262,40 @@ class ChainUnits:
             clip=clip,
             optimizer=self._optimizer,
             lookahead=self._lookahead,
+            keep=self._keep_here,
+            weights=self._weights,
+            lent=self._lent,
+            order=self._order,
         )
 
     def micro_program(self, micro: int) -> Program:
-        return generate.spilled_micro(self.num_shards, micro, lookahead=self._lookahead)
+        return generate.spilled_micro(
+            self.num_shards,
+            micro,
+            lookahead=self._lookahead,
+            keep=self._keep_here,
+            weights=self._weights,
+        )
 
     def finish_program(self, clip: bool) -> Program:
         return generate.spilled_finish(
-            self.num_shards, clip=clip, optimizer=self._optimizer, lookahead=self._lookahead
+            self.num_shards,
+            clip=clip,
+            optimizer=self._optimizer,
+            lookahead=self._lookahead,
+            keep=self._keep_here,
+            weights=self._weights,
+            lent=self._lent,
         )
 
     def evaluation_program(self) -> Program:
-        return generate.evaluation(self.num_shards, spilled=True, lookahead=self._lookahead)
+        return generate.evaluation(
+            self.num_shards,
+            spilled=True,
+            lookahead=self._lookahead,
+            keep=self._keep_here,
+            weights=self._weights,
+        )
 
 
 Buffer = tuple[nn.Module, str]

@@ -61,12 +61,28 @@ def main() -> None:
     _warm_up()
     channel.send((0, Ready(os.getpid())))
     running = mmap.mmap(recorder, RECORDER.size)
-    output = TrialOutput()
-    while _serve(channel, running, output):
+    output, outbox = TrialOutput(), _Outbox(channel)
+    while _serve(channel, running, output, outbox):
         pass
 
 
-def _serve(channel: Channel, running: mmap.mmap, output: TrialOutput) -> bool:
+class _Outbox:
+    """Sends to the study's process, from any thread, and counts what has happened."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel, self._lock = channel, threading.Lock()
+        self.happened = 0  # messages of events, since the process began
+
+    def send(self, serial: int, message: Reply) -> None:
+        with self._lock:
+            try:
+                self._channel.send((serial, message))
+            except OSError:
+                os._exit(0)  # nobody is there to work for
+            self.happened += isinstance(message, Happened)
+
+
+def _serve(channel: Channel, running: mmap.mmap, output: TrialOutput, outbox: _Outbox) -> bool:
     """One study, from Configure to Shutdown; False when the other end is gone."""
     try:
         order, _ = channel.receive()
@@ -76,14 +92,11 @@ def _serve(channel: Channel, running: mmap.mmap, output: TrialOutput) -> bool:
         return not isinstance(order, Shutdown)
 
     def reply(message: Reply) -> None:
-        try:
-            channel.send((order.serial, message))
-        except OSError:
-            os._exit(0)  # nobody is there to work for
+        outbox.send(order.serial, message)
 
     output.install(order.settings.directory)
     try:
-        _run(order, channel, reply, running, output)
+        _run(order, channel, reply, running, output, outbox)
     except Exception:
         reply(Broken(traceback.format_exc()))
         return False
@@ -98,6 +111,7 @@ def _run(
     send: Callable[[Reply], None],
     running: mmap.mmap,
     output: TrialOutput,
+    outbox: _Outbox,
 ) -> None:
     sys.path[:] = dict.fromkeys([*order.path, *sys.path])
     torch.set_num_threads(order.device.threads)
@@ -111,6 +125,7 @@ def _run(
         recipe,
         order.settings,
         send=send,
+        happened=lambda: outbox.happened,
         orders=orders,
         measurer=Measurer(recipe, device),
         recorder=memoryview(running).cast("q"),

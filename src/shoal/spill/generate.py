@@ -1,40 +1,65 @@
 """A training step, an evaluation, a visit to the device: each generated as a program.
 
+[Note: what stays and what travels]
+The access pattern of training is known: every step goes through the shards forwards and
+back again. So what stays on the device is decided here and not when memory runs out, as
+Belady's rule would decide it:
+
+    kept shards    never leave the device between steps: nothing of them moves. Evicting
+                   what is used last, on a path that goes back and forth, comes to the same
+                   bytes as leaving the same shards there for good. With the step on the
+                   device parameters are used twice and state once, so where there is not
+                   room for both the parameters of more shards stay
+    the others     visit one after another. A shard whose next unit is so near that its slot
+                   would not be needed before stays in it: at the turn from forward to
+                   backward, and between two micro-batches
+
+[Note: which loop is outside]
+The plain loop takes one micro-batch after the other through the whole model. Where the model
+draws no random numbers, every shard may take all of them while it is here, and a load is
+paid once a step: the sums of gradients, losses and statistics are in the same order, as each
+of them belongs to one shard. The boundaries of all micro-batches are held then.
+
 [Note: double buffering]
-Units are what computes: F and B. With ``lookahead`` L the LOAD of unit u + L stands just
-after the DROP of unit u - 1 and before unit u, so that L + 1 slots are enough:
+Units are what computes: F and B. ``lookahead`` L gives L + 1 slots to the shards that
+travel. The LOAD of a visit stands where a slot has just become free, before the units
+that run meanwhile:
 
     lookahead 0   LOAD u0 | u0 STORE DROP | LOAD u1 | u1 ...           one slot
     lookahead 1   LOAD u0 | LOAD u1 | u0 STORE DROP | LOAD u2 | u1 ... two slots
 
 A LOAD into a slot waits for the STORE that empties it, on the copy streams; the compute
 stream does not. With lookahead 0 the copies of one trial hide behind the units of
-another. Source of the idea: Hydra (VLDB 2022).
+another, and behind those of its own kept shards. Source of the idea: Hydra (VLDB 2022).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from shoal.core.spec import Place
-from shoal.program.ir import Action, Op, Part, Program, single
+from shoal.core.spec import Order, Place
+from shoal.program.ir import Action, Op, Part, Program, kept, single
 
 PARAM, STATE, GRAD = Part.PARAM, Part.STATE, Part.GRAD
+Parts = tuple[Part, ...]
+Micros = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """Loads, compute and what follows, of one visit of a shard to the device."""
+    """What a shard does in one go, and which of its parts come before and leave after.
 
-    loads: tuple[Action, ...]
-    computes: tuple[Action, ...]
-    leaves: tuple[Action, ...]  # stores, drops, host steps
+    A unit of a kept shard has no ``loads`` and no ``drops``.
+    """
 
-    @property
-    def shard(self) -> int:
-        return (self.loads + self.computes + self.leaves)[0].shard
+    shard: int = 0
+    loads: Parts = ()
+    computes: tuple[Action, ...] = ()
+    stores: Parts = ()
+    drops: Parts = ()
+    host: tuple[Action, ...] = ()  # a step on the host copies
 
 
 @lru_cache(maxsize=64)
@@ -54,26 +79,35 @@ def spilled_step(
     clip: bool = False,
     optimizer: Place = "device",
     lookahead: int = 1,
+    keep: tuple[int, ...] = (),
+    weights: tuple[int, ...] = (),
+    lent: tuple[int, ...] = (),
+    order: Order = "micro",
 ) -> Program:
     """A step of a model whose shards visit the device one after another.
 
-    Every shard is loaded 2 times a micro-batch (the last one once). With the step on
-    the device and no clipping the optimizer state comes along with the last
-    backward; with clipping it comes in one more pass, when the norm is known.
+    Every shard that is not in ``keep`` is loaded 2 times a micro-batch, or 2 times in all
+    where ``order`` says that the loop over shards is outside, but for those near the turn.
+    With the step on the device and no clipping the optimizer state comes along with the last
+    backward; with clipping it comes in one more pass, when the norm is known. Those in
+    ``keep`` step on the device, where ``optimizer`` is about the others. Of those in
+    ``weights`` the parameters stay and the state travels. ``lent`` are shards whose parameters
+    another one borrows, from the host's copy.
     """
+    shape = _Shape(num_shards, optimizer, keep, weights, lent)
     units: list[_Unit] = []
-    last_micro = micro_batches - 1
-    for micro in range(micro_batches):
-        units += [_forward(shard, micro) for shard in range(num_shards - 1)]
+    all_ = tuple(range(micro_batches))
+    for micros in [all_] if order == "shard" else [(micro,) for micro in all_]:
+        units += [shape.forward(shard, micros) for shard in range(num_shards - 1)]
         for shard in reversed(range(num_shards)):
-            steps = optimizer == "device" and not clip and micro == last_micro
-            units.append(_backward_and_step(shard, micro) if steps else _backward(shard, micro))
-            if optimizer == "host" and not clip and micro == last_micro:
-                units.append(_Unit((), (), (Action(Op.STEP, shard, place="host"),)))
+            if micros[-1] == all_[-1] and not clip:
+                units += shape.backward_and_step(shard, micros)
+            else:
+                units.append(shape.backward(shard, micros))
     if clip:
-        units.append(_Unit((), (Action(Op.SYNC),), ()))
-        units += [_late_step(shard, optimizer) for shard in range(num_shards)]
-    return single(_interleave_loads(units, lookahead))
+        units.append(_Unit(computes=(Action(Op.SYNC),)))
+        units += shape.late_steps()
+    return single(_in_order(units, lookahead))
 
 
 @lru_cache(maxsize=64)
@@ -83,110 +117,213 @@ def resident_micro(micro: int) -> Program:
 
 
 @lru_cache(maxsize=64)
-def spilled_micro(num_shards: int, micro: int, *, lookahead: int = 1) -> Program:
+def spilled_micro(
+    num_shards: int,
+    micro: int,
+    *,
+    lookahead: int = 1,
+    keep: tuple[int, ...] = (),
+    weights: tuple[int, ...] = (),
+) -> Program:
     """One batch of a spilled step whose number of batches is not known yet.
 
-    Gradients are summed on the host's copy, whichever batch turns out to be the last.
+    Gradients are summed on the host's copy, those of kept shards on the device, whichever
+    batch turns out to be the last.
     """
-    units = [_forward(shard, micro) for shard in range(num_shards - 1)]
-    units += [_backward(shard, micro) for shard in reversed(range(num_shards))]
-    return single(_interleave_loads(units, lookahead))
+    shape = _Shape(num_shards, "device", keep, weights)
+    units = [shape.forward(shard, (micro,)) for shard in range(num_shards - 1)]
+    units += [shape.backward(shard, (micro,)) for shard in reversed(range(num_shards))]
+    return single(_in_order(units, lookahead))
 
 
 @lru_cache(maxsize=64)
 def spilled_finish(
-    num_shards: int, *, clip: bool = False, optimizer: Place = "device", lookahead: int = 1
+    num_shards: int,
+    *,
+    clip: bool = False,
+    optimizer: Place = "device",
+    lookahead: int = 1,
+    keep: tuple[int, ...] = (),
+    weights: tuple[int, ...] = (),
+    lent: tuple[int, ...] = (),
 ) -> Program:
     """The optimizer step after ``spilled_micro`` programs."""
-    units = [_Unit((), (Action(Op.SYNC),), ())] if clip else []
-    units += [_late_step(shard, optimizer) for shard in range(num_shards)]
-    return single(_interleave_loads(units, lookahead))
+    units = [_Unit(computes=(Action(Op.SYNC),))] if clip else []
+    units += _Shape(num_shards, optimizer, keep, weights, lent).late_steps()
+    return single(_in_order(units, lookahead))
 
 
 @lru_cache(maxsize=64)
-def evaluation(num_shards: int, *, spilled: bool, lookahead: int = 1) -> Program:
+def evaluation(
+    num_shards: int,
+    *,
+    spilled: bool,
+    lookahead: int = 1,
+    keep: tuple[int, ...] = (),
+    weights: tuple[int, ...] = (),
+) -> Program:
     """One validation batch: forwards only, the last one with the loss and the metrics."""
     if not spilled:
         return single([Action(Op.F, 0, 0)])
-    return single(_interleave_loads([_forward(s, 0) for s in range(num_shards)], lookahead))
+    shape = _Shape(num_shards, "device", keep, weights)
+    return single(_in_order([shape.forward(s, (0,)) for s in range(num_shards)], lookahead))
 
 
 @lru_cache(maxsize=64)
-def arrival() -> Program:
-    """A resident trial comes to its device."""
-    return single([Action(Op.LOAD, parts=(PARAM, STATE))])
+def arrival(keep: tuple[int, ...] = (0,), weights: tuple[int, ...] = ()) -> Program:
+    """A trial comes to its device, with what stays there."""
+    here = kept(keep, weights)
+    return single(Action(Op.LOAD, shard, parts=tuple(here[shard])) for shard in sorted(here))
 
 
 @lru_cache(maxsize=64)
-def departure() -> Program:
-    """A resident trial leaves its device; the host copy is current afterwards."""
-    parts = (PARAM, STATE)
-    return single([Action(Op.STORE, parts=parts), Action(Op.DROP, parts=parts)])
+def departure(keep: tuple[int, ...] = (0,), weights: tuple[int, ...] = ()) -> Program:
+    """A trial leaves its device; the host copy is current afterwards."""
+    here = {shard: tuple(parts) for shard, parts in sorted(kept(keep, weights).items())}
+    stores = [Action(Op.STORE, shard, parts=parts) for shard, parts in here.items()]
+    return single([*stores, *(Action(Op.DROP, s, parts=parts) for s, parts in here.items())])
 
 
-def _forward(shard: int, micro: int) -> _Unit:
-    return _Unit(
-        (Action(Op.LOAD, shard, parts=(PARAM,)),),
-        (Action(Op.F, shard, micro),),
-        (Action(Op.DROP, shard, parts=(PARAM,)),),
-    )
+def kept_of(num_shards: int, count: int, travel: Iterable[int] = ()) -> tuple[int, ...]:
+    """Which ``count`` shards are kept: those that leave the others evenly spread.
+
+    Then the copies of one that travels hide behind units of shards that do not. The last
+    shard travels first: its forward and backward are one visit. ``travel`` are shards that
+    cannot be kept.
+    """
+    can_stay = [shard for shard in range(num_shards) if shard not in set(travel)]
+    moving = max(len(can_stay) - count, 0)
+    spread = {can_stay[(turn + 1) * len(can_stay) // moving - 1] for turn in range(moving)}
+    return tuple(shard for shard in can_stay if shard not in spread)
 
 
-def _backward(shard: int, micro: int) -> _Unit:
-    """A backward whose gradients go to the host, on top of what is there already."""
-    loaded = (PARAM, GRAD) if micro else (PARAM,)
-    return _Unit(
-        (Action(Op.LOAD, shard, parts=loaded),),
-        (Action(Op.B, shard, micro),),
-        (
-            Action(Op.STORE, shard, parts=(GRAD,)),
-            Action(Op.DROP, shard, parts=(PARAM, GRAD)),
-        ),
-    )
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """How the shards of a trial travel."""
+
+    num_shards: int
+    optimizer: Place
+    keep: tuple[int, ...]
+    weights: tuple[int, ...] = ()
+    lent: tuple[int, ...] = ()
+
+    def forward(self, shard: int, micros: Micros) -> _Unit:
+        computes = tuple(Action(Op.F, shard, micro) for micro in micros)
+        return self._unit(shard, (PARAM,), computes, drops=(PARAM,))
+
+    def backward(self, shard: int, micros: Micros) -> _Unit:
+        """Backwards whose gradients go to the host, on top of what is there already."""
+        computes = tuple(Action(Op.B, shard, micro) for micro in micros)
+        loads = (PARAM, GRAD) if micros[0] else (PARAM,)
+        return self._unit(shard, loads, computes, stores=(GRAD,), drops=(PARAM, GRAD))
+
+    def backward_and_step(self, shard: int, micros: Micros) -> list[_Unit]:
+        """The last backward of a shard and its step; on the device, in one visit."""
+        if shard not in self.keep and self.optimizer == "host":
+            return [self.backward(shard, micros), self._late_step(shard)]
+        backwards = (Action(Op.B, shard, micro) for micro in micros)
+        loads = (PARAM, STATE, GRAD) if micros[0] else (PARAM, STATE)
+        return [self._stepping(shard, loads, (*backwards, Action(Op.STEP, shard)))]
+
+    def late_steps(self) -> list[_Unit]:
+        """The steps that had to wait for the gradients of all shards; kept ones come first."""
+        travel = [shard for shard in range(self.num_shards) if shard not in self.keep]
+        return [self._late_step(shard) for shard in (*self.keep, *travel)]
+
+    def _late_step(self, shard: int) -> _Unit:
+        if shard not in self.keep and self.optimizer == "host":
+            return _Unit(shard, host=(Action(Op.STEP, shard, place="host"),))
+        return self._stepping(shard, (PARAM, STATE, GRAD), (Action(Op.STEP, shard),))
+
+    def _stepping(self, shard: int, loads: Parts, computes: tuple[Action, ...]) -> _Unit:
+        parts = (PARAM, STATE)
+        unit = self._unit(shard, loads, computes, stores=parts, drops=parts)
+        if shard in self.lent and PARAM not in unit.stores:
+            return replace(unit, stores=(PARAM, *unit.stores))
+        return unit
+
+    def _unit(
+        self,
+        shard: int,
+        loads: Parts,
+        computes: tuple[Action, ...],
+        *,
+        stores: Parts = (),
+        drops: Parts,
+    ) -> _Unit:
+        """A unit of a shard of which nothing stays, less what does stay."""
+        here = {PARAM} if shard in self.weights else set()
+        if shard in self.keep:
+            here = {PARAM, STATE, GRAD}
+        moved = [tuple(p for p in parts if p not in here) for parts in (loads, stores, drops)]
+        return _Unit(shard, moved[0], computes, moved[1], moved[2])
 
 
-def _backward_and_step(shard: int, micro: int) -> _Unit:
-    """The last backward of a shard and its step, in one visit."""
-    loaded = (PARAM, STATE, GRAD) if micro else (PARAM, STATE)
-    return _Unit(
-        (Action(Op.LOAD, shard, parts=loaded),),
-        (Action(Op.B, shard, micro), Action(Op.STEP, shard)),
-        _write_back(shard),
-    )
+def _in_order(units: Sequence[_Unit], lookahead: int) -> Iterator[Action]:
+    """The units in order, with every LOAD as early as there is a slot for it."""
+    joined, chains = _join(units, lookahead)
+    loads = _loads(joined, chains, lookahead)
+    for index, unit in enumerate(joined):
+        yield from loads.get(index, ())
+        yield from unit.computes
+        if unit.stores:
+            yield Action(Op.STORE, unit.shard, parts=unit.stores)
+        if unit.drops:
+            yield Action(Op.DROP, unit.shard, parts=unit.drops)
+        yield from unit.host
 
 
-def _late_step(shard: int, optimizer: Place) -> _Unit:
-    """A step that had to wait for the gradients of all shards."""
-    if optimizer == "host":
-        return _Unit((), (), (Action(Op.STEP, shard, place="host"),))
-    return _Unit(
-        (Action(Op.LOAD, shard, parts=(PARAM, STATE, GRAD)),),
-        (Action(Op.STEP, shard),),
-        _write_back(shard),
-    )
+def _join(units: Sequence[_Unit], lookahead: int) -> tuple[list[_Unit], list[list[int]]]:
+    """Leave parameters in their slot where its next tenant comes no sooner than they are used.
+
+    Returns the units, and which of them are one visit: those that need a slot, in order.
+    """
+    joined = list(units)
+    travelling = [index for index, unit in enumerate(units) if unit.loads]
+    chains: list[list[int]] = []
+    last: dict[int, tuple[int, list[int]]] = {}  # shard -> place among those, its chain
+    for place, index in enumerate(travelling):
+        unit = units[index]
+        before, chain = last.get(unit.shard, (-1, []))
+        between = {units[i].shard for i in travelling[before + 1 : place]}
+        stays = chain and PARAM in units[chain[-1]].drops and PARAM in unit.loads
+        is_old = chain and PARAM in units[chain[-1]].stores  # it may have been stepped
+        if stays and not is_old and len(between) <= lookahead:
+            left = joined[chain[-1]]
+            joined[chain[-1]] = replace(left, drops=_without_param(left.drops))
+            joined[index] = replace(unit, loads=_without_param(unit.loads))
+            chain.append(index)
+        else:
+            chain = [index]
+            chains.append(chain)
+        last[unit.shard] = place, chain
+    return joined, chains
 
 
-def _write_back(shard: int) -> tuple[Action, ...]:
-    parts = (PARAM, STATE)
-    return (Action(Op.STORE, shard, parts=parts), Action(Op.DROP, shard, parts=parts))
+def _without_param(parts: Parts) -> Parts:
+    return tuple(part for part in parts if part is not PARAM)
 
 
-def _interleave_loads(units: list[_Unit], lookahead: int) -> Iterator[Action]:
-    """The units in order, each one's loads ``lookahead`` loading units early.
+def _loads(
+    units: Sequence[_Unit], chains: Sequence[Sequence[int]], lookahead: int
+) -> dict[int, list[Action]]:
+    """Before which unit what is loaded: as soon as a slot is free for the visit.
 
     A load never moves above an earlier unit of its own shard: it would read what
     that unit is about to write.
     """
-    loading = [index for index, unit in enumerate(units) if unit.loads]
-    early: dict[int, list[Action]] = {}
-    last_use: dict[int, int] = {}
-    for index, unit in enumerate(units):
-        if unit.loads:
-            wanted = loading[max(loading.index(index) - lookahead, 0)]
-            at = max(wanted, last_use.get(unit.shard, -1) + 1)
-            early.setdefault(at, []).extend(unit.loads)
-        last_use[unit.shard] = index
-    for index, unit in enumerate(units):
-        yield from early.get(index, ())
-        yield from unit.computes
-        yield from unit.leaves
+    loads: dict[int, list[Action]] = {}
+    ends: list[int] = []
+    for chain in sorted(chains, key=lambda units_: units_[0]):
+        latest = sorted(ends, reverse=True)
+        free = latest[lookahead] + 1 if len(latest) > lookahead else 0
+        shard = units[chain[0]].shard
+        before = [index for index in range(chain[0]) if units[index].shard == shard]
+        at = max(free, before[-1] + 1 if before else 0)
+        for index in chain:
+            if units[index].loads:
+                load = Action(Op.LOAD, shard, parts=units[index].loads)
+                loads.setdefault(at, []).append(load)
+            at = index + 1
+        ends.append(chain[-1])
+    return loads

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,11 +144,12 @@ class Generations:
                 on_damage(generation.path, reason)
         return None
 
-    def collect(self) -> list[Path]:
+    def collect(self, unrecorded: Collection[str] = ()) -> list[Path]:
         """Remove the oldest, until ``keep`` remain that verify by manifest and size.
 
         Returns what was removed. Damaged ones do not count, and go when they are older than
-        those that stay.
+        those that stay. Of those that verify, the newest one whose name is not ``unrecorded``
+        stays in any case.
 
         Raises:
             StorageError: one has a newer format, and nothing was removed; or the disk refuses.
@@ -157,12 +158,14 @@ class Generations:
         if len(found) <= self.keep:
             return []
         files.sync_directory(self.directory)  # who published the newest may have died too early
-        verified, old = 0, []
+        verified, old, has_recorded = 0, [], False
         for generation in reversed(found):
-            damage = _damage(generation, quick=True)
-            if verified >= self.keep:
+            is_whole = _damage(generation, quick=True) is None
+            is_recorded = is_whole and generation.path.name not in unrecorded
+            if verified >= self.keep and (has_recorded or not is_recorded):
                 old.append(generation.path)
-            verified += damage is None
+            verified += is_whole
+            has_recorded |= is_recorded
         for path in reversed(old):
             self._remove(path)
         return old

@@ -23,6 +23,7 @@ from shoal.core.event import (
     CheckpointDamaged,
     Evaluated,
     Event,
+    PlanningWaited,
     StepFinished,
     StorageFailed,
     StudyChanged,
@@ -58,6 +59,7 @@ _WORDS = {
     TrialState.FAILED: "failed",
     TrialState.STOPPED: "stopped",
 }
+_WORKS = {"build": "built", "measure": "measured"}
 _STYLES = {
     TrialState.PENDING: "dim",
     TrialState.RUNNING: "cyan",
@@ -195,6 +197,8 @@ def describe(event: Event) -> str:
         case WorkerDied():
             trials = ", ".join(map(str, event.trials)) or "none"
             return f"the worker of {event.device} died ({event.reason}); trials on it: {trials}"
+        case PlanningWaited():
+            return _describe_wait(event)
         case StudyFinished():
             stopped = f"; stopped: {_first_line(event.stopped)}" if event.stopped else ""
             return (
@@ -202,6 +206,14 @@ def describe(event: Event) -> str:
                 f"{format_seconds(event.seconds)}{stopped}"
             )
     return _describe_durability(event)
+
+
+def _describe_wait(event: PlanningWaited) -> str:
+    seconds, limit = format_seconds(event.seconds), format_seconds(event.limit_s)
+    doing = f"trial {event.trial} is being {_WORKS.get(event.work, event.work)} on {event.device}"
+    if event.trial is None:
+        doing = f"the worker of {event.device} is starting"
+    return f"planning: {doing}, for {seconds} so far; after {limit} it counts as a hang"
 
 
 def _describe_durability(event: Event) -> str:
@@ -258,8 +270,7 @@ class Column(NamedTuple):
 def render(snapshot: Snapshot, width: int = 80, height: int = 24) -> RenderableType:
     """The screen of a study: what runs and what was best, the devices, the time left."""
     if not snapshot.trials:
-        name = f"{snapshot.study}: {snapshot.total} trials; " if snapshot.study else ""
-        return Text(f"{name}planning, each distinct model is measured once ...", style="dim")
+        return _planning(snapshot)
     devices = [_device_line(row) for row in snapshot.devices[: max(1, height // 4)]]
     failures = _failure_lines(snapshot)
     room = max(1, height - len(devices) - len(failures) - 7)
@@ -276,6 +287,20 @@ def render(snapshot: Snapshot, width: int = 80, height: int = 24) -> RenderableT
         blank,
         *devices,
         _footer(snapshot),
+    )
+
+
+def _planning(snapshot: Snapshot) -> RenderableType:
+    """Before there is a plan: what took long when it was last heard of, and whose worker died."""
+    name = f"{snapshot.study}: {snapshot.total} trials; " if snapshot.study else ""
+    began = snapshot.started or 0.0
+    return Group(
+        Text(f"{name}planning, each distinct model is measured once ...", style="dim"),
+        *(
+            Text(f"after {format_seconds(wait.time - began)}  {_describe_wait(wait)}")
+            for wait in snapshot.waits
+        ),
+        *(_device_line(row) for row in snapshot.devices if row.restarts),
     )
 
 

@@ -34,6 +34,16 @@ def test_a_spilled_trial_loses_its_lookahead_and_then_gets_more_shards():
     ]
 
 
+def test_a_trial_with_shards_that_stay_keeps_fewer_first():
+    technique = Spilled(shards=3, lookahead=1, keep=(0, 1))
+    assert tried(technique, place="host") == [
+        Spilled(shards=3, optimizer="host", lookahead=1),
+        Spilled(shards=3, optimizer="host", lookahead=0),
+        Spilled(shards=3, optimizer="host", lookahead=0, keep=(0, 1)),
+        Spilled(optimizer="host", lookahead=0),
+    ]
+
+
 def test_without_lookahead_only_more_shards_are_left():
     assert tried(Spilled(shards=3, lookahead=0)) == [Spilled(optimizer="device", lookahead=0)]
 

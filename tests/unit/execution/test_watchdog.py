@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.execution.watchdog import Backoff, Watchdog
+from shoal.execution.watchdog import Backoff, Watchdog, place_of, words_of_hang
 
 SECONDS = st.floats(0.001, 1000.0)
 
@@ -81,6 +81,38 @@ def test_a_hang_is_a_stand_beyond_ten_long_steps_and_a_minute(steps, still_s):
     assert dog.limit_s("cpu:0") >= 60.0
     assert dog.limit_s("cpu:0") <= max(60.0, 10 * max(steps))
     assert (found is not None) == (still_s > dog.limit_s("cpu:0"))
+
+
+STACKS = """Thread 0x00007f0000000001 (most recent call first):
+  File "/lib/threading.py", line 320 in wait
+
+Current thread 0x00007f0000000002 (most recent call first):
+  File "/home/ada/my models/gpt.py", line 12 in build
+  File "/home/ada/study.py", line 40 in <module>
+"""
+
+
+def test_anything_that_changes_is_work(dog):
+    dog.step("cpu:0", 0.1)
+    assert dog.look("cpu:0", (0, {3}), 59.0, leased=True) is None
+    assert dog.look("cpu:0", (0, {4}), 118.0, leased=True) is None
+    assert dog.look("cpu:0", (0, {4}), 179.0, leased=True) == 61.0
+
+
+def test_the_words_of_a_hang_end_with_how_long_and_where():
+    words = words_of_hang(1801.2, 1800.0, STACKS)
+    assert words.startswith("its threads stood at:\n" + STACKS.strip())
+    assert words.splitlines()[-1] == (
+        "it got nothing done for 1801 s, at /home/ada/my models/gpt.py:12 in build; "
+        "1800 s are allowed"
+    )
+
+
+def test_a_stopped_process_stands_nowhere():
+    assert place_of("(no answer)") == ""
+    assert words_of_hang(61.0, 60.0, "(no answer)") == (
+        "its threads stood at:\n(no answer)\nit got nothing done for 61 s; 60 s are allowed"
+    )
 
 
 # -- back-off ---------------------------------------------------------------------------------

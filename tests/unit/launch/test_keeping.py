@@ -11,8 +11,10 @@ from shoal.core.event import TrialFinished
 from shoal.launch.keeping import Keeper
 
 
-def keeper(study, *, only_weights=False, best=None, mode="min") -> Keeper:
-    return Keeper(study, only_weights=only_weights, best=best, metric="valid_loss", mode=mode)
+def keeper(study, *, keep=2, only_weights=False, best=None, mode="min") -> Keeper:
+    return Keeper(
+        study, keep=keep, only_weights=only_weights, best=best, metric="valid_loss", mode=mode
+    )
 
 
 def finish(place, values: dict[int, float | None], study) -> set[int]:
@@ -22,6 +24,11 @@ def finish(place, values: dict[int, float | None], study) -> set[int]:
         generate(study, trial, 9, ended=True)
         place.finished(trial, {} if value is None else {"valid_loss": value})
     return {trial for trial in values if steps(study, trial)}
+
+
+def test_one_that_stayed_until_the_end_was_on_record_goes(tmp_path):
+    assert finish(keeper(tmp_path, keep=1), {0: 1.0}, tmp_path) == {0}
+    assert steps(tmp_path, 0) == [9]
 
 
 def test_all_keeps_all(tmp_path):

@@ -390,13 +390,49 @@ class Striding(nn.Module):
         return x.mean(-1)
 
 
-def test_a_shape_unlike_the_pilots_is_refused_while_training(make_recipe):
-    model = Striding()
-    recipe = make_recipe(model, lambda output, batch: output.square().mean())
-    chain = build_chain(model, recipe, torch.randn(2, 4, 8), CPU)
+class Measuring(Striding):
+    """Looks at that shape between the blocks."""
 
-    with pytest.raises(TrialError, match=r"'layers.0' behaves unlike in the pilot.*\(2, 4, 6\)"):
-        sharded_backward(chain, torch.randn(2, 4, 12), every_layer(chain))
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            weights = torch.linspace(0, 1, x.shape[-1])
+        return (x * weights).sum(-1)
+
+
+def squared(output, batch):
+    return output.square().mean()
+
+
+@pytest.mark.parametrize("model", [Striding, Measuring])
+def test_a_shape_that_no_rule_foresees_may_change_from_batch_to_batch(model, assert_bitwise):
+    assert_bitwise(model(), [torch.randn(2, 4, 8), torch.randn(1, 4, 12)], squared)
+
+
+class Cropping(nn.Module):
+    """Looks like its argument, for batches that are short."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Crop(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean(-1)
+
+
+class Crop(nn.Linear):
+    def forward(self, x):
+        return super().forward(x[:, :8])
+
+
+def test_a_shape_unlike_the_pilots_is_refused_while_training(make_recipe):
+    model = Cropping()
+    chain = build_chain(model, make_recipe(model, squared), torch.randn(2, 8, 4), CPU)
+
+    with pytest.raises(TrialError, match=r"'layers.0' behaves unlike in the pilot.*\(2, 12, 4\)"):
+        sharded_backward(chain, torch.randn(2, 12, 4), every_layer(chain))
 
 
 class Dropping(GPT):

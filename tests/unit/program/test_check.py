@@ -18,7 +18,7 @@ from shoal.spill.generate import (
     spilled_step,
 )
 
-RESIDENT = (Part.PARAM, Part.STATE)
+RESIDENT = {0: (Part.PARAM, Part.STATE)}
 
 PIPELINE = """
 device 0
@@ -58,7 +58,7 @@ def refusal_of(make_costs):
 
 def test_a_resident_step_starts_and_ends_with_its_shard_on_the_device(make_costs):
     footprint = check(resident_step(), make_costs(1), start=RESIDENT, end=RESIDENT)
-    assert (footprint.num_slots, footprint.slot_bytes) == (1, 300)
+    assert (footprint.num_slots, footprint.kept_bytes) == (0, 300)
     assert footprint.running_bytes == (300 + 7 + 300, 300 + 80 + 5)
     assert footprint.held_bytes == 300 + 80
     assert (footprint.up_bytes, footprint.down_bytes) == (0, 0)
@@ -76,7 +76,6 @@ def test_the_bytes_of_a_two_shard_step_action_by_action(make_costs):
         ("LOAD s0", 0),
         ("LOAD s1", 0),
         ("F s0", 7 + 50),
-        ("DROP s0", 7 + 10),
         ("LOAD s0", 7 + 10),
         ("B s1", 7 + 10 + 300),
         ("STEP s1", 7 + 11 + 80 + 5),
@@ -95,7 +94,7 @@ def test_the_bytes_of_a_two_shard_step_action_by_action(make_costs):
 
 def test_a_store_of_parameters_writes_back_the_owned_ones_only(make_costs):
     footprint = check(spilled_step(2), make_costs(2))
-    assert footprint.up_bytes == 3 * 100 + 2 * 200
+    assert footprint.up_bytes == 2 * 100 + 2 * 200  # s0 stays at the turn
     assert footprint.down_bytes == 2 * (90 + 200)
 
 
@@ -159,15 +158,14 @@ def test_an_older_version_may_be_used_while_it_is_kept(make_costs, refusal_of):
 
 
 def test_the_refusal_shows_the_program_with_an_arrow_on_the_action(refusal_of):
-    text = str(spilled_step(2)).replace("LOAD s1 param+state\n", "")
+    text = str(spilled_step(2, lookahead=0)).replace("LOAD s1 param+state\n", "")
     assert refusal_of(text) == (
         "the program cannot run: at B s1 m0, B needs the parameters of s1 on the device. "
         "Put LOAD s1 param before it.\n"
-        "device 0, action 5 of 12:\n"
-        "  ...\n"
+        "device 0, action 4 of 12:\n"
+        "  LOAD s0 param\n"
         "  F s0 m0\n"
         "  DROP s0 param\n"
-        "  LOAD s0 param+state\n"
         "  B s1 m0 <-- here\n"
         "  STEP s1\n"
         "  STORE s1 param+state\n"

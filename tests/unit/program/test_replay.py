@@ -11,7 +11,7 @@ from shoal.program.ir import Op, Part, parse_program
 from shoal.program.replay import Candidate, Run, oldest_step_first, replay
 from shoal.spill.generate import resident_step, spilled_step
 
-RESIDENT = (Part.PARAM, Part.STATE)
+RESIDENT = {0: (Part.PARAM, Part.STATE)}
 LINKS = {"up_bytes_per_s": 100.0, "down_bytes_per_s": 100.0}
 
 
@@ -153,10 +153,10 @@ def test_durations_override_the_costs(run_of):
 
 def test_the_timeline_adds_up_bytes_and_seconds(run_of):
     timeline = replay([run_of(spilled_step(2), steps=3)])
-    assert timeline.up_bytes == 3 * (300 + 400)
+    assert timeline.up_bytes == 3 * (200 + 400)
     assert timeline.down_bytes == 3 * 580
     assert timeline.busy_s[0, "compute"] == pytest.approx(3 * (1 + 3 + 3 + 0.5 + 0.5))
-    assert timeline.busy_s[0, "up"] == pytest.approx(3 * 7)
+    assert timeline.busy_s[0, "up"] == pytest.approx(3 * 6)
     assert timeline.utilisation() == pytest.approx(24 / timeline.makespan_s)
 
 

@@ -1,6 +1,6 @@
 """Which slot every action uses, and what a LOAD into a used slot waits for."""
 
-from shoal.program.ir import Op, Part, parse_program
+from shoal.program.ir import Op, kept, parse_program
 from shoal.program.slots import assign_slots
 from shoal.spill.generate import departure, resident_step, spilled_step
 
@@ -86,7 +86,7 @@ def test_what_needs_no_slot_has_none():
 
 
 def test_a_resident_shard_has_the_first_slot_from_the_start():
-    resident = (Part.PARAM, Part.STATE)
+    resident = kept([0])
     assert assign_slots(resident_step().devices[0], start=resident).slots == (0, 0)
     assert assign_slots(departure().devices[0], start=resident).tails == ((0,),)
 

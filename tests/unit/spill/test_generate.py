@@ -32,12 +32,50 @@ def test_the_last_shard_has_no_forward():
     ]
 
 
+def test_a_shard_stays_in_its_slot_at_the_turn():
+    loads = texts(spilled_step(3), Op.LOAD)
+    assert loads == [
+        "LOAD s0 param",
+        "LOAD s1 param",
+        "LOAD s2 param+state",
+        "LOAD s1 state",
+        "LOAD s0 param+state",
+    ]
+
+
+def test_with_more_slots_more_shards_stay_at_the_turn():
+    loads = texts(spilled_step(4, lookahead=2), Op.LOAD)
+    assert [load for load in loads if "param" in load].count("LOAD s2 param") == 1
+    assert loads[-3:] == ["LOAD s1 state", "LOAD s2 state", "LOAD s0 param+state"]
+
+
+def test_the_load_of_a_shard_that_travels_stands_before_the_units_of_those_that_stay():
+    program = spilled_step(4, keep=(0, 2), lookahead=0)
+    assert texts(program, Op.LOAD, Op.F, Op.B)[:5] == [
+        "LOAD s1 param",
+        "F s0 m0",
+        "F s1 m0",
+        "LOAD s3 param+state",
+        "F s2 m0",
+    ]
+
+
+def test_kept_shards_step_first_when_the_norm_is_known():
+    program = spilled_step(3, keep=(1,), optimizer="host", clip=True)
+    assert texts(program, Op.STEP) == ["STEP s1", "STEP@host s0", "STEP@host s2"]
+
+
+def test_gradients_of_a_kept_shard_stay_on_the_device():
+    program = spilled_step(3, keep=(1,), micro_batches=3, optimizer="host", clip=True)
+    assert not [a for a in actions_of(program, Op.LOAD, Op.STORE) if a.shard == 1]
+
+
 def test_a_single_shard_is_loaded_once():
     assert texts(spilled_step(1), Op.LOAD) == ["LOAD s0 param+state"]
 
 
 def test_with_the_step_on_the_device_the_state_comes_with_the_last_backward():
-    loads = texts(spilled_step(2, micro_batches=2), Op.LOAD)
+    loads = texts(spilled_step(2, micro_batches=2, lookahead=0), Op.LOAD)
     assert [load for load in loads if "state" in load] == [
         "LOAD s1 param+state+grad",
         "LOAD s0 param+state+grad",
@@ -87,11 +125,12 @@ def test_a_load_never_moves_above_an_earlier_visit_of_its_shard(lookahead):
     program = spilled_step(3, micro_batches=2, clip=True, lookahead=lookahead)
     on_device = set()
     for action in program:
+        parts = {(action.shard, part) for part in action.parts}
         if action.op is Op.LOAD:
-            assert action.shard not in on_device
-            on_device.add(action.shard)
+            assert not parts & on_device
+            on_device |= parts
         elif action.op is Op.DROP:
-            on_device.discard(action.shard)
+            on_device -= parts
 
 
 def test_a_spilled_evaluation_is_forwards_with_the_last_shard_included():

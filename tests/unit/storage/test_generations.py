@@ -197,6 +197,30 @@ def test_collect_never_removes_the_last_that_verifies(generations):
     assert generations.newest() == good
 
 
+def test_collect_spares_the_newest_that_is_on_record(generations):
+    for step in range(1, 6):
+        commit(generations, step)
+    place = Generations(generations.directory, keep=1)
+
+    removed = place.collect(unrecorded={"step-00000003", "step-00000004", "step-00000005"})
+    assert [path.name[-1] for path in removed] == ["4", "3", "1"]
+    assert [generation.step for generation in place.all()] == [2, 5]
+
+    place.collect(unrecorded={"step-00000005"})
+    assert [generation.step for generation in place.all()] == [2, 5]
+    place.collect()
+    assert [generation.step for generation in place.all()] == [5]
+
+
+def test_collect_spares_no_damaged_one_because_it_is_on_record(generations):
+    for step in (1, 2, 3):
+        commit(generations, step)
+    flip(generations.directory / "step-00000002" / "manifest.json")
+    place = Generations(generations.directory, keep=1)
+    place.collect(unrecorded={"step-00000003"})
+    assert [generation.step for generation in place.all()] == [1, 3]
+
+
 def test_begin_removes_what_a_crash_left(generations):
     commit(generations, 400)
     generations.begin(800).tensors("weights.safetensors", [])

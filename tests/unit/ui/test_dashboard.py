@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.console import Console
 from shoal.core.event import (
     CheckpointDamaged,
     Event,
+    PlanningWaited,
     StepFinished,
     StorageFailed,
     StudyChanged,
@@ -88,6 +90,55 @@ def test_devices_show_peak_budget_and_busy(study_events: Events) -> None:
 
 def test_before_the_first_event_it_says_what_is_going_on() -> None:
     assert "planning" in _draw(Folder().snapshot())[0]
+
+
+WAITS = (
+    PlanningWaited(
+        time=60.0, device="cpu:1", trial=3, work="measure", seconds=60.0, limit_s=1800.0
+    ),
+    PlanningWaited(
+        time=61.0, device="cpu:0", trial=None, work="start", seconds=61.0, limit_s=1800.0
+    ),
+    PlanningWaited(time=120.0, device="cpu:1", trial=4, work="build", seconds=9.0, limit_s=1800.0),
+)
+
+
+def test_what_takes_long_while_it_is_planned_is_a_line() -> None:
+    doing = [
+        "trial 3 is being measured on cpu:1, for 1m 00s",
+        "the worker of cpu:0 is starting, for 1m 01s",
+        "trial 4 is being built on cpu:1, for 9.0 s",
+    ]
+    assert [describe(wait) for wait in WAITS] == [
+        f"planning: {words} so far; after 30m 00s it counts as a hang" for words in doing
+    ]
+
+
+def test_the_screen_of_a_study_that_is_planned_says_what_it_waits_for(
+    study_events: Events,
+) -> None:
+    started, planned, *_ = study_events(8)
+
+    lines = _draw(Snapshot.of([started, *WAITS]), 120)
+
+    assert lines[0].startswith("sweep: 8 trials; planning")
+    assert lines[1:] == [
+        f"after 1m 01s  {describe(WAITS[1])}",
+        f"after 2m 00s  {describe(WAITS[2])}",
+    ]
+    assert Snapshot.of([started, *WAITS, planned]).waits == ()
+
+
+def test_a_worker_that_dies_while_it_is_planned_is_counted_and_waited_for_no_more(
+    study_events: Events, a_worker_death: WorkerDied
+) -> None:
+    started, *_ = study_events(8)
+
+    lines = _draw(Snapshot.of([started, *WAITS, replace(a_worker_death, trials=())]), 120)
+
+    assert lines[1] == f"after 1m 01s  {describe(WAITS[1])}"
+    assert lines[2].startswith("cpu:1")
+    assert "worker restarts 1" in lines[2]
 
 
 def test_a_terminal_gets_the_table_and_a_pipe_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:

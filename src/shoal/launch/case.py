@@ -1,0 +1,169 @@
+"""What a run begins with: what ran before, merged with what is asked for now."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from shoal.core import event as events
+from shoal.core.errors import SpecError
+from shoal.core.spec import TrialSpec
+from shoal.hardware import Hardware
+from shoal.launch.cloning import begin_warm, clear
+from shoal.launch.directory import StudyDirectory
+from shoal.launch.packing import pack_recipe
+from shoal.launch.request import Asked, Request
+from shoal.launch.sinks import Sinks
+from shoal.launch.starts import Restart, progress_of, restart
+from shoal.observe.reader import read_events
+from shoal.observe.rows import TrialState
+from shoal.observe.snapshot import Folder, Snapshot
+from shoal.resume import Merged, StudyRecord, describe_study, merge, with_clone, with_points
+from shoal.search.sampler import sample
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a run begins with.
+
+    Attributes:
+        before: Of the runs before.
+        found: Where trials go on.
+        todo: The trials that have not ended.
+        hardware: For so many.
+    """
+
+    place: StudyDirectory
+    sinks: Sinks
+    before: Snapshot
+    merged: Merged
+    found: Restart
+    todo: list[TrialSpec]
+    hardware: Hardware
+
+
+def refuse_early(study: Asked, request: Request) -> None:
+    """Refuse what can be seen to be wrong before anything is made.
+
+    Raises:
+        SpecError: there is nothing to resume, two wishes exclude each other, or the recipe
+            cannot travel to a worker.
+    """
+    exists = (study.directory / "study.json").exists()
+    if request.resume and not exists:
+        raise SpecError(
+            f"there is no study in {study.directory} to resume. Run it without resume=True, "
+            "or look for it with: shoal ls."
+        )
+    if request.overwrite and (request.resume or request.extend or request.clones):
+        raise SpecError("overwrite=True deletes what resume=True goes on with. Choose one.")
+    pack_recipe(study.recipe)
+
+
+def take_up(study: Asked, request: Request, place: StudyDirectory) -> Case:
+    """Read what ran before in a directory that is held, and merge.
+
+    Raises:
+        SpecError: there is an earlier study where none may be, or it was another one.
+        StorageError: it cannot be read.
+    """
+    if place.recorded is not None and request.resume is False:
+        raise SpecError(
+            f"{place.path} already holds a study of this name. Go on with it "
+            "(resume=True), read it with shoal.open, pass overwrite=True (--overwrite) "
+            "to replace it, or choose another name."
+        )
+    before, worked_s = _read(place)
+    merged = _grown(study, request, _merge(study, place, before))
+    found = _restart(place, before, merged, worked_s, retry_failed=request.retry_failed)
+    todo = [trial for trial in merged.trials if trial.number in found.starts]
+    hardware = _hardware_for(request.hardware, len(todo), found)
+    sinks = Sinks(place.database, request.callbacks, check=place.check)
+    return Case(place, sinks, before, merged, found, todo, hardware)
+
+
+def more_points(study: Asked, record: StudyRecord, more: int) -> StudyRecord:
+    """The record with so many more trials of the study's space."""
+    points = sample(study.space, record.sampled + more, study.seed, sampler=study.sampler)
+    return with_points(record, points, more)
+
+
+def _read(place: StudyDirectory) -> tuple[Snapshot, dict[int, float]]:
+    """What an earlier run came to, and the seconds that each trial had of a device."""
+    folder, worked_s = Folder(), defaultdict[int, float](float)
+    for event in read_events(place.path) if place.recorded else ():
+        folder.add(event)
+        if isinstance(event, events.StepFinished):
+            worked_s[event.trial] += event.seconds
+    return folder.snapshot(), dict(worked_s)
+
+
+def _merge(study: Asked, place: StudyDirectory, before: Snapshot) -> Merged:
+    asked = describe_study(study, study.policy.record())
+    if place.recorded is not None:
+        progress = progress_of(place.path, before, place.recorded.unit)
+        return merge(place.recorded, progress, asked)
+    return Merged(
+        trials=tuple(t.to_spec() for t in asked.trials),
+        ended=(),
+        continued=(),
+        added=tuple(t.number for t in asked.trials),
+        changes=(),
+        record=asked,
+    )
+
+
+def _grown(study: Asked, request: Request, merged: Merged) -> Merged:
+    """With the trials that this call asks for beside the study's own."""
+    record = merged.record
+    if request.extend:
+        record = more_points(study, record, request.extend)
+    for clone in request.clones:
+        record = with_clone(record, clone.trial, clone.changes, warm=clone.warm)
+    known = {trial.number for trial in merged.trials}
+    new = [t.to_spec() for t in record.trials if t.number not in known]
+    words = [f"trial {t.number} was added" for t in new]
+    return replace(
+        merged,
+        trials=(*merged.trials, *new),
+        added=(*merged.added, *(t.number for t in new)),
+        changes=(*merged.changes, *words),
+        record=record,
+    )
+
+
+def _restart(
+    place: StudyDirectory,
+    before: Snapshot,
+    merged: Merged,
+    worked_s: Mapping[int, float],
+    *,
+    retry_failed: bool,
+) -> Restart:
+    again = list(merged.continued)
+    if retry_failed:
+        failed = [r.number for r in before.trials if r.state is TrialState.FAILED]
+        again += [number for number in failed if number not in again]
+    known = {row.number for row in before.trials}
+    new = [n for n in merged.added if n not in known]
+    for number in new:
+        clear(place.path, number)
+    warm = {trial.number for trial in merged.record.trials if trial.warm}
+    length = merged.record.length
+    found = restart(
+        place.path, before, [*again, *new], length=length, warm=warm, worked_s=worked_s
+    )
+    for clone in merged.record.trials:
+        fresh = clone.number in new and not found.starts[clone.number].restore
+        if clone.warm and fresh and clone.parent is not None:
+            found.starts[clone.number] = begin_warm(place.path, clone.parent, clone.number)
+    return found
+
+
+def _hardware_for(hardware: Hardware, trials: int, found: Restart) -> Hardware:
+    """The devices for so many trials; as wide as those that began them, where that is open."""
+    threads = {key["threads"] for key in found.numerics.values() if "threads" in key}
+    if hardware.shared_cores is not None and len(threads) == 1:
+        return hardware.with_threads(int(threads.pop() or 1), max(1, trials))
+    return hardware.fewer_trials(max(1, trials))

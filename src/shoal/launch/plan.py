@@ -1,0 +1,75 @@
+"""The plan of a study, made on its workers and held against the host's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from shoal.core.errors import PlanError
+from shoal.core.plan import Plan, Technique
+from shoal.core.spec import Place, Scalar, TrialSpec
+from shoal.core.units import format_bytes
+from shoal.execution.announce import predict_seconds, steps_of
+from shoal.execution.firstplan import FirstPlan
+from shoal.execution.floor import Sink
+from shoal.hardware import Hardware
+from shoal.launch.packing import pack_recipe
+from shoal.launch.policy import generation_bytes
+from shoal.launch.request import Asked
+from shoal.planning import Planned, Planner, with_seconds
+from shoal.runtime.messages import Settings
+from shoal.runtime.pool import WorkerPool
+
+PLACES: tuple[Place, ...] = ("device", "host")
+NOTHING: Mapping[int, Mapping[str, Scalar]] = {}
+
+
+def plan_study(
+    study: Asked,
+    pool: WorkerPool,
+    hardware: Hardware,
+    technique: Technique | None,
+    *,
+    trials: Sequence[TrialSpec],
+    settings: Settings,
+    sink: Sink,
+    before: Mapping[int, Mapping[str, Scalar]] = NOTHING,
+) -> tuple[Planner, Planned]:
+    """Measure and decide; the pool is configured for the study afterwards.
+
+    Args:
+        before: The numerics keys of trials that go on.
+
+    Raises:
+        PlanError: a trial fits in no way, or what is forced cannot be done.
+        SpecError, WorkerError: no trial can be built at all.
+    """
+    pool.configure(hardware.devices, pack_recipe(study.recipe), settings)
+    places = {key.get("optimizer_place") for key in before.values()}
+    place = next((p for p in PLACES if places == {p}), None)
+    planner = Planner(study.name, pool, hardware.devices, study.recipe, technique, place)
+    limits = study.limits()
+    first = FirstPlan(planner, pool, limits.watchdog, slow_s=limits.slow_s, sink=sink)
+    planned = first.make(trials)
+    check_host_memory(planned.plan, hardware.host_memory)
+    seconds = predict_seconds(planned.plan, steps_of(planned, settings))
+    return planner, replace(planned, plan=with_seconds(planned.plan, seconds))
+
+
+def check_host_memory(plan: Plan, budget: int | None) -> None:
+    """Every trial's state lives on the host while the study runs; refuse what cannot fit.
+
+    Raises:
+        PlanError: more is needed than ``budget`` bytes; None is any number.
+    """
+    copies = sorted((generation_bytes(job) for job in plan.jobs), reverse=True)
+    copied = sum(copies[: len(plan.devices) * plan.active])  # while they are being written
+    needed = sum(job.host_bytes for job in plan.jobs) + copied
+    if budget is not None and needed > budget:
+        largest = max(plan.jobs, key=lambda job: job.host_bytes)
+        raise PlanError(
+            f"{len(plan.jobs)} trials keep {format_bytes(needed)} of state on the host, of "
+            f"{format_bytes(budget)} that it may use; the largest is trial {largest.trial} with "
+            f"{format_bytes(largest.host_bytes)}. Run fewer trials in one study, or give "
+            "host_memory= more."
+        )

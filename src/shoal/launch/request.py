@@ -1,0 +1,71 @@
+"""What is run, and how it is to be run this time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from shoal.control import CloneTrial
+from shoal.core.plan import Technique
+from shoal.core.spec import TrialSpec
+from shoal.execution.run import Limits
+from shoal.hardware import Hardware
+from shoal.launch.policy import CheckpointPolicy
+from shoal.launch.sinks import Callback
+from shoal.recipe import Recipe
+from shoal.runtime.messages import Settings
+
+
+class Asked(Protocol):
+    """What is run: a ``shoal.Study``."""
+
+    name: str
+    recipe: Recipe
+    space: Any
+    trials: tuple[TrialSpec, ...]
+    epochs: int | None
+    steps: int | None
+    eval_every: int | None
+    metric: str
+    mode: str
+    seed: int
+    sampler: Any
+    directory: Path
+    source: str
+    policy: CheckpointPolicy
+
+    def limits(self) -> Limits: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """How a study is to be run this time."""
+
+    hardware: Hardware
+    technique: Technique | None = None
+    callbacks: Sequence[Callback] = ()
+    overwrite: bool = False
+    resume: bool | None = None
+    extend: int = 0
+    clones: Sequence[CloneTrial] = ()
+    retry_failed: bool = False
+    accept_numerics: bool = False
+    timeline: bool = True
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+def settings_of(study: Asked, *, timeline: bool) -> Settings:
+    """What every worker is told of a study."""
+    policy = study.policy
+    return Settings(
+        steps=study.steps,
+        epochs=study.epochs,
+        eval_every=study.eval_every,
+        directory=str(study.directory.resolve()),
+        checkpoint_every_s=float(policy.every_s),
+        timeline=timeline,
+        keep=policy.keep,
+        keep_finished="weights" if policy.keep_finished == "weights" else "all",
+    )

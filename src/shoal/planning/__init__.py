@@ -1,0 +1,16 @@
+"""From trials to a plan: workers measure, the planner decides, for each shape once.
+
+Trials whose models, batches and optimizers have equal signatures cost the same; the first
+of each is measured, on whichever worker is free, and speaks for the others.
+
+    planner.py    Planner: trials in, a plan out
+    asking.py     who is asked what, whose answer it is, and whom a worker's death is blamed on
+    deciding.py   what is measured of one trial until its technique is settled, and why
+    planned.py    what comes of it
+"""
+
+from shoal.planning.asking import MAX_DEATHS, Abandoned, Receive
+from shoal.planning.planned import Planned, with_seconds
+from shoal.planning.planner import Planner
+
+__all__ = ["MAX_DEATHS", "Abandoned", "Planned", "Planner", "Receive", "with_seconds"]

@@ -1,0 +1,195 @@
+"""Who is asked what, whose answer it is, and whom a worker's death is blamed on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shoal.core.errors import ShoalError, WorkerError
+from shoal.core.spec import TrialSpec
+from shoal.planner.growth import grown
+from shoal.planning.deciding import Question
+from shoal.planning.planned import Settled
+from shoal.runtime.messages import Describe, Described, Measured, Order, Refused
+from shoal.runtime.pool import Gone, Worker, WorkerPool
+
+MAX_DEATHS = 3
+"""A trial that ends its worker so often while it is measured has failed. A worker that was
+ended because it hung counts as one that died."""
+
+Receive = Callable[[], tuple[Worker | None, object] | None]
+"""The next message of a worker, or None when there was none for a moment. Whoever gives it
+has looked after the worker: one that is gone is replaced, now or later."""
+
+_ANSWERS = (Described, Measured, Refused, Gone)
+
+
+class Abandoned(WorkerError):
+    """Nobody needs the plan any more: the run ends."""
+
+
+@dataclass(slots=True)
+class _Talk:
+    """One signature: its trials that may speak for it, and how far it is with the first."""
+
+    signature: str
+    trials: list[TrialSpec]
+    question: Question | None = None
+
+
+class Asking:
+    """The orders and answers of one plan.
+
+    Args:
+        receive: Where messages come from.
+        growth: Batches take so many times what the first one takes.
+
+    Attributes:
+        asked: The workers that have an order to answer, and which.
+        failures: Why trials cannot be planned: tracebacks, by number.
+    """
+
+    def __init__(self, pool: WorkerPool, receive: Receive, growth: float) -> None:
+        self._pool, self._next, self._growth = pool, receive, growth
+        self.asked: dict[Worker, Order] = {}
+        self.failures: dict[int, str] = {}
+        self._deaths: dict[int, int] = {}
+
+    def describe(self, trials: Sequence[TrialSpec]) -> dict[int, str]:
+        """The signatures of the trials that can be built; equal ones cost the same.
+
+        Raises:
+            SpecError, WorkerError: none can be built.
+        """
+        reply: object = None
+        while not isinstance(reply, Described):
+            able = [trial for trial in trials if trial.number not in self.failures]
+            if not able:
+                raise self._none_can_run(trials)
+            worker, reply = self._ask_one(Describe(tuple(able)))
+            if isinstance(reply, Gone):
+                self._blame(worker, reply, able)
+        if not reply.signatures and reply.cause:
+            raise reply.cause
+        self.failures |= reply.errors
+        if not reply.signatures:
+            raise self._none_can_run(trials)
+        return dict(reply.signatures)
+
+    def settle(
+        self, alike: Mapping[str, Sequence[TrialSpec]], question: Callable[[TrialSpec], Question]
+    ) -> dict[str, Settled]:
+        """Measure one trial of each signature, as many at a time as there are workers.
+
+        A trial whose own code raises goes to ``failures``, and the next of its shape speaks
+        for the others.
+
+        Raises:
+            PlanError, SpecError: a question or an answer refuses the study.
+            WorkerError: none can be measured.
+        """
+        waiting = [_Talk(signature, list(trials)) for signature, trials in alike.items()]
+        running: dict[Worker, _Talk] = {}
+        settled: dict[str, Settled] = {}
+        try:
+            while waiting or running:
+                for worker in [w for w in self._pool.workers.values() if w not in running]:
+                    if waiting:
+                        talk = running[worker] = waiting.pop(0)
+                        talk.question = question(talk.trials[0])
+                        self._ask(worker, next(talk.question))
+                answer = self._receive()
+                if answer is None or answer[0] not in running:
+                    continue
+                worker, talk = answer[0], running.pop(answer[0])
+                found = self._hear(answer, talk)
+                if isinstance(found, Settled):
+                    settled[talk.signature] = found
+                elif found is not None:
+                    running[worker] = talk
+                    self._ask(worker, found)
+                elif talk.trials:
+                    waiting.insert(0, talk)
+        except ShoalError as error:
+            if not isinstance(error, Abandoned):
+                self._drain(set(running))
+            raise
+        if alike and not settled:
+            raise self._none_can_run([t for trials in alike.values() for t in trials])
+        return settled
+
+    def _hear(self, answer: tuple[Worker, object], talk: _Talk) -> Order | Settled | None:
+        """The next order, or what is settled; None when another worker or trial must be asked."""
+        worker, reply = answer
+        if isinstance(reply, Measured):
+            assert talk.question is not None
+            try:
+                return talk.question.send(self._grown(reply))
+            except StopIteration as end:
+                settled: Settled = end.value
+                return settled
+        if isinstance(reply, Refused):
+            self._note_failure(reply)
+        else:
+            assert isinstance(reply, Gone)
+            self._blame(worker, reply, talk.trials[:1])
+        talk.trials = [trial for trial in talk.trials if trial.number not in self.failures]
+        return None
+
+    # -- one order ------------------------------------------------------------------------
+
+    def _ask_one(self, order: Order) -> tuple[Worker, object]:
+        """Ask whichever worker is there, and wait for its answer or its end."""
+        while not self._pool.workers:
+            self._receive()
+        worker = next(iter(self._pool.workers.values()))
+        self._ask(worker, order)
+        while True:
+            answer = self._receive()
+            if answer and answer[0] is worker:
+                return answer
+
+    def _ask(self, worker: Worker, order: Order) -> None:
+        self.asked[worker] = order
+        worker.send(order)
+
+    def _receive(self) -> tuple[Worker, object] | None:
+        """An answer to an order, or the end of a worker that was asked; None: nothing of that."""
+        worker, reply = self._next() or (None, None)
+        if worker is None or worker not in self.asked or not isinstance(reply, _ANSWERS):
+            return None
+        del self.asked[worker]
+        return worker, reply
+
+    def _drain(self, running: set[Worker]) -> None:
+        """Have no answer under way that somebody could take for another one."""
+        while running & self.asked.keys():
+            self._receive()
+
+    # -- what it says ---------------------------------------------------------------------
+
+    def _grown(self, reply: Measured) -> Measured:
+        return replace(reply, measure=grown(reply.measure, self._growth))
+
+    def _note_failure(self, reply: Refused) -> None:
+        """A trial that cannot be measured fails alone; a wrong request stops the study."""
+        if isinstance(reply.cause, ShoalError):
+            raise reply.cause
+        self.failures[reply.trial] = reply.error
+
+    def _blame(self, worker: Worker, end: Gone, asked: Sequence[TrialSpec]) -> None:
+        """A trial whose code ended its worker too often while it was measured fails alone."""
+        for trial in asked:
+            if trial.number in worker.running:
+                deaths = self._deaths[trial.number] = self._deaths.get(trial.number, 0) + 1
+                if deaths >= MAX_DEATHS:
+                    self.failures[trial.number] = (
+                        f"{WorkerError.__name__}: the worker died {deaths} times while it "
+                        f"measured this trial, last: {end.reason}\n{worker.last_words}".strip()
+                    )
+
+    def _none_can_run(self, trials: Sequence[TrialSpec]) -> WorkerError:
+        return WorkerError(
+            f"none of the {len(trials)} trials can run; the first one says:\n"
+            + self.failures[trials[0].number]
+        )

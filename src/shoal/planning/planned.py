@@ -1,0 +1,37 @@
+"""What planning comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from shoal.core.plan import Plan, Technique
+from shoal.core.spec import JobMeasure
+from shoal.core.units import Seconds
+from shoal.memory.layout import TrialLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan, and what only the run needs beside it."""
+
+    plan: Plan
+    layouts: Mapping[int, TrialLayout]
+    num_batches: Mapping[int, int | None]
+    failures: Mapping[int, str]  # trial -> traceback: cannot even be built
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """The technique of one signature, with the measure and layout that prove it."""
+
+    measure: JobMeasure
+    layout: TrialLayout
+    technique: Technique
+    why: tuple[str, ...]
+    active: int  # trials that share a device then
+
+
+def with_seconds(plan: Plan, seconds: float) -> Plan:
+    """The plan with its predicted duration."""
+    return replace(plan, seconds=Seconds(seconds))

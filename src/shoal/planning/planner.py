@@ -1,0 +1,106 @@
+"""The planner: trials in, a plan out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from shoal.core.plan import Plan, Technique
+from shoal.core.spec import DeviceSpec, Place, TrialSpec
+from shoal.core.units import Seconds
+from shoal.planning.asking import Asking, Receive
+from shoal.planning.deciding import Deciding
+from shoal.planning.planned import Planned, Settled
+from shoal.recipe import Recipe
+from shoal.runtime.messages import Order
+from shoal.runtime.pool import Worker, WorkerPool
+
+
+class Planner:
+    """Asks the workers, decides, and collects the plan of one study.
+
+    Args:
+        technique: Forced, or None to choose.
+        place: Where trials that go on stepped before; they step there again.
+        growth: Batches take so many times what the first one takes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        pool: WorkerPool,
+        devices: Sequence[DeviceSpec],
+        recipe: Recipe,
+        technique: Technique | None,
+        place: Place | None = None,
+        growth: float = 1.0,
+    ) -> None:
+        self._name, self._pool, self._devices, self._recipe = name, pool, tuple(devices), recipe
+        self._deciding, self._growth = Deciding(devices, recipe, technique, place), growth
+        self._asking: Asking | None = None  # while it plans
+
+    def forced(self, technique: Technique, growth: float) -> Planner:
+        """The same, with a technique that is not to be chosen.
+
+        ``growth``: batches take so many times what the first one takes.
+        """
+        args = (self._name, self._pool, self._devices, self._recipe)
+        return Planner(*args, technique, growth=growth)
+
+    @property
+    def asked(self) -> Mapping[Worker, Order]:
+        """The workers that have an order of the planner's to answer, and which."""
+        return self._asking.asked if self._asking is not None else {}
+
+    def plan(self, trials: Sequence[TrialSpec], *, receive: Receive) -> Planned:
+        """Measure one trial of each shape and decide for all.
+
+        Args:
+            receive: Where messages come from; looks after the workers.
+
+        Raises:
+            PlanError: a trial fits in no way, or what was forced cannot be done.
+            SpecError, WorkerError: no trial can be built at all.
+        """
+        self._asking = Asking(self._pool, receive, self._growth)
+        try:
+            return self._plan(trials, self._asking)
+        finally:
+            self._asking = None
+
+    def _plan(self, trials: Sequence[TrialSpec], asking: Asking) -> Planned:
+        signatures, decide = asking.describe(trials), self._deciding
+        alike: dict[str, list[TrialSpec]] = {}
+        for trial in trials:
+            if trial.number in signatures:
+                alike.setdefault(signatures[trial.number], []).append(trial)
+        crowd = len(signatures) > len(self._devices)
+        settled = asking.settle(alike, lambda trial: decide.settle(trial, crowd))
+        active = decide.active(settled.values()) if crowd else 1
+        if active == 1:  # what was settled for several at a time may do better alone
+            again = {s: alike[s] for s, found in settled.items() if found.active > 1}
+            settled |= asking.settle(again, lambda trial: decide.settle(trial, False))
+        able = [trial for trial in trials if trial.number not in asking.failures]
+        found = [(trial, settled[signatures[trial.number]]) for trial in able]
+        return self._collect(found, active, asking.failures)
+
+    def _collect(
+        self,
+        found: Sequence[tuple[TrialSpec, Settled]],
+        active: int,
+        failures: Mapping[int, str],
+    ) -> Planned:
+        last_lines = {n: error.strip().splitlines()[-1] for n, error in failures.items()}
+        plan = Plan(
+            study=self._name,
+            devices=self._devices,
+            jobs=tuple(self._deciding.job(trial, settled) for trial, settled in found),
+            active=active,
+            seconds=Seconds(0.0),
+            failures=last_lines,
+        )
+        return Planned(
+            plan=plan,
+            layouts={trial.number: settled.layout for trial, settled in found},
+            num_batches={t.number: settled.measure.num_batches for t, settled in found},
+            failures=failures,
+        )

@@ -1,0 +1,129 @@
+"""What the LOADs, STOREs and DROPs of one trial copy: which bytes, and where they lie.
+
+When a copy may run, and on which stream, is decided in ``interpret``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.memory.layout import Arena
+from shoal.program.ir import Action, Part, kept
+from shoal.runtime.binding import Placed, place_in_slot
+from shoal.runtime.compute import Compute
+from shoal.runtime.session import Session
+
+Copy = tuple[Tensor, Tensor]
+"""Target and source; never empty."""
+
+
+class Copies:
+    """A trial's region on its device, and the tensors of each shard in it.
+
+    Args:
+        region: The trial's own; ``arena`` says what is where in it.
+        host: Per shard its tensors in the host store.
+        compute: Told which shards are on the device, and which gradients.
+    """
+
+    def __init__(
+        self,
+        region: Tensor,
+        arena: Arena,
+        session: Session,
+        host: Sequence[Placed],
+        compute: Compute,
+    ) -> None:
+        self.region, self._arena, self._host = region, arena, host
+        self._layout, self._binding = session.layout, session.binding
+        self._compute = compute
+        whole = [shard for shard, spot in arena.kept.items() if spot.parts]
+        self.kept = kept(whole, arena.kept)
+        self._placed: dict[tuple[int, int], Placed] = {}  # slot, shard; made once
+
+    def load(self, action: Action, slot: int) -> tuple[list[Copy], Tensor | None]:
+        """Take a slot; returns the copies, and the slot's bytes if nobody else uses them."""
+        shard, placed = action.shard, self._in_slot(slot, action.shard)
+        joins = self._compute.placed.get(shard) is placed
+        self._compute.placed[shard] = placed
+        return self._up(action, placed), None if joins else self._bytes(slot)
+
+    def store(self, action: Action) -> list[Copy]:
+        """The copies to the host store; gradients are noted to be there from now on."""
+        shard, host = action.shard, self._host[action.shard]
+        copies: list[Copy] = []
+        if Part.PARAM in action.parts:
+            copies.append((host.param_bytes, self._compute.placed[shard].param_bytes))
+        if Part.STATE in action.parts:
+            copies.append((host.state_bytes, self._compute.placed[shard].state_bytes))
+        if Part.GRAD in action.parts:
+            grads = self._compute.grads.get(shard, {})
+            self._compute.has_grad[shard] = set(grads)
+            copies += [(host.grads[name], grad) for name, grad in grads.items()]
+        return _some(copies)
+
+    def drop(self, action: Action) -> None:
+        """Forget what is dropped; parameters that are gone are poisoned."""
+        shard, placed = action.shard, self._compute.placed
+        if Part.GRAD in action.parts:
+            self._compute.grads.pop(shard, None)
+        if Part.PARAM in action.parts:
+            self._binding.evict(shard, placed.pop(shard))
+        elif shard in self.kept and shard in placed:
+            placed[shard] = self._spot(shard)
+
+    def copy_kept(self) -> None:
+        """Make the host copies of what stays here current; all others always are."""
+        for shard in self.kept.keys() & self._compute.placed.keys():
+            host, placed = self._host[shard], self._compute.placed[shard]
+            host.param_bytes.copy_(placed.param_bytes)
+            if Part.STATE in self.kept[shard]:
+                host.state_bytes.copy_(placed.state_bytes)
+
+    def close(self) -> None:
+        """Let go of the region."""
+        self._placed.clear()
+        self._compute.placed.clear()
+        self.region = torch.empty(0)
+
+    def _up(self, action: Action, placed: Placed) -> list[Copy]:
+        shard, host = action.shard, self._host[action.shard]
+        copies: list[Copy] = []
+        if Part.PARAM in action.parts:
+            copies.append((placed.param_bytes, host.param_bytes))
+            copies += [(placed.borrowed[n], host.borrowed[n]) for n in placed.borrowed]
+        if Part.STATE in action.parts:
+            copies.append((placed.state_bytes, host.state_bytes))
+        if Part.GRAD in action.parts:
+            names = self._compute.has_grad.get(shard, set())
+            grads = {name: grad for name, grad in placed.grads.items() if name in names}
+            copies += [(grad, host.grads[name]) for name, grad in grads.items()]
+            self._compute.grads[shard] = grads
+        return _some(copies)
+
+    def _bytes(self, slot: int) -> Tensor:
+        start, size = self._arena.place(slot)
+        return self.region[start : start + size]
+
+    def _in_slot(self, slot: int, shard: int) -> Placed:
+        key = (slot, shard)
+        if key not in self._placed:
+            layout, region = self._layout.shards[shard], self._bytes(slot)
+            if slot < len(self.kept):
+                made = place_in_slot(region, layout, self._arena.kept[shard].parts)
+            else:
+                stays = self._spot(shard) if shard in self.kept else None
+                made = place_in_slot(region, layout, self._arena.parts, stays)
+            self._placed[key] = made
+        return self._placed[key]
+
+    def _spot(self, shard: int) -> Placed:
+        """What stays of a shard, where it stays."""
+        return self._in_slot(list(self._arena.kept).index(shard), shard)
+
+
+def _some(copies: list[Copy]) -> list[Copy]:
+    return [(target, source) for target, source in copies if source.numel()]

@@ -1,0 +1,219 @@
+"""What stays on the device and which loop is outside are placement: the bits do not change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import traps
+import zoo
+from torch import nn
+
+import shoal
+from shoal.core.event import ActionFinished
+from shoal.planning import Planner
+
+STEPS = 7  # of 5 batches: with three a step, groups of 3, 2, 3, 2 ...
+
+
+class Quiet(nn.Module):
+    """Tied embeddings, batch statistics and nothing random: every sum meets another loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(zoo.VOCABULARY, 32)
+        self.blocks = nn.ModuleList(zoo.Block(32, 4, 0.0) for _ in range(4))
+        self.norm = nn.BatchNorm1d(32)
+        self.head = nn.Linear(32, zoo.VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens_BT)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x.flatten(0, 1))).unflatten(0, tokens_BT.shape)
+
+
+class Late(traps.Chain):
+    """Begins to draw random numbers in its tenth forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.1)
+
+    def make_block(self, index: int) -> nn.Module:
+        return Counting()
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(traps.WIDTH, traps.WIDTH)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = torch.tanh(self.linear(x))
+        return nn.functional.dropout(x, 0.1) if int(self.calls) > 9 else x
+
+
+def quiet(hp: Any) -> nn.Module:
+    return Quiet()
+
+
+def batches(hp: Any) -> tuple[list[Any], None]:
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randint(zoo.VOCABULARY, (4, 9), generator=generator) for _ in range(5)]
+    return [(row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in rows], None
+
+
+def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), batch[1].flatten())
+
+
+def recipe(**changes: Any) -> shoal.Recipe:
+    settings = {"model": quiet, "data": batches, "loss": loss, "optimizer": traps.adamw}
+    return shoal.Recipe(**(settings | {"accumulate": 3, "clip_grad_norm": 0.5} | changes))
+
+
+@pytest.fixture
+def check(run_study, assert_alone):
+    def run(recipe, technique, *, lr=(1e-2, 3e-3), **options):
+        space = shoal.grid(lr=list(lr))
+        report = run_study(recipe, space, steps=STEPS, technique=technique, **options)
+        assert_alone(report, report.trials, recipe, steps=STEPS)
+        return report
+
+    return run
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("keep", [(), (0, 2), (0, 1, 2)])
+def test_shards_may_run_all_micro_batches_while_they_are_there(keep, place, clip, check):
+    technique = shoal.Spilled(shards=4, optimizer=place, keep=keep, order="shard")
+    check(recipe(clip_grad_norm=clip), technique)
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_the_same_under_poison_and_delays_with_two_trials_on_a_device(place, check):
+    technique = shoal.Spilled(shards=5, optimizer=place, keep=(1, 3), order="shard")
+    check(recipe(), technique, poison=True)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_what_stays_at_the_turn_has_the_plain_bits_under_poison(place, lookahead, check):
+    technique = shoal.Spilled(shards=5, optimizer=place, keep=(2,), lookahead=lookahead)
+    check(recipe(accumulate=2), technique, poison=True)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_schedule_acts_on_kept_shards_and_on_those_that_step_on_the_host(precision, check):
+    technique = shoal.Spilled(shards=4, optimizer="host", keep=(0, 2))
+    changes = {"schedule": traps_schedule, "clip_grad_norm": None, "accumulate": 1}
+    check(recipe(precision=precision, **changes), technique)
+
+
+def traps_schedule(optimizer: Any, hp: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+@pytest.mark.parametrize("order", ["micro", "shard"])
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_the_parameters_alone_may_stay(accumulate, clip, order, check):
+    technique = shoal.Spilled(
+        shards=5, optimizer="device", keep=(1,), keep_weights=(0, 3), order=order
+    )
+    check(recipe(clip_grad_norm=clip, accumulate=accumulate), technique, poison=True)
+
+
+def test_the_parameters_of_all_shards_may_stay_with_momentum_made_in_the_first_step(check):
+    chain = recipe(
+        model=traps.Build(traps.Chain),
+        data=traps.data,
+        loss=traps.loss,
+        optimizer=traps.momentum,
+        schedule=traps_schedule,
+    )
+    technique = shoal.Spilled(shards=3, optimizer="device", keep=(), keep_weights=(0, 1, 2))
+    check(chain, technique, checkpoint_every=0, devices=2, poison=True)
+
+
+def test_all_shards_may_stay(check):
+    chain = recipe(model=traps.Build(traps.Chain), data=traps.data, loss=traps.loss)
+    for place in ("device", "host"):
+        check(chain, shoal.Spilled(shards=3, optimizer=place, keep=(0, 1, 2)))
+
+
+def test_a_trial_with_kept_shards_goes_on_from_its_generation(check):
+    technique = shoal.Spilled(shards=4, optimizer="host", keep=(0, 2))
+    check(recipe(), technique, checkpoint_every=0, devices=2, lr=(1e-2, 3e-3, 1e-3))
+
+
+@pytest.fixture
+def jobs(monkeypatch):
+    made: list[Any] = []
+    plan = Planner.plan
+
+    def planned(planner, trials, **options):
+        found = plan(planner, trials, **options)
+        made.extend(found.plan.jobs)
+        return found
+
+    monkeypatch.setattr(Planner, "plan", planned)
+    return made
+
+
+def test_the_planner_keeps_what_there_is_room_for_and_loads_once_a_step(check, jobs):
+    moved: dict[int, int] = {}
+
+    def watch(event: Any) -> None:
+        if isinstance(event, ActionFinished) and event.step == 2:
+            moved[event.trial] = moved.get(event.trial, 0) + event.bytes
+
+    check(recipe(), None, memory=600_000, timeline=True, callbacks=[watch], lr=(1e-2,))
+    technique = jobs[0].technique
+    assert technique.order == "shard"
+    assert technique.keep
+    assert "runs all 3 micro-batches" in " ".join(jobs[0].why)
+    assert "stay on the device" in " ".join(jobs[0].why)
+    assert moved[0] > 0
+
+
+def test_a_model_that_draws_keeps_the_plain_order_and_the_plan_says_so(check, jobs):
+    drawing = shoal.Recipe(
+        model=traps.Build(traps.Chain), data=traps.data, loss=traps.loss, accumulate=2
+    )
+    check(drawing, shoal.Spilled(shards=3), lr=(1e-2,))
+    assert jobs[0].technique.order == "micro"
+    assert "since it draws random numbers" in " ".join(jobs[0].why)
+
+
+def test_a_model_that_draws_cannot_be_told_to_go_by_shard(run_study):
+    drawing = shoal.Recipe(
+        model=traps.Build(traps.Chain), data=traps.data, loss=traps.loss, accumulate=2
+    )
+    with pytest.raises(shoal.PlanError, match=r"draws random numbers.*order='micro'"):
+        run_study(
+            drawing,
+            shoal.grid(lr=[1e-2]),
+            steps=2,
+            technique=shoal.Spilled(shards=3, order="shard"),
+        )
+
+
+def test_a_shard_that_borrows_cannot_be_told_to_stay(run_study):
+    technique = shoal.Spilled(shards=4, keep=(3,))
+    with pytest.raises(shoal.PlanError, match=r"keep shard 3 of 4 .* borrows .* tied parameters"):
+        run_study(recipe(), shoal.grid(lr=[1e-2]), steps=2, technique=technique)
+
+
+def test_a_model_that_begins_to_draw_later_fails_alone_and_is_told_what_to_do(run_study):
+    late = shoal.Recipe(model=traps.Build(Late), data=traps.data, loss=traps.loss, accumulate=2)
+    technique = shoal.Spilled(shards=3, order="shard")
+    report = run_study(late, shoal.grid(lr=[1e-2]), steps=9, technique=technique)
+    assert report.trials[0].state == "FAILED"
+    assert "order='micro'" in report.trials[0].error

@@ -1,0 +1,262 @@
+"""How many shards, which of them stay, and what moves then: decided on paper."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.core.plan import Spilled, kept_shards
+from shoal.core.spec import JobMeasure
+from shoal.core.units import Bytes
+from shoal.planner.choose import (
+    choices,
+    predict_shards,
+)
+from shoal.planner.need import Request, fits, keep_most, need
+from shoal.planner.price import Speeds, price
+from shoal.spill.generate import kept_of
+from shoal.testing import make_layer
+
+MIB = 2**20
+FAST = Speeds(up_bytes_per_s=1e15, down_bytes_per_s=1e15, device_step=0.0, host_step=0.0)
+"""With copies and steps that take no time the fewest bytes decide."""
+
+
+def measure(num_layers, *, tied=False, **changes):
+    """Layers of a mebibyte, with Adam's state and small activations."""
+    small = Bytes(MIB // 32)
+    layers = [
+        make_layer(
+            f"layer {index}",
+            MIB,
+            boundary_bytes=small,
+            carry_bytes=small,
+            forward_peak_bytes=Bytes(2 * small),
+            saved_bytes=Bytes(4 * small),
+            backward_peak_bytes=Bytes(6 * small + MIB),
+            borrowed_bytes=Bytes(MIB // 4 if tied and index == num_layers - 1 else 0),
+        )
+        for index in range(num_layers)
+    ]
+    found = JobMeasure(
+        layers=tuple(layers),
+        shards=(),
+        batch_bytes=Bytes(1024),
+        buffer_bytes=Bytes(0),
+        resident_bytes=Bytes(0),
+        num_batches=None,
+        valid_scale=1.0,
+        optimizer="AdamW",
+        cuttable=True,
+        bitwise=True,
+    )
+    return replace(found, **changes)
+
+
+def request(*, technique=None, clip=False, micro_batches=1):
+    return Request(micro_batches=micro_batches, clip=clip, technique=technique, prefers="host")
+
+
+def state_of(found):
+    return sum(4 * layer.parameter_bytes for layer in found.layers)
+
+
+def best(found, budget, *, active=1, **options):
+    """The first choice and what is kept then."""
+    asked = request(**options)
+    choice = next(choices(found, Bytes(budget), (active,), asked, FAST))
+    shards = predict_shards(found.layers, choice.cuts)
+    kept = keep_most(found, shards, choice.technique, asked, Bytes(budget), active)
+    assert kept is not None
+    return kept
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_more_memory_never_moves_more(place, clip):
+    found = measure(24)
+    moved = [
+        best(found, state_of(found) / ratio, technique=Spilled(optimizer=place), clip=clip)[
+            1
+        ].moved
+        for ratio in (8, 6, 4, 3, 2, 1.5, 1.25, 1.1)
+    ]
+    assert moved == sorted(moved, reverse=True)
+    assert moved[-1] < moved[0] / 4
+
+
+def test_a_model_a_quarter_too_large_moves_less_than_a_quarter_of_itself():
+    found = measure(32)
+    budget = state_of(found) / 1.25
+    _, need_ = best(found, budget, clip=True)
+    assert need_.moved <= 0.25 * state_of(found)
+
+
+def test_where_only_gradients_are_too_much_all_shards_stay():
+    found = measure(16)
+    technique, need_ = best(found, 0.85 * state_of(found))
+    assert len(kept_shards(technique)) == technique.shards
+    assert need_.moved == 0
+
+
+def test_shards_that_borrow_travel():
+    found = measure(16, tied=True)
+    technique, _ = best(found, 0.85 * state_of(found))
+    assert kept_shards(technique) == tuple(range(technique.shards - 1))
+
+
+def test_with_the_step_on_the_device_parameters_stay_before_state():
+    found = measure(32)
+    technique, _ = best(found, state_of(found) / 4, technique=Spilled(optimizer="device"))
+    assert not technique.keep
+    assert len(technique.keep_weights) > technique.shards / 2
+    technique, _ = best(found, state_of(found) / 2, technique=Spilled(optimizer="device"))
+    assert len(technique.keep) + len(technique.keep_weights) == technique.shards
+
+
+def test_shards_that_are_named_are_kept_or_nothing_fits():
+    found = measure(8)
+    shards = predict_shards(found.layers, tuple(range(1, 8)))
+    named = Spilled(shards=8, optimizer="device", lookahead=1, keep=(2, 5))
+    budget = Bytes(state_of(found))
+    technique, _ = keep_most(found, shards, named, request(), budget, 1)
+    assert technique.keep == (2, 5)
+    assert keep_most(found, shards, named, request(), Bytes(MIB * 8), 1) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(2, 12),
+    st.floats(0.1, 1.2),
+    st.booleans(),
+    st.integers(1, 3),
+    st.sampled_from(["host", "device"]),
+    st.integers(0, 2),
+    st.integers(1, 2),
+)
+def test_as_many_stay_as_there_is_room_for(layers, share, clip, micros, place, lookahead, active):
+    found, asked = measure(layers), request(clip=clip, micro_batches=micros)
+    budget = Bytes(int(share * state_of(found)))
+    shards = predict_shards(found.layers, tuple(range(1, layers)))
+    technique = Spilled(optimizer=place, lookahead=lookahead)
+    kept = keep_most(found, shards, technique, asked, budget, active)
+
+    def works(keep, weights=()):
+        tried = replace(technique, shards=layers, keep=keep, keep_weights=weights)
+        return fits([need(found, shards, tried, asked)], budget, active)
+
+    if kept is None:
+        assert not works(())
+        return
+    chosen, need_ = kept
+    assert fits([need_], budget, active)
+    if len(chosen.keep) == layers:
+        return
+    weights = tuple(s for s in range(layers) if s not in chosen.keep) * (place == "device")
+    if place == "host" or set(weights) == set(chosen.keep_weights):
+        keep = kept_of(layers, len(chosen.keep) + 1)
+        rest = tuple(s for s in range(layers) if s not in keep)
+        assert not works(keep, rest * (place == "device"))
+    else:
+        assert not works((), kept_of(layers, len(chosen.keep_weights) + 1))
+
+
+def test_where_nothing_is_drawn_a_load_is_paid_once_for_all_micro_batches():
+    found = measure(16, draws=False, num_batches=100)
+    budget = state_of(found) / 4
+    technique, need_ = best(found, budget, micro_batches=4)
+    assert technique.order == "shard"
+    _, drawing = best(replace(found, draws=True), budget, micro_batches=4)
+    _, once = best(found, budget)
+    assert need_.moved < 0.4 * drawing.moved
+    assert need_.moved <= 1.25 * once.moved  # its boundaries leave less room for shards
+
+
+@pytest.mark.parametrize("changes", [{"draws": True}, {"num_batches": None}])
+def test_else_the_micro_batches_go_one_after_another(changes):
+    found = measure(16, **({"draws": False, "num_batches": 100} | changes))
+    technique, _ = best(found, state_of(found) / 4, micro_batches=4)
+    assert technique.order == "micro"
+
+
+# -- the price --------------------------------------------------------------------------------
+
+
+def priced(active, *, clip=True, place="host", link=1e9, steps=1.0, lookahead=1, layers=16):
+    """The price of a model all of whose shards travel; a layer computes for 3 ms."""
+    found, asked = measure(layers), request(clip=clip)
+    shards = [
+        replace(shard, step_s=0.003) for shard in predict_shards(found.layers, range(1, layers))
+    ]
+    speeds = Speeds(up_bytes_per_s=link, down_bytes_per_s=link, device_step=steps, host_step=steps)
+    technique = Spilled(shards=layers, optimizer=place, lookahead=lookahead, keep=())
+    return price(shards, Bytes(1024), technique, asked, speeds, active)
+
+
+def test_a_second_trial_hides_the_step_on_the_host_which_alone_comes_after_the_norm():
+    alone, two = priced(1, link=1e12), priced(2, link=1e12)
+    assert alone.busy < 0.7
+    assert two.busy > 0.95
+    assert alone.step_s / two.step_s > 1.4
+
+
+def test_nothing_hides_a_link_that_is_too_slow():
+    found, slow = priced(3), priced(3, link=1e8)
+    assert slow.step_s > 3 * found.step_s
+    assert slow.busy < 0.3
+
+
+def test_without_clipping_the_step_hides_behind_the_trial_itself():
+    assert priced(1, clip=False, link=1e12).busy > 1.4 * priced(1, link=1e12).busy
+
+
+def test_lookahead_hides_loads_where_one_trial_is_alone():
+    link = 0.7e9  # a load takes about half of a backward
+    alone = [priced(1, steps=0.0, link=link, lookahead=n).step_s for n in (0, 1)]
+    assert alone[1] < 0.8 * alone[0]
+
+
+def test_the_price_is_what_a_long_replay_says():
+    once, again = priced(2), priced(2)
+    assert once == again
+    bound = 16 * 0.003
+    assert once.step_s >= bound * 0.9
+
+
+@pytest.mark.parametrize(("host_step", "place"), [(0.1, "host"), (50.0, "device")])
+def test_the_step_is_taken_where_it_costs_the_device_less(host_step, place):
+    found = measure(16)
+    speeds = Speeds(
+        up_bytes_per_s=1e11, down_bytes_per_s=1e11, device_step=0.1, host_step=host_step
+    )
+    budget = Bytes(state_of(found) // 4)
+    chosen = next(choices(found, budget, (1, 2), request(clip=True), speeds))
+    assert chosen.technique.optimizer == place
+
+
+def test_as_many_trials_share_a_device_as_make_a_step_cheapest():
+    found = measure(32)
+    speeds = Speeds(up_bytes_per_s=1e12, down_bytes_per_s=1e12)
+    layers = tuple(replace(layer, step_s=layer.backward_s) for layer in found.layers)
+    found, budget = replace(found, layers=layers), Bytes(state_of(found) // 2)
+    assert next(choices(found, budget, (1, 2, 3), request(clip=True), speeds)).active > 1
+    assert next(choices(found, budget, (1,), request(clip=True), speeds)).active == 1
+
+
+def test_trials_that_go_on_step_where_they_did():
+    found = measure(16)
+    asked = replace(request(), place="device", mixes=False)
+    budget = Bytes(state_of(found) // 4)
+    assert {c.technique.optimizer for c in choices(found, budget, (1,), asked, FAST)} == {"device"}
+
+
+def test_where_the_place_is_part_of_the_bits_shards_do_not_step_in_both():
+    found, asked = measure(16), replace(request(), place="host", mixes=False)
+    budget = Bytes(state_of(found) // 2)
+    choice = next(choices(found, budget, (1,), asked, FAST))
+    shards = predict_shards(found.layers, choice.cuts)
+    technique, _ = keep_most(found, shards, choice.technique, asked, budget, 1)
+    assert technique.keep == ()

@@ -1,0 +1,107 @@
+"""Shards step apart with the user's optimizer, at the same time, as if it stepped them all."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.core.errors import SpecError
+from shoal.runtime.binding import Binding
+
+CPU = torch.device("cpu")
+
+
+def model_of(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+
+
+def grouped(model, kind):
+    """Two groups, each with parameters of every layer."""
+    named = list(model.named_parameters())
+    return kind(
+        [
+            {"params": [p for n, p in named if n.endswith("weight")], "weight_decay": 0.1},
+            {"params": [p for n, p in named if n.endswith("bias")], "lr": 0.05},
+        ],
+        lr=0.01,
+    )
+
+
+def binding_of(model, optimizer):
+    owned = [[n for n, _ in model.named_parameters() if n.startswith(f"{i}.")] for i in range(4)]
+    return Binding(model, optimizer, owned, CPU)
+
+
+def give_gradients(model, step):
+    generator = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def halving(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.NAdam])
+def test_shards_that_step_apart_step_as_the_whole_does_with_groups_and_schedule(kind):
+    whole, parts = model_of(), model_of()
+    optimizers = [grouped(model, kind) for model in (whole, parts)]
+    schedules = [halving(optimizer) for optimizer in optimizers]
+    binding = binding_of(parts, optimizers[1])
+    for step in range(6):
+        for model in (whole, parts):
+            give_gradients(model, step)
+        optimizers[0].step()
+        for shard in (2, 0, 3, 1):
+            binding.step_part(shard)
+        for schedule in schedules:
+            schedule.step()
+    assert all(map(torch.equal, whole.parameters(), parts.parameters()))
+    assert binding.groups()[1]["lr"] == optimizers[0].param_groups[1]["lr"] == 0.05 / 8
+
+
+def test_two_threads_step_their_shards_at_the_same_time():
+    whole, parts = model_of(), model_of()
+    optimizers = [grouped(model, torch.optim.AdamW) for model in (whole, parts)]
+    binding = binding_of(parts, optimizers[1])
+    for step in range(30):
+        for model in (whole, parts):
+            give_gradients(model, step)
+        optimizers[0].step()
+        both = [
+            threading.Thread(target=lambda mine=mine: list(map(binding.step_part, mine)))
+            for mine in ((0, 2), (1, 3))
+        ]
+        for thread in both:
+            thread.start()
+        for thread in both:
+            thread.join()
+    assert all(map(torch.equal, whole.parameters(), parts.parameters()))
+
+
+def test_what_a_step_changes_in_its_group_is_kept():
+    class Counting(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            for group in self.param_groups:
+                group["last"] = len(group["params"])
+
+    model = model_of()
+    optimizer = grouped(model, Counting)
+    binding = binding_of(model, optimizer)
+    give_gradients(model, 0)
+    binding.step_part(0)
+    assert [group["last"] for group in optimizer.param_groups] == [1, 1]
+
+
+def test_a_step_that_was_replaced_on_the_object_is_refused_where_shards_step_apart():
+    model = model_of()
+    optimizer = grouped(model, torch.optim.SGD)
+    optimizer.step = lambda closure=None: None
+    give_gradients(model, 0)
+    with pytest.raises(SpecError, match="Put it into a subclass"):
+        binding_of(model, optimizer).step_part(0)

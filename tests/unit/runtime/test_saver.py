@@ -1,0 +1,81 @@
+"""What a saver leaves on the disk while the record lags behind it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shoal.core.event import CheckpointWritten
+from shoal.runtime.checkpoint import STATE, WEIGHTS, Content, generations
+from shoal.runtime.messages import Settings
+from shoal.runtime.saver import Saver
+
+
+class Record:
+    """Counts messages, and says of how many it is safe."""
+
+    def __init__(self) -> None:
+        self.said = self.heard = 0
+        self.written: list[int] = []
+
+    def tell(self, event) -> None:
+        assert isinstance(event, CheckpointWritten)
+        self.written.append(event.step)
+        self.said += 1
+
+
+@pytest.fixture
+def record():
+    return Record()
+
+
+@pytest.fixture
+def save(tmp_path, record):
+    """A function that saves a step of trial 0, keeping one generation, and says which are left."""
+    settings = Settings(
+        steps=10,
+        epochs=None,
+        eval_every=None,
+        directory=str(tmp_path),
+        timeline=False,
+        checkpoint_every_s=0.0,
+        keep=1,
+        keep_finished="all",
+    )
+    saver = Saver(settings, record.tell, said=lambda: record.said, heard=lambda: record.heard)
+
+    def run(step):
+        files = {WEIGHTS: {"w": torch.full((4,), float(step))}, STATE: {"s": torch.zeros(2)}}
+        saver.save(lambda: Content(0, step, files, {"trial": 0}))
+        outcome = saver.wait(0)
+        assert outcome.trouble == ""
+        return [generation.step for generation in generations(tmp_path, 0).all()]
+
+    yield run
+    saver.close()
+
+
+def test_the_newest_generation_on_record_stays_until_a_newer_one_is(save, record):
+    assert save(1) == [1]
+    record.heard = record.said
+    assert save(2) == [1, 2]  # nobody knows of the second yet
+    assert save(3) == [1, 3]
+    record.heard = 2  # of the second, which is gone
+    assert save(4) == [1, 4]
+    record.heard = record.said
+    assert save(5) == [4, 5]
+
+
+def test_without_any_on_record_there_is_nothing_to_spare(save):
+    assert save(1) == [1]
+    assert save(2) == [2]
+
+
+def test_what_another_worker_saved_is_on_record(save, tmp_path, record):
+    with generations(tmp_path, 0).begin(7) as draft:
+        draft.tensors(WEIGHTS, [])
+        draft.commit(trial=0)
+    assert save(8) == [7, 8]
+    assert save(9) == [7, 9]
+    record.heard = record.said
+    assert save(10) == [9, 10]
