@@ -35,9 +35,13 @@ ROWS = {  # model, shards (0: as many as layers), place of the step, clip, accum
     "looped": [(0, "device", 0.5, 2, "fp32")],
 }
 NORMAL = [(model, *row) for model, rows in ROWS.items() for row in rows]
-FULL = list(
-    itertools.product(ROWS, (1, 2, 0), ("device", "host"), (None, 0.5), (1, 3), ("fp32", "bf16"))
-)
+FULL = [
+    (model, shards, place, clip, accumulate, precision)
+    for model, shards, place, precision in itertools.product(
+        ROWS, (1, 2, 0), ("device", "host"), ("fp32", "bf16")
+    )
+    for clip, accumulate in ((None, 1), (0.5, 3))
+]
 
 
 def name_of(row):

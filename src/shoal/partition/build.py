@@ -17,7 +17,8 @@ from shoal.partition.discover import Candidate, NotCuttable, find_candidates, fi
 from shoal.partition.glue import Skeleton
 from shoal.partition.owners import Owners, UseRecorder, find_owners
 from shoal.partition.preserve import preserved, same_values
-from shoal.partition.record import Record, Spy
+from shoal.partition.record import Record, make_record
+from shoal.partition.spy import Spy
 from shoal.partition.units import run_forward
 from shoal.partition.wires import Wire, Wires
 from shoal.recipe import Batch, Recipe, autocast
@@ -162,9 +163,9 @@ def _record(source: _Source, candidate: Candidate) -> Record:
         with preserved(source.model, source.device):
             spy = Spy(source.model, candidate, source.device, joints)
             spy.watch(source.recipe, clone_batch(source.batch))
-            if tuple(spy.found) == joints:
-                return spy.record()
-        joints = tuple(spy.found)
+            if tuple(spy.seen.found) == joints:
+                return make_record(source.model, spy.seen)
+        joints = tuple(spy.seen.found)
     raise NotCuttable("what it computes between its blocks changes each time its forward runs")
 
 

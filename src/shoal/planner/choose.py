@@ -33,7 +33,7 @@ from shoal.core.spec import (
 from shoal.core.units import Bytes, Seconds, format_bytes
 from shoal.memory.layout import TrialLayout
 from shoal.partition.cut import cut, shard_cost
-from shoal.planner.need import Request, keep_most, need
+from shoal.planner.need import Need, Request, fits, guess_most, need
 from shoal.planner.price import Price, Speeds, price
 
 
@@ -59,27 +59,16 @@ def choices(
     speeds: Speeds,
 ) -> Iterator[Choice]:
     """Spilled choices that should fit, for each number of trials at a time; the cheapest first."""
+    paper = _Paper(measure, request)
     found = []
-    for active in actives:
-        for technique in _settings(measure, request):
-            fewest = next(_by_shards(measure, technique, budget, active, request), None)
-            if fewest is not None:
-                best = _best_count(measure, fewest, budget, active, request)
-                found.append(_priced(measure, best, budget, request, speeds))
+    for active, technique in itertools.product(actives, _settings(measure, request)):
+        fewest = next(paper.by_shards(technique, budget, active), None)
+        if fewest is not None:
+            best = paper.best_count(fewest, budget)
+            found.append(replace(best, price=paper.price(best, speeds, budget)))
     for choice in _cheapest_first(found, request):
         yield choice
-        yield from _finer(measure, choice, budget, choice.active, request)
-
-
-def _priced(
-    measure: JobMeasure, choice: Choice, budget: Bytes, request: Request, speeds: Speeds
-) -> Choice:
-    shards = predict_shards(measure.layers, choice.cuts)
-    kept = keep_most(measure, shards, choice.technique, request, budget, choice.active)
-    technique = kept[0] if kept else replace(choice.technique, keep=choice.technique.keep or ())
-    batch = measure.batch_bytes
-    found = price(shards, batch, technique, request, speeds, choice.active)
-    return replace(choice, price=found)
+        yield from paper.finer(choice, budget)
 
 
 ALIKE = 1.03
@@ -100,20 +89,94 @@ LESS = 0.95
 """More shards than necessary have to move at most so much of what the fewest move."""
 
 
-def _best_count(
-    measure: JobMeasure, fewest: Choice, budget: Bytes, active: int, request: Request
-) -> Choice:
-    """The choice with the number of shards that moves clearly less than fewer shards do."""
-    best, forced = fewest, request.technique
-    if isinstance(forced, Spilled) and forced.shards:
+class _Paper:
+    """Choices of one measure, on paper: cuts, shards and bytes are worked out once."""
+
+    def __init__(self, measure: JobMeasure, request: Request) -> None:
+        self._measure, self._request = measure, request
+        forced = request.technique
+        self._counts_forced = isinstance(forced, Spilled) and forced.shards is not None
+        self._cuts: dict[tuple[int, bool], tuple[int, ...] | None] = {}
+        self._shards: dict[tuple[int, ...], tuple[ShardSpec, ...]] = {}
+        self._needs: dict[tuple[tuple[int, ...], Spilled], Need] = {}
+
+    def by_shards(self, technique: Spilled, budget: Bytes, active: int) -> Iterator[Choice]:
+        """Choices with more and more shards, from the first that should fit."""
+        most = len(self._measure.layers)
+        for count in [technique.shards] if technique.shards else range(2, most + 1):
+            cuts = self._cut(count, technique)
+            if cuts is None:
+                continue
+            open_ = replace(technique, shards=count)
+            base = self._base(cuts, open_, budget, active)
+            if base is not None and fits([base], budget, active):
+                moved = guess_most(self._of(cuts), open_, base, self._request, budget, active)[1]
+                yield Choice(technique=open_, cuts=cuts, moved_bytes=moved, active=active)
+            elif self._counts_forced:
+                yield Choice(technique=open_, cuts=cuts, moved_bytes=Bytes(0), active=active)
+
+    def best_count(self, fewest: Choice, budget: Bytes) -> Choice:
+        """The choice with the number of shards that moves clearly less than fewer shards do."""
+        best = fewest
+        if self._counts_forced:
+            return best
+        least, most = len(fewest.cuts) + 1, len(self._measure.layers)
+        more = {min(most, least * times // 2) for times in (3, 4, 6, 8, 12)} | {most}
+        for count in sorted(more):
+            technique = replace(fewest.technique, shards=count)
+            for choice in self.by_shards(technique, budget, fewest.active):
+                if choice.moved_bytes < LESS * best.moved_bytes:
+                    best = choice
         return best
-    least, most = len(fewest.cuts) + 1, len(measure.layers)
-    for count in sorted({min(most, least * times // 2) for times in (3, 4, 6, 8, 12)} | {most}):
-        technique = replace(fewest.technique, shards=count)
-        for choice in _by_shards(measure, technique, budget, active, request):
-            if choice.moved_bytes < LESS * best.moved_bytes:
-                best = choice
-    return best
+
+    def price(self, choice: Choice, speeds: Speeds, budget: Bytes) -> Price:
+        """With as much kept as there should be room for."""
+        shards, open_, active = self._of(choice.cuts), choice.technique, choice.active
+        base = self._need(choice.cuts, open_)
+        technique, _ = guess_most(shards, open_, base, self._request, budget, active)
+        return price(shards, self._measure.batch_bytes, technique, self._request, speeds, active)
+
+    def finer(self, choice: Choice, budget: Bytes) -> Iterator[Choice]:
+        """The same settings with more shards, for when the measured shards did not fit."""
+        if self._counts_forced:
+            return
+        open_ = replace(choice.technique, shards=None)
+        for finer in self.by_shards(open_, budget, choice.active):
+            if len(finer.cuts) > len(choice.cuts):
+                yield finer
+
+    def _base(
+        self, cuts: tuple[int, ...], technique: Spilled, budget: Bytes, active: int
+    ) -> Need | None:
+        """What is needed with nothing kept but what is forced; None if it is surely too much."""
+        shards = self._of(cuts)
+        with_state = technique.optimizer == "device"
+        if not technique.keep and not technique.keep_weights:
+            slot = max(s.parameter_bytes + with_state * s.state_bytes for s in shards)
+            slots = min(1 + (technique.lookahead or 0), len(shards))
+            unit = max(s.backward_peak_bytes for s in shards)
+            at_the_turn = sum(s.boundary_bytes for s in shards) + self._measure.batch_bytes
+            if active * (slots * slot + at_the_turn) + unit > budget:
+                return None
+        return self._need(cuts, technique)
+
+    def _need(self, cuts: tuple[int, ...], technique: Spilled) -> Need:
+        least = replace(technique, keep=technique.keep or ())
+        if (cuts, least) not in self._needs:
+            found = need(self._measure, self._of(cuts), least, self._request)
+            self._needs[cuts, least] = found
+        return self._needs[cuts, least]
+
+    def _of(self, cuts: tuple[int, ...]) -> tuple[ShardSpec, ...]:
+        if cuts not in self._shards:
+            self._shards[cuts] = predict_shards(self._measure.layers, cuts)
+        return self._shards[cuts]
+
+    def _cut(self, count: int, technique: Spilled) -> tuple[int, ...] | None:
+        key = count, technique.optimizer == "device"
+        if key not in self._cuts:
+            self._cuts[key] = _cut(self._measure.layers, count, technique)
+        return self._cuts[key]
 
 
 def may_go_by_shard(measure: JobMeasure, request: Request) -> bool:
@@ -133,39 +196,6 @@ def _settings(measure: JobMeasure, request: Request) -> Iterator[Spilled]:
     looks = (1, 0) if forced.lookahead is None else (forced.lookahead,)
     for place, lookahead, order in itertools.product(places, looks, orders):
         yield replace(forced, optimizer=place, lookahead=lookahead, order=order)
-
-
-def _by_shards(
-    measure: JobMeasure, technique: Spilled, budget: Bytes, active: int, request: Request
-) -> Iterator[Choice]:
-    """Choices with more and more shards, from the first that should fit."""
-    most = len(measure.layers)
-    counts = [technique.shards] if technique.shards else range(2, most + 1)
-    for count in counts:
-        cuts = _cut(measure.layers, count, technique)
-        if cuts is None:
-            continue
-        shards = predict_shards(measure.layers, cuts)
-        open_ = replace(technique, shards=count)
-        found = keep_most(measure, shards, open_, request, budget, active)
-        if found:
-            yield Choice(technique=open_, cuts=cuts, moved_bytes=found[1].moved, active=active)
-        elif technique.shards:
-            bytes_ = need(measure, shards, replace(open_, keep=technique.keep or ()), request)
-            yield Choice(technique=open_, cuts=cuts, moved_bytes=bytes_.moved, active=active)
-
-
-def _finer(
-    measure: JobMeasure, choice: Choice, budget: Bytes, active: int, request: Request
-) -> Iterator[Choice]:
-    """The same settings with more shards, for when the measured shards did not fit."""
-    forced = isinstance(request.technique, Spilled) and request.technique.shards is not None
-    if forced:
-        return
-    open_ = replace(choice.technique, shards=None)
-    for finer in _by_shards(measure, open_, budget, active, request):
-        if len(finer.cuts) > len(choice.cuts):
-            yield finer
 
 
 def _cut(layers: Sequence[LayerMeasure], count: int, technique: Spilled) -> tuple[int, ...] | None:

@@ -184,3 +184,48 @@ def keep_most(
         else:
             best, few = found, middle
     return best
+
+
+def guess_most(
+    shards: Sequence[ShardSpec],
+    technique: Spilled,
+    base: Need,
+    request: Request,
+    budget: Bytes,
+    active: int,
+) -> tuple[Spilled, Bytes]:
+    """About what ``keep_most`` will find, and about what moves then, without a program.
+
+    ``base`` is what is needed with nothing kept. For shards of about the same size.
+    """
+    if technique.keep is not None:
+        return technique, base.moved
+    borrowers = [s.index for s in shards if s.parameter_bytes > s.owned_bytes]
+    able = [s for s in shards if s.index not in borrowers]
+    count = len(shards)
+    if not able or (technique.optimizer == "host" and not request.mixes):
+        return replace(technique, keep=()), base.moved
+    room = (budget - base.unit) // active - base.held
+    held = 1 if request.clip or request.micro_batches > 1 else 0  # gradients wait for the step
+    params = sum(s.parameter_bytes for s in able) / len(able)
+    rest = sum(s.state_bytes + held * s.gradient_bytes for s in able) / len(able)
+    if technique.optimizer == "host":
+        whole = kept_of(count, _so_many(room, params + rest, len(able)), borrowers)
+        share = len(whole) / count
+        return replace(technique, keep=whole), Bytes(round(base.moved * (1 - share)))
+    some = kept_of(count, _so_many(room, params, len(able)), borrowers)
+    whole = ()
+    if len(some) == len(able):
+        slots = min(1 + (technique.lookahead or 0), count)
+        smaller = slots * max(s.parameter_bytes for s in shards) * (len(able) == count)
+        left = room - params * len(able) + smaller
+        whole = kept_of(count, _so_many(left, rest, len(able)), borrowers)
+    weights = tuple(s for s in some if s not in whole)
+    moving = base.moved / count
+    states = 2 * sum(s.state_bytes for s in able) / len(able)
+    moved = moving * (count - len(some)) + min(moving, states) * len(weights)
+    return replace(technique, keep=whole, keep_weights=weights), Bytes(round(moved))
+
+
+def _so_many(room: float, each: float, most: int) -> int:
+    return max(0, min(most, int(room // each) if each else most))

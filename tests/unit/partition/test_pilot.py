@@ -233,6 +233,17 @@ class Layerdrop(Blocks):
         return x
 
 
+class Lottery(Blocks):
+    """Decides before its first block, against it."""
+
+    def body(self, x):
+        if torch.rand(()) > 2:
+            x = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = block(x)
+        return x
+
+
 class Gambling(Blocks):
     """The same with Python's numbers."""
 
@@ -272,6 +283,7 @@ REFUSALS = {
     Resumed: r"its blocks are given a Cache that is not empty",
     Massive: r"no nn.ModuleList or nn.Sequential with two or more children.*most of it is in one",
     Layerdrop: r"looks at a random number before block 'blocks.1', and may skip blocks by it",
+    Lottery: r"looks at a random number before block 'blocks.1', and may skip blocks by it",
     Gambling: r"draws from Python's or NumPy's random numbers after block 'blocks.0'",
     Scribbling: r"the forward between the blocks changes a tensor in place that later blocks read",
     SideDoor: r"sharded training would not equal plain training: the gradient of .* differs",

@@ -1,0 +1,353 @@
+"""One plain forward, watched: which modules run when, and what passes between the blocks."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.partition.callsheet import Call, CallWriter, argument_name, argument_wire, module_wire
+from shoal.partition.discover import Candidate, NotCuttable, ancestors_of
+from shoal.partition.glue import Block, ReplacedCalls, own_call
+from shoal.partition.preserve import BufferWatch
+from shoal.partition.sections import Sections
+from shoal.partition.taint import BlockOutput, Source, Taint
+from shoal.partition.template import Shape, Template, flatten, output_template
+from shoal.partition.wires import Names, TouchWatch, Wire, Wires, storage_key
+from shoal.recipe import Batch, Recipe, autocast, compute_loss, model_inputs
+from shoal.rng import RngState, capture_rng, same_rng
+
+
+@dataclass(slots=True)
+class Gap:
+    """What a forward does before one of its blocks, or after the last one."""
+
+    read: frozenset[Source] = frozenset()
+    looked_at: frozenset[Source] = frozenset()
+    buffers: frozenset[str] = frozenset()  # those that it changed
+    modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+    made: set[Wire] = field(default_factory=set)
+    changed: list[int] = field(default_factory=list)  # storages of wires, in place
+
+
+@dataclass(slots=True)
+class Seen:
+    """What there was to see in a forward that was taken to have ``joints``.
+
+    ``found`` are the joints that it turned out to need. There is one gap more than blocks, and
+    in ``calls`` one list for each section.
+    """
+
+    joints: tuple[int, ...]
+    found: list[int] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    gaps: list[Gap] = field(default_factory=lambda: [Gap()])
+    calls: list[list[Call]] = field(default_factory=list)
+    made: Wires = field(default_factory=dict)
+    changed: list[tuple[int, int]] = field(default_factory=list)  # storage, block's position
+    skipped: list[str] = field(default_factory=list)  # blocks that it did not call
+    buffers: frozenset[str] = frozenset()  # that it changed
+    written: frozenset[str] = frozenset()  # parameters that it wrote to itself
+    draws: bool = False  # random numbers, outside of all modules
+
+
+class Spy:
+    """Watches one forward of a model whose joints are taken to be ``joints``.
+
+    Attributes:
+        seen: What it saw. Where ``seen.found`` are other joints, watch again with these.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        candidate: Candidate,
+        device: torch.device,
+        joints: tuple[int, ...] = (),
+    ) -> None:
+        self.seen = Seen(joints)
+        self._model, self._device = model, device
+        self._sections = Sections(sys.maxsize, joints)
+        self._ancestors = ancestors_of(model, iter(candidate.blocks))
+        self._block_names = {m: name for name, m in reversed(candidate.blocks.items())}
+        self._names = Names()
+        self._taint = Taint(dict(model.named_parameters()))
+        self._touch = TouchWatch()
+        self._writers: list[CallWriter] = []
+        self._unsure: set[Wire | None] = set()
+        self._free: set[Wire] = set()  # made of the batch alone
+        self._early: dict[Wire, int] = {}  # computed from blocks, by a module before a position
+        self._outer_buffers = BufferWatch(model, without=candidate.blocks.values())
+        self._buffers = BufferWatch(model)
+        self._versions = {name: p._version for name, p in model.named_parameters()}
+        self._counts: Counter[str] = Counter()
+        self._depth = 0
+        self._ambient: Any = None
+        self._rng: RngState = capture_rng(device)  # when the last block returned
+        self._last_rng = self._rng  # when the last module did
+
+    def watch(self, recipe: Recipe, batch: Batch) -> None:
+        """Run the forward, with gradients. Buffers and random state change as in any.
+
+        Raises:
+            NotCuttable: it does something that no chain of these blocks could do.
+        """
+        calls = ReplacedCalls(self._replacements())
+        grads, cast = torch.enable_grad(), autocast(recipe, self._device)
+        with grads, cast, calls, self._taint, self._touch:
+            self._ambient = self._mode()
+            args, kwargs = model_inputs(recipe, batch)
+            output = self._model(*args, **kwargs)
+            loss = compute_loss(recipe, output, batch)
+            with self._aside():
+                self._end_gap()
+                leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
+                self.seen.gaps[-1].read |= self._taint.of_all([loss, *leaves])
+                self._find_late_joints()
+                self._end()
+
+    # -- while the forward runs -----------------------------------------------------------
+
+    def _mode(self) -> tuple[Any, ...]:
+        kind = self._device.type
+        cast = torch.is_autocast_enabled(kind)
+        return torch.is_grad_enabled(), cast, torch.get_autocast_dtype(kind) if cast else None
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Nothing is noted of what is done inside."""
+        self._taint.paused = self._touch.paused = True
+        try:
+            yield
+        finally:
+            self._taint.paused = self._touch.paused = False
+
+    def _replacements(self) -> dict[nn.Module, Callable[..., Any]]:
+        containers = set(self._ancestors.values())
+        return {
+            module: self._replace(name, module, own_call(module))
+            for name, module in self._model.named_modules()
+            if module not in containers
+        }
+
+    def _replace(self, name: str, module: nn.Module, call: Callable[..., Any]) -> Any:
+        def spied(*args: Any, **kwargs: Any) -> Any:
+            if self._depth and module in self._block_names:
+                raise NotCuttable(f"block {name!r} is called from inside another module")
+            if self._depth:
+                return call(*args, **kwargs)
+            self._depth += 1
+            try:
+                with self._aside():
+                    self._note_draws()
+                    if module in self._block_names:
+                        return self._call_block(module, call, args, kwargs)
+                    self._note_handed(name, args, kwargs)
+                output = call(*args, **kwargs)
+                with self._aside():
+                    self._note_module(name, module, output)
+                    self._last_rng = capture_rng(self._device)
+                return output
+            finally:
+                self._depth -= 1
+
+        return spied
+
+    def _note_draws(self) -> None:
+        """Note whether random numbers were drawn since the last module returned."""
+        now = capture_rng(self._device)
+        self.seen.draws = self.seen.draws or not same_rng(now, self._last_rng)
+
+    def _note_handed(self, name: str, args: Any, kwargs: Any) -> None:
+        """Know again what a module outside of the blocks is called with."""
+        head = self._sections.head(self._sections.of_block(len(self.seen.blocks)))
+        for index, leaf in enumerate(flatten((args, kwargs))[0]):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter):
+                wire = argument_wire(head, name, self._counts[name], index)
+                if self._names.of(leaf) is None and self._taint.of(leaf):
+                    self._note_made(leaf, wire)
+                    self._taint.name(leaf, wire)
+
+    def _note_made(self, tensor: Tensor, wire: Wire) -> None:
+        """``tensor`` is made here, outside of the blocks."""
+        if self._is_computed(tensor):
+            self._early[wire] = len(self.seen.blocks)
+        self.seen.gaps[-1].made.add(wire)
+        self.seen.made[wire] = tensor
+
+    def _note_module(self, name: str, module: nn.Module, output: Any) -> None:
+        """Name what a module outside of the blocks returned."""
+        head = self._sections.head(self._sections.of_block(len(self.seen.blocks)))
+        gap, call = self.seen.gaps[-1], self._counts[name]
+        self._counts[name] += 1
+        gap.modules.append((name, module))
+        for index, leaf in enumerate(flatten(output)[0]):
+            if isinstance(leaf, Tensor) and self._names.of(leaf) is None:
+                wire = module_wire(head, name, call, index)
+                self._note_made(leaf, wire)
+                self._name(leaf, wire)
+
+    def _call_block(
+        self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        name, position = self._block_names[module], len(self.seen.blocks)
+        if self._mode() != self._ambient:
+            raise NotCuttable(
+                f"the forward calls block {name!r} in another gradient or autocast mode than it "
+                "was called in itself"
+            )
+        self._end_gap()
+        writer = self._writer(position)
+        if position and self._needs_joint(flatten((args, kwargs))[0]):
+            self.seen.found.append(position)
+        values = writer.write(module, name, args, kwargs)
+        self._name_arguments(writer.calls[-1], values)
+        output = call(*args, **kwargs)
+        self._note_changes(module, args, kwargs, values)
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        template = output_template(output, tensors, owner=f"block {name!r}")
+        unsure = frozenset(self._find_unsure(template, tensors))
+        self._name_outputs(position, output, unsure)
+        self.seen.blocks.append(Block(name, module, template, unsure))
+        self._rng = self._last_rng = capture_rng(self._device)
+        self.seen.gaps.append(Gap())
+        self._taint.position = position + 1
+        self._touch.touched.clear()
+        return output
+
+    def _writer(self, position: int) -> CallWriter:
+        """Of the section that the block at ``position`` is in, which may begin here."""
+        section = self._sections.of_block(position)
+        if section == len(self._writers):
+            self._names.forget(self._free)
+            self._free.clear()
+            head = self._sections.head(section)
+            self._writers.append(CallWriter(self._names, head, position))
+            self.seen.calls.append(self._writers[-1].calls)
+        return self._writers[section]
+
+    def _name(self, tensor: Tensor, wire: Wire, *, position: int | None = None) -> None:
+        self._names.give(tensor, wire)
+        self._taint.name(tensor, wire, position=position)
+        self.seen.made[wire] = tensor
+
+    def _name_arguments(self, call: Call, values: Sequence[Any]) -> None:
+        """Take up what was named as an argument; what is made of the batch alone stays free."""
+        for leaf, value in zip(call.leaves, values, strict=True):
+            if isinstance(leaf, Wire) and leaf not in self.seen.made:
+                self.seen.made[leaf] = value
+                sources = self._taint.of(value)
+                self.seen.gaps[-1].read |= sources
+                if sources:
+                    self._taint.name(value, leaf)
+                else:
+                    self._free.add(leaf)
+
+    def _find_unsure(self, template: Template, arguments: Sequence[Tensor]) -> Iterator[int]:
+        """The leaves that look like no argument, or like one whose size is unsure itself."""
+        for index, leaf in enumerate(template.leaves):
+            if isinstance(leaf, Shape) and (
+                leaf.like is None
+                or leaf.size != leaf.like_size
+                or self._names.of(arguments[leaf.like]) in self._unsure
+            ):
+                yield index
+
+    def _name_outputs(self, position: int, output: Any, unsure: frozenset[int]) -> None:
+        """Name a block's output, and watch what has no size that is known beforehand."""
+        layer = self._sections.layer_of(position)
+        for index, leaf in enumerate(flatten(output)[0]):
+            if isinstance(leaf, Tensor):
+                wire = Wire(layer, f"out.{index}")
+                self._name(leaf, wire, position=position)
+                if index in unsure:
+                    self._unsure.add(wire)
+                    self._touch.watch(leaf, wire)
+
+    def _note_changes(self, module: nn.Module, args: Any, kwargs: Any, values: list[Any]) -> None:
+        """Note what a block did to its arguments.
+
+        Raises:
+            NotCuttable: it put something else into one of them.
+        """
+        for index, leaf in enumerate(flatten((args, kwargs))[0]):
+            if index >= len(values) or leaf is not values[index]:
+                argument = argument_name(module, args, kwargs, index)
+                name = self._block_names[module]
+                raise NotCuttable(f"block {name!r} changes its argument {argument!r}")
+        position = len(self.seen.blocks)
+        self.seen.changed += [(storage_key(t), position) for t in self._names.changed()]
+
+    def _end_gap(self) -> None:
+        """Note what was done since the last block ended."""
+        gap, taint = self.seen.gaps[-1], self._taint
+        gap.read, gap.looked_at = frozenset(taint.read), frozenset(taint.looked_at)
+        taint.read.clear()
+        taint.looked_at.clear()
+        gap.changed = [storage_key(tensor) for tensor in self._names.changed()]
+        gap.buffers = frozenset(self._outer_buffers.changed())
+        self._outer_buffers.restart()
+
+    def _needs_joint(self, values: Sequence[Any]) -> bool:
+        """Must the forward be entered again before the next block, to have what it needs?
+
+        Raises:
+            NotCuttable: it draws from generators that cannot be told from control flow.
+        """
+        now = capture_rng(self._device)
+        if now.python != self._rng.python or not _same_numpy(now, self._rng):
+            before = self.seen.blocks[-1].name
+            raise NotCuttable(
+                "the forward draws from Python's or NumPy's random numbers after block "
+                f"{before!r}, and may decide by them which block comes next"
+            )
+        if not same_rng(now, self._rng):
+            return True
+        touched = (self._sections.position_of(wire.layer) for wire in self._touch.touched)
+        if any(position >= self._start for position in touched):
+            return True
+        tensors = [v for v in values if isinstance(v, Tensor) and not isinstance(v, nn.Parameter)]
+        return any(self._is_computed(tensor) for tensor in tensors)
+
+    @property
+    def _start(self) -> int:
+        """The first block of the section that the forward is in, as far as that is known."""
+        return self.seen.found[-1] if self.seen.found else 0
+
+    def _is_computed(self, tensor: Tensor) -> bool:
+        """Was it computed from a block's output of this section, outside of any block?"""
+        name = self._names.of(tensor)
+        if name is not None and name.slot.startswith("out."):
+            return False
+        sources = self._taint.of(tensor)
+        return any(isinstance(s, BlockOutput) and s.position >= self._start for s in sources)
+
+    def _find_late_joints(self) -> None:
+        """Also those where a module computes what only later sections read, as a pooler does."""
+        late = {
+            position
+            for wire, position in self._early.items()
+            if position < len(self.seen.blocks)
+            and any(wire in gap.read for gap in self.seen.gaps[position + 1 :])
+        }
+        self.seen.found = sorted({*self.seen.found, *late})
+
+    def _end(self) -> None:
+        called = {block.module for block in self.seen.blocks}
+        self.seen.skipped = [name for m, name in self._block_names.items() if m not in called]
+        now = {name: p._version for name, p in self._model.named_parameters()}
+        self.seen.written = frozenset(n for n in now if now[n] != self._versions[n])
+        self.seen.buffers = frozenset(self._buffers.changed())
+        if self._buffers.added():
+            names = ", ".join(sorted(self._buffers.added()))
+            raise NotCuttable(f"the forward adds buffers: {names}")
+
+
+def _same_numpy(first: RngState, second: RngState) -> bool:
+    return bool((first.numpy[1] == second.numpy[1]).all()) and first.numpy[2:] == second.numpy[2:]
