@@ -382,9 +382,10 @@ class Seat:
                 f"there is no room for the rest: {error} Where batches differ in size, let the "
                 "first one be the largest: it is the one that is measured."
             )
+            # A forward's peak is small, and grows by more than what it makes the plan grow by.
             own = unit_peak_bytes(action, self.session.job.shards[action.shard])
-            measured = promised if task.kind == "evaluation" else own or promised
-            outgrown.growth = peak / max(1, min(measured, promised))
+            measured = own if action.op is Op.B and task.kind != "evaluation" else promised
+            outgrown.growth = peak / max(1, min(measured or promised, promised))
             raise outgrown from None
 
     def resident_bytes(self) -> Bytes:
