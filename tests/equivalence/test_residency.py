@@ -167,7 +167,7 @@ def jobs(monkeypatch):
     return made
 
 
-def test_the_planner_keeps_what_there_is_room_for_and_loads_once_a_step(check, jobs):
+def test_the_planner_keeps_what_there_is_room_for(check, jobs):
     moved: dict[int, int] = {}
 
     def watch(event: Any) -> None:
@@ -176,9 +176,9 @@ def test_the_planner_keeps_what_there_is_room_for_and_loads_once_a_step(check, j
 
     check(recipe(), None, memory=600_000, timeline=True, callbacks=[watch], lr=(1e-2,))
     technique = jobs[0].technique
-    assert technique.order == "shard"
+    assert technique.order == "micro"  # the other one is for those who know their model
     assert technique.keep
-    assert "runs all 3 micro-batches" in " ".join(jobs[0].why)
+    assert "order='shard' loads less" in " ".join(jobs[0].why)
     assert "stay on the device" in " ".join(jobs[0].why)
     assert moved[0] > 0
 
@@ -203,6 +203,104 @@ def test_a_model_that_draws_cannot_be_told_to_go_by_shard(run_study):
             steps=2,
             technique=shoal.Spilled(shards=3, order="shard"),
         )
+
+
+def one_buffer(hp: Any) -> tuple[Any, None]:
+    return OneBuffer(), None
+
+
+class OneBuffer:
+    """Fills the same tensors for every batch."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Any:
+        x, y = torch.empty(4, 12), torch.empty(4, dtype=torch.long)
+        generator = torch.Generator().manual_seed(5)
+        for _ in range(5):
+            yield x.normal_(generator=generator), y.random_(3, generator=generator)
+
+
+class Silent(traps.Chain):
+    def make_block(self, index: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(traps.WIDTH, traps.WIDTH), nn.Tanh())
+
+
+class NoisyEvaluation(Silent):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return x if self.training else x + torch.randn_like(x)
+
+
+@pytest.mark.parametrize("order", ["micro", "shard"])
+def test_a_source_that_fills_one_buffer_may_be_held_a_step_long(order, check):
+    silent = recipe(model=traps.Build(Silent), data=one_buffer, loss=traps.loss)
+    check(silent, shoal.Spilled(shards=3, order=order))
+
+
+def test_a_model_that_draws_in_evaluation_alone_may_go_by_shard(check):
+    noisy = recipe(model=traps.Build(NoisyEvaluation), data=traps.data, loss=traps.loss)
+    check(noisy, shoal.Spilled(shards=3, order="shard"))
+
+
+def known_or_not(hp: Any) -> tuple[Any, Any]:
+    train, valid = traps.data(hp)
+    return (train if hp["known"] else Unknown(train)), valid
+
+
+class Unknown:
+    """A source without a length."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+def test_a_trial_whose_data_has_no_length_is_planned_for_itself(run_study):
+    silent = recipe(model=traps.Build(Silent), data=known_or_not, loss=traps.loss)
+    space = shoal.grid(lr=[1e-2], known=[True, False])
+    with pytest.raises(shoal.PlanError, match="does not say how many batches"):
+        run_study(silent, space, steps=2, technique=shoal.Spilled(shards=3, order="shard"))
+
+
+def test_an_optimizer_that_counts_on_itself_is_not_stepped_in_parts(check, jobs):
+    counting = recipe(
+        model=traps.Build(Silent), data=traps.data, loss=traps.loss, optimizer=counting_sgd
+    )
+    check(counting, None, lr=(1e-2,), memory="64MiB")
+    with pytest.raises(shoal.PlanError, match=r"keeps 'steps' beside its state"):
+        check(counting, shoal.Spilled(shards=3), lr=(1e-2,))
+
+
+class CountingSGD(torch.optim.SGD):
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            group["lr"] = 1e-2 / self.steps
+        super().step(closure)
+
+
+def counting_sgd(named_parameters: Any, hp: Any) -> Any:
+    return CountingSGD([parameter for _, parameter in named_parameters], lr=hp["lr"])
+
+
+@pytest.mark.parametrize("technique", ["resident", shoal.Spilled(shards=3)])
+def test_an_evaluation_at_the_end_of_a_group_that_was_read_to_the_end_is_not_skipped(
+    technique, run_study, assert_alone
+):
+    unknown = recipe(model=traps.Build(Silent), data=unknown_data, loss=traps.loss)
+    options = {"steps": 6, "eval_every": 2}
+    report = run_study(unknown, shoal.grid(lr=[1e-2]), technique=technique, **options)
+    assert_alone(report, report.trials, unknown, **options)
+
+
+def unknown_data(hp: Any) -> tuple[Any, Any]:
+    return known_or_not({"known": False})
 
 
 def test_a_shard_that_borrows_cannot_be_told_to_stay(run_study):

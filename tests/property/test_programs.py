@@ -205,20 +205,26 @@ def test_the_bytes_moved_are_those_of_the_formula(case):
 
 def _joins(shape):
     """Shards whose parameters are still in a slot when they are needed again."""
-    around = [*range(shape.num_shards - 1), *reversed(range(shape.num_shards))]
-    visits = around * (shape.micro_batches if shape.order == "micro" else 1)
-    if shape.clip and shape.place == "device":
-        visits += range(shape.num_shards)
-    visits = _slotted(shape, visits)
+    visits = list(_visits(shape))
     for index, shard in enumerate(visits):
-        if shard in visits[:index]:
+        if shard in visits[:index] and shard not in shape.weights:
             before = max(i for i in range(index) if visits[i] == shard)
             if len(set(visits[before + 1 : index])) <= shape.lookahead:
                 yield shard
 
 
-def _slotted(shape, visits):
-    return [shard for shard in visits if shard not in (*shape.keep, *shape.weights)]
+def _visits(shape):
+    """The shards of all units for which something is loaded, in order."""
+    micros = shape.micro_batches if shape.order == "micro" else 1
+    for micro in range(micros):
+        yield from (s for s in range(shape.num_shards - 1) if s not in shape.keep + shape.weights)
+        steps = micro == micros - 1 and not shape.clip
+        for shard in reversed(range(shape.num_shards)):
+            state_or_grad = micro > 0 or (steps and shape.place == "device")
+            if shard not in shape.keep and (state_or_grad or shard not in shape.weights):
+                yield shard
+    if shape.clip and shape.place == "device":
+        yield from (s for s in range(shape.num_shards) if s not in shape.keep)
 
 
 @quick

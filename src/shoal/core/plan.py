@@ -29,7 +29,9 @@ class Spilled:
     ``keep_weights`` the parameters stay, and the optimizer's state travels to the device for
     each step; it goes with ``keep`` and with the step on the device. ``order``
     "shard" has a shard run all micro-batches of a step while it is on the device, which
-    gives the same bits where the model draws no random numbers.
+    gives the same bits where the model draws no random numbers and no two layers share, or
+    read from each other, what a forward changes (a BatchNorm used twice). Nothing chooses it
+    but you; ``shoal verify`` is the proof.
     """
 
     shards: int | None = None
@@ -50,6 +52,10 @@ class Spilled:
             raise SpecError(f"lookahead is 0, 1 or 2, got {self.lookahead!r}")
         if self.order not in (None, "micro", "shard"):
             raise SpecError(f"order is 'micro' or 'shard', got {self.order!r}")
+        if self.keep_weights and self.keep is None:
+            object.__setattr__(self, "keep", ())
+        if self.keep_weights and self.optimizer is None:
+            object.__setattr__(self, "optimizer", "device")
         if self.keep is not None:
             self._check_keep("keep", tuple(self.keep))
         self._check_keep("keep_weights", tuple(self.keep_weights))

@@ -180,7 +180,11 @@ class _Paper:
 
 
 def may_go_by_shard(measure: JobMeasure, request: Request) -> bool:
-    """Whether a shard can run all micro-batches of a step, with the bits of the plain loop."""
+    """Whether a shard can run all micro-batches of a step, where somebody asks for that.
+
+    It is not chosen by itself: layers that share statistics, or read each other's, would see
+    them in another order, and nothing that is measured shows that.
+    """
     knows = measure.num_batches is not None  # how many there are, when the step begins
     return request.micro_batches > 1 and knows and not measure.draws
 
@@ -188,13 +192,11 @@ def may_go_by_shard(measure: JobMeasure, request: Request) -> bool:
 def _settings(measure: JobMeasure, request: Request) -> Iterator[Spilled]:
     """The combinations that a forced technique leaves open."""
     forced = request.technique if isinstance(request.technique, Spilled) else Spilled()
-    orders: tuple[Order, ...] = (forced.order,) if forced.order else ("micro",)
-    if forced.order is None and may_go_by_shard(measure, request):
-        orders = ("shard", "micro")
+    order: Order = forced.order or "micro"
     place = forced.optimizer or request.place
     places: tuple[Place, ...] = (place,) if place else ("host", "device")
     looks = (1, 0) if forced.lookahead is None else (forced.lookahead,)
-    for place, lookahead, order in itertools.product(places, looks, orders):
+    for place, lookahead in itertools.product(places, looks):
         yield replace(forced, optimizer=place, lookahead=lookahead, order=order)
 
 

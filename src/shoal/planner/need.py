@@ -89,7 +89,8 @@ def footprints(
     here = kept(kept_shards(technique), kept_weights(technique))
     step, evaluation = programs(len(shards), technique, request, lent)
     training = {0: JobCosts(shards=tuple(shards), batch_bytes=batch)}
-    wide = tuple(_widened(shard, valid_scale) for shard in shards)
+    scale = 1.0 if isinstance(technique, Resident) else valid_scale  # that one was measured
+    wide = tuple(_widened(shard, scale) for shard in shards)
     validation = {0: JobCosts(shards=wide, batch_bytes=Bytes(round(batch * valid_scale)))}
     return [
         check(step, training, start=here, end=here),
@@ -98,9 +99,7 @@ def footprints(
 
 
 def _widened(shard: ShardSpec, scale: float) -> ShardSpec:
-    """A spilled shard for a batch ``scale`` times as large; a resident one was measured."""
-    if shard.layers == (0, 1):
-        return shard
+    """A shard for a batch ``scale`` times as large."""
     return replace(
         shard,
         boundary_bytes=Bytes(round(shard.boundary_bytes * scale)),

@@ -219,13 +219,11 @@ class Deciding:
         count = self._request.micro_batches
         if technique.order == "shard":
             return f"a shard runs all {count} micro-batches of a step while it is there"
+        plain = f"the {count} micro-batches of a step go through the model one after another"
         if may_go_by_shard(exact.measure, self._request):
-            return f"the {count} micro-batches of a step go through the model one after another"
+            return f"{plain}; where no two layers share statistics, order='shard' loads less"
         why = "it draws random numbers" if exact.measure.draws else "their number is not known"
-        return (
-            f"the {count} micro-batches of a step go through the model one after another, since "
-            f"{why}"
-        )
+        return f"{plain}, since {why}"
 
     # -- of what is settled ---------------------------------------------------------------
 

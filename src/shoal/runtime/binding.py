@@ -243,6 +243,15 @@ class Binding:
             whole.update((key, value) for key, value in group.items() if key != "params")
         optimizer._opt_called = True  # type: ignore[attr-defined]  # a schedule asks for it
 
+    def kept_beside(self) -> str:
+        """The name of something that a step has left on a part, which is lost with the part."""
+        for part in self._parts.values():
+            before = self.optimizer.__dict__
+            for name, value in part.__dict__.items():
+                if name not in ("state", "param_groups") and before.get(name) is not value:
+                    return name
+        return ""
+
     def _part(self, shard: int) -> torch.optim.Optimizer:
         """The optimizer with one shard's parameters, made without its constructor."""
         own = self.optimizer.__dict__.get("step")

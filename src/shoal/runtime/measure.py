@@ -146,6 +146,7 @@ class Measurer:
             [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in _all_params(model)],
             [(n, tuple(b.shape), str(b.dtype)) for n, b in model.named_buffers()],
             _shape_of(batch),
+            epoch_length(train),  # how many steps there are, and whether that is known
             type(optimizer).__qualname__,
             [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups],
             [_kind_of(group) for group in optimizer.param_groups],
@@ -332,7 +333,11 @@ class Measurer:
         report = pilot(built.model, self._recipe, to_device(built.batch, cpu), cpu)
         if report.chain is None:
             return replace(whole, cuttable=False, notes=report.notes)
-        coupled = self._coupling(built, report.chain) or self._draws(built)
+        coupled = (
+            _written_and_shared(report.chain)
+            or self._coupling(built, report.chain)
+            or self._draws(built)
+        )
         if coupled:
             return replace(whole, cuttable=False, notes=(*report.notes, coupled))
         self._chain = report.chain
@@ -418,8 +423,13 @@ class Measurer:
             binding = Binding(model, optimizer, parts, torch.device("cpu"))
             for round_ in range(2):
                 _fill_gradients(model, round_)
-                for index in range(len(parts)):
+                for index in reversed(range(len(parts))):  # as a backward comes by
                     binding.step_part(index)
+            if kept := binding.kept_beside():
+                return (
+                    f"the optimizer {type(built.optimizer).__name__} keeps {kept!r} beside its "
+                    "state, and each shard would have one of its own"
+                )
             results.append(dict(model.named_parameters()))
         different = [n for n, p in results[0].items() if not torch.equal(p, results[1][n])]
         if not different:
@@ -429,6 +439,19 @@ class Measurer:
             f"stepping them a shard at a time changes {different[0]!r} and "
             f"{len(different) - 1} others"
         )
+
+
+def _written_and_shared(chain: Chain) -> str:
+    """Whether a forward writes to a parameter that another layer reads; why that is not cut."""
+    written = {n for layer in range(chain.num_layers) for n in chain.written_parameters(layer)}
+    borrowed = {n for layer in range(chain.num_layers) for n in chain.borrowed_by(layer)}
+    both = sorted(written & borrowed)
+    if not both:
+        return ""
+    return (
+        f"a forward writes to {both[0]!r}, as max_norm does, and another layer reads it: its copy "
+        "there could be the one of before"
+    )
 
 
 def _own(error: BaseException) -> Exception | None:

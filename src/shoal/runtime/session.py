@@ -23,7 +23,7 @@ from shoal.core.spec import HyperParameters
 from shoal.data import Feed
 from shoal.memory.layout import TrialLayout, lenders
 from shoal.memory.store import Region, state_views, views
-from shoal.partition.build import build_chain
+from shoal.partition.build import build_chain, clone_batch
 from shoal.partition.chain import Chain
 from shoal.program.ir import Program
 from shoal.recipe import (
@@ -295,7 +295,7 @@ class Session:
             yield from self._train_group(first)
             if self.epoch >= self.epoch_number:  # a group of unknown size read to the end
                 yield from self._end_epoch()
-            elif self._evaluation_is_due():
+            if self._evaluation_is_due() and self.evaluated_at != self.step:
                 yield from self._evaluate()
             self.on_boundary()
         if self.ended and self.evaluated_at != self.step:
@@ -332,9 +332,19 @@ class Session:
         if accumulate == 1:
             return 1
         if self.feed.num_batches is None:
+            self._refuse_order()
             return None
         left = self.feed.num_batches - (self.feed.batch - 1)
         return min(accumulate, left)
+
+    def _refuse_order(self) -> None:
+        """Shard by shard a step's batches are all there at once, so their number is known."""
+        if getattr(self.job.technique, "order", "micro") == "shard":
+            raise TrialError(
+                "the training data does not say how many batches it has, and shards run all "
+                "micro-batches of a step one after another. Give it a __len__, or train with "
+                "technique=shoal.Spilled(order='micro')."
+            )
 
     def _train_lazily(self, first: Any) -> Iterator[Task]:
         """A step over a source of unknown length: a program a batch, then the step."""
@@ -357,7 +367,10 @@ class Session:
                     f"the training data says len() = {self.feed.num_batches} batches but ended "
                     "earlier. Correct its __len__, or leave it out."
                 )
-        return to_device(batch, self.device)
+        moved = to_device(batch, self.device)
+        if getattr(self.job.technique, "order", "micro") == "shard":
+            return clone_batch(moved)  # a source may fill one buffer again and again
+        return moved
 
     def note_loss(self, loss: Tensor) -> None:
         """Keep a micro-batch's loss; a loss that is not finite fails the trial before its step."""

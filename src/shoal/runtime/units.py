@@ -212,7 +212,7 @@ class ChainUnits:
         Raises:
             TrialError: some were drawn.
         """
-        if self._order == "micro":
+        if self._order == "micro" or not self.chain.model.training:
             yield
             return
         before = capture_rng(self._device)

@@ -12,7 +12,7 @@ import pytest
 from shoal.core.profile import PROFILES
 from shoal.program.check import check
 from shoal.program.ir import Op
-from shoal.program.replay import Run, replay
+from shoal.program.replay import Run
 
 _PLACE = Path(__file__).parents[3] / "benchmarks" / "overlap" / "paper.py"
 _SPEC = importlib.util.spec_from_file_location("overlap_paper", _PLACE)
@@ -50,14 +50,12 @@ def test_the_host_steps_one_shard_at_a_time_on_paper():
 
 
 def test_nothing_on_paper_is_quicker_than_the_roofline():
-    """Which the replay is, as every trial has a host memory of its own there."""
     heavy = trial(tokens=BALANCED // 4)
     needs = paper.total(t.demand(H200).times(t.steps) for t in (heavy, heavy))
 
     took_s = max(span.end_s for span in paper.on_paper(runs_of(heavy, heavy), H200))
 
     assert took_s >= needs.roofline_s
-    assert replay(runs_of(heavy, heavy), keep_spans=False).makespan_s < needs.roofline_s
 
 
 def test_a_copy_is_slower_while_the_other_direction_is_busy():

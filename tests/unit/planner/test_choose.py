@@ -164,20 +164,19 @@ def test_as_many_stay_as_there_is_room_for(layers, share, clip, micros, place, l
         assert not works((), kept_of(layers, len(chosen.keep_weights) + 1))
 
 
-def test_where_nothing_is_drawn_a_load_is_paid_once_for_all_micro_batches():
+def test_by_shard_a_load_is_paid_once_for_all_micro_batches():
     found = measure(16, draws=False, num_batches=100)
-    budget = state_of(found) / 4
-    technique, need_ = best(found, budget, micro_batches=4)
+    budget, asked = state_of(found) / 4, Spilled(order="shard")
+    technique, need_ = best(found, budget, micro_batches=4, technique=asked)
     assert technique.order == "shard"
-    _, drawing = best(replace(found, draws=True), budget, micro_batches=4)
+    _, drawing = best(found, budget, micro_batches=4)
     _, once = best(found, budget)
     assert need_.moved < 0.4 * drawing.moved
     assert need_.moved <= 1.25 * once.moved  # its boundaries leave less room for shards
 
 
-@pytest.mark.parametrize("changes", [{"draws": True}, {"num_batches": None}])
-def test_else_the_micro_batches_go_one_after_another(changes):
-    found = measure(16, **({"draws": False, "num_batches": 100} | changes))
+def test_by_itself_the_micro_batches_go_one_after_another():
+    found = measure(16, draws=False, num_batches=100)
     technique, _ = best(found, state_of(found) / 4, micro_batches=4)
     assert technique.order == "micro"
 

@@ -1,0 +1,118 @@
+"""What the benchmark trains: a small GPT, with so many tokens that the host's step takes as long.
+
+In a module of its own, so that the workers import it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shoal
+from shoal.core.profile import PROFILES, Profile
+from shoal.examples.gpt import GPT, next_byte_loss
+
+SHARDS, CONTEXT, STEPS = 32, 32, 5
+SERIAL_WAIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A profile, slow enough for one core, and a model with so many tokens a step."""
+
+    profile: str
+    scale: float
+    width: int
+
+    @property
+    def slowed(self) -> Profile:
+        return PROFILES[self.profile].slowed(self.scale)
+
+    def model(self) -> GPT:
+        return GPT(width=self.width, depth=SHARDS, heads=1, context=CONTEXT, dropout=0.0)
+
+    def about(self) -> int:
+        """Windows a step for which the host's step takes about as long as the kernels.
+
+        Tensors' padding and what a first shard saves are left out.
+        """
+        parameters = sum(parameter.numel() for parameter in self.model().parameters())
+        seconds = self.slowed.kernel_seconds(8 * parameters * CONTEXT)
+        return max(1, round(self.slowed.host_seconds(40 * parameters) / seconds))
+
+
+CASES = {
+    "h200": Case(profile="h200", scale=6000, width=32),
+    "rtx4090": Case(profile="rtx4090", scale=6000, width=20),
+}
+
+
+class _Gate:
+    """Where the serial arm waits: its data for its schedule, which is stepped on the host."""
+
+    def __init__(self) -> None:
+        self.steps, self.changed = 0, threading.Condition()
+
+    def open(self, steps: int) -> None:
+        with self.changed:
+            self.steps = steps
+            self.changed.notify_all()
+
+    def wait(self, steps: int) -> None:
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.steps >= steps, SERIAL_WAIT_S):
+                raise RuntimeError(f"step {steps} of the host did not end")
+
+
+_gate = _Gate()
+
+
+class _Counting(torch.optim.lr_scheduler.ConstantLR):
+    """Changes no learning rate; says when the host's steps are over."""
+
+    def step(self, epoch: int | None = None) -> None:
+        super().step(epoch)
+        _gate.open(self.last_epoch)
+
+
+class _Batches:
+    """Random tokens. ``serial``: a batch is there when the host's step before it is over."""
+
+    def __init__(self, windows: int, *, serial: bool) -> None:
+        draw = torch.Generator().manual_seed(0)
+        drawn = [torch.randint(256, (windows, CONTEXT + 1), generator=draw) for _ in range(STEPS)]
+        self._batches = [(w[:, :-1].contiguous(), w[:, 1:].contiguous()) for w in drawn]
+        self._serial = serial
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for number, batch in enumerate(self._batches):
+            if self._serial and number:
+                _gate.wait(number)
+            yield batch
+
+
+def recipe_of(case: Case, windows: int, *, serial: bool = False) -> shoal.Recipe:
+    def model(hp: Any) -> nn.Module:
+        return case.model()
+
+    def data(hp: Any) -> tuple[_Batches, None]:
+        return _Batches(windows, serial=serial), None
+
+    def schedule(optimizer: torch.optim.Optimizer, hp: Any) -> Any:
+        return _Counting(optimizer, factor=1.0)
+
+    return shoal.Recipe(
+        model=model,
+        data=data,
+        loss=next_byte_loss,
+        clip_grad_norm=1.0,
+        schedule=schedule if serial else None,
+    )

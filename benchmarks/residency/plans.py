@@ -1,0 +1,187 @@
+"""Models on paper, and what shoal's planner decides for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from shoal.core.plan import Spilled, kept_shards, kept_weights
+from shoal.core.profile import Profile
+from shoal.core.spec import ALIGNMENT, JobMeasure, LayerMeasure, Place, ShardSpec
+from shoal.core.units import Bytes, round_up
+from shoal.planner.choose import choices, predict_shards
+from shoal.planner.need import Need, Request, footprints, keep_most
+from shoal.planner.price import Speeds
+from shoal.testing import make_layer
+
+VOCABULARY = 256
+MIB = 2**20
+FEWEST = Speeds(up_bytes_per_s=1e15, down_bytes_per_s=1e15, device_step=0.0, host_step=0.0)
+"""With copies and steps that take no time the fewest bytes decide."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model, a budget, and how it steps. Bytes."""
+
+    measure: JobMeasure
+    budget: int
+    place: Place | None  # None: the planner's choice
+    clip: bool
+    shards: int | None = None  # forced
+
+    @property
+    def batch(self) -> int:
+        return self.measure.batch_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """What shoal does in a step. Bytes.
+
+    ``slots`` are those that a load can be ahead in: all slots but the running unit's. A trial
+    reserves ``reserved``, and at no moment has more than ``peak`` on the device.
+    ``change`` crosses the links when the trial comes to its device and leaves it again.
+    """
+
+    technique: Spilled
+    shards: tuple[ShardSpec, ...]
+    moved: int
+    slots: int
+    change: int
+    active: int
+    reserved: int
+    peak: int
+
+
+def gpt(blocks: int, width: int, tokens: int, profile: Profile | None = None) -> JobMeasure:
+    """A GPT over bytes in float32, by the sizes of its tensors: ``tokens`` in a step.
+
+    A block has 12 width^2 + 13 width parameters. Its boundary is one tensor T of tokens x
+    width; a forward takes 10 T at its peak, a backward finds 16 T saved (two norms, query,
+    key and value, their mix, four times the width before and after GELU ...) and takes 8 T
+    and its gradients on top. The token embedding is not tied to the head. With a ``profile``
+    kernels take its time: 2 operations a parameter and token in a forward, 6 in a backward
+    that recomputes, 28 bytes of the host's memory a parameter in an optimizer step.
+    """
+    tensor = 4 * width * tokens
+    logits = 4 * VOCABULARY * tokens
+    embedding = _layer("embedding", (VOCABULARY + tokens) * width, tensor)
+    embedding = replace(
+        embedding,
+        forward_peak_bytes=Bytes(2 * tensor),
+        saved_bytes=Bytes(0),
+        backward_peak_bytes=Bytes(tensor + embedding.parameter_bytes),
+    )
+    layers = [_layer(f"block {i}", 12 * width**2 + 13 * width, tensor) for i in range(blocks)]
+    head = _layer("head", (VOCABULARY + 2) * width, tensor)
+    head = replace(
+        head,
+        boundary_bytes=Bytes(0),
+        forward_peak_bytes=Bytes(2 * tensor + logits),
+        saved_bytes=Bytes(2 * tensor + logits),
+        backward_peak_bytes=Bytes(4 * tensor + 2 * logits + head.parameter_bytes),
+    )
+    chain = (embedding, *layers, head)
+    if profile is not None:
+        chain = tuple(_timed(layer, tokens, profile) for layer in chain)
+    return _measure(chain, batch=16 * tokens)
+
+
+def _timed(layer: LayerMeasure, tokens: int, profile: Profile) -> LayerMeasure:
+    parameters = layer.parameter_bytes // 4
+    return replace(
+        layer,
+        forward_s=profile.kernel_seconds(2.0 * parameters * tokens),
+        backward_s=profile.kernel_seconds(6.0 * parameters * tokens),
+        step_s=profile.host_seconds(28 * parameters),
+    )
+
+
+def _layer(name: str, parameters: int, tensor: int) -> LayerMeasure:
+    size = round_up(4 * parameters, ALIGNMENT)
+    return make_layer(
+        name,
+        size,
+        boundary_bytes=Bytes(tensor),
+        carry_bytes=Bytes(tensor),
+        forward_peak_bytes=Bytes(10 * tensor),
+        saved_bytes=Bytes(16 * tensor),
+        backward_peak_bytes=Bytes(24 * tensor + size),
+    )
+
+
+def even(layers: int) -> JobMeasure:
+    """Layers of a mebibyte of parameters each, whose activations hardly count."""
+    return _measure(tuple(_layer(f"layer {i}", MIB // 4, MIB // 256) for i in range(layers)), 0)
+
+
+def _measure(layers: tuple[LayerMeasure, ...], batch: int) -> JobMeasure:
+    return JobMeasure(
+        layers=layers,
+        shards=(),
+        batch_bytes=Bytes(batch),
+        buffer_bytes=Bytes(0),
+        resident_bytes=Bytes(0),
+        num_batches=None,
+        valid_scale=1.0,
+        optimizer="AdamW",
+        cuttable=True,
+        bitwise=True,
+    )
+
+
+def parameters_of(measure: JobMeasure) -> int:
+    """Bytes of its parameters; the training state is four times as many."""
+    return sum(layer.parameter_bytes for layer in measure.layers)
+
+
+def finest(measure: JobMeasure) -> tuple[ShardSpec, ...]:
+    """A shard a layer."""
+    return predict_shards(measure.layers, range(1, len(measure.layers)))
+
+
+def plan(
+    case: Case,
+    *,
+    actives: Sequence[int] = (1,),
+    lookahead: int | None = None,
+    speeds: Speeds = FEWEST,
+    mixes: bool = True,
+) -> Planned | None:
+    """What the planner takes for one of ``actives`` trials at a time; None: nothing fits."""
+    forced = Spilled(optimizer=case.place, lookahead=lookahead, shards=case.shards)
+    request = Request(
+        micro_batches=1, clip=case.clip, technique=forced, prefers="host", mixes=mixes
+    )
+    budget, measure = Bytes(case.budget), case.measure
+    for choice in choices(measure, budget, actives, request, speeds):
+        shards, active = predict_shards(measure.layers, choice.cuts), choice.active
+        found = keep_most(measure, shards, choice.technique, request, budget, active)
+        if found is not None:
+            return _planned(shards, case, request, found, active)
+    return None
+
+
+def _planned(
+    shards: tuple[ShardSpec, ...],
+    case: Case,
+    request: Request,
+    found: tuple[Spilled, Need],
+    active: int,
+) -> Planned:
+    technique, need = found
+    step = footprints(shards, Bytes(case.batch), technique, request)[0]
+    whole, weights = kept_shards(technique), kept_weights(technique)
+    stays = sum(shards[s].parameter_bytes + shards[s].state_bytes for s in whole)
+    stays += sum(shards[s].parameter_bytes for s in weights)
+    return Planned(
+        technique=technique,
+        shards=shards,
+        moved=step.up_bytes + step.down_bytes,
+        slots=max(step.num_slots - 1, 0) * step.slot_bytes,
+        change=2 * stays,
+        active=active,
+        reserved=need.total,
+        peak=need.peak,
+    )
