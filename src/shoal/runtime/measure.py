@@ -335,8 +335,8 @@ class Measurer:
             return replace(whole, cuttable=False, notes=report.notes)
         coupled = (
             _written_and_shared(report.chain)
-            or self._coupling(built, report.chain)
             or self._draws(built)
+            or self._coupling(built, report.chain)
         )
         if coupled:
             return replace(whole, cuttable=False, notes=(*report.notes, coupled))
