@@ -3,9 +3,9 @@
 The order of preference, and what is compared:
 
 1. resident: nothing moves. It needs parameters, state, gradients and activations at once.
-2. spilled, for each (optimizer place, trials at a time, lookahead, order of the loops) with
-   the fewest shards that fit, or with more where that moves clearly less: small shards leave
-   more room for shards that stay. As many stay as there is room for. Each of these is
+2. spilled, for each (optimizer place, trials at a time, lookahead) with the fewest shards
+   that fit, or with more where that moves clearly less: small shards leave more room for
+   shards that stay. As many stay as there is room for. Each of these is
    replayed with the measured seconds, and the one whose step costs the least of the device's
    time is taken; of those that cost about the same, the one that moves the fewest bytes.
 
@@ -34,7 +34,7 @@ from shoal.core.units import Bytes, Seconds, format_bytes
 from shoal.memory.layout import TrialLayout
 from shoal.partition.cut import cut, shard_cost
 from shoal.planner.need import Need, Request, fits, guess_most, need
-from shoal.planner.price import Price, Speeds, price
+from shoal.planner.price import Speeds, price
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,6 @@ class Choice:
     cuts: tuple[int, ...]
     moved_bytes: Bytes
     active: int
-    price: Price | None = None  # of what is kept according to the layer measures
 
 
 def choices(
@@ -60,12 +59,12 @@ def choices(
 ) -> Iterator[Choice]:
     """Spilled choices that should fit, for each number of trials at a time; the cheapest first."""
     paper = _Paper(measure, request)
-    found = []
+    found: list[tuple[Seconds, Choice]] = []
     for active, technique in itertools.product(actives, _settings(measure, request)):
         fewest = next(paper.by_shards(technique, budget, active), None)
         if fewest is not None:
             best = paper.best_count(fewest, budget)
-            found.append(replace(best, price=paper.price(best, speeds, budget)))
+            found.append((paper.step_s(best, speeds, budget), best))
     for choice in _cheapest_first(found, request):
         yield choice
         yield from paper.finer(choice, budget)
@@ -75,14 +74,13 @@ ALIKE = 1.03
 """Prices that differ by no more are the same: a replay is not that good."""
 
 
-def _cheapest_first(found: Sequence[Choice], request: Request) -> list[Choice]:
-    """By price, and where that is about the least by the bytes that are moved."""
-    prices = {id(choice): choice.price.step_s if choice.price else 0.0 for choice in found}
-    least = min(prices.values(), default=0.0)
-    alike = [choice for choice in found if prices[id(choice)] <= ALIKE * least]
+def _cheapest_first(found: Sequence[tuple[Seconds, Choice]], request: Request) -> list[Choice]:
+    """By the seconds of a step, and where those are about the least by the bytes that move."""
+    least = min((step_s for step_s, _ in found), default=0.0)
+    alike = [choice for step_s, choice in found if step_s <= ALIKE * least]
     alike.sort(key=lambda c: (c.moved_bytes, c.technique.optimizer != request.prefers))
-    others = [choice for choice in found if prices[id(choice)] > ALIKE * least]
-    return alike + sorted(others, key=lambda choice: prices[id(choice)])
+    dearer = sorted((one for one in found if one[0] > ALIKE * least), key=lambda one: one[0])
+    return alike + [choice for _, choice in dearer]
 
 
 LESS = 0.95
@@ -129,12 +127,13 @@ class _Paper:
                     best = choice
         return best
 
-    def price(self, choice: Choice, speeds: Speeds, budget: Bytes) -> Price:
-        """With as much kept as there should be room for."""
+    def step_s(self, choice: Choice, speeds: Speeds, budget: Bytes) -> Seconds:
+        """The price of a step, with as much kept as there should be room for."""
         shards, open_, active = self._of(choice.cuts), choice.technique, choice.active
         base = self._need(choice.cuts, open_)
         technique, _ = guess_most(shards, open_, base, self._request, budget, active)
-        return price(shards, self._measure.batch_bytes, technique, self._request, speeds, active)
+        batch = self._measure.batch_bytes
+        return price(shards, batch, technique, self._request, speeds, active).step_s
 
     def finer(self, choice: Choice, budget: Bytes) -> Iterator[Choice]:
         """The same settings with more shards, for when the measured shards did not fit."""

@@ -68,6 +68,7 @@ class Session:
         device: torch.device,
     ) -> None:
         self.recipe, self.job, self.settings, self.device = recipe, job, settings, device
+        self._by_shard = getattr(job.technique, "order", None) == "shard"
         self.hp = HyperParameters(job.hp)
         seed_all(job.seed)
         self.model = recipe.model(self.hp)
@@ -339,7 +340,7 @@ class Session:
 
     def _refuse_order(self) -> None:
         """Shard by shard a step's batches are all there at once, so their number is known."""
-        if getattr(self.job.technique, "order", "micro") == "shard":
+        if self._by_shard:
             raise TrialError(
                 "the training data does not say how many batches it has, and shards run all "
                 "micro-batches of a step one after another. Give it a __len__, or train with "
@@ -368,7 +369,7 @@ class Session:
                     "earlier. Correct its __len__, or leave it out."
                 )
         moved = to_device(batch, self.device)
-        if getattr(self.job.technique, "order", "micro") == "shard":
+        if self._by_shard:
             return clone_batch(moved)  # a source may fill one buffer again and again
         return moved
 

@@ -15,10 +15,11 @@ Belady's rule would decide it:
                    backward, and between two micro-batches
 
 [Note: which loop is outside]
-The plain loop takes one micro-batch after the other through the whole model. Where the model
-draws no random numbers, every shard may take all of them while it is here, and a load is
-paid once a step: the sums of gradients, losses and statistics are in the same order, as each
-of them belongs to one shard. The boundaries of all micro-batches are held then.
+The plain loop takes one micro-batch after the other through the whole model. Asked for, every
+shard takes all of them while it is here, and a load is paid once a step. Gradients, losses and
+statistics are summed in the same order where each belongs to one shard; a model that draws
+random numbers, or whose layers share what a forward changes, would end on other bits. The
+boundaries of all micro-batches are held then.
 
 [Note: double buffering]
 Units are what computes: F and B. ``lookahead`` L gives L + 1 slots to the shards that
