@@ -39,8 +39,8 @@ class ProcessWatch:
     def find_ended(self) -> str:
         """What is known of a process that has ended, a moment after one may have; or nothing."""
         if not self._noticed.wait(GRACE_S if self.processes else 0.0):
-            ended = next((p for p in self.processes if p.exitcode is not None), None)
-            return f"process {ended.pid} ended" if ended else ""
+            known = ((p, p.exitcode) for p in self.processes)
+            return next((_death(p, code) for p, code in known if code is not None), "")
         return self.death
 
     def _run(self) -> None:
@@ -50,14 +50,15 @@ class ProcessWatch:
             ended = connection.wait([p.sentinel for p in left], timeout=poll_s)
             if self._stopped.is_set():
                 return
-            self.death = next((_death(p) for p in left if p.exitcode), "")
+            codes = [(p, p.exitcode) for p in left]  # read once: another may die meanwhile
+            self.death = next((_death(p, code) for p, code in codes if code), "")
             since = self.since
             self.is_overdue = since is not None and time.monotonic() - since > self._timeout_s
             if self.death or self.is_overdue:
                 self._noticed.set()
                 _send(signal.SIGKILL, self.processes)
                 return
-            left = [p for p in left if p.exitcode is None]
+            left = [p for p, code in codes if code is None]
             if ended and len(left) == len(self.processes):
                 self._stopped.wait(REAP_S)  # ended, and not yet to be waited for
 
@@ -93,8 +94,7 @@ def _send(number: signal.Signals, processes: Sequence[BaseProcess]) -> None:
             process.terminate() if number == signal.SIGTERM else process.kill()
 
 
-def _death(process: BaseProcess) -> str:
-    code = process.exitcode or 0
-    if code > 0:
-        return f"process {process.pid} ended with exit code {code}"
-    return f"process {process.pid} was killed by {signal.Signals(-code).name}"
+def _death(process: BaseProcess, code: int) -> str:
+    if code < 0:
+        return f"process {process.pid} was killed by {signal.Signals(-code).name}"
+    return f"process {process.pid} ended with exit code {code}"
