@@ -11,6 +11,7 @@ Without a GPU it says so and exits 0.
 from __future__ import annotations
 
 import argparse
+import itertools
 import mmap
 import os
 import statistics
@@ -202,8 +203,11 @@ def probe() -> dict[str, Any]:
 # ---------------------------------------------------------------- exactness
 
 
+PRECISIONS = ("fp32", "bf16", "bf16-sr")
+
+
 def exactness() -> dict[str, str]:
-    """The zoo of the equivalence tests on the GPU: shards and optimizer places."""
+    """The zoo of the equivalence tests on the GPU: shards, optimizer places, precisions."""
     import zoo
 
     import shoal
@@ -215,10 +219,10 @@ def exactness() -> dict[str, str]:
     with WorkerPool() as pool, tempfile.TemporaryDirectory() as directory:
         for model in zoo.MODELS:
             for place in ("device", "host"):
-                for shards in (1, 2, 4):
-                    recipe = zoo.recipe(clip=0.5, accumulate=1)
+                for shards, precision in itertools.product((1, 2, 4), PRECISIONS):
+                    recipe = zoo.recipe(clip=0.5, accumulate=1, precision=precision)
                     study = shoal.Study(
-                        f"{model}-{place}-{shards}".lower(),
+                        f"{model}-{place}-{shards}-{precision}".lower(),
                         recipe,
                         space=shoal.grid(model=[model], optimizer=["adamw"], lr=[1e-3, 3e-4]),
                         steps=4,
@@ -227,7 +231,7 @@ def exactness() -> dict[str, str]:
                     technique: Any = shoal.Spilled(shards=shards, optimizer=place)
                     if shards == 1:
                         technique = "resident"
-                    name = f"{model}, {shards} shards, optimizer on the {place}"
+                    name = f"{model}, {precision}, {shards} shards, optimizer on the {place}"
                     try:
                         report = study.run(
                             hardware=hardware, technique=technique, progress=False, workers=pool
@@ -275,6 +279,7 @@ def spill() -> dict[str, Any]:
             ("resident", 4 * state, "resident", 1),
             ("spilled, step on the device", state // 4, shoal.Spilled(optimizer="device"), 1),
             ("spilled, step on the host", state // 4, shoal.Spilled(optimizer="host"), 1),
+            ("the same, narrow weights", state // 4, shoal.Spilled(transfer="bf16"), 1),
             ("two trials spilled", state // 2, shoal.Spilled(optimizer="host"), 2),
         ):
             times: list[float] = []

@@ -38,7 +38,7 @@ from shoal.program.needs import computes, find_needs, matching_sends
 from shoal.program.slots import assign_slots
 from shoal.scheduler import leases
 from shoal.scheduler.interleave import Interleaver
-from shoal.scheduler.policy import LongestRemainingFirst, OldestStepFirst
+from shoal.scheduler.policy import LongestLeftFirst, LongestRemainingFirst
 
 _COPIES = {Op.LOAD: "up", Op.STORE: "down"}
 
@@ -145,7 +145,7 @@ class EmulatedDevice:
         self.name, self.busy_s = name, 0.0
         self._study = study
         self._lanes: dict[int, _Lane] = {}
-        self._interleaver = Interleaver(OldestStepFirst())
+        self._interleaver = Interleaver(LongestLeftFirst())
         self._changed = threading.Condition()
         self._is_over = False
         targets = (self._compute, lambda: self._copy("up"), lambda: self._copy("down"))
@@ -216,6 +216,7 @@ class EmulatedDevice:
                     self._interleaver.ticket(lane.trial),
                     lane.steps_left * lane.kernels.compute_s,
                     warm=True,
+                    step_s=lane.kernels.compute_s,
                 )
                 for lane in ready
             ]

@@ -24,7 +24,7 @@ from shoal.core.event import Event, StepFinished
 from shoal.observe import read_events
 
 WARM_UP = 10
-STEPS = {"mlp": 400, "gpt": 60}
+STEPS = {"mlp": 2000, "gpt": 120}
 
 
 def mlp(hp: Any) -> nn.Module:

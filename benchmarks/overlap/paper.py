@@ -1,15 +1,9 @@
 """What is replayed: the device on paper, other rules as programs, random mixes. Pure.
 
 [Note: what is added to the replay]
-``shoal.program.replay`` gives every trial a host thread of its own, every direction of the
-link its full speed, and every trial the device from the beginning. An emulated device has one
-host memory for all its trials, a link whose directions may share, and ``active`` places. All
-three are added here, as ``device/emulated.py`` and a study on one device have them:
-
-    host      one step of a shard at a time, whichever trial's, in order of readiness
-    link      a copy that begins while the other direction is busy takes ``slower`` times as long
-    places    the first ``active`` trials begin at once; each next one when a trial has issued
-              its last action
+``shoal.program.replay`` gives every direction of the link its full speed. An emulated device has
+a link whose directions may share. That is added here, as ``device/emulated.py`` has it: a copy
+that begins while the other direction is busy takes ``slower`` times as long.
 """
 
 from __future__ import annotations
@@ -20,12 +14,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import log2
 from typing import NamedTuple
-from unittest import mock
 
 from shoal.core.profile import Profile
 from shoal.core.spec import ShardSpec
 from shoal.core.units import Bytes, Seconds
 from shoal.device.flops import host_step_bytes, step_bytes
+from shoal.planner.price import mix_s
+from shoal.planning.sharing import WORTH
 from shoal.program import replay as replays
 from shoal.program.costs import JobCosts, action_seconds
 from shoal.program.ir import Action, Op, Part, Program, parse_action, single
@@ -114,24 +109,11 @@ def _stream(action: Action) -> str | None:
 
 
 class _Paper(replays._Replay):
-    """The replay, with a shared host, a shared link and a number of places."""
+    """The replay, with a shared link."""
 
     def __init__(self, runs: Sequence[Run], active: int, slowdown: float) -> None:
-        super().__init__(runs, replays.oldest_step_first, None, True)
-        self._waiting = self._lanes[active:]
-        self._here, self._slowdown = self._lanes[:active], slowdown
-
-    def run(self) -> None:
-        everyone, self._lanes = self._lanes, self._here
-        super().run()
-        self._lanes = everyone
-
-    def _begin(self, lane: replays._Lane) -> None:
-        super()._begin(lane)
-        if lane.round is None and self._waiting:
-            following = self._waiting.pop(0)
-            super()._begin(following)
-            self._issue(following)
+        super().__init__(runs, replays.longest_left_first, None, True, active)
+        self._slowdown = slowdown
 
     def _start(self, lane: replays._Lane, round_: replays._Round, index: int) -> None:
         line = lane.lines[index]
@@ -152,11 +134,9 @@ def on_paper(
     runs: Sequence[Run], profile: Profile, *, active: int | None = None
 ) -> tuple[Span, ...]:
     """What happens when on a device of this profile, by the rules of the note above."""
-    shared = replays._SHARED | {"host"}
-    with mock.patch.object(replays, "_SHARED", shared):
-        paper = _Paper(runs, len(runs) if active is None else active, slower(profile))
-        paper.run()
-        return paper.timeline().spans
+    paper = _Paper(runs, len(runs) if active is None else active, slower(profile))
+    paper.run()
+    return paper.timeline().spans
 
 
 # -- how busy a device is -----------------------------------------------------------------
@@ -355,6 +335,19 @@ def random_mix(seed: int, profile: Profile, *, trials: int = 6, length_s: float)
         steps = max(3, round(wanted_s / one.demand(profile).roofline_s))
         drawn.append(replace(one, steps=steps))
     return drawn
+
+
+def places(mix: Sequence[Mixed], profile: Profile, *, least: int = 3) -> int:
+    """How many of the mix at a time the planner would have, where all fit."""
+    runs = [
+        Run(program=one.program(), costs={0: one.costs(profile)}, steps=one.steps) for one in mix
+    ]
+    taken = {count: mix_s(runs, count) for count in range(least, len(mix) + 1)}
+    best = least
+    for count, seconds in taken.items():
+        if seconds * WORTH < taken[best]:
+            best = count
+    return best
 
 
 class MixPace(NamedTuple):

@@ -38,10 +38,11 @@ from shoal.program.replay import Run, replay
 from shoal.runtime.pool import WorkerPool
 from shoal.spill.generate import spilled_step
 
-TRIALS, ACTIVE = 4, 2
-MEMORY = "64MiB"  # two trials fit
+TRIALS = 4
+HYDRA = 2  # trials at a time that Hydra's rule is given
+MEMORY = "64MiB"  # three trials fit
 MIX_SEEDS = range(7)
-TECHNIQUE = shoal.Spilled(shards=SHARDS, optimizer="host", lookahead=1, keep=())
+TECHNIQUE = shoal.Spilled(shards=SHARDS, optimizer="host", lookahead=1, keep=(), recompute=True)
 
 
 # -- measured -----------------------------------------------------------------------------
@@ -110,14 +111,13 @@ class Measured:
     """An arm, once."""
 
     pace: paper.Pace
+    active: int  # trials on the device at a time, as planned
     whole_busy: float  # from the first step's end to the last one's, changes of trials included
     kept: Kept
     job: Job
 
 
-def train(
-    case: Case, recipe: shoal.Recipe, pool: WorkerPool, *, trials: int, active: int
-) -> Measured:
+def train(case: Case, recipe: shoal.Recipe, pool: WorkerPool, *, trials: int) -> Measured:
     """One study on one emulated device."""
     watched = Watched()
     with tempfile.TemporaryDirectory() as directory:
@@ -130,12 +130,12 @@ def train(
         )
         plan = Plan.from_json((Path(directory) / "overlap" / "plan.json").read_text())
     job = plan.jobs[0]
-    assert plan.active == active, f"{plan.active} trials at a time; choose another memory"
     pieces, step_s = watched.pieces(job), compute_s(job)
     ends = [piece.end_s for piece in pieces if piece.op is paper.Op.SYNC]
     inside = sum(p.work_s for p in pieces if min(ends) <= p.start_s)
     return Measured(
-        pace=paper.pace(pieces, active=active, step_s=step_s),
+        pace=paper.pace(pieces, active=plan.active, step_s=step_s),
+        active=plan.active,
         whole_busy=inside / (max(ends) - min(ends)),
         kept=watched.kept,
         job=job,
@@ -178,7 +178,7 @@ def compute_s(job: Job) -> float:
 # -- on paper -----------------------------------------------------------------------------
 
 
-def predictions(job: Job, profile: Profile) -> dict[str, Any]:
+def predictions(job: Job, profile: Profile, active: int) -> dict[str, Any]:
     """Busy fractions and steps a second by replay, with the costs of the measured job."""
     costs = paper.host_costs(job.shards, profile)
     program = spilled_step(len(job.shards), clip=True, optimizer="host", lookahead=1)
@@ -191,7 +191,7 @@ def predictions(job: Job, profile: Profile) -> dict[str, Any]:
         ]
 
     found: dict[str, paper.Pace] = {}
-    for name, count in (("four trials", ACTIVE), ("one at a time", 1)):
+    for name, count in (("four trials", active), ("one at a time", 1)):
         shipped = replay(runs(count)).spans
         refined = paper.on_paper(runs(count), profile)
         for way, spans in (("replay", shipped), ("paper", refined)):
@@ -201,10 +201,10 @@ def predictions(job: Job, profile: Profile) -> dict[str, Any]:
     alone_s = replay([Run(program=program, costs={0: costs})], keep_spans=False).makespan_s
     found["serial, paper"] = paper.Pace(step_s / alone_s, 1 / alone_s, alone_s)
     for name, everything in (("hydra", True), ("hydra, only what is used", False)):
-        for count in (ACTIVE, 1):
+        for count in (HYDRA, 1):
             found[f"{name}, {count} at a time"] = hydra(job, profile, everything, count)
     unshared = dataclasses.replace(profile, both_bytes_per_s=None)
-    found[f"hydra, {ACTIVE} at a time, links not shared"] = hydra(job, unshared, True, ACTIVE)
+    found[f"hydra, {HYDRA} at a time, links not shared"] = hydra(job, unshared, True, HYDRA)
     return {name: pace._asdict() for name, pace in found.items()}
 
 
@@ -224,13 +224,23 @@ def mixes(profile: Profile) -> dict[str, Any]:
     """How near random mixes come to their roofline, by the number of trials at a time."""
     length_s = 30 * PROFILES["h200"].host_bytes_per_s / profile.host_bytes_per_s
     drawn = [paper.random_mix(seed, profile, length_s=length_s) for seed in MIX_SEEDS]
-    found = {}
+    found: dict[str, Any] = {}
     for active in (2, 3, 6):
         paces = [paper.replay_mix(mix, profile, active=active) for mix in drawn]
         found[str(active)] = {
             "whole": common.spread([pace.whole for pace in paces]),
             "full": common.spread([pace.full for pace in paces]),
         }
+    chosen = [paper.places(mix, profile) for mix in drawn]
+    paces = [
+        paper.replay_mix(mix, profile, active=active)
+        for mix, active in zip(drawn, chosen, strict=True)
+    ]
+    found["as planned"] = {
+        "places": chosen,
+        "whole": common.spread([pace.whole for pace in paces]),
+        "full": common.spread([pace.full for pace in paces]),
+    }
     return found
 
 
@@ -247,9 +257,9 @@ def rounds_of(
     """Every arm ``count`` times, in turn."""
     plain, waiting = recipe_of(case, windows), recipe_of(case, windows, serial=True)
     arms: dict[str, Callable[[], Measured]] = {
-        "four trials": lambda: train(case, plain, pool, trials=TRIALS, active=ACTIVE),
-        "one at a time": lambda: train(case, plain, pool, trials=1, active=1),
-        "serial": lambda: train(case, waiting, serial, trials=1, active=1),
+        "four trials": lambda: train(case, plain, pool, trials=TRIALS),
+        "one at a time": lambda: train(case, plain, pool, trials=1),
+        "serial": lambda: train(case, waiting, serial, trials=1),
     }
     found: dict[str, list[Measured]] = {name: [] for name in arms}
     for number in range(count):
@@ -272,7 +282,8 @@ def rounds_of(
 def result_of(case: Case, windows: int, found: dict[str, list[Measured]]) -> dict[str, Any]:
     job = found["four trials"][0].job
     profile = case.slowed
-    foreseen = predictions(job, profile)
+    active = found["four trials"][0].active
+    foreseen = predictions(job, profile, active)
     costs = paper.host_costs(job.shards, profile)
     program = spilled_step(len(job.shards), clip=True, optimizer="host", lookahead=1)
     needs = paper.demand(program, costs)
@@ -284,6 +295,7 @@ def result_of(case: Case, windows: int, found: dict[str, list[Measured]]) -> dic
 
     return {
         "scale": case.scale,
+        "at_a_time": active,
         "width": case.width,
         "tokens_a_step": windows * CONTEXT,
         "parameters": sum(shard.owned_bytes for shard in job.shards) // 4,
@@ -322,8 +334,9 @@ TARGETS = (
     ("  one trial at a time", None, lambda r: r["over_hydra_alone"]),
     ("  links not shared", None, lambda r: r["over_hydra_unshared"]),
     ("  only what a unit uses", None, lambda r: r["over_hydra_of_what_is_used"]),
-    ("mixes over roofline, 2 at a time", 0.95, lambda r: r["mixes"]["2"]["whole"]),
-    ("mixes over roofline, 3 at a time", 0.95, lambda r: r["mixes"]["3"]["whole"]),
+    ("mixes over roofline, as planned", 0.95, lambda r: r["mixes"]["as planned"]["whole"]),
+    ("mixes over roofline, 2 at a time", None, lambda r: r["mixes"]["2"]["whole"]),
+    ("mixes over roofline, 3 at a time", None, lambda r: r["mixes"]["3"]["whole"]),
     ("mixes over roofline, all 6", None, lambda r: r["mixes"]["6"]["whole"]),
     ("  until a place stays empty, 2", None, lambda r: r["mixes"]["2"]["full"]),
     ("  until a place stays empty, 3", None, lambda r: r["mixes"]["3"]["full"]),

@@ -10,7 +10,8 @@ from shoal.core.profile import Profile
 from shoal.core.spec import ALIGNMENT, JobMeasure, LayerMeasure, Place, ShardSpec
 from shoal.core.units import Bytes, round_up
 from shoal.planner.choose import choices, predict_shards
-from shoal.planner.need import Need, Request, footprints, keep_most
+from shoal.planner.keep import keep_most
+from shoal.planner.need import Need, Request, footprints
 from shoal.planner.price import Speeds
 from shoal.testing import make_layer
 
@@ -150,7 +151,7 @@ def plan(
     mixes: bool = True,
 ) -> Planned | None:
     """What the planner takes for one of ``actives`` trials at a time; None: nothing fits."""
-    forced = Spilled(optimizer=case.place, lookahead=lookahead, shards=case.shards)
+    forced = Spilled(optimizer=case.place, lookahead=lookahead, shards=case.shards, recompute=True)
     request = Request(
         micro_batches=1, clip=case.clip, technique=forced, prefers="host", mixes=mixes
     )

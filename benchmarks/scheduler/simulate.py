@@ -25,7 +25,7 @@ from shoal.scheduler.leases import (
     TrialAdded,
     TrialEnded,
 )
-from shoal.scheduler.policy import OldestStepFirst
+from shoal.scheduler.policy import LongestLeftFirst
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class Simulation:
     ) -> None:
         self._trials, self._active = trials, active
         self._leases = Leases(policy, active=active, lease_s=lease_s)
-        self._devices = {f"d{i}": _Device(Interleaver(OldestStepFirst())) for i in range(devices)}
+        self._devices = {f"d{i}": _Device(Interleaver(LongestLeftFirst())) for i in range(devices)}
         self._queue: list[tuple[float, int, str, int | None]] = []  # when, order, device, trial
         self._now, self._order = 0.0, 0
         self._done = [0] * len(trials)
@@ -141,7 +141,8 @@ class Simulation:
 
     def _choose(self, device: _Device, ready: list[int]) -> int:
         candidates = [
-            Candidate(n, device.interleaver.ticket(n), self._remaining_s(n), True) for n in ready
+            Candidate(n, device.interleaver.ticket(n), self._remaining_s(n), True, self._step_s(n))
+            for n in ready
         ]
         began = time.perf_counter()
         number = device.interleaver.choose(candidates)
@@ -149,10 +150,13 @@ class Simulation:
         return number
 
     def _remaining_s(self, number: int) -> float:
-        """As a worker knows it: from the mean of the steps it has seen."""
-        trial, done = self._trials[number], self._done[number]
-        step_s = self._spent_s[number] / done if done else trial.predicted_s
-        return (len(trial.steps_s) - done) * step_s
+        left = len(self._trials[number].steps_s) - self._done[number]
+        return left * self._step_s(number)
+
+    def _step_s(self, number: int) -> float:
+        """As a worker knows it: the mean of the steps it has seen."""
+        done = self._done[number]
+        return self._spent_s[number] / done if done else self._trials[number].predicted_s
 
     def _finish_step(self, name: str, number: int) -> None:
         device, trial = self._devices[name], self._trials[number]

@@ -1,11 +1,12 @@
 """A GPT four times larger than its device, beside plain PyTorch with checkpointing.
 
-    python benchmarks/spill/run.py [--rounds 5] [--json FILE]
+    python benchmarks/spill/run.py [--rounds 5] [--precision bf16] [--json FILE]
 
 All arms train the same model on the same batches with the same kernels, and all recompute
 every block; only shoal's keep within the budget. Two of these keep on the device what fits
 there, two let every shard travel. CPU time, because copies cost CPU here. Bytes over each
-link are compared with the closed formula, the measured peak with the prediction.
+link are compared with the closed formula, the measured peak with the prediction. In bf16 the
+arms step on the host, with weights that travel as bfloat16 and with whole ones.
 """
 
 from __future__ import annotations
@@ -33,11 +34,19 @@ from shoal.examples.gpt import GPT
 WIDTH, DEPTH, HEADS, CONTEXT, BATCH = 256, 16, 4, 128, 4  # 512 tokens a step
 STEPS, WARM_UP = 8, 2
 PLAIN = "plain with checkpointing"
-ARMS: dict[str, Spilled] = {
-    "host": Spilled(optimizer="host"),
-    "device": Spilled(optimizer="device"),
-    "host, nothing kept": Spilled(optimizer="host", keep=()),
-    "device, nothing kept": Spilled(optimizer="device", keep=()),
+ARMS: dict[str, dict[str, Spilled]] = {
+    "fp32": {
+        "host": Spilled(optimizer="host"),
+        "device": Spilled(optimizer="device"),
+        "host, nothing kept": Spilled(optimizer="host", keep=(), recompute=True),
+        "device, nothing kept": Spilled(optimizer="device", keep=(), recompute=True),
+    },
+    "bf16": {
+        "host": Spilled(optimizer="host", transfer="bf16"),
+        "host, whole weights": Spilled(optimizer="host"),
+        "nothing kept": Spilled(optimizer="host", keep=(), recompute=True, transfer="bf16"),
+        "nothing kept, whole weights": Spilled(optimizer="host", keep=(), recompute=True),
+    },
 }
 
 
@@ -74,7 +83,7 @@ class _Checkpointed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False)
 
 
-def plain_cpu_seconds() -> float:
+def plain_cpu_seconds(precision: str) -> float:
     """CPU seconds a step of plain PyTorch with per-block checkpointing."""
     torch.manual_seed(0)
     net = model({})
@@ -85,7 +94,9 @@ def plain_cpu_seconds() -> float:
         if step == WARM_UP:
             begin = time.process_time()
         optimizer.zero_grad(set_to_none=True)
-        loss(net(batch[0]), batch).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            found = loss(net(batch[0]), batch)
+        found.backward()
         optimizer.step()
     return (time.process_time() - begin) / STEPS
 
@@ -128,6 +139,7 @@ def formula(job: Job) -> dict[str, int]:
     ``lookahead`` come by meanwhile, is loaded once. With the step on the host gradients go
     down; on the device the state goes both ways and the parameters go down, unless they stay.
     Who borrows tied parameters loads them with its own; who lends them and stays stores them.
+    Inputs that wait on the host go there and come back.
     """
     technique = job.technique
     assert isinstance(technique, Spilled)
@@ -148,6 +160,11 @@ def formula(job: Job) -> dict[str, int]:
     borrows = any(shard.parameter_bytes > shard.owned_bytes for shard in job.shards)
     if borrows and job.shards[0] not in loaded:  # the token embedding, which the head borrows
         down += job.shards[0].owned_bytes
+    if technique.boundaries == "host":
+        nearest = last - 1 - (technique.lookahead or 0)  # from there on they stay
+        recomputed = set(range(1, nearest)) - set(technique.keep_activations or ())
+        waiting = sum(job.shards[shard].private_bytes for shard in recomputed)
+        up, down = up + waiting, down + waiting
     return {"up": up, "down": down}
 
 
@@ -171,10 +188,12 @@ def expected(job: Job) -> dict[int, dict[str, int]]:
     return steps
 
 
-def shoal_run(technique: Spilled, budget: int, pool: Any) -> tuple[float, dict[str, Any]]:
+def shoal_run(
+    technique: Spilled, precision: str, budget: int, pool: Any
+) -> tuple[float, dict[str, Any]]:
     """CPU seconds a step of the worker, and what was moved and held."""
     watch = _Watch()
-    recipe = shoal.Recipe(model=model, data=data, loss=loss)
+    recipe = shoal.Recipe(model=model, data=data, loss=loss, precision=precision)
     with tempfile.TemporaryDirectory() as directory:
         study = shoal.Study(
             "spill",
@@ -203,6 +222,9 @@ def shoal_run(technique: Spilled, budget: int, pool: Any) -> tuple[float, dict[s
         "lookahead": job.technique.lookahead,
         "kept": len(job.technique.keep or ()),
         "weights_kept": len(job.technique.keep_weights),
+        "activations_kept": len(job.technique.keep_activations or ()),
+        "boundaries": job.technique.boundaries,
+        "transfer": job.technique.transfer,
         "bytes_a_step": watch.moved[STEPS],
         "formula": formula(job),
         "bytes_equal_formula": watch.moved == expected(job),
@@ -217,27 +239,31 @@ def shoal_run(technique: Spilled, budget: int, pool: Any) -> tuple[float, dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--precision", choices=ARMS, default="fp32")
     parser.add_argument("--json")
     options = parser.parse_args()
     torch.set_num_threads(1)
     from shoal.runtime.pool import WorkerPool
 
     budget = state_bytes() // 4
+    techniques = ARMS[options.precision]
     details: dict[str, Any] = {}
 
     def arm(name: str, pool: Any) -> float:
-        seconds, details[name] = shoal_run(ARMS[name], budget, pool)
+        seconds, details[name] = shoal_run(techniques[name], options.precision, budget, pool)
         return seconds
 
     with WorkerPool() as pool:
-        arms = {name: functools.partial(arm, name, pool) for name in ARMS}
-        figures = common.interleaved({PLAIN: plain_cpu_seconds} | arms, options.rounds)
+        arms = {name: functools.partial(arm, name, pool) for name in techniques}
+        plain = functools.partial(plain_cpu_seconds, options.precision)
+        figures = common.interleaved({PLAIN: plain} | arms, options.rounds)
     result = {
         "tokens_a_step": BATCH * CONTEXT,
         "state_bytes": state_bytes(),
         "state_over_budget": state_bytes() / budget,
         "cpu_seconds_a_step": {name: common.spread(values) for name, values in figures.items()},
-        "over_plain": {name: common.ratios(figures, name, PLAIN) for name in ARMS},
+        "precision": options.precision,
+        "over_plain": {name: common.ratios(figures, name, PLAIN) for name in techniques},
         "shoal": details,
         "peak_rss_mib": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024,
     }

@@ -15,9 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal import rounding
 from shoal.core.errors import SpecError
 from shoal.core.spec import HyperParameters as HyperParameters
 from shoal.core.spec import Scalar
+from shoal.rounding import Rounding
+from shoal.rowwise import LossByRows
 
 Batch = Any
 Output = Any
@@ -42,7 +45,13 @@ class Recipe:
         metrics: name -> ``(output, batch) -> float``, averaged over the validation batches.
         clip_grad_norm: the largest global gradient norm, or None.
         accumulate: batches per optimizer step.
-        precision: ``"fp32"``, or ``"bf16"`` for autocast with float32 parameters.
+        precision: ``"fp32"``; ``"bf16"`` for autocast with float32 parameters; ``"bf16-sr"``
+            for autocast with weights in bfloat16 alone, which a step rounds stochastically
+            (biases, norms and the optimizer's state stay float32).
+        loss_rows: so many rows at a time of the projection to a large vocabulary and of its
+            ``F.cross_entropy``, forward and backward, so that the logits are never wholly in
+            memory; None computes them at once. It is another order of sums, so other bits,
+            and part of the numerics key. See docs/design/0011-loss-by-rows.md.
         on_nonfinite: ``"fail"`` ends a trial whose loss is not finite before its step,
             ``"ignore"`` trains on as a plain loop would.
         step: a step of one's own, ``(models, batch, optimizers, hp) -> loss``.
@@ -62,6 +71,7 @@ class Recipe:
     clip_grad_norm: float | None = None
     accumulate: int = 1
     precision: str = "fp32"
+    loss_rows: int | None = None
     on_nonfinite: str = "fail"
     step: Callable[..., Tensor] | None = None
     splittable: bool = False
@@ -78,8 +88,12 @@ class Recipe:
             raise SpecError(f"accumulate is a whole number from 1, got {self.accumulate!r}")
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise SpecError(f"clip_grad_norm is positive or None, got {self.clip_grad_norm!r}")
-        if self.precision not in ("fp32", "bf16"):
-            raise SpecError(f"precision is 'fp32' or 'bf16', got {self.precision!r}")
+        if self.precision not in ("fp32", "bf16", rounding.NAME):
+            raise SpecError(f"precision is 'fp32', 'bf16' or 'bf16-sr', got {self.precision!r}")
+        if self.loss_rows is not None and not _is_count(self.loss_rows):
+            raise SpecError(
+                f"loss_rows is a whole number of rows from 1, or None, got {self.loss_rows!r}"
+            )
         if self.on_nonfinite not in ("fail", "ignore"):
             raise SpecError(f"on_nonfinite is 'fail' or 'ignore', got {self.on_nonfinite!r}")
         if self.step is not None:
@@ -89,9 +103,32 @@ class Recipe:
             )
 
 
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
 def _require_callable(name: str, value: object) -> None:
     if not callable(value):
         raise SpecError(f"Recipe({name}=...) is a callable, got {type(value).__name__}: {value!r}")
+
+
+def build_model(recipe: Recipe, hp: HP) -> nn.Module:
+    """The recipe's model, with its weights in the recipe's precision.
+
+    Raises:
+        SpecError: the factory returned something that is no module.
+    """
+    model: Any = recipe.model(hp)
+    if not isinstance(model, nn.Module):
+        raise SpecError(f"Recipe(model=...) returned {type(model).__name__}; return an nn.Module.")
+    if recipe.precision == rounding.NAME:
+        rounding.lower(model)
+    return model
+
+
+def rounding_of(recipe: Recipe, parameters: Mapping[str, nn.Parameter], seed: int) -> Rounding:
+    """How the recipe's steps leave the weights; as they are in most precisions."""
+    return Rounding(parameters if recipe.precision == rounding.NAME else {}, seed)
 
 
 def build_optimizer(
@@ -229,11 +266,22 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def autocast(recipe: Recipe, device: torch.device) -> AbstractContextManager[object]:
-    """The recipe's precision as a context, which may be entered again and again."""
-    enabled = recipe.precision == "bf16"
-    if not enabled and device.type == "cpu":
-        return _NoAutocast()
-    return torch.autocast(device.type, torch.bfloat16, enabled=enabled)
+    """The recipe's numerics as a context, which may be entered again and again.
+
+    Its precision, and with ``loss_rows`` the loss by rows.
+    """
+    enabled = recipe.precision != "fp32"
+    cast: AbstractContextManager[object] = (
+        _NoAutocast()
+        if not enabled and device.type == "cpu"
+        else torch.autocast(device.type, torch.bfloat16, enabled=enabled)
+    )
+    return cast if recipe.loss_rows is None else _Both(cast, LossByRows(recipe.loss_rows))
+
+
+def loss_notes(entered: object) -> tuple[str, ...]:
+    """Whether ``loss_rows`` took effect, of what entering the ``autocast`` of a recipe gave."""
+    return (entered.note,) if isinstance(entered, LossByRows) else ()
 
 
 class _NoAutocast:
@@ -249,6 +297,23 @@ class _NoAutocast:
     def __exit__(self, *error: object) -> None:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
+
+
+class _Both:
+    """An autocast, and in it losses by rows."""
+
+    def __init__(self, cast: AbstractContextManager[object], by_rows: LossByRows) -> None:
+        self._cast, self._by_rows = cast, by_rows
+
+    def __enter__(self) -> LossByRows:
+        self._cast.__enter__()
+        return self._by_rows.__enter__()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        try:
+            self._by_rows.__exit__(kind, error, trace)
+        finally:
+            self._cast.__exit__(kind, error, trace)
 
 
 def chunks(batches: Iterable[Batch], size: int) -> Iterator[Iterator[Batch]]:

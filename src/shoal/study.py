@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import shoal
-from shoal.control import CloneTrial
+from shoal.control import CloneTrial, ExtendTrials
 from shoal.core.errors import PlanError, SpecError
 from shoal.core.event import Event
 from shoal.core.plan import Plan, Resident, Spilled, Technique
@@ -176,7 +176,7 @@ class Study:
         workers: WorkerPool | None = None,
         overwrite: bool = False,
         resume: bool | None = None,
-        extend: int = 0,
+        extend: int | ExtendTrials = 0,
         clones: Sequence[CloneTrial] = (),
         retry_failed: bool = False,
         accept_numerics: bool = False,
@@ -201,7 +201,8 @@ class Study:
             overwrite: Delete what an earlier run of this study left.
             resume: True: there must be an earlier run to go on with; False: there must be
                 none; None: either.
-            extend: Train so many more trials of the space than ``trials``.
+            extend: Train so many more trials of the space than ``trials``. Asked for once
+                more before they have ended, it goes on with them.
             clones: Trials to add that are like others with some hyperparameters changed.
             retry_failed: Train FAILED trials again, from their last saved state.
             accept_numerics: Go on though the software or the devices are others than before,

@@ -30,12 +30,14 @@ from shoal.recipe import (
     Batch,
     Recipe,
     autocast,
+    build_model,
     build_optimizer,
     build_schedule,
     chunks,
     compute_loss,
     model_inputs,
     read_data,
+    rounding_of,
     to_device,
 )
 from shoal.rng import RngState, capture_rng, restore_rng, seed_all
@@ -109,9 +111,10 @@ def plain_loop(
 
     with _borrowed_process(threads, where):
         seed_all(seed)
-        model = recipe.model(hp).to(where)
+        model = build_model(recipe, hp).to(where)
         train, valid = read_data(recipe, hp)
         stepper = _make_stepper(recipe, model, hp, optimizer if where.type != "cpu" else "device")
+        rounding = rounding_of(recipe, stepper.parameters, seed)
         schedule = build_schedule(recipe, stepper.optimizer, hp)
         started = clock()
 
@@ -135,7 +138,8 @@ def plain_loop(
                     raise TrialError(_nonfinite(loss, len(losses) + 1))
                 if recipe.clip_grad_norm:
                     nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_grad_norm)
-                stepper.step()
+                with rounding.stepping(stepper.parameters, len(losses)):
+                    stepper.step()
                 if schedule:
                     schedule.step()
                 losses.append(loss)
@@ -288,6 +292,9 @@ class _HostStepper:
             name: nn.Parameter(parameter.detach().cpu().clone(), parameter.requires_grad)
             for name, parameter in self._on_device.items()
         }
+        for name, parameter in self._on_device.items():
+            if parameter.requires_grad:
+                self.parameters[name].grad_dtype = parameter.grad_dtype
         self.optimizer = build_optimizer(recipe, self.parameters.items(), hp)
 
     def zero_grad(self) -> None:

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -116,10 +116,12 @@ class Runner:
         self.file.write_text(text)
         self._devices = devices
 
-    def start(self, hook: str = "", *, verb: str = "run", **environment: str) -> Process:
-        """A process in a session of its own."""
+    def start(
+        self, hook: str = "", *, verb: str = "run", words: Sequence[str] = (), **environment: str
+    ) -> Process:
+        """A process in a session of its own; ``words`` follow the study's name."""
         what = str(self.file) if verb == "run" else "k"
-        flags = ["--devices", f"cpu:{self._devices}", "--device-memory", studies.MEMORY]
+        flags = [*words, "--devices", f"cpu:{self._devices}", "--device-memory", studies.MEMORY]
         with self.errors.open("ab") as errors:
             process = subprocess.Popen(
                 [sys.executable, "-m", "shoal", verb, what, *flags],

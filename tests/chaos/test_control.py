@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import socket
 import warnings
 
 import pytest
@@ -21,6 +22,7 @@ from shoal.control import (
     StopTrial,
     send,
 )
+from shoal.control.commands import command_to_json
 from shoal.core.errors import SpecError, TrialError
 from shoal.core.event import (
     CheckpointWritten,
@@ -185,7 +187,7 @@ def test_the_commands_of_the_shell_reach_the_study(bench, capsys):
     def act():
         return [
             pause_study("it", runs, as_json=False),
-            extend_study("it", 1, runs, [], as_json=False),
+            extend_study("it", ExtendTrials(trials=1), runs, [], as_json=False),
             continue_study("it", runs, [], as_json=False),
             stop_study("it", 0, runs, grace_s=30.0, reason="", as_json=False),
             stop_study("it", None, runs, grace_s=30.0, reason="enough", as_json=False),
@@ -197,7 +199,7 @@ def test_the_commands_of_the_shell_reach_the_study(bench, capsys):
     assert report.stopped == "enough"
     assert len(report.trials) == 2
     out = capsys.readouterr().out
-    for words in ("paused", "added: trial 1", "going on", "trial 0 is stopped", "stopped: every"):
+    for words in ("paused", "added trial 1", "going on", "trial 0 is stopped", "stopped: every"):
         assert words in out
 
 
@@ -262,6 +264,27 @@ def test_a_study_is_extended_while_it_runs_and_the_new_trials_stay(bench):
     assert answers["extend"]["trials"] == [2, 3]
     report = bench.run(space=space, trials=2)
     assert len(report.trials) == 4
+    bench.check_bits(report, report.trials)
+
+
+def test_an_order_whose_answer_was_lost_can_be_repeated(bench):
+    order = ExtendTrials(trials=1)
+
+    def act():
+        place = bench.directory / "it"
+        with socket.socket(socket.AF_UNIX) as client:  # it leaves before it is answered
+            client.connect(str(place / "control.sock"))
+            client.sendall(command_to_json(order).encode() + b"\n")
+        return [send(place, order), send(place, ExtendTrials(to=3)), send(place, order)]
+
+    bench.orders.at(at_step(0, 20), act, "extend")
+    report = bench.run(space=shoal.grid(lr=[0.01, 0.003, 0.001, 0.02]), trials=2)
+    first, in_all, again = bench.orders.join()["extend"]
+    for answer in (first, again):
+        assert (answer["trials"], answer["added"]) == ([2], False)
+        assert "trial 2 was added by the same command on " in answer["text"]
+    assert (in_all["trials"], in_all["added"]) == ([], False)
+    assert len(report.trials) == 3
     bench.check_bits(report, report.trials)
 
 
@@ -353,6 +376,22 @@ def test_a_cold_clone_begins_anew_and_equals_a_trial_of_its_own(bench):
     report = bench.run()
     assert report.trials[2].hp["lr"] == 0.02
     bench.check_bits(report, report.trials)
+
+
+def test_a_clone_is_made_once_however_often_it_is_ordered(bench):
+    order = CloneTrial(trial=0, changes={"lr": 0.02}, warm=True)
+
+    def act():
+        place = bench.directory / "it"
+        again = CloneTrial(trial=0, changes={"lr": 0.02}, warm=True, again=True)
+        return [send(place, command) for command in (order, order, again)]
+
+    bench.orders.at(at_step(0, 21), act, "clones")
+    report = bench.run()
+    answers = bench.orders.join()["clones"]
+    assert [(a["trials"], a["added"]) for a in answers] == [([2], True), ([2], False), ([3], True)]
+    assert states(report) == ["FINISHED"] * 4
+    check_warm(bench, report, 2)
 
 
 def test_a_warm_clone_that_is_cut_short_begins_from_its_parent_again(bench):

@@ -77,7 +77,7 @@ def states(report):
 
 
 def test_a_resident_trial_that_outgrows_its_device_goes_on_spilled(run, heard):
-    report = run([troubles.ROWS, BIG], 1_000_000)
+    report = run([troubles.ROWS, BIG], 900_000)
     (replanned,) = heard.of(TrialReplanned)
     assert states(report) == ["FINISHED"] * 2
     assert (replanned.technique, replanned.trial) == ("Spilled", 1)
@@ -87,21 +87,35 @@ def test_a_resident_trial_that_outgrows_its_device_goes_on_spilled(run, heard):
 
 
 def test_it_goes_on_from_its_newest_generation(run, heard):
-    report = run([BIG], 1_000_000, checkpoint_every=0)
+    report = run([BIG], 900_000, checkpoint_every=0)
     (restarted,) = heard.of(TrialRestarted)
     assert restarted.step == 2  # the third batch was the large one
     assert states(report) == ["FINISHED"]
 
 
 def test_a_spilled_trial_gives_up_its_lookahead_first(run, heard):
-    report = run([BIG], 405_000, shoal.Spilled(shards=3, lookahead=1, keep=()))
+    report = run([BIG], 405_000, shoal.Spilled(shards=3, lookahead=1, keep=(), recompute=True))
     (replanned,) = heard.of(TrialReplanned)
     assert replanned.shards == 3
     assert states(report) == ["FINISHED"]
 
 
+def test_a_trial_that_ran_out_of_memory_recomputes_from_then_on(run, heard, jobs):
+    report = run([BIG], 450_000, shoal.Spilled(shards=3, lookahead=1, keep=()))
+    assert jobs[0].technique.keep_activations == (1,)
+    assert len(jobs) > 1
+    assert all(job.technique.keep_activations == () for job in jobs[1:])
+    assert states(report) == ["FINISHED"]
+
+
+def test_what_waits_for_its_backward_goes_to_the_host_before_a_trial_fails(run, jobs):
+    report = run([BIG], 320_000, shoal.Spilled(shards=5, lookahead=0, keep=()))
+    assert [job.technique.boundaries for job in jobs][:: len(jobs) - 1] == ["device", "host"]
+    assert states(report) == ["FINISHED"]
+
+
 def test_a_spilled_trial_is_cut_into_more_shards_then(run, heard):
-    report = run([BIG], 360_000, shoal.Spilled(shards=3, lookahead=1, keep=()))
+    report = run([BIG], 340_000, shoal.Spilled(shards=3, lookahead=1, keep=(), recompute=True))
     assert heard.of(TrialReplanned)[-1].shards > 3
     assert len(heard.of(TrialReplanned)) <= 3
     assert states(report) == ["FINISHED"]
@@ -126,13 +140,13 @@ def test_a_trial_that_fits_only_alone_waits_until_its_neighbour_has_left(run, he
 
 
 def test_two_trials_out_of_memory_at_one_time_are_both_planned_smaller(run, heard):
-    report = run([BIG], 1_000_000, lr=(0.01, 0.003), devices=2)
+    report = run([BIG], 900_000, lr=(0.01, 0.003), devices=2)
     assert states(report) == ["FINISHED"] * 2
     assert {e.trial for e in heard.of(TrialReplanned)} == {0, 1}
 
 
 def test_the_key_of_the_bits_is_the_same_on_every_rung(run, jobs):
-    run([BIG], 1_000_000)
+    run([BIG], 900_000)
     keys = [job.numerics for job in jobs]
     assert len(keys) >= 2
     assert all(same_bits(keys[0], key) for key in keys)
@@ -163,7 +177,7 @@ def test_a_worker_that_dies_meanwhile_costs_time_and_no_bits(devices, run, heard
         os.kill(worker.pid, signal.SIGKILL)
 
     During(monkeypatch).work = kill
-    report = run([troubles.ROWS, BIG], 1_000_000, devices=devices)
+    report = run([troubles.ROWS, BIG], 900_000, devices=devices)
     assert len(heard.of(WorkerDied)) == 1
     assert states(report) == ["FINISHED"] * 2
     assert heard.of(TrialReplanned)
@@ -173,7 +187,7 @@ def test_a_stop_meanwhile_is_obeyed(run, heard, monkeypatch, tmp_path):
     orders = Orders(tmp_path / "study-0", monkeypatch)
     orders.at(lambda event: event is None, StopStudy(), "stop")
     During(monkeypatch).work = lambda floor: orders(None)
-    report = run([BIG], 1_000_000, checkpoint_every=0, callbacks=[orders])
+    report = run([BIG], 900_000, checkpoint_every=0, callbacks=[orders])
     assert report.stopped == "shoal stop"
     assert orders.join()["stop"]["unsaved"] == []
     assert not heard.of(TrialFinished, TrialFailed)
@@ -183,7 +197,7 @@ def test_a_trial_can_be_stopped_while_it_is_planned_again(run, heard, monkeypatc
     orders = Orders(tmp_path / "study-0", monkeypatch)
     orders.at(lambda event: event is None, StopTrial(trial=1), "stop")
     During(monkeypatch).work = lambda floor: orders(None)
-    report = run([troubles.ROWS, BIG], 1_000_000, callbacks=[orders], checkpoint_every=0)
+    report = run([troubles.ROWS, BIG], 900_000, callbacks=[orders], checkpoint_every=0)
     assert states(report) == ["FINISHED", "STOPPED"]
     assert "stopped" in orders.join()["stop"]["text"]
 

@@ -23,7 +23,14 @@ TECHNIQUES = {
     "2 shards": shoal.Spilled(shards=2, optimizer="device"),
     "4 shards": shoal.Spilled(shards=4, optimizer="device"),
     "3 shards, host step": shoal.Spilled(shards=3, optimizer="host"),
-    "4 shards, 2 stay": shoal.Spilled(shards=4, optimizer="device", keep=(0,), keep_weights=(2,)),
+    "4 shards, 2 stay": shoal.Spilled(
+        shards=4,
+        optimizer="device",
+        lookahead=0,
+        keep=(0,),
+        keep_weights=(2,),
+        boundaries="host",
+    ),
     "4 shards, 2 stay, host step": shoal.Spilled(shards=4, optimizer="host", keep=(1, 2)),
 }
 FACTORS = {

@@ -13,6 +13,7 @@ import zoo
 from torch import nn
 
 import shoal
+from shoal.core.errors import PlanError
 from shoal.memory.layout import TensorSpec
 from shoal.memory.store import describe, view
 from shoal.testing import compare, plain_loop
@@ -199,6 +200,19 @@ def test_poison_changes_no_bits(place, check):
 
 def test_a_forward_that_changes_its_own_weight_trains_as_alone(check):
     check(make_recipe(traps.Renormed), optimizer="host")
+
+
+@pytest.mark.parametrize("optimizer", ["device", "host"])
+def test_a_forward_that_changes_its_weight_behind_autograds_back_trains_as_alone(optimizer, check):
+    check(make_recipe(traps.Clamped), optimizer=optimizer)
+
+
+def test_a_block_that_changes_another_ones_weight_is_not_cut(run_study):
+    recipe = make_recipe(traps.ClampsEarlier)
+    with pytest.raises(
+        PlanError, match=r"writes to weights outside .*: blocks\.0\.linear\.weight"
+    ):
+        run_study(recipe, shoal.grid(lr=[0.1]), steps=1, technique=shoal.Spilled(shards=2))
 
 
 # ------------------------------------------------------------------ random streams, statistics

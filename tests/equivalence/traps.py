@@ -331,6 +331,37 @@ class Renormed(Chain):
         return super().forward(x.argmax(-1))
 
 
+class Clamping(nn.Module):
+    """A block that clips a weight's values in its forward, behind autograd's back."""
+
+    def __init__(self, other: nn.Linear | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.other = [other or self.linear]  # in a list, no submodule
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.other[0].weight.data.clamp_(-0.05, 0.05)
+        return torch.tanh(self.linear(x))
+
+
+class Clamped(Chain):
+    """Every block clips its own weight."""
+
+    def make_block(self, index: int) -> nn.Module:
+        return Clamping()
+
+
+class ClampsEarlier(Chain):
+    """A block clips the weight of the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2] = Clamping(self.blocks[0].linear)
+
+    def make_block(self, index: int) -> nn.Module:
+        return Clamping()
+
+
 class Double(Chain):
     """All of it in float64."""
 

@@ -9,13 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.program.ir import parse_program
-from shoal.spill.generate import (
-    evaluation,
-    resident_step,
-    spilled_finish,
-    spilled_micro,
-    spilled_step,
-)
+from shoal.spill.generate import Route, resident_step, spilled_step
 
 FOLDER = Path(__file__).parent / "programs"
 
@@ -35,10 +29,15 @@ PROGRAMS = {
     "spilled_3_kept": spilled_step(3, keep=(1,), lookahead=0),
     "spilled_3_kept_host_clip": spilled_step(3, keep=(0,), optimizer="host", clip=True),
     "spilled_3_weights_lent": spilled_step(3, weights=(0, 2), lent=(0,)),
+    "spilled_4_saves": spilled_step(4, keep=(0,), saves=(0, 2), micro_batches=2),
+    "spilled_5_boundaries_host": spilled_step(5, boundaries="host"),
+    "spilled_4_by_shard_boundaries_host": spilled_step(
+        4, micro_batches=2, order="shard", lookahead=0, boundaries="host"
+    ),
     "spilled_2_by_shard": spilled_step(2, micro_batches=2, clip=True, order="shard"),
-    "spilled_2_micro_1": spilled_micro(2, 1),
-    "spilled_2_finish_clip": spilled_finish(2, clip=True),
-    "evaluation_3": evaluation(3, spilled=True),
+    "spilled_2_micro_1": Route(2).micro(1),
+    "spilled_2_finish_clip": Route(2).finish(clip=True),
+    "evaluation_3": Route(3).evaluation(),
 }
 
 

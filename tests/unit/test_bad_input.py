@@ -180,7 +180,7 @@ def test_an_empty_grid_names_the_key():
         ({"accumulate": 0}, "accumulate is a whole number from 1, got 0"),
         ({"accumulate": 1.5}, "accumulate is a whole number from 1, got 1.5"),
         ({"clip_grad_norm": -1.0}, r"clip_grad_norm is positive or None, got -1\.0"),
-        ({"precision": "fp8"}, "precision is 'fp32' or 'bf16', got 'fp8'"),
+        ({"precision": "fp8"}, "precision is 'fp32', 'bf16' or 'bf16-sr', got 'fp8'"),
         ({"on_nonfinite": "stop"}, "on_nonfinite is 'fail' or 'ignore', got 'stop'"),
         ({"step": loss}, r"Recipe\(step=\.\.\.\) cannot be run yet"),
     ],

@@ -32,6 +32,22 @@ def measure_link(copies: Copies, num_bytes: int, budget_s: float, clock: Clock) 
     return Link(up=rate("up"), down=rate("down"), both=rate("up", "down"))
 
 
+_GLANCE_S = 0.03
+
+
+def glance(spec: DeviceSpec, device: torch.device, clock: Clock) -> Link | None:
+    """A quick look at a device's link, to see whether it is what it is said to be.
+
+    None where the link is not this machine's: emulated, or of a speed that was given.
+    """
+    if spec.profile is not None or spec.link_bytes_per_s is not None:
+        return None
+    on_gpu = spec.kind == "cuda"
+    num_bytes = (32 if on_gpu else 4) * 2**20
+    with cuda_copies(device, num_bytes) if on_gpu else virtual_copies(num_bytes) as copies:
+        return measure_link(copies, num_bytes, _GLANCE_S, clock)
+
+
 @contextlib.contextmanager
 def virtual_copies(num_bytes: int) -> Iterator[Copies]:
     """The copy threads of a virtual device, each with one core as in a worker."""

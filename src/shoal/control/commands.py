@@ -53,21 +53,46 @@ class Continue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtendTrials:
-    """Add trials of the study's space: ``trials`` more than there are."""
+    """Add trials of the study's space: ``trials`` more, or as many as ``to`` in all lacks.
 
-    trials: int
+    ``again``: also where an equal order's trials have not all ended.
+
+    Raises:
+        SpecError: not exactly one of the two is given, or what no such order could mean.
+    """
+
+    trials: int | None = None
+    to: int | None = None
+    again: bool = False
+
+    def __post_init__(self) -> None:
+        _check("trials", self.trials)
+        _check("to", self.to)
+        if (self.trials is None) == (self.to is None):
+            raise SpecError(
+                "a study is extended by trials=N (--trials N), so many more, or by to=N (--to N), "
+                f"so many in all, got trials={self.trials} and to={self.to}. Give one of them: "
+                "--to where the number in all counts."
+            )
+        if self.again and self.to is not None:
+            raise SpecError(
+                f"again=True (--again) adds so many trials once more, and to={self.to} (--to) "
+                "only what is missing. Give trials=N (--trials N) with it, or leave it out."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloneTrial:
     """Add a trial like ``trial`` with some hyperparameters changed.
 
-    ``warm``: it goes on from the state of ``trial``; else it begins anew.
+    ``warm``: it goes on from the state of ``trial``; else it begins anew. ``again``: also
+    where an equal order's clone has not ended.
     """
 
     trial: int
     changes: Mapping[str, Scalar] = field(default_factory=dict)
     warm: bool = True
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +172,10 @@ def _is_whole(value: object, least: int) -> bool:
     return type(value) is int and value >= least
 
 
+def _is_count(value: object) -> bool:
+    return value is None or _is_whole(value, 1)
+
+
 def _is_seconds(value: object) -> bool:
     return type(value) in (int, float) and 0 <= value < math.inf  # type: ignore[operator]
 
@@ -170,7 +199,9 @@ _VALUES: dict[str, tuple[Callable[[object], bool], str]] = {
     ),
     "grace_s": (_is_seconds, "seconds from 0"),
     "trial": (lambda value: _is_whole(value, 0), "a trial's number, from 0"),
-    "trials": (lambda value: _is_whole(value, 1), "how many more trials, from 1"),
+    "trials": (_is_count, "how many more trials, from 1"),
+    "to": (_is_count, "how many trials in all, from 1"),
     "changes": (_are_scalars, "hyperparameters by name: numbers, strings, booleans or null"),
     "warm": (lambda value: isinstance(value, bool), "true or false"),
+    "again": (lambda value: isinstance(value, bool), "true or false"),
 }

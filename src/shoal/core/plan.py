@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from shoal.core.errors import PlanError, SpecError
-from shoal.core.spec import DeviceSpec, Order, Place, Scalar, ShardSpec
+from shoal.core.spec import DeviceSpec, Order, Place, Scalar, ShardSpec, Transfer
 from shoal.core.units import Bytes, Seconds, format_bytes, format_seconds
 
 
@@ -31,7 +31,16 @@ class Spilled:
     "shard" has a shard run all micro-batches of a step while it is on the device, which
     gives the same bits where the model draws no random numbers and no two layers share, or
     read from each other, what a forward changes (a BatchNorm used twice). Nothing chooses it
-    but you; ``shoal verify`` is the proof.
+    but you; ``shoal verify`` is the proof. ``boundaries`` is where a shard's input waits between
+    its forward and its backward, None for wherever there is room: on the host where the device
+    has none, or where that room is better used. ``recompute`` True runs every shard's forward
+    again before its backward; "auto" leaves that out where there is room for what the forward
+    saved, for the shards named in ``keep_activations`` if that is not None. They are shards
+    whose parameters stay on the device. ``transfer`` "bf16" has weights travel as the
+    bfloat16 that autocast makes of them, where nothing else reads them: half the bytes and the
+    same bits, with the step on the host. What is found of the first batch has to hold of all; a
+    forward that reads such a weight otherwise later fails its trial. So nothing chooses it but
+    you; None is "fp32", as they are. Shards that stay are whole either way.
     """
 
     shards: int | None = None
@@ -40,8 +49,11 @@ class Spilled:
     keep: tuple[int, ...] | None = None
     keep_weights: tuple[int, ...] = ()
     order: Order | None = None
+    boundaries: Place | None = None
+    transfer: Transfer | None = None
     offload: str = "host"
-    recompute: bool | str = True
+    recompute: bool | str = "auto"
+    keep_activations: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.shards is not None and self.shards < 1:
@@ -52,13 +64,22 @@ class Spilled:
             raise SpecError(f"lookahead is 0, 1 or 2, got {self.lookahead!r}")
         if self.order not in (None, "micro", "shard"):
             raise SpecError(f"order is 'micro' or 'shard', got {self.order!r}")
+        if self.boundaries not in (None, "device", "host"):
+            raise SpecError(f"boundaries is 'device' or 'host', got {self.boundaries!r}")
+        if self.transfer not in (None, "bf16", "fp32"):
+            raise SpecError(f"transfer is 'bf16' or 'fp32', got {self.transfer!r}")
+        if self.transfer == "bf16" and (self.optimizer == "device" or self.keep_weights):
+            raise SpecError(
+                "transfer='bf16' with the step on the device, which needs the weights whole. "
+                "Step on the host, or leave transfer= out."
+            )
         if self.keep_weights and self.keep is None:
             object.__setattr__(self, "keep", ())
         if self.keep_weights and self.optimizer is None:
             object.__setattr__(self, "optimizer", "device")
         if self.keep is not None:
-            self._check_keep("keep", tuple(self.keep))
-        self._check_keep("keep_weights", tuple(self.keep_weights))
+            self._check_keep("keep", self.keep)
+        self._check_keep("keep_weights", self.keep_weights)
         if self.keep_weights and self.optimizer == "host":
             raise SpecError(
                 f"keep_weights={self.keep_weights} with the step on the host: the copies on the "
@@ -67,13 +88,31 @@ class Spilled:
             )
         if self.offload != "host":
             raise PlanError(f"offload={self.offload!r} cannot be done yet; use offload='host'.")
-        if self.recompute not in (True, "auto"):
-            raise PlanError(
-                f"recompute={self.recompute!r} cannot be done yet: a spilled shard always "
-                "recomputes its forward. Use recompute=True."
-            )
+        self._check_recompute()
 
-    def _check_keep(self, name: str, keep: tuple[int, ...]) -> None:
+    def _check_recompute(self) -> None:
+        if self.recompute is False:
+            raise PlanError(
+                "recompute=False cannot be done for every shard: of those that travel the "
+                "parameters are gone when the backward comes. Use recompute='auto', or name "
+                "shards that stay in keep_activations=."
+            )
+        if self.recompute is not True and self.recompute != "auto":
+            raise SpecError(f"recompute is True or 'auto', got {self.recompute!r}")
+        if self.recompute is True:
+            if self.keep_activations:
+                raise SpecError(
+                    f"recompute=True recomputes every shard, and keep_activations="
+                    f"{self.keep_activations} names some that shall not. Leave one of them out."
+                )
+            object.__setattr__(self, "keep_activations", ())
+        elif self.keep_activations is not None:
+            self._check_keep("keep_activations", self.keep_activations)
+
+    def _check_keep(self, name: str, shards: Iterable[int]) -> None:
+        if not isinstance(shards, Iterable):
+            raise SpecError(f"{name} names shards, as in {name}=(0, 2), got {shards!r}")
+        keep = tuple(shards)
         if self.shards is None and keep:
             raise SpecError(
                 f"Spilled({name}={keep}) names shards; say how many there are with shards=."
@@ -101,6 +140,38 @@ def kept_weights(technique: Technique) -> tuple[int, ...]:
     if isinstance(technique, Resident):
         return ()
     return tuple(s for s in technique.keep_weights if s not in kept_shards(technique))
+
+
+def travels_narrow(technique: Technique, shard: int) -> bool:
+    """Whether weights of a shard that autocast alone reads travel as bfloat16."""
+    if isinstance(technique, Resident) or technique.transfer != "bf16":
+        return False
+    return technique.optimizer == "host" and shard not in kept_shards(technique)
+
+
+def as_they_travel(shards: Sequence[ShardSpec], technique: Technique) -> tuple[ShardSpec, ...]:
+    """The shards of a measure as a technique moves them; of a job's shards the same again."""
+    return tuple(_as_it_travels(shard, technique) for shard in shards)
+
+
+def _as_it_travels(shard: ShardSpec, technique: Technique) -> ShardSpec:
+    narrow = shard.narrow
+    if narrow is None or not travels_narrow(technique, shard.index):
+        return replace(shard, narrow=None) if narrow else shard
+    return replace(
+        shard,
+        parameter_bytes=Bytes(narrow.parameter_bytes + shard.parameter_bytes - shard.owned_bytes),
+        gradient_bytes=narrow.gradient_bytes,
+        forward_peak_bytes=narrow.forward_peak_bytes,
+        backward_peak_bytes=narrow.backward_peak_bytes,
+        saved_bytes=None if shard.saved_bytes is None else narrow.saved_bytes,
+        saved_output_bytes=narrow.saved_output_bytes,
+        saving_peak_bytes=narrow.saving_peak_bytes,
+        forward_s=narrow.forward_s,
+        backward_s=narrow.backward_s,
+        step_s=narrow.step_s,
+        narrow=None,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,12 +256,17 @@ def _explain_job(job: Job, like: int) -> list[str]:
     if isinstance(job.technique, Spilled):
         place = job.technique.optimizer
         lines.append(f"    {len(shards)} shards, the optimizer steps on the {place}")
+        if job.technique.transfer == "bf16":
+            lines.append("    weights that only bf16 products read travel as bfloat16")
         if kept := kept_shards(job.technique):
             names = ", ".join(map(str, kept))
             lines.append(f"    {len(kept)} of them stay on the device and step there: {names}")
         if weights := kept_weights(job.technique):
             names = ", ".join(map(str, weights))
             lines.append(f"    of {len(weights)} the parameters stay, the state travels: {names}")
+        if saves := job.technique.keep_activations:
+            names = ", ".join(map(str, saves))
+            lines.append(f"    {len(saves)} do not recompute their forward: {names}")
         lines += [f"    {_explain_shard(shard)}" for shard in shards]
     lines.append("    " + ", ".join(f"{k} {format_bytes(v)}" for k, v in total.items() if v))
     lines.append(

@@ -84,6 +84,7 @@ class Candidate:
     """A trial whose next unit could start on a device now.
 
     ``ticket`` is the age of its step (smaller is older), from ``Interleaver.ticket``.
+    ``remaining_s`` is the work that the trial has left, ``step_s`` that of one of its steps.
     ``warm``: what the unit reads is on the device already.
     """
 
@@ -91,6 +92,7 @@ class Candidate:
     ticket: int
     remaining_s: float
     warm: bool
+    step_s: float = 0.0
 
 
 class UnitPolicy(Protocol):

@@ -16,6 +16,8 @@ ALIGNMENT = 512  # bytes of every tensor in a flat store or slot, as device allo
 Scalar = bool | int | float | str | None
 DeviceKind = Literal["virtual", "cuda"]
 Place = Literal["device", "host"]
+Transfer = Literal["bf16", "fp32"]
+"""How weights travel that autocast casts: as the bfloat16 it makes of them, or as they are."""
 Order = Literal["micro", "shard"]
 """Which loop of a spilled step is outside: over micro-batches, as in the plain loop, or shards."""
 
@@ -100,6 +102,27 @@ class DeviceSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Narrow:
+    """What of a layer or shard is another number when the weights that autocast casts travel
+    as bfloat16, and the device has no more of them than that.
+
+    ``gradient_bytes`` are in bfloat16 too where a step has one micro-batch: the cast's gradient
+    is, and nothing is added to it. The others are as in ``ShardSpec``.
+    """
+
+    parameter_bytes: Bytes  # without borrowed ones, which travel as they are
+    gradient_bytes: Bytes
+    forward_peak_bytes: Bytes
+    backward_peak_bytes: Bytes
+    saved_bytes: Bytes
+    saved_output_bytes: Bytes
+    saving_peak_bytes: Bytes
+    forward_s: Seconds
+    backward_s: Seconds
+    step_s: Seconds = NO_TIME
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerMeasure:
     """What one layer of a chain costs, measured on a real batch.
 
@@ -119,8 +142,12 @@ class LayerMeasure:
     forward_s: Seconds
     backward_s: Seconds  # recompute and backward
     step_s: Seconds
+    private_bytes: Bytes = NO_BYTES  # what enters this layer and no later one reads
+    stash_bytes: Bytes = NO_BYTES  # what its forward changes, as its recompute must find it
     cut_after: bool = True  # may a shard end here?
     reason: str = ""  # why not
+    gradient_bytes: Bytes | None = None  # of those that are trained; None: as the parameters
+    narrow: Narrow | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +157,14 @@ class ShardSpec:
     ``layers`` is the half-open range of chain layers. ``boundary_bytes`` are the
     tensors that enter this shard from the one before (0 for the first), held from
     that forward until this shard's backward. ``carry_bytes`` are the gradients its
-    backward hands to the shard before, tied weights' included.
+    backward hands to the shard before, tied weights' included. ``private_bytes`` is the part
+    of ``boundary_bytes`` that no other shard reads, so that it can wait on the host.
+    ``saved_bytes`` are what a forward with gradients leaves for its backward, None where the
+    shard must recompute; ``saved_output_bytes`` of them are the next shard's boundary, and
+    ``saving_peak_bytes`` is the peak inside of that forward. ``stash_bytes`` are buffers and
+    parameters that a forward changes, as they were, kept for the recompute. ``narrow`` is what
+    differs if its weights travel as bfloat16, None where they cannot; a job's shards have it
+    worked in (``plan.as_they_travel``).
     """
 
     index: int
@@ -147,6 +181,12 @@ class ShardSpec:
     forward_s: Seconds = NO_TIME
     backward_s: Seconds = NO_TIME
     step_s: Seconds = NO_TIME
+    private_bytes: Bytes = NO_BYTES
+    saved_bytes: Bytes | None = None
+    saved_output_bytes: Bytes = NO_BYTES
+    saving_peak_bytes: Bytes = NO_BYTES
+    stash_bytes: Bytes = NO_BYTES
+    narrow: Narrow | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,3 +212,5 @@ class JobMeasure:
     data: str = ""  # how the trial finds its place in the data again
     loader_bytes: Bytes = NO_BYTES  # of batches that loader processes hold in host memory
     draws: bool = True  # whether the model draws random numbers while it trains
+    link: tuple[float, float] | None = None  # bytes per second up and down, just measured
+    narrow: tuple[str, ...] = ()  # parameters that only autocast's cast reads

@@ -11,7 +11,7 @@ import torch
 
 from shoal.core.profile import Direction
 from shoal.core.spec import DeviceSpec
-from shoal.device.streams import Event, Lane, ThreadStream, Work
+from shoal.device.streams import Event, Lane, ThreadStream, Turns, Work
 
 
 class CudaEvent:
@@ -93,6 +93,7 @@ class CudaDevice:
         torch.cuda.set_device(self.torch_device)
         self.progress = threading.Condition()
         self.version = 0
+        self.host_turns = Turns()  # a step has all the threads
         self._clock = _CudaClock()
         self._compute = CudaStream(torch.cuda.Stream(self.torch_device), self._clock)
         self._pool: list[torch.cuda.Stream] = []

@@ -6,12 +6,13 @@ each thread sleeps until the profile's time is over. What is due when: ``device.
     compute     the seconds that ``compute`` is given; its real time where none are given
     up, down    bytes / bandwidth of the link, one copy after another whichever trial's it is;
                 where both directions share the link, in slices of ``SLICE_S``
-    host        the seconds that ``submit`` is given, one piece of work after another: the
-                trials of a device share the host's memory bandwidth
+    host        the seconds that ``submit`` is given, one piece of work after another, as
+                ``host_turns`` has it: the trials share the host's memory bandwidth
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -23,7 +24,7 @@ from shoal.core.profile import Direction
 from shoal.core.seams import Clock
 from shoal.core.spec import DeviceSpec
 from shoal.device.pace import NEVER, Fidelity, Mark, Pace, Resource, SystemClock, Wire
-from shoal.device.streams import Event, Lane, Ran, ThreadEvent, ThreadStream, Work
+from shoal.device.streams import Event, Lane, Ran, ThreadEvent, ThreadStream, Turn, Turns, Work
 from shoal.device.virtual import VirtualDevice
 
 SLICE_S = 2e-3  # of a copy, where the other direction may slow it down
@@ -84,13 +85,18 @@ class PacedStream(ThreadStream):
         super().__init__(name, notify)
 
     def submit(
-        self, work: Work, after: Iterable[Event] = (), *, seconds: float | None = None
+        self,
+        work: Work,
+        after: Iterable[Event] = (),
+        *,
+        seconds: float | None = None,
+        turn: Turn = contextlib.nullcontext,
     ) -> PacedEvent:
         """Queue ``work``; ``seconds`` of the host's memory, or as long as its copies take."""
         event, waits = PacedEvent(self._pace), tuple(after)
         issued = self._pace.issued()
         paced = functools.partial(self._run_paced, event, work, waits, issued, seconds)
-        self._queue.put((paced, waits, event))
+        self._queue.put((paced, waits, event, turn))
         return event
 
     def _run_paced(
@@ -140,7 +146,7 @@ class EmulatedDevice(VirtualDevice):
         assert spec.profile is not None
         self.profile = spec.profile
         self.pace = Pace(clock or SystemClock())
-        self.host = Resource()
+        self.host, self.host_turns = Resource(), Turns()
         self.here = _Here()
         self._wires: dict[Direction, Wire] = {"up": Wire(), "down": Wire()}
 

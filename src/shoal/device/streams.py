@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 Work = Callable[[], Any]
+Turn = Callable[[], AbstractContextManager[None]]
+"""What a piece of work waits for when all it needs is there, and holds while it runs."""
 
 
 class Event(Protocol):
@@ -89,25 +93,72 @@ class Ran:
         return self.start, self.end
 
 
+class Turns:
+    """A resource that some pieces of work may use at a time; who waits is chosen by trial.
+
+    ``choose`` is given the trials that wait and names one of them: first come, first served
+    until somebody sets another rule. It is called from the threads that wait.
+
+    Args:
+        places: Pieces of work at a time.
+    """
+
+    def __init__(self, places: int = 1) -> None:
+        self.choose: Callable[[Sequence[int]], int] = lambda trials: trials[0]
+        self._lock = threading.Lock()
+        self._free = places
+        self._waiting: list[tuple[int, threading.Event]] = []
+
+    @contextlib.contextmanager
+    def take(self, trial: int) -> Iterator[None]:
+        """Wait for a turn, and hold it inside."""
+        with self._lock:
+            waits = threading.Event() if not self._free else None
+            if waits is None:
+                self._free -= 1
+            else:
+                self._waiting.append((trial, waits))
+        if waits is not None:
+            waits.wait()
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        with self._lock:
+            if not self._waiting:
+                self._free += 1
+                return
+            trials = [trial for trial, _ in self._waiting]
+            _, waits = self._waiting.pop(trials.index(self.choose(trials)))
+            waits.set()
+
+
 class ThreadStream:
     """Work in order on a thread of its own. Use as a context manager or call ``close``."""
 
     def __init__(self, name: str, notify: Work) -> None:
-        self._queue: queue.SimpleQueue[tuple[Work, tuple[Event, ...], ThreadEvent] | None]
-        self._queue = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._notify = notify
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(
-        self, work: Work, after: Iterable[Event] = (), *, seconds: float | None = None
+        self,
+        work: Work,
+        after: Iterable[Event] = (),
+        *,
+        seconds: float | None = None,
+        turn: Turn = contextlib.nullcontext,
     ) -> ThreadEvent:
         """Queue ``work``; it runs when all of ``after`` are complete. A failed one fails it.
 
         ``seconds`` is how long it shall take where the device is emulated; else ignored.
+        ``turn`` is taken when it could run, and held until it has.
         """
         event = ThreadEvent()
-        self._queue.put((work, tuple(after), event))
+        self._queue.put((work, tuple(after), event, turn))
         return event
 
     def close(self) -> None:
@@ -117,16 +168,20 @@ class ThreadStream:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            work, after, event = item
+            work, after, event, turn = item
             try:
                 for needed in after:
                     needed.wait()
             except BaseException as error:
                 event.run(_raiser(error))
             else:
-                event.run(work)
+                with turn():
+                    event.run(work)
             del item, work, after  # tensors in the closures are free now, not at the next item
             self._notify()
+
+
+_Item = tuple[Work, tuple[Event, ...], ThreadEvent, Turn]
 
 
 def _raiser(error: BaseException) -> Work:

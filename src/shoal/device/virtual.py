@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import threading
 import time
@@ -12,7 +13,7 @@ import torch
 
 from shoal.core.profile import Direction
 from shoal.core.spec import DeviceSpec
-from shoal.device.streams import Event, Lane, Ran, ThreadStream, Work
+from shoal.device.streams import Event, Lane, Ran, ThreadStream, Turns, Work
 
 
 class VirtualDevice:
@@ -21,6 +22,10 @@ class VirtualDevice:
     With ``poison`` every slot is filled with NaN before a load and every copy is delayed
     at random, so that a read before its load, or a load over something still in use, is
     seen in the results.
+
+    Attributes:
+        host_turns: Whose optimizer step runs on the host: as many at a time as there are cores
+            for their threads.
     """
 
     def __init__(self, spec: DeviceSpec) -> None:
@@ -30,6 +35,7 @@ class VirtualDevice:
         self.version = 0
         self._links: dict[Direction, threading.Lock]
         self._links = {"up": threading.Lock(), "down": threading.Lock()}
+        self.host_turns = Turns(max(1, (os.cpu_count() or 1) // spec.threads))
         self._random = random.Random(spec.name)
 
     def lane(self) -> Lane:

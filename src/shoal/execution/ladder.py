@@ -5,8 +5,9 @@ as much. So the next plan is for batches that take so much, whatever is measured
 these that fits is the trial's next job, and each time the growth is larger than before.
 
     as it is, alone            where it shared its device: fewer neighbours, and of its own
-                               shards fewer that stay on the device
+                               shards fewer that stay on the device, and no activations
     no lookahead               where it had some: one slot instead of two
+    boundaries on the host     what enters a shard waits there between forward and backward
     spilled, as many shards as it takes
 
 No rung changes the numerics key: the optimizer steps where it did, micro-batches stay as they
@@ -20,6 +21,7 @@ from dataclasses import replace
 
 from shoal.core.plan import Resident, Spilled, Technique
 from shoal.core.spec import Place, Scalar
+from shoal.spill.generate import Route
 
 LEAST_GROWTH = 1.25
 """Each rung plans for at least so many times what the one before was planned for."""
@@ -46,17 +48,21 @@ def techniques(
     if isinstance(technique, Resident):
         if has_neighbours:
             yield technique
-        yield Spilled(optimizer=place)
+        yield Spilled(optimizer=place, keep_activations=())
         return
-    same = replace(technique, shards=shards, optimizer=place)
+    same = replace(technique, shards=shards, optimizer=place, keep_activations=())
     fewer_kept = replace(same, keep=None, keep_weights=(), order=None)
-    if has_neighbours or technique.keep or technique.keep_weights:
+    if has_neighbours or technique.keep or technique.keep_weights or technique.keep_activations:
         yield fewer_kept
     if technique.lookahead != 0:
         yield replace(fewer_kept, lookahead=0)
         if technique.keep:  # which shards step on the device may be part of the numerics
             yield replace(same, lookahead=0)
-    yield replace(fewer_kept, shards=None, lookahead=0)
+    if technique.boundaries != "host" and Route(shards, lookahead=0, boundaries="host").away:
+        yield replace(fewer_kept, lookahead=0, boundaries="host")
+        if technique.keep:
+            yield replace(same, lookahead=0, boundaries="host")
+    yield replace(fewer_kept, shards=None, lookahead=0, boundaries=None)
 
 
 def same_bits(before: Mapping[str, Scalar], after: Mapping[str, Scalar]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from shoal.core.spec import TrialSpec
 from shoal.hardware import Hardware
 from shoal.launch.cloning import begin_warm, clear
 from shoal.launch.directory import StudyDirectory
+from shoal.launch.growing import grow
 from shoal.launch.packing import pack_recipe
 from shoal.launch.request import Asked, Request
 from shoal.launch.sinks import Sinks
@@ -19,7 +21,7 @@ from shoal.launch.starts import Restart, progress_of, restart
 from shoal.observe.reader import read_events
 from shoal.observe.rows import TrialState
 from shoal.observe.snapshot import Folder, Snapshot
-from shoal.resume import Merged, StudyRecord, describe_study, merge, with_clone, with_points
+from shoal.resume import Merged, StudyRecord, describe_study, merge, with_points
 from shoal.search.sampler import sample
 
 
@@ -47,16 +49,16 @@ def refuse_early(study: Asked, request: Request) -> None:
     """Refuse what can be seen to be wrong before anything is made.
 
     Raises:
-        SpecError: there is nothing to resume, two wishes exclude each other, or the recipe
-            cannot travel to a worker.
+        SpecError: there is nothing to resume, two wishes exclude each other, no trials are
+            asked for that could be added, or the recipe cannot travel to a worker.
     """
-    exists = (study.directory / "study.json").exists()
+    exists, orders = (study.directory / "study.json").exists(), request.orders
     if request.resume and not exists:
         raise SpecError(
             f"there is no study in {study.directory} to resume. Run it without resume=True, "
             "or look for it with: shoal ls."
         )
-    if request.overwrite and (request.resume or request.extend or request.clones):
+    if request.overwrite and (request.resume or orders):
         raise SpecError("overwrite=True deletes what resume=True goes on with. Choose one.")
     pack_recipe(study.recipe)
 
@@ -75,7 +77,7 @@ def take_up(study: Asked, request: Request, place: StudyDirectory) -> Case:
             "to replace it, or choose another name."
         )
     before, worked_s = _read(place)
-    merged = _grown(study, request, _merge(study, place, before))
+    merged = _grown(study, request, _merge(study, place, before), before)
     found = _restart(place, before, merged, worked_s, retry_failed=request.retry_failed)
     todo = [trial for trial in merged.trials if trial.number in found.starts]
     hardware = _hardware_for(request.hardware, len(todo), found)
@@ -114,16 +116,24 @@ def _merge(study: Asked, place: StudyDirectory, before: Snapshot) -> Merged:
     )
 
 
-def _grown(study: Asked, request: Request, merged: Merged) -> Merged:
+def _grown(study: Asked, request: Request, merged: Merged, before: Snapshot) -> Merged:
     """With the trials that this call asks for beside the study's own."""
-    record = merged.record
-    if request.extend:
-        record = more_points(study, record, request.extend)
-    for clone in request.clones:
-        record = with_clone(record, clone.trial, clone.changes, warm=clone.warm)
+    record, words, claimed, now = merged.record, list[str](), set[int](), time.time()
+    ended = {row.number for row in before.trials if row.is_done}
+    for order in request.orders:
+        grown = grow(
+            record,
+            order,
+            lambda record, more: more_points(study, record, more),
+            ended=ended,
+            time=now,
+            claimed=claimed,
+        )
+        record = grown.record
+        words.append(grown.text)
+        claimed.update(grown.trials)
     known = {trial.number for trial in merged.trials}
     new = [t.to_spec() for t in record.trials if t.number not in known]
-    words = [f"trial {t.number} was added" for t in new]
     return replace(
         merged,
         trials=(*merged.trials, *new),

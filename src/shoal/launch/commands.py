@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,8 +25,9 @@ from shoal.core.spec import TrialSpec
 from shoal.execution.run import Execution
 from shoal.execution.trial import Start
 from shoal.launch.cloning import begin_warm, clear
+from shoal.launch.growing import Grown, MorePoints, Order, grow
 from shoal.planning import Planned
-from shoal.resume import StudyRecord, with_clone
+from shoal.resume import StudyRecord
 from shoal.runtime.pool import WorkerPool
 
 Grow = Callable[[StudyRecord, Planned, Sequence[TrialSpec]], None]
@@ -66,7 +68,7 @@ class Commands:
         directory: str,
         record: StudyRecord,
         *,
-        more_points: Callable[[StudyRecord, int], StudyRecord],
+        more_points: MorePoints,
         grow: Grow,
     ) -> None:
         self._pool, self._execution, self._directory = pool, execution, directory
@@ -111,7 +113,7 @@ class Commands:
             case Continue():
                 self._continue(answer)
             case ExtendTrials():
-                self._plan_later(lambda: self._extend(command.trials), answer)
+                self._plan_later(lambda: self._extend(command), answer)
             case CloneTrial():
                 self._clone(command, answer)
             case Status():
@@ -156,31 +158,41 @@ class Commands:
         self._execution.stop_trial(trial, "shoal stop", tell)
 
     def _clone(self, command: CloneTrial, answer: Answer) -> None:
-        with_clone(self._record, command.trial, command.changes, warm=command.warm)  # refuse now
+        is_new = self._decide(command).is_new  # refuse now
 
         def add() -> None:
             self._plan_later(lambda: self._add_clone(command), answer)
 
-        if command.warm and self._execution.trial(command.trial) is not None:
+        if is_new and command.warm and self._execution.trial(command.trial) is not None:
             self._execution.save_then(command.trial, lambda: self._pool.post(add))
         else:
             add()
 
     def _add_clone(self, command: CloneTrial) -> Mapping[str, Any]:
-        larger = with_clone(self._record, command.trial, command.changes, warm=command.warm)
-        clone, starts = larger.trials[-1].number, {}
+        grown = self._decide(command)
+        if not grown.is_new:
+            return _told(grown)
+        (clone,), starts = grown.trials, {}
         if command.warm:
             starts[clone] = begin_warm(self._directory, command.trial, clone)
         try:
-            self._add(larger, starts)
+            self._add(grown.record, starts)
         except ShoalError:
             clear(self._directory, clone)
             raise
-        return self._told(1)
+        return _told(grown)
 
-    def _extend(self, more: int) -> Mapping[str, Any]:
-        self._add(self._more_points(self._record, more), {})
-        return self._told(more)
+    def _extend(self, command: ExtendTrials) -> Mapping[str, Any]:
+        grown = self._decide(command)
+        if grown.is_new:
+            self._add(grown.record, {})
+        return _told(grown)
+
+    def _decide(self, order: Order) -> Grown:
+        """What it comes to as things stand; another one may be under way."""
+        trials = [trial.number for trial in self._record.trials]
+        ended = {number for number in trials if self._execution.trial(number) is None}
+        return grow(self._record, order, self._more_points, ended=ended, time=time.time())
 
     def _add(self, larger: StudyRecord, starts: Mapping[int, Start]) -> None:
         known = {trial.number for trial in self._record.trials}
@@ -193,10 +205,9 @@ class Commands:
         self._record = larger
         self._execution.add(planned, starts)
 
-    def _told(self, count: int) -> dict[str, Any]:
-        numbers = [trial.number for trial in self._record.trials[-count:]]
-        names = ", ".join(map(str, numbers))
-        return {"text": f"added: {'trial' if count == 1 else 'trials'} {names}", "trials": numbers}
+
+def _told(grown: Grown) -> dict[str, Any]:
+    return {"text": grown.text, "trials": list(grown.trials), "added": grown.is_new}
 
 
 def _in_words(error: Exception) -> str:

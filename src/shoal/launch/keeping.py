@@ -1,18 +1,18 @@
-"""Which finished trials keep their checkpoints."""
+"""Which checkpoints stay of trials that have ended."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from shoal.core.event import Event, TrialFinished
+from shoal.core.event import Event, TrialFailed, TrialFinished
 from shoal.observe.rows import metric_rank
 from shoal.runtime import checkpoint
 from shoal.storage.generations import Generation, Generations
 
 
 class Keeper:
-    """Removes what is not to be kept of trials that finish.
+    """Removes what is not to be kept of trials that end.
 
     Args:
         keep: Generations that stay of each.
@@ -36,9 +36,11 @@ class Keeper:
         self._values: dict[int, float | None] = {}
 
     def see(self, event: Event) -> None:
-        """Note the trials that finish."""
+        """Note the trials that end; that they did is on record."""
         if isinstance(event, TrialFinished):
             self.finished(event.trial, event.metrics)
+        elif isinstance(event, TrialFailed):
+            checkpoint.generations(self._directory, event.trial, self._keep).collect()
 
     def finished(self, number: int, metrics: Mapping[str, float]) -> None:
         """A trial has finished, and that is on record."""

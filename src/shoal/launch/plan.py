@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shoal.core.errors import PlanError
-from shoal.core.plan import Plan, Technique
+from shoal.core.plan import Job, Plan, Technique
 from shoal.core.spec import Place, Scalar, TrialSpec
 from shoal.core.units import format_bytes
 from shoal.execution.announce import predict_seconds, steps_of
@@ -17,6 +17,7 @@ from shoal.launch.packing import pack_recipe
 from shoal.launch.policy import generation_bytes
 from shoal.launch.request import Asked
 from shoal.planning import Planned, Planner, with_seconds
+from shoal.resume import list_some
 from shoal.runtime.messages import Settings
 from shoal.runtime.pool import WorkerPool
 
@@ -47,7 +48,8 @@ def plan_study(
     pool.configure(hardware.devices, pack_recipe(study.recipe), settings)
     places = {key.get("optimizer_place") for key in before.values()}
     place = next((p for p in PLACES if places == {p}), None)
-    planner = Planner(study.name, pool, hardware.devices, study.recipe, technique, place)
+    args = (study.name, pool, hardware.devices, study.recipe, technique, place)
+    planner = Planner(*args, by_epochs=settings.steps is None)
     limits = study.limits()
     first = FirstPlan(planner, pool, limits.watchdog, slow_s=limits.slow_s, sink=sink)
     planned = first.make(trials)
@@ -62,14 +64,24 @@ def check_host_memory(plan: Plan, budget: int | None) -> None:
     Raises:
         PlanError: more is needed than ``budget`` bytes; None is any number.
     """
-    copies = sorted((generation_bytes(job) for job in plan.jobs), reverse=True)
-    copied = sum(copies[: len(plan.devices) * plan.active])  # while they are being written
-    needed = sum(job.host_bytes for job in plan.jobs) + copied
-    if budget is not None and needed > budget:
-        largest = max(plan.jobs, key=lambda job: job.host_bytes)
-        raise PlanError(
-            f"{len(plan.jobs)} trials keep {format_bytes(needed)} of state on the host, of "
-            f"{format_bytes(budget)} that it may use; the largest is trial {largest.trial} with "
-            f"{format_bytes(largest.host_bytes)}. Run fewer trials in one study, or give "
-            "host_memory= more."
-        )
+    at_once = len(plan.devices) * plan.active
+    needed = _host_bytes(plan.jobs, at_once)
+    if budget is None or needed <= budget:
+        return
+    smallest = sorted(plan.jobs, key=lambda job: (job.host_bytes, job.trial))
+    fitting = [n for n in range(1, len(smallest)) if _host_bytes(smallest[:n], at_once) <= budget]
+    some = sorted(job.trial for job in smallest[: fitting[-1]]) if fitting else []
+    largest = smallest[-1]
+    raise PlanError(
+        f"{len(plan.jobs)} trials keep {format_bytes(needed)} of state on the host, of "
+        f"{format_bytes(budget)} that it may use; the largest is trial {largest.trial} with "
+        f"{format_bytes(largest.host_bytes)}. "
+        + (f"Together fit trials {list_some(some)}. " if some else "Not even the smallest fits. ")
+        + "Run fewer trials in one study, or give host_memory= more."
+    )
+
+
+def _host_bytes(jobs: Sequence[Job], at_once: int) -> int:
+    """The trials' states, and copies of the largest that are being written."""
+    copies = sorted((generation_bytes(job) for job in jobs), reverse=True)
+    return sum(job.host_bytes for job in jobs) + sum(copies[:at_once])

@@ -64,10 +64,13 @@ class CheckpointPolicy:
         }
 
     def running_bytes(self, plan: Plan) -> Bytes:
-        """Generations of the trials that train at one time, with one being written each."""
+        """Generations of the trials that train at one time, with one being written each.
+
+        The newest one on record stays until a newer one is: with ``keep=1``, one more.
+        """
         at_once = len(plan.devices) * plan.active
         largest = sorted((generation_bytes(job) for job in plan.jobs), reverse=True)[:at_once]
-        return Bytes((self.keep + 1) * sum(largest))
+        return Bytes((max(self.keep, 2) + 1) * sum(largest))
 
     def finished_bytes(self, plan: Plan) -> Bytes:
         """What stays when every trial has finished."""

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from shoal.control import CloneTrial
+from shoal.control import CloneTrial, ExtendTrials
 from shoal.core.plan import Technique
 from shoal.core.spec import TrialSpec
 from shoal.execution.run import Limits
 from shoal.hardware import Hardware
+from shoal.launch.growing import Order
 from shoal.launch.policy import CheckpointPolicy
 from shoal.launch.sinks import Callback
 from shoal.recipe import Recipe
@@ -41,19 +42,33 @@ class Asked(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """How a study is to be run this time."""
+    """How a study is to be run this time; ``extend`` by so many trials, or as ordered."""
 
     hardware: Hardware
     technique: Technique | None = None
     callbacks: Sequence[Callback] = ()
     overwrite: bool = False
     resume: bool | None = None
-    extend: int = 0
+    extend: int | ExtendTrials = 0
     clones: Sequence[CloneTrial] = ()
     retry_failed: bool = False
     accept_numerics: bool = False
     timeline: bool = True
     versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def orders(self) -> Sequence[Order]:
+        """The trials to add beside the study's own.
+
+        Raises:
+            SpecError: a number of trials that cannot be meant.
+        """
+        extend = self.extend
+        if isinstance(extend, int):
+            extensions = [ExtendTrials(trials=extend)] if extend else []
+        else:
+            extensions = [extend]
+        return [*extensions, *self.clones]
 
 
 def settings_of(study: Asked, *, timeline: bool) -> Settings:

@@ -5,19 +5,27 @@ One region per trial. Each shard is contiguous and has segments, every field ali
 512 bytes (the granularity that device allocators give, so kernels see the same
 alignment as in a plain run):
 
-    host   | shard 0: param | state | grad | shard 1: param | state | grad | ... | buffers |
+    host   | shard 0: param | state | grad | copy | shard 1: param | state | ... | buffers |
     slot   | param (owned) | borrowed ... | state | grad |
 
 A copy of a segment is one flat copy. Shapes and strides travel with the field, so a
-channels-last weight keeps its memory format.
+channels-last weight keeps its memory format. Of a shard whose weights travel as bfloat16 the
+host has, beside the parameters, the copy that is loaded; a slot has nothing but that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from shoal.core.plan import Resident, Spilled, Technique, kept_shards, kept_weights
+from shoal.core.plan import (
+    Resident,
+    Spilled,
+    Technique,
+    kept_shards,
+    kept_weights,
+    travels_narrow,
+)
 from shoal.core.spec import ALIGNMENT
 from shoal.core.units import round_up
 
@@ -52,14 +60,30 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """One shard's segments and where they begin in the host region."""
+    """One shard's segments and where they begin in the host region.
+
+    ``copy`` are the parameters as they are loaded, where those are not ``param`` itself.
+    """
 
     param: Segment
     state: Segment
+    grad: Segment
     borrowed: tuple[tuple[int, Field], ...]  # (owner shard, field there) of tied parameters
     param_at: int
     state_at: int
     grad_at: int
+    copy_at: int
+    copy: Segment | None = None
+
+    @property
+    def loaded(self) -> Segment:
+        """The owned parameters as a slot holds them."""
+        return self.copy or self.param
+
+    @property
+    def loaded_at(self) -> int:
+        """Where they are on the host."""
+        return self.copy_at if self.copy else self.param_at
 
     @property
     def borrowed_bytes(self) -> int:
@@ -91,8 +115,12 @@ def lay_out(
     parameters: Mapping[str, TensorSpec],
     states: Mapping[str, Sequence[TensorSpec]],
     buffers: Sequence[TensorSpec],
+    grads: Mapping[str, TensorSpec] | None = None,
 ) -> TrialLayout:
-    """The region for shards that own and borrow parameters by name."""
+    """The region for shards that own and borrow parameters by name.
+
+    ``grads`` are as ``parameters`` if they are not given.
+    """
     shards: list[ShardLayout] = []
     home: dict[str, tuple[int, Field]] = {}
     offset = 0
@@ -100,17 +128,48 @@ def lay_out(
         param = segment(parameters[name] for name in names)
         state = segment(spec for name in names for spec in states.get(name, ()))
         home |= {field.spec.name: (index, field) for field in param.fields}
-        state_at = offset + param.num_bytes
-        grad_at = state_at + state.num_bytes
-        shards.append(ShardLayout(param, state, (), offset, state_at, grad_at))
-        offset = grad_at + param.num_bytes
+        grad = segment((grads or parameters)[name] for name in names)
+        shards.append(_placed_at(offset, param, state, grad))
+        offset = shards[-1].copy_at
     tied = [tuple(home[name] for name in names) for names in borrowed]
-    linked = tuple(
-        ShardLayout(s.param, s.state, ties, s.param_at, s.state_at, s.grad_at)
-        for s, ties in zip(shards, tied, strict=True)
-    )
+    linked = tuple(replace(s, borrowed=ties) for s, ties in zip(shards, tied, strict=True))
     buffer_segment = segment(buffers)
     return TrialLayout(linked, buffer_segment, offset, offset + buffer_segment.num_bytes)
+
+
+def as_it_travels(
+    layout: TrialLayout, technique: Technique, names: Collection[str], *, sums: bool
+) -> TrialLayout:
+    """``layout`` for a technique: weights in ``names`` with a bfloat16 copy where they travel.
+
+    Their gradients are bfloat16 too, unless they are ``sums`` over micro-batches.
+    """
+    shards, offset = [], 0
+    for index, shard in enumerate(layout.shards):
+        grad, copy = shard.param if names else shard.grad, None
+        if travels_narrow(technique, index) and names:
+            narrow = [_narrowed(f.spec, names) for f in shard.param.fields]
+            copy = segment(narrow)
+            grad = shard.param if sums else copy
+        made = _placed_at(offset, shard.param, shard.state, grad, copy)
+        shards.append(replace(made, borrowed=shard.borrowed))
+        offset = made.copy_at + (copy.num_bytes if copy else 0)
+    return TrialLayout(tuple(shards), layout.buffers, offset, offset + layout.buffers.num_bytes)
+
+
+def _placed_at(
+    offset: int, param: Segment, state: Segment, grad: Segment, copy: Segment | None = None
+) -> ShardLayout:
+    state_at = offset + param.num_bytes
+    grad_at = state_at + state.num_bytes
+    copy_at = grad_at + grad.num_bytes
+    return ShardLayout(param, state, grad, (), offset, state_at, grad_at, copy_at, copy)
+
+
+def _narrowed(spec: TensorSpec, names: Collection[str]) -> TensorSpec:
+    if spec.name not in names:
+        return spec
+    return replace(spec, dtype="bfloat16", num_bytes=spec.num_bytes // 2)
 
 
 def slot_parts(technique: Spilled, *, clip: bool, accumulate: int) -> tuple[str, ...]:
@@ -183,9 +242,9 @@ def arena(layout: TrialLayout, technique: Technique, *, clip: bool, accumulate: 
 
 def _size(shard: ShardLayout, parts: tuple[str, ...]) -> int:
     return (
-        ("param" in parts) * (shard.param.num_bytes + shard.borrowed_bytes)
+        ("param" in parts) * (shard.loaded.num_bytes + shard.borrowed_bytes)
         + ("state" in parts) * shard.state.num_bytes
-        + ("grad" in parts) * shard.param.num_bytes
+        + ("grad" in parts) * shard.grad.num_bytes
     )
 
 

@@ -6,7 +6,7 @@ is moved or freed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.partition.chain import Chain, Micro
 from shoal.partition.preserve import read_buffers, write_buffers
-from shoal.partition.units import BackwardResult, run_backward, run_forward
+from shoal.partition.units import AfterForward, BackwardResult, run_backward, run_forward
 from shoal.partition.wires import Wires
 from shoal.recipe import Batch, Output, autocast
 from shoal.rng import RngState, capture_rng, restore_rng
@@ -62,7 +62,7 @@ def recompute(
     after: BackwardResult,
     *,
     accumulate: int = 1,
-    after_forward: Callable[[], None] | None = None,
+    after_forward: AfterForward | None = None,
 ) -> BackwardResult:
     """A shard's backward, from the state its forward saw; that state is put back afterwards."""
     rng = capture_rng(chain.device)

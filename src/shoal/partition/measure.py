@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from shoal.core.spec import ALIGNMENT, LayerMeasure, ShardSpec
+from shoal.core.spec import ALIGNMENT, LayerMeasure, Narrow, ShardSpec
 from shoal.core.units import Bytes, Seconds, round_up
 from shoal.partition.build import clone_batch
 from shoal.partition.chain import Chain, Micro
@@ -24,6 +26,7 @@ from shoal.partition.drive import (
     recompute,
     run_evaluation,
 )
+from shoal.partition.narrow import narrowed
 from shoal.partition.preserve import drop_gradients, preserved
 from shoal.partition.ties import cast_key
 from shoal.partition.track import AllocationTracker
@@ -44,9 +47,13 @@ class _Cost:
     carry_bytes: int  # gradients its backward hands on
     forward_peak_bytes: int
     saved_bytes: int
+    saved_output_bytes: int
+    saving_peak_bytes: int
     backward_peak_bytes: int
     forward_s: float
     backward_s: float
+    private_bytes: int = 0  # what enters it from the range before and no later one reads
+    stash_bytes: int = 0  # what its forward changes, as it was
 
 
 def measure_layers(
@@ -55,6 +62,8 @@ def measure_layers(
     state_bytes: Mapping[str, int],
     *,
     timed: Timed | None = None,
+    narrow: Collection[str] = (),
+    sums: bool = False,
 ) -> tuple[LayerMeasure, ...]:
     """Every layer as a shard of its own, measured on ``batch``.
 
@@ -63,7 +72,9 @@ def measure_layers(
     Buffers, gradients and random state are afterwards as before, not parameters that a
     forward writes to.
     """
-    costs = _measure(chain, batch, every_layer(chain), timed or faster_of_two())
+    ranges = every_layer(chain)
+    costs = _measure(chain, batch, ranges, timed or faster_of_two())
+    narrows = _measure_narrow(chain, batch, ranges, timed or faster_of_two(), narrow, sums)
     return tuple(
         LayerMeasure(
             name=name,
@@ -78,6 +89,10 @@ def measure_layers(
             forward_s=Seconds(cost.forward_s),
             backward_s=Seconds(cost.backward_s),
             step_s=Seconds(0.0),
+            private_bytes=Bytes(cost.private_bytes),
+            stash_bytes=Bytes(cost.stash_bytes),
+            gradient_bytes=_gradient_bytes(chain, chain.parameters_of(layer)),
+            narrow=narrows[layer],
         )
         for layer, (name, cost) in enumerate(zip(chain.layer_names, costs, strict=True))
     )
@@ -90,6 +105,8 @@ def measure_shards(
     state_bytes: Mapping[str, int],
     *,
     timed: Timed | None = None,
+    narrow: Collection[str] = (),
+    sums: bool = False,
 ) -> tuple[ShardSpec, ...]:
     """The shards between ``cuts``, each distinct one's units run and counted to the byte.
 
@@ -98,12 +115,12 @@ def measure_shards(
     """
     ranges = tuple(itertools.pairwise([0, *cuts, chain.num_layers]))
     costs = _measure(chain, batch, ranges, timed or faster_of_two())
+    narrows = _measure_narrow(chain, batch, ranges, timed or faster_of_two(), narrow, sums)
     specs = []
     for index, (span, cost) in enumerate(zip(ranges, costs, strict=True)):
         owned = [name for layer in range(*span) for name in chain.parameters_of(layer)]
         used = [name for layer in range(*span) for name in chain.borrowed_by(layer)]
         borrowed = [name for name in dict.fromkeys(used) if name not in owned]
-        trained = [name for name in owned if chain.model.get_parameter(name).requires_grad]
         specs.append(
             ShardSpec(
                 index=index,
@@ -111,7 +128,7 @@ def measure_shards(
                 parameter_bytes=_parameter_bytes(chain, [*owned, *borrowed]),
                 owned_bytes=_parameter_bytes(chain, owned),
                 state_bytes=Bytes(sum(state_bytes.get(name, 0) for name in owned)),
-                gradient_bytes=_parameter_bytes(chain, trained),
+                gradient_bytes=_gradient_bytes(chain, owned),
                 boundary_bytes=Bytes(costs[index - 1].boundary_bytes if index else 0),
                 carry_bytes=Bytes(cost.carry_bytes if index else 0),
                 forward_peak_bytes=Bytes(cost.forward_peak_bytes),
@@ -119,13 +136,61 @@ def measure_shards(
                 step_peak_bytes=Bytes(0),
                 forward_s=Seconds(cost.forward_s),
                 backward_s=Seconds(cost.backward_s),
+                private_bytes=Bytes(cost.private_bytes),
+                saved_bytes=Bytes(cost.saved_bytes) if may_hold(chain, span) else None,
+                saved_output_bytes=Bytes(cost.saved_output_bytes),
+                saving_peak_bytes=Bytes(cost.saving_peak_bytes),
+                stash_bytes=Bytes(cost.stash_bytes),
+                narrow=narrows[index],
             )
         )
     return tuple(specs)
 
 
-def _measure(chain: Chain, batch: Batch, ranges: Ranges, timed: Timed) -> list[_Cost]:
-    """The cost of each range, in order; of ranges that are alike the first is measured."""
+def _measure_narrow(
+    chain: Chain,
+    batch: Batch,
+    ranges: Ranges,
+    timed: Timed,
+    names: Collection[str],
+    sums: bool,
+) -> list[Narrow | None]:
+    """What each range costs with the named weights in bfloat16; nothing where there are none."""
+    if not names:
+        return [None] * len(ranges)
+    with narrowed(chain.model, names, sums=sums):
+        costs = _measure(chain, batch, ranges, timed, cast=() if sums else names)
+        return [
+            Narrow(
+                parameter_bytes=_parameter_bytes(chain, owned),
+                gradient_bytes=_gradient_bytes(chain, owned),
+                forward_peak_bytes=Bytes(cost.forward_peak_bytes),
+                backward_peak_bytes=Bytes(cost.backward_peak_bytes),
+                saved_bytes=Bytes(cost.saved_bytes),
+                saved_output_bytes=Bytes(cost.saved_output_bytes),
+                saving_peak_bytes=Bytes(cost.saving_peak_bytes),
+                forward_s=Seconds(cost.forward_s),
+                backward_s=Seconds(cost.backward_s),
+            )
+            for span, cost in zip(ranges, costs, strict=True)
+            for owned in [[n for layer in range(*span) for n in chain.parameters_of(layer)]]
+        ]
+
+
+def _gradient_bytes(chain: Chain, owned: Iterable[str]) -> Bytes:
+    """Of trained parameters, which may be of another type than their gradients."""
+    trained = [p for p in map(chain.model.get_parameter, owned) if p.requires_grad]
+    sizes = (p.numel() * (p.grad_dtype or p.dtype).itemsize for p in trained)
+    return Bytes(sum(round_up(size, ALIGNMENT) for size in sizes))
+
+
+def _measure(
+    chain: Chain, batch: Batch, ranges: Ranges, timed: Timed, cast: Collection[str] = ()
+) -> list[_Cost]:
+    """The cost of each range, in order; of ranges that are alike the first is measured.
+
+    ``cast`` are parameters whose gradients come as bfloat16 and stand for float32.
+    """
     with preserved(chain.model, chain.device, guard_parameters=False):
         micro = chain.begin(clone_batch(batch))
         forwards, visits = _measure_forwards(chain, micro, ranges, timed)
@@ -135,9 +200,80 @@ def _measure(chain: Chain, batch: Batch, ranges: Ranges, timed: Timed) -> list[_
             if kind not in measured:
                 after = _stand_in_result(chain, span[1], visits)
                 measured[kind] = _measure_backward(
-                    chain, micro, span, visits[span[0]], after, forward, timed
+                    chain, micro, span, visits[span[0]], after, forward, timed, cast
                 )
-    return [measured[kind] for kind in kinds]
+        private = [0]
+        made: Wires = {}
+        for before, here in itertools.pairwise(ranges):
+            made |= visits[here[0]].wires
+            left = visits[here[1]].wires if here[1] in visits else {}
+            wires = private_wires(chain, micro, before, here, made | left)
+            private.append(_storage_bytes(wires.values()))
+    boundaries = [0, *(measured[kind].boundary_bytes for kind in kinds)]
+    return [
+        replace(measured[kind], private_bytes=min(size, boundary))
+        for kind, size, boundary in zip(kinds, private, boundaries[:-1], strict=True)
+    ]
+
+
+def private_wires(
+    chain: Chain, micro: Micro, before: tuple[int, int], here: tuple[int, int], wires: Wires
+) -> Wires:
+    """Of the wires from the range ``before`` into ``here``, those that no later range reads.
+
+    Only tensors with a storage of their own, which the batch, a buffer or another wire of
+    ``wires`` does not share: the others would not be freed by moving them. Before ``here`` has
+    run, what its sections read is known of the pilot's batch only.
+    """
+    start, stop = here
+    later: set[Wire] = set()
+    if stop < chain.num_layers:
+        later = {*chain.live_wires(stop), *chain.live_wires(stop, micro)}
+    others = (*_tensors_of(micro.batch), *chain.model.buffers())
+    owners = Counter(storage_key(t) for t in (*wires.values(), *others))
+    return {
+        wire: wires[wire]
+        for wire in chain.live_wires(start, micro)
+        if wire.layer >= before[0]
+        and wire not in later
+        and owners[storage_key(wires[wire])] == 1
+        and _fills_its_storage(wires[wire])
+    }
+
+
+def may_hold(chain: Chain, span: tuple[int, int]) -> bool:
+    """Whether a range's forward can wait for its backward with all that it saved.
+
+    Not where what it reads in place may be changed meanwhile: parameters that a forward writes
+    to, buffers that other layers change too; and the last range has no forward of its own.
+    """
+    here = range(*span)
+    others = (layer for layer in range(chain.num_layers) if layer not in here)
+    shared = _changing(chain, here) & _changing(chain, others)
+    written = any(chain.written_parameters(layer) for layer in here)
+    return span[1] < chain.num_layers and not written and not shared
+
+
+def _changing(chain: Chain, layers: Iterable[int]) -> set[int]:
+    """Identities of the buffers that these layers' forwards change."""
+    names = {name for layer in layers for name in chain.changing_buffers(layer)}
+    return {id(chain.model.get_buffer(name)) for name in names}
+
+
+def _fills_its_storage(tensor: Tensor) -> bool:
+    """Whether a tensor is all that its storage holds, each element once."""
+    dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    return bool(dense) and tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def _tensors_of(batch: Batch) -> list[Tensor]:
+    found: list[Tensor] = []
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif isinstance(leaf, Mapping):  # one that pytree does not know
+            found += _tensors_of(list(leaf.values()))
+    return found
 
 
 class _Forward(NamedTuple):
@@ -146,6 +282,7 @@ class _Forward(NamedTuple):
     left_bytes: int
     peak_bytes: int
     seconds: float
+    buffers_bytes: int = 0  # copies of the buffers it changes
 
 
 def _measure_forwards(
@@ -164,7 +301,9 @@ def _measure_forwards(
         with AllocationTracker() as tracker:
             visits[start] = open_visit(chain, start, stop, wires)
             made = unit()
-        costs.append(_Forward(tracker.current_bytes, tracker.peak_bytes, seconds))
+        buffers = sum(buffer.nbytes for buffer in visits[start].buffers.values())
+        left = tracker.current_bytes - buffers
+        costs.append(_Forward(left, tracker.peak_bytes, seconds, buffers))
         alive = chain.live_wires(stop, micro)
         wires = {wire: made[wire] if wire in made else wires[wire] for wire in alive}
         made.clear()
@@ -185,27 +324,38 @@ def _measure_backward(
     after: BackwardResult,
     forward: _Forward,
     timed: Timed,
+    cast: Collection[str],
 ) -> _Cost:
-    saved_bytes = 0
+    saved_bytes = saved_output_bytes = saving_peak_bytes = 0
 
-    def note_saved() -> None:
-        nonlocal saved_bytes
-        saved_bytes = tracker.current_bytes
+    def note_saved(made: Collection[int]) -> None:
+        nonlocal saved_bytes, saved_output_bytes, saving_peak_bytes
+        saved_bytes = tracker.current_bytes - forward.buffers_bytes  # the recompute's own copies
+        saving_peak_bytes = tracker.peak_bytes - forward.buffers_bytes
+        saved_output_bytes = sum(s.nbytes() for s in tracker.alive() if s._cdata in made)
 
     drop_gradients(chain.model)
     with AllocationTracker() as tracker:
         result = recompute(chain, micro, span, visit, after, after_forward=note_saved)
     carry_bytes = _storage_bytes([*result.grads.values(), *result.tied.values()])
+    grads = (g for name in cast if (g := chain.model.get_parameter(name).grad) is not None)
+    norm_bytes = max((4 * grad.numel() for grad in grads), default=0)  # it is taken in float32
+    peak_bytes = max(tracker.peak_bytes, tracker.current_bytes + norm_bytes)
     del result
     drop_gradients(chain.model)
     seconds = timed(lambda: recompute(chain, micro, span, visit, after))
     drop_gradients(chain.model)
+    written = [name for layer in range(*span) for name in chain.written_parameters(layer)]
+    written_bytes = sum(chain.model.get_parameter(name).nbytes for name in written)
     return _Cost(
         boundary_bytes=forward.left_bytes,
+        stash_bytes=forward.buffers_bytes + written_bytes,
         carry_bytes=carry_bytes,
-        forward_peak_bytes=forward.peak_bytes,
+        forward_peak_bytes=forward.peak_bytes + written_bytes,
         saved_bytes=saved_bytes,
-        backward_peak_bytes=tracker.peak_bytes,
+        saved_output_bytes=saved_output_bytes,
+        saving_peak_bytes=saving_peak_bytes,
+        backward_peak_bytes=peak_bytes + written_bytes,
         forward_s=forward.seconds,
         backward_s=seconds,
     )
@@ -249,7 +399,7 @@ def _kind(
     read = chain.read_by(micro, start, stop)
     return (
         tuple(map(repr, modules)),
-        tuple((tuple(p.shape), p.requires_grad) for m in modules for p in m.parameters()),
+        tuple((tuple(p.shape), p.requires_grad, p.dtype) for m in modules for p in m.parameters()),
         tuple(_looks(chain, w, t, w in read) for w, t in visits[start].wires.items()),
         tuple(_looks(chain, w, t, w.layer < start) for w, t in visits[stop].wires.items()),
         tuple(chain.borrowed_by(layer) for layer in range(start, stop)),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +13,7 @@ from shoal.partition.build import build_chain, clone_batch, configs_with_cache
 from shoal.partition.chain import Chain
 from shoal.partition.discover import NotCuttable
 from shoal.partition.drive import every_layer, sharded_backward, sharded_evaluation
-from shoal.partition.preserve import BufferWatch, preserved, same_values
+from shoal.partition.preserve import BufferWatch, evaluating, preserved, same_values, shaken
 from shoal.partition.template import flatten
 from shoal.recipe import Batch, Recipe, autocast, compute_loss, model_inputs
 from shoal.rng import RngState, capture_rng, same_rng
@@ -98,7 +97,7 @@ def _compare(chain: Chain, batch: Batch, plain: _Outcome) -> tuple[str, ...]:
     for first, second in pairs[1:]:
         _require_equal(chain, first, second)
     if chain.record.recomputes:
-        with _shaken(chain.model):
+        with shaken(chain.model):
             plain_step = _plain_step(chain.model, chain.recipe, batch, chain.device)
             _require_equal(chain, plain_step, _sharded_step(chain, batch))
     different = _differences(plain, sharded)
@@ -202,7 +201,7 @@ def _evaluations(chain: Chain, batch: Batch) -> list[tuple[_Outcome, _Outcome]]:
         words = " without gradients"
         plain = _evaluate(chain, batch, words, sharded=False)
         pairs.append((plain, _evaluate(chain, batch, words, sharded=True)))
-    with _evaluation_mode(chain.model):
+    with evaluating(chain.model):
         try:
             plain = _evaluate(chain, batch, " in evaluation", sharded=False)
         except Exception:  # a model that has no loss in evaluation mode is not validated
@@ -219,37 +218,3 @@ def _evaluate(chain: Chain, batch: Batch, when: str, *, sharded: bool) -> _Outco
         leaves = [leaf for leaf in flatten(output)[0] if isinstance(leaf, Tensor)]
         tensors = {f"output {index}{when}": leaf for index, leaf in enumerate(leaves)}
         return _Outcome({f"the loss{when}": loss, **tensors}, capture_rng(chain.device))
-
-
-@contextmanager
-def _shaken(model: nn.Module) -> Iterator[None]:
-    """Every parameter a little off, and afterwards as before.
-
-    Where gradients are summed in another order, values such as the 0 and 1 that many
-    parameters start from may hide it.
-    """
-    random = torch.Generator().manual_seed(0)
-    values = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
-    try:
-        with torch.no_grad():
-            for parameter, value in values:
-                if value.is_floating_point():
-                    noise = torch.randn(value.shape, generator=random)
-                    parameter.add_(0.05 * noise.to(value.device, value.dtype))
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, value in values:
-                parameter.copy_(value)
-
-
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """``model.eval()``, and every module's own mode afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

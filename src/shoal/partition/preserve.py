@@ -74,6 +74,40 @@ class _WriteGuard(TorchDispatchMode):
             _copy(parameter, values)
 
 
+@contextmanager
+def shaken(model: nn.Module) -> Iterator[None]:
+    """Every parameter a little off, and afterwards as before.
+
+    Where gradients are summed in another order, values such as the 0 and 1 that many
+    parameters start from may hide it.
+    """
+    random = torch.Generator().manual_seed(0)
+    values = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    try:
+        with torch.no_grad():
+            for parameter, value in values:
+                if value.is_floating_point():
+                    noise = torch.randn(value.shape, generator=random)
+                    parameter.add_(0.05 * noise.to(value.device, value.dtype))
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in values:
+                parameter.copy_(value)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """``model.eval()``, and every module's own mode afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
 def drop_gradients(model: nn.Module) -> None:
     """Set every gradient to None."""
     for parameter in model.parameters():

@@ -20,6 +20,7 @@ from shoal.partition.sections import Sections
 from shoal.partition.taint import BlockOutput, Source, Taint
 from shoal.partition.template import Shape, Template, flatten, output_template
 from shoal.partition.wires import Names, TouchWatch, Wire, Wires, storage_key
+from shoal.partition.writes import WriteWatch
 from shoal.recipe import Batch, Recipe, autocast, compute_loss, model_inputs
 from shoal.rng import RngState, capture_rng, same_rng
 
@@ -79,6 +80,7 @@ class Spy:
         self._names = Names()
         self._taint = Taint(dict(model.named_parameters()))
         self._touch = TouchWatch()
+        self._writes = WriteWatch(model, self._block_names)
         self._writers: list[CallWriter] = []
         self._unsure: set[Wire | None] = set()
         self._free: set[Wire] = set()  # made of the batch alone
@@ -100,7 +102,7 @@ class Spy:
         """
         calls = ReplacedCalls(self._replacements())
         grads, cast = torch.enable_grad(), autocast(recipe, self._device)
-        with grads, cast, calls, self._taint, self._touch:
+        with grads, cast, calls, self._taint, self._touch, self._writes:
             self._ambient = self._mode()
             args, kwargs = model_inputs(recipe, batch)
             output = self._model(*args, **kwargs)
@@ -208,7 +210,8 @@ class Spy:
             self.seen.found.append(position)
         values = writer.write(module, name, args, kwargs)
         self._name_arguments(writer.calls[-1], values)
-        output = call(*args, **kwargs)
+        with self._writes.inside(module):
+            output = call(*args, **kwargs)
         self._note_changes(module, args, kwargs, values)
         tensors = [value for value in values if isinstance(value, Tensor)]
         template = output_template(output, tensors, owner=f"block {name!r}")
@@ -342,7 +345,13 @@ class Spy:
         called = {block.module for block in self.seen.blocks}
         self.seen.skipped = [name for m, name in self._block_names.items() if m not in called]
         now = {name: p._version for name, p in self._model.named_parameters()}
-        self.seen.written = frozenset(n for n in now if now[n] != self._versions[n])
+        changed = {name for name in now if now[name] != self._versions[name]}
+        self.seen.written = frozenset(changed | self._writes.names)
+        if self._writes.foreign:
+            names = ", ".join(sorted(self._writes.foreign))
+            raise NotCuttable(
+                f"the forward writes to weights outside of the block they are in: {names}"
+            )
         self.seen.buffers = frozenset(self._buffers.changed())
         if self._buffers.added():
             names = ", ".join(sorted(self._buffers.added()))

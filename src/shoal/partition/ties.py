@@ -35,12 +35,12 @@ def cast_key(name: str) -> str:
 class TiedParts:
     """Keeps borrowed parameters' gradients apart from ``.grad`` during a backward.
 
-    ``arrived`` are the parts of later shards. Call ``watch_casts`` in the shard's autocast
-    region before its forward. Inside the ``with``, a borrowed parameter has no ``.grad``; what
-    it then gets is ``carried``, and the earlier ``.grad`` is put back.
+    Call ``watch_casts`` in the shard's autocast region before its forward, and ``arrive`` with
+    the parts of later shards before its backward. Inside the ``with``, a borrowed parameter has
+    no ``.grad``; what it then gets is ``carried``, and the earlier ``.grad`` is put back.
     """
 
-    def __init__(self, chain: Chain, start: int, stop: int, arrived: Mapping[str, Tensor]) -> None:
+    def __init__(self, chain: Chain, start: int, stop: int) -> None:
         layers = range(start, stop)
         self._chain, self._start, self._stop = chain, start, stop
         owned = {name for layer in layers for name in chain.parameters_of(layer)}
@@ -50,26 +50,35 @@ class TiedParts:
             for name in sorted(uses - owned)
             if (parameter := chain.model.get_parameter(name)).requires_grad
         }
-        here = owned | uses
-        self.carried = {name: part for name, part in arrived.items() if name not in here}
-        self.roots: list[Root] = [
-            (get_gradient_edge(chain.model.get_parameter(name)), part)
-            for name, part in arrived.items()
-            if name in here
-        ]
+        self._here = owned | uses
+        self.carried: dict[str, Tensor] = {}
+        self.roots: list[Root] = []
+        self._casts: dict[str, GradientEdge] = {}
         self._set_aside: dict[str, Tensor | None] = {}
         self._hooks: list[Any] = []
 
     def watch_casts(self) -> None:
-        """Cast the parameters that other shards cast too, and take their parts off or in."""
+        """Cast the parameters that other shards cast too."""
         casts = self._chain.shared_casts
         here = {name for layer in range(self._start, self._stop) for name in casts[layer]}
         before = {name for layer in range(self._start) for name in casts[layer]}
         after = {name for layer in range(self._stop, len(casts)) for name in casts[layer]}
         for name in sorted(here & (before | after)):
             edge = _cast_edge(self._chain.model.get_parameter(name))
-            if edge is None:
-                continue
+            if edge is not None:
+                self._casts[name] = edge
+
+    def arrive(self, parts: Mapping[str, Tensor]) -> None:
+        """Take in the parts of later shards, and see to it that earlier ones get theirs."""
+        self.carried = {name: part for name, part in parts.items() if name not in self._here}
+        self.roots = [
+            (get_gradient_edge(self._chain.model.get_parameter(name)), part)
+            for name, part in parts.items()
+            if name in self._here
+        ]
+        casts = self._chain.shared_casts
+        before = {name for layer in range(self._start) for name in casts[layer]}
+        for name, edge in self._casts.items():
             part = self.carried.pop(cast_key(name), None)
             if part is not None:
                 self.roots.append((edge, part))

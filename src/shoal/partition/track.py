@@ -47,6 +47,11 @@ class AllocationTracker(TorchDispatchMode):
                 self._add(storage, key, size)
         return output
 
+    def alive(self) -> list[torch.UntypedStorage]:
+        """The storages that were allocated inside the ``with`` and are still there."""
+        found = (storage() for storage, _ in self._alive.values())
+        return [storage for storage in found if storage is not None]
+
     def restart_peak(self) -> None:
         """Forget the peak so far: from now on it is what is alive, or more."""
         self.peak_bytes = self.current_bytes

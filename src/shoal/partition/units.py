@@ -16,19 +16,23 @@ taken in plain autograd's order, the latest use first:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shoal.core.errors import TrialError
 from shoal.partition.chain import Chain, Micro
 from shoal.partition.ties import Root, TiedParts
-from shoal.partition.wires import Wire, Wires
+from shoal.partition.wires import Wire, Wires, storage_key
 from shoal.recipe import autocast
+
+AfterForward = Callable[[Collection[int]], None]
+"""Told the storages of what a forward made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +88,70 @@ def _run_graph_forward(
     return {wire: tensor for wire, tensor in given.items() if wire not in wires}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A shard's forward with gradients, which its backward has still to come to.
+
+    ``made`` are its new wires, for later shards; ``edges`` is where the gradients of wires
+    enter its graph, which refers to the shard's parameters where they are: they must stay there
+    until the backward.
+    """
+
+    entries: dict[Wire, _Boundary]
+    edges: dict[Wire, GradientEdge]
+    parts: TiedParts
+    made: Wires
+
+
+def run_held_forward(
+    chain: Chain, micro: Micro, start: int, stop: int, wires: Mapping[Wire, Tensor]
+) -> Held:
+    """Layers [start, stop), not the last, with gradients; the backward is ``run_held_backward``.
+
+    ``wires`` are those alive at ``start``.
+    """
+    entries = {wire: _Boundary(tensor, chain.needs_grad(wire)) for wire, tensor in wires.items()}
+    inside = {wire: entry.tensor for wire, entry in entries.items()}
+    parts = TiedParts(chain, start, stop)
+    with torch.enable_grad(), autocast(chain.recipe, chain.device):
+        parts.watch_casts()
+        made = chain.forward(micro, start, stop, inside)
+        _require_known_gradients(chain, made)
+    edges = {w: get_gradient_edge(t) for w, t in (inside | made).items() if t.requires_grad}
+    handed = {wire: tensor.detach() for wire, tensor in made.items()}
+    return Held(entries=entries, edges=edges, parts=parts, made=handed)
+
+
+def run_held_backward(
+    chain: Chain,
+    micro: Micro,
+    start: int,
+    stop: int,
+    held: Held,
+    *,
+    grads: Mapping[Wire, Tensor] | None = None,
+    tied: Mapping[str, Tensor] | None = None,
+    on_begin: Callable[[], None] | None = None,
+) -> BackwardResult:
+    """The backward of a forward that was held, from ``grads`` and ``tied`` as ``run_backward``.
+
+    ``on_begin`` is told when nothing but what the graph saved is left of the forward.
+    """
+    if not grads and not tied:
+        return BackwardResult()
+    held.parts.arrive(tied or {})
+    roots = list(held.parts.roots)
+    if grads:
+        read = chain.read_by(micro, start, stop)
+        roots += _wire_roots(held.entries, held.edges, grads, read)
+    held.made.clear()
+    if on_begin is not None:
+        on_begin()
+    with held.parts:
+        _backward(roots)
+    return BackwardResult(grads=_handed_on(held.entries), tied=held.parts.carried)
+
+
 def run_backward(
     chain: Chain,
     micro: Micro,
@@ -94,7 +162,7 @@ def run_backward(
     grads: Mapping[Wire, Tensor] | None = None,
     tied: Mapping[str, Tensor] | None = None,
     accumulate: int = 1,
-    after_forward: Callable[[], None] | None = None,
+    after_forward: AfterForward | None = None,
 ) -> BackwardResult:
     """Layers [start, stop) again with gradients, then their backward.
 
@@ -103,39 +171,53 @@ def run_backward(
     the loss. Gradients add to ``.grad`` of the parameters that the shard owns. Before a
     recompute the caller puts back the random state and the changing buffers of the
     shard's forward, and afterwards what they were before: the buffers not earlier than
-    the end of this call. ``after_forward`` is told when the backward begins.
+    the end of this call. ``after_forward`` is told when the backward begins, with the
+    storages of the wires that the forward made, which only what the graph saved still holds.
     """
-    is_last = stop == chain.num_layers
-    if not is_last and not grads and not tied:
+    if stop == chain.num_layers:
+        return _run_last(chain, micro, start, wires, accumulate, after_forward)
+    if not grads and not tied:
         return BackwardResult()
+    held = run_held_forward(chain, micro, start, stop, wires)
+    made = {storage_key(tensor) for tensor in held.made.values()}
+    held.made.clear()
+    begin = functools.partial(after_forward, made) if after_forward is not None else None
+    return run_held_backward(
+        chain, micro, start, stop, held, grads=grads, tied=tied, on_begin=begin
+    )
+
+
+def _run_last(
+    chain: Chain,
+    micro: Micro,
+    start: int,
+    wires: Mapping[Wire, Tensor],
+    accumulate: int,
+    after_forward: AfterForward | None,
+) -> BackwardResult:
+    """The forward of the last shard, its loss, and the backward."""
     entries = {wire: _Boundary(tensor, chain.needs_grad(wire)) for wire, tensor in wires.items()}
     inside = {wire: entry.tensor for wire, entry in entries.items()}
-    parts = TiedParts(chain, start, stop, tied or {})
-    loss = None
+    parts = TiedParts(chain, start, chain.num_layers)
     with torch.enable_grad(), autocast(chain.recipe, chain.device):
         parts.watch_casts()
-        if is_last:
-            loss = chain.loss(micro, start, inside)[0]
-        else:
-            made = chain.forward(micro, start, stop, inside)
-            _require_known_gradients(chain, made)
-            inside |= made
-            made.clear()
-    roots = list(parts.roots)
-    if grads:
-        read = chain.read_by(micro, start, stop)
-        roots += _wire_roots(entries, inside, grads, read)
+        loss = chain.loss(micro, start, inside)[0]
     inside.clear()
     if after_forward is not None:
-        after_forward()
+        after_forward(set())
+    parts.arrive({})
     with parts:
-        if loss is not None:
-            (loss / accumulate).backward()
-        elif roots:
-            torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
-    handed_on = {wire: entry.box[0] for wire, entry in entries.items() if entry.box}
-    detached = None if loss is None else loss.detach()
-    return BackwardResult(loss=detached, grads=handed_on, tied=parts.carried)
+        (loss / accumulate).backward()
+    return BackwardResult(loss=loss.detach(), grads=_handed_on(entries), tied=parts.carried)
+
+
+def _backward(roots: list[Root]) -> None:
+    if roots:
+        torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
+
+
+def _handed_on(entries: Mapping[Wire, _Boundary]) -> Wires:
+    return {wire: entry.box[0] for wire, entry in entries.items() if entry.box}
 
 
 def _require_known_gradients(chain: Chain, made: Mapping[Wire, Tensor]) -> None:
@@ -151,7 +233,7 @@ def _require_known_gradients(chain: Chain, made: Mapping[Wire, Tensor]) -> None:
 
 def _wire_roots(
     entries: Mapping[Wire, _Boundary],
-    inside: Mapping[Wire, Tensor],
+    edges: Mapping[Wire, GradientEdge],
     grads: Mapping[Wire, Tensor],
     read: frozenset[Wire],
 ) -> list[Root]:
@@ -160,8 +242,8 @@ def _wire_roots(
     for wire, grad in grads.items():
         if wire in entries and wire not in read:
             entries[wire].box.append(grad)
-        elif inside[wire].requires_grad:
-            roots.append((get_gradient_edge(inside[wire]), grad))
+        elif wire in edges:
+            roots.append((edges[wire], grad))
     return roots
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil
 
-from shoal.core.spec import JobMeasure, LayerMeasure, ShardSpec
+from shoal.core.spec import JobMeasure, LayerMeasure, Narrow, ShardSpec
 from shoal.core.units import Bytes
 
 
@@ -30,10 +30,12 @@ def _grown_layer(layer: LayerMeasure, growth: float) -> LayerMeasure:
     return replace(
         layer,
         boundary_bytes=_times(layer.boundary_bytes, growth),
+        private_bytes=Bytes(int(layer.private_bytes * growth)),
         carry_bytes=_times(layer.carry_bytes, growth),
         forward_peak_bytes=_times(layer.forward_peak_bytes, growth),
         saved_bytes=_times(layer.saved_bytes, growth),
         backward_peak_bytes=_times(layer.backward_peak_bytes, growth),
+        narrow=_grown_narrow(layer.narrow, growth),
     )
 
 
@@ -41,9 +43,27 @@ def _grown_shard(shard: ShardSpec, growth: float) -> ShardSpec:
     return replace(
         shard,
         boundary_bytes=_times(shard.boundary_bytes, growth),
+        private_bytes=Bytes(int(shard.private_bytes * growth)),
+        saved_output_bytes=Bytes(int(shard.saved_output_bytes * growth)),
+        saving_peak_bytes=_times(shard.saving_peak_bytes, growth),
+        saved_bytes=None if shard.saved_bytes is None else _times(shard.saved_bytes, growth),
         carry_bytes=_times(shard.carry_bytes, growth),
         forward_peak_bytes=_times(shard.forward_peak_bytes, growth),
         backward_peak_bytes=_times(shard.backward_peak_bytes, growth),
+        narrow=_grown_narrow(shard.narrow, growth),
+    )
+
+
+def _grown_narrow(narrow: Narrow | None, growth: float) -> Narrow | None:
+    if narrow is None:
+        return None
+    return replace(
+        narrow,
+        saved_output_bytes=Bytes(int(narrow.saved_output_bytes * growth)),
+        saving_peak_bytes=_times(narrow.saving_peak_bytes, growth),
+        saved_bytes=_times(narrow.saved_bytes, growth),
+        forward_peak_bytes=_times(narrow.forward_peak_bytes, growth),
+        backward_peak_bytes=_times(narrow.backward_peak_bytes, growth),
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shoal.core.plan import Spilled, kept_shards, kept_weights
+from shoal.core.plan import Spilled, Technique, as_they_travel, kept_shards, kept_weights
 from shoal.core.spec import ShardSpec
 from shoal.core.units import Bytes, Seconds
 from shoal.planner.need import Request, programs
@@ -21,6 +21,8 @@ from shoal.program.ir import kept
 from shoal.program.replay import Run, replay
 
 STEPS = 4  # that are replayed; the first one, which finds everything empty, does not count
+MIX_STEPS = 8  # of the shortest trial of a mix; more, for its end counts too
+MOST_TIMES = 64  # of a mix: the longest trial has so many times these at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,20 +57,10 @@ def price(
     active: int,
 ) -> Price:
     """The price of a resolved technique with ``active`` trials of its kind on a device."""
-    step, _ = programs(len(shards), technique, request)
-    costs = JobCosts(
-        shards=tuple(_stepped(shard, technique, speeds) for shard in shards),
-        batch_bytes=batch,
-        up_bytes_per_s=speeds.up_bytes_per_s,
-        down_bytes_per_s=speeds.down_bytes_per_s,
-    )
-    here = kept(kept_shards(technique), kept_weights(technique))
+    one = run_of(shards, batch, technique, request, speeds)
 
     def makespan_s(steps: int) -> tuple[float, float]:
-        runs = [
-            Run(program=step, costs={0: costs}, steps=steps, start=here, trial=trial)
-            for trial in range(active)
-        ]
+        runs = [replace(one, steps=steps, trial=trial) for trial in range(active)]
         timeline = replay(runs, keep_spans=False)
         return timeline.makespan_s, timeline.busy_s.get((0, "compute"), 0.0)
 
@@ -79,8 +71,44 @@ def price(
     )
 
 
-def _stepped(shard: ShardSpec, technique: Spilled, speeds: Speeds) -> ShardSpec:
+def run_of(
+    shards: Sequence[ShardSpec],
+    batch: Bytes,
+    technique: Technique,
+    request: Request,
+    speeds: Speeds,
+) -> Run:
+    """A step of a trial, to be replayed with what it takes."""
+    step, _ = programs(len(shards), technique, request)
+    costs = JobCosts(
+        shards=tuple(
+            _stepped(shard, technique, speeds) for shard in as_they_travel(shards, technique)
+        ),
+        batch_bytes=batch,
+        up_bytes_per_s=speeds.up_bytes_per_s,
+        down_bytes_per_s=speeds.down_bytes_per_s,
+    )
+    here = kept(kept_shards(technique), kept_weights(technique))
+    return Run(program=step, costs={0: costs}, start=here)
+
+
+def mix_s(runs: Sequence[Run], active: int) -> Seconds:
+    """How long a device takes for these trials, so many at a time.
+
+    Each runs some of its ``steps``: those with the fewest ``MIX_STEPS``, the others as many
+    times that as they have more, up to ``MOST_TIMES``.
+    """
+    fewest = min(run.steps for run in runs)
+    numbered = [
+        replace(run, steps=round(MIX_STEPS * min(MOST_TIMES, run.steps / fewest)), trial=trial)
+        for trial, run in enumerate(runs)
+    ]
+    return replay(numbered, keep_spans=False, active=active).makespan_s
+
+
+def _stepped(shard: ShardSpec, technique: Technique, speeds: Speeds) -> ShardSpec:
     """With the seconds of its step where it steps."""
-    on_device = technique.optimizer == "device" or shard.index in kept_shards(technique)
+    on_device = not isinstance(technique, Spilled) or technique.optimizer == "device"
+    on_device = on_device or shard.index in kept_shards(technique)
     times = speeds.device_step if on_device else speeds.host_step
     return replace(shard, step_s=Seconds(shard.step_s * times))

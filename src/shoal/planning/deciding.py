@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from shoal.core.errors import PlanError
-from shoal.core.plan import Job, Resident, Spilled, Technique, kept_shards, kept_weights
+from shoal.core.plan import (
+    Job,
+    Resident,
+    Spilled,
+    Technique,
+    kept_shards,
+    kept_weights,
+    travels_narrow,
+)
 from shoal.core.spec import DeviceSpec, Place, Scalar, TrialSpec
-from shoal.core.units import Bytes, format_bytes, format_seconds
+from shoal.core.units import Bytes, Seconds, format_bytes, format_seconds
+from shoal.memory.layout import as_it_travels
 from shoal.planner.choose import (
     choices,
     make_job,
     may_go_by_shard,
     refuse,
 )
-from shoal.planner.need import Need, Request, fits, keep_most, need
+from shoal.planner.keep import keep_best
+from shoal.planner.need import Need, Request, fits, need, waiting_bytes
 from shoal.planner.price import price
 from shoal.planning.planned import Settled
-from shoal.planning.speeds import speeds_of
+from shoal.planning.sharing import share
+from shoal.planning.speeds import corrected, speeds_of
 from shoal.recipe import Recipe
 from shoal.runtime.messages import Measure, Measured, MeasureShards, Order
+from shoal.spill.generate import route_of
 
 MOST_ACTIVE = 3
 """Trials that share a device at most: more would leave each too little of it."""
@@ -37,6 +49,8 @@ class Deciding:
     Args:
         technique: Forced, or None to choose.
         place: Where the trials that go on stepped, if that is part of their bits.
+        by_epochs: Trials end after as many epochs, not steps.
+        varies: There were batches larger than those that are measured.
     """
 
     def __init__(
@@ -45,8 +59,11 @@ class Deciding:
         recipe: Recipe,
         technique: Technique | None,
         place: Place | None,
+        *,
+        by_epochs: bool = False,
+        varies: bool = False,
     ) -> None:
-        self._device, self._recipe = devices[0], recipe
+        self._device, self._recipe, self._by_epochs = devices[0], recipe, by_epochs
         self._budget = Bytes(min(device.memory for device in devices))
         self._speeds = speeds_of(self._device)
         self._request = Request(
@@ -55,10 +72,16 @@ class Deciding:
             technique=technique,
             prefers="device" if self._device.kind == "cuda" else "host",
             place=place,
+            varies=varies,
             # On a GPU which shards step where is part of a trial's bits: another budget, or
             # less memory, must not change that.
             mixes=self._device.kind == "virtual",
         )
+
+    @property
+    def _narrow(self) -> bool:
+        forced = self._request.technique
+        return isinstance(forced, Spilled) and forced.transfer == "bf16"
 
     def settle(self, trial: TrialSpec, crowd: bool) -> Question:
         """Order measures until the technique of one trial is decided.
@@ -69,18 +92,19 @@ class Deciding:
             PlanError: it fits in no way, or what was forced cannot be done.
         """
         forced = self._request.technique
-        measured = yield Measure(trial, cut=isinstance(forced, Spilled))
+        measured = yield Measure(trial, cut=isinstance(forced, Spilled), narrow=self._narrow)
         if not isinstance(forced, Spilled):
             whole = self._resident(measured)
             if whole.total <= self._budget:
-                return _settled(measured, Resident(), 1, self._why_resident(whole))
+                why = self._why_resident(whole)
+                return _settled(measured, Resident(), 1, [*why, *measured.measure.notes])
             if isinstance(forced, Resident):
                 raise PlanError(
                     f"trial {trial.number} was asked to train resident, which needs "
                     f"{format_bytes(whole.total)} on a device of {format_bytes(self._budget)}. "
                     "Leave technique= out to have it spilled, or give the device more memory."
                 )
-            measured = yield Measure(trial, cut=True)
+            measured = yield Measure(trial, cut=True, narrow=self._narrow)
         whole = self._resident(measured)
         if not measured.measure.cuttable:
             return self._settle_uncut(trial, measured, whole)
@@ -96,7 +120,7 @@ class Deciding:
                 "Use technique='resident'."
             )
         if whole.total > self._budget:
-            raise refuse(trial, measured.measure, self._budget)
+            raise refuse(trial, measured.measure, self._budget, self._request)
         why = self._why_resident(whole)
         return _settled(measured, Resident(), 1, [*why, *measured.measure.notes])
 
@@ -106,40 +130,54 @@ class Deciding:
         forced = self._request.technique
         _refuse_too_many(trial, measured, forced)
         self._refuse_order(trial, measured)
+        self._refuse_transfer(trial, measured)
+        self._speeds = corrected(self._speeds, measured.measure.link)
         request, closest = self._spilled_request(whole), None
         actives = range(1, MOST_ACTIVE + 1) if crowd else (1,)
         for choice in choices(measured.measure, self._budget, actives, request, self._speeds):
-            exact = yield MeasureShards(trial, choice.cuts)
+            exact = yield MeasureShards(trial, choice.cuts, narrow=self._narrow)
             _refuse_borrowers(trial, exact, choice.technique)
             active = choice.active
-            found = self._keep_most(exact, choice.technique, request, active)
+            _refuse_activations(trial, exact, choice.technique)
+            found = self._keep_best(exact, choice.technique, request, active)
             if found:
-                why = self._why_spilled(whole, exact, *found, active)
-                return _settled(exact, found[0], active, [*why, *exact.measure.notes])
-            closest = self._need(exact, _all_travel(choice.technique), request)
+                return self._spilled(exact, whole, *found, active)
+            closest = self._need(exact, _as_named(choice.technique), request)
         if isinstance(forced, Spilled) and forced.shards and closest is not None:
             kept = f", {len(forced.keep)} of them kept on the device," if forced.keep else ""
+            if forced.keep_activations:
+                kept += f" {len(forced.keep_activations)} of them with their activations,"
             raise PlanError(
                 f"trial {trial.number} was asked to train in {forced.shards} shards{kept} which "
                 f"needs {format_bytes(closest.total)} or more on a device of "
                 f"{format_bytes(self._budget)}. Ask for more shards, or leave shards= out to have "
                 "the fewest that fit."
             )
-        raise refuse(trial, measured.measure, self._budget)
+        raise refuse(trial, measured.measure, self._budget, self._request)
 
     def _spilled_request(self, whole: Need) -> Request:
         """Who asks for spilling where the whole model would fit wants to see it travel."""
         forced = self._request.technique
         if isinstance(forced, Spilled) and forced.keep is None and whole.total <= self._budget:
-            return replace(self._request, technique=_all_travel(forced))
+            travels = replace(forced, keep=(), keep_weights=())
+            if forced.keep_activations is None:
+                travels = replace(travels, recompute=True)
+            return replace(self._request, technique=travels)
         return self._request
 
-    def _keep_most(
+    def _keep_best(
         self, exact: Measured, technique: Spilled, request: Request, active: int
     ) -> tuple[Spilled, Need] | None:
         measure = exact.measure
-        return keep_most(
-            measure, measure.shards, technique, request, self._budget, active, exact.layout
+        return keep_best(
+            measure,
+            measure.shards,
+            technique,
+            request,
+            self._budget,
+            active,
+            self._speeds,
+            exact.layout,
         )
 
     def _need(self, exact: Measured, technique: Spilled, request: Request) -> Need:
@@ -181,6 +219,18 @@ class Deciding:
                 f"{len(technique.keep or ())} shards stay on the device{weights}, for which there "
                 f"is room; if all travelled {format_bytes(none.moved)} would move"
             )
+        if technique.transfer == "bf16":
+            reasons.append(self._why_narrow(exact, technique))
+        if waits := waiting_bytes(exact.measure.shards, technique, self._request.micro_batches):
+            reasons.append(
+                f"{format_bytes(waits)} of inputs wait on the host between forward and backward"
+            )
+        if saves := technique.keep_activations:
+            seconds = sum(exact.measure.shards[shard].forward_s for shard in saves)
+            reasons.append(
+                f"{len(saves)} shards keep what their forward saved, for which there is room: "
+                f"running it again would take {format_seconds(Seconds(seconds))} a micro-batch"
+            )
         if self._request.micro_batches > 1:
             reasons.append(self._why_order(exact, technique))
         found_price = price(
@@ -197,6 +247,33 @@ class Deciding:
             f"it computes {found_price.busy:.0%} of the time, replayed with {self._speeds.source}"
         )
         return reasons
+
+    def _why_narrow(self, exact: Measured, technique: Spilled) -> str:
+        shards = exact.measure.shards
+        whole = sum(s.owned_bytes for s in shards if travels_narrow(technique, s.index))
+        narrow = sum(
+            s.narrow.parameter_bytes
+            for s in shards
+            if s.narrow is not None and travels_narrow(technique, s.index)
+        )
+        return (
+            f"weights that nothing but bf16 products reads travel as bfloat16: of the shards that "
+            f"travel {format_bytes(Bytes(narrow))} go up for {format_bytes(Bytes(whole))}, with "
+            "the same bits"
+        )
+
+    def _refuse_transfer(self, trial: TrialSpec, measured: Measured) -> None:
+        forced, measure = self._request.technique, measured.measure
+        if isinstance(forced, Spilled) and forced.transfer == "bf16" and not measure.narrow:
+            why = (
+                "no weight of its model is read by bf16 products alone"
+                if self._recipe.precision == "bf16"
+                else f"its recipe trains in {self._recipe.precision}"
+            )
+            raise PlanError(
+                f"trial {trial.number} was asked to have its weights travel as bfloat16, but "
+                f"{why}. Leave transfer= out, or give Recipe(precision='bf16')."
+            )
 
     def _refuse_order(self, trial: TrialSpec, measured: Measured) -> None:
         forced, measure = self._request.technique, measured.measure
@@ -237,6 +314,47 @@ class Deciding:
         fitting = (n for n in range(most, 1, -1) if fits(needs, self._budget, n))
         return next(fitting, 1)
 
+    def mix(
+        self, settled: Mapping[str, Settled], present: Sequence[str], active: int
+    ) -> tuple[dict[str, Settled], int]:
+        """The kinds, and how many trials share a device, where these are present on one."""
+        return share(
+            settled,
+            present,
+            active,
+            self._again,
+            self._request,
+            self._budget,
+            self._speeds,
+            by_epochs=self._by_epochs,
+        )
+
+    def _again(self, settled: Settled, active: int) -> Settled | None:
+        """A kind, with what stays of it where so many share the device."""
+        forced, technique = self._request.technique, settled.technique
+        if not isinstance(technique, Spilled):
+            return settled
+        asked = forced if isinstance(forced, Spilled) else Spilled()
+        if asked.keep is None and (technique.keep or forced is None):
+            technique = replace(technique, keep=None, keep_weights=())
+        if technique.recompute is not True:
+            technique = replace(technique, keep_activations=asked.keep_activations)
+        exact = Measured(0, settled.measure, settled.layout)
+        found = self._keep_best(exact, technique, self._request, active)
+        if found is None or settled.whole is None:
+            return None
+        return self._spilled(exact, settled.whole, *found, active)
+
+    def _spilled(
+        self, exact: Measured, whole: Need, technique: Spilled, found: Need, active: int
+    ) -> Settled:
+        """Settled, with the host region laid out for what travels as bfloat16."""
+        why = self._why_spilled(whole, exact, technique, found, active)
+        settled = _settled(exact, technique, active, [*why, *exact.measure.notes])
+        sums, names = self._request.micro_batches > 1, exact.measure.narrow
+        layout = as_it_travels(settled.layout, technique, names, sums=sums)
+        return replace(settled, layout=layout, whole=whole)
+
     def job(self, trial: TrialSpec, settled: Settled) -> Job:
         """The job of a trial of a signature that is settled."""
         return make_job(
@@ -260,6 +378,7 @@ class Deciding:
             "device": "cpu" if device.kind == "virtual" else torch.cuda.get_device_name(0),
             "threads": device.threads,
             "precision": self._recipe.precision,
+            **({"loss_rows": self._recipe.loss_rows} if self._recipe.loss_rows else {}),
             "optimizer": settled.measure.optimizer,
             "optimizer_place": place if device.kind == "cuda" else "cpu",
             "matmul": torch.get_float32_matmul_precision(),
@@ -268,8 +387,14 @@ class Deciding:
         }
 
 
+def _as_named(technique: Spilled) -> Spilled:
+    """With nothing kept but what was asked for by name."""
+    saves = technique.keep_activations or ()
+    return replace(technique, keep=technique.keep or (), keep_activations=saves)
+
+
 def _all_travel(technique: Spilled) -> Spilled:
-    return replace(technique, keep=(), keep_weights=())
+    return replace(technique, keep=(), keep_weights=(), keep_activations=())
 
 
 def _refuse_borrowers(trial: TrialSpec, exact: Measured, technique: Spilled) -> None:
@@ -282,6 +407,29 @@ def _refuse_borrowers(trial: TrialSpec, exact: Measured, technique: Spilled) -> 
                 f"the device, but it borrows {format_bytes(borrowed)} of tied parameters from "
                 "another shard, whose step would leave it an old copy. Leave it out of keep=."
             )
+
+
+def _refuse_activations(trial: TrialSpec, exact: Measured, technique: Spilled) -> None:
+    shards = exact.measure.shards
+    stays = route_of(technique, len(shards)).may_save
+    for shard in technique.keep_activations or ():
+        if shard in stays and shards[shard].saved_bytes is not None:
+            continue
+        why, way_out = (
+            "its parameters are not on the device from its forward to its backward",
+            ", or name it in keep= or keep_weights= too",
+        )
+        if shard == len(shards) - 1:
+            why, way_out = "the last shard's forward and backward are one unit anyway", ""
+        elif technique.order == "shard":
+            why = "its forward of the next micro-batch comes before the backward of this one"
+            way_out = ", or leave out order='shard'"
+        elif shard in stays:
+            why, way_out = "its forward changes what its backward, or another shard, reads", ""
+        raise PlanError(
+            f"trial {trial.number} was asked to keep the activations of shard {shard} of "
+            f"{len(shards)}, but {why}. Leave it out of keep_activations={way_out}."
+        )
 
 
 def _step_place(technique: Technique) -> str:

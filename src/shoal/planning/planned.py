@@ -9,6 +9,7 @@ from shoal.core.plan import Plan, Technique
 from shoal.core.spec import JobMeasure
 from shoal.core.units import Seconds
 from shoal.memory.layout import TrialLayout
+from shoal.planner.need import Need
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class Settled:
     technique: Technique
     why: tuple[str, ...]
     active: int  # trials that share a device then
+    whole: Need | None = None  # resident
 
 
 def with_seconds(plan: Plan, seconds: float) -> Plan:

@@ -22,6 +22,7 @@ class Planner:
         technique: Forced, or None to choose.
         place: Where trials that go on stepped before; they step there again.
         growth: Batches take so many times what the first one takes.
+        by_epochs: Trials end after as many epochs, not steps.
     """
 
     def __init__(
@@ -33,9 +34,14 @@ class Planner:
         technique: Technique | None,
         place: Place | None = None,
         growth: float = 1.0,
+        *,
+        by_epochs: bool = False,
     ) -> None:
         self._name, self._pool, self._devices, self._recipe = name, pool, tuple(devices), recipe
-        self._deciding, self._growth = Deciding(devices, recipe, technique, place), growth
+        self._deciding = Deciding(
+            devices, recipe, technique, place, by_epochs=by_epochs, varies=growth != 1.0
+        )
+        self._growth = growth
         self._asking: Asking | None = None  # while it plans
 
     def forced(self, technique: Technique, growth: float) -> Planner:
@@ -79,6 +85,9 @@ class Planner:
         if active == 1:  # what was settled for several at a time may do better alone
             again = {s: alike[s] for s, found in settled.items() if found.active > 1}
             settled |= asking.settle(again, lambda trial: decide.settle(trial, False))
+        elif len(settled) > 1:
+            present = [signatures[t.number] for t in trials if signatures.get(t.number) in settled]
+            settled, active = decide.mix(settled, present[:: len(self._devices)], active)
         able = [trial for trial in trials if trial.number not in asking.failures]
         found = [(trial, settled[signatures[trial.number]]) for trial in able]
         return self._collect(found, active, asking.failures)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shoal.bench import Measured, load
 from shoal.core.profile import Profile
 from shoal.core.spec import DeviceSpec
+from shoal.core.units import Bytes, format_bytes
 from shoal.planner.price import Speeds
 
 CPU_BYTES_PER_S = 8e9  # a copy in memory, by a thread that has a core
@@ -30,6 +33,30 @@ def speeds_of(device: DeviceSpec) -> Speeds:
         host_step=HOST_STEP if on_gpu else 1.0,
         source="assumed links, as nobody ran `shoal bench` here",
     )
+
+
+SLOWER = 0.5
+"""A link that carries less than so much of what it is said to is planned with as it is."""
+
+
+def corrected(speeds: Speeds, link: tuple[float, float] | None) -> Speeds:
+    """``speeds``, or what was just measured where that is far slower."""
+    if link is None:
+        return speeds
+    up, down = link
+    if up >= SLOWER * speeds.up_bytes_per_s and down >= SLOWER * speeds.down_bytes_per_s:
+        return speeds
+    up, down = min(up, speeds.up_bytes_per_s), min(down, speeds.down_bytes_per_s)
+    found, said = (
+        f"{_rate(way[0])} up and {_rate(way[1])} down"
+        for way in ((up, down), (speeds.up_bytes_per_s, speeds.down_bytes_per_s))
+    )
+    source = f"links that carry {found}, measured just now (far less than {speeds.source}: {said})"
+    return replace(speeds, up_bytes_per_s=up, down_bytes_per_s=down, source=source)
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{format_bytes(Bytes(round(bytes_per_s)))}/s"
 
 
 def _emulated(profile: Profile) -> Speeds:

@@ -95,6 +95,10 @@ def _leftovers(program: Program, world: World, end: Kept) -> Iterator[tuple[int,
         unit = f"{user} s{made.shard - (made.kind == 'carry')} m{made.micro}"
         index = program.devices[device].index(maker)
         yield device, index, f"{made} is never used. Add {unit}."
+    for moved, store in world.away.items():
+        device = _device_of(program, moved.trial, moved.shard)
+        complaint = f"{moved} waits on the host and is never used. LOAD it before its B."
+        yield device, program.devices[device].index(store), complaint
     for (source, target), queue in world.messages.items():
         for message in queue:
             complaint = f"{message} is sent to device {target}, which never receives it."

@@ -40,6 +40,8 @@ def part_bytes(shard: ShardSpec, part: Part) -> Bytes:
     """What a part of a shard takes on the device; borrowed parameters included."""
     if part is Part.PARAM:
         return shard.parameter_bytes
+    if part is Part.BOUNDARY:
+        return shard.private_bytes
     return shard.state_bytes if part is Part.STATE else shard.gradient_bytes
 
 
@@ -64,13 +66,22 @@ def _stored_bytes(shard: ShardSpec, part: Part) -> Bytes:
 
 def unit_peak_bytes(action: Action, shard: ShardSpec) -> Bytes:
     """What runs inside a unit on the device, its outputs included; 0 for other actions."""
+    saved = shard.saved_bytes or 0 if Part.SAVED in action.parts else 0
     if action.op is Op.F:
-        return shard.forward_peak_bytes
+        return shard.saving_peak_bytes if Part.SAVED in action.parts else shard.forward_peak_bytes
     if action.op is Op.B:
-        return shard.backward_peak_bytes
+        return Bytes(shard.backward_peak_bytes - saved)
     if action.op is Op.STEP and action.place == "device":
         return shard.step_peak_bytes
     return Bytes(0)
+
+
+def unit_seconds(action: Action, shard: ShardSpec) -> Seconds:
+    """How long an F or B computes; a B whose forward was saved does not run it again."""
+    if action.op is Op.F:
+        return shard.forward_s
+    again = shard.forward_s if Part.SAVED in action.parts else 0.0
+    return Seconds(max(shard.backward_s - again, 0.0))
 
 
 def action_seconds(action: Action, costs: JobCosts) -> Seconds:
@@ -78,7 +89,10 @@ def action_seconds(action: Action, costs: JobCosts) -> Seconds:
     if action.op is Op.SYNC:
         return costs.sync_s
     shard = costs.shards[action.shard]
-    seconds = {Op.F: shard.forward_s, Op.B: shard.backward_s, Op.STEP: shard.step_s}
+    if action.op in (Op.F, Op.B):
+        return unit_seconds(action, shard)
+    if action.op is Op.STEP:
+        return shard.step_s
     speeds = {
         Op.LOAD: costs.up_bytes_per_s,
         Op.STORE: costs.down_bytes_per_s,
@@ -86,4 +100,4 @@ def action_seconds(action: Action, costs: JobCosts) -> Seconds:
     }
     if action.op in speeds:
         return Seconds(moved_bytes(action, shard) / speeds[action.op])
-    return seconds.get(action.op, Seconds(0.0))
+    return NO_TIME

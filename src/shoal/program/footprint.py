@@ -5,7 +5,11 @@
     slots       what was loaded: every slot as large as the largest content of any
     batch       from the first to the last unit of its micro-batch on this device
     boundaries  into shard s: from F(s - 1) or RECV until B(s) or SEND; in a program
-                without backward until F(s)
+                without backward until F(s); less what of it waits on the host, from its DROP,
+                or rather the unit that waits for its STORE, until its LOAD
+    saved       by F(s) with gradients, until its B(s); where that is the boundary into s + 1 too,
+                it is counted here
+    stash       by any other F(s), until its B(s): what the recompute must find as it was
     carries     out of shard s: from B(s) or RECV until B(s - 1) or SEND
     gradients   not loaded into a slot: from B until STEP; or, when they are stored and
                 dropped, until the unit that waits for the STORE (see [Note: slots])
@@ -20,7 +24,15 @@ from dataclasses import dataclass, field
 from shoal.core.units import Bytes
 from shoal.program.costs import Costs, moved_bytes, part_bytes, unit_peak_bytes
 from shoal.program.ir import Action, Kept, Op, Part
-from shoal.program.slots import NOTHING, ShardKey, assign_slots, is_unit, tenants_before
+from shoal.program.slots import (
+    NOTHING,
+    Outside,
+    ShardKey,
+    assign_slots,
+    is_unit,
+    outside,
+    tenants_before,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +97,7 @@ class _Memory:
     batch_ends: set[int]  # indices of the units that are their micro-batch's last
     waits: Sequence[Sequence[int]]  # per action: the STOREs that are complete when it starts
     loaded: dict[ShardKey, set[Part]] = field(default_factory=dict)
-    stores: dict[ShardKey, int] = field(default_factory=dict)  # of gradients outside the slots
+    stores: dict[Outside, int] = field(default_factory=dict)  # of what is outside the slots
     kept: dict[ShardKey, set[Part]] = field(default_factory=dict)
     kept_bytes: int = 0
     slot_bytes: int = 0
@@ -122,12 +134,14 @@ class _Memory:
 
     def _move(self, index: int, action: Action) -> None:
         key = (action.trial, action.shard)
-        if action.op is Op.LOAD:
+        if Part.BOUNDARY in action.parts and action.op not in (Op.SEND, Op.RECV):
+            self._move_boundary(index, action)
+        elif action.op is Op.LOAD:
             self._enter(key, action.parts)
         elif action.op is Op.STORE and Part.GRAD in action.parts:
-            self.stores[key] = index
+            self.stores[outside(action)] = index
         elif action.op is Op.DROP:
-            self._send_down(key, action.parts)
+            self._send_down(action)
             self._leave(key, action.parts)
         elif action.op is Op.STEP and action.place == "device":
             self._leave(key, (Part.GRAD,))
@@ -138,14 +152,41 @@ class _Memory:
         elif action.op in (Op.SEND, Op.RECV):
             self._exchange(action)
 
+    def _move_boundary(self, index: int, action: Action) -> None:
+        """What of a boundary waits on the host: the rest of it stays."""
+        shard = self.costs[action.trial].shards[action.shard]
+        key = ("boundary", *_of(action, action.shard))
+        if action.op is Op.STORE:
+            self.stores[outside(action)] = index
+            return
+        held = self.outside[key]
+        self._give(key)
+        if action.op is Op.LOAD:
+            self._take_boundary(action, action.shard)
+        else:
+            freed = shard.private_bytes
+            if ("saved", *_of(action, action.shard - 1)) in self.outside:  # it holds its output
+                before = self.costs[action.trial].shards[action.shard - 1]
+                freed = Bytes(max(freed - before.saved_output_bytes, 0))
+            self._take(key, Bytes(max(held - freed, 0)))
+            self._take(("stored", self.stores.pop(outside(action))), freed)
+
     def _forward(self, action: Action) -> None:
+        shard, counted = self.costs[action.trial].shards[action.shard], 0
+        if Part.SAVED in action.parts:
+            self._take(("saved", *_of(action, action.shard)), shard.saved_bytes or Bytes(0))
+            counted = shard.saved_output_bytes
+        elif action.trial in self.has_backward:
+            self._take(("stash", *_of(action, action.shard)), shard.stash_bytes)
         if action.shard + 1 < len(self.costs[action.trial].shards):
-            self._take_boundary(action, action.shard + 1)
+            self._take_boundary(action, action.shard + 1, counted)
         if action.trial not in self.has_backward:
             self._give(("boundary", *_of(action, action.shard)))
 
     def _backward(self, action: Action) -> None:
         self._give(("boundary", *_of(action, action.shard)))
+        self._give(("saved", *_of(action, action.shard)))
+        self._give(("stash", *_of(action, action.shard)))
         self._give(("carry", *_of(action, action.shard + 1)))
         if action.shard:
             self._take_carry(action, action.shard)
@@ -163,9 +204,9 @@ class _Memory:
         else:
             self._take_boundary(action, action.shard)
 
-    def _take_boundary(self, action: Action, shard: int) -> None:
+    def _take_boundary(self, action: Action, shard: int, counted: int = 0) -> None:
         size = self.costs[action.trial].shards[shard].boundary_bytes
-        self._take(("boundary", *_of(action, shard)), size)
+        self._take(("boundary", *_of(action, shard)), Bytes(max(size - counted, 0)))
 
     def _take_carry(self, action: Action, shard: int) -> None:
         size = self.costs[action.trial].shards[shard].carry_bytes
@@ -193,11 +234,11 @@ class _Memory:
             self._give(("grad", *key))
         inside -= set(parts)
 
-    def _send_down(self, key: ShardKey, parts: Iterable[Part]) -> None:
+    def _send_down(self, action: Action) -> None:
         """Dropped gradients outside the slots stay until somebody waits for their STORE."""
-        size = self.outside.get(("grad", *key))
-        if Part.GRAD in parts and size is not None and key in self.stores:
-            self._take(("stored", self.stores.pop(key)), size)
+        size = self.outside.get(("grad", action.trial, action.shard))
+        if Part.GRAD in action.parts and size is not None and outside(action) in self.stores:
+            self._take(("stored", self.stores.pop(outside(action))), size)
 
     def _take(self, key: Hashable, size: Bytes) -> None:
         if key not in self.outside:

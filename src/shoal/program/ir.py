@@ -17,14 +17,18 @@ is a prefetch.
     (none)    DROP                the STOREs and units that use the parts
 
 Parts of a shard on the device: ``param`` (with tied weights it borrows), ``state`` (the
-optimizer's), ``grad``. F(s, m) runs a shard's forward for micro-batch m under no_grad and
-leaves the boundary into shard s + 1. B(s, m) runs the forward again with gradients
-and then the backward; for the last shard, which has no F, this is the first forward and
-includes the loss. K shards give 2K - 1 units a micro-batch. B makes or adds to ``grad``.
-STEP on the device consumes ``grad`` and makes ``param`` and ``state`` dirty; STEP@host
-updates the host copies from the gradients there. SYNC is the barrier that turns the
-per-parameter norms of all shards into one clipping factor. Versions count optimizer
-steps from the program's start: F and B of a synchronous step use version 0.
+optimizer's), ``grad``. ``boundary`` is what enters a shard for one micro-batch, as far as no
+later shard reads it: it may wait on the host between F and B (``STORE s1 m0 boundary``, after
+F(s - 1); DROP, after F(s); LOAD, before B(s)), and is moved by itself. F(s, m) runs a shard's
+forward for micro-batch m under no_grad and leaves the boundary into shard s + 1. B(s, m) runs
+the forward again with gradients and then the backward; for the last shard, which has no F,
+this is the first forward and includes the loss. K shards give 2K - 1 units a micro-batch. B
+makes or adds to ``grad``. ``F s1 m0 saved`` keeps what autograd saved until ``B s1 m0 saved``,
+which does not run the forward again; the parameters stay meanwhile. STEP on the device
+consumes ``grad`` and makes ``param`` and ``state`` dirty; STEP@host updates the host copies
+from the gradients there. SYNC is the barrier that turns the per-parameter norms of all shards
+into one clipping factor. Versions count optimizer steps from the program's start: F and B of a
+synchronous step use version 0.
 
 ``SEND s1 m0 d1`` is the boundary into shard 1, ``SEND s1 m0 grad d0`` the gradients that
 shard 1's B hands back; RECV has the same words with the other device. A SEND never
@@ -63,6 +67,8 @@ class Part(StrEnum):
     PARAM = "param"
     STATE = "state"
     GRAD = "grad"
+    BOUNDARY = "boundary"
+    SAVED = "saved"
 
 
 Kept = Mapping[int, Collection[Part]]

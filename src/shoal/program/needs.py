@@ -99,6 +99,12 @@ class _Writers:
 
 def _reads(action: Action) -> list[_Name]:
     trial, shard = action.trial, action.shard
+    if action.op is Op.DROP:
+        return []
+    if Part.BOUNDARY in action.parts:
+        if action.op is Op.STORE:
+            return [_made(action)]
+        return [_away(action), ("compute", trial)]  # whose memory it may be given
     if action.op is Op.LOAD:
         return [("home", trial, shard, part) for part in action.parts]
     if action.op is Op.STORE:
@@ -119,6 +125,8 @@ def _reads(action: Action) -> list[_Name]:
 
 def _writes(action: Action) -> list[_Name]:
     trial, shard = action.trial, action.shard
+    if Part.BOUNDARY in action.parts and action.op is not Op.DROP:
+        return [_made(action) if action.op is Op.LOAD else _away(action)]
     if action.op is Op.LOAD:
         return [("device", trial, shard, part) for part in action.parts]
     if action.op is Op.STORE:
@@ -139,8 +147,13 @@ def _writes(action: Action) -> list[_Name]:
     return []
 
 
+def _away(action: Action) -> _Name:
+    """A boundary that waits on the host."""
+    return ("away", action.trial, action.shard, action.micro)
+
+
 def _received(action: Action) -> list[_Name]:
-    """What an F or B may have to receive from another device."""
+    """What an F or B may have to receive from another device, or to load."""
     boundary = ("boundary", action.trial, action.shard, action.micro)
     if action.op is Op.F:
         return [boundary]

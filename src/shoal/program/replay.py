@@ -9,12 +9,13 @@ action before it in its trial's stream is complete, and the stream's resource is
     F B STEP SYNC   the device: one at a time; ``choose`` says whose when several are ready
     LOAD            the device's link up: one transfer at a time, in order of readiness
     STORE, SEND     the link down, the link to the other devices: likewise
-    STEP@host       no resource: every trial has its own host thread
+    STEP@host       the host's memory: one step of a shard at a time; ``choose`` says whose
     RECV            none, it ends when its SEND ends
     DROP, CKPT      take no time here
 
 A trial may run its program many times; the next run is issued as soon as all of the run
-before is issued, and needs of the run before are honoured.
+before is issued, and needs of the run before are honoured. Where there are fewer places than
+runs, the next one begins when one has issued its last action.
 """
 
 from __future__ import annotations
@@ -42,24 +43,40 @@ _STREAMS: dict[Op, Stream] = {
     Op.RECV: "receive",
     Op.STEP: "host",  # those on the device compute
 }
-_SHARED = frozenset({"up", "down", "peer"})
+_SHARED = frozenset({"up", "down", "host", "peer"})
 
 
 class Candidate(NamedTuple):
-    """A compute action that could start now. Tickets are drawn when a step begins."""
+    """A compute action, or a step on the host, that could start now.
+
+    Tickets are drawn when a step begins. ``left_s`` is what the trial still has to compute and
+    to step, ``step_s`` what one of its steps takes of that.
+    """
 
     trial: int
     ticket: int
     ready_s: Seconds
+    left_s: float = 0.0
+    step_s: float = 0.0
 
 
 Choose = Callable[[Sequence[Candidate]], int]
-"""The index of the candidate that gets the device."""
+"""The index of the candidate that gets the device, or the host."""
 
 
 def oldest_step_first(ready: Sequence[Candidate]) -> int:
     """The trial whose step began first; finishing steps early frees their slots early."""
     return min(range(len(ready)), key=lambda index: ready[index].ticket)
+
+
+def longest_left_first(ready: Sequence[Candidate]) -> int:
+    """The trial with the most left, in whole steps; of those alike, the oldest step."""
+    quantum_s = max(candidate.step_s for candidate in ready) or 1.0
+
+    def rank(index: int) -> tuple[int, int]:
+        return -round(ready[index].left_s / quantum_s), ready[index].ticket
+
+    return min(range(len(ready)), key=rank)
 
 
 class Span(NamedTuple):
@@ -109,19 +126,21 @@ class Timeline:
 def replay(
     runs: Sequence[Run],
     *,
-    choose: Choose = oldest_step_first,
+    choose: Choose = longest_left_first,
     durations: Durations | None = None,
     keep_spans: bool = True,
+    active: int | None = None,
 ) -> Timeline:
     """Run the programs on paper, from time 0 until all are done.
 
     The programs must have passed the checks. ``durations`` is asked once for every
-    action of a program. Ties go to the run that is named first.
+    action of a program. Ties go to the run that is named first. ``active`` is how many runs
+    there are at a time, of programs of one device; None for all of them.
 
     Raises:
         ProgramError: the programs wait for each other; names the actions that wait.
     """
-    clockwork = _Replay(runs, choose, durations, keep_spans)
+    clockwork = _Replay(runs, choose, durations, keep_spans, active)
     clockwork.run()
     return clockwork.timeline()
 
@@ -162,6 +181,7 @@ class _Lane:
     lines: list[_Line]
     missing_first: list[int]
     missing: list[int]
+    step_s: float  # of the device and the host
     rounds: dict[int, _Round] = field(default_factory=dict)
     head: int = 0
     round: _Round | None = None
@@ -175,13 +195,18 @@ class _Lane:
             found = self.rounds[number] = _Round(number, missing.copy())
         return found
 
+    def candidate(self, round_: _Round, now: float) -> Candidate:
+        """Its next action of a run, for whoever chooses."""
+        left_s = (self.steps - round_.number) * self.step_s
+        return Candidate(self.trial, round_.ticket, Seconds(now), left_s, self.step_s)
+
 
 @dataclass(slots=True, eq=False)
 class _Link:
-    """A resource that one transfer at a time uses, in order of readiness."""
+    """A resource that one transfer or step at a time uses; who waits, in order of readiness."""
 
     busy: bool = False
-    ready: deque[_Lane] = field(default_factory=deque)
+    ready: list[_Lane] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -199,7 +224,12 @@ class _Replay:
     """The event loop. An event is the end of an action: (time, order, lane, run, index)."""
 
     def __init__(
-        self, runs: Sequence[Run], choose: Choose, durations: Durations | None, keep_spans: bool
+        self,
+        runs: Sequence[Run],
+        choose: Choose,
+        durations: Durations | None,
+        keep_spans: bool,
+        active: int | None = None,
     ) -> None:
         self._choose = choose
         self._keep_spans = keep_spans
@@ -211,6 +241,7 @@ class _Replay:
         self._touched: list[_Device] = []  # where somebody may now get the device
         self._devices: dict[int, _Device] = {}
         self._lanes = [lane for run in runs for lane in self._compile(run, durations)]
+        self._outside = [] if active is None else self._lanes[active:]  # they wait for a place
 
     def timeline(self) -> Timeline:
         """What happened; every line of every lane ran once a step."""
@@ -236,7 +267,7 @@ class _Replay:
                 yield lane, line
 
     def run(self) -> None:
-        for lane in self._lanes:
+        for lane in self._lanes[: len(self._lanes) - len(self._outside)]:
             self._begin(lane)
             self._issue(lane)
         self._dispatch()
@@ -286,7 +317,8 @@ class _Replay:
         queues: dict[Stream, deque[tuple[_Round, int]]] = {
             line.stream: deque() for line in lines if line.stream is not None
         }
-        return _Lane(device, trial, run.steps, lines, first, later, queues=queues)
+        step_s = sum(line.seconds for line in lines if line.stream in ("compute", "host"))
+        return _Lane(device, trial, run.steps, lines, first, later, step_s, queues=queues)
 
     # Issuing
 
@@ -297,6 +329,10 @@ class _Replay:
         lane.round = lane.at(number) if number < lane.steps and lane.lines else None
         if lane.round is not None:
             lane.round.ticket = next(self._tickets)
+        elif self._outside:
+            following = self._outside.pop(0)
+            self._begin(following)
+            self._issue(following)
 
     def _issue(self, lane: _Lane) -> None:
         """Issue the lane's actions up to the next one that computes."""
@@ -322,7 +358,7 @@ class _Replay:
     def _offer(self, lane: _Lane, round_: _Round) -> None:
         """The lane's next compute action could start: it is a candidate."""
         device = lane.device
-        device.candidates.append(Candidate(lane.trial, round_.ticket, Seconds(self._now)))
+        device.candidates.append(lane.candidate(round_, self._now))
         device.lanes.append(lane)
         self._touched.append(device)
 
@@ -397,12 +433,20 @@ class _Replay:
             link.busy = False
             if link.ready:
                 link.busy = True
-                other = link.ready.popleft()
+                other = link.ready.pop(self._next_of(link.ready, stream))
                 self._start(other, *other.queues[stream][0])
         if queue:
             round_, index = queue[0]
             if not round_.missing[index]:
                 self._transfer(lane, stream)
+
+    def _next_of(self, waiting: Sequence[_Lane], stream: Stream) -> int:
+        """Whose turn it is on a link, or at the host's memory."""
+        if stream != "host" or len(waiting) == 1:
+            return 0
+        return self._choose(
+            [lane.candidate(lane.queues[stream][0][0], self._now) for lane in waiting]
+        )
 
     def _meet(self, lane: _Lane, round_: _Round, index: int) -> None:
         """One need of an action is met; with the last one it is ready, if it is its turn."""

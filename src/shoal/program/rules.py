@@ -16,6 +16,7 @@ from shoal.program.ir import Action, Kept, Op, Part, Program
 from shoal.program.slots import tenants_before
 
 PARAM, STATE, GRAD = Part.PARAM, Part.STATE, Part.GRAD
+BOUNDARY, SAVED = Part.BOUNDARY, Part.SAVED
 NAMES = {PARAM: "parameters", STATE: "optimizer state", GRAD: "gradients"}
 
 
@@ -66,6 +67,8 @@ class World:
     units: dict[tuple[Op, int, int, int | None], int] = field(default_factory=dict)  # -> version
     last_micro: dict[tuple[int, int, int], int] = field(default_factory=dict)
     tensors: dict[tuple[int, Tensor], Action] = field(default_factory=dict)  # device -> maker
+    away: dict[Tensor, Action] = field(default_factory=dict)  # boundaries on the host -> STORE
+    saved: dict[tuple[int, int, int], set[int | None]] = field(default_factory=dict)
     messages: dict[tuple[int, int], deque[Tensor]] = field(default_factory=dict)
 
     @classmethod
@@ -84,6 +87,10 @@ class World:
                 world.copies[device, trial, shard] = Copy(set(parts), set(parts))
                 world.home(trial, shard).current -= set(parts)
         return world
+
+    def saved_by(self, device: int, action: Action) -> set[int | None]:
+        """Micro-batches whose forward of the action's shard was saved on this device."""
+        return self.saved.setdefault((device, action.trial, action.shard), set())
 
     def copy(self, device: int, action: Action) -> Copy:
         return self.copies.setdefault((device, action.trial, action.shard), Copy())
@@ -135,7 +142,12 @@ def _form(world: World, device: int, action: Action) -> Iterator[str]:
         yield f"{action.op} needs parts. Write param, state or grad, or some joined by +."
     if len(set(action.parts)) < len(action.parts):
         yield "a part is named twice. Name it once."
-    if action.op in (Op.F, Op.B, Op.SEND, Op.RECV) and action.micro is None:
+    if BOUNDARY in action.parts and len(action.parts) > 1:
+        yield "a boundary is of one micro-batch, and is moved by itself. Make it its own action."
+    if SAVED in action.parts and (action.op not in (Op.F, Op.B) or len(action.parts) > 1):
+        yield "only F saves, and only its B uses that. Remove the part."
+    with_micro = action.op in (Op.F, Op.B, Op.SEND, Op.RECV) or BOUNDARY in action.parts
+    if with_micro and action.micro is None:
         yield f"{action.op} needs a micro-batch. Write m0 or another one."
     if action.op in (Op.SEND, Op.RECV) and not _is_peer(world, device, action.peer):
         yield f"{action.peer} is no other device; there are {world.num_devices}. Name one as d0."
@@ -147,7 +159,27 @@ def _is_peer(world: World, device: int, peer: int | None) -> bool:
     return peer is not None and peer < world.num_devices and peer != device
 
 
+def _move_boundary(world: World, device: int, action: Action) -> Iterator[str]:
+    """A boundary goes to the host while nobody needs it, and comes back."""
+    moved = tensor("boundary", action, action.shard)
+    here, away = (device, moved) in world.tensors, moved in world.away
+    if action.op is Op.LOAD and not away:
+        yield f"{moved} is not on the host. STORE it first."
+    elif action.op is Op.LOAD and here:
+        yield f"{moved} is on the device already. DROP it first."
+    elif action.op is not Op.LOAD and not here:
+        maker = f"F s{action.shard - 1} m{action.micro}"
+        yield f"{moved} is not on the device. Put the {action.op} after {maker}."
+    elif action.op is Op.DROP and not away:
+        yield f"only the device has {moved}. STORE it first."
+    elif action.op is Op.STORE and away:
+        yield f"{moved} is on the host already. Store it once."
+
+
 def _load(world: World, device: int, action: Action) -> Iterator[str]:
+    if BOUNDARY in action.parts:
+        yield from _move_boundary(world, device, action)
+        return
     copy, home = world.copy(device, action), world.home(action.trial, action.shard)
     name = f"s{action.shard}"
     for part in action.parts:
@@ -163,6 +195,9 @@ def _load(world: World, device: int, action: Action) -> Iterator[str]:
 
 
 def _store(world: World, device: int, action: Action) -> Iterator[str]:
+    if BOUNDARY in action.parts:
+        yield from _move_boundary(world, device, action)
+        return
     for part in action.parts:
         if part not in world.copy(device, action).present:
             yield (
@@ -172,6 +207,9 @@ def _store(world: World, device: int, action: Action) -> Iterator[str]:
 
 
 def _drop(world: World, device: int, action: Action) -> Iterator[str]:
+    if BOUNDARY in action.parts:
+        yield from _move_boundary(world, device, action)
+        return
     copy = world.copy(device, action)
     for part in action.parts:
         if part not in copy.present:
@@ -182,6 +220,17 @@ def _drop(world: World, device: int, action: Action) -> Iterator[str]:
                 f"the {NAMES[part]} of s{action.shard} are dirty: only the device has them. "
                 "STORE them first."
             )
+        elif part is PARAM and (saved := world.saved_by(device, action)):
+            yield _refers(action, saved)
+
+
+def _refers(action: Action, saved: set[int | None]) -> str:
+    micro = min(str(micro) for micro in saved)
+    name = f"s{action.shard}"
+    return (
+        f"what F {name} m{micro} saved refers to the parameters of {name}. Put B {name} m{micro} "
+        "saved before."
+    )
 
 
 def _unit(world: World, device: int, action: Action) -> Iterator[str]:
@@ -195,6 +244,12 @@ def _unit(world: World, device: int, action: Action) -> Iterator[str]:
         if (device, wanted) not in world.tensors:
             maker = Op.F if wanted.kind == "boundary" else Op.B
             shard = wanted.shard - (wanted.kind == "boundary")
+            if wanted in world.away:
+                yield (
+                    f"{action.op} needs {wanted}, which waits on the host. Put "
+                    f"LOAD s{wanted.shard} m{action.micro} boundary before."
+                )
+                continue
             yield (
                 f"{action.op} needs {wanted}, which is not on this device. Put {maker} s{shard} "
                 f"m{action.micro}, or a RECV of it, before."
@@ -230,11 +285,14 @@ def _version(world: World, action: Action) -> Iterator[str]:
 def _forward(world: World, device: int, action: Action) -> Iterator[str]:
     if action.trial in world.has_backward and world.is_last(action):
         yield "the last shard has no F in training: its B runs the first forward. Remove the F."
+    if SAVED in action.parts and action.trial not in world.has_backward:
+        yield "nothing goes backwards here. Remove the part."
     yield from _unit(world, device, action)
 
 
 def _backward(world: World, device: int, action: Action) -> Iterator[str]:
     yield from _same_version(world, action)
+    yield from _same_saving(world, device, action)
     yield from _unit(world, device, action)
     home, copy = world.home(action.trial, action.shard), world.copy(device, action)
     name = f"s{action.shard}"
@@ -265,6 +323,15 @@ def _same_version(world: World, action: Action) -> Iterator[str]:
         )
 
 
+def _same_saving(world: World, device: int, action: Action) -> Iterator[str]:
+    name = f"F s{action.shard} m{action.micro}"
+    saved = action.micro in world.saved_by(device, action)
+    if SAVED in action.parts and not saved:
+        yield f"{name} saved nothing. Write {name} saved, or B without it, which recomputes."
+    elif saved and SAVED not in action.parts:
+        yield f"{name} saved what B needs. Write B s{action.shard} m{action.micro} saved."
+
+
 def _step(world: World, device: int, action: Action) -> Iterator[str]:
     yield from _version_of_step(world, action)
     left = _backwards_left(world, action, action.version - world.kept_versions + 1)
@@ -275,6 +342,8 @@ def _step(world: World, device: int, action: Action) -> Iterator[str]:
         )
     if action.trial in world.has_sync and world.syncs[action.trial] <= action.version:
         yield ("this program clips: the factor is known only after SYNC. Put the STEP after it.")
+    if saved := world.saved_by(device, action):
+        yield _refers(action, saved)
     if action.place == "host":
         yield from _host_step(world, action)
     else:
@@ -360,6 +429,9 @@ def apply(world: World, device: int, action: Action) -> None:
     """What is where once this action is done."""
     copy, home = world.copy(device, action), world.home(action.trial, action.shard)
     parts = set(action.parts)
+    if BOUNDARY in parts:
+        _apply_boundary(world, device, action)
+        return
     match action.op:
         case Op.LOAD:
             copy.present |= parts
@@ -382,16 +454,30 @@ def apply(world: World, device: int, action: Action) -> None:
             world.tensors[device, world.messages[action.peer or 0, device].popleft()] = action
 
 
+def _apply_boundary(world: World, device: int, action: Action) -> None:
+    moved = tensor("boundary", action, action.shard)
+    if action.op is Op.STORE:
+        world.away[moved] = action
+    elif action.op is Op.DROP:
+        del world.tensors[device, moved]
+    else:
+        world.tensors[device, moved] = action
+
+
 def _apply_unit(world: World, device: int, action: Action) -> None:
     key = (action.trial, action.shard, action.version)
     world.units[action.op, action.trial, action.shard, action.micro] = action.version
     if action.op is Op.B or action.trial not in world.has_backward:
         for used in world.inputs(action):
             del world.tensors[device, used]
+            world.away.pop(used, None)
     if action.op is Op.F:
+        if SAVED in action.parts:
+            world.saved_by(device, action).add(action.micro)
         if not world.is_last(action):
             world.tensors[device, tensor("boundary", action, action.shard + 1)] = action
         return
+    world.saved_by(device, action).discard(action.micro)
     if action.shard:
         world.tensors[device, tensor("carry", action, action.shard)] = action
     copy = world.copy(device, action)

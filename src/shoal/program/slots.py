@@ -3,7 +3,8 @@
 [Note: slots]
 A slot holds what was loaded of one (trial, shard), from the LOAD that takes it to the
 DROP that leaves none of it loaded. A second LOAD of the same shard joins its slot.
-Gradients that a B makes without a LOAD of ``grad`` live outside the slots. What stays on the
+Gradients that a B makes without a LOAD of ``grad`` live outside the slots, and so do
+boundaries. What stays on the
 device between programs has a place of its own, numbered before the slots; of a shard whose
 parameters alone stay, the state takes a slot as any other shard does.
 
@@ -18,9 +19,9 @@ A DROP takes no time and is not waited for; what frees the memory is that the un
 STOREs before it are complete. ``waits`` says so, twice:
 
 - a LOAD waits for the actions of the slot's previous tenant;
-- a unit waits for the STOREs of gradients outside the slots that were dropped before the
-  unit before it. So only the last unit's gradients are still on their way down while a
-  unit runs; the footprint counts them until a unit waits for them.
+- a unit waits for the STOREs of gradients and boundaries outside the slots that were dropped
+  before the unit before it. So only what was dropped after the last unit is still on its way
+  down while a unit runs; the footprint counts it until a unit waits for it.
 
 A program that follows another finds the slots as that one left them: its first LOAD into a
 slot waits for the slot's ``tails``, its first unit for ``stores_left``.
@@ -37,6 +38,16 @@ from shoal.program.ir import Action, Kept, Op, Part
 ShardKey = tuple[int, int]
 """(trial, shard)."""
 
+Outside = tuple[Part, int, int, int | None]
+"""Part, trial, shard and, of a boundary, micro-batch of what lives outside the slots."""
+
+
+def outside(action: Action) -> Outside:
+    """The boundary that a LOAD, STORE or DROP is about, or else the shard's gradients."""
+    if Part.BOUNDARY in action.parts:
+        return (Part.BOUNDARY, action.trial, action.shard, action.micro)
+    return (Part.GRAD, action.trial, action.shard, None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotMap:
@@ -48,7 +59,7 @@ class SlotMap:
     waits: tuple[tuple[int, ...], ...]  # per action: what must be complete before it starts
     is_first: tuple[bool, ...]  # per action: a LOAD into a slot nobody used before in this list
     tails: tuple[tuple[int, ...], ...]  # per slot: what its last tenant leaves to wait for
-    stores_left: tuple[int, ...]  # of dropped gradients that no unit here waits for
+    stores_left: tuple[int, ...]  # of what was dropped and no unit here waits for
 
 
 NOTHING: Kept = {}
@@ -107,7 +118,7 @@ class _Book:
     free: list[int] = field(default_factory=list)
     kept: dict[ShardKey, _Tenant] = field(default_factory=dict)  # here from the beginning
     tenants: dict[ShardKey, _Tenant] = field(default_factory=dict)
-    stores: dict[ShardKey, int] = field(default_factory=dict)  # of gradients outside the slots
+    stores: dict[Outside, int] = field(default_factory=dict)  # of what is outside the slots
     dropped: dict[int, list[int]] = field(default_factory=dict)  # per trial, since its last unit
     overdue: dict[int, list[int]] = field(default_factory=dict)  # per trial, before that
 
@@ -127,6 +138,9 @@ class _Book:
         return sorted(index for indices in unmet for index in indices)
 
     def visit(self, index: int, action: Action) -> int | None:
+        if Part.BOUNDARY in action.parts:
+            self._outside(index, action)
+            return None
         if action.op is Op.LOAD:
             return self._load(index, action)
         if is_unit(action):
@@ -165,7 +179,7 @@ class _Book:
         key, slot = (action.trial, action.shard), None
         slotted = self.tenants.get(key)
         if Part.GRAD in action.parts and not (slotted and Part.GRAD in slotted.parts):
-            self._gradients_outside(index, action)
+            self._outside(index, action)
         for book in (self.kept, self.tenants):
             tenant = book.get(key)
             inside = tenant.parts & set(action.parts) if tenant else set()
@@ -178,12 +192,12 @@ class _Book:
                 self._leave(book, key, inside)
         return slot
 
-    def _gradients_outside(self, index: int, action: Action) -> None:
-        key = (action.trial, action.shard)
+    def _outside(self, index: int, action: Action) -> None:
         if action.op is Op.STORE:
-            self.stores[key] = index
-        elif key in self.stores:
-            self.dropped.setdefault(action.trial, []).append(self.stores.pop(key))
+            self.stores[outside(action)] = index
+        elif action.op is Op.DROP and outside(action) in self.stores:
+            store = self.stores.pop(outside(action))
+            self.dropped.setdefault(action.trial, []).append(store)
 
     def _leave(self, book: dict[ShardKey, _Tenant], key: ShardKey, parts: set[Part]) -> None:
         tenant = book[key]

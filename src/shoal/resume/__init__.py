@@ -3,10 +3,12 @@
 from shoal.resume.form import record_from_json, record_to_json
 from shoal.resume.merge import Merged, TrialProgress, merge
 from shoal.resume.recipe import RecipeRecord, describe_recipe
-from shoal.resume.record import StudyRecord, TrialRecord, describe_study
-from shoal.resume.trials import kinds_of, with_clone, with_points
+from shoal.resume.record import Addition, StudyRecord, TrialRecord, describe_study
+from shoal.resume.trials import kinds_of, point_key, with_clone, with_points
+from shoal.resume.words import list_some
 
 __all__ = [
+    "Addition",
     "Merged",
     "RecipeRecord",
     "StudyRecord",
@@ -15,7 +17,9 @@ __all__ = [
     "describe_recipe",
     "describe_study",
     "kinds_of",
+    "list_some",
     "merge",
+    "point_key",
     "record_from_json",
     "record_to_json",
     "with_clone",

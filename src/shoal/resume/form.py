@@ -1,12 +1,14 @@
 """A study's record as JSON: what stands in ``study.json``, and what is believed of it.
 
-    {"kind": "shoal.study", "format": 1, "name": "sweep", ..., "trials": [{"number": 0, ...}]}
+    {"kind": "shoal.study", "format": 2, "name": "sweep", ..., "trials": [{"number": 0, ...}]}
 
-A format that this version does not know is left alone: a newer shoal wrote it.
+A format that this version does not know is left alone: a newer shoal wrote it. Format 1 had
+no ``additions``; it is read, and what is written next is of this format.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
@@ -14,9 +16,9 @@ from typing import Any
 from shoal.core.errors import SpecError, StorageError
 from shoal.observe import jsonl
 from shoal.resume.recipe import record_of
-from shoal.resume.record import StudyRecord, TrialRecord
+from shoal.resume.record import Addition, StudyRecord, TrialRecord
 
-KIND, FORMAT = "shoal.study", 1
+KIND, FORMAT = "shoal.study", 2
 
 
 def record_to_json(record: StudyRecord) -> str:
@@ -24,6 +26,7 @@ def record_to_json(record: StudyRecord) -> str:
     values: dict[str, Any] = {"kind": KIND, "format": FORMAT, **_fields(record)}
     values["recipe"] = _fields(record.recipe)
     values["trials"] = [_fields(trial) for trial in record.trials]
+    values["additions"] = [_fields(addition) for addition in record.additions]
     return jsonl.dumps(values, indent=2) + "\n"
 
 
@@ -35,7 +38,8 @@ def record_from_json(text: str, where: str = "study.json") -> StudyRecord:
         StorageError: it is damaged, or a newer shoal wrote it.
     """
     values = _parse(text, where)
-    _check_format(values, where)
+    if _take_format(values, where) < 2:
+        values["additions"] = []
     try:
         return _record(values)
     except ValueError as error:
@@ -67,18 +71,19 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     return values
 
 
-def _check_format(values: dict[str, Any], where: str) -> None:
+def _take_format(values: dict[str, Any], where: str) -> int:
     found = values.pop("format", None)
     if type(found) is int and found > FORMAT:
         raise StorageError(
-            f"{where} has format {found}, and this shoal reads format {FORMAT}: a newer one wrote "
-            "it. Nothing was changed. Update shoal, or give the study another name."
+            f"{where} has format {found}, and this shoal reads formats up to {FORMAT}: a newer "
+            "one wrote it. Nothing was changed. Update shoal, or give the study another name."
         )
-    if found != FORMAT or type(found) is not int:
+    if type(found) is not int or found < 1:
         raise StorageError(
             f"{where} is damaged: its format is {found!r}. Nothing was changed. Restore the file "
             "from a copy, or give the study another name."
         )
+    return found
 
 
 # -- values, each with its meaning ------------------------------------------------------------
@@ -95,7 +100,16 @@ def _record(values: dict[str, Any]) -> StudyRecord:
     trials = tuple(TrialRecord(**_checked(v, _TRIAL)) for v in checked.pop("trials"))
     if len({trial.number for trial in trials}) != len(trials):
         raise ValueError("two trials have one number")
-    return StudyRecord(**checked, recipe=described, trials=trials)
+    additions = tuple(_addition(v, trials) for v in checked.pop("additions"))
+    return StudyRecord(**checked, recipe=described, trials=trials, additions=additions)
+
+
+def _addition(values: Any, trials: tuple[TrialRecord, ...]) -> Addition:
+    checked = _checked(values, _ADDITION)
+    unknown = set(checked["trials"]) - {trial.number for trial in trials}
+    if unknown:
+        raise ValueError(f"a trial was added that is not there: {min(unknown)}")
+    return Addition(time=checked["time"], trials=tuple(checked["trials"]))
 
 
 def _checked(values: Any, checks: Mapping[str, Callable[[Any], bool]]) -> dict[str, Any]:
@@ -126,6 +140,14 @@ def _is_number(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_number, value))
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
 def _are_texts(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
 
@@ -148,7 +170,9 @@ _STUDY: dict[str, Callable[[Any], bool]] = {
     "seed": _is_whole,
     "recipe": lambda value: isinstance(value, dict),
     "checkpoint": _are_scalars,
+    "additions": lambda value: isinstance(value, list),
 }
+_ADDITION: dict[str, Callable[[Any], bool]] = {"time": _is_time, "trials": _are_numbers}
 _RECIPE: dict[str, Callable[[Any], bool]] = {
     "fields": _are_texts,
     "sources": _are_texts,

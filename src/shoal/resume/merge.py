@@ -78,6 +78,7 @@ def merge(recorded: StudyRecord, progress: Progress, asked: StudyRecord) -> Merg
     merged = replace(
         asked,
         trials=recorded.trials + new,
+        additions=recorded.additions,
         recipe=recorded.recipe if is_same_recipe else asked.recipe,
     )
     ended = tuple(_ended(recorded.trials, progress, longer, may_retry=not is_same_recipe))

@@ -41,10 +41,22 @@ class TrialRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Addition:
+    """The trials that one order added, and when, by the wall clock.
+
+    What was ordered is what they are: so many ``extended`` ones, or a clone of a trial.
+    """
+
+    time: float
+    trials: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StudyRecord:
     """What a study was asked for; exactly one of ``epochs`` and ``steps`` is set.
 
     ``checkpoint`` is what is saved and what is kept, by name; it changes no bit.
+    ``additions`` are what an order that is repeated is held against, the oldest first.
     """
 
     name: str
@@ -58,6 +70,7 @@ class StudyRecord:
     seed: int
     recipe: RecipeRecord
     checkpoint: Mapping[str, Scalar] = field(default_factory=dict)
+    additions: tuple[Addition, ...] = ()
 
     @property
     def length(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,13 +21,18 @@ from shoal.core.spec import ALIGNMENT
 from shoal.core.units import round_up
 from shoal.memory.layout import ShardLayout, TensorSpec, TrialLayout
 from shoal.memory.store import Region, describe, field_view, state_views, view, views
+from shoal.rounding import Rounding
 
 States = Mapping[str, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """One shard's tensors at one place: a slot of the device, or the host store."""
+    """One shard's tensors at one place: a slot of the device, or the host store.
+
+    On the host ``params`` are whole, and ``param_bytes`` what is loaded: where weights travel
+    as bfloat16, their ``copies``, which ``renew_copies`` makes equal to them again.
+    """
 
     params: Mapping[str, Tensor]
     states: States
@@ -35,6 +40,12 @@ class Placed:
     param_bytes: Tensor  # flat: the owned parameters
     state_bytes: Tensor
     borrowed: Mapping[str, Tensor]
+    copies: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def renew_copies(self) -> None:
+        """Cast the parameters into the copies that are loaded."""
+        for name, copy in self.copies.items():
+            copy.copy_(self.params[name])
 
 
 def place_in_slot(
@@ -46,19 +57,19 @@ def place_in_slot(
     """
     if kept is not None:
         return _beside(kept, slot, layout, parts)
-    borrowed, offset = {}, layout.param.num_bytes
-    for _, field in layout.borrowed:
-        borrowed[field.spec.name] = view(slot, offset, field.spec)
-        offset += round_up(field.spec.num_bytes, ALIGNMENT)
+    borrowed, offset = {}, layout.loaded.num_bytes
+    for _, entry in layout.borrowed:
+        borrowed[entry.spec.name] = view(slot, offset, entry.spec)
+        offset += round_up(entry.spec.num_bytes, ALIGNMENT)
     state_at = offset
     state_size = layout.state.num_bytes if "state" in parts else 0
     grad_at = state_at + state_size
-    grad_size = layout.param.num_bytes if "grad" in parts else 0
+    grad_size = layout.grad.num_bytes if "grad" in parts else 0
     return Placed(
-        params=views(slot, layout.param) | borrowed,
+        params=views(slot, layout.loaded) | borrowed,
         states=state_views(slot, layout.state, state_at) if state_size else {},
-        grads=views(slot, layout.param, grad_at) if grad_size else {},
-        param_bytes=slot[: layout.param.num_bytes],
+        grads=views(slot, layout.grad, grad_at) if grad_size else {},
+        param_bytes=slot[: layout.loaded.num_bytes],
         state_bytes=slot[state_at : state_at + state_size],
         borrowed=borrowed,
     )
@@ -70,7 +81,7 @@ def _beside(kept: Placed, slot: Tensor, layout: ShardLayout, parts: Sequence[str
     return replace(
         kept,
         states=state_views(slot, layout.state, 0) if state_size else {},
-        grads=views(slot, layout.param, state_size) if "grad" in parts else {},
+        grads=views(slot, layout.grad, state_size) if "grad" in parts else {},
         state_bytes=slot[:state_size],
     )
 
@@ -79,16 +90,17 @@ def place_on_host(region: Region, layout: TrialLayout, shard: int) -> Placed:
     """Views of a shard in the host store; borrowed parameters are their owner's."""
     own = layout.shards[shard]
     borrowed = {
-        field.spec.name: field_view(region.bytes, layout.shards[owner].param_at, field)
-        for owner, field in own.borrowed
+        entry.spec.name: field_view(region.bytes, layout.shards[owner].param_at, entry)
+        for owner, entry in own.borrowed
     }
     return Placed(
         params=views(region.bytes, own.param, own.param_at) | borrowed,
         states=state_views(region.bytes, own.state, own.state_at),
-        grads=views(region.bytes, own.param, own.grad_at),
-        param_bytes=region.segment(own.param_at, own.param.num_bytes),
+        grads=views(region.bytes, own.grad, own.grad_at),
+        param_bytes=region.segment(own.loaded_at, own.loaded.num_bytes),
         state_bytes=region.segment(own.state_at, own.state.num_bytes),
         borrowed=borrowed,
+        copies=views(region.bytes, own.copy, own.copy_at) if own.copy else {},
     )
 
 
@@ -100,6 +112,7 @@ class Binding:
         optimizer: The user's optimizer over those parameters.
         owned: Per shard the names of the parameters it steps.
         device: Where evicted parameters pretend to be.
+        rounding: How a step leaves the weights, where not as the optimizer does.
     """
 
     def __init__(
@@ -108,6 +121,7 @@ class Binding:
         optimizer: torch.optim.Optimizer,
         owned: Sequence[Sequence[str]],
         device: torch.device,
+        rounding: Rounding | None = None,
     ) -> None:
         self.params: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.optimizer = optimizer
@@ -120,6 +134,8 @@ class Binding:
         self._parts: dict[int, torch.optim.Optimizer] = {}
         self._bound: dict[int, Placed] = {}
         self._settled: dict[int, tuple[Placed, list[tuple[dict[str, Any], list[Any]]]]] = {}
+        self._rounding = rounding or Rounding({}, 0)
+        self.dtypes = {n: p.grad_dtype or p.dtype for n, p in self.params.items()}  # in a step
         self.poison = {
             name: torch.full((), float("nan") if p.is_floating_point() else 0, dtype=p.dtype)
             .to(device)
@@ -155,26 +171,31 @@ class Binding:
             self.params[name].data = self.poison[name]
         self._bound.pop(shard, None)
 
-    def step(self, shard: int, placed: Placed, grads: Mapping[str, Tensor]) -> None:
+    def step(
+        self, shard: int, placed: Placed, grads: Mapping[str, Tensor], number: int = 0
+    ) -> None:
         """Step one shard with the user's optimizer on the tensors of ``placed``.
 
+        ``number`` is that of the trial's step, from 0.
         A parameter without a gradient is skipped, as torch skips it. State that the
         optimizer makes or replaces is copied to its place.
         """
         self.bind(shard, placed)
-        self._step(shard, placed, grads)
+        self._step(shard, placed, grads, number)
 
-    def step_where_it_is(self, shard: int, placed: Placed) -> None:
+    def step_where_it_is(self, shard: int, placed: Placed, number: int = 0) -> None:
         """Step a bound shard on the gradients that its parameters have."""
         try:
             if self._stepped[shard]:
-                self.step_part(shard)
+                self.step_part(shard, number)
         finally:
             for name in placed.params:
                 self.params[name].grad = None
         self._keep_state(shard, placed)
 
-    def step_on_host(self, shard: int, host: Placed, grads: Mapping[str, Tensor]) -> None:
+    def step_on_host(
+        self, shard: int, host: Placed, grads: Mapping[str, Tensor], number: int = 0
+    ) -> None:
         """Step one evicted shard on its host copies, and poison it again.
 
         On a thread of its own, beside units of other shards: it touches only what this shard
@@ -183,17 +204,17 @@ class Binding:
         for name in self._stepped[shard]:
             self.params[name].data = host.params[name]
             self._bind_state(name, host)
-        self._step(shard, host, grads)
+        self._step(shard, host, grads, number)
         for name in self._stepped[shard]:
             self.params[name].data = self.poison[name]
 
-    def _step(self, shard: int, placed: Placed, grads: Mapping[str, Tensor]) -> None:
+    def _step(self, shard: int, placed: Placed, grads: Mapping[str, Tensor], number: int) -> None:
         names = self._stepped[shard]
         for name in names:
             self.params[name].grad = grads.get(name)
         try:
             if names:
-                self.step_part(shard)
+                self.step_part(shard, number)
         finally:
             for name in names:
                 self.params[name].grad = None
@@ -223,12 +244,16 @@ class Binding:
                 return False
         return True
 
-    def step_part(self, shard: int) -> None:
+    def step_part(self, shard: int, number: int = 0) -> None:
         """``optimizer.step()`` as if the shard's parameters were all it had.
 
         Two shards may step at a time, one on the device's thread and one on the host's:
         each has a part of the optimizer, which shares its state and takes its options.
         """
+        with self._rounding.stepping(self._stepped[shard], number):
+            self._step_part(shard)
+
+    def _step_part(self, shard: int) -> None:
         optimizer = self.optimizer
         if self._steps_all[shard]:
             optimizer.step()

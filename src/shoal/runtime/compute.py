@@ -92,13 +92,21 @@ class Compute:
             for name in placed.params:
                 params[name].grad = None
         if self._clips:
-            grads = self.grads_of(shard)
-            norms = torch._foreach_norm(list(grads.values())) if grads else ()
-            self._norms |= dict(zip(grads, norms, strict=True))
+            self._norms |= self._norms_of(self.grads_of(shard))
         if loss is not None:
             session.note_loss(loss)
         if shard == 0:
             del task.micros[action.micro or 0]
+
+    def _norms_of(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The norm of each gradient; of those that came as bfloat16, of what they stand for."""
+        dtypes = self._session.binding.dtypes
+        as_is = {name: grad for name, grad in grads.items() if grad.dtype == dtypes[name]}
+        norms = torch._foreach_norm(list(as_is.values())) if as_is else ()
+        found = dict(zip(as_is, norms, strict=True))
+        for name in grads.keys() - as_is.keys():
+            found[name] = torch._foreach_norm([grads[name].to(dtypes[name])])[0]
+        return found
 
     def grads_of(self, shard: int) -> dict[str, Tensor]:
         """The gradients on the device, by parameter name."""
@@ -134,20 +142,25 @@ class Compute:
         if self._clip is not None and (grads := self.grads_of(shard)):
             torch._foreach_mul_(list(grads.values()), self._clip)
         if self._resident:
-            binding.step_where_it_is(shard, self.placed[shard])
+            binding.step_where_it_is(shard, self.placed[shard], self._session.step)
         else:
-            binding.step(shard, self.placed[shard], self.grads.pop(shard, {}))
+            grads = self.grads.pop(shard, {})
+            binding.step(shard, self.placed[shard], grads, self._session.step)
 
     def host_step(self, shard: int) -> Callable[[], None]:
         """The work of a STEP on the host, on the gradients that were stored there."""
-        host, clip = self._host[shard], self._clip
+        host, clip, number = self._host[shard], self._clip, self._session.step
         names = self.has_grad.pop(shard, set())
 
         def work() -> None:
-            grads = {name: grad for name, grad in host.grads.items() if name in names}
+            dtypes = self._session.binding.dtypes
+            grads = {
+                name: host.grads[name].to(dtypes[name]) for name in host.grads if name in names
+            }
             if clip is not None and grads:
                 torch._foreach_mul_(list(grads.values()), clip.cpu())
-            self._session.binding.step_on_host(shard, host, grads)
+            self._session.binding.step_on_host(shard, host, grads, number)
+            host.renew_copies()
 
         return work
 

@@ -15,6 +15,7 @@ from shoal.program.ir import Action, Part, kept
 from shoal.runtime.binding import Placed, place_in_slot
 from shoal.runtime.compute import Compute
 from shoal.runtime.session import Session
+from shoal.runtime.units import Micro
 
 Copy = tuple[Tensor, Tensor]
 """Target and source; never empty."""
@@ -43,6 +44,9 @@ class Copies:
         whole = [shard for shard, spot in arena.kept.items() if spot.parts]
         self.kept = kept(whole, arena.kept)
         self._placed: dict[tuple[int, int], Placed] = {}  # slot, shard; made once
+        self._units, self._device = session.units, session.device
+        self._by_shard = getattr(session.job.technique, "order", None) == "shard"
+        self._waiting: dict[tuple[int, int, int], Tensor] = {}  # shard, micro, number: on the host
 
     def load(self, action: Action, slot: int) -> tuple[list[Copy], Tensor | None]:
         """Take a slot; returns the copies, and the slot's bytes if nobody else uses them."""
@@ -75,6 +79,42 @@ class Copies:
         elif shard in self.kept and shard in placed:
             placed[shard] = self._spot(shard)
 
+    def store_boundary(self, action: Action, micro: Micro) -> list[Copy]:
+        """The copies of a shard's input to the host, into memory that is used step after step."""
+        shard, place = action.shard, (action.micro or 0) if self._by_shard else 0
+        micro.away[shard], copies = {}, []
+        for number, (wire, tensor) in enumerate(self._units.private(shard, micro).items()):
+            key = (shard, place, number)
+            if not _is_like(self._waiting.get(key), tensor):
+                self._waiting[key] = torch.empty_strided(
+                    tensor.size(),
+                    tensor.stride(),
+                    dtype=tensor.dtype,
+                    pin_memory=self._device.type == "cuda",
+                )
+            micro.away[shard][wire] = self._waiting[key]
+            copies.append((self._waiting[key], tensor))
+        return _some(copies)
+
+    def drop_boundary(self, action: Action, micro: Micro) -> None:
+        """Forget a shard's input that waits on the host, less what others turned out to read."""
+        private = self._units.private(action.shard, micro)
+        for wire in micro.away[action.shard].keys() & private.keys():
+            del micro.wires[wire]
+
+    def load_boundary(self, action: Action, micro: Micro) -> list[Copy]:
+        """The copies of a shard's input back to the device, into memory of its own."""
+        copies = []
+        for wire, source in micro.away.pop(action.shard).items():
+            if wire in micro.wires:
+                continue
+            back = torch.empty_strided(
+                source.size(), source.stride(), dtype=source.dtype, device=self._device
+            )
+            micro.wires[wire] = back
+            copies.append((back, source))
+        return _some(copies)
+
     def copy_kept(self) -> None:
         """Make the host copies of what stays here current; all others always are."""
         for shard in self.kept.keys() & self._compute.placed.keys():
@@ -86,6 +126,7 @@ class Copies:
     def close(self) -> None:
         """Let go of the region."""
         self._placed.clear()
+        self._waiting.clear()
         self._compute.placed.clear()
         self.region = torch.empty(0)
 
@@ -123,6 +164,13 @@ class Copies:
     def _spot(self, shard: int) -> Placed:
         """What stays of a shard, where it stays."""
         return self._in_slot(list(self._arena.kept).index(shard), shard)
+
+
+def _is_like(one: Tensor | None, other: Tensor) -> bool:
+    """Whether a tensor can take the other one's bytes as they lie."""
+    if one is None:
+        return False
+    return (one.size(), one.stride(), one.dtype) == (other.size(), other.stride(), other.dtype)
 
 
 def _some(copies: list[Copy]) -> list[Copy]:

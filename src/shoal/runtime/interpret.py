@@ -11,6 +11,7 @@ Besides the slot waits of ``program.slots``:
     LOAD           the last write of the shard's host copy (STORE, STEP@host), of any program
     F B STEP       the shard's LOADs
     STORE          the compute before it
+    LOAD boundary  its STORE, and the compute before it, whose memory it may be given
     STEP@host      the STORE of its gradients, and SYNC
 
 Tensors that a copy reads or writes are kept alive until the copy's event is done; on
@@ -19,6 +20,7 @@ CUDA that is what makes it safe to let the allocator have them back.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -26,18 +28,20 @@ from typing import NamedTuple
 from torch import Tensor
 
 from shoal.core.errors import CapacityError
+from shoal.core.profile import Direction
 from shoal.core.units import Bytes, format_bytes
 from shoal.device import Device, Event, Lane
 from shoal.device.flops import host_step_bytes, step_bytes
+from shoal.device.streams import Turn
 from shoal.memory.layout import Arena
 from shoal.memory.ledger import Ledger
 from shoal.partition.track import AllocationTracker
-from shoal.program.costs import unit_peak_bytes
+from shoal.program.costs import unit_peak_bytes, unit_seconds
 from shoal.program.ir import Action, Kept, Op, Part, Program
 from shoal.program.slots import SlotMap, assign_slots
 from shoal.runtime.binding import place_on_host
 from shoal.runtime.compute import Compute, Work, tensors_of
-from shoal.runtime.copies import Copies
+from shoal.runtime.copies import Copies, Copy
 from shoal.runtime.session import Session, Task
 
 COMPUTE = (Op.F, Op.B, Op.SYNC)
@@ -110,6 +114,8 @@ class Seat:
         self._lane: Lane = device.lane()
         layout = session.layout
         self.host = [place_on_host(session.region, layout, s) for s in range(len(layout.shards))]
+        for placed in self.host:
+            placed.renew_copies()
         self.compute = Compute(session, self.host)
         self.copies = Copies(region, arena, session, self.host, self.compute)
         self._tails: dict[int, list[Event]] = {}  # slot -> what its last tenant leaves
@@ -117,6 +123,8 @@ class Seat:
         self._loads: dict[int, list[Event]] = {}  # shard -> its LOADs
         self._written: dict[int, Event] = {}  # shard -> last write of its host parameters
         self._grads_written: dict[int, Event] = {}
+        self._saved: dict[tuple[int, int | None], AllocationTracker] = {}  # of forwards
+        self._away: dict[tuple[int, int | None], Event] = {}  # shard, micro -> its input's STORE
         self._synced: Event | None = None
         self._advanced: Event | None = None  # the schedule, behind the host's steps
         self._last_compute: list[Event] = []
@@ -169,6 +177,13 @@ class Seat:
         """Run the next compute action; the trial's random streams are in place."""
         self._issue()
 
+    @property
+    def settled(self) -> bool:
+        """Whether ``drain`` would wait for nothing. On CUDA it is true: nobody says when."""
+        if not self._may_block:
+            self._prune()
+        return self._may_block or not self._in_flight
+
     def drain(self) -> None:
         """Wait for everything in flight; raise the first error."""
         for event, _ in self._in_flight:
@@ -201,6 +216,8 @@ class Seat:
             needs += self._loads.get(action.shard, ())
             if action.op is Op.STEP and self._advanced is not None:
                 needs.append(self._advanced)
+        elif Part.BOUNDARY in action.parts:
+            needs += [self._away[action.shard, action.micro]] if action.op is Op.LOAD else []
         elif action.op is Op.LOAD:
             needs += self._needs_of_load(run, action)
         return needs
@@ -230,6 +247,8 @@ class Seat:
         if self._in_flight:
             self._prune()
         event = self._dispatch(run, action, after)
+        if self._may_block and run.score.computes[run.cursor]:
+            self._release(after)
         if action.op in (Op.F, Op.B):
             self._stores_left = []
         if event is not None:
@@ -241,6 +260,8 @@ class Seat:
     def _dispatch(self, run: _Run, action: Action, after: list[Event]) -> Event | None:
         if run.score.computes[run.cursor]:
             return self._run_compute(run.task, action, after)
+        if Part.BOUNDARY in action.parts:
+            return self._move_boundary(run.task, action, after)
         slot = run.score.slots.slots[run.cursor]
         if action.op is Op.LOAD:
             assert slot is not None
@@ -267,11 +288,14 @@ class Seat:
         after: list[Event],
         sources: Sequence[Tensor] = (),
         seconds: float | None = None,
+        size: int | None = None,
+        **turn: Turn,
     ) -> Event:
         """Submit to a lane's stream; ``sources`` stay alive until it is done."""
-        event: Event = getattr(self._lane, stream).submit(work, after, seconds=seconds)
+        event: Event = getattr(self._lane, stream).submit(work, after, seconds=seconds, **turn)
         self._in_flight.append((event, sources))
-        size = sum(source.nbytes for source in sources)
+        if size is None:
+            size = sum(source.nbytes for source in sources)
         self._note(stream, event, size)
         return event
 
@@ -279,6 +303,17 @@ class Seat:
         assert self._run is not None
         text = self._run.score.texts[self._run.cursor]
         self._record(Issued(stream, text, event, size, self.session.step + 1, self.trial))
+
+    def _release(self, after: list[Event]) -> None:
+        """Let go of what copies read that the compute stream comes after from now on.
+
+        On CUDA this thread runs ahead of the device, so a copy may not be done; but who is given
+        its memory next writes it behind the compute stream's wait.
+        """
+        waited = {id(event) for event in after}
+        self._in_flight = [
+            (event, () if id(event) in waited else sources) for event, sources in self._in_flight
+        ]
 
     def _prune(self) -> None:
         """Let go of what finished copies kept alive; raise if one failed."""
@@ -294,32 +329,54 @@ class Seat:
 
     def _load(self, action: Action, slot: int, after: list[Event]) -> Event:
         copies, fresh = self.copies.load(action, slot)
+        work = self._copying(copies, "up", fresh)
+        event = self._submit("up", work, after, [source for _, source in copies])
+        self._loads.setdefault(action.shard, []).append(event)
+        return event
+
+    def _store(self, action: Action) -> Event:
+        event = self._send_down(self.copies.store(action))
+        if Part.PARAM in action.parts or Part.STATE in action.parts:
+            self._written[action.shard] = event
+        if Part.GRAD in action.parts:
+            self._grads_written[action.shard] = event
+        return event
+
+    def _move_boundary(self, task: Task, action: Action, after: list[Event]) -> Event | None:
+        """A shard's input leaves for the host, or is back from there before its backward."""
+        micro = task.micros[action.micro or 0]
+        if action.op is Op.DROP:
+            self.copies.drop_boundary(action, micro)
+            return None
+        if action.op is Op.STORE:
+            event = self._send_down(self.copies.store_boundary(action, micro))
+            self._away[action.shard, action.micro] = event
+            return event
+        copies = self.copies.load_boundary(action, micro)
+        del self._away[action.shard, action.micro]
+        size = sum(source.nbytes for _, source in copies)
+        work = self._copying(copies, "up")
+        event = self._submit("up", work, after + self._last_compute, size=size)
+        self._loads.setdefault(action.shard, []).append(event)
+        return event
+
+    def _send_down(self, copies: list[Copy]) -> Event:
+        work = self._copying(copies, "down")
+        return self._submit("down", work, self._last_compute, [source for _, source in copies])
+
+    def _copying(
+        self, copies: list[Copy], way: Direction, fresh: Tensor | None = None
+    ) -> Callable[[], None]:
+        """The work of a copy stream; memory that is ``fresh`` is poisoned before."""
         device = self.device
 
         def work() -> None:
             if fresh is not None:
                 device.poison(fresh)
             for target, source in copies:
-                device.copy(target, source, "up")
+                device.copy(target, source, way)
 
-        event = self._submit("up", work, after, [source for _, source in copies])
-        self._loads.setdefault(action.shard, []).append(event)
-        return event
-
-    def _store(self, action: Action) -> Event:
-        copies, device = self.copies.store(action), self.device
-
-        def work() -> None:
-            for target, source in copies:
-                device.copy(target, source, "down")
-
-        sources = [source for _, source in copies]
-        event = self._submit("down", work, self._last_compute, sources)
-        if Part.PARAM in action.parts or Part.STATE in action.parts:
-            self._written[action.shard] = event
-        if Part.GRAD in action.parts:
-            self._grads_written[action.shard] = event
-        return event
+        return work
 
     def _drop(self, action: Action) -> None:
         self.copies.drop(action)
@@ -357,35 +414,55 @@ class Seat:
             if action.place == "host":
                 return self._profile.host_seconds(host_step_bytes(shard))
             return self._profile.memory_seconds(step_bytes(shard))
-        return {Op.F: shard.forward_s, Op.B: shard.backward_s}.get(action.op)
+        return unit_seconds(action, shard) if action.op in (Op.F, Op.B) else None
 
     def _counted(self, unit: Work, task: Task, action: Action) -> None:
         """Run a unit and count every byte it allocates against the budget."""
         self.compute.grew, self.track = False, True
         before = self.resident_bytes()
-        with AllocationTracker() as tracker:
+        saves = Part.SAVED in action.parts
+        # A backward frees what its forward saved while it goes on, so one tracker counts both.
+        tracker = self._saved.pop((action.shard, action.micro), None) or AllocationTracker()
+        tracker.restart_peak()
+        start = tracker.current_bytes
+        with tracker:
             unit(task, action)
-        self.peak_bytes = max(self.peak_bytes, before + tracker.peak_bytes)
-        unplanned = max(0, before - self.session.job.held_bytes)  # batches are held too
-        if tracker.peak_bytes + unplanned > self.unit_bytes:
-            self._outgrow(task, action, Bytes(tracker.peak_bytes + unplanned))
+        if saves and action.op is Op.F:
+            self._saved[action.shard, action.micro] = tracker
+        more = tracker.peak_bytes - start
+        self.peak_bytes = max(self.peak_bytes, before + more)
+        on_top = before + more - self.session.job.held_bytes
+        if on_top > self.unit_bytes:
+            unplanned = max(0, before - self.session.job.held_bytes)  # batches are held too
+            self._outgrow(task, action, Bytes(on_top), Bytes(more + unplanned))
 
-    def _outgrow(self, task: Task, action: Action, peak: Bytes) -> None:
-        """A unit needed more than was measured: reserve it from now on, or fail the trial."""
-        promised, self.unit_bytes = self.unit_bytes, peak
+    def _outgrow(self, task: Task, action: Action, on_top: Bytes, peak: Bytes) -> None:
+        """A unit needed more than was measured: reserve it from now on, or fail the trial.
+
+        ``on_top`` is what it needed on top of what the trial holds at most, ``peak`` what it
+        allocated.
+        """
+        left = peak - (on_top - self.unit_bytes)
+        self.unit_bytes = on_top
         try:
             self.reserve_units()
         except CapacityError as error:
             outgrown = CapacityError(
                 f"{action} of trial {self.trial} allocated {format_bytes(peak)} on "
-                f"{self.device.spec.name}, {format_bytes(promised)} were reserved for it, and "
+                f"{self.device.spec.name}, {format_bytes(left)} were reserved for it, and "
                 f"there is no room for the rest: {error} Where batches differ in size, let the "
                 "first one be the largest: it is the one that is measured."
             )
             # A forward's peak is small, and grows by more than what it makes the plan grow by.
-            own = unit_peak_bytes(action, self.session.job.shards[action.shard])
-            measured = own if action.op is Op.B and task.kind != "evaluation" else promised
-            outgrown.growth = peak / max(1, min(measured or promised, promised))
+            shards = self.session.job.shards
+            own = unit_peak_bytes(action, shards[action.shard])
+            largest = max(shard.backward_peak_bytes for shard in shards)
+            measured = own if action.op is Op.B and task.kind != "evaluation" else largest
+            expected = max(1, min(measured or largest, largest))
+            kept = 0  # what earlier forwards saved has grown too, and is in ``peak``
+            if Part.SAVED in action.parts:
+                kept = max(0, self.session.job.held_bytes - self.copies.region.nbytes)
+            outgrown.growth = (peak + kept) / (expected + kept)
             raise outgrown from None
 
     def resident_bytes(self) -> Bytes:
@@ -403,12 +480,10 @@ class Seat:
             for micro in task.micros.values():
                 tensors += micro.tensors()
                 tensors += tensors_of(micro.batch)
-        storages = {
-            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-            for t in tensors
-            if t.untyped_storage().data_ptr() not in elsewhere
-        }
-        return Bytes(held + sum(storages.values()))
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        storages += [storage for saved in self._saved.values() for storage in saved.alive()]
+        found = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in elsewhere}
+        return Bytes(held + sum(found.values()))
 
     def _host_step(self, action: Action) -> Event:
         shard = action.shard
@@ -420,13 +495,15 @@ class Seat:
             step()
             self.note_host(-1)
 
-        event = self._submit("host", work, after, seconds=self._seconds(action))
+        turn = functools.partial(self.device.host_turns.take, self.trial)
+        event = self._submit("host", work, after, seconds=self._seconds(action), turn=turn)
         self._written[shard] = event
         return event
 
     def end_step(self) -> None:
         """What follows a step's last action: the schedule, and the next step's clean slate."""
         self._synced = None
+        self._saved.clear()
         self.compute.end_step()
         technique = self.session.job.technique
         if getattr(technique, "optimizer", "device") == "host":

@@ -13,7 +13,7 @@ import pickle
 import queue
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from shoal.core.errors import ShoalError
@@ -51,7 +51,7 @@ from shoal.runtime.reports import Reports
 from shoal.runtime.saver import Saver
 from shoal.runtime.session import Session, Task
 from shoal.scheduler.interleave import Interleaver
-from shoal.scheduler.policy import OldestStepFirst
+from shoal.scheduler.policy import LongestLeftFirst
 from shoal.spill import generate
 
 
@@ -62,7 +62,9 @@ class _Stay:
     seat: Seat
     tasks: Iterator[Task]
     task: Task | None = None
-    leaving: bool = False
+    leaving: bool = False  # its tasks are through
+    departing: bool = False  # what stayed on the device is on its way to the host
+    over: LeaseOver | None = None  # everything is there; what to say of it
     step_began: float = field(default_factory=time.perf_counter)
 
 
@@ -95,7 +97,8 @@ class DeviceLoop:
         output: TrialOutput,
     ) -> None:
         self._device, self._recipe = device, recipe
-        self._interleaver = Interleaver(OldestStepFirst())
+        self._interleaver = Interleaver(LongestLeftFirst())
+        device.host_turns.choose = self._whose_host_step
         self._reports = Reports(device, send, timeline=settings.timeline)
         self._saver = Saver(
             settings,
@@ -103,6 +106,7 @@ class DeviceLoop:
             self._count_work,
             said=happened,
             heard=lambda: recorder[3],
+            notify=device.notify,
         )
         self._settings, self._orders, self._measurer = settings, orders, measurer
         self._recorder, self._output = recorder, output
@@ -358,7 +362,8 @@ class DeviceLoop:
         stay.seat.issue_copies()
         while stay.seat.head is None and stay.seat.trial in self._stays:
             self._finish_task(stay)
-            self._next_task(stay)
+            if not self._next_task(stay):
+                return
             if stay.seat.trial in self._stays:
                 stay.seat.issue_copies()
 
@@ -372,39 +377,49 @@ class DeviceLoop:
             stay.seat.end_step()
             self._interleaver.step_finished(stay.seat.trial)
 
-    def _next_task(self, stay: _Stay) -> None:
-        """Let the trial's loop go on, inside its own random streams, to its next program."""
-        session = stay.seat.session
-        if stay.leaving:
-            self._hand_over(stay)
-            return
-        self._enter(stay)
-        task = next(stay.tasks, None)
-        if task is not None:
-            if task.kind in ("step", "micro") and not session.micro_losses:
-                self._interleaver.forget(stay.seat.trial)
-                self._interleaver.started(stay.seat.trial, session.step)
-            self._begin(stay, task)
-            return
-        stay.leaving = True
-        self._saver.wait(stay.seat.trial)  # the region is what it is writing
-        if any(here := _here(session.job.technique)):
-            self._begin(stay, Task(generate.departure(*here), "departure"))
+    def _next_task(self, stay: _Stay) -> bool:
+        """Let the trial's loop go on, inside its own random streams, to its next program.
 
-    def _hand_over(self, stay: _Stay) -> None:
-        """The lease is over: everything is in the host region; tell the study."""
+        False while it waits for a copy, a host step or the disk: others may compute meanwhile.
+        """
+        if not stay.leaving:
+            self._enter(stay)
+            task = next(stay.tasks, None)
+            if task is not None:
+                self._begin_task(stay, task)
+                return True
+            stay.leaving = True
+        if not stay.departing:
+            if self._saver.is_writing(stay.seat.trial):  # the region is what it is writing
+                return False
+            stay.departing = True
+            if any(here := _here(stay.seat.session.job.technique)):
+                self._begin(stay, Task(generate.departure(*here), "departure"))
+                return True
+        return self._hand_over(stay)
+
+    def _begin_task(self, stay: _Stay, task: Task) -> None:
+        trial, session = stay.seat.trial, stay.seat.session
+        if task.kind in ("step", "micro") and not session.micro_losses:
+            self._interleaver.forget(trial)
+            self._interleaver.started(trial, session.step)
+        self._begin(stay, task)
+
+    def _hand_over(self, stay: _Stay) -> bool:
+        """The lease is over: everything is in the host region; tell the study.
+
+        False while something is still under way.
+        """
         seat, session = stay.seat, stay.seat.session
-        self._enter(stay)
-        self._saver.wait(seat.trial)  # elsewhere another process would write beside it
-        seat.drain()
-        session.rng = capture_rng(session.device)
-        session.put_buffers_back()
-        self._reports.flush(of=seat.trial)
-        self._report_emulation()
-        over = LeaseOver(seat.trial, session.progress(), session.ended)
+        if stay.over is None:
+            # Elsewhere another process would write beside what is being written.
+            if self._saver.is_writing(seat.trial) or not seat.settled:
+                return False
+            stay.over = self._settle(stay)
+        over = stay.over
         if session.ended:
-            self._reports.send_events()
-            self._saver.save(functools.partial(checkpoint.content, session, copy=False))
+            if self._saver.is_writing(seat.trial):
+                return False
             outcome = self._saver.wait(seat.trial)
             assert outcome is not None
             over = replace(over, checkpoint=outcome.path, trouble=outcome.trouble)
@@ -416,6 +431,21 @@ class DeviceLoop:
             self._parked[seat.trial] = session
         self._reports.reply(over)
         self._admit_pending()
+        return True
+
+    def _settle(self, stay: _Stay) -> LeaseOver:
+        """Bring all of the trial to its region; the generation of one that ended is begun."""
+        seat, session = stay.seat, stay.seat.session
+        self._enter(stay)
+        seat.drain()
+        session.rng = capture_rng(session.device)
+        session.put_buffers_back()
+        self._reports.flush(of=seat.trial)
+        self._report_emulation()
+        if session.ended:
+            self._reports.send_events()
+            self._saver.save(functools.partial(checkpoint.content, session, copy=False))
+        return LeaseOver(seat.trial, session.progress(), session.ended)
 
     # -- compute ------------------------------------------------------------------------
 
@@ -436,13 +466,20 @@ class DeviceLoop:
 
     def _candidate(self, stay: _Stay) -> Candidate:
         session, trial = stay.seat.session, stay.seat.trial
-        left = (session.until or session.step + 1) - session.step
         return Candidate(
             trial=trial,
             ticket=self._interleaver.ticket(trial),
-            remaining_s=left * session.job.step_s,
+            remaining_s=session.steps_left * session.job.step_s,
             warm=self._current == trial,
+            step_s=session.job.step_s,
         )
+
+    def _whose_host_step(self, trials: Sequence[int]) -> int:
+        """Which trial's step runs on the host next; asked by the threads that wait there."""
+        stays = [stay for trial in trials if (stay := self._stays.get(trial)) is not None]
+        if len(stays) < 2:
+            return trials[0] if not stays else stays[0].seat.trial
+        return self._interleaver.choose([self._candidate(stay) for stay in stays])
 
     def _compute(self, stay: _Stay) -> None:
         """One unit; all that can run, where nobody else is on the device and no order waits."""
@@ -477,8 +514,9 @@ class DeviceLoop:
         """Sleep until a copy or host step has finished or an order came."""
         self._reports.send_events()
         with self._device.progress:
-            if self._device.version == seen:
-                self._device.progress.wait(timeout=1.0)
+            idle = self._device.version == seen and not self._device.progress.wait(timeout=1.0)
+        if idle and any(self._saver.is_writing(trial) for trial in self._stays):
+            self._saver.waits += 1
 
     # -- reports ------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ nothing behind. A model that is measured again (with finer cuts) is not built ag
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import time
 import traceback
@@ -17,38 +16,46 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shoal.bench.link import glance
 from shoal.core.errors import ShoalError, SpecError
 from shoal.core.spec import (
     ALIGNMENT,
     HyperParameters,
     JobMeasure,
     LayerMeasure,
+    Narrow,
     ShardSpec,
     TrialSpec,
 )
 from shoal.core.units import Bytes, Seconds, round_up
 from shoal.data import epoch_length, host_bytes, rule_of
 from shoal.device import Device
-from shoal.device.flops import host_step_bytes, stopwatch_of
+from shoal.device.flops import host_step_bytes, narrow_step_factor, stopwatch_of
+from shoal.device.pace import SystemClock
 from shoal.memory.layout import TensorSpec, TrialLayout, lay_out
 from shoal.memory.store import describe
 from shoal.partition.chain import Chain
 from shoal.partition.measure import faster_of_two, measure_layers, measure_shards
+from shoal.partition.narrow import find_narrow
 from shoal.partition.pilot import pilot
 from shoal.partition.track import AllocationTracker
 from shoal.recipe import (
     Batch,
     Recipe,
     autocast,
+    build_model,
     build_optimizer,
     build_schedule,
     compute_loss,
+    loss_notes,
     model_inputs,
     read_data,
+    rounding_of,
     to_device,
 )
 from shoal.rng import capture_rng, same_rng, seed_all
 from shoal.runtime.binding import Binding, state_specs
+from shoal.runtime.describe import first_batch, signature
 from shoal.runtime.messages import (
     Describe,
     Described,
@@ -90,7 +97,10 @@ class Measurer:
         self._built: _Built | None = None
         self._chain: Chain | None = None
         self._whole: JobMeasure | None = None
+        self._narrow: tuple[str, ...] = ()  # of the chain
+        self._loss_notes: tuple[str, ...] = ()
         self._states: Mapping[str, Sequence[TensorSpec]] = {}
+        self._link: tuple[()] | tuple[float, float] | None = None  # not looked at yet
 
     def forget(self) -> None:
         """Let go of what was measured: the trials need the memory now."""
@@ -110,8 +120,8 @@ class Measurer:
         self.note(trial.number)
         try:
             if isinstance(order, MeasureShards):
-                return self._measure_shards(trial, order.cuts)
-            return self._measure(trial, cut=order.cut)
+                return self._measure_shards(trial, order.cuts, narrow=order.narrow)
+            return self._measure(trial, cut=order.cut, narrow=order.narrow)
         except (Exception, SystemExit) as error:
             return Refused(trial.number, traceback.format_exc(), _own(error))
         finally:
@@ -125,49 +135,16 @@ class Measurer:
         for trial in trials:
             self.note(trial.number)
             try:
-                signatures[trial.number] = self._signature(trial)
+                signatures[trial.number] = signature(self._recipe, trial)
             except (Exception, SystemExit) as error:
                 errors[trial.number] = traceback.format_exc()
                 cause = cause or _own(error)
         self.note(None)
         return Described(signatures, errors, cause)
 
-    def _signature(self, trial: TrialSpec) -> str:
-        """Equal for trials whose steps cost the same; values of hyperparameters do not count."""
-        hp = HyperParameters(trial.hp)
-        model = self._skeleton(hp, trial.seed)
-        train, _ = read_data(self._recipe, hp)
-        batch = _first_batch(train)
-        optimizer = build_optimizer(self._recipe, model.named_parameters(), hp)
-        names = {id(p): name for name, p in model.named_parameters()}
-        parts = [
-            repr(model),
-            [_scalars_of(module) for module in model.modules()],
-            [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in _all_params(model)],
-            [(n, tuple(b.shape), str(b.dtype)) for n, b in model.named_buffers()],
-            _shape_of(batch),
-            epoch_length(train),  # how many steps there are, and whether that is known
-            type(optimizer).__qualname__,
-            [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups],
-            [_kind_of(group) for group in optimizer.param_groups],
-        ]
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-    def _skeleton(self, hp: HyperParameters, seed: int) -> nn.Module:
-        """The model without memory where it can be built so, else with."""
-        seed_all(seed)
-        try:
-            with torch.device("meta"):
-                return self._recipe.model(hp)
-        except ShoalError:
-            raise
-        except Exception:
-            seed_all(seed)
-            return self._recipe.model(hp)
-
     # -- measure --------------------------------------------------------------------------
 
-    def _measure(self, trial: TrialSpec, *, cut: bool) -> Measured:
+    def _measure(self, trial: TrialSpec, *, cut: bool, narrow: bool) -> Measured:
         if self._built is None or self._built.trial != trial:
             self._built = self._build(trial)
             self._chain = None
@@ -176,24 +153,23 @@ class Measurer:
         layout = _layout([0, 0], None, self._built.model, self._states)
         if not cut:
             return Measured(trial.number, self._whole, layout)
-        measure = self._measure_cut(self._built, self._whole)
-        return Measured(trial.number, measure, layout)
+        measure = self._measure_cut(self._built, self._whole, narrow=narrow)
+        if self._link is None:
+            link = glance(self._device.spec, self._device.torch_device, SystemClock())
+            self._link = (link.up.best, link.down.best) if link else ()
+        return Measured(trial.number, replace(measure, link=self._link or None), layout)
 
     def _build(self, trial: TrialSpec) -> _Built:
         hp = HyperParameters(trial.hp)
         seed_all(trial.seed)
-        model = self._recipe.model(hp)
-        if not isinstance(model, nn.Module):
-            raise SpecError(
-                f"Recipe(model=...) returned {type(model).__name__}; return an nn.Module."
-            )
+        model = build_model(self._recipe, hp)
         self._here = self._place(model)
         model.to(self._here)
         train, valid = read_data(self._recipe, hp)
         optimizer = build_optimizer(self._recipe, model.named_parameters(), hp)
         build_schedule(self._recipe, optimizer, hp)
         self._refuse_forgotten(model, optimizer)
-        batch = to_device(_first_batch(train), self._here)
+        batch = to_device(first_batch(train), self._here)
         first_valid = to_device(next(iter(valid or ()), None), self._here)
         return _Built(
             trial=trial,
@@ -255,7 +231,7 @@ class Measurer:
             parameter_bytes=_aligned(params),
             owned_bytes=_aligned(params),
             state_bytes=_aligned(state),
-            gradient_bytes=Bytes(sum(s.num_bytes for s in params)),
+            gradient_bytes=Bytes(sum(s.num_bytes for s in _grads_of(model))),
             boundary_bytes=Bytes(0),
             carry_bytes=Bytes(0),
             forward_peak_bytes=forward,
@@ -275,6 +251,7 @@ class Measurer:
             resident_bytes=Bytes(
                 shard.parameter_bytes + shard.state_bytes + backward + shard.step_peak_bytes
             ),
+            notes=self._loss_notes,
             num_batches=built.num_batches,
             valid_scale=_batch_bytes(built.valid) / max(1, _batch_bytes(built.batch)),
             optimizer=_name_of(built.optimizer),
@@ -303,8 +280,9 @@ class Measurer:
     def _backward(self, built: _Built) -> None:
         for parameter in built.model.parameters():
             parameter.grad = None
-        with autocast(self._recipe, self._here):
+        with autocast(self._recipe, self._here) as entered:
             loss = self._loss(built)
+        self._loss_notes = loss_notes(entered)
         (loss / self._recipe.accumulate).backward()
 
     def _loss(self, built: _Built) -> Tensor:
@@ -312,8 +290,10 @@ class Measurer:
         return compute_loss(self._recipe, built.model(*args, **kwargs), built.batch)
 
     def _step(self, built: _Built) -> None:
+        parameters = dict(built.model.named_parameters())
         try:
-            built.optimizer.step()
+            with rounding_of(self._recipe, parameters, 0).stepping(parameters, 0):
+                built.optimizer.step()
         except TypeError as error:
             raise SpecError(
                 f"{type(built.optimizer).__name__}.step() cannot be called without arguments "
@@ -324,7 +304,7 @@ class Measurer:
 
     # -- cut ------------------------------------------------------------------------------
 
-    def _measure_cut(self, built: _Built, whole: JobMeasure) -> JobMeasure:
+    def _measure_cut(self, built: _Built, whole: JobMeasure, *, narrow: bool) -> JobMeasure:
         """The chain, compared with the module, and its layers; or why there is none."""
         for parameter in built.model.parameters():
             parameter.grad = None
@@ -332,23 +312,31 @@ class Measurer:
         built.model.to(cpu)
         report = pilot(built.model, self._recipe, to_device(built.batch, cpu), cpu)
         if report.chain is None:
-            return replace(whole, cuttable=False, notes=report.notes)
+            return replace(whole, cuttable=False, notes=(*whole.notes, *report.notes))
         coupled = (
             _written_and_shared(report.chain)
             or self._draws(built)
             or self._coupling(built, report.chain)
         )
         if coupled:
-            return replace(whole, cuttable=False, notes=(*report.notes, coupled))
+            return replace(whole, cuttable=False, notes=(*whole.notes, *report.notes, coupled))
         self._chain = report.chain
+        here, sums = self._chain_here(), self._recipe.accumulate > 1
+        self._narrow = find_narrow(here, built.batch, sums=sums) if narrow else ()
         layers = measure_layers(
-            self._chain_here(), built.batch, self._state_bytes(), timed=self._timed
+            here,
+            built.batch,
+            self._state_bytes(),
+            timed=self._timed,
+            narrow=self._narrow,
+            sums=sums,
         )
         return replace(
             whole,
-            layers=_with_step_seconds(layers, whole),
+            layers=_with_step_seconds(layers, whole, self._device.spec.profile is not None),
             bitwise=report.bitwise,
-            notes=report.notes,
+            notes=(*whole.notes, *report.notes),
+            narrow=self._narrow,
         )
 
     def _chain_here(self) -> Chain:
@@ -366,22 +354,35 @@ class Measurer:
     def _state_bytes(self) -> dict[str, int]:
         return {name: int(_aligned(specs)) for name, specs in self._states.items()}
 
-    def _measure_shards(self, trial: TrialSpec, cuts: tuple[int, ...]) -> Measured:
+    def _measure_shards(
+        self, trial: TrialSpec, cuts: tuple[int, ...], *, narrow: bool
+    ) -> Measured:
         if self._chain is None or self._built is None or self._built.trial != trial:
-            self._measure(trial, cut=True)
+            self._measure(trial, cut=True, narrow=narrow)
         assert self._chain is not None
         assert self._built is not None
         assert self._whole is not None
         shards = measure_shards(
-            self._chain_here(), cuts, self._built.batch, self._state_bytes(), timed=self._timed
+            self._chain_here(),
+            cuts,
+            self._built.batch,
+            self._state_bytes(),
+            timed=self._timed,
+            narrow=self._narrow,
+            sums=self._recipe.accumulate > 1,
         )
         whole = self._whole.shards[0]
         bounds = [0, *cuts, self._chain.num_layers]
         layout = _layout(bounds, self._chain, self._built.model, self._states)
         peaks = self._step_peaks(self._built, layout)
-        finished = [_with_step(s, whole, p) for s, p in zip(shards, peaks, strict=True)]
+        emulated = self._device.spec.profile is not None
+        finished = [_with_step(s, whole, p, emulated) for s, p in zip(shards, peaks, strict=True)]
         measure = replace(
-            self._whole, shards=tuple(finished), bitwise=True, notes=self._chain.notes
+            self._whole,
+            shards=tuple(finished),
+            bitwise=True,
+            notes=(*self._whole.notes, *self._chain.notes),
+            narrow=self._narrow,
         )
         return Measured(trial.number, measure, layout)
 
@@ -391,7 +392,9 @@ class Measurer:
         model = built.model
         optimizer = build_optimizer(self._recipe, model.named_parameters(), hp)
         owned = [[f.spec.name for f in shard.param.fields] for shard in layout.shards]
-        binding = Binding(model, optimizer, owned, next(model.parameters()).device)
+        rounding = rounding_of(self._recipe, dict(model.named_parameters()), 0)
+        here = next(model.parameters()).device
+        binding = Binding(model, optimizer, owned, here, rounding)
         peaks = []
         for index in range(len(owned)):
             _fill_gradients(model, index)
@@ -418,9 +421,10 @@ class Measurer:
         results = []
         for parts in ([[name for names in owned for name in names]], owned):
             seed_all(built.trial.seed)
-            model = self._recipe.model(hp)
+            model = build_model(self._recipe, hp)
             optimizer = build_optimizer(self._recipe, model.named_parameters(), hp)
-            binding = Binding(model, optimizer, parts, torch.device("cpu"))
+            rounding = rounding_of(self._recipe, dict(model.named_parameters()), 0)
+            binding = Binding(model, optimizer, parts, torch.device("cpu"), rounding)
             for round_ in range(2):
                 _fill_gradients(model, round_)
                 for index in reversed(range(len(parts))):  # as a backward comes by
@@ -459,52 +463,11 @@ def _own(error: BaseException) -> Exception | None:
     return error if isinstance(error, ShoalError) else None
 
 
-def _first_batch(train: Any) -> Batch:
-    batch = next(iter(train), None)
-    if batch is None:
-        raise SpecError(
-            "the training data yielded no batch. Recipe(data=...) must return a source that "
-            "yields at least one batch each time it is read."
-        )
-    return batch
-
-
-def _all_params(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(model.named_parameters(remove_duplicate=False))
-
-
-def _scalars_of(module: nn.Module) -> dict[str, Any]:
-    """A module's plain attributes: numbers of heads or passes cost bytes too."""
-    plain = (bool, int, float, str, type(None))
-    return {k: v for k, v in vars(module).items() if type(v) in plain and k != "training"}
-
-
 def _name_of(optimizer: torch.optim.Optimizer) -> str:
     """An optimizer's class and which of torch's implementations it uses."""
     group = optimizer.param_groups[0]
     chosen = [kind for kind in ("fused", "foreach", "capturable") if group.get(kind)]
     return " ".join([*chosen, type(optimizer).__name__])
-
-
-def _kind_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a param group's options decides which state and scratch a step needs."""
-    values = {"params", "lr", "initial_lr", "betas", "eps"}
-    return {
-        key: value if value is None or isinstance(value, bool | str) else bool(value)
-        for key, value in group.items()
-        if key not in values
-    }
-
-
-def _shape_of(value: Any) -> Any:
-    """The shapes and types of a batch, without its values."""
-    if isinstance(value, Tensor):
-        return tuple(value.shape), str(value.dtype)
-    if isinstance(value, Mapping):
-        return {key: _shape_of(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [_shape_of(item) for item in value]
-    return type(value).__name__
 
 
 def _batch_bytes(value: Any) -> int:
@@ -530,7 +493,8 @@ def _aligned(specs: Sequence[TensorSpec]) -> Bytes:
 def _fill_missing_gradients(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            dtype = parameter.grad_dtype or parameter.dtype
+            parameter.grad = torch.zeros_like(parameter, dtype=dtype)
 
 
 def _fill_gradients(model: nn.Module, round_: int) -> None:
@@ -538,24 +502,48 @@ def _fill_gradients(model: nn.Module, round_: int) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             gradient = torch.randn(parameter.shape, generator=generator)
-            parameter.grad = gradient.to(parameter.device, parameter.dtype)
+            dtype = parameter.grad_dtype or parameter.dtype
+            parameter.grad = gradient.to(parameter.device, dtype)
 
 
-def _with_step(shard: ShardSpec, whole: ShardSpec, peak: Bytes) -> ShardSpec:
+def _with_step(shard: ShardSpec, whole: ShardSpec, peak: Bytes, emulated: bool) -> ShardSpec:
     """A shard with its part of the whole step's seconds, and its own step's peak."""
-    part = shard.owned_bytes / max(1, whole.owned_bytes)
-    return replace(shard, step_s=Seconds(whole.step_s * part), step_peak_bytes=peak)
+    step_s = Seconds(whole.step_s * shard.owned_bytes / max(1, whole.owned_bytes))
+    narrow = _narrow_with_step(
+        shard.narrow, shard.owned_bytes, shard.state_bytes, step_s, emulated
+    )
+    return replace(shard, step_s=step_s, step_peak_bytes=peak, narrow=narrow)
 
 
 def _with_step_seconds(
-    layers: Sequence[LayerMeasure], whole: JobMeasure
+    layers: Sequence[LayerMeasure], whole: JobMeasure, emulated: bool
 ) -> tuple[LayerMeasure, ...]:
     """A step's seconds, shared out by parameter bytes."""
-    total = max(1, whole.shards[0].owned_bytes)
-    seconds = whole.shards[0].step_s
-    return tuple(
-        replace(layer, step_s=Seconds(seconds * layer.parameter_bytes / total)) for layer in layers
-    )
+    each = whole.shards[0].step_s / max(1, whole.shards[0].owned_bytes)
+    found = []
+    for layer in layers:
+        step_s, owned = Seconds(each * layer.parameter_bytes), layer.parameter_bytes
+        narrow = _narrow_with_step(layer.narrow, owned, layer.state_bytes, step_s, emulated)
+        found.append(replace(layer, step_s=step_s, narrow=narrow))
+    return tuple(found)
+
+
+def _narrow_with_step(
+    narrow: Narrow | None, owned: Bytes, state: Bytes, step_s: Seconds, emulated: bool
+) -> Narrow | None:
+    """With the seconds of its step; emulated ones follow from the bytes that a step touches."""
+    if narrow is None:
+        return None
+    times = narrow_step_factor(owned, state, narrow) if emulated else 1.0
+    return replace(narrow, step_s=Seconds(step_s * times))
+
+
+def _grads_of(model: nn.Module) -> list[TensorSpec]:
+    """What the parameters' gradients look like: float32, where weights are rounded."""
+    return [
+        describe(name, p if p.grad_dtype in (None, p.dtype) else p.to("meta", p.grad_dtype))
+        for name, p in model.named_parameters()
+    ]
 
 
 def _layout(
@@ -566,13 +554,14 @@ def _layout(
 ) -> TrialLayout:
     """The host region of a model in shards; one shard when there is no chain."""
     parameters = {name: describe(name, p) for name, p in model.named_parameters()}
+    grads = {spec.name: spec for spec in _grads_of(model)}
     buffers = [describe(name, b) for name, b in model.named_buffers()]
     if chain is None:
-        return lay_out([list(parameters)], [[]], parameters, states, buffers)
+        return lay_out([list(parameters)], [[]], parameters, states, buffers, grads)
     spans = list(itertools.pairwise(bounds))
     owned = [[n for layer in range(*span) for n in chain.parameters_of(layer)] for span in spans]
     borrowed = []
     for span, own in zip(spans, owned, strict=True):
         names = [n for layer in range(*span) for n in chain.borrowed_by(layer)]
         borrowed.append([n for n in dict.fromkeys(names) if n not in own])
-    return lay_out(owned, borrowed, parameters, states, buffers)
+    return lay_out(owned, borrowed, parameters, states, buffers, grads)

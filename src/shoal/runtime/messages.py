@@ -84,10 +84,14 @@ class Describe:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """Measure a trial's model unsharded, and its layers if it can be cut."""
+    """Measure a trial's model unsharded, and its layers if it can be cut.
+
+    ``narrow``: find out which weights may travel as bfloat16, and measure with them too.
+    """
 
     trial: TrialSpec
     cut: bool
+    narrow: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,7 @@ class MeasureShards:
 
     trial: TrialSpec
     cuts: tuple[int, ...]
+    narrow: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

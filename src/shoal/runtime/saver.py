@@ -53,7 +53,8 @@ class Saver:
 
     ``tell`` sends an event at once and may be called from the writing thread; ``on_wait`` is
     called each second while the device's thread waits for the disk. ``said`` is how many
-    messages of events were sent, ``heard`` of how many the record is safe.
+    messages of events were sent, ``heard`` of how many the record is safe. ``notify`` is called
+    by the writing thread when a generation is written, or is not to be.
     """
 
     def __init__(
@@ -64,9 +65,10 @@ class Saver:
         *,
         said: Callable[[], int] = lambda: 0,
         heard: Callable[[], int] = lambda: 0,
+        notify: Callable[[], None] = lambda: None,
     ) -> None:
         self._settings, self._tell, self._on_wait = settings, tell, on_wait
-        self._said, self._heard = said, heard
+        self._said, self._heard, self._notify = said, heard, notify
         self._unheard: dict[int, dict[str, int]] = {}  # trial -> generation -> messages by then
         self.waits = 0  # seconds for which the disk was waited for: no hang of the worker's
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
@@ -81,17 +83,21 @@ class Saver:
         """Whether it is time, and the last one is written; with an interval of 0, always."""
         if not self._settings.checkpoint_every_s:
             return True
+        return not self.is_writing(trial) and time.monotonic() >= self._due[trial]
+
+    def is_writing(self, trial: int) -> bool:
+        """Whether the trial's last generation is not written yet."""
         writing = self._writing.get(trial)
-        if writing is not None and not writing.done():
-            return False
-        return time.monotonic() >= self._due[trial]
+        return writing is not None and not writing.done()
 
     def save(self, take: Callable[[], Content]) -> None:
         """Take a state now, and write it while the caller goes on."""
         began = time.perf_counter()
         what = take()
         self.wait(what.trial)
-        self._writing[what.trial] = self._thread.submit(self._write, what, began)
+        writing = self._thread.submit(self._write, what, began)
+        self._writing[what.trial] = writing
+        writing.add_done_callback(lambda _: self._notify())
 
     def wait(self, trial: int) -> Outcome | None:
         """What became of the trial's last generation, once it is written; None: there is none."""

@@ -15,28 +15,32 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.core.errors import TrialError
-from shoal.core.plan import Job, Spilled, kept_shards, kept_weights
+from shoal.core.plan import Job, Spilled, kept_shards
 from shoal.core.spec import HyperParameters
 from shoal.data import Feed
 from shoal.memory.layout import TrialLayout, lenders
 from shoal.memory.store import Region, state_views, views
 from shoal.partition.build import build_chain, clone_batch
 from shoal.partition.chain import Chain
+from shoal.partition.narrow import UseWatch, has_hooks
 from shoal.program.ir import Program
 from shoal.recipe import (
     Recipe,
+    build_model,
     build_optimizer,
     build_schedule,
     read_data,
+    rounding_of,
     to_device,
 )
 from shoal.rng import RngState, capture_rng, restore_rng, seed_all
 from shoal.runtime.binding import Binding
 from shoal.runtime.messages import Progress, Settings
 from shoal.runtime.units import Buffer, ChainUnits, Micro, ResidentUnits, Units, get, locate
+from shoal.spill.generate import route_of
 
 
 @dataclass(slots=True)
@@ -71,7 +75,7 @@ class Session:
         self._by_shard = getattr(job.technique, "order", None) == "shard"
         self.hp = HyperParameters(job.hp)
         seed_all(job.seed)
-        self.model = recipe.model(self.hp)
+        self.model = build_model(recipe, self.hp)
         before_data = capture_rng(device)
         self.train, self.valid = read_data(recipe, self.hp)
         self.optimizer = build_optimizer(recipe, self.model.named_parameters(), self.hp)
@@ -128,32 +132,52 @@ class Session:
         if self.units is None:
             self.units = self._units()
         self.owned = [[f.spec.name for f in shard.param.fields] for shard in layout.shards]
-        self.binding = Binding(self.model, self.optimizer, self.owned, self.device)
+        rounding = rounding_of(self.recipe, dict(self.model.named_parameters()), self.job.seed)
+        self.binding = Binding(self.model, self.optimizer, self.owned, self.device, rounding)
         if fresh:
             self._write_initial()
         for parameter in self.model.parameters():
             parameter.grad = None
         self._evict_everything()
         self._take_buffers()
+        self._sum_whole()
+
+    def _sum_whole(self) -> None:
+        """Have gradients added up in float32 where a weight travels as bfloat16."""
+        for shard in self.layout.shards:
+            for weight, grad in zip(shard.loaded.fields, shard.grad.fields, strict=True):
+                parameter = self.binding.params[weight.spec.name]
+                if weight.spec.dtype != grad.spec.dtype and parameter.requires_grad:
+                    parameter.grad_dtype = getattr(torch, grad.spec.dtype)
 
     def _units(self) -> Units:
         technique = self.job.technique
         if not isinstance(technique, Spilled):
             return ResidentUnits(self.model, self.recipe, self.device)
-        assert technique.optimizer is not None
-        assert technique.lookahead is not None
-        return ChainUnits(
-            self._chain(),
-            self.recipe,
-            [shard.layers for shard in self.job.shards],
-            self.device,
-            optimizer=technique.optimizer,
-            lookahead=technique.lookahead,
-            keep=kept_shards(technique),
-            weights=kept_weights(technique),
-            lent=lenders(self.layout),
-            order=technique.order or "micro",
-        )
+        spans = [shard.layers for shard in self.job.shards]
+        route = route_of(technique, len(spans), lenders(self.layout))
+        uses = UseWatch(narrow) if (narrow := self._narrow()) else None
+        return ChainUnits(self._chain(), self.recipe, spans, self.device, route, uses)
+
+    def _narrow(self) -> dict[str, nn.Parameter]:
+        """The parameters that travel as bfloat16 and step as float32.
+
+        Raises:
+            TrialError: somebody is told the gradient of one.
+        """
+        found = {
+            field.spec.name: self.model.get_parameter(field.spec.name)
+            for shard in self.layout.shards
+            for field, whole in zip(shard.loaded.fields, shard.param.fields, strict=True)
+            if field.spec.dtype != whole.spec.dtype
+        }
+        hooked = next((name for name, p in found.items() if has_hooks(p)), None)
+        if hooked is not None:
+            raise TrialError(
+                f"{hooked!r} has a gradient hook, which would see bfloat16, and had none in the "
+                "trial that was measured. Train with shoal.Spilled(transfer='fp32')."
+            )
+        return found
 
     def _chain(self) -> Chain:
         """The model's chain, found again on the CPU from a batch, for this trial's device."""
@@ -274,6 +298,15 @@ class Session:
         if self.feed.num_batches is None:
             return None
         return math.ceil(self.feed.num_batches / self.recipe.accumulate)
+
+    @property
+    def steps_left(self) -> int:
+        """Optimizer steps to the trial's end, or its lease's where the data has no length."""
+        steps, epochs = self.settings.steps, self.settings.epochs
+        if steps is None and epochs is not None and self.steps_per_epoch is not None:
+            steps = epochs * self.steps_per_epoch
+        until = steps if steps is not None else self.until or self.step + 1
+        return max(0, until - self.step)
 
     @property
     def ended(self) -> bool:

@@ -16,10 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import TrialError
-from shoal.core.spec import Order, Place
 from shoal.partition.chain import Chain
+from shoal.partition.measure import private_wires
+from shoal.partition.narrow import UseWatch
 from shoal.partition.preserve import read_buffers, write_buffers
-from shoal.partition.units import run_backward, run_forward
+from shoal.partition.units import (
+    BackwardResult,
+    Held,
+    run_backward,
+    run_forward,
+    run_held_backward,
+    run_held_forward,
+)
 from shoal.program.ir import Program
 from shoal.recipe import Recipe, autocast, compute_loss, model_inputs
 from shoal.rng import RngState, capture_rng, restore_rng, same_rng
@@ -34,6 +42,8 @@ class Micro:
     context: Any = None  # the chain's call sheet
     wires: dict[Any, Tensor] = field(default_factory=dict)
     grads: dict[Any, Tensor] = field(default_factory=dict)  # of the wires, on the way back
+    away: dict[int, dict[Any, Tensor]] = field(default_factory=dict)  # shard -> wires on the host
+    held: dict[int, Held] = field(default_factory=dict)  # shard -> its forward, with gradients
     tied: dict[str, Tensor] = field(default_factory=dict)  # gradients of borrowed parameters
     rng: dict[int, RngState] = field(default_factory=dict)  # before each shard's forward
     buffers: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
@@ -68,6 +78,9 @@ class Units(Protocol):
 
         Gradients are added to the bound parameters' ``grad``.
         """
+
+    def private(self, shard: int, micro: Micro) -> dict[Any, Tensor]:
+        """Of a shard's input, what no other shard reads, so that it may wait on the host."""
 
     def step_program(self, micro_batches: int, clip: bool) -> Program:
         """One optimizer step."""
@@ -113,6 +126,9 @@ class ResidentUnits:
             output = self._model(*args, **kwargs)
             return compute_loss(self._recipe, output, batch), output
 
+    def private(self, shard: int, micro: Micro) -> dict[Any, Tensor]:
+        return {}
+
     def step_program(self, micro_batches: int, clip: bool) -> Program:
         return generate.resident_step(micro_batches=micro_batches, clip=clip)
 
@@ -123,14 +139,14 @@ class ResidentUnits:
         return generate.resident_step(micro_batches=0, clip=clip)
 
     def evaluation_program(self) -> Program:
-        return generate.evaluation(1, spilled=False)
+        return generate.resident_evaluation()
 
 
 class ChainUnits:
     """One shard at a time; a shard's backward runs its forward again.
 
     The recomputed forward sees the random numbers and the buffers that the first one saw,
-    and leaves both as the first one left them.
+    and leaves both as the first one left them. Where the route says so, nothing is recomputed.
     """
 
     def __init__(
@@ -139,18 +155,12 @@ class ChainUnits:
         recipe: Recipe,
         spans: Sequence[tuple[int, int]],
         device: torch.device,
-        *,
-        optimizer: Place,
-        lookahead: int,
-        keep: tuple[int, ...],
-        weights: tuple[int, ...],
-        lent: tuple[int, ...],
-        order: Order,
+        route: generate.Route,
+        uses: UseWatch | None = None,
     ) -> None:
+        self._uses = uses  # of narrow weights
         self.chain, self._recipe, self._device = chain, recipe, device
-        self._spans = spans
-        self._optimizer, self._lookahead = optimizer, lookahead
-        self._keep_here, self._weights, self._lent, self._order = keep, weights, lent, order
+        self._spans, self._route = spans, route
         self.num_shards = len(spans)
         self._written = [
             [name for layer in range(*span) for name in chain.written_parameters(layer)]
@@ -168,8 +178,41 @@ class ChainUnits:
         return Micro(batch, context=self.chain.begin(batch))
 
     def forward(self, shard: int, micro: Micro) -> tuple[Tensor, Any] | None:
+        with self._watched():
+            return self._forward(shard, micro)
+
+    def backward(self, shard: int, micro: Micro) -> Tensor | None:
+        with self._watched():
+            return self._backward(shard, micro)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Narrow weights are read by products alone, as when they were measured.
+
+        Raises:
+            TrialError: one was read otherwise; nothing has stepped since.
+        """
+        if self._uses is None:
+            yield
+            return
+        self._uses.restart()
+        with self._uses:
+            yield
+        sums = self._recipe.accumulate > 1
+        often = [name for name, count in self._uses.counts.items() if sums and count > 1]
+        for name in (*self._uses.odd, *often):
+            how = self._uses.odd.get(name, "several products")
+            raise TrialError(
+                f"the forward read {name!r} by {how}, which it did not when it was measured, and "
+                "the weight is here as bfloat16. Train with shoal.Spilled(transfer='fp32')."
+            )
+
+    def _forward(self, shard: int, micro: Micro) -> tuple[Tensor, Any] | None:
         if shard == self.num_shards - 1:
             return self._evaluate(micro)
+        if shard in self._route.saves and self.chain.model.training:
+            self._forward_and_hold(shard, micro)
+            return None
         if self.chain.model.training:
             micro.rng[shard] = capture_rng(self._device)
             micro.buffers[shard] = read_buffers(self.chain.model, self._buffers[shard])
@@ -182,16 +225,41 @@ class ChainUnits:
             self._keep(micro, [stop])
         return None
 
+    def _forward_and_hold(self, shard: int, micro: Micro) -> None:
+        """The forward as the plain loop runs it: its backward finds what it saved."""
+        start, stop = self._spans[shard]
+        wires = self._wires_into(start, micro)
+        micro.held[shard] = held = run_held_forward(self.chain, micro.context, start, stop, wires)
+        micro.wires |= held.made
+        held.made.clear()
+
+    def _wires_into(self, start: int, micro: Micro) -> dict[Any, Tensor]:
+        alive = self.chain.live_wires(start, micro.context) if start else ()
+        return {wire: micro.wires[wire] for wire in alive}
+
     def _evaluate(self, micro: Micro) -> tuple[Tensor, Any]:
         start, _ = self._spans[-1]
         with torch.no_grad(), autocast(self._recipe, self._device):
             return self.chain.loss(micro.context, start, micro.wires)
 
-    def backward(self, shard: int, micro: Micro) -> Tensor | None:
+    def _backward(self, shard: int, micro: Micro) -> Tensor | None:
         last = shard == self.num_shards - 1
         if last:
             with self._undrawn():
                 return self._run_backward(shard, micro)
+        if shard in micro.held:
+            start, stop = self._spans[shard]
+            result = run_held_backward(
+                self.chain,
+                micro.context,
+                start,
+                stop,
+                micro.held.pop(shard),
+                grads=micro.grads,
+                tied=micro.tied,
+            )
+            self._hand_on(shard, micro, result)
+            return None
         after_rng = capture_rng(self._device)
         after = read_buffers(self.chain.model, self._buffers[shard])
         after_written = self._read_written(shard)
@@ -212,7 +280,7 @@ class ChainUnits:
         Raises:
             TrialError: some were drawn.
         """
-        if self._order == "micro" or not self.chain.model.training:
+        if self._route.order == "micro" or not self.chain.model.training:
             yield
             return
         before = capture_rng(self._device)
@@ -234,8 +302,7 @@ class ChainUnits:
 
     def _run_backward(self, shard: int, micro: Micro) -> Tensor | None:
         start, stop = self._spans[shard]
-        alive = self.chain.live_wires(start, micro.context) if shard else ()
-        wires = {wire: micro.wires[wire] for wire in alive}
+        wires = self._wires_into(start, micro)
         result = run_backward(
             self.chain,
             micro.context,
@@ -246,56 +313,33 @@ class ChainUnits:
             tied=micro.tied,
             accumulate=self._recipe.accumulate,
         )
+        self._hand_on(shard, micro, result)
+        return result.loss
+
+    def _hand_on(self, shard: int, micro: Micro, result: BackwardResult) -> None:
         micro.grads, micro.tied = dict(result.grads), dict(result.tied)
         self._keep(micro, [first for first, _ in self._spans[1:shard]])
-        return result.loss
 
     def _keep(self, micro: Micro, boundaries: Iterable[int]) -> None:
         """Forget the wires that no shard starting at one of ``boundaries`` reads."""
         alive = {w for layer in boundaries for w in self.chain.live_wires(layer, micro.context)}
         micro.wires = {wire: tensor for wire, tensor in micro.wires.items() if wire in alive}
 
+    def private(self, shard: int, micro: Micro) -> dict[Any, Tensor]:
+        before, here = self._spans[shard - 1 : shard + 1]
+        return private_wires(self.chain, micro.context, before, here, micro.wires)
+
     def step_program(self, micro_batches: int, clip: bool) -> Program:
-        return generate.spilled_step(
-            self.num_shards,
-            micro_batches=micro_batches,
-            clip=clip,
-            optimizer=self._optimizer,
-            lookahead=self._lookahead,
-            keep=self._keep_here,
-            weights=self._weights,
-            lent=self._lent,
-            order=self._order,
-        )
+        return self._route.step(micro_batches, clip)
 
     def micro_program(self, micro: int) -> Program:
-        return generate.spilled_micro(
-            self.num_shards,
-            micro,
-            lookahead=self._lookahead,
-            keep=self._keep_here,
-            weights=self._weights,
-        )
+        return self._route.micro(micro)
 
     def finish_program(self, clip: bool) -> Program:
-        return generate.spilled_finish(
-            self.num_shards,
-            clip=clip,
-            optimizer=self._optimizer,
-            lookahead=self._lookahead,
-            keep=self._keep_here,
-            weights=self._weights,
-            lent=self._lent,
-        )
+        return self._route.finish(clip)
 
     def evaluation_program(self) -> Program:
-        return generate.evaluation(
-            self.num_shards,
-            spilled=True,
-            lookahead=self._lookahead,
-            keep=self._keep_here,
-            weights=self._weights,
-        )
+        return self._route.evaluation()
 
 
 Buffer = tuple[nn.Module, str]

@@ -92,6 +92,25 @@ class OldestStepFirst:
         return min(candidates, key=_age)
 
 
+@dataclass(frozen=True, slots=True)
+class LongestLeftFirst:
+    """The trial with the most left, in whole steps, goes first; of those alike the oldest step.
+
+    Trials of one device that all go on to its end keep all of it busy for longest: nobody is
+    left alone with a step that only a neighbour could hide. Who has less left gets what the
+    others leave, so no resource stands still meanwhile. Counted in steps of the longest
+    of them, so that two do not take turns unit by unit.
+    """
+
+    def choose(self, candidates: Sequence[Candidate]) -> Candidate:
+        quantum_s = max(candidate.step_s for candidate in candidates) or 1.0
+
+        def rank(candidate: Candidate) -> tuple[int, int, bool, float, int]:
+            return -round(candidate.remaining_s / quantum_s), *_age(candidate)
+
+        return min(candidates, key=rank)
+
+
 def _at_most_s(standing: Standing) -> float:
     return standing.remaining_s * (1 + standing.doubt)
 

@@ -21,6 +21,14 @@ statistics are summed in the same order where each belongs to one shard; a model
 random numbers, or whose layers share what a forward changes, would end on other bits. The
 boundaries of all micro-batches are held then.
 
+[Note: where boundaries wait]
+A shard's input is read by its forward and again by its backward, and the first shards wait
+longest. ``boundaries="host"`` stores it as soon as it is there, drops it after the forward, and
+loads it again ``lookahead`` units before the backward. So of K boundaries no more than a few
+are on the device at a time. Those of the shards next to the turn stay: they would be loaded
+before what their STORE leaves behind is surely gone. Source of the idea: activation offloading
+as in KARMA (SC 2020).
+
 [Note: double buffering]
 Units are what computes: F and B. ``lookahead`` L gives L + 1 slots to the shards that
 travel. The LOAD of a visit stands where a slot has just become free, before the units
@@ -39,11 +47,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
+from shoal.core.plan import Spilled, kept_shards, kept_weights
 from shoal.core.spec import Order, Place
 from shoal.program.ir import Action, Op, Part, Program, kept, single
 
 PARAM, STATE, GRAD = Part.PARAM, Part.STATE, Part.GRAD
+BOUNDARY, SAVED = Part.BOUNDARY, Part.SAVED
 Parts = tuple[Part, ...]
 Micros = tuple[int, ...]
 
@@ -73,19 +84,14 @@ def resident_step(*, micro_batches: int = 1, clip: bool = False) -> Program:
 
 
 @lru_cache(maxsize=64)
-def spilled_step(
-    num_shards: int,
-    *,
-    micro_batches: int = 1,
-    clip: bool = False,
-    optimizer: Place = "device",
-    lookahead: int = 1,
-    keep: tuple[int, ...] = (),
-    weights: tuple[int, ...] = (),
-    lent: tuple[int, ...] = (),
-    order: Order = "micro",
-) -> Program:
-    """A step of a model whose shards visit the device one after another.
+def resident_micro(micro: int) -> Program:
+    """One batch of a resident step whose number of batches is not known yet."""
+    return single([Action(Op.B, 0, micro)])
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How the shards of a trial travel, and the programs that has them do so.
 
     Every shard that is not in ``keep`` is loaded 2 times a micro-batch, or 2 times in all
     where ``order`` says that the loop over shards is outside, but for those near the turn.
@@ -93,14 +99,84 @@ def spilled_step(
     backward; with clipping it comes in one more pass, when the norm is known. Those in
     ``keep`` step on the device, where ``optimizer`` is about the others. Of those in
     ``weights`` the parameters stay and the state travels. ``lent`` are shards whose parameters
-    another one borrows, from the host's copy.
+    another one borrows, from the host's copy. ``boundaries`` says where a shard's input waits
+    for its backward. Those in ``saves`` keep what their forward saved, and do not recompute: of
+    the shards whose parameters stay until then, see ``may_save``.
     """
-    shape = _Shape(num_shards, optimizer, keep, weights, lent)
+
+    num_shards: int
+    optimizer: Place = "device"
+    lookahead: int = 1
+    keep: tuple[int, ...] = ()
+    weights: tuple[int, ...] = ()
+    lent: tuple[int, ...] = ()
+    order: Order = "micro"
+    boundaries: Place = "device"
+    saves: tuple[int, ...] = ()
+
+    def step(self, micro_batches: int, clip: bool) -> Program:
+        """One optimizer step."""
+        return _step(self, micro_batches, clip)
+
+    def micro(self, micro: int) -> Program:
+        """One batch of a step whose number of batches is not known yet.
+
+        Gradients are summed on the host's copy, those of kept shards on the device, whichever
+        batch turns out to be the last.
+        """
+        return _micro(self, micro)
+
+    def finish(self, clip: bool) -> Program:
+        """The optimizer step after such batches."""
+        return _finish(self, clip)
+
+    def evaluation(self) -> Program:
+        """One validation batch: forwards only, the last one with the loss and the metrics."""
+        return _evaluation(self)
+
+    @property
+    def away(self) -> tuple[int, ...]:
+        """Shards whose input waits on the host, where that frees memory before it comes back."""
+        if self.boundaries == "device":
+            return ()
+        away = range(1, self.num_shards - 2 - self.lookahead)
+        return tuple(shard for shard in away if shard not in self.saves)
+
+    @property
+    def may_save(self) -> tuple[int, ...]:
+        """Shards whose parameters are on the device from their forward to their backward."""
+        if self.order == "shard":  # the next micro-batch's forward comes before the backward
+            return ()
+        turn = range(self.num_shards - 1 - self.lookahead, self.num_shards - 1)
+        stay = {*self.keep, *self.weights, *turn}
+        return tuple(shard for shard in sorted(stay) if 0 <= shard < self.num_shards - 1)
+
+
+def route_of(technique: Spilled, num_shards: int, lent: tuple[int, ...] = ()) -> Route:
+    """The route of a technique that leaves nothing open."""
+    assert technique.optimizer is not None
+    assert technique.lookahead is not None
+    return Route(
+        num_shards,
+        optimizer=technique.optimizer,
+        lookahead=technique.lookahead,
+        keep=kept_shards(technique),
+        weights=kept_weights(technique),
+        lent=lent,
+        order=technique.order or "micro",
+        boundaries=technique.boundaries or "device",
+        saves=technique.keep_activations or (),
+    )
+
+
+@lru_cache(maxsize=64)
+def _step(route: Route, micro_batches: int, clip: bool) -> Program:
+    shape = _Shape(route)
     units: list[_Unit] = []
     all_ = tuple(range(micro_batches))
-    for micros in [all_] if order == "shard" else [(micro,) for micro in all_]:
-        units += [shape.forward(shard, micros) for shard in range(num_shards - 1)]
-        for shard in reversed(range(num_shards)):
+    for micros in [all_] if route.order == "shard" else [(micro,) for micro in all_]:
+        units += [shape.forward(shard, micros) for shard in range(route.num_shards - 1)]
+        for shard in reversed(range(route.num_shards)):
             if micros[-1] == all_[-1] and not clip:
                 units += shape.backward_and_step(shard, micros)
             else:
@@ -108,66 +184,43 @@ def spilled_step(
     if clip:
         units.append(_Unit(computes=(Action(Op.SYNC),)))
         units += shape.late_steps()
-    return single(_in_order(units, lookahead))
+    return single(_in_order(units, route))
 
 
 @lru_cache(maxsize=64)
-def resident_micro(micro: int) -> Program:
-    """One batch of a resident step whose number of batches is not known yet."""
-    return single([Action(Op.B, 0, micro)])
+def _micro(route: Route, micro: int) -> Program:
+    shape = _Shape(replace(route, optimizer="device"))
+    units = [shape.forward(shard, (micro,)) for shard in range(route.num_shards - 1)]
+    units += [shape.backward(shard, (micro,)) for shard in reversed(range(route.num_shards))]
+    return single(_in_order(units, route))
 
 
 @lru_cache(maxsize=64)
-def spilled_micro(
-    num_shards: int,
-    micro: int,
-    *,
-    lookahead: int = 1,
-    keep: tuple[int, ...] = (),
-    weights: tuple[int, ...] = (),
-) -> Program:
-    """One batch of a spilled step whose number of batches is not known yet.
-
-    Gradients are summed on the host's copy, those of kept shards on the device, whichever
-    batch turns out to be the last.
-    """
-    shape = _Shape(num_shards, "device", keep, weights)
-    units = [shape.forward(shard, (micro,)) for shard in range(num_shards - 1)]
-    units += [shape.backward(shard, (micro,)) for shard in reversed(range(num_shards))]
-    return single(_in_order(units, lookahead))
-
-
-@lru_cache(maxsize=64)
-def spilled_finish(
-    num_shards: int,
-    *,
-    clip: bool = False,
-    optimizer: Place = "device",
-    lookahead: int = 1,
-    keep: tuple[int, ...] = (),
-    weights: tuple[int, ...] = (),
-    lent: tuple[int, ...] = (),
-) -> Program:
-    """The optimizer step after ``spilled_micro`` programs."""
+def _finish(route: Route, clip: bool) -> Program:
     units = [_Unit(computes=(Action(Op.SYNC),))] if clip else []
-    units += _Shape(num_shards, optimizer, keep, weights, lent).late_steps()
-    return single(_in_order(units, lookahead))
+    units += _Shape(route).late_steps()
+    return single(_in_order(units, route))
 
 
 @lru_cache(maxsize=64)
-def evaluation(
-    num_shards: int,
-    *,
-    spilled: bool,
-    lookahead: int = 1,
-    keep: tuple[int, ...] = (),
-    weights: tuple[int, ...] = (),
+def _evaluation(route: Route) -> Program:
+    route = replace(route, optimizer="device", boundaries="device", saves=())
+    shape = _Shape(route)
+    units = [shape.forward(shard, (0,)) for shard in range(route.num_shards)]
+    return single(_in_order(units, route))
+
+
+@lru_cache(maxsize=64)
+def resident_evaluation() -> Program:
+    """One validation batch of a model that stays on the device."""
+    return single([Action(Op.F, 0, 0)])
+
+
+def spilled_step(
+    num_shards: int, *, micro_batches: int = 1, clip: bool = False, **route: Any
 ) -> Program:
-    """One validation batch: forwards only, the last one with the loss and the metrics."""
-    if not spilled:
-        return single([Action(Op.F, 0, 0)])
-    shape = _Shape(num_shards, "device", keep, weights)
-    return single(_in_order([shape.forward(s, (0,)) for s in range(num_shards)], lookahead))
+    """A step by ``Route(num_shards, **route)``."""
+    return Route(num_shards, **route).step(micro_batches, clip)
 
 
 @lru_cache(maxsize=64)
@@ -200,46 +253,46 @@ def kept_of(num_shards: int, count: int, travel: Iterable[int] = ()) -> tuple[in
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """How the shards of a trial travel."""
+    """What a route makes of each visit of a shard."""
 
-    num_shards: int
-    optimizer: Place
-    keep: tuple[int, ...]
-    weights: tuple[int, ...] = ()
-    lent: tuple[int, ...] = ()
+    route: Route
 
     def forward(self, shard: int, micros: Micros) -> _Unit:
-        computes = tuple(Action(Op.F, shard, micro) for micro in micros)
+        computes = tuple(self._compute(Op.F, shard, micro) for micro in micros)
         return self._unit(shard, (PARAM,), computes, drops=(PARAM,))
 
     def backward(self, shard: int, micros: Micros) -> _Unit:
         """Backwards whose gradients go to the host, on top of what is there already."""
-        computes = tuple(Action(Op.B, shard, micro) for micro in micros)
+        computes = tuple(self._compute(Op.B, shard, micro) for micro in micros)
         loads = (PARAM, GRAD) if micros[0] else (PARAM,)
         return self._unit(shard, loads, computes, stores=(GRAD,), drops=(PARAM, GRAD))
 
     def backward_and_step(self, shard: int, micros: Micros) -> list[_Unit]:
         """The last backward of a shard and its step; on the device, in one visit."""
-        if shard not in self.keep and self.optimizer == "host":
+        if shard not in self.route.keep and self.route.optimizer == "host":
             return [self.backward(shard, micros), self._late_step(shard)]
-        backwards = (Action(Op.B, shard, micro) for micro in micros)
+        backwards = (self._compute(Op.B, shard, micro) for micro in micros)
         loads = (PARAM, STATE, GRAD) if micros[0] else (PARAM, STATE)
         return [self._stepping(shard, loads, (*backwards, Action(Op.STEP, shard)))]
 
+    def _compute(self, op: Op, shard: int, micro: int) -> Action:
+        saves = shard in self.route.saves
+        return Action(op, shard, micro, parts=(SAVED,) if saves else ())
+
     def late_steps(self) -> list[_Unit]:
         """The steps that had to wait for the gradients of all shards; kept ones come first."""
-        travel = [shard for shard in range(self.num_shards) if shard not in self.keep]
-        return [self._late_step(shard) for shard in (*self.keep, *travel)]
+        travel = [shard for shard in range(self.route.num_shards) if shard not in self.route.keep]
+        return [self._late_step(shard) for shard in (*self.route.keep, *travel)]
 
     def _late_step(self, shard: int) -> _Unit:
-        if shard not in self.keep and self.optimizer == "host":
+        if shard not in self.route.keep and self.route.optimizer == "host":
             return _Unit(shard, host=(Action(Op.STEP, shard, place="host"),))
         return self._stepping(shard, (PARAM, STATE, GRAD), (Action(Op.STEP, shard),))
 
     def _stepping(self, shard: int, loads: Parts, computes: tuple[Action, ...]) -> _Unit:
         parts = (PARAM, STATE)
         unit = self._unit(shard, loads, computes, stores=parts, drops=parts)
-        if shard in self.lent and PARAM not in unit.stores:
+        if shard in self.route.lent and PARAM not in unit.stores:
             return replace(unit, stores=(PARAM, *unit.stores))
         return unit
 
@@ -253,25 +306,53 @@ class _Shape:
         drops: Parts,
     ) -> _Unit:
         """A unit of a shard of which nothing stays, less what does stay."""
-        here = {PARAM} if shard in self.weights else set()
-        if shard in self.keep:
+        here = {PARAM} if shard in self.route.weights else set()
+        if shard in self.route.keep:
             here = {PARAM, STATE, GRAD}
         moved = [tuple(p for p in parts if p not in here) for parts in (loads, stores, drops)]
         return _Unit(shard, moved[0], computes, moved[1], moved[2])
 
 
-def _in_order(units: Sequence[_Unit], lookahead: int) -> Iterator[Action]:
+def _in_order(units: Sequence[_Unit], route: Route) -> Iterator[Action]:
     """The units in order, with every LOAD as early as there is a slot for it."""
-    joined, chains = _join(units, lookahead)
-    loads = _loads(joined, chains, lookahead)
+    joined, chains = _join(units, route.lookahead)
+    loads = _loads(joined, chains, route.lookahead)
+    returns = _returns(joined, route)
     for index, unit in enumerate(joined):
         yield from loads.get(index, ())
+        yield from returns.get(index, ())
         yield from unit.computes
+        yield from _leaving(unit, route)
         if unit.stores:
             yield Action(Op.STORE, unit.shard, parts=unit.stores)
         if unit.drops:
             yield Action(Op.DROP, unit.shard, parts=unit.drops)
         yield from unit.host
+
+
+def _leaving(unit: _Unit, route: Route) -> Iterator[Action]:
+    """After a forward: its input is gone from the device, its output on its way down."""
+    forwards = [action.micro for action in unit.computes if action.op is Op.F]
+    for op, shard in ((Op.DROP, unit.shard), (Op.STORE, unit.shard + 1)):
+        if shard in route.away:
+            yield from (Action(op, shard, micro, parts=(BOUNDARY,)) for micro in forwards)
+
+
+def _returns(units: Sequence[_Unit], route: Route) -> dict[int, list[Action]]:
+    """Before which unit a backward's input is loaded: ``lookahead`` units before its own."""
+    returns: dict[int, list[Action]] = {}
+    computing: list[int] = []
+    for index, unit in enumerate(units):
+        if not unit.computes:
+            continue
+        computing.append(index)
+        backwards = [action.micro for action in unit.computes if action.op is Op.B]
+        if backwards and unit.shard in route.away:
+            at = computing[-1 - route.lookahead]
+            returns.setdefault(at, []).extend(
+                Action(Op.LOAD, unit.shard, micro, parts=(BOUNDARY,)) for micro in backwards
+            )
+    return returns
 
 
 def _join(units: Sequence[_Unit], lookahead: int) -> tuple[list[_Unit], list[list[int]]]:

@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -20,7 +21,7 @@ from shoal import __version__
 from shoal.ui.failures import run_command
 
 if TYPE_CHECKING:
-    from shoal.control import CloneTrial
+    from shoal.control import CloneTrial, ExtendTrials
     from shoal.runtime.pool import WorkerPool
 
 app = typer.Typer(
@@ -66,6 +67,12 @@ AcceptNumerics = Annotated[
 ]
 RetryFailed = Annotated[
     bool, typer.Option("--retry-failed", help="Train failed trials again, from their last state.")
+]
+AddAgain = Annotated[
+    bool,
+    typer.Option(
+        "--again", help="Add, though what the same command added before has not ended yet."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 
@@ -142,7 +149,7 @@ class _Again(NamedTuple):
         }
         return [name for name, value in values.items() if value is not None]
 
-    def run(self, *, extend: int = 0, clones: Sequence[CloneTrial] = ()) -> int:
+    def run(self, *, extend: ExtendTrials | None = None, clones: Sequence[CloneTrial] = ()) -> int:
         """Run it to its end; the exit code."""
         from shoal.ui.studies import find_study
 
@@ -368,7 +375,13 @@ def resume(
 @app.command()
 def extend(
     study: Name,
-    trials: Annotated[int, typer.Option(help="How many more trials of the study's space.")],
+    trials: Annotated[
+        int | None, typer.Option(help="How many more trials of the study's space.")
+    ] = None,
+    to: Annotated[
+        int | None, typer.Option(help="How many trials in all; those that are missing are added.")
+    ] = None,
+    again: AddAgain = False,
     devices: Devices = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
@@ -376,12 +389,17 @@ def extend(
     directory: Directory = "runs",
     json: AsJson = False,
 ) -> None:
-    """Add trials to a study; one that does not run is resumed with them."""
+    """Add trials to a study; one that does not run is resumed with them.
+
+    Typed again before they have ended, it goes on with them and adds none.
+    """
+    from shoal.control import ExtendTrials
     from shoal.ui.control import extend_study
 
-    again = _Again(study, directory, (devices, device_memory, host_memory), file, json)
-    code = extend_study(study, trials, Path(directory), again.given, as_json=json)
-    raise typer.Exit(again.run(extend=trials) if code is None else code)
+    order = ExtendTrials(trials=trials, to=to, again=again)
+    stopped = _Again(study, directory, (devices, device_memory, host_memory), file, json)
+    code = extend_study(study, order, Path(directory), stopped.given, as_json=json)
+    raise typer.Exit(stopped.run(extend=order) if code is None else code)
 
 
 @app.command()
@@ -395,6 +413,7 @@ def clone(
     cold: Annotated[
         bool, typer.Option("--cold", help="Begin anew, not from the state of TRIAL.")
     ] = False,
+    again: AddAgain = False,
     devices: Devices = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
@@ -402,14 +421,18 @@ def clone(
     directory: Directory = "runs",
     json: AsJson = False,
 ) -> None:
-    """Add a trial like another one, changed, that goes on from its state."""
+    """Add a trial like another one, changed, that goes on from its state.
+
+    Typed again before it has ended, it goes on with it and adds none.
+    """
     from shoal.ui.control import clone_command, clone_trial
 
     place = Path(directory)
-    again = _Again(study, directory, (devices, device_memory, host_memory), file, json)
+    stopped = _Again(study, directory, (devices, device_memory, host_memory), file, json)
     command = clone_command(study, trial, changes or (), place, warm=not cold)
-    code = clone_trial(study, command, place, again.given, as_json=json)
-    raise typer.Exit(again.run(clones=[command]) if code is None else code)
+    command = replace(command, again=again)
+    code = clone_trial(study, command, place, stopped.given, as_json=json)
+    raise typer.Exit(stopped.run(clones=[command]) if code is None else code)
 
 
 @app.command()

@@ -76,14 +76,12 @@ def continue_study(
 
 
 def extend_study(
-    name: str, trials: int, directory: Path, given: Sequence[str], *, as_json: bool
+    name: str, command: ExtendTrials, directory: Path, given: Sequence[str], *, as_json: bool
 ) -> int | None:
     """Add trials to a study that runs; None where no process runs it."""
-    place = find_study(name, directory)
-    if trials < 1:
-        raise SpecError(f"--trials is how many more, a whole number from 1, got {trials}.")
-    answer = _send_if_running(place, ExtendTrials(trials=trials), given)
-    return None if answer is None else _tell(answer, f"{trials} more to train", as_json)
+    answer = _send_if_running(find_study(name, directory), command, given)
+    many = f"{command.trials} more to train" if command.trials else f"{command.to} trials in all"
+    return None if answer is None else _tell(answer, many, as_json)
 
 
 def clone_trial(

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shoal.control import CloneTrial
+from shoal.control import CloneTrial, ExtendTrials
 from shoal.core.errors import SpecError
+from shoal.core.event import Event, StudyChanged
 from shoal.hardware import Hardware
 from shoal.observe import jsonl, read_outline
 from shoal.observe.rows import TrialState
@@ -64,7 +65,7 @@ def resume_study(
     flags: tuple[str | None, str | None, str | None],
     *,
     file: str | None = None,
-    extend: int = 0,
+    extend: int | ExtendTrials | None = None,
     clones: Sequence[CloneTrial] = (),
     as_json: bool = False,
     accept_numerics: bool = False,
@@ -82,8 +83,16 @@ def resume_study(
         "retry_failed": retry_failed,
     }
     more = {name: value for name, value in wanted.items() if value}
+    if (extend or clones) and sys.stderr.isatty():  # where there is none, lines say it
+        more["callbacks"] = [_tell_changes]
     study.run(hardware=hardware, resume=True, workers=workers, **more)
     return tell_ending(study.directory, as_json=as_json)
+
+
+def _tell_changes(event: Event) -> None:
+    """Say above the live table what was added; by then it is on record."""
+    if isinstance(event, StudyChanged):
+        print("\n".join(event.changes), file=sys.stderr)
 
 
 def tell_ending(place: Path, *, as_json: bool) -> int:

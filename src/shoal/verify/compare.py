@@ -188,6 +188,7 @@ def environment_notes(numerics: Mapping[str, Any], recipe: Recipe) -> tuple[str,
         "matmul": torch.get_float32_matmul_precision(),
         "precision": recipe.precision,
         "accumulate": recipe.accumulate,
+        "loss_rows": recipe.loss_rows,
     }
     changed = [
         f"{name} {numerics[name]} then, {value} now"

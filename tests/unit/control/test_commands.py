@@ -28,12 +28,14 @@ COMMANDS = (
     st.builds(StopStudy, reason=st.text(max_size=99), grace_s=FINITE.map(abs))
     | st.builds(StopTrial, trial=st.integers(0))
     | st.sampled_from([Pause(), Continue(), Status()])
-    | st.builds(ExtendTrials, trials=st.integers(1))
+    | st.builds(ExtendTrials, trials=st.integers(1), again=st.booleans())
+    | st.builds(ExtendTrials, to=st.integers(1))
     | st.builds(
         CloneTrial,
         trial=st.integers(0),
         changes=st.dictionaries(st.text(max_size=9), SCALARS, max_size=3),
         warm=st.booleans(),
+        again=st.booleans(),
     )
 )
 
@@ -66,6 +68,20 @@ def test_a_command_survives_its_line(command: object) -> None:
         ('{"command": "StopTrial", "trial": -1}', "trial is a trial's number, from 0, got -1"),
         ('{"command": "StopTrial", "trial": 1.0}', "trial is a trial's number, from 0, got 1.0"),
         ('{"command": "ExtendTrials", "trials": 0}', "how many more trials, from 1, got 0"),
+        ('{"command": "ExtendTrials", "to": 0}', "how many trials in all, from 1, got 0"),
+        ('{"command": "ExtendTrials", "trials": 1, "again": 1}', "again is true or false, got 1"),
+        ('{"command": "ExtendTrials"}', "got trials=None and to=None. Give one of them"),
+        (
+            '{"command": "ExtendTrials", "trials": 3, "to": 8}',
+            "a study is extended by trials=N (--trials N), so many more, or by to=N (--to N), so "
+            "many in all, got trials=3 and to=8. Give one of them: --to where the number in all "
+            "counts.",
+        ),
+        (
+            '{"command": "ExtendTrials", "to": 8, "again": true}',
+            "again=True (--again) adds so many trials once more, and to=8 (--to) only what is "
+            "missing",
+        ),
         ('{"command": "StopStudy", "grace_s": -1}', "grace_s is seconds from 0, got -1"),
         ('{"command": "StopStudy", "grace_s": 1e999}', "grace_s is seconds from 0, got inf"),
         ('{"command": "StopStudy", "reason": 3}', "reason is a text of at most 1000 characters"),
@@ -88,6 +104,11 @@ def test_what_is_no_command_is_refused_with_the_key_and_what_was_found(
 def test_a_wrong_value_is_refused_before_it_is_sent() -> None:
     with pytest.raises(SpecError, match="how many more trials, from 1, got -2"):
         command_to_json(ExtendTrials(trials=-2))
+
+
+def test_an_order_of_a_version_that_could_not_repeat_is_understood() -> None:
+    assert command_from_json('{"command": "ExtendTrials", "trials": 2}') == ExtendTrials(trials=2)
+    assert command_from_json('{"command": "CloneTrial", "trial": 1}') == CloneTrial(trial=1)
 
 
 def test_a_line_that_would_not_be_read_is_not_sent() -> None:

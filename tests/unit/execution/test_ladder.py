@@ -13,39 +13,50 @@ from shoal.execution.ladder import LEAST_GROWTH, MAX_RUNGS, grow, same_bits, tec
 from shoal.planner.growth import grown
 
 
-def tried(technique, shards=3, place="device", *, has_neighbours=False):
+def tried(technique, shards=4, place="device", *, has_neighbours=False):
     return list(techniques(technique, shards, place, has_neighbours=has_neighbours))
 
 
 def test_a_resident_trial_is_spilled_and_steps_where_it_did():
-    assert tried(Resident(), 1) == [Spilled(optimizer="device")]
+    assert tried(Resident(), 1) == [Spilled(optimizer="device", keep_activations=())]
 
 
 def test_a_trial_with_neighbours_is_tried_as_it_is_and_alone_first():
     assert tried(Resident(), 1, has_neighbours=True)[0] == Resident()
     first = tried(Spilled(lookahead=1), has_neighbours=True)[0]
-    assert first == Spilled(shards=3, optimizer="device", lookahead=1)
+    assert first == Spilled(shards=4, optimizer="device", lookahead=1, keep_activations=())
 
 
-def test_a_spilled_trial_loses_its_lookahead_and_then_gets_more_shards():
-    assert tried(Spilled(shards=3, lookahead=1), place="host") == [
-        Spilled(shards=3, optimizer="host", lookahead=0),
-        Spilled(optimizer="host", lookahead=0),
+def test_a_spilled_trial_loses_its_lookahead_then_its_boundaries_and_then_gets_more_shards():
+    assert tried(Spilled(shards=4, lookahead=1), place="host") == [
+        Spilled(shards=4, optimizer="host", lookahead=0, keep_activations=()),
+        Spilled(shards=4, optimizer="host", lookahead=0, boundaries="host", keep_activations=()),
+        Spilled(optimizer="host", lookahead=0, keep_activations=()),
     ]
 
 
 def test_a_trial_with_shards_that_stay_keeps_fewer_first():
-    technique = Spilled(shards=3, lookahead=1, keep=(0, 1))
+    technique = Spilled(shards=4, lookahead=1, keep=(0, 1))
     assert tried(technique, place="host") == [
-        Spilled(shards=3, optimizer="host", lookahead=1),
-        Spilled(shards=3, optimizer="host", lookahead=0),
-        Spilled(shards=3, optimizer="host", lookahead=0, keep=(0, 1)),
-        Spilled(optimizer="host", lookahead=0),
+        Spilled(shards=4, optimizer="host", lookahead=1, keep_activations=()),
+        Spilled(shards=4, optimizer="host", lookahead=0, keep_activations=()),
+        Spilled(shards=4, optimizer="host", lookahead=0, keep=(0, 1), keep_activations=()),
+        Spilled(shards=4, optimizer="host", lookahead=0, boundaries="host", keep_activations=()),
+        Spilled(
+            shards=4,
+            optimizer="host",
+            lookahead=0,
+            boundaries="host",
+            keep=(0, 1),
+            keep_activations=(),
+        ),
+        Spilled(optimizer="host", lookahead=0, keep_activations=()),
     ]
 
 
-def test_without_lookahead_only_more_shards_are_left():
-    assert tried(Spilled(shards=3, lookahead=0)) == [Spilled(optimizer="device", lookahead=0)]
+def test_with_all_of_that_on_the_host_only_more_shards_are_left():
+    technique = Spilled(shards=4, lookahead=0, boundaries="host")
+    assert tried(technique) == [Spilled(optimizer="device", lookahead=0, keep_activations=())]
 
 
 @given(

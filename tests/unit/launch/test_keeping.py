@@ -1,4 +1,4 @@
-"""Which finished trials keep their checkpoints."""
+"""Which checkpoints stay of trials that have ended."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 from generating import generate, steps
 
-from shoal.core.event import TrialFinished
+from shoal.core.event import TrialFailed, TrialFinished
 from shoal.launch.keeping import Keeper
 
 
@@ -28,6 +28,14 @@ def finish(place, values: dict[int, float | None], study) -> set[int]:
 
 def test_one_that_stayed_until_the_end_was_on_record_goes(tmp_path):
     assert finish(keeper(tmp_path, keep=1), {0: 1.0}, tmp_path) == {0}
+    assert steps(tmp_path, 0) == [9]
+
+
+def test_a_failed_trial_keeps_as_many_as_were_asked_for(tmp_path):
+    for step in (3, 5, 9):
+        generate(tmp_path, 0, step)
+    place = keeper(tmp_path, keep=1, only_weights=True, best=2)
+    place.see(TrialFailed(time=0.0, trial=0, step=9, error="it"))
     assert steps(tmp_path, 0) == [9]
 
 

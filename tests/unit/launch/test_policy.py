@@ -61,6 +61,9 @@ def test_trials_that_train_have_what_is_kept_and_one_that_is_being_written(
     assert (
         policy(keep=5).running_bytes(plan(9, active=active, devices=devices)) == 6 * at_once * ONE
     )
+    assert (  # the one on record stays until the newest is
+        policy(keep=1).running_bytes(plan(9, active=active, devices=devices)) == 3 * at_once * ONE
+    )
 
 
 def test_finished_trials_have_what_keep_finished_says():

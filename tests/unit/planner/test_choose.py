@@ -12,10 +12,12 @@ from shoal.core.plan import Spilled, kept_shards
 from shoal.core.spec import JobMeasure
 from shoal.core.units import Bytes
 from shoal.planner.choose import (
+    _least_outside,
     choices,
     predict_shards,
 )
-from shoal.planner.need import Request, fits, keep_most, need
+from shoal.planner.keep import keep_best, keep_most
+from shoal.planner.need import Request, fits, need
 from shoal.planner.price import Speeds, price
 from shoal.spill.generate import kept_of
 from shoal.testing import make_layer
@@ -115,6 +117,132 @@ def test_with_the_step_on_the_device_parameters_stay_before_state():
     assert len(technique.keep_weights) > technique.shards / 2
     technique, _ = best(found, state_of(found) / 2, technique=Spilled(optimizer="device"))
     assert len(technique.keep) + len(technique.keep_weights) == technique.shards
+
+
+def deep(num_layers, boundary):
+    """Layers whose inputs are large beside their parameters; no other layer reads them."""
+    found = measure(num_layers)
+    layers = tuple(
+        replace(
+            layer,
+            boundary_bytes=Bytes(boundary),
+            carry_bytes=Bytes(boundary),
+            private_bytes=Bytes(boundary if index else 0),
+        )
+        for index, layer in enumerate(found.layers)
+    )
+    return replace(found, layers=layers)
+
+
+def test_inputs_wait_on_the_host_where_the_device_has_no_room_for_all_of_them():
+    found, budget = deep(24, MIB), 10 * MIB
+    technique, need_ = best(found, budget)
+    assert technique.boundaries == "host"
+    assert need_.peak <= budget
+    with pytest.raises(StopIteration):
+        best(found, budget, technique=Spilled(boundaries="device"))
+
+
+def test_inputs_stay_where_there_is_room_and_nothing_to_gain():
+    technique, _ = best(deep(24, MIB // 64), 30 * MIB)
+    assert technique.boundaries == "device"
+
+
+def test_room_that_inputs_leave_is_given_to_shards_where_that_moves_less():
+    found, budget = deep(32, MIB // 2), 64 * MIB
+    here, there = (
+        best(found, budget, technique=Spilled(optimizer="device", boundaries=place))
+        for place in ("device", "host")
+    )
+    assert len(kept_shards(there[0])) > len(kept_shards(here[0]))
+    chosen = best(found, budget, technique=Spilled(optimizer="device"))
+    assert chosen[1].moved <= 1.05 * min(here[1].moved, there[1].moved)
+
+
+def with_seconds(found):
+    """Forwards of a third of a backward, which is worth not running twice."""
+    layers = (replace(layer, forward_s=1e-3, backward_s=3e-3) for layer in found.layers)
+    return replace(found, layers=tuple(layers))
+
+
+def divided(found, budget, technique=None, speeds=FAST, active=1, **changes):
+    """The room of a budget as it is divided for the cheapest choice."""
+    asked = request(technique=technique, **changes)
+    choice = next(choices(found, Bytes(budget), (active,), asked, speeds))
+    shards = predict_shards(found.layers, choice.cuts)
+    kept = keep_best(found, shards, choice.technique, asked, Bytes(budget), active, speeds)
+    assert kept is not None
+    assert fits([kept[1]], Bytes(budget), active)
+    return kept[0]
+
+
+def test_activations_stay_where_there_is_room():
+    found = with_seconds(measure(24))
+    technique = divided(found, 0.7 * state_of(found))
+    assert technique.keep_activations
+    stay = {*kept_shards(technique), technique.shards - 2}  # that one waits at the turn
+    assert set(technique.keep_activations) <= stay
+
+
+def test_nothing_that_recompute_forbids_is_kept():
+    found = with_seconds(measure(24))
+    technique = divided(found, 0.7 * state_of(found), Spilled(recompute=True))
+    assert technique.keep_activations == ()
+
+
+def test_room_goes_to_activations_where_copies_hide_and_to_shards_where_they_do_not():
+    found = with_seconds(measure(24))
+    layers = (replace(layer, saved_bytes=Bytes(2 * MIB)) for layer in found.layers)
+    found, budget = replace(found, layers=tuple(layers)), 55 * MIB
+    slow = Speeds(up_bytes_per_s=1e8, down_bytes_per_s=1e8, device_step=0.0, host_step=0.0)
+    hidden = divided(found, budget, Spilled(optimizer="device"), active=2)
+    bound = divided(found, budget, Spilled(optimizer="device"), slow, active=2)
+    assert len(hidden.keep_activations) > len(bound.keep_activations)
+    here = [len(t.keep) + len(t.keep_weights) for t in (hidden, bound)]
+    assert here[0] <= here[1]
+
+
+@given(
+    st.sampled_from(["device", "host"]),
+    st.sampled_from(["device", "host"]),
+    st.sampled_from(["micro", "shard"]),
+    st.booleans(),
+    st.integers(1, 3),
+    st.integers(0, 2),
+    st.integers(2, 6),
+)
+@settings(max_examples=60, deadline=None)
+def test_what_is_ruled_out_without_a_program_would_not_have_fitted(
+    place, boundaries, order, clip, micros, lookahead, count
+):
+    found = deep(12, MIB // 2)
+    shards = predict_shards(found.layers, range(12 // count, 12, 12 // count))
+    technique = Spilled(
+        shards=len(shards),
+        optimizer=place,
+        lookahead=lookahead,
+        boundaries=boundaries,
+        order=order,
+        recompute=True,
+    )
+    asked = request(technique=technique, clip=clip, micro_batches=micros)
+    slot = max(s.parameter_bytes + (place == "device") * s.state_bytes for s in shards)
+    slots = min(1 + lookahead, len(shards)) * slot
+    least = _least_outside(shards, found.batch_bytes, technique, asked) + slots
+    assert least <= need(found, shards, technique, asked).held
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+@given(st.floats(0.2, 0.95), st.booleans(), st.integers(1, 2), st.integers(1, 2))
+@settings(max_examples=15, deadline=None)
+def test_however_the_room_is_divided_it_is_not_more_than_there_is(
+    place, share, clip, micros, active
+):
+    found = with_seconds(measure(12))
+    budget = share * active * state_of(found)
+    divided(
+        found, budget, Spilled(optimizer=place), active=active, clip=clip, micro_batches=micros
+    )
 
 
 def test_shards_that_are_named_are_kept_or_nothing_fits():

@@ -8,13 +8,12 @@ from shoal.core.errors import ProgramError
 from shoal.program.check import check, check_devices
 from shoal.program.ir import Part, parse_program, single
 from shoal.spill.generate import (
+    Route,
     arrival,
     departure,
-    evaluation,
+    resident_evaluation,
     resident_micro,
     resident_step,
-    spilled_finish,
-    spilled_micro,
     spilled_step,
 )
 
@@ -120,17 +119,17 @@ def test_dropped_gradients_are_counted_until_a_unit_waits_for_their_store(make_c
 
 
 def test_an_evaluation_holds_one_boundary_at_a_time(make_costs):
-    footprint = check(evaluation(3, spilled=True), make_costs(3))
+    footprint = check(Route(3).evaluation(), make_costs(3))
     assert footprint.held_bytes == 2 * 100 + 7 + 10
     assert footprint.peak_bytes == 2 * 100 + 7 + 10 + 50
 
 
 def test_a_resident_evaluation_is_legal(make_costs):
-    check(evaluation(1, spilled=False), make_costs(1), start=RESIDENT, end=RESIDENT)
+    check(resident_evaluation(), make_costs(1), start=RESIDENT, end=RESIDENT)
 
 
 def test_two_trials_may_share_a_program(make_costs):
-    text = str(evaluation(2, spilled=True, lookahead=0))
+    text = str(Route(2, lookahead=0).evaluation())
     both = text + "\n" + "\n".join(line + " t1" for line in text.splitlines())
     assert check(parse_program(both), make_costs(2, trials=(0, 1))).num_slots == 1
 
@@ -396,8 +395,8 @@ def joined(*programs):
 @pytest.mark.parametrize("place", ["device", "host"])
 @pytest.mark.parametrize("clip", [False, True])
 def test_batches_and_their_finish_are_one_legal_step_when_joined(make_costs, clip, place):
-    micros = [spilled_micro(3, micro) for micro in range(3)]
-    check(joined(*micros, spilled_finish(3, clip=clip, optimizer=place)), make_costs(3))
+    micros = [Route(3).micro(micro) for micro in range(3)]
+    check(joined(*micros, Route(3, optimizer=place).finish(clip)), make_costs(3))
 
 
 def test_resident_batches_and_a_step_are_one_legal_step_when_joined(make_costs):

@@ -8,7 +8,13 @@ import pytest
 from shoal.core.errors import ProgramError
 from shoal.core.units import Seconds
 from shoal.program.ir import Op, Part, parse_program
-from shoal.program.replay import Candidate, Run, oldest_step_first, replay
+from shoal.program.replay import (
+    Candidate,
+    Run,
+    longest_left_first,
+    oldest_step_first,
+    replay,
+)
 from shoal.spill.generate import resident_step, spilled_step
 
 RESIDENT = {0: (Part.PARAM, Part.STATE)}
@@ -213,3 +219,30 @@ def test_programs_that_wait_for_each_other_are_named(run_of):
     with pytest.raises(ProgramError, match="device 0 at B s0 m0; device 1 at B s1 m0") as error:
         replay([run_of(broken, devices=(0, 1))])
     assert "shoal.program.check" in str(error.value)
+
+
+def test_the_longest_left_goes_first_in_whole_steps():
+    ready = [Candidate(0, 1, Seconds(0.0), 5.0, 2.0), Candidate(1, 2, Seconds(0.0), 9.0, 2.0)]
+    assert longest_left_first(ready) == 1
+    alike = [Candidate(0, 2, Seconds(0.0), 9.0, 2.0), Candidate(1, 1, Seconds(0.0), 8.4, 2.0)]
+    assert longest_left_first(alike) == 1
+
+
+def test_a_trial_with_more_steps_left_is_not_left_alone_at_the_end(run_of):
+    runs = [
+        run_of(for_trial(resident_step(), trial), 1, trial, start=RESIDENT, steps=steps)
+        for trial, steps in ((0, 2), (1, 4))
+    ]
+    order = [span.trial for span in replay(runs).spans if str(span.action).startswith("B")]
+    assert order[:2] == [1, 1]
+    assert sorted(order) == [0, 0, 1, 1, 1, 1]
+
+
+def test_a_run_that_waits_for_a_place_begins_when_one_has_issued_its_last(run_of):
+    runs = [
+        run_of(for_trial(resident_step(), trial), 1, trial, start=RESIDENT, steps=2)
+        for trial in range(3)
+    ]
+    spans = replay(runs, active=1).spans
+    assert [span.trial for span in spans] == sorted(span.trial for span in spans)
+    assert replay(runs, active=3).makespan_s == replay(runs).makespan_s

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from shoal.core.errors import ShoalError, SpecError, StorageError
 from shoal.resume import (
+    Addition,
     RecipeRecord,
     StudyRecord,
     TrialRecord,
@@ -44,6 +45,15 @@ TRIALS = st.lists(
     unique_by=lambda trial: trial.number,
     max_size=4,
 ).map(tuple)
+
+
+def _additions(record: StudyRecord) -> st.SearchStrategy[Addition]:
+    numbers = [trial.number for trial in record.trials]
+    some = st.lists(st.sampled_from(numbers), min_size=1, max_size=3) if numbers else st.nothing()
+    times = st.floats(allow_nan=False, allow_infinity=False) | st.integers(0)
+    return st.builds(Addition, time=times, trials=some.map(tuple))
+
+
 RECORDS = st.builds(
     StudyRecord,
     name=st.text(string.ascii_lowercase, min_size=1),
@@ -57,11 +67,16 @@ RECORDS = st.builds(
     seed=st.integers(),
     recipe=RECIPES,
     checkpoint=POINTS,
+).flatmap(
+    lambda record: st.lists(_additions(record), max_size=3 if record.trials else 0).map(
+        lambda additions: replace(record, additions=tuple(additions))
+    )
 )
 SMALL = StudyRecord(
     name="sweep",
     space="lr=0.1",
     trials=(TrialRecord(number=0, hp={"lr": 0.1}, seed=0),),
+    additions=(Addition(time=1.5, trials=(0,)),),
     epochs=None,
     steps=9,
     eval_every=None,
@@ -82,7 +97,7 @@ def test_a_record_survives_its_text(record: StudyRecord) -> None:
 def test_the_text_can_be_read_by_anybody() -> None:
     values = json.loads(record_to_json(SMALL))
 
-    assert (values["kind"], values["format"], values["name"]) == ("shoal.study", 1, "sweep")
+    assert (values["kind"], values["format"], values["name"]) == ("shoal.study", 2, "sweep")
     assert values["trials"][0]["hp"] == {"lr": 0.1}
 
 
@@ -90,6 +105,7 @@ def test_every_field_is_checked() -> None:
     for kind, checks in (
         (StudyRecord, form._STUDY),
         (TrialRecord, form._TRIAL),
+        (Addition, form._ADDITION),
         (RecipeRecord, form._RECIPE),
     ):
         assert [field.name for field in fields(kind)] == list(checks) or kind is StudyRecord
@@ -114,10 +130,23 @@ def test_what_shoal_did_not_write_is_told_so(text: str) -> None:
 
 
 def test_a_newer_format_is_left_alone() -> None:
-    text = record_to_json(SMALL).replace('"format": 1', '"format": 2').replace('"seed"', '"new"')
+    text = record_to_json(SMALL).replace('"format": 2', '"format": 3').replace('"seed"', '"new"')
 
-    with pytest.raises(StorageError, match=r"has format 2, .* reads format 1: a newer .* Update"):
+    with pytest.raises(
+        StorageError, match=r"has format 3, .* formats up to 2: a newer one .* Update"
+    ):
         record_from_json(text)
+
+
+def test_a_record_of_the_first_format_is_read_and_written_on_as_this_one() -> None:
+    values = json.loads(record_to_json(SMALL))
+    values["format"] = 1
+    del values["additions"]
+
+    record = record_from_json(json.dumps(values))
+
+    assert record == replace(SMALL, additions=())
+    assert record_from_json(record_to_json(record)) == record
 
 
 def test_a_torn_record_is_damaged() -> None:
@@ -151,6 +180,11 @@ def _with(**changes: Any) -> Callable[[dict[str, Any]], Any]:
         (_with(checkpoint={"keep": []}), "checkpoint is {'keep': "),
         (lambda values: values["trials"].append(values["trials"][0]), "two trials have one numb"),
         (lambda values: values["trials"][0].update(number=-1), "number is -1"),
+        (_with(additions={}), "additions is {}"),
+        (_with(additions=[{"time": 0.0}]), "these names are missing or unknown: trials"),
+        (_with(additions=[{"time": True, "trials": [0]}]), "time is True"),
+        (_with(additions=[{"time": 0.0, "trials": []}]), r"trials is \[\]"),
+        (_with(additions=[{"time": 0.0, "trials": [0, 7]}]), "was added that is not there: 7"),
         (lambda values: values["trials"][0].update(hp={"lr": {}}), "hp is {'lr': {}}"),
         (lambda values: values["recipe"]["sources"].update(build="pass"), "digest is another"),
         (lambda values: values["recipe"]["fields"].update(model=3), "fields is {'model': 3}"),

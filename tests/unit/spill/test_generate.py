@@ -3,7 +3,14 @@
 import pytest
 
 from shoal.program.ir import Action, Op, Part, parse_program
-from shoal.spill.generate import arrival, departure, evaluation, resident_step, spilled_step
+from shoal.spill.generate import (
+    Route,
+    arrival,
+    departure,
+    resident_evaluation,
+    resident_step,
+    spilled_step,
+)
 
 
 def actions_of(program, *ops):
@@ -134,12 +141,12 @@ def test_a_load_never_moves_above_an_earlier_visit_of_its_shard(lookahead):
 
 
 def test_a_spilled_evaluation_is_forwards_with_the_last_shard_included():
-    assert texts(evaluation(3, spilled=True), Op.F) == ["F s0 m0", "F s1 m0", "F s2 m0"]
-    assert not actions_of(evaluation(3, spilled=True), Op.B, Op.STORE)
+    assert texts(Route(3).evaluation(), Op.F) == ["F s0 m0", "F s1 m0", "F s2 m0"]
+    assert not actions_of(Route(3).evaluation(), Op.B, Op.STORE)
 
 
 def test_a_resident_evaluation_is_one_forward():
-    assert list(evaluation(3, spilled=False)) == [Action(Op.F, 0, 0)]
+    assert list(resident_evaluation()) == [Action(Op.F, 0, 0)]
 
 
 def test_arrival_and_departure_are_inverse():

@@ -109,11 +109,22 @@ def _invoke(runs: Path, *words: str) -> tuple[int, str]:
         (("pause", "sweep"), Pause(), "paused; go on with it: shoal resume {}/sweep"),
         (("extend", "sweep", "--trials", "3"), ExtendTrials(trials=3), "3 more to train"),
         (
+            ("extend", "sweep", "--trials", "3", "--again"),
+            ExtendTrials(trials=3, again=True),
+            "3 more to train",
+        ),
+        (("extend", "sweep", "--to", "5"), ExtendTrials(to=5), "5 trials in all"),
+        (
             ("clone", "sweep", "1", "--set", "lr=1", "--set", "kind=bert", "--cold"),
             CloneTrial(trial=1, changes={"lr": 1.0, "kind": "bert"}, warm=False),
             "a clone of trial 1",
         ),
         (("clone", "sweep", "0"), CloneTrial(trial=0), "a clone of trial 0"),
+        (
+            ("clone", "sweep", "0", "--again"),
+            CloneTrial(trial=0, again=True),
+            "a clone of trial 0",
+        ),
     ],
 )
 def test_an_order_is_sent_and_what_came_of_it_is_printed(
@@ -206,12 +217,13 @@ def test_a_study_that_is_not_there_is_named(runs: Path, words: tuple[str, ...]) 
 @pytest.mark.parametrize(
     ("words", "extend", "clones"),
     [
-        (("resume", "sweep"), 0, []),
-        (("extend", "sweep", "--trials", "3"), 3, []),
+        (("resume", "sweep"), None, []),
+        (("extend", "sweep", "--trials", "3"), ExtendTrials(trials=3), []),
+        (("extend", "sweep", "--to", "3"), ExtendTrials(to=3), []),
         (
-            ("clone", "sweep", "1", "--set", "width=16"),
-            0,
-            [CloneTrial(trial=1, changes={"width": 16})],
+            ("clone", "sweep", "1", "--set", "width=16", "--again"),
+            None,
+            [CloneTrial(trial=1, changes={"width": 16}, again=True)],
         ),
     ],
 )
@@ -219,7 +231,7 @@ def test_what_does_not_run_is_run_again(
     runs: Path,
     started: list[tuple[Path, dict[str, Any]]],
     words: tuple[str, ...],
-    extend: int,
+    extend: ExtendTrials | None,
     clones: list[CloneTrial],
 ) -> None:
     options = ("--devices", "cpu:2", "--device-memory", "1MiB", "--file", "moved.py", "--json")
@@ -282,9 +294,22 @@ def test_a_clone_that_cannot_be_meant_is_refused_before_it_is_sent(
     assert running.orders == []
 
 
-def test_no_trials_are_no_extension(running: SimpleNamespace) -> None:
-    with pytest.raises(SpecError, match="--trials is how many more, a whole number from 1, got 0"):
-        _invoke(running.runs, "extend", "sweep", "--trials", "0")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--trials", "0"), "trials is how many more trials, from 1, got 0"),
+        (("--to", "-1"), "to is how many trials in all, from 1, got -1"),
+        ((), r"got trials=None and to=None\. Give one of them"),
+        (("--trials", "3", "--to", "8"), r"got trials=3 and to=8\. Give one of them: --to where"),
+        (("--to", "8", "--again"), r"to=8 \(--to\) only what is missing\. Give .*--trials N"),
+    ],
+)
+def test_an_extension_that_cannot_be_meant_is_refused_before_it_is_sent(
+    running: SimpleNamespace, words: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(SpecError, match=said):
+        _invoke(running.runs, "extend", "sweep", *words)
+    assert running.orders == []
 
 
 def test_the_verbs_are_in_the_help() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from shoal.control import CloneTrial
+from shoal.control import CloneTrial, ExtendTrials
 from shoal.core.errors import SpecError
-from shoal.core.event import Event
+from shoal.core.event import Event, StudyChanged
 from shoal.observe import Database
 from shoal.source import MODULE_NAME
 from shoal.study import Study
@@ -87,6 +87,7 @@ def test_a_file_of_another_study_is_refused(file: Path, record: Callable[[str], 
     [
         ({}, {}),
         ({"extend": 2}, {"extend": 2}),
+        ({"extend": ExtendTrials(to=2)}, {"extend": ExtendTrials(to=2)}),
         ({"clones": [CloneTrial(trial=1)]}, {"clones": (CloneTrial(trial=1),)}),
     ],
 )
@@ -111,3 +112,21 @@ def test_it_is_run_with_resume_and_what_else_is_wanted(
     told = capsys.readouterr()
     assert told.err == f"going on with study sweep in {place}, from {file}:study\n"
     assert f"shoal show {place}" in told.out
+
+
+def test_what_was_added_is_said_above_a_live_table(
+    file: Path,
+    record: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(self: Study, *, callbacks: Any, **options: Any) -> None:
+        for callback in callbacks:
+            callback(StudyChanged(time=0.0, changes=("added trials 2, 3",)))
+
+    monkeypatch.setattr(Study, "run", run)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+
+    resume_study(record(f"{file}:study"), ("cpu:2", None, None), extend=ExtendTrials(trials=2))
+
+    assert capsys.readouterr().err.endswith("\nadded trials 2, 3\n")

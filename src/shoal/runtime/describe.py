@@ -1,0 +1,97 @@
+"""What of a trial decides what its steps cost: equal for trials that are measured once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.core.errors import ShoalError, SpecError
+from shoal.core.spec import HyperParameters, TrialSpec
+from shoal.data import epoch_length
+from shoal.recipe import Batch, Recipe, build_model, build_optimizer, read_data
+from shoal.rng import seed_all
+
+
+def signature(recipe: Recipe, trial: TrialSpec) -> str:
+    """Equal for trials whose steps cost the same; values of hyperparameters do not count."""
+    hp = HyperParameters(trial.hp)
+    model = _skeleton(recipe, hp, trial.seed)
+    train, _ = read_data(recipe, hp)
+    batch = first_batch(train)
+    optimizer = build_optimizer(recipe, model.named_parameters(), hp)
+    names = {id(p): name for name, p in model.named_parameters()}
+    parts = [
+        repr(model),
+        [_scalars_of(module) for module in model.modules()],
+        [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in _all_params(model)],
+        [(n, tuple(b.shape), str(b.dtype)) for n, b in model.named_buffers()],
+        _shape_of(batch),
+        epoch_length(train),  # how many steps there are, and whether that is known
+        type(optimizer).__qualname__,
+        [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups],
+        [_kind_of(group) for group in optimizer.param_groups],
+    ]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _skeleton(recipe: Recipe, hp: HyperParameters, seed: int) -> nn.Module:
+    """The model without memory where it can be built so, else with."""
+    seed_all(seed)
+    try:
+        with torch.device("meta"):
+            return build_model(recipe, hp)
+    except ShoalError:
+        raise
+    except Exception:
+        seed_all(seed)
+        return build_model(recipe, hp)
+
+
+def first_batch(train: Any) -> Batch:
+    """The first batch of a source.
+
+    Raises:
+        SpecError: there is none.
+    """
+    batch = next(iter(train), None)
+    if batch is None:
+        raise SpecError(
+            "the training data yielded no batch. Recipe(data=...) must return a source that "
+            "yields at least one batch each time it is read."
+        )
+    return batch
+
+
+def _all_params(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(model.named_parameters(remove_duplicate=False))
+
+
+def _scalars_of(module: nn.Module) -> dict[str, Any]:
+    """A module's plain attributes: numbers of heads or passes cost bytes too."""
+    plain = (bool, int, float, str, type(None))
+    return {k: v for k, v in vars(module).items() if type(v) in plain and k != "training"}
+
+
+def _kind_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a param group's options decides which state and scratch a step needs."""
+    values = {"params", "lr", "initial_lr", "betas", "eps"}
+    return {
+        key: value if value is None or isinstance(value, bool | str) else bool(value)
+        for key, value in group.items()
+        if key not in values
+    }
+
+
+def _shape_of(value: Any) -> Any:
+    """The shapes and types of a batch, without its values."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), str(value.dtype)
+    if isinstance(value, Mapping):
+        return {key: _shape_of(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_shape_of(item) for item in value]
+    return type(value).__name__

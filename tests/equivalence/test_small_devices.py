@@ -1,0 +1,64 @@
+"""A model of any size trains on one small device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.core.event import PeakMeasured
+
+WIDTH, BLOCKS, STEPS = 48, 112, 3
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS)
+        )
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def tower(hp):
+    return Tower()
+
+
+def rows(hp):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(2, WIDTH, generator=generator), torch.tensor([0, 2])) for _ in range(STEPS)
+    ], None
+
+
+def loss(output, batch):
+    return nn.functional.cross_entropy(output, batch[1])
+
+
+@pytest.mark.parametrize(("place", "times"), [("device", 48), ("host", 64)])
+def test_a_state_of_many_times_the_device_trains_exactly(place, times, run_study, assert_alone):
+    state = 16 * sum(p.numel() for p in Tower().parameters())  # with AdamW's moments
+    budget = state // times
+    recipe = shoal.Recipe(model=tower, data=rows, loss=loss, clip_grad_norm=0.5)
+    peaks = []
+
+    def note(event):
+        if isinstance(event, PeakMeasured):
+            peaks.append(event.peak_bytes)
+
+    report = run_study(
+        recipe,
+        shoal.grid(lr=[1e-2, 3e-3]),
+        steps=STEPS,
+        memory=budget,
+        technique=shoal.Spilled(optimizer=place) if place == "device" else None,
+        callbacks=[note],
+    )
+    assert_alone(report, report.trials, recipe, steps=STEPS)
+    assert 0 < max(peaks) <= budget

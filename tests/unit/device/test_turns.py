@@ -1,0 +1,88 @@
+"""Whose optimizer step runs on the host next."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from shoal.device.streams import ThreadStream, Turns
+
+
+def wait_until(condition):
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(1e-3)
+
+
+class Queue:
+    """Threads that ask for turns in the order of ``trials`` while somebody holds the only one."""
+
+    def __init__(self, turns):
+        self.turns, self.order, self.threads = turns, [], []
+
+    def _work(self, trial):
+        with self.turns.take(trial):
+            self.order.append(trial)
+
+    def run(self, trials):
+        with self.turns.take(-1):
+            for waiting, trial in enumerate(trials, start=1):
+                self.threads.append(threading.Thread(target=self._work, args=(trial,)))
+                self.threads[-1].start()
+                wait_until(lambda count=waiting: len(self.turns._waiting) == count)
+        for thread in self.threads:
+            thread.join(10)
+        return self.order
+
+
+def test_first_come_first_served_until_there_is_a_rule():
+    assert Queue(Turns()).run([3, 1, 2]) == [3, 1, 2]
+
+
+def test_who_waits_is_chosen_each_time_a_turn_is_free():
+    turns, asked = Turns(), []
+
+    def largest(trials):
+        asked.append(list(trials))
+        return max(trials)
+
+    turns.choose = largest
+    assert Queue(turns).run([1, 3, 2]) == [3, 2, 1]
+    assert asked == [[1, 3, 2], [1, 2], [1]]
+
+
+def test_as_many_at_a_time_as_there_are_places():
+    turns = Turns(2)
+    with turns.take(0), turns.take(1):
+        third = threading.Thread(target=Queue(turns)._work, args=(2,))
+        third.start()
+        wait_until(lambda: turns._waiting)
+    third.join(10)
+    assert not third.is_alive()
+
+
+def test_work_that_raises_gives_its_turn_back():
+    turns = Turns()
+    with pytest.raises(ValueError, match="no"), turns.take(0):
+        raise ValueError("no")
+    with turns.take(1):
+        pass
+
+
+def test_a_stream_takes_a_turn_when_its_work_could_run_and_not_before():
+    turns, free = Turns(), threading.Event()
+    first, second = (ThreadStream(name, lambda: None) for name in ("first", "second"))
+    done = []
+    blocked = first.submit(free.wait)
+    late = second.submit(lambda: done.append("late"), [blocked], turn=lambda: turns.take(0))
+    with turns.take(1):  # the one that still waits for what it needs holds nothing
+        free.set()
+        wait_until(lambda: turns._waiting)
+        assert not done
+    late.wait()
+    assert done == ["late"]
+    first.close()
+    second.close()

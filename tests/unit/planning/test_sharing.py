@@ -1,0 +1,112 @@
+"""How many trials of different kinds share a device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shoal.core.plan import Spilled
+from shoal.core.spec import JobMeasure
+from shoal.core.units import Bytes, Seconds
+from shoal.memory.layout import TensorSpec, lay_out
+from shoal.planner.choose import predict_shards
+from shoal.planner.need import Request
+from shoal.planner.price import Speeds
+from shoal.planning.planned import Settled
+from shoal.planning.sharing import MOST, share
+from shoal.testing import make_layer
+
+MIB = 2**20
+SPEEDS = Speeds(up_bytes_per_s=1e12, down_bytes_per_s=1e12)
+_SPEC = TensorSpec("", (MIB // 4,), (1,), "float32", MIB)
+CLIPPED = Request(micro_batches=1, clip=True, technique=None, prefers="host")
+
+
+def kind(blocks, compute_s, host_s):
+    """A trial that steps on the host: seconds of a step's kernels, and of the host's memory."""
+    layers = [
+        make_layer(
+            f"layer {index}",
+            MIB,
+            forward_s=Seconds(compute_s / blocks / 4),
+            backward_s=Seconds(3 * compute_s / blocks / 4),
+            step_s=Seconds(host_s / blocks),
+        )
+        for index in range(blocks)
+    ]
+    measure = JobMeasure(
+        layers=tuple(layers),
+        shards=predict_shards(layers, tuple(range(1, blocks))),
+        batch_bytes=Bytes(1024),
+        buffer_bytes=Bytes(0),
+        resident_bytes=Bytes(0),
+        num_batches=None,
+        valid_scale=1.0,
+        optimizer="AdamW",
+        cuttable=True,
+        bitwise=True,
+    )
+    names = [[f"{index}.weight"] for index in range(blocks)]
+    specs = {n: replace(_SPEC, name=n) for part in names for n in part}
+    layout = lay_out(names, [[] for _ in names], specs, {}, [])
+    technique = Spilled(
+        shards=blocks,
+        optimizer="host",
+        lookahead=1,
+        keep=(),
+        order="micro",
+        boundaries="device",
+        transfer="fp32",
+        recompute=True,
+    )
+    return Settled(measure=measure, layout=layout, technique=technique, why=("w",), active=3)
+
+
+@pytest.fixture
+def mix():
+    """Six kinds, bound by the host and by the device, of long and short steps."""
+    rates = [
+        (8, 1.0, 4.0),
+        (8, 4.0, 1.0),
+        (12, 0.5, 2.0),
+        (6, 2.0, 0.5),
+        (10, 1.0, 1.0),
+        (8, 3, 3),
+    ]
+    return {f"kind {index}": kind(*rate) for index, rate in enumerate(rates)}
+
+
+def again(settled, active):
+    return replace(settled, active=active)
+
+
+def test_a_mix_has_more_places_where_it_takes_less_time_then(mix):
+    found, places = share(mix, list(mix), 2, again, CLIPPED, Bytes(1000 * MIB), SPEEDS)
+    assert 2 < places <= MOST
+    assert all(one.active == places for one in found.values())
+    assert all("of the time that 2 at a time take" in one.why[-1] for one in found.values())
+
+
+def test_no_more_places_than_fit(mix):
+    found, places = share(mix, list(mix), 2, again, CLIPPED, Bytes(9 * MIB), SPEEDS)
+    assert (found, places) == (mix, 2)
+
+
+def test_no_more_places_than_a_kind_can_do_with(mix):
+    def refuse(settled, active):
+        return None if active > 3 else replace(settled, active=active)
+
+    _, places = share(mix, list(mix), 2, refuse, CLIPPED, Bytes(1000 * MIB), SPEEDS)
+    assert places in (2, 3)
+
+
+def test_trials_of_one_kind_share_as_that_kind_does(mix):
+    same = {"kind 0": mix["kind 0"]}
+    present = ["kind 0"] * 6
+    assert share(same, present, 2, again, CLIPPED, Bytes(1000 * MIB), SPEEDS) == (same, 2)
+
+
+def test_no_more_places_than_trials(mix):
+    two = {name: mix[name] for name in list(mix)[:2]}
+    assert share(two, list(two), 2, again, CLIPPED, Bytes(1000 * MIB), SPEEDS) == (two, 2)
