@@ -10,7 +10,7 @@ from shoal.core.profile import Profile
 from shoal.core.spec import ALIGNMENT, JobMeasure, LayerMeasure, Place, ShardSpec
 from shoal.core.units import Bytes, round_up
 from shoal.planner.choose import choices, predict_shards
-from shoal.planner.keep import keep_most
+from shoal.planner.keep import keep_most, turn_most
 from shoal.planner.need import Need, Request, footprints
 from shoal.planner.price import Speeds
 from shoal.testing import make_layer
@@ -160,6 +160,7 @@ def plan(
         shards, active = predict_shards(measure.layers, choice.cuts), choice.active
         found = keep_most(measure, shards, choice.technique, request, budget, active)
         if found is not None:
+            found = turn_most(measure, shards, found, choice.technique, request, budget, active)
             return _planned(shards, case, request, found, active)
     return None
 

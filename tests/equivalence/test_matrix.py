@@ -31,7 +31,9 @@ TECHNIQUES = {
         keep_weights=(2,),
         boundaries="host",
     ),
-    "4 shards, 2 stay, host step": shoal.Spilled(shards=4, optimizer="host", keep=(1, 2)),
+    "4 shards, 2 stay, host step": shoal.Spilled(
+        shards=4, optimizer="host", lookahead=0, keep=(1,), keep_turn=2
+    ),
 }
 FACTORS = {
     "model": zoo.MODELS,

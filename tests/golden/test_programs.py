@@ -30,6 +30,12 @@ PROGRAMS = {
     "spilled_3_kept_host_clip": spilled_step(3, keep=(0,), optimizer="host", clip=True),
     "spilled_3_weights_lent": spilled_step(3, weights=(0, 2), lent=(0,)),
     "spilled_4_saves": spilled_step(4, keep=(0,), saves=(0, 2), micro_batches=2),
+    "spilled_6_turn_host_clip": spilled_step(
+        6, optimizer="host", clip=True, keep=(1,), turn=(2, 3)
+    ),
+    "spilled_4_turn_accumulate": spilled_step(
+        4, optimizer="host", micro_batches=2, lookahead=0, turn=(1, 2)
+    ),
     "spilled_5_boundaries_host": spilled_step(5, boundaries="host"),
     "spilled_4_by_shard_boundaries_host": spilled_step(
         4, micro_batches=2, order="shard", lookahead=0, boundaries="host"

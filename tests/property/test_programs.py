@@ -43,6 +43,7 @@ class Shape:
     weights: tuple[int, ...] = ()
     boundaries: str = "device"
     saves: tuple[int, ...] = ()
+    turn: tuple[int, ...] = ()
 
     @property
     def route(self) -> Route:
@@ -55,6 +56,7 @@ class Shape:
             weights=self.weights,
             boundaries=self.boundaries,
             saves=self.saves,
+            turn=self.turn,
         )
 
     @property
@@ -87,6 +89,9 @@ def shapes_of(draw, *, shards, micros, lookahead):
         order=draw(st.sampled_from(["micro", "shard"])),
         boundaries=draw(st.sampled_from(["device", "host"])),
     )
+    travel = sorted(set(range(num_shards)) - keep - set(weights))
+    turn = draw(st.sets(st.sampled_from(travel))) if travel and place == "host" else ()
+    shape = dataclasses.replace(shape, turn=tuple(sorted(turn)))
     able = shape.route.may_save
     saves = draw(st.sets(st.sampled_from(able))) if able else ()
     return dataclasses.replace(shape, saves=tuple(sorted(saves)))
@@ -215,27 +220,32 @@ def test_the_bytes_moved_are_those_of_the_formula(case):
 
 
 def _joins(shape):
-    """Shards whose parameters are still in a slot when they are needed again."""
+    """Shards whose parameters are still there when they are needed again."""
     visits = list(_visits(shape))
-    for index, shard in enumerate(visits):
-        if shard in visits[:index] and shard not in shape.weights:
-            before = max(i for i in range(index) if visits[i] == shard)
-            if len(set(visits[before + 1 : index])) <= shape.lookahead:
-                yield shard
+    held = set()  # backwards that find what their forward had in memory of its own
+    for index, (shard, kind) in enumerate(visits):
+        earlier = [i for i in range(index) if visits[i][0] == shard]
+        if not earlier or shard in shape.weights or earlier[-1] in held:
+            continue
+        if shard in shape.turn and kind == "B" and visits[earlier[-1]][1] == "F":
+            held.add(index)
+            yield shard
+        elif len({s for s, _ in visits[earlier[-1] + 1 : index]}) <= shape.lookahead:
+            yield shard
 
 
 def _visits(shape):
-    """The shards of all units for which something is loaded, in order."""
+    """The shards of all units for which something is loaded, in order, and what they do."""
     micros = shape.micro_batches if shape.order == "micro" else 1
     for micro in range(micros):
-        yield from (s for s in range(shape.num_shards - 1) if s not in shape.keep + shape.weights)
-        steps = micro == micros - 1 and not shape.clip
+        stay = shape.keep + shape.weights
+        yield from ((s, "F") for s in range(shape.num_shards - 1) if s not in stay)
+        steps = micro == micros - 1 and not shape.clip and shape.place == "device"
         for shard in reversed(range(shape.num_shards)):
-            state_or_grad = micro > 0 or (steps and shape.place == "device")
-            if shard not in shape.keep and (state_or_grad or shard not in shape.weights):
-                yield shard
+            if shard not in shape.keep and (micro > 0 or steps or shard not in shape.weights):
+                yield shard, "B and STEP" if steps else "B"
     if shape.clip and shape.place == "device":
-        yield from (s for s in range(shape.num_shards) if s not in shape.keep)
+        yield from ((s, "STEP") for s in range(shape.num_shards) if s not in shape.keep)
 
 
 @quick

@@ -33,7 +33,9 @@ class Spilled:
     read from each other, what a forward changes (a BatchNorm used twice). Nothing chooses it
     but you; ``shoal verify`` is the proof. ``boundaries`` is where a shard's input waits between
     its forward and its backward, None for wherever there is room: on the host where the device
-    has none, or where that room is better used. ``recompute`` True runs every shard's forward
+    has none, or where that room is better used. ``keep_turn`` is how many shards more, those next
+    to the turn from forward to backward, hold their parameters from one to the other, None for as
+    many as fit; it goes with the step on the host. ``recompute`` True runs every shard's forward
     again before its backward; "auto" leaves that out where there is room for what the forward
     saved, for the shards named in ``keep_activations`` if that is not None. They are shards
     whose parameters stay on the device. ``transfer`` "bf16" has weights travel as the
@@ -48,6 +50,7 @@ class Spilled:
     lookahead: int | None = None
     keep: tuple[int, ...] | None = None
     keep_weights: tuple[int, ...] = ()
+    keep_turn: int | None = None
     order: Order | None = None
     boundaries: Place | None = None
     transfer: Transfer | None = None
@@ -66,6 +69,7 @@ class Spilled:
             raise SpecError(f"order is 'micro' or 'shard', got {self.order!r}")
         if self.boundaries not in (None, "device", "host"):
             raise SpecError(f"boundaries is 'device' or 'host', got {self.boundaries!r}")
+        self._check_turn()
         if self.transfer not in (None, "bf16", "fp32"):
             raise SpecError(f"transfer is 'bf16' or 'fp32', got {self.transfer!r}")
         if self.transfer == "bf16" and (self.optimizer == "device" or self.keep_weights):
@@ -89,6 +93,18 @@ class Spilled:
         if self.offload != "host":
             raise PlanError(f"offload={self.offload!r} cannot be done yet; use offload='host'.")
         self._check_recompute()
+
+    def _check_turn(self) -> None:
+        count = self.keep_turn
+        if count is not None and (type(count) is not int or count < 0):
+            raise SpecError(f"keep_turn is a number of shards, 0 or more, got {count!r}")
+        if count and self.optimizer is None:
+            object.__setattr__(self, "optimizer", "host")
+        if count and self.optimizer == "device":
+            raise SpecError(
+                f"keep_turn={count} with the step on the device: what room there is has better "
+                "uses there. Name shards in keep_weights=, or step on the host."
+            )
 
     def _check_recompute(self) -> None:
         if self.recompute is False:
@@ -140,6 +156,18 @@ def kept_weights(technique: Technique) -> tuple[int, ...]:
     if isinstance(technique, Resident):
         return ()
     return tuple(s for s in technique.keep_weights if s not in kept_shards(technique))
+
+
+def turned_shards(technique: Technique, num_shards: int) -> tuple[int, ...]:
+    """Shards that hold their parameters from forward to backward outside the slots.
+
+    The last of those that travel, but for the ones that find theirs in a slot at the turn.
+    """
+    if isinstance(technique, Resident) or not technique.keep_turn:
+        return ()
+    travel = [shard for shard in range(num_shards) if shard not in kept_shards(technique)]
+    in_slots = 1 + (technique.lookahead or 0)
+    return tuple(travel[:-in_slots][-technique.keep_turn :])
 
 
 def travels_narrow(technique: Technique, shard: int) -> bool:
@@ -264,6 +292,9 @@ def _explain_job(job: Job, like: int) -> list[str]:
         if weights := kept_weights(job.technique):
             names = ", ".join(map(str, weights))
             lines.append(f"    of {len(weights)} the parameters stay, the state travels: {names}")
+        if turned := turned_shards(job.technique, len(shards)):
+            names = ", ".join(map(str, turned))
+            lines.append(f"    {len(turned)} stay from forward to backward: {names}")
         if saves := job.technique.keep_activations:
             names = ", ".join(map(str, saves))
             lines.append(f"    {len(saves)} do not recompute their forward: {names}")

@@ -43,7 +43,7 @@ from shoal.core.spec import (
 from shoal.core.units import Bytes, Seconds, format_bytes
 from shoal.memory.layout import TrialLayout
 from shoal.partition.cut import cut, shard_cost
-from shoal.planner.keep import ALIKE, guess_most, guess_saves, keep_most
+from shoal.planner.keep import ALIKE, guess_most, guess_saves, keep_most, turn_most
 from shoal.planner.need import Need, Request, fits, need, waiting_bytes
 from shoal.planner.price import Speeds, price
 from shoal.spill.generate import route_of
@@ -194,7 +194,9 @@ class _Paper:
         technique = replace(choice.technique, keep_activations=())  # they may be impossible ones
         request, active = self._request, choice.active
         kept = keep_most(self._measure, shards, technique, request, budget, active)
-        return kept[1].moved if kept is not None else inf
+        if kept is None:
+            return inf
+        return turn_most(self._measure, shards, kept, technique, request, budget, active)[1].moved
 
     def step_s(self, choice: Choice, speeds: Speeds, budget: Bytes) -> Seconds:
         """The price of a step, with as much kept as there should be room for."""
@@ -231,7 +233,12 @@ class _Paper:
         return self._need(cuts, technique)
 
     def _need(self, cuts: tuple[int, ...], technique: Spilled) -> Need:
-        least = replace(technique, keep=technique.keep or (), keep_activations=())
+        least = replace(
+            technique,
+            keep=technique.keep or (),
+            keep_turn=technique.keep_turn or 0,
+            keep_activations=(),
+        )
         if (cuts, least) not in self._needs:
             found = need(self._measure, self._of(cuts), least, self._request)
             self._needs[cuts, least] = found

@@ -2,10 +2,11 @@
 
 [Note: room]
 What room there is can be given to shards, whose bytes then do not move, and to activations, whose
-forwards then do not run twice. Copies may hide behind computing and computing hides behind
-nothing; but a shard's activations can stay only where its parameters do. So a few divisions of
-the room are replayed with measured times, and the cheapest is taken; of those that cost about the
-same, the one that moves the fewest bytes.
+forwards then do not run twice. At the turn from forward to backward gradients are not there yet,
+which leaves room for the parameters of a few more shards, or for more activations. Copies may hide
+behind computing and computing hides behind nothing; but a shard's activations can stay only where
+its parameters do. So a few divisions of the room are replayed with measured times, and the
+cheapest is taken; of those that cost about the same, the one that moves the fewest bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from shoal.core.plan import Spilled
+from shoal.core.plan import Spilled, turned_shards
 from shoal.core.spec import JobMeasure, ShardSpec
 from shoal.core.units import Bytes
 from shoal.memory.layout import TrialLayout
@@ -43,11 +44,13 @@ def keep_best(
         kept = keep_most(measure, shards, technique, request, budget, active, layout, share)
         if kept is None:
             break
-        saved = _save_most(measure, shards, kept, technique, request, budget, active, layout)
-        if not waiting_bytes(shards, saved[0], request.micro_batches):
-            saved = (replace(saved[0], boundaries="device"), saved[1])  # nothing would wait
-        if saved not in options:
-            options.append(saved)
+        turned = turn_most(measure, shards, kept, technique, request, budget, active, layout)
+        for here in (turned, kept):
+            saved = _save_most(measure, shards, here, technique, request, budget, active, layout)
+            if not waiting_bytes(shards, saved[0], request.micro_batches):
+                saved = (replace(saved[0], boundaries="device"), saved[1])  # nothing would wait
+            if saved not in options:
+                options.append(saved)
     if len(options) < 2:
         return options[0] if options else None
     batch = measure.batch_bytes
@@ -55,6 +58,30 @@ def keep_best(
     return next(
         o for o, step_s in zip(options, prices, strict=True) if step_s <= ALIKE * min(prices)
     )
+
+
+def turn_most(
+    measure: JobMeasure,
+    shards: Sequence[ShardSpec],
+    kept: tuple[Spilled, Need],
+    technique: Spilled,
+    request: Request,
+    budget: Bytes,
+    active: int,
+    layout: TrialLayout | None = None,
+) -> tuple[Spilled, Need]:
+    """``kept`` with as many shards held over the turn as fit; as it is if they were asked for."""
+    resolved = kept[0]
+    if technique.keep_turn is not None or resolved.optimizer != "host":
+        return kept
+
+    def tried(count: int) -> tuple[Spilled, Need] | None:
+        technique = replace(resolved, keep_turn=count)
+        found = need(measure, shards, technique, request, layout)
+        return (technique, found) if fits([found], budget, active) else None
+
+    many = turned_shards(replace(resolved, keep_turn=len(shards)), len(shards))
+    return _most(tried, kept, 0, len(many))
 
 
 def _save_most(
@@ -132,7 +159,12 @@ def keep_most(
     def tried(step: int) -> tuple[Spilled, Need] | None:
         """With the first ``step`` of all there is to keep: parameters first, then state."""
         saves = technique.keep_activations or ()
-        resolved = replace(technique, shards=len(shards), keep_activations=saves)
+        resolved = replace(
+            technique,
+            shards=len(shards),
+            keep_activations=saves,
+            keep_turn=technique.keep_turn or 0,
+        )
         if technique.keep is None and technique.optimizer == "device":
             some = kept_of(len(shards), min(step, len(able)), borrowers)
             whole = kept_of(len(shards), max(step - len(able), 0), borrowers)
@@ -182,23 +214,21 @@ def _guess(
     active: int,
 ) -> tuple[Spilled, Bytes]:
     """The same of what belongs to shards that can stay: ``moving`` of it moves if none does."""
+    if technique.optimizer == "host":
+        return _guess_host(shards, technique, base, moving, request, budget, active)
     if technique.keep is not None:
         return technique, moving
     borrowers = [s.index for s in shards if s.parameter_bytes > s.owned_bytes]
     able = [s for s in shards if s.index not in borrowers]
     count = len(shards)
-    if not able or (technique.optimizer == "host" and not request.mixes):
+    if not able:
         return replace(technique, keep=()), moving
     room = (budget - base.unit) // active - base.held
     held = 1 if request.clip or request.micro_batches > 1 else 0  # gradients wait for the step
     params = sum(s.parameter_bytes for s in able) / len(able)
     rest = sum(s.state_bytes + held * s.gradient_bytes for s in able) / len(able)
-    if technique.optimizer == "host":
-        whole = kept_of(count, _so_many(room, params + rest, len(able)), borrowers)
-        share = len(whole) / count
-        return replace(technique, keep=whole), Bytes(round(moving * (1 - share)))
     some = kept_of(count, _so_many(room, params, len(able)), borrowers)
-    whole = ()
+    whole: tuple[int, ...] = ()
     if len(some) == len(able):
         slots = min(1 + (technique.lookahead or 0), count)
         smaller = slots * max(s.parameter_bytes for s in shards) * (len(able) == count)
@@ -209,6 +239,46 @@ def _guess(
     states = 2 * sum(s.state_bytes for s in able) / len(able)
     moved = each * (count - len(some)) + min(each, states) * len(weights)
     return replace(technique, keep=whole, keep_weights=weights), Bytes(round(moved))
+
+
+def _guess_host(
+    shards: Sequence[ShardSpec],
+    technique: Spilled,
+    base: Need,
+    moving: Bytes,
+    request: Request,
+    budget: Bytes,
+    active: int,
+) -> tuple[Spilled, Bytes]:
+    """The same where those that travel step on the host: whole shards stay, then the turn's."""
+    left: float = (budget - base.unit) // active - base.held
+    held = 1 if request.clip or request.micro_batches > 1 else 0  # gradients wait for the step
+    whole: tuple[int, ...] = technique.keep or ()
+    if technique.keep is None and request.mixes:
+        borrowers = [s.index for s in shards if s.parameter_bytes > s.owned_bytes]
+        able = [s for s in shards if s.index not in borrowers]
+        sizes = [s.parameter_bytes + s.state_bytes + held * s.gradient_bytes for s in able]
+        each = sum(sizes) / max(len(able), 1)
+        whole = kept_of(len(shards), _so_many(left, each, len(able)), borrowers)
+        left -= each * len(whole)
+        moving = Bytes(round(moving * (1 - len(whole) / len(shards))))
+    if request.micro_batches == 1:  # at the turn they have no gradients yet
+        left += held * sum(shards[s].gradient_bytes for s in whole)
+    turned = _guess_turn(shards, replace(technique, keep=whole), left)
+    less = request.micro_batches * sum(shards[s].parameter_bytes for s in turned)
+    return replace(technique, keep=whole, keep_turn=len(turned)), Bytes(max(moving - less, 0))
+
+
+def _guess_turn(shards: Sequence[ShardSpec], technique: Spilled, room: float) -> tuple[int, ...]:
+    """About the shards that hold their parameters over the turn, for which there is room."""
+    if technique.keep_turn is not None:
+        return turned_shards(technique, len(shards))
+    able = turned_shards(replace(technique, keep_turn=len(shards)), len(shards))
+    held = 0
+    for shard in reversed(able):
+        room -= shards[shard].parameter_bytes
+        held += room >= 0
+    return able[len(able) - held :]
 
 
 def guess_saves(
@@ -226,7 +296,8 @@ def guess_saves(
     waits = request.clip or request.micro_batches > 1  # gradients, for the step
     whole = [shards[shard] for shard in technique.keep or ()]
     taken = sum(s.parameter_bytes + s.state_bytes + waits * s.gradient_bytes for s in whole)
-    taken += sum(shards[shard].parameter_bytes for shard in technique.keep_weights)
+    turned = turned_shards(technique, len(shards))
+    taken += sum(shards[s].parameter_bytes for s in (*technique.keep_weights, *turned))
     room = (budget - base.unit) // active - base.held - taken
     saves = []
     for shard in _savers(shards, technique):

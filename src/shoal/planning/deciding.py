@@ -16,6 +16,7 @@ from shoal.core.plan import (
     kept_shards,
     kept_weights,
     travels_narrow,
+    turned_shards,
 )
 from shoal.core.spec import DeviceSpec, Place, Scalar, TrialSpec
 from shoal.core.units import Bytes, Seconds, format_bytes, format_seconds
@@ -159,7 +160,7 @@ class Deciding:
         """Who asks for spilling where the whole model would fit wants to see it travel."""
         forced = self._request.technique
         if isinstance(forced, Spilled) and forced.keep is None and whole.total <= self._budget:
-            travels = replace(forced, keep=(), keep_weights=())
+            travels = replace(forced, keep=(), keep_weights=(), keep_turn=forced.keep_turn or 0)
             if forced.keep_activations is None:
                 travels = replace(travels, recompute=True)
             return replace(self._request, technique=travels)
@@ -218,6 +219,11 @@ class Deciding:
             reasons.append(
                 f"{len(technique.keep or ())} shards stay on the device{weights}, for which there "
                 f"is room; if all travelled {format_bytes(none.moved)} would move"
+            )
+        if turned := turned_shards(technique, len(exact.measure.shards)):
+            reasons.append(
+                f"{len(turned)} shards more hold their parameters from forward to backward, for "
+                "which there is room at the turn"
             )
         if technique.transfer == "bf16":
             reasons.append(self._why_narrow(exact, technique))
@@ -337,6 +343,7 @@ class Deciding:
         asked = forced if isinstance(forced, Spilled) else Spilled()
         if asked.keep is None and (technique.keep or forced is None):
             technique = replace(technique, keep=None, keep_weights=())
+        technique = replace(technique, keep_turn=asked.keep_turn)
         if technique.recompute is not True:
             technique = replace(technique, keep_activations=asked.keep_activations)
         exact = Measured(0, settled.measure, settled.layout)
@@ -390,11 +397,16 @@ class Deciding:
 def _as_named(technique: Spilled) -> Spilled:
     """With nothing kept but what was asked for by name."""
     saves = technique.keep_activations or ()
-    return replace(technique, keep=technique.keep or (), keep_activations=saves)
+    return replace(
+        technique,
+        keep=technique.keep or (),
+        keep_turn=technique.keep_turn or 0,
+        keep_activations=saves,
+    )
 
 
 def _all_travel(technique: Spilled) -> Spilled:
-    return replace(technique, keep=(), keep_weights=(), keep_activations=())
+    return replace(technique, keep=(), keep_weights=(), keep_turn=0, keep_activations=())
 
 
 def _refuse_borrowers(trial: TrialSpec, exact: Measured, technique: Spilled) -> None:

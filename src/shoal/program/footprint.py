@@ -3,6 +3,7 @@
 [Note: what is on the device]
     kept        what is there before the first action and stays, each as large as it is
     slots       what was loaded: every slot as large as the largest content of any
+    own         parameters loaded into memory of their own, from the LOAD until the DROP
     batch       from the first to the last unit of its micro-batch on this device
     boundaries  into shard s: from F(s - 1) or RECV until B(s) or SEND; in a program
                 without backward until F(s); less what of it waits on the host, from its DROP,
@@ -99,6 +100,7 @@ class _Memory:
     loaded: dict[ShardKey, set[Part]] = field(default_factory=dict)
     stores: dict[Outside, int] = field(default_factory=dict)  # of what is outside the slots
     kept: dict[ShardKey, set[Part]] = field(default_factory=dict)
+    own: set[ShardKey] = field(default_factory=set)  # whose parameters are in no slot
     kept_bytes: int = 0
     slot_bytes: int = 0
     outside: dict[Hashable, Bytes] = field(default_factory=dict)
@@ -137,7 +139,7 @@ class _Memory:
         if Part.BOUNDARY in action.parts and action.op not in (Op.SEND, Op.RECV):
             self._move_boundary(index, action)
         elif action.op is Op.LOAD:
-            self._enter(key, action.parts)
+            self._enter(key, action.parts, own=action.own)
         elif action.op is Op.STORE and Part.GRAD in action.parts:
             self.stores[outside(action)] = index
         elif action.op is Op.DROP:
@@ -221,17 +223,25 @@ class _Memory:
         if Part.GRAD in parts:
             self._take(("grad", *key), shard.gradient_bytes)
 
-    def _enter(self, key: ShardKey, parts: Iterable[Part]) -> None:
+    def _enter(self, key: ShardKey, parts: Iterable[Part], *, own: bool) -> None:
         inside = self.loaded.setdefault(key, set())
         inside |= set(parts)
         shard = self.costs[key[0]].shards[key[1]]
+        if own:
+            self.own.add(key)
+            self._take(("own", *key), shard.parameter_bytes)
         slotted = inside - self.kept.get(key, set())
+        if key in self.own:
+            slotted -= {Part.PARAM}
         self.slot_bytes = max(self.slot_bytes, sum(part_bytes(shard, p) for p in slotted))
 
     def _leave(self, key: ShardKey, parts: Iterable[Part]) -> None:
         inside = self.loaded.get(key, set())
         if Part.GRAD in parts and Part.GRAD not in inside:
             self._give(("grad", *key))
+        if Part.PARAM in parts and key in self.own:
+            self.own.remove(key)
+            self._give(("own", *key))
         inside -= set(parts)
 
     def _send_down(self, action: Action) -> None:

@@ -24,7 +24,8 @@ forward for micro-batch m under no_grad and leaves the boundary into shard s + 1
 the forward again with gradients and then the backward; for the last shard, which has no F,
 this is the first forward and includes the loss. K shards give 2K - 1 units a micro-batch. B
 makes or adds to ``grad``. ``F s1 m0 saved`` keeps what autograd saved until ``B s1 m0 saved``,
-which does not run the forward again; the parameters stay meanwhile. STEP on the device
+which does not run the forward again; the parameters stay meanwhile. ``LOAD s1 param own`` loads
+into memory of its own and not into a slot; it is given back with the DROP. STEP on the device
 consumes ``grad`` and makes ``param`` and ``state`` dirty; STEP@host updates the host copies
 from the gradients there. SYNC is the barrier that turns the per-parameter norms of all shards
 into one clipping factor. Versions count optimizer steps from the program's start: F and B of a
@@ -87,7 +88,7 @@ class Action:
 
     ``micro`` is None where the action is about the shard and not one micro-batch.
     ``parts`` are what LOAD, STORE and DROP concern. ``place`` is where a STEP runs.
-    ``peer`` is the other device of a SEND or RECV.
+    ``peer`` is the other device of a SEND or RECV. ``own`` says that a LOAD takes no slot.
     """
 
     op: Op
@@ -98,6 +99,7 @@ class Action:
     place: Place = "device"
     peer: int | None = None
     trial: int = 0
+    own: bool = False
 
     def __str__(self) -> str:
         """The text form: ``F s1 m0``, ``LOAD s2 param+state``, ``STEP@host s0``."""
@@ -108,6 +110,8 @@ class Action:
             words.append(f"v{self.version}")
         if self.parts:
             words.append("+".join(self.parts))
+        if self.own:
+            words.append("own")
         if self.peer is not None:
             words.append(f"d{self.peer}")
         if self.trial:
@@ -159,6 +163,8 @@ def parse_action(line: str) -> Action:
         match = _WORD.fullmatch(word)
         if match:
             numbers[_FIELDS[match[1]]] = int(match[2])
+        elif word == "own":
+            continue
         elif set(word.split("+")) <= set(Part):
             parts = tuple(Part(part) for part in word.split("+"))
         else:
@@ -167,6 +173,7 @@ def parse_action(line: str) -> Action:
         Op(name),
         parts=parts,
         place="host" if place else "device",
+        own="own" in words,
         **numbers,
     )
 

@@ -106,7 +106,8 @@ def _reads(action: Action) -> list[_Name]:
             return [_made(action)]
         return [_away(action), ("compute", trial)]  # whose memory it may be given
     if action.op is Op.LOAD:
-        return [("home", trial, shard, part) for part in action.parts]
+        home: list[_Name] = [("home", trial, shard, part) for part in action.parts]
+        return [*home, ("compute", trial)] if action.own else home  # whose memory it may be given
     if action.op is Op.STORE:
         return [("device", trial, shard, part) for part in action.parts]
     if computes(action):

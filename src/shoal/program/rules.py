@@ -40,6 +40,7 @@ class Copy:
 
     present: set[Part] = field(default_factory=set)
     dirty: set[Part] = field(default_factory=set)
+    own: bool = False  # are the parameters in memory of their own?
 
 
 @dataclass(slots=True)
@@ -146,6 +147,8 @@ def _form(world: World, device: int, action: Action) -> Iterator[str]:
         yield "a boundary is of one micro-batch, and is moved by itself. Make it its own action."
     if SAVED in action.parts and (action.op not in (Op.F, Op.B) or len(action.parts) > 1):
         yield "only F saves, and only its B uses that. Remove the part."
+    if action.own and (action.op is not Op.LOAD or action.parts != (PARAM,)):
+        yield "only a LOAD of parameters alone takes memory of its own. Remove the word."
     with_micro = action.op in (Op.F, Op.B, Op.SEND, Op.RECV) or BOUNDARY in action.parts
     if with_micro and action.micro is None:
         yield f"{action.op} needs a micro-batch. Write m0 or another one."
@@ -203,6 +206,11 @@ def _store(world: World, device: int, action: Action) -> Iterator[str]:
             yield (
                 f"the {NAMES[part]} of s{action.shard} are not on the device. "
                 "Put the STORE after what loads or makes them, and before the DROP."
+            )
+        elif part is PARAM and world.copy(device, action).own:
+            yield (
+                f"the parameters of s{action.shard} are in memory of their own, gone with the "
+                "DROP. LOAD into a slot what is stored."
             )
 
 
@@ -435,12 +443,14 @@ def apply(world: World, device: int, action: Action) -> None:
     match action.op:
         case Op.LOAD:
             copy.present |= parts
+            copy.own |= action.own
         case Op.STORE:
             copy.dirty -= parts
             home.current |= parts
             home.has_gradients |= GRAD in parts
         case Op.DROP:
             copy.present -= parts
+            copy.own &= PARAM in copy.present
         case Op.F | Op.B:
             _apply_unit(world, device, action)
         case Op.STEP:

@@ -4,7 +4,7 @@
 A slot holds what was loaded of one (trial, shard), from the LOAD that takes it to the
 DROP that leaves none of it loaded. A second LOAD of the same shard joins its slot.
 Gradients that a B makes without a LOAD of ``grad`` live outside the slots, and so do
-boundaries. What stays on the
+boundaries, and parameters that a LOAD brings into memory of their own. What stays on the
 device between programs has a place of its own, numbered before the slots; of a shard whose
 parameters alone stay, the state takes a slot as any other shard does.
 
@@ -142,7 +142,7 @@ class _Book:
             self._outside(index, action)
             return None
         if action.op is Op.LOAD:
-            return self._load(index, action)
+            return None if action.own else self._load(index, action)
         if is_unit(action):
             return self._unit(index, action)
         if action.op in (Op.STORE, Op.DROP):

@@ -44,13 +44,21 @@ class Copies:
         whole = [shard for shard, spot in arena.kept.items() if spot.parts]
         self.kept = kept(whole, arena.kept)
         self._placed: dict[tuple[int, int], Placed] = {}  # slot, shard; made once
+        self.own: dict[int, Tensor] = {}  # shard -> its parameters' memory, where in no slot
         self._units, self._device = session.units, session.device
         self._by_shard = getattr(session.job.technique, "order", None) == "shard"
         self._waiting: dict[tuple[int, int, int], Tensor] = {}  # shard, micro, number: on the host
 
-    def load(self, action: Action, slot: int) -> tuple[list[Copy], Tensor | None]:
-        """Take a slot; returns the copies, and the slot's bytes if nobody else uses them."""
-        shard, placed = action.shard, self._in_slot(slot, action.shard)
+    def load(self, action: Action, slot: int | None) -> tuple[list[Copy], Tensor | None]:
+        """Take a slot, or memory outside; returns the copies, and bytes that nobody else uses."""
+        shard = action.shard
+        if slot is None:
+            layout = self._layout.shards[shard]
+            size = layout.loaded.num_bytes + layout.borrowed_bytes
+            self.own[shard] = memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._compute.placed[shard] = placed = place_in_slot(memory, layout, ())
+            return self._up(action, placed), None
+        placed = self._in_slot(slot, shard)
         joins = self._compute.placed.get(shard) is placed
         self._compute.placed[shard] = placed
         return self._up(action, placed), None if joins else self._bytes(slot)
@@ -76,6 +84,7 @@ class Copies:
             self._compute.grads.pop(shard, None)
         if Part.PARAM in action.parts:
             self._binding.evict(shard, placed.pop(shard))
+            self.own.pop(shard, None)
         elif shard in self.kept and shard in placed:
             placed[shard] = self._spot(shard)
 
@@ -126,6 +135,7 @@ class Copies:
     def close(self) -> None:
         """Let go of the region."""
         self._placed.clear()
+        self.own.clear()
         self._waiting.clear()
         self._compute.placed.clear()
         self.region = torch.empty(0)
@@ -151,6 +161,11 @@ class Copies:
 
     def _in_slot(self, slot: int, shard: int) -> Placed:
         key = (slot, shard)
+        if shard in self.own:  # the memory is another one each time
+            placed = self._compute.placed[shard]
+            return place_in_slot(
+                self._bytes(slot), self._layout.shards[shard], self._arena.parts, placed
+            )
         if key not in self._placed:
             layout, region = self._layout.shards[shard], self._bytes(slot)
             if slot < len(self.kept):

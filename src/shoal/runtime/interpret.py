@@ -12,6 +12,7 @@ Besides the slot waits of ``program.slots``:
     F B STEP       the shard's LOADs
     STORE          the compute before it
     LOAD boundary  its STORE, and the compute before it, whose memory it may be given
+    LOAD own       the same write as any LOAD, and the compute before it
     STEP@host      the STORE of its gradients, and SYNC
 
 Tensors that a copy reads or writes are kept alive until the copy's event is done; on
@@ -225,8 +226,11 @@ class Seat:
     def _needs_of_load(self, run: _Run, action: Action) -> list[Event]:
         """The slot's last tenant, of any program, and whoever wrote the host's copy last."""
         slot, shard = run.score.slots.slots[run.cursor], action.shard
-        assert slot is not None
-        needs = list(self._tails.get(slot, ())) if run.score.slots.is_first[run.cursor] else []
+        if slot is None:
+            needs = list(self._last_compute)
+        else:
+            is_first = run.score.slots.is_first[run.cursor]
+            needs = list(self._tails.get(slot, ())) if is_first else []
         if Part.PARAM in action.parts or Part.STATE in action.parts:
             owners = {owner for owner, _ in self.session.layout.shards[shard].borrowed}
             needs += [self._written[s] for s in (shard, *owners) if s in self._written]
@@ -264,8 +268,7 @@ class Seat:
             return self._move_boundary(run.task, action, after)
         slot = run.score.slots.slots[run.cursor]
         if action.op is Op.LOAD:
-            assert slot is not None
-            if run.score.slots.is_first[run.cursor]:
+            if slot is not None and run.score.slots.is_first[run.cursor]:
                 self._tails.pop(slot, None)
             return self._load(action, slot, after)
         if action.op is Op.STORE:
@@ -327,7 +330,7 @@ class Seat:
 
     # -- copies -----------------------------------------------------------------------
 
-    def _load(self, action: Action, slot: int, after: list[Event]) -> Event:
+    def _load(self, action: Action, slot: int | None, after: list[Event]) -> Event:
         copies, fresh = self.copies.load(action, slot)
         work = self._copying(copies, "up", fresh)
         event = self._submit("up", work, after, [source for _, source in copies])
@@ -476,6 +479,7 @@ class Seat:
         shards = range(len(self.session.layout.shards))
         tensors = [g for shard in shards for g in self.compute.grads_of(shard).values()]
         tensors += [t for event, sent in self._in_flight if not event.done for t in sent]
+        tensors += self.copies.own.values()
         if task:
             for micro in task.micros.values():
                 tensors += micro.tensors()

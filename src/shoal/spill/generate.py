@@ -12,7 +12,9 @@ Belady's rule would decide it:
                    room for both the parameters of more shards stay
     the others     visit one after another. A shard whose next unit is so near that its slot
                    would not be needed before stays in it: at the turn from forward to
-                   backward, and between two micro-batches
+                   backward, and between two micro-batches. At the turn gradients are not there
+                   yet, so there is room for the parameters of a few more, in memory of their own
+                   from forward to backward
 
 [Note: which loop is outside]
 The plain loop takes one micro-batch after the other through the whole model. Asked for, every
@@ -49,7 +51,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from shoal.core.plan import Spilled, kept_shards, kept_weights
+from shoal.core.plan import Spilled, kept_shards, kept_weights, turned_shards
 from shoal.core.spec import Order, Place
 from shoal.program.ir import Action, Op, Part, Program, kept, single
 
@@ -63,7 +65,7 @@ Micros = tuple[int, ...]
 class _Unit:
     """What a shard does in one go, and which of its parts come before and leave after.
 
-    A unit of a kept shard has no ``loads`` and no ``drops``.
+    A unit of a kept shard has no ``loads`` and no ``drops``. ``own`` parameters are in no slot.
     """
 
     shard: int = 0
@@ -72,6 +74,7 @@ class _Unit:
     stores: Parts = ()
     drops: Parts = ()
     host: tuple[Action, ...] = ()  # a step on the host copies
+    own: bool = False
 
 
 @lru_cache(maxsize=64)
@@ -101,7 +104,8 @@ class Route:
     ``weights`` the parameters stay and the state travels. ``lent`` are shards whose parameters
     another one borrows, from the host's copy. ``boundaries`` says where a shard's input waits
     for its backward. Those in ``saves`` keep what their forward saved, and do not recompute: of
-    the shards whose parameters stay until then, see ``may_save``.
+    the shards whose parameters stay until then, see ``may_save``. Those in ``turn`` hold their
+    parameters from each forward to its backward, where the step is on the host.
     """
 
     num_shards: int
@@ -113,6 +117,10 @@ class Route:
     order: Order = "micro"
     boundaries: Place = "device"
     saves: tuple[int, ...] = ()
+    turn: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert not self.turn or self.optimizer == "host"
 
     def step(self, micro_batches: int, clip: bool) -> Program:
         """One optimizer step."""
@@ -148,7 +156,7 @@ class Route:
         if self.order == "shard":  # the next micro-batch's forward comes before the backward
             return ()
         turn = range(self.num_shards - 1 - self.lookahead, self.num_shards - 1)
-        stay = {*self.keep, *self.weights, *turn}
+        stay = {*self.keep, *self.weights, *turn, *self.turn}
         return tuple(shard for shard in sorted(stay) if 0 <= shard < self.num_shards - 1)
 
 
@@ -166,6 +174,7 @@ def route_of(technique: Spilled, num_shards: int, lent: tuple[int, ...] = ()) ->
         order=technique.order or "micro",
         boundaries=technique.boundaries or "device",
         saves=technique.keep_activations or (),
+        turn=turned_shards(technique, num_shards),
     )
 
 
@@ -189,7 +198,7 @@ def _step(route: Route, micro_batches: int, clip: bool) -> Program:
 
 @lru_cache(maxsize=64)
 def _micro(route: Route, micro: int) -> Program:
-    shape = _Shape(replace(route, optimizer="device"))
+    shape = _Shape(replace(route, optimizer="device", turn=()))
     units = [shape.forward(shard, (micro,)) for shard in range(route.num_shards - 1)]
     units += [shape.backward(shard, (micro,)) for shard in reversed(range(route.num_shards))]
     return single(_in_order(units, route))
@@ -204,7 +213,7 @@ def _finish(route: Route, clip: bool) -> Program:
 
 @lru_cache(maxsize=64)
 def _evaluation(route: Route) -> Program:
-    route = replace(route, optimizer="device", boundaries="device", saves=())
+    route = replace(route, optimizer="device", boundaries="device", saves=(), turn=())
     shape = _Shape(route)
     units = [shape.forward(shard, (0,)) for shard in range(route.num_shards)]
     return single(_in_order(units, route))
@@ -315,7 +324,7 @@ class _Shape:
 
 def _in_order(units: Sequence[_Unit], route: Route) -> Iterator[Action]:
     """The units in order, with every LOAD as early as there is a slot for it."""
-    joined, chains = _join(units, route.lookahead)
+    joined, chains = _join(units, route)
     loads = _loads(joined, chains, route.lookahead)
     returns = _returns(joined, route)
     for index, unit in enumerate(joined):
@@ -355,9 +364,10 @@ def _returns(units: Sequence[_Unit], route: Route) -> dict[int, list[Action]]:
     return returns
 
 
-def _join(units: Sequence[_Unit], lookahead: int) -> tuple[list[_Unit], list[list[int]]]:
+def _join(units: Sequence[_Unit], route: Route) -> tuple[list[_Unit], list[list[int]]]:
     """Leave parameters in their slot where its next tenant comes no sooner than they are used.
 
+    Those of shards in ``turn`` stay in memory of their own from a forward to its backward.
     Returns the units, and which of them are one visit: those that need a slot, in order.
     """
     joined = list(units)
@@ -370,7 +380,14 @@ def _join(units: Sequence[_Unit], lookahead: int) -> tuple[list[_Unit], list[lis
         between = {units[i].shard for i in travelling[before + 1 : place]}
         stays = chain and PARAM in units[chain[-1]].drops and PARAM in unit.loads
         is_old = chain and PARAM in units[chain[-1]].stores  # it may have been stepped
-        if stays and not is_old and len(between) <= lookahead:
+        if _turns(units, chain, unit, route):
+            left = joined[chain[-1]]
+            joined[chain[-1]] = replace(left, drops=_without_param(left.drops), own=True)
+            joined[index] = replace(unit, loads=_without_param(unit.loads))
+            chain = []  # nothing of it stays in a slot
+            if joined[index].loads:
+                chains.append([index])
+        elif stays and not is_old and len(between) <= route.lookahead:
             left = joined[chain[-1]]
             joined[chain[-1]] = replace(left, drops=_without_param(left.drops))
             joined[index] = replace(unit, loads=_without_param(unit.loads))
@@ -380,6 +397,14 @@ def _join(units: Sequence[_Unit], lookahead: int) -> tuple[list[_Unit], list[lis
             chains.append(chain)
         last[unit.shard] = place, chain
     return joined, chains
+
+
+def _turns(units: Sequence[_Unit], chain: Sequence[int], unit: _Unit, route: Route) -> bool:
+    """Whether a unit is the backward of what its shard did last, and finds its parameters."""
+    if unit.shard not in route.turn or not chain:
+        return False
+    forward = {action.micro for action in units[chain[-1]].computes if action.op is Op.F}
+    return forward == {action.micro for action in unit.computes if action.op is Op.B}
 
 
 def _without_param(parts: Parts) -> Parts:
@@ -404,7 +429,7 @@ def _loads(
         at = max(free, before[-1] + 1 if before else 0)
         for index in chain:
             if units[index].loads:
-                load = Action(Op.LOAD, shard, parts=units[index].loads)
+                load = Action(Op.LOAD, shard, parts=units[index].loads, own=units[index].own)
                 loads.setdefault(at, []).append(load)
             at = index + 1
         ends.append(chain[-1])

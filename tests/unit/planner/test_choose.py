@@ -19,7 +19,7 @@ from shoal.planner.choose import (
 from shoal.planner.keep import keep_best, keep_most
 from shoal.planner.need import Request, fits, need
 from shoal.planner.price import Speeds, price
-from shoal.spill.generate import kept_of
+from shoal.spill.generate import kept_of, route_of
 from shoal.testing import make_layer
 
 MIB = 2**20
@@ -180,8 +180,8 @@ def test_activations_stay_where_there_is_room():
     found = with_seconds(measure(24))
     technique = divided(found, 0.7 * state_of(found))
     assert technique.keep_activations
-    stay = {*kept_shards(technique), technique.shards - 2}  # that one waits at the turn
-    assert set(technique.keep_activations) <= stay
+    stay = route_of(technique, technique.shards).may_save
+    assert set(technique.keep_activations) <= set(stay)
 
 
 def test_nothing_that_recompute_forbids_is_kept():
