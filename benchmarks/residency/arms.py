@@ -13,6 +13,7 @@ from plans import Case, Planned, even, finest, gpt, parameters_of, plan
 from rules import hydra, lru
 from touches import Step, fits, in_turns, one_trial
 
+from shoal.core.plan import turned_shards
 from shoal.core.profile import find_profile
 from shoal.core.spec import JobMeasure, Place, ShardSpec
 from shoal.planning.speeds import speeds_of
@@ -48,8 +49,8 @@ def small() -> Iterator[Row]:
         row |= {"optimum": _number(best), "bound": bound.least(step), "lru": _number(lru(step))}
         row["hydra"] = hydra(shards, place=place, clip=clip)
         row["shoal"] = {
-            f"lookahead {ahead}": _of(plan(case, lookahead=ahead), best, row["hydra"])
-            for ahead in (1, 0)
+            _named(ahead): _of(plan(case, lookahead=ahead), best, row["hydra"])
+            for ahead in (1, 0, None)
         }
         yield row
 
@@ -60,7 +61,7 @@ def large() -> Iterator[Row]:
         measure = gpt(*MODELS[name], TOKENS)
         budget = budget_of(measure, ratio)
         case = Case(measure=measure, budget=budget, place=place, clip=clip)
-        plans = {ahead: plan(case, lookahead=ahead) for ahead in (1, 0)}
+        plans = {ahead: plan(case, lookahead=ahead) for ahead in (1, 0, None)}
         cuts = _cuts(measure, plans.values())
         least = _least(case, cuts)
         of_hydra = hydra(cuts[0], place=place, clip=clip)
@@ -69,7 +70,7 @@ def large() -> Iterator[Row]:
         row["least_lent"] = _least(case, cuts, lend=True)
         row |= {"lru": _lru(case, cuts), "hydra": of_hydra}
         row["shoal"] = {
-            f"lookahead {ahead}": _of(found, least, of_hydra) | _beside_slots(case, found)
+            _named(ahead): _of(found, least, of_hydra) | _beside_slots(case, found)
             for ahead, found in plans.items()
         }
         if place == "host":
@@ -169,6 +170,7 @@ def _of(found: Planned | None, least: float | Fraction | None, of_hydra: int) ->
         "lookahead": technique.lookahead,
         "kept": len(technique.keep or ()),
         "weights_kept": len(technique.keep_weights),
+        "turned": len(turned_shards(technique, len(found.shards))),
         "bytes": found.moved,
         "bytes_a_visit": found.change,
         "reserved": found.reserved,
@@ -176,6 +178,10 @@ def _of(found: Planned | None, least: float | Fraction | None, of_hydra: int) ->
         "over_least": _ratio(found.moved, least),
         "over_hydra": _ratio(found.moved, of_hydra),
     }
+
+
+def _named(lookahead: int | None) -> str:
+    return "the planner's lookahead" if lookahead is None else f"lookahead {lookahead}"
 
 
 def _ratio(value: float, base: float | Fraction | None) -> float | None:
