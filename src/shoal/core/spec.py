@@ -214,3 +214,4 @@ class JobMeasure:
     draws: bool = True  # whether the model draws random numbers while it trains
     link: tuple[float, float] | None = None  # bytes per second up and down, just measured
     narrow: tuple[str, ...] = ()  # parameters that only autocast's cast reads
+    compiled: int = 0  # modules that torch.compile has compiled

@@ -44,13 +44,14 @@ def keep_best(
         kept = keep_most(measure, shards, technique, request, budget, active, layout, share)
         if kept is None:
             break
-        turned = turn_most(measure, shards, kept, technique, request, budget, active, layout)
-        for here in (turned, kept):
-            saved = _save_most(measure, shards, here, technique, request, budget, active, layout)
-            if not waiting_bytes(shards, saved[0], request.micro_batches):
-                saved = (replace(saved[0], boundaries="device"), saved[1])  # nothing would wait
-            if saved not in options:
-                options.append(saved)
+        for first, second in ((turn_most, _save_most), (_save_most, turn_most)):
+            found = kept
+            for most in (first, second):
+                found = most(measure, shards, found, technique, request, budget, active, layout)
+            if not waiting_bytes(shards, found[0], request.micro_batches):
+                found = (replace(found[0], boundaries="device"), found[1])  # nothing would wait
+            if found not in options:
+                options.append(found)
     if len(options) < 2:
         return options[0] if options else None
     batch = measure.batch_bytes

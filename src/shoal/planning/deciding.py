@@ -276,6 +276,8 @@ class Deciding:
                 if self._recipe.precision == "bf16"
                 else f"its recipe trains in {self._recipe.precision}"
             )
+            if measure.compiled:
+                why = f"{measure.compiled} of its modules are compiled, and read what they like"
             raise PlanError(
                 f"trial {trial.number} was asked to have its weights travel as bfloat16, but "
                 f"{why}. Leave transfer= out, or give Recipe(precision='bf16')."
@@ -387,6 +389,7 @@ class Deciding:
             "precision": self._recipe.precision,
             **({"loss_rows": self._recipe.loss_rows} if self._recipe.loss_rows else {}),
             "optimizer": settled.measure.optimizer,
+            **({"compiled modules": settled.measure.compiled} if settled.measure.compiled else {}),
             "optimizer_place": place if device.kind == "cuda" else "cpu",
             "matmul": torch.get_float32_matmul_precision(),
             "accumulate": self._recipe.accumulate,

@@ -135,7 +135,8 @@ class Seat:
         self._run: _Run | None = None
         self.unit_bytes = session.job.unit_bytes
         self.reserve_units: Callable[[], None] = lambda: None  # set by who shares the device
-        self.track = True  # measure the next units with the tracker
+        self.counts = not session.compiled  # of compiled code nothing can be counted
+        self.track = self.counts  # measure the next units with the tracker
         self.peak_bytes = 0
 
     # -- programs ---------------------------------------------------------------------
@@ -391,7 +392,7 @@ class Seat:
     def _run_compute(self, task: Task, action: Action, after: list[Event]) -> Event:
         self.compute.begin(task, action)
         unit = self.compute.works[action.op]
-        if self.track or self.compute.grew:
+        if self.counts and (self.track or self.compute.grew):
             event = self.device.compute(
                 lambda: self._counted(unit, task, action), after, seconds=self._seconds(action)
             )

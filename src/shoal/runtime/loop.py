@@ -531,7 +531,7 @@ class DeviceLoop:
         seat.track = False
         if _is_sampled(seat.session.step):
             self._report_emulation()
-            seat.track = True
+            seat.track = seat.counts
         self._reports.flush()
 
     def _report_emulation(self) -> None:

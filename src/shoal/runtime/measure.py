@@ -35,6 +35,7 @@ from shoal.device.pace import SystemClock
 from shoal.memory.layout import TensorSpec, TrialLayout, lay_out
 from shoal.memory.store import describe
 from shoal.partition.chain import Chain
+from shoal.partition.compiled import compiled_modules, eagerly
 from shoal.partition.measure import faster_of_two, measure_layers, measure_shards
 from shoal.partition.narrow import find_narrow
 from shoal.partition.pilot import pilot
@@ -148,12 +149,14 @@ class Measurer:
         if self._built is None or self._built.trial != trial:
             self._built = self._build(trial)
             self._chain = None
-            self._whole = self._measure_whole(self._built)
+            with eagerly(self._built.model):
+                self._whole = self._measure_whole(self._built)
         assert self._whole is not None
         layout = _layout([0, 0], None, self._built.model, self._states)
         if not cut:
             return Measured(trial.number, self._whole, layout)
-        measure = self._measure_cut(self._built, self._whole, narrow=narrow)
+        with eagerly(self._built.model):
+            measure = self._measure_cut(self._built, self._whole, narrow=narrow)
         if self._link is None:
             link = glance(self._device.spec, self._device.torch_device, SystemClock())
             self._link = (link.up.best, link.down.best) if link else ()
@@ -251,7 +254,7 @@ class Measurer:
             resident_bytes=Bytes(
                 shard.parameter_bytes + shard.state_bytes + backward + shard.step_peak_bytes
             ),
-            notes=self._loss_notes,
+            notes=(*self._loss_notes, *_compiled_notes(model)),
             num_batches=built.num_batches,
             valid_scale=_batch_bytes(built.valid) / max(1, _batch_bytes(built.batch)),
             optimizer=_name_of(built.optimizer),
@@ -260,6 +263,7 @@ class Measurer:
             data=built.data,
             loader_bytes=built.loader_bytes,
             draws=draws,
+            compiled=len(compiled_modules(model)),
         )
 
     def _forward(self, built: _Built) -> None:
@@ -322,6 +326,7 @@ class Measurer:
             return replace(whole, cuttable=False, notes=(*whole.notes, *report.notes, coupled))
         self._chain = report.chain
         here, sums = self._chain_here(), self._recipe.accumulate > 1
+        narrow = narrow and not compiled_modules(here.model)  # whose kernels read as they like
         self._narrow = find_narrow(here, built.batch, sums=sums) if narrow else ()
         layers = measure_layers(
             here,
@@ -362,15 +367,16 @@ class Measurer:
         assert self._chain is not None
         assert self._built is not None
         assert self._whole is not None
-        shards = measure_shards(
-            self._chain_here(),
-            cuts,
-            self._built.batch,
-            self._state_bytes(),
-            timed=self._timed,
-            narrow=self._narrow,
-            sums=self._recipe.accumulate > 1,
-        )
+        with eagerly(self._built.model):
+            shards = measure_shards(
+                self._chain_here(),
+                cuts,
+                self._built.batch,
+                self._state_bytes(),
+                timed=self._timed,
+                narrow=self._narrow,
+                sums=self._recipe.accumulate > 1,
+            )
         whole = self._whole.shards[0]
         bounds = [0, *cuts, self._chain.num_layers]
         layout = _layout(bounds, self._chain, self._built.model, self._states)
@@ -455,6 +461,16 @@ def _written_and_shared(chain: Chain) -> str:
     return (
         f"a forward writes to {both[0]!r}, as max_norm does, and another layer reads it: its copy "
         "there could be the one of before"
+    )
+
+
+def _compiled_notes(model: nn.Module) -> tuple[str, ...]:
+    count = len(compiled_modules(model))
+    if not count:
+        return ()
+    return (
+        f"{count} modules are compiled: measured as if they were not, and nothing counts their "
+        "allocations while they train",
     )
 
 

@@ -25,6 +25,7 @@ from shoal.memory.layout import TrialLayout, lenders
 from shoal.memory.store import Region, state_views, views
 from shoal.partition.build import build_chain, clone_batch
 from shoal.partition.chain import Chain
+from shoal.partition.compiled import compiled_modules, eagerly
 from shoal.partition.narrow import UseWatch, has_hooks
 from shoal.program.ir import Program
 from shoal.recipe import (
@@ -76,6 +77,7 @@ class Session:
         self.hp = HyperParameters(job.hp)
         seed_all(job.seed)
         self.model = build_model(recipe, self.hp)
+        self.compiled = bool(compiled_modules(self.model))
         before_data = capture_rng(device)
         self.train, self.valid = read_data(recipe, self.hp)
         self.optimizer = build_optimizer(recipe, self.model.named_parameters(), self.hp)
@@ -181,13 +183,14 @@ class Session:
 
     def _chain(self) -> Chain:
         """The model's chain, found again on the CPU from a batch, for this trial's device."""
-        chain = build_chain(
-            self.model,
-            self.recipe,
-            next(iter(read_data(self.recipe, self.hp)[0])),  # the trial's own source is untouched
-            torch.device("cpu"),
-            switch_caches_off=self.job.numerics.get("use_cache") == "off",
-        )
+        with eagerly(self.model):
+            chain = build_chain(
+                self.model,
+                self.recipe,
+                next(iter(read_data(self.recipe, self.hp)[0])),  # not the trial's own source
+                torch.device("cpu"),
+                switch_caches_off=self.job.numerics.get("use_cache") == "off",
+            )
         if chain.num_layers != self.job.shards[-1].layers[1]:
             raise TrialError(
                 f"this trial's model has {chain.num_layers} layers, the one that was measured "
