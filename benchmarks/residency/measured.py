@@ -19,7 +19,7 @@ from touches import one_trial
 
 import shoal
 from shoal.core.event import ActionFinished, Event, PeakMeasured
-from shoal.core.plan import Job, Plan, Spilled, kept_shards, kept_weights
+from shoal.core.plan import Job, Plan, Spilled, kept_shards, kept_weights, turned_shards
 from shoal.core.spec import Place
 from shoal.examples.gpt import GPT, next_byte_loss
 from shoal.planner.need import Request, footprints
@@ -135,6 +135,7 @@ def _compared(watch: _Watch, plan: Plan, clip: bool) -> Row:
         "lookahead": job.technique.lookahead,
         "kept": len(kept_shards(job.technique)),
         "weights_kept": len(kept_weights(job.technique)),
+        "turned": len(turned_shards(job.technique, len(job.shards))),
         "predicted": predicted,
         "steps": len(plan.jobs) * STEPS,
         "steps_equal": equal,
