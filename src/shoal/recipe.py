@@ -55,7 +55,7 @@ class Recipe:
         on_nonfinite: ``"fail"`` ends a trial whose loss is not finite before its step,
             ``"ignore"`` trains on as a plain loop would.
         step: a step of one's own, ``(models, batch, optimizers, hp) -> loss``.
-        splittable: may a batch be cut into micro-batches?
+        splittable: may a batch be cut into micro-batches? No technique cuts one yet.
 
     Raises:
         SpecError: a value that no training could mean.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shoal.core.spec import LayerMeasure
 from shoal.core.units import Bytes, Seconds
-from shoal.partition.cut import CutError, cut, fewest_shards, shard_cost
+from shoal.partition.cut import CutError, cut, shard_cost
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -104,40 +104,6 @@ def test_no_cut_has_a_smaller_largest_shard_or_as_small_a_one_with_fewer_boundar
         ranges = tuple(itertools.pairwise((0, *cuts, len(layers))))
         assert ranges in choices
         assert score(ranges) == min(map(score, choices))
-
-
-@given(LAYERS, st.integers(0, 40))
-def test_fewest_shards_is_the_first_number_of_shards_with_a_cut_in_the_budget(
-    layers: list[LayerMeasure], budget: int
-) -> None:
-    cost = shard_cost(layers)
-    fitting = [
-        num_shards
-        for num_shards in range(1, len(layers) + 1)
-        for ranges in every_cut(layers, num_shards)
-        if all(cost(*shard) <= budget for shard in ranges)
-    ]
-    if fitting:
-        assert fewest_shards(layers, Bytes(budget)) == min(fitting)
-    else:
-        with pytest.raises(CutError, match="no cut fits"):
-            fewest_shards(layers, Bytes(budget))
-
-
-def test_a_refusal_names_the_layer_its_bytes_and_why_it_is_not_cut() -> None:
-    layers = [
-        layer("embed", parameters=10, peak=10),
-        layer("wide", parameters=2000, peak=3000, cut_after=False, reason="module used twice"),
-        layer("head", parameters=1, peak=1),
-    ]
-
-    with pytest.raises(CutError) as refusal:
-        fewest_shards(layers, Bytes(100))
-
-    message = str(refusal.value)
-    assert "no cut fits into 100 B" in message
-    assert "'wide' to 'head' alone needs 4.9 KiB (5002 bytes)" in message
-    assert "not to be cut: module used twice" in message
 
 
 def test_two_hundred_layers_are_cut_in_well_under_a_second() -> None:

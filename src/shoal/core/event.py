@@ -7,7 +7,7 @@ process that saw it happen.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -367,11 +367,6 @@ def unpack_event(packed: Packed) -> Event:
     kind, values = packed
     event: Event = kind(**dict(zip(kind.__slots__, values, strict=True)))
     return event
-
-
-def event_to_dict(event: Event) -> dict[str, Any]:
-    """A flat mapping with the event's kind under ``event``."""
-    return {"event": type(event).__name__, **asdict(event)}
 
 
 def event_from_dict(record: Mapping[str, Any]) -> Event | None:

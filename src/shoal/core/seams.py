@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from shoal.core.event import Event
-
 
 class Clock(Protocol):
     """Time, passed in, so that a test can turn it by hand."""
@@ -21,12 +19,6 @@ class Clock(Protocol):
         ...
 
     def sleep(self, seconds: float) -> None: ...
-
-
-class EventSink(Protocol):
-    """Where events go: the log, a database, a screen. Called from one thread."""
-
-    def write(self, event: Event) -> None: ...
 
 
 class Standing(Protocol):

@@ -11,16 +11,16 @@ changes no bit of the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.core.errors import SpecError
-from shoal.core.profile import Precision, Profile
+from shoal.core.profile import Precision
 from shoal.core.spec import DeviceSpec, Narrow, ShardSpec
-from shoal.core.units import Bytes, Seconds
+from shoal.core.units import Bytes
 
 Work = Callable[[], object]
 Stopwatch = Callable[[Work], float]
@@ -83,26 +83,6 @@ def stopwatch_of(spec: DeviceSpec, precision: str) -> Stopwatch | None:
         return None
     kind = kernel_precision(precision)
     return lambda work: profile.kernel_seconds(count_flops(work), kind)
-
-
-class UnitSeconds:
-    """Emulated seconds of units by (shard, operation, shape of batch), counted when first run.
-
-    For units that no plan knows the seconds of: batches of another shape, evaluations.
-    """
-
-    def __init__(self, profile: Profile, precision: str) -> None:
-        self._profile, self._precision = profile, kernel_precision(precision)
-        self._seconds: dict[Hashable, Seconds] = {}
-
-    def get(self, key: Hashable) -> Seconds | None:
-        """What the unit takes; None when ``count`` has not run it yet."""
-        return self._seconds.get(key)
-
-    def count(self, key: Hashable, work: Work) -> None:
-        """Run a unit of ``key`` and remember what it takes."""
-        flops = count_flops(work)
-        self._seconds[key] = self._profile.kernel_seconds(flops, self._precision)
 
 
 def step_bytes(shard: ShardSpec) -> Bytes:

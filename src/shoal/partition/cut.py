@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from shoal.core.errors import PlanError
 from shoal.core.spec import LayerMeasure
-from shoal.core.units import Bytes, format_bytes
 
 Cost = Callable[[int, int], int]
 _Ranges = tuple[tuple[int, int], ...]
@@ -74,39 +73,6 @@ def cut(
     largest = _smallest_largest(costs, num_shards)
     leaving = np.array([0, *(layers[stop - 1].boundary_bytes for _, stop in groups)], np.int64)
     return _fewest_bytes(costs, leaving, num_shards, largest, groups)
-
-
-def fewest_shards(layers: Sequence[LayerMeasure], budget: Bytes, cost: Cost | None = None) -> int:
-    """The fewest shards none of which costs more than ``budget``.
-
-    Raises:
-        CutError: a piece that cannot be cut further is too large; names it and its bytes.
-    """
-    groups = _groups(layers)
-    costs = _costs(layers, cost or shard_cost(layers), groups)
-    fits = costs <= budget
-    reached = {0}
-    for num_shards in range(1, len(groups) + 1):
-        reached = {int(stop) for start in reached for stop in np.flatnonzero(fits[start])}
-        if len(groups) in reached:
-            return num_shards
-    raise CutError(_too_large(layers, groups, costs, budget))
-
-
-def _too_large(
-    layers: Sequence[LayerMeasure], groups: _Ranges, costs: _Table, budget: Bytes
-) -> str:
-    alone = [int(costs[index, index + 1]) for index in range(len(groups))]
-    index = alone.index(max(alone))
-    start, stop = groups[index]
-    names = " to ".join(dict.fromkeys((repr(layers[start].name), repr(layers[stop - 1].name))))
-    reasons = {layer.reason for layer in layers[start : stop - 1] if layer.reason}
-    why = f" (not to be cut: {'; '.join(sorted(reasons))})" if reasons else ""
-    return (
-        f"no cut fits into {format_bytes(budget)}: layer {names} alone needs "
-        f"{format_bytes(alone[index])} ({alone[index]} bytes){why}. Give the device that many "
-        "bytes, use smaller batches, or make that layer smaller."
-    )
 
 
 def _groups(layers: Sequence[LayerMeasure]) -> _Ranges:

@@ -64,11 +64,6 @@ Choose = Callable[[Sequence[Candidate]], int]
 """The index of the candidate that gets the device, or the host."""
 
 
-def oldest_step_first(ready: Sequence[Candidate]) -> int:
-    """The trial whose step began first; finishing steps early frees their slots early."""
-    return min(range(len(ready)), key=lambda index: ready[index].ticket)
-
-
 def longest_left_first(ready: Sequence[Candidate]) -> int:
     """The trial with the most left, in whole steps; of those alike, the oldest step."""
     quantum_s = max(candidate.step_s for candidate in ready) or 1.0

@@ -81,25 +81,14 @@ class Random:
 
 
 @dataclass(frozen=True, slots=True)
-class OldestStepFirst:
-    """The step that began first goes first; then what is resident, then who has most left.
-
-    Equal trials that alternate unit by unit all compute and then all copy; with this
-    rule one is ahead and its copies hide behind the other's units.
-    """
-
-    def choose(self, candidates: Sequence[Candidate]) -> Candidate:
-        return min(candidates, key=_age)
-
-
-@dataclass(frozen=True, slots=True)
 class LongestLeftFirst:
     """The trial with the most left, in whole steps, goes first; of those alike the oldest step.
 
     Trials of one device that all go on to its end keep all of it busy for longest: nobody is
     left alone with a step that only a neighbour could hide. Who has less left gets what the
     others leave, so no resource stands still meanwhile. Counted in steps of the longest
-    of them, so that two do not take turns unit by unit.
+    of them, so that two do not take turns unit by unit: equal trials would all compute and then
+    all copy, where one that is ahead has its copies hidden by the other's units.
     """
 
     def choose(self, candidates: Sequence[Candidate]) -> Candidate:

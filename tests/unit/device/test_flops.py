@@ -9,7 +9,6 @@ from shoal.core.profile import PROFILES
 from shoal.core.spec import DeviceSpec, ShardSpec
 from shoal.core.units import Bytes
 from shoal.device.flops import (
-    UnitSeconds,
     count_flops,
     host_step_bytes,
     kernel_precision,
@@ -88,16 +87,6 @@ def test_a_precision_without_figures_is_refused() -> None:
 
 def test_where_nothing_is_emulated_there_is_no_stopwatch() -> None:
     assert stopwatch_of(_spec(), "fp32") is None
-
-
-def test_units_are_counted_once_for_each_key() -> None:
-    layer, seconds = nn.Linear(8, 16), UnitSeconds(H200, "fp32")
-
-    assert seconds.get((0, "F", (4, 8))) is None
-    seconds.count((0, "F", (4, 8)), lambda: layer(torch.ones(4, 8)))
-
-    assert seconds.get((0, "F", (4, 8))) == pytest.approx(1024 / H200.fp32_flops_per_s)
-    assert seconds.get((0, "F", (2, 8))) is None
 
 
 def _shard(parameters: int) -> ShardSpec:

@@ -12,7 +12,6 @@ from shoal.program.replay import (
     Candidate,
     Run,
     longest_left_first,
-    oldest_step_first,
     replay,
 )
 from shoal.spill.generate import resident_step, spilled_step
@@ -141,11 +140,6 @@ def test_one_program_may_be_run_under_several_trial_numbers(run_of):
     run = run_of(resident_step(), 1, start=RESIDENT)
     spans = replay([dataclasses.replace(run, trial=number) for number in (7, 9)]).spans
     assert [span.trial for span in spans] == [7, 7, 9, 9]
-
-
-def test_oldest_step_first_takes_the_lowest_ticket():
-    ready = [Candidate(0, 7, Seconds(0.0)), Candidate(1, 3, Seconds(2.0))]
-    assert oldest_step_first(ready) == 1
 
 
 def test_durations_override_the_costs(run_of):
