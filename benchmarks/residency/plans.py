@@ -9,9 +9,10 @@ from shoal.core.plan import Spilled, kept_shards, kept_weights
 from shoal.core.profile import Profile
 from shoal.core.spec import ALIGNMENT, JobMeasure, LayerMeasure, Place, ShardSpec
 from shoal.core.units import Bytes, round_up
-from shoal.planner.choose import choices, predict_shards
+from shoal.planner.choose import choices
 from shoal.planner.keep import keep_most, turn_most
 from shoal.planner.need import Need, Request, footprints
+from shoal.planner.predict import predict_shards
 from shoal.planner.price import Speeds
 from shoal.testing import make_layer
 

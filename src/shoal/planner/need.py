@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shoal.core.plan import Resident, Technique, as_they_travel, kept_shards, kept_weights
+from shoal.core.plan import Resident, Spilled, Technique, as_they_travel, kept_shards, kept_weights
 from shoal.core.spec import JobMeasure, Place, ShardSpec
 from shoal.core.units import Bytes
 from shoal.memory.layout import TrialLayout, arena, as_it_travels, lenders
@@ -27,6 +27,11 @@ class Request:
     place: Place | None = None  # where trials that go on stepped before
     mixes: bool = True  # may some shards step on the device and others on the host?
     varies: bool = False  # have batches been larger than what was measured?
+
+
+def place_asked(forced: Spilled, request: Request) -> Place | None:
+    """Where the step shall be, if anybody says so: weights travel as bfloat16 to the host's."""
+    return forced.optimizer or ("host" if forced.transfer == "bf16" else request.place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

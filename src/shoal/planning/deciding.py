@@ -21,12 +21,8 @@ from shoal.core.plan import (
 from shoal.core.spec import DeviceSpec, Place, Scalar, TrialSpec
 from shoal.core.units import Bytes, Seconds, format_bytes, format_seconds
 from shoal.memory.layout import as_it_travels
-from shoal.planner.choose import (
-    choices,
-    make_job,
-    may_go_by_shard,
-    refuse,
-)
+from shoal.planner.choose import choices, may_go_by_shard
+from shoal.planner.job import make_job, refuse
 from shoal.planner.keep import keep_best
 from shoal.planner.need import Need, Request, fits, need, waiting_bytes
 from shoal.planner.price import price

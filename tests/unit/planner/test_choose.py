@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 from shoal.core.plan import Spilled, kept_shards
 from shoal.core.spec import JobMeasure
 from shoal.core.units import Bytes
-from shoal.planner.choose import (
-    _least_outside,
-    choices,
-    predict_shards,
-)
+from shoal.planner.choose import choices
 from shoal.planner.keep import keep_best, keep_most
 from shoal.planner.need import Request, fits, need
+from shoal.planner.paper import _least_outside
+from shoal.planner.predict import predict_shards
 from shoal.planner.price import Speeds, price
 from shoal.spill.generate import kept_of, route_of
 from shoal.testing import make_layer

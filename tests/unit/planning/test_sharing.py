@@ -10,8 +10,8 @@ from shoal.core.plan import Spilled
 from shoal.core.spec import JobMeasure
 from shoal.core.units import Bytes, Seconds
 from shoal.memory.layout import TensorSpec, lay_out
-from shoal.planner.choose import predict_shards
 from shoal.planner.need import Request
+from shoal.planner.predict import predict_shards
 from shoal.planner.price import Speeds
 from shoal.planning.planned import Settled
 from shoal.planning.sharing import MOST, share

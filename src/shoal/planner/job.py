@@ -1,0 +1,114 @@
+"""A trial with its technique as a job, and the words for one that fits nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from shoal.core.errors import PlanError
+from shoal.core.plan import Job, Spilled, Technique, as_they_travel, kept_shards, travels_narrow
+from shoal.core.spec import NO_BYTES, JobMeasure, Scalar, ShardSpec, TrialSpec
+from shoal.core.units import Bytes, Seconds, format_bytes
+from shoal.memory.layout import TrialLayout
+from shoal.planner.need import Request, need, place_asked, waiting_bytes
+from shoal.planner.predict import predict_shard, predict_shards
+
+
+def make_job(
+    trial: TrialSpec,
+    measure: JobMeasure,
+    layout: TrialLayout,
+    technique: Technique,
+    request: Request,
+    why: Sequence[str],
+    numerics: Mapping[str, Scalar],
+) -> Job:
+    """The job of one trial whose shards have been measured."""
+    bytes_ = need(measure, measure.shards, technique, request, layout)
+    shards = as_they_travel(measure.shards, technique)
+    units = sum(s.backward_s + s.step_s for s in shards) * request.micro_batches
+    forwards = sum(s.forward_s for s in shards[:-1]) * request.micro_batches
+    return Job(
+        trial=trial.number,
+        hp=dict(trial.hp),
+        seed=trial.seed,
+        technique=technique,
+        shards=shards,
+        batch_bytes=measure.batch_bytes,
+        buffer_bytes=measure.buffer_bytes,
+        held_bytes=bytes_.held,
+        unit_bytes=bytes_.unit,
+        peak_bytes=bytes_.peak,
+        host_bytes=Bytes(
+            layout.num_bytes
+            + measure.loader_bytes
+            + waiting_bytes(shards, technique, request.micro_batches)
+            + max(_for_a_step(shard, technique) for shard in shards)
+        ),
+        step_s=Seconds(max(units + forwards, 1e-6)),
+        micro_batches=request.micro_batches,
+        why=tuple(why),
+        numerics=numerics,
+    )
+
+
+def _for_a_step(shard: ShardSpec, technique: Technique) -> Bytes:
+    """Host memory that a step on it allocates; gradients that came as bfloat16 are cast."""
+    on_host = isinstance(technique, Spilled) and technique.optimizer == "host"
+    if not on_host or shard.index in kept_shards(technique):
+        return NO_BYTES
+    came_cast = shard.gradient_bytes < shard.owned_bytes
+    cast = shard.owned_bytes if came_cast and travels_narrow(technique, shard.index) else 0
+    return Bytes(shard.step_peak_bytes + cast)
+
+
+def _least(measure: JobMeasure, request: Request) -> Bytes:
+    """What the model needs with everything out of the way that may be, cut finely or less so."""
+    layers = measure.layers
+    possible = [index + 1 for index, layer in enumerate(layers[:-1]) if layer.cut_after]
+    forced = request.technique if isinstance(request.technique, Spilled) else Spilled()
+    totals = []
+    for every in (1, 2, 3, 4, 6, 8):
+        shards = predict_shards(layers, possible[every - 1 :: every])
+        technique = Spilled(
+            shards=len(shards),
+            optimizer=place_asked(forced, request) or "host",
+            lookahead=0,
+            boundaries=forced.boundaries or "host",
+            transfer=forced.transfer or "fp32",
+            recompute=True,
+        )
+        totals.append(need(measure, shards, technique, request).total)
+    return min(totals)
+
+
+def refuse(trial: TrialSpec, measure: JobMeasure, budget: Bytes, request: Request) -> PlanError:
+    """Why no choice fits: the smallest shard there can be, and what it needs."""
+    settings = ", ".join(f"{k}={v}" for k, v in trial.hp.items())
+    head = f"trial {trial.number} ({settings}) does not fit a device of {format_bytes(budget)}: "
+    if not measure.cuttable:
+        return PlanError(
+            head
+            + f"resident it needs {format_bytes(measure.resident_bytes)}, and it cannot be cut: "
+            + "; ".join(measure.notes)
+            + ". Give the device that much memory, make the batch smaller, or change the model "
+            "so that it can be cut."
+        )
+    singles = [predict_shard(measure.layers, i, i, i + 1) for i in range(len(measure.layers))]
+    worst = max(singles, key=lambda s: s.parameter_bytes + s.backward_peak_bytes)
+    needed = _least(measure, request)
+    training = _least(replace(measure, valid_scale=1.0), request)
+    if training <= budget < needed:
+        forward = max(s.forward_peak_bytes for s in singles) * measure.valid_scale
+        return PlanError(
+            head + f"its validation batches are {measure.valid_scale:.1f} times as large as its "
+            f"training batches, and inside a forward one layer needs {format_bytes(forward)} for "
+            "one. Make the validation batches smaller, or give the device more memory."
+        )
+    return PlanError(
+        head + f"cut as finely as it can be, layer {measure.layers[worst.index].name!r} needs "
+        f"{format_bytes(worst.parameter_bytes)} for its parameters and "
+        f"{format_bytes(worst.backward_peak_bytes)} inside its backward; with the batch and what "
+        f"shards hand on, about {format_bytes(needed)} in all. Give the device that "
+        "much memory, or make the batch or the layer smaller."
+    )

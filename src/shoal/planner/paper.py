@@ -1,0 +1,210 @@
+"""Choices on paper: how many shards, cut where, and about what moves."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from shoal.core.plan import Spilled, as_they_travel
+from shoal.core.spec import JobMeasure, LayerMeasure, ShardSpec
+from shoal.core.units import Bytes, Seconds
+from shoal.partition.cut import cut, shard_cost
+from shoal.planner.keep import guess_most, guess_saves, keep_most, turn_most
+from shoal.planner.need import Need, Request, fits, need
+from shoal.planner.predict import predict_shards
+from shoal.planner.price import Speeds, price
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A technique with its cuts, before its shards are measured.
+
+    ``cuts`` are the first layers of the second and later shards.
+    """
+
+    technique: Spilled
+    cuts: tuple[int, ...]
+    moved_bytes: Bytes
+    active: int
+    fits: bool = True  # on paper; False where the number of shards was asked for all the same
+
+
+LESS = 0.95
+"""More shards than necessary have to move at most so much of what the fewest move."""
+
+
+class Paper:
+    """Choices of one measure, on paper: cuts, shards and bytes are worked out once."""
+
+    def __init__(self, measure: JobMeasure, request: Request) -> None:
+        self._measure, self._request = measure, request
+        forced = request.technique
+        self._counts_forced = isinstance(forced, Spilled) and forced.shards is not None
+        self._cuts: dict[tuple[int, bool], tuple[int, ...] | None] = {}
+        self._shards: dict[tuple[int, ...], tuple[ShardSpec, ...]] = {}
+        self._needs: dict[tuple[tuple[int, ...], Spilled], Need] = {}
+
+    def by_shards(self, technique: Spilled, budget: Bytes, active: int) -> Iterator[Choice]:
+        """Choices with more and more shards, from the first that should fit."""
+        most = len(self._measure.layers)
+        for count in [technique.shards] if technique.shards else range(2, most + 1):
+            cuts = self._cut(count, technique)
+            if cuts is None:
+                continue
+            open_ = replace(technique, shards=count)
+            base = self._base(cuts, open_, budget, active)
+            if base is not None and fits([base], budget, active):
+                moved = guess_most(self._of(cuts), open_, base, self._request, budget, active)[1]
+                yield Choice(technique=open_, cuts=cuts, moved_bytes=moved, active=active)
+            elif self._counts_forced:
+                yield Choice(
+                    technique=open_, cuts=cuts, moved_bytes=Bytes(0), active=active, fits=False
+                )
+
+    def best_count(self, fewest: Choice, budget: Bytes) -> Choice:
+        """The choice with the number of shards that moves clearly less than fewer shards do."""
+        best = fewest
+        if self._counts_forced:
+            return best
+        for count in self._counts(len(fewest.cuts) + 1):
+            technique = replace(fewest.technique, shards=count)
+            for choice in self.by_shards(technique, budget, fewest.active):
+                if choice.moved_bytes < LESS * best.moved_bytes:
+                    best = choice
+        return best
+
+    def _counts(self, least: int) -> list[int]:
+        """Numbers of shards to compare with ``least``."""
+        most = len(self._measure.layers)
+        return sorted({min(most, least * times // 2) for times in (3, 4, 6, 8, 12)} | {most})
+
+    def refined(self, choice: Choice, budget: Bytes) -> Choice:
+        """The same settings with the number of shards that moves the fewest bytes.
+
+        Worked out, not guessed: whole shards stay or travel, and a few more or less of them may
+        leave a gap or fill it.
+        """
+        if self._counts_forced or choice.technique.keep is not None:
+            return choice
+        open_, active = replace(choice.technique, shards=None), choice.active
+        first = next(self.by_shards(open_, budget, active), choice)
+        least = len(first.cuts) + 1
+        best, moved = choice, self._moved(choice, budget)
+        for count in [least, least + 1, *self._counts(least)]:
+            for other in self.by_shards(replace(open_, shards=count), budget, active):
+                if (found := self._moved(other, budget)) < LESS * moved:
+                    best, moved = other, found
+        return best
+
+    def worked_out(self, choice: Choice, budget: Bytes) -> Choice:
+        """The choice with the bytes that move, as a program has them, if it fits."""
+        moved = self._moved(choice, budget)
+        return choice if moved == inf else replace(choice, moved_bytes=Bytes(int(moved)))
+
+    def _moved(self, choice: Choice, budget: Bytes) -> float:
+        """Bytes a step with as much kept as fits."""
+        shards = self._of(choice.cuts)
+        technique = replace(choice.technique, keep_activations=())  # they may be impossible ones
+        request, active = self._request, choice.active
+        kept = keep_most(self._measure, shards, technique, request, budget, active)
+        if kept is None:
+            return inf
+        return turn_most(self._measure, shards, kept, technique, request, budget, active)[1].moved
+
+    def step_s(self, choice: Choice, speeds: Speeds, budget: Bytes) -> Seconds:
+        """The price of a step, with as much kept as there should be room for."""
+        shards, open_, active = self._of(choice.cuts), choice.technique, choice.active
+        base = self._need(choice.cuts, open_)
+        technique, _ = guess_most(shards, open_, base, self._request, budget, active)
+        technique = guess_saves(shards, technique, base, self._request, budget, active)
+        batch = self._measure.batch_bytes
+        return price(shards, batch, technique, self._request, speeds, active).step_s
+
+    def finer(self, choice: Choice, budget: Bytes) -> Iterator[Choice]:
+        """The same settings with more shards, for when the measured shards did not fit."""
+        if self._counts_forced:
+            return
+        open_ = replace(choice.technique, shards=None)
+        for finer in self.by_shards(open_, budget, choice.active):
+            if len(finer.cuts) > len(choice.cuts):
+                yield finer
+
+    def _base(
+        self, cuts: tuple[int, ...], technique: Spilled, budget: Bytes, active: int
+    ) -> Need | None:
+        """What is needed with nothing kept but what is forced; None if it is surely too much."""
+        shards = as_they_travel(self._of(cuts), technique)
+        with_state = technique.optimizer == "device"
+        if not technique.keep and not technique.keep_weights:
+            slot = max(s.parameter_bytes + with_state * s.state_bytes for s in shards)
+            slots = min(1 + (technique.lookahead or 0), len(shards)) * slot
+            batch = self._measure.batch_bytes
+            held = slots + _least_outside(shards, batch, technique, self._request)
+            peak = max(held, slots + _least_inside(shards, batch, technique))
+            if (active - 1) * held + peak > budget:
+                return None
+        return self._need(cuts, technique)
+
+    def _need(self, cuts: tuple[int, ...], technique: Spilled) -> Need:
+        least = replace(
+            technique,
+            keep=technique.keep or (),
+            keep_turn=technique.keep_turn or 0,
+            keep_activations=(),
+        )
+        if (cuts, least) not in self._needs:
+            found = need(self._measure, self._of(cuts), least, self._request)
+            self._needs[cuts, least] = found
+        return self._needs[cuts, least]
+
+    def _of(self, cuts: tuple[int, ...]) -> tuple[ShardSpec, ...]:
+        if cuts not in self._shards:
+            self._shards[cuts] = predict_shards(self._measure.layers, cuts)
+        return self._shards[cuts]
+
+    def _cut(self, count: int, technique: Spilled) -> tuple[int, ...] | None:
+        key = count, technique.optimizer == "device"
+        if key not in self._cuts:
+            self._cuts[key] = _cut(self._measure.layers, count, technique)
+        return self._cuts[key]
+
+
+def _least_outside(
+    shards: Sequence[ShardSpec], batch: Bytes, technique: Spilled, request: Request
+) -> int:
+    """What is surely held outside the slots at some moment: inputs of shards, and gradients.
+
+    After the backward of a shard its gradients are there, and those of the one before it are
+    on their way to the host, unless it stepped them.
+    """
+    steps_at_once = technique.optimizer == "device" and not request.clip
+    in_turns = request.micro_batches > 1 and technique.order != "shard"
+    all_go_down = not steps_at_once or in_turns
+    waits = technique.boundaries == "host"
+    most = inputs = 0
+    for shard, behind in itertools.zip_longest(shards, shards[1:]):
+        stored = behind.gradient_bytes if behind is not None and all_go_down else 0
+        left = batch if shard.index else 0  # the first shard's backward is the last to read it
+        most = max(most, left + inputs + shard.gradient_bytes + stored)
+        inputs += shard.boundary_bytes - (shard.private_bytes if waits else 0)
+    return max(most, batch + inputs)
+
+
+def _least_inside(shards: Sequence[ShardSpec], batch: Bytes, technique: Spilled) -> int:
+    """What is surely needed outside the slots inside some backward: inputs, and what runs."""
+    waits = technique.boundaries == "host"
+    most = inputs = 0
+    for shard in shards:
+        inputs += shard.boundary_bytes - (shard.private_bytes if waits else 0)
+        most = max(most, batch + inputs + shard.backward_peak_bytes)
+    return most
+
+
+def _cut(layers: Sequence[LayerMeasure], count: int, technique: Spilled) -> tuple[int, ...] | None:
+    """Cuts that make the largest shard smallest; None when ``count`` shards cannot be made."""
+    possible = sum(layer.cut_after for layer in layers[:-1]) + 1
+    if count > possible:
+        return None
+    return cut(layers, count, shard_cost(layers, with_state=technique.optimizer == "device"))
