@@ -136,7 +136,8 @@ def formula(job: Job) -> dict[str, int]:
 
     A shard that is not kept at all is loaded for its forward and for its backward. The last
     one has no forward. One whose slot nobody needs in between, because no more shards than
-    ``lookahead`` come by meanwhile, is loaded once. With the step on the host gradients go
+    ``lookahead`` come by meanwhile, is loaded once, and so are as many before as hold their
+    parameters over the turn. With the step on the host gradients go
     down; on the device the state goes both ways and the parameters go down, unless they stay.
     Who borrows tied parameters loads them with its own; who lends them and stays stores them.
     Inputs that wait on the host go there and come back.
@@ -149,7 +150,7 @@ def formula(job: Job) -> dict[str, int]:
     up = 0
     for shard in loaded:
         come_by = sum(other.index > shard.index for other in travel)
-        stays = come_by <= (technique.lookahead or 0)
+        stays = come_by <= (technique.lookahead or 0) + (technique.keep_turn or 0)
         up += shard.parameter_bytes * (1 if shard.index == last or stays else 2)
     if technique.optimizer == "host":
         down = sum(shard.gradient_bytes for shard in travel)

@@ -101,7 +101,7 @@ def test_a_spilled_trial_gives_up_its_lookahead_first(run, heard):
 
 
 def test_a_trial_that_ran_out_of_memory_recomputes_from_then_on(run, heard, jobs):
-    report = run([BIG], 450_000, shoal.Spilled(shards=3, lookahead=1, keep=()))
+    report = run([BIG], 450_000, shoal.Spilled(shards=3, lookahead=1, keep=(), keep_turn=0))
     assert jobs[0].technique.keep_activations == (1,)
     assert len(jobs) > 1
     assert all(job.technique.keep_activations == () for job in jobs[1:])
@@ -109,7 +109,7 @@ def test_a_trial_that_ran_out_of_memory_recomputes_from_then_on(run, heard, jobs
 
 
 def test_what_waits_for_its_backward_goes_to_the_host_before_a_trial_fails(run, jobs):
-    report = run([BIG], 320_000, shoal.Spilled(shards=5, lookahead=0, keep=()))
+    report = run([BIG], 320_000, shoal.Spilled(shards=5, lookahead=0, keep=(), keep_turn=0))
     assert [job.technique.boundaries for job in jobs][:: len(jobs) - 1] == ["device", "host"]
     assert states(report) == ["FINISHED"]
 

@@ -10,6 +10,7 @@ ShoalError
 +-- TransitionError  a state machine got an event it cannot take
 +-- WorkerError      a device worker failed; carries the original traceback
 +-- TrialError       one trial cannot go on; the others do
+|   +-- NarrowError  a weight that travelled as bfloat16 has to travel whole
 
 A message has three parts: what was asked, what was found, what to do; with the
 numbers. Every class has a section in docs/errors.md.
@@ -54,6 +55,13 @@ class WorkerError(ShoalError):
 
 class TrialError(ShoalError):
     """One trial cannot go on: its loss is not finite, its data failed, its model raised."""
+
+
+class NarrowError(TrialError):
+    """A weight that travelled as bfloat16 was read by something else than a product.
+
+    Nothing has stepped on it: the trial is planned again, with whole weights.
+    """
 
 
 class StorageError(ShoalError):

@@ -40,9 +40,9 @@ class Spilled:
     saved, for the shards named in ``keep_activations`` if that is not None. They are shards
     whose parameters stay on the device. ``transfer`` "bf16" has weights travel as the
     bfloat16 that autocast makes of them, where nothing else reads them: half the bytes and the
-    same bits, with the step on the host. What is found of the first batch has to hold of all; a
-    forward that reads such a weight otherwise later fails its trial. So nothing chooses it but
-    you; None is "fp32", as they are. Shards that stay are whole either way.
+    same bits, with the step on the host; None does so where it can, "fp32" never. A forward that
+    reads such a weight otherwise than the measured one has its trial planned again, with whole
+    weights, from its newest generation. Shards that stay are whole either way.
     """
 
     shards: int | None = None

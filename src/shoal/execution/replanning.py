@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from shoal.core import event as events
 from shoal.core.errors import PlanError, ShoalError, WorkerError
@@ -65,9 +66,30 @@ class Replanning:
         It has no device, and will go on from its newest generation. It fails with the bytes it
         needs where there is none. When the run ends before that is known, it stays where it is.
         """
+        self._replan(state, error, lambda: self._planned_smaller(state, growth))
+
+    def make_whole(self, state: TrialRun, error: str) -> None:
+        """Give a trial whose weights travelled as bfloat16 a job in which they do not.
+
+        It has no device, and will go on from its newest generation, which has the plain bits.
+        """
+        job = state.job
+        assert isinstance(job.technique, Spilled)
+        whole = replace(
+            job.technique,
+            shards=len(job.shards),
+            optimizer=state.place,
+            transfer="fp32",
+            keep_turn=None,
+            keep_activations=None,
+        )
+        smaller = techniques(whole, len(job.shards), state.place, has_neighbours=True)
+        self._replan(state, error, lambda: self._first_planned(state, [whole, *smaller]))
+
+    def _replan(self, state: TrialRun, error: str, plan: Callable[[], Planned]) -> None:
         floor, trial = self._floor, state.job.trial
         try:
-            planned = self._planned_smaller(state, growth)
+            planned = plan()
         except ShoalError as reason:
             if not self._is_ending():
                 floor.fail(trial, f"{error.strip()}\n\n{_sentence(reason)}")
@@ -90,10 +112,13 @@ class Replanning:
             )
         state.growth = grow(state.growth, growth)
         crowded = self._floor.plan.active > 1
+        return self._first_planned(
+            state, techniques(job.technique, len(job.shards), state.place, has_neighbours=crowded)
+        )
+
+    def _first_planned(self, state: TrialRun, options: Iterable[Technique]) -> Planned:
         refusal: ShoalError = PlanError("there is nothing smaller to try.")
-        for technique in techniques(
-            job.technique, len(job.shards), state.place, has_neighbours=crowded
-        ):
+        for technique in options:
             try:
                 return self._planned_as(state, technique)
             except PlanError as error:
@@ -135,4 +160,4 @@ def _check_key(before: Job, after: Job) -> None:
 
 
 def _sentence(reason: ShoalError) -> str:
-    return f"{type(reason).__name__}: it was planned smaller, and cannot be run: {reason}"
+    return f"{type(reason).__name__}: it was planned again, and cannot be run: {reason}"

@@ -23,7 +23,7 @@ from shoal.core.plan import Spilled
 from shoal.core.spec import JobMeasure, Order, Place
 from shoal.core.units import Bytes, Seconds
 from shoal.planner.keep import ALIKE
-from shoal.planner.need import Request, place_asked
+from shoal.planner.need import Request, place_asked, transfer_of
 from shoal.planner.paper import Choice, Paper
 from shoal.planner.price import Speeds
 from shoal.spill.generate import route_of
@@ -42,7 +42,7 @@ def choices(
     def found(places: Iterable[Place]) -> Iterator[Choice]:
         priced: list[tuple[Seconds, Choice]] = []
         for place, active in itertools.product(places, actives):
-            for technique in _settings(request, place):
+            for technique in _settings(measure, request, place):
                 fewest = next(paper.by_shards(technique, budget, active), None)
                 if fewest is not None:
                     best = paper.best_count(fewest, budget)
@@ -111,9 +111,9 @@ def _boundary_places(
     return ("device",), ("host",) if private else ()
 
 
-def _settings(request: Request, boundaries: Place) -> Iterator[Spilled]:
+def _settings(measure: JobMeasure, request: Request, boundaries: Place) -> Iterator[Spilled]:
     """The combinations that a forced technique leaves open, and what it names can be done in."""
-    all_ = list(_all_settings(request, boundaries))
+    all_ = list(_all_settings(measure, request, boundaries))
     yield from [technique for technique in all_ if _can_save(technique)] or all_
 
 
@@ -122,7 +122,7 @@ def _can_save(technique: Spilled) -> bool:
     return not named or set(named) <= set(route_of(technique, technique.shards or 0).may_save)
 
 
-def _all_settings(request: Request, boundaries: Place) -> Iterator[Spilled]:
+def _all_settings(measure: JobMeasure, request: Request, boundaries: Place) -> Iterator[Spilled]:
     forced = request.technique if isinstance(request.technique, Spilled) else Spilled()
     order: Order = forced.order or "micro"
     place = place_asked(forced, request)
@@ -135,5 +135,5 @@ def _all_settings(request: Request, boundaries: Place) -> Iterator[Spilled]:
             lookahead=lookahead,
             order=order,
             boundaries=boundaries,
-            transfer=forced.transfer or "fp32",
+            transfer=transfer_of(forced, place, measure),
         )

@@ -10,7 +10,7 @@ from shoal.core.plan import Job, Spilled, Technique, as_they_travel, kept_shards
 from shoal.core.spec import NO_BYTES, JobMeasure, Scalar, ShardSpec, TrialSpec
 from shoal.core.units import Bytes, Seconds, format_bytes
 from shoal.memory.layout import TrialLayout
-from shoal.planner.need import Request, need, place_asked, waiting_bytes
+from shoal.planner.need import Request, need, place_asked, transfer_of, waiting_bytes
 from shoal.planner.predict import predict_shard, predict_shards
 
 
@@ -70,12 +70,13 @@ def _least(measure: JobMeasure, request: Request) -> Bytes:
     totals = []
     for every in (1, 2, 3, 4, 6, 8):
         shards = predict_shards(layers, possible[every - 1 :: every])
+        place = place_asked(forced, request) or "host"
         technique = Spilled(
             shards=len(shards),
-            optimizer=place_asked(forced, request) or "host",
+            optimizer=place,
             lookahead=0,
             boundaries=forced.boundaries or "host",
-            transfer=forced.transfer or "fp32",
+            transfer=transfer_of(forced, place, measure),
             recompute=True,
         )
         totals.append(need(measure, shards, technique, request).total)

@@ -71,9 +71,13 @@ def turn_most(
     active: int,
     layout: TrialLayout | None = None,
 ) -> tuple[Spilled, Need]:
-    """``kept`` with as many shards held over the turn as fit; as it is if they were asked for."""
+    """``kept`` with as many shards held over the turn as fit; as it is if they were asked for.
+
+    Where batches have been larger than what was measured, what room is left is a reserve.
+    """
     resolved = kept[0]
-    if technique.keep_turn is not None or resolved.optimizer != "host":
+    asked = technique.keep_turn is not None or resolved.optimizer != "host"
+    if asked or request.varies:
         return kept
 
     def tried(count: int) -> tuple[Spilled, Need] | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shoal.core.plan import Resident, Spilled, Technique, as_they_travel, kept_shards, kept_weights
-from shoal.core.spec import JobMeasure, Place, ShardSpec
+from shoal.core.spec import JobMeasure, Place, ShardSpec, Transfer
 from shoal.core.units import Bytes
 from shoal.memory.layout import TrialLayout, arena, as_it_travels, lenders
 from shoal.program.check import check
@@ -32,6 +32,11 @@ class Request:
 def place_asked(forced: Spilled, request: Request) -> Place | None:
     """Where the step shall be, if anybody says so: weights travel as bfloat16 to the host's."""
     return forced.optimizer or ("host" if forced.transfer == "bf16" else request.place)
+
+
+def transfer_of(forced: Spilled, place: Place, measure: JobMeasure) -> Transfer:
+    """How weights travel: to a step on the host as bfloat16, where only products read them."""
+    return forced.transfer or ("bf16" if measure.narrow and place == "host" else "fp32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,8 +77,11 @@ class Deciding:
 
     @property
     def _narrow(self) -> bool:
+        """Whether to look for weights that may travel as bfloat16."""
         forced = self._request.technique
-        return isinstance(forced, Spilled) and forced.transfer == "bf16"
+        if isinstance(forced, Spilled) and (forced.transfer or forced.optimizer == "device"):
+            return forced.transfer == "bf16"
+        return self._recipe.precision == "bf16" and self._request.place != "device"
 
     def settle(self, trial: TrialSpec, crowd: bool) -> Question:
         """Order measures until the technique of one trial is decided.

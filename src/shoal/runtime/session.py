@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.core.errors import TrialError
+from shoal.core.errors import NarrowError, TrialError
 from shoal.core.plan import Job, Spilled, kept_shards
 from shoal.core.spec import HyperParameters
 from shoal.data import Feed
@@ -165,7 +165,7 @@ class Session:
         """The parameters that travel as bfloat16 and step as float32.
 
         Raises:
-            TrialError: somebody is told the gradient of one.
+            NarrowError: somebody is told the gradient of one.
         """
         found = {
             field.spec.name: self.model.get_parameter(field.spec.name)
@@ -175,7 +175,7 @@ class Session:
         }
         hooked = next((name for name, p in found.items() if has_hooks(p)), None)
         if hooked is not None:
-            raise TrialError(
+            raise NarrowError(
                 f"{hooked!r} has a gradient hook, which would see bfloat16, and had none in the "
                 "trial that was measured. Train with shoal.Spilled(transfer='fp32')."
             )

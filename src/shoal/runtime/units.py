@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shoal.core.errors import TrialError
+from shoal.core.errors import NarrowError, TrialError
 from shoal.partition.chain import Chain
 from shoal.partition.measure import private_wires
 from shoal.partition.narrow import UseWatch
@@ -190,7 +190,7 @@ class ChainUnits:
         """Narrow weights are read by products alone, as when they were measured.
 
         Raises:
-            TrialError: one was read otherwise; nothing has stepped since.
+            NarrowError: one was read otherwise; nothing has stepped since.
         """
         if self._uses is None:
             yield
@@ -202,7 +202,7 @@ class ChainUnits:
         often = [name for name, count in self._uses.counts.items() if sums and count > 1]
         for name in (*self._uses.odd, *often):
             how = self._uses.odd.get(name, "several products")
-            raise TrialError(
+            raise NarrowError(
                 f"the forward read {name!r} by {how}, which it did not when it was measured, and "
                 "the weight is here as bfloat16. Train with shoal.Spilled(transfer='fp32')."
             )
