@@ -130,9 +130,11 @@ class Turns:
             if not self._waiting:
                 self._free += 1
                 return
-            trials = [trial for trial, _ in self._waiting]
-            _, waits = self._waiting.pop(trials.index(self.choose(trials)))
-            waits.set()
+            trials, at = [trial for trial, _ in self._waiting], 0
+            try:
+                at = trials.index(self.choose(trials))
+            finally:  # a rule that raises fails the work that asked, and leaves nobody waiting
+                self._waiting.pop(at)[1].set()
 
 
 class ThreadStream:
@@ -167,16 +169,22 @@ class ThreadStream:
         self._thread.join()
 
     def _run(self) -> None:
+        broken: BaseException | None = None  # a rule for turns raised: nothing runs any more
         while (item := self._queue.get()) is not None:
             work, after, event, turn = item
             try:
+                if broken is not None:
+                    raise broken
                 for needed in after:
                     needed.wait()
             except BaseException as error:
                 event.run(_raiser(error))
             else:
-                with turn():
-                    event.run(work)
+                try:
+                    with turn():
+                        event.run(work)
+                except BaseException as error:
+                    broken = error
             del item, work, after  # tensors in the closures are free now, not at the next item
             self._notify()
 

@@ -86,3 +86,23 @@ def test_a_stream_takes_a_turn_when_its_work_could_run_and_not_before():
     assert done == ["late"]
     first.close()
     second.close()
+
+
+def test_a_rule_that_raises_leaves_nobody_waiting_and_is_told_to_the_next_work():
+    def broken(trials):
+        raise LookupError("no such trial")
+
+    turns, hold = Turns(), threading.Event()
+    turns.choose = broken
+    first, second = (ThreadStream(name, lambda: None) for name in ("first", "second"))
+    begun = first.submit(hold.wait, turn=lambda: turns.take(0))
+    wait_until(lambda: not turns._free)
+    waited = second.submit(lambda: None, turn=lambda: turns.take(1))
+    wait_until(lambda: turns._waiting)
+    hold.set()
+    begun.wait()
+    waited.wait()
+    with pytest.raises(LookupError, match="no such trial"):
+        first.submit(lambda: None).wait()
+    first.close()
+    second.close()
