@@ -13,6 +13,8 @@ from shoal.core.profile import Direction
 from shoal.core.spec import DeviceSpec
 from shoal.device.streams import Event, Lane, ThreadStream, Turns, Work
 
+PIECE_BYTES = 32 * 2**20  # half a millisecond of a fast link
+
 
 class CudaEvent:
     """A CUDA event with timing, and the stream that waits for it."""
@@ -122,7 +124,15 @@ class CudaDevice:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, direction: Direction) -> None:
-        """Enqueue a copy on the current stream; asynchronous from pinned memory."""
+        """Enqueue a copy on the current stream; asynchronous from pinned memory.
+
+        Large ones go in pieces: between two of them the copy of another stream has its turn.
+        """
+        if source.dtype is torch.uint8 and source.dim() == 1 and source.numel() > PIECE_BYTES:
+            pairs = zip(target.split(PIECE_BYTES), source.split(PIECE_BYTES), strict=True)
+            for to, piece in pairs:
+                to.copy_(piece, non_blocking=True)
+            return
         target.copy_(source, non_blocking=True)
 
     def poison(self, region: torch.Tensor) -> None:
