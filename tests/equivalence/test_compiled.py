@@ -1,4 +1,4 @@
-"""Blocks that the user compiled run compiled, in one piece or in shards: the plain loop's bits."""
+"""What the user compiled runs compiled, in one piece or in shards: the plain loop's bits."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from torch import nn
 
 import shoal
 from shoal.core.errors import PlanError
+from shoal.runtime.pool import WorkerPool
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's compiler
 STEPS = 4
-TECHNIQUES = [
-    "resident",
-    shoal.Spilled(shards=4, optimizer="host", keep_turn=1),
-    shoal.Spilled(shards=4, optimizer="device", keep=(0, 1)),
-]
+TECHNIQUES = {
+    "resident": "resident",
+    "host": shoal.Spilled(shards=3, optimizer="host", lookahead=0, keep_turn=1),
+    "device": shoal.Spilled(shards=3, optimizer="device", keep=(0, 1)),
+}
 
 
 class Counted:
-    """A backend that compiles nothing, and writes down each time that its code runs."""
+    """A backend whose code has other bits than eager code, and writes down that it runs."""
 
     def __init__(self, runs: Path) -> None:
         self.runs = runs
@@ -32,22 +33,21 @@ class Counted:
         def run(*values):
             with self.runs.open("a") as file:
                 file.write("x")
-            return graph.forward(*values)
+            return tuple(_shifted(value) for value in graph.forward(*values))
 
         return run
 
 
+def _shifted(value):
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value * (1 + 2**-18) if is_float else value
+
+
 class Net(nn.Module):
-    def __init__(self, backend, wrap) -> None:
+    def __init__(self, blocks) -> None:
         super().__init__()
         self.tokens = nn.Embedding(zoo.VOCABULARY, 32)
-        blocks = [zoo.Block(32, 4, 0.1) for _ in range(4)]
-        if wrap:
-            blocks = [torch.compile(block, backend=backend) for block in blocks]
-        else:
-            for block in blocks:
-                block.compile(backend=backend)
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks = blocks
         self.head = nn.Linear(32, zoo.VOCABULARY)
 
     def forward(self, tokens_BT):
@@ -57,12 +57,59 @@ class Net(nn.Module):
         return self.head(x)
 
 
+class Calls(nn.Module):
+    """A block that calls a function."""
+
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(32, 32), function
+
+    def forward(self, x):
+        return x + self.function(self.linear(x))
+
+
 class Build:
-    def __init__(self, backend, *, wrap=False) -> None:
-        self.backend, self.wrap = backend, wrap
+    """``kind`` says what is compiled."""
+
+    def __init__(self, backend, kind="block.compile()") -> None:
+        self.backend, self.kind = backend, kind
 
     def __call__(self, hp):
-        return Net(self.backend, self.wrap)
+        blocks = [zoo.Block(32, 4, hp.get("dropout", 0.1)) for _ in range(4)]
+        if self.kind == "torch.compile(block)":
+            blocks = [torch.compile(block, backend=self.backend) for block in blocks]
+        elif self.kind == "a function":
+            function = torch.compile(nn.functional.gelu, backend=self.backend)
+            blocks = [Calls(function) for _ in range(4)]
+        elif self.kind == "a list of blocks":
+            body = nn.Sequential(*blocks)
+            body.compile(backend=self.backend)
+            tokens, head = nn.Embedding(zoo.VOCABULARY, 32), nn.Linear(32, zoo.VOCABULARY)
+            return nn.Sequential(tokens, body, head)
+        for block in blocks:
+            if self.kind == "block.compile()":
+                block.compile(backend=self.backend)
+            elif self.kind == "forward":
+                block.forward = torch.compile(block.forward, backend=self.backend)
+        net = Net(nn.ModuleList(blocks))
+        if self.kind == "the model":
+            net.compile(backend=self.backend)
+        return net
+
+
+class Loss:
+    """A loss that is compiled."""
+
+    def __init__(self, backend) -> None:
+        self.backend, self.compiled = backend, None
+
+    def __call__(self, output, batch):
+        if self.compiled is None:
+            self.compiled = torch.compile(nn.functional.cross_entropy, backend=self.backend)
+        return self.compiled(output.flatten(0, 1), batch[1].flatten())
+
+    def __getstate__(self):
+        return {"backend": self.backend, "compiled": None}
 
 
 def batches(hp):
@@ -76,19 +123,69 @@ def loss(output, batch):
 
 
 def recipe_of(build, **changes):
-    return shoal.Recipe(model=build, data=batches, loss=loss, clip_grad_norm=0.5, **changes)
+    options = {"model": build, "data": batches, "loss": loss, "clip_grad_norm": 0.5}
+    return shoal.Recipe(**options | changes)
 
 
-@pytest.mark.parametrize("wrap", [False, True])
-@pytest.mark.parametrize("technique", TECHNIQUES, ids=["resident", "host", "device"])
-def test_every_call_of_a_compiled_block_is_compiled(
-    technique, wrap, tmp_path, run_study, assert_alone
-):
+@pytest.fixture
+def check(run_study, assert_alone):
+    """Train in workers of its own, then alone, as in a process that compiled nothing before."""
+
+    def run(recipe, space, technique):
+        with WorkerPool() as workers:
+            options = {"technique": technique, "workers": workers}
+            report = run_study(recipe, space, steps=STEPS, **options)
+        for trial in report.trials:
+            torch._dynamo.reset()
+            assert_alone(report, [trial], recipe, steps=STEPS)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["block.compile()", "torch.compile(block)", "forward", "a function", "a list of blocks"],
+)
+@pytest.mark.parametrize("technique", TECHNIQUES.values(), ids=TECHNIQUES)
+def test_every_call_of_what_is_compiled_is_compiled(technique, kind, tmp_path, check):
     runs = tmp_path / "runs"
-    recipe = recipe_of(Build(Counted(runs), wrap=wrap))
-    report = run_study(recipe, shoal.grid(lr=[1e-2, 3e-3]), steps=STEPS, technique=technique)
-    assert len(runs.read_text()) >= 2 * STEPS * 4  # trials, steps, blocks
-    assert_alone(report, report.trials, recipe, steps=STEPS)
+    recipe = recipe_of(Build(Counted(runs), kind))
+    check(recipe, shoal.grid(lr=[1e-2, 3e-3]), technique)
+    assert runs.exists()
+
+
+@pytest.mark.parametrize("technique", ["resident", TECHNIQUES["host"]], ids=["resident", "host"])
+def test_a_compiled_loss(technique, tmp_path, check):
+    backend = Counted(tmp_path / "runs")
+    recipe = recipe_of(Build(backend, "nothing"), loss=Loss(backend))
+    check(recipe, {"lr": 1e-2}, technique)
+
+
+def test_many_trials_that_compile_differently_share_a_worker(tmp_path, check):
+    recipe = recipe_of(Build(Counted(tmp_path / "runs")))
+    space = shoal.grid(lr=[1e-2], dropout=[0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
+    check(recipe, space, TECHNIQUES["host"])
+
+
+def test_a_compiled_trial_after_one_that_was_measured_and_is_not(tmp_path, check):
+    backend = Counted(tmp_path / "runs")
+    recipe = recipe_of(Sometimes(backend), precision="bf16")
+    technique = shoal.Spilled(shards=3, optimizer="host", keep=())
+    check(recipe, shoal.grid(lr=[1e-2], compiled=[False, True]), technique)
+
+
+class Sometimes:
+    def __init__(self, backend) -> None:
+        self.backend = backend
+
+    def __call__(self, hp):
+        return Build(self.backend, "block.compile()" if hp["compiled"] else "nothing")(hp)
+
+
+def test_what_is_compiled_whole_is_not_cut(tmp_path):
+    recipe = recipe_of(Build("aot_eager", "the model"))
+    with pytest.raises(PlanError, match=r"compiled as a whole.*block.compile\(\)"):
+        plan_of(recipe, tmp_path, shoal.Spilled(shards=3))
 
 
 def test_the_plan_says_what_is_compiled(tmp_path):
@@ -99,7 +196,7 @@ def test_the_plan_says_what_is_compiled(tmp_path):
 
 def test_their_weights_do_not_travel_narrow(tmp_path):
     recipe = recipe_of(Build("aot_eager"), precision="bf16")
-    with pytest.raises(PlanError, match="4 of its modules are compiled, and read what they like"):
+    with pytest.raises(PlanError, match="it is compiled, and nobody sees what reads its weights"):
         plan_of(recipe, tmp_path, shoal.Spilled(shards=3, transfer="bf16"))
 
 
@@ -111,9 +208,7 @@ def plan_of(recipe, directory, technique):
 
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs one for C++")
-@pytest.mark.parametrize("technique", TECHNIQUES, ids=["resident", "host", "device"])
-def test_code_that_torch_made_has_the_plain_bits(technique, run_study, assert_alone):
+@pytest.mark.parametrize("technique", TECHNIQUES.values(), ids=TECHNIQUES)
+def test_code_that_torch_made_has_the_plain_bits(technique, check):
     torch.set_num_threads(1)  # as the trials have: torch's code is made for so many
-    recipe = recipe_of(Build("inductor"))
-    report = run_study(recipe, shoal.grid(lr=[1e-2, 3e-3]), steps=STEPS, technique=technique)
-    assert_alone(report, report.trials, recipe, steps=STEPS)
+    check(recipe_of(Build("inductor")), shoal.grid(lr=[1e-2, 3e-3]), technique)

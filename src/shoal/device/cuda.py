@@ -99,6 +99,7 @@ class CudaDevice:
         self._clock = _CudaClock()
         self._compute = CudaStream(torch.cuda.Stream(self.torch_device), self._clock)
         self._pool: list[torch.cuda.Stream] = []
+        self.last_compute: CudaEvent | None = None
 
     def lane(self) -> Lane:
         """Copy streams of their own, taken from a pool that is never freed."""
@@ -116,7 +117,8 @@ class CudaDevice:
         self, work: Work, after: Iterable[Event] = (), *, seconds: float | None = None
     ) -> CudaEvent:
         """Enqueue ``work`` on the compute stream; ``seconds`` are for emulated devices."""
-        return self._compute.submit(work, after)
+        self.last_compute = self._compute.submit(work, after)
+        return self.last_compute
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         """Uninitialised bytes of device memory, allocated for the compute stream."""

@@ -37,6 +37,7 @@ class VirtualDevice:
         self._links = {"up": threading.Lock(), "down": threading.Lock()}
         self.host_turns = Turns(max(1, (os.cpu_count() or 1) // spec.threads))
         self._random = random.Random(spec.name)
+        self.last_compute: Event | None = None  # nothing is: compute is over when it returns
 
     def lane(self) -> Lane:
         """New copy and host streams."""

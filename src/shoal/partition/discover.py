@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from shoal.core.errors import PlanError
+from shoal.partition.compiled import is_compiled
 
 _BIG = 0.25  # of the largest list's parameters: a list that a cut should not ignore
 
@@ -42,11 +43,7 @@ def find_candidates(model: nn.Module) -> list[Candidate]:
     Raises:
         NotCuttable: the model hides what is in it.
     """
-    if type(model).__name__ == "OptimizedModule":
-        raise NotCuttable(
-            "it is compiled as a whole by torch.compile, which hides its blocks; give the "
-            "module itself and compile its blocks with block.compile()"
-        )
+    _refuse_compiled("", model)
     if type(model) is nn.Sequential:
         blocks = dict(_flat_children("", model))
         if len(blocks) < 2:
@@ -69,6 +66,7 @@ def find_parts(model: nn.Module) -> list[Candidate]:
     """
     prefix, whole = "", model
     while True:
+        _refuse_compiled(prefix.rstrip("."), whole)
         parts = dict(_members(prefix, whole))
         full = {name: part for name, part in parts.items() if _parameter_count(part)}
         if len(full) != 1:
@@ -79,6 +77,15 @@ def find_parts(model: nn.Module) -> list[Candidate]:
         return []
     candidates = [Candidate((prefix.rstrip("."),), blocks) for blocks in (full, parts)]
     return candidates[:1] if len(full) == len(parts) else candidates
+
+
+def _refuse_compiled(name: str, module: nn.Module) -> None:
+    if is_compiled(module):
+        what = repr(name) if name else "it"
+        raise NotCuttable(
+            f"{what} is compiled as a whole by torch.compile, which hides its blocks; give the "
+            "module itself and compile its blocks with block.compile()"
+        )
 
 
 def ancestors_of(model: nn.Module, blocks: Iterator[str]) -> dict[str, nn.Module]:
@@ -102,7 +109,7 @@ def _members(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for key, child in module._modules.items():
         if child is None:
             continue
-        if type(child).forward is nn.Module.forward:
+        if type(child).forward is nn.Module.forward and not is_compiled(child):
             yield from _members(f"{prefix}{key}.", child)
         else:
             yield f"{prefix}{key}", child
@@ -112,6 +119,8 @@ def _outer_lists(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Modul
     """Lists with two or more children that have parameters, none inside another."""
     for key, child in module.named_children():
         name = f"{prefix}{key}"
+        if is_compiled(child):  # one piece: what is inside is compiled with it
+            continue
         with_parameters = [c for c in child.children() if any(True for _ in c.parameters())]
         if isinstance(child, nn.ModuleList | nn.Sequential) and len(with_parameters) >= 2:
             yield name, child
@@ -124,10 +133,14 @@ def _flat_children(prefix: str, module: nn.Sequential) -> Iterator[tuple[str, nn
     for key, child in module._modules.items():
         if child is None:
             continue
-        if type(child) is nn.Sequential and len(child) and not has_hooks(child):
+        if type(child) is nn.Sequential and len(child) and not _is_whole(child):
             yield from _flat_children(f"{prefix}{key}.", child)
         else:
             yield f"{prefix}{key}", child
+
+
+def _is_whole(module: nn.Module) -> bool:
+    return has_hooks(module) or is_compiled(module)
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -276,7 +276,7 @@ class Deciding:
                 else f"its recipe trains in {self._recipe.precision}"
             )
             if measure.compiled:
-                why = f"{measure.compiled} of its modules are compiled, and read what they like"
+                why = "it is compiled, and nobody sees what reads its weights"
             raise PlanError(
                 f"trial {trial.number} was asked to have its weights travel as bfloat16, but "
                 f"{why}. Leave transfer= out, or give Recipe(precision='bf16')."

@@ -11,8 +11,8 @@ Besides the slot waits of ``program.slots``:
     LOAD           the last write of the shard's host copy (STORE, STEP@host), of any program
     F B STEP       the shard's LOADs
     STORE          the compute before it
-    LOAD boundary  its STORE, and the compute before it, whose memory it may be given
-    LOAD own       the same write as any LOAD, and the compute before it
+    LOAD boundary  its STORE, and the device's compute before it, whose memory it may be given
+    LOAD own       the same write as any LOAD, and the device's compute before it
     STEP@host      the STORE of its gradients, and SYNC
 
 Tensors that a copy reads or writes are kept alive until the copy's event is done; on
@@ -112,6 +112,8 @@ class Seat:
         except BaseException:
             ledger.release(self._owner)
             raise
+        last = device.last_compute  # whose memory the region may be
+        self._born: list[Event] = [] if last is None else [last]
         self._lane: Lane = device.lane()
         layout = session.layout
         self.host = [place_on_host(session.region, layout, s) for s in range(len(layout.shards))]
@@ -228,16 +230,22 @@ class Seat:
         """The slot's last tenant, of any program, and whoever wrote the host's copy last."""
         slot, shard = run.score.slots.slots[run.cursor], action.shard
         if slot is None:
-            needs = list(self._last_compute)
+            needs = self._device_compute
         else:
             is_first = run.score.slots.is_first[run.cursor]
-            needs = list(self._tails.get(slot, ())) if is_first else []
+            needs = list(self._tails.get(slot, self._born)) if is_first else []
         if Part.PARAM in action.parts or Part.STATE in action.parts:
             owners = {owner for owner, _ in self.session.layout.shards[shard].borrowed}
             needs += [self._written[s] for s in (shard, *owners) if s in self._written]
         if Part.GRAD in action.parts and shard in self._grads_written:
             needs.append(self._grads_written[shard])
         return needs
+
+    @property
+    def _device_compute(self) -> list[Event]:
+        """What runs on the device's compute stream, whose memory the allocator may give anew."""
+        last = self.device.last_compute
+        return self._last_compute if last is None else [last]
 
     @property
     def _may_block(self) -> bool:
@@ -360,7 +368,7 @@ class Seat:
         del self._away[action.shard, action.micro]
         size = sum(source.nbytes for _, source in copies)
         work = self._copying(copies, "up")
-        event = self._submit("up", work, after + self._last_compute, size=size)
+        event = self._submit("up", work, after + self._device_compute, size=size)
         self._loads.setdefault(action.shard, []).append(event)
         return event
 

@@ -35,7 +35,7 @@ from shoal.device.pace import SystemClock
 from shoal.memory.layout import TensorSpec, TrialLayout, lay_out
 from shoal.memory.store import describe
 from shoal.partition.chain import Chain
-from shoal.partition.compiled import compiled_modules, eagerly
+from shoal.partition.compiled import compiled_modules, compiles, eagerly
 from shoal.partition.measure import faster_of_two, measure_layers, measure_shards
 from shoal.partition.narrow import find_narrow
 from shoal.partition.pilot import pilot
@@ -149,13 +149,13 @@ class Measurer:
         if self._built is None or self._built.trial != trial:
             self._built = self._build(trial)
             self._chain = None
-            with eagerly(self._built.model):
+            with eagerly():
                 self._whole = self._measure_whole(self._built)
         assert self._whole is not None
         layout = _layout([0, 0], None, self._built.model, self._states)
         if not cut:
             return Measured(trial.number, self._whole, layout)
-        with eagerly(self._built.model):
+        with eagerly():
             measure = self._measure_cut(self._built, self._whole, narrow=narrow)
         if self._link is None:
             link = glance(self._device.spec, self._device.torch_device, SystemClock())
@@ -263,7 +263,7 @@ class Measurer:
             data=built.data,
             loader_bytes=built.loader_bytes,
             draws=draws,
-            compiled=len(compiled_modules(model)),
+            compiled=max(len(compiled_modules(model)), compiles(model)),
         )
 
     def _forward(self, built: _Built) -> None:
@@ -326,7 +326,7 @@ class Measurer:
             return replace(whole, cuttable=False, notes=(*whole.notes, *report.notes, coupled))
         self._chain = report.chain
         here, sums = self._chain_here(), self._recipe.accumulate > 1
-        narrow = narrow and not compiled_modules(here.model)  # whose kernels read as they like
+        narrow = narrow and not compiles(here.model)  # whose kernels read as they like
         self._narrow = find_narrow(here, built.batch, sums=sums) if narrow else ()
         layers = measure_layers(
             here,
@@ -367,7 +367,7 @@ class Measurer:
         assert self._chain is not None
         assert self._built is not None
         assert self._whole is not None
-        with eagerly(self._built.model):
+        with eagerly():
             shards = measure_shards(
                 self._chain_here(),
                 cuts,
@@ -465,12 +465,13 @@ def _written_and_shared(chain: Chain) -> str:
 
 
 def _compiled_notes(model: nn.Module) -> tuple[str, ...]:
-    count = len(compiled_modules(model))
-    if not count:
+    if not compiles(model):
         return ()
+    count = len(compiled_modules(model))
+    what = f"{count} modules are" if count else "torch.compile was called, so code may be"
     return (
-        f"{count} modules are compiled: measured as if they were not, and nothing counts their "
-        "allocations while they train",
+        f"{what} compiled: measured as if they were not, and nothing counts allocations while "
+        "they train",
     )
 
 

@@ -25,7 +25,7 @@ from shoal.memory.layout import TrialLayout, lenders
 from shoal.memory.store import Region, state_views, views
 from shoal.partition.build import build_chain, clone_batch
 from shoal.partition.chain import Chain
-from shoal.partition.compiled import compiled_modules, eagerly
+from shoal.partition.compiled import compiles, eagerly
 from shoal.partition.narrow import UseWatch, has_hooks
 from shoal.program.ir import Program
 from shoal.recipe import (
@@ -77,7 +77,7 @@ class Session:
         self.hp = HyperParameters(job.hp)
         seed_all(job.seed)
         self.model = build_model(recipe, self.hp)
-        self.compiled = bool(compiled_modules(self.model))
+        self.compiled = compiles(self.model)
         before_data = capture_rng(device)
         self.train, self.valid = read_data(recipe, self.hp)
         self.optimizer = build_optimizer(recipe, self.model.named_parameters(), self.hp)
@@ -165,7 +165,7 @@ class Session:
         """The parameters that travel as bfloat16 and step as float32.
 
         Raises:
-            NarrowError: somebody is told the gradient of one.
+            NarrowError: somebody is told the gradient of one, or nobody can see who reads it.
         """
         found = {
             field.spec.name: self.model.get_parameter(field.spec.name)
@@ -173,6 +173,12 @@ class Session:
             for field, whole in zip(shard.loaded.fields, shard.param.fields, strict=True)
             if field.spec.dtype != whole.spec.dtype
         }
+        if found and self.compiled:
+            raise NarrowError(
+                "this trial's model is compiled, and the one that was measured for it was not: "
+                "what reads its weights cannot be watched. Train with "
+                "shoal.Spilled(transfer='fp32')."
+            )
         hooked = next((name for name, p in found.items() if has_hooks(p)), None)
         if hooked is not None:
             raise NarrowError(
@@ -183,7 +189,7 @@ class Session:
 
     def _chain(self) -> Chain:
         """The model's chain, found again on the CPU from a batch, for this trial's device."""
-        with eagerly(self.model):
+        with eagerly():
             chain = build_chain(
                 self.model,
                 self.recipe,

@@ -28,6 +28,7 @@ import torch
 
 from shoal.core.event import WorkerStarted, pack_event
 from shoal.device import Device, open_device
+from shoal.partition.compiled import watch_compiling
 from shoal.recipe import Recipe
 from shoal.runtime.channel import Channel
 from shoal.runtime.loop import DeviceLoop
@@ -116,6 +117,7 @@ def _run(
     sys.path[:] = dict.fromkeys([*order.path, *sys.path])
     torch.set_num_threads(order.device.threads)
     device = open_device(order.device)
+    watch_compiling()
     recipe: Recipe = cloudpickle.loads(order.recipe)
     orders: Orders = queue.SimpleQueue()
     started = WorkerStarted(time=time.time(), device=order.device.name, pid=os.getpid())
