@@ -222,15 +222,13 @@ def test_the_bytes_moved_are_those_of_the_formula(case):
 def _joins(shape):
     """Shards whose parameters are still there when they are needed again."""
     visits = list(_visits(shape))
-    held = set()  # backwards that find what their forward had in memory of its own
     for index, (shard, kind) in enumerate(visits):
         earlier = [i for i in range(index) if visits[i][0] == shard]
-        if not earlier or shard in shape.weights or earlier[-1] in held:
+        if not earlier or shard in shape.weights:
             continue
-        if shard in shape.turn and kind == "B" and visits[earlier[-1]][1] == "F":
-            held.add(index)
-            yield shard
-        elif len({s for s, _ in visits[earlier[-1] + 1 : index]}) <= shape.lookahead:
+        before = visits[earlier[-1]][1], visits[earlier[-1] + 1 : index]
+        turns = shard in shape.turn and (before[0], kind) == ("F", "B")
+        if turns or len({s for s, _ in before[1]}) <= shape.lookahead:
             yield shard
 
 

@@ -117,10 +117,16 @@ class Paper:
         """The price of a step, with as much kept as there should be room for."""
         shards, open_, active = self._of(choice.cuts), choice.technique, choice.active
         base = self._need(choice.cuts, open_)
-        technique, _ = guess_most(shards, open_, base, self._request, budget, active)
-        technique = guess_saves(shards, technique, base, self._request, budget, active)
-        batch = self._measure.batch_bytes
-        return price(shards, batch, technique, self._request, speeds, active).step_s
+        batch, request = self._measure.batch_bytes, self._request
+
+        def guessed_s(technique: Spilled) -> Seconds:
+            found, _ = guess_most(shards, technique, base, request, budget, active)
+            found = guess_saves(shards, found, base, request, budget, active)
+            return price(shards, batch, found, request, speeds, active).step_s
+
+        if open_.optimizer == "host" and open_.keep_turn is None:  # or more activations instead
+            return min(guessed_s(open_), guessed_s(replace(open_, keep_turn=0)))
+        return guessed_s(open_)
 
     def finer(self, choice: Choice, budget: Bytes) -> Iterator[Choice]:
         """The same settings with more shards, for when the measured shards did not fit."""

@@ -44,7 +44,7 @@ class Copies:
         whole = [shard for shard, spot in arena.kept.items() if spot.parts]
         self.kept = kept(whole, arena.kept)
         self._placed: dict[tuple[int, int], Placed] = {}  # slot, shard; made once
-        self.own: dict[int, Tensor] = {}  # shard -> its parameters' memory, where in no slot
+        self._own: dict[int, tuple[Tensor, Placed]] = {}  # shard -> parameters in no slot
         self._units, self._device = session.units, session.device
         self._by_shard = getattr(session.job.technique, "order", None) == "shard"
         self._waiting: dict[tuple[int, int, int], Tensor] = {}  # shard, micro, number: on the host
@@ -55,8 +55,10 @@ class Copies:
         if slot is None:
             layout = self._layout.shards[shard]
             size = layout.loaded.num_bytes + layout.borrowed_bytes
-            self.own[shard] = memory = torch.empty(size, dtype=torch.uint8, device=self._device)
-            self._compute.placed[shard] = placed = place_in_slot(memory, layout, ())
+            memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+            placed = place_in_slot(memory, layout, ())
+            self._own[shard] = memory, placed
+            self._compute.placed[shard] = placed
             return self._up(action, placed), None
         placed = self._in_slot(slot, shard)
         joins = self._compute.placed.get(shard) is placed
@@ -84,7 +86,9 @@ class Copies:
             self._compute.grads.pop(shard, None)
         if Part.PARAM in action.parts:
             self._binding.evict(shard, placed.pop(shard))
-            self.own.pop(shard, None)
+            self._own.pop(shard, None)
+        elif shard in self._own:
+            placed[shard] = self._own[shard][1]
         elif shard in self.kept and shard in placed:
             placed[shard] = self._spot(shard)
 
@@ -124,6 +128,10 @@ class Copies:
             copies.append((back, source))
         return _some(copies)
 
+    def own_memory(self) -> list[Tensor]:
+        """What was loaded and is in no slot."""
+        return [memory for memory, _ in self._own.values()]
+
     def copy_kept(self) -> None:
         """Make the host copies of what stays here current; all others always are."""
         for shard in self.kept.keys() & self._compute.placed.keys():
@@ -135,7 +143,7 @@ class Copies:
     def close(self) -> None:
         """Let go of the region."""
         self._placed.clear()
-        self.own.clear()
+        self._own.clear()
         self._waiting.clear()
         self._compute.placed.clear()
         self.region = torch.empty(0)
@@ -161,11 +169,9 @@ class Copies:
 
     def _in_slot(self, slot: int, shard: int) -> Placed:
         key = (slot, shard)
-        if shard in self.own:  # the memory is another one each time
-            placed = self._compute.placed[shard]
-            return place_in_slot(
-                self._bytes(slot), self._layout.shards[shard], self._arena.parts, placed
-            )
+        if shard in self._own:  # the memory is another one each time
+            layout, placed = self._layout.shards[shard], self._own[shard][1]
+            return place_in_slot(self._bytes(slot), layout, self._arena.parts, placed)
         if key not in self._placed:
             layout, region = self._layout.shards[shard], self._bytes(slot)
             if slot < len(self.kept):

@@ -488,7 +488,7 @@ class Seat:
         shards = range(len(self.session.layout.shards))
         tensors = [g for shard in shards for g in self.compute.grads_of(shard).values()]
         tensors += [t for event, sent in self._in_flight if not event.done for t in sent]
-        tensors += self.copies.own.values()
+        tensors += self.copies.own_memory()
         if task:
             for micro in task.micros.values():
                 tensors += micro.tensors()

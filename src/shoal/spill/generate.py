@@ -384,7 +384,7 @@ def _join(units: Sequence[_Unit], route: Route) -> tuple[list[_Unit], list[list[
             left = joined[chain[-1]]
             joined[chain[-1]] = replace(left, drops=_without_param(left.drops), own=True)
             joined[index] = replace(unit, loads=_without_param(unit.loads))
-            chain = []  # nothing of it stays in a slot
+            chain = [index]  # it may stay on for the next micro-batch, in no slot
             if joined[index].loads:
                 chains.append([index])
         elif stays and not is_old and len(between) <= route.lookahead:
@@ -404,7 +404,8 @@ def _turns(units: Sequence[_Unit], chain: Sequence[int], unit: _Unit, route: Rou
     if unit.shard not in route.turn or not chain:
         return False
     forward = {action.micro for action in units[chain[-1]].computes if action.op is Op.F}
-    return forward == {action.micro for action in unit.computes if action.op is Op.B}
+    backward = {action.micro for action in unit.computes if action.op is Op.B}
+    return bool(forward) and forward == backward
 
 
 def _without_param(parts: Parts) -> Parts:
