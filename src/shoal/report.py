@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 
 _ORDER = {
     "FINISHED": 0,
-    "STOPPED": 1,
-    "RUNNING": 2,
-    "PENDING": 3,
-    "FAILED": 4,
+    "PRUNED": 1,
+    "STOPPED": 2,
+    "RUNNING": 3,
+    "PENDING": 4,
+    "FAILED": 5,
 }  # in the leaderboard
 
 

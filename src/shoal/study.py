@@ -32,7 +32,7 @@ from shoal.launch.sinks import Callback
 from shoal.recipe import Recipe
 from shoal.report import Report, read_report
 from shoal.runtime.pool import WorkerPool
-from shoal.search.sampler import trials_of
+from shoal.search.wanted import Wanted, check_search
 
 _NAME = re.compile(r"[a-z0-9._-]{1,64}")
 
@@ -47,7 +47,11 @@ class Study:
         trials: How many; default: all points of a finite space.
         epochs, steps: How long a trial trains; exactly one of the two.
         metric, mode: What the leaderboard is sorted by: ``"min"`` or ``"max"``.
-        sampler: None for grid where the space is finite, else random.
+        sampler: None for grid where the space is finite, else random; ``"grid"``, ``"random"``,
+            ``"tpe"`` or a sampler of Optuna's with a seed (the extra ``search``).
+        pruner: None, or what ends trials early at their evaluations: ``"asha"``,
+            ``"hyperband"``, ``"median"`` or a pruner of Optuna's. They are PRUNED then.
+        generation: How many trials a sampler is asked for, and a pruner compares, at a time.
         eval_every: Steps between validations; default: each epoch and the end.
         seed: Trial i trains with seed + i unless the space has a ``seed``.
         directory: Where studies live; this one in ``directory/name``.
@@ -78,6 +82,7 @@ class Study:
         mode: str = "min",
         sampler: Any = None,
         pruner: Any = None,
+        generation: int | None = None,
         eval_every: int | None = None,
         seed: int = 0,
         directory: str | os.PathLike[str] = "runs",
@@ -105,11 +110,6 @@ class Study:
                 raise SpecError(f"{label} is a whole number from 1, got {count!r}")
         if mode not in ("min", "max"):
             raise SpecError(f"mode is 'min' or 'max', got {mode!r}")
-        if pruner is not None:
-            raise SpecError(
-                f"pruner={pruner!r} cannot be used yet: every trial trains to its end. Leave it "
-                "out."
-            )
         known = {"train_loss", "valid_loss", *(f"valid_{name}" for name in recipe.metrics)}
         if metric not in known:
             raise SpecError(
@@ -134,7 +134,19 @@ class Study:
             None if trial_time_limit is None else parse_seconds(trial_time_limit)
         )
         self.source = ""  # FILE.py:attribute, set by whoever loaded the study from a file
-        self.trials: tuple[TrialSpec, ...] = trials_of(space, trials, seed, sampler)
+        self.search: Wanted = check_search(
+            name=name,
+            space=space,
+            sampler=sampler,
+            pruner=pruner,
+            generation=generation,
+            trials=trials,
+            seed=seed,
+            mode=mode,
+            metric=metric,
+            evaluations=_evaluations(epochs, steps, eval_every),
+        )
+        self.trials: tuple[TrialSpec, ...] = self.search.first_trials()
 
     def plan(
         self,
@@ -158,13 +170,14 @@ class Study:
             _, planned = plan_study(
                 self,
                 pool,
-                self._hardware(hardware).fewer_trials(len(self.trials)),
+                self._hardware(hardware).fewer_trials(self.search.trials or len(self.trials)),
                 _technique(technique),
                 trials=self.trials,
                 settings=settings_of(self, timeline=False),
                 sink=_lines(progress),
             )
-        return replace(planned.plan, notes=(self.policy.explain(planned.plan),))
+        words = self.search.explain(len(self.trials))
+        return replace(planned.plan, notes=(self.policy.explain(planned.plan), *words))
 
     def run(
         self,
@@ -260,6 +273,13 @@ class Study:
 def open(path: str | os.PathLike[str], recipe: Recipe | None = None) -> Report:
     """The report of a study directory, without running anything."""
     return read_report(path, recipe=recipe)
+
+
+def _evaluations(epochs: int | None, steps: int | None, eval_every: int | None) -> int | None:
+    """How often a trial is evaluated, where that follows from its length alone."""
+    if eval_every is None:
+        return epochs
+    return None if steps is None else -(-steps // eval_every)
 
 
 def _script_source(study: Study) -> str:

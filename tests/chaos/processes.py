@@ -30,9 +30,9 @@ DEADLINE_S = 90.0
 _FILE = """
 import sys
 sys.path.insert(0, {folder!r})
-import processes, studies
+import processes, {maker}
 processes.install_hook()
-study = studies.make("runs", **{options!r})
+study = {maker}.make("runs", **{options!r})
 """
 
 
@@ -106,13 +106,15 @@ def until(is_so: Callable[[], object], otherwise: str, deadline_s: float = DEADL
 class Runner:
     """Runs one study's file in processes, one after the other.
 
-    ``options`` are of ``studies.make``; the study lies in ``place``.
+    ``options`` are of ``make`` in the module ``maker``; the study lies in ``place``.
     """
 
-    def __init__(self, folder: Path, *, devices: int = studies.DEVICES, **options) -> None:
+    def __init__(
+        self, folder: Path, *, devices: int = studies.DEVICES, maker: str = "studies", **options
+    ) -> None:
         self.folder, self.place = folder, folder / "runs" / "k"
         self.file, self.errors = folder / "study.py", folder / "errors.txt"
-        text = _FILE.format(folder=str(Path(__file__).parent), options=options)
+        text = _FILE.format(folder=str(Path(__file__).parent), maker=maker, options=options)
         self.file.write_text(text)
         self._devices = devices
 

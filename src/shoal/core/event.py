@@ -132,6 +132,19 @@ class TrialStopped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrialPruned:
+    """A trial was ended by the study's pruner; its metrics and its state are kept."""
+
+    time: float
+    trial: int
+    step: int
+    reason: str
+    checkpoint: str
+    metrics: Mapping[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointWritten:
     """A generation of a trial's state is on the disk; ``path`` is relative to the study."""
 
@@ -316,6 +329,7 @@ class StudyFinished:
     failed: int
     seconds: float
     stopped: str = ""
+    pruned: int = 0
 
 
 Event = (
@@ -329,6 +343,7 @@ Event = (
     | TrialRestarted
     | TrialReplanned
     | TrialStopped
+    | TrialPruned
     | CheckpointWritten
     | CheckpointDamaged
     | StorageFailed

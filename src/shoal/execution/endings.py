@@ -1,4 +1,4 @@
-"""How a trial ends: finished, stopped, or failed; and what many failures alike mean."""
+"""How a trial ends: finished, stopped, pruned, or failed; and what many failures alike mean."""
 
 from __future__ import annotations
 
@@ -90,6 +90,24 @@ class Endings:
                 time=time.time(),
                 trial=state.job.trial,
                 step=state.saved_step,
+                reason=reason,
+                checkpoint=state.saved_path,
+                metrics=dict(state.metrics),
+                seconds=time.monotonic() - state.started if state.started else 0.0,
+            )
+        )
+        self._end(state)
+
+    def pruned(self, state: TrialRun, reason: str) -> None:
+        """The trial is ended by the study's pruner; its state is on disk as far as can be."""
+        floor = self._floor
+        floor.tally.pruned += 1
+        self._same_failures.passed()
+        floor.tell(
+            events.TrialPruned(
+                time=time.time(),
+                trial=state.job.trial,
+                step=state.step,
                 reason=reason,
                 checkpoint=state.saved_path,
                 metrics=dict(state.metrics),

@@ -45,6 +45,7 @@ class Tally:
     finished: int = 0
     failed: int = 0
     stopped: int = 0
+    pruned: int = 0
     reason: str = ""
     error: ShoalError | None = None
 
@@ -56,6 +57,7 @@ class Floor:
         states: Every trial of the plan, ended ones too.
         open: Those that have not ended.
         fail: Called with a trial and its error, when a lease of it cannot begin.
+        hear: Called with each event that is told, if anybody wants to hear them.
         on_full: Called when events could be written only by giving back the reserve.
     """
 
@@ -73,6 +75,7 @@ class Floor:
         self.states: dict[int, TrialRun] = {}
         self.open: set[int] = set()
         self.fail: Callable[[int, str], None] = lambda trial, error: None
+        self.hear: Callable[[events.Event], None] | None = None
         self.on_full: Callable[[StorageError], None] = lambda error: None
         self._write = sink
         self._happened: list[events.Event] = []
@@ -82,6 +85,8 @@ class Floor:
     def tell(self, event: events.Event) -> None:
         """Have an event written with the others of this message."""
         self._happened.append(event)
+        if self.hear is not None:
+            self.hear(event)
 
     def flush(self) -> None:
         """Write what a message brought, in one go."""
@@ -145,7 +150,7 @@ class Floor:
     def _extend(self, instruction: leases.ExtendLease) -> None:
         state = self.states[instruction.trial]
         if not state.after_save:  # else it is on its way out
-            state.until += instruction.steps
+            state.until = state.before_halt(state.until + instruction.steps)
             worker = self.pool.workers[instruction.device]
             worker.send(Extend(instruction.trial, state.until))
 
@@ -161,7 +166,7 @@ class Floor:
         if state.is_new_there:
             state.parked_at = ""
         state.device = state.home = device
-        state.until = state.step + instruction.steps
+        state.until = state.before_halt(state.step + instruction.steps)
         age_s = time.monotonic() - state.saved_at
         wait_s = interval_s(self.settings.checkpoint_every_s, state.save_s)
         grant = Grant(
@@ -225,6 +230,17 @@ class Floor:
         state.close()
         waiting, self._deferred = self._deferred, []
         self.leave(state)
+        self._deferred += waiting
+        self.begin_deferred()
+
+    @property
+    def has_deferred(self) -> bool:
+        """Whether trials wait for room in the host's memory."""
+        return bool(self._deferred)
+
+    def begin_deferred(self) -> None:
+        """There may be room on the host now for those that wait for it."""
+        waiting, self._deferred = self._deferred, []
         for other in waiting:
             if other.job.trial in self.open:
                 self.begin(other)

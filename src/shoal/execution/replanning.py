@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from shoal.core import event as events
-from shoal.core.errors import PlanError, ShoalError, WorkerError
+from shoal.core.errors import PlanError, ShoalError
 from shoal.core.plan import Job, Spilled, Technique
 from shoal.core.spec import TrialSpec
 from shoal.execution.floor import Floor
 from shoal.execution.ladder import MAX_RUNGS, grow, same_bits, techniques
 from shoal.execution.trial import TrialRun
-from shoal.planning import Planned, Planner, Receive
+from shoal.planning import Abandoned, Planned, Planner, Receive
 from shoal.runtime.messages import Order
 from shoal.runtime.pool import Worker
 
@@ -51,7 +51,7 @@ class Replanning:
             PlanError, SpecError, WorkerError: they cannot be run, or the run ends.
         """
         if self._is_ending():
-            raise WorkerError("the study is being stopped: nothing is planned any more.")
+            raise Abandoned("the study is being stopped: nothing is planned any more.")
         assert not self.is_busy
         self._at_work = planner or self._planner
         self.trials = frozenset(trial.number for trial in trials)

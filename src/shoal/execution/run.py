@@ -15,13 +15,16 @@ from pathlib import Path
 
 from shoal.core import event as events
 from shoal.core.errors import ShoalError, StorageError
+from shoal.core.plan import Plan
 from shoal.core.spec import TrialSpec
 from shoal.execution.endings import Endings
 from shoal.execution.failures import SameFailures
 from shoal.execution.floor import Floor, Sink, Tally
+from shoal.execution.hunt import Hunt
 from shoal.execution.pausing import Pausing
 from shoal.execution.recovery import Recovery
 from shoal.execution.replanning import Replanning
+from shoal.execution.searching import Searching
 from shoal.execution.trial import Start, TrialRun, total_steps
 from shoal.execution.watchdog import Backoff, Watchdog
 from shoal.planning import Abandoned, Planned, Planner
@@ -67,6 +70,7 @@ class Execution:
         sink: Called with the events of each message; a StorageError of it stops the run.
         starts: Where trials begin that ran before.
         release_reserve: Gives back disk space that was kept for the end; True if there was some.
+        hunt: The search that decides which trials come, and which go on; None without one.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class Execution:
         starts: Mapping[int, Start] | None = None,
         limits: Limits | None = None,
         release_reserve: Callable[[], bool] = lambda: False,
+        hunt: Hunt | None = None,
     ) -> None:
         self._pool, self._settings = pool, settings
         self._limits = limits = limits or Limits()
@@ -98,6 +103,9 @@ class Execution:
             watchdog=limits.watchdog,
             backoff=limits.backoff,
             give_up=self.stop,
+        )
+        self._searching = Searching(
+            hunt or Hunt(), self._floor, self._pausing, self._endings, settings, self.stop
         )
         self._began = time.monotonic()
         self._later: list[Callable[[], None]] = []  # what waits until a plan is made
@@ -125,6 +133,8 @@ class Execution:
                 if start.restore
                 else "",
             )
+            self._searching.enroll(self._floor.states[trial], planned.num_batches[trial])
+        self._searching.set_halts(job.trial for job in planned.plan.jobs)
 
     def run(self) -> Tally:
         """Until every trial has ended, or the run is stopped. Host regions are given back."""
@@ -134,7 +144,7 @@ class Execution:
                 floor.do(leases.DeviceJoined(device.name))
             for trial in sorted(floor.open):
                 floor.begin(floor.states[trial])
-            while floor.open and not self._pausing.is_over:
+            while (floor.open or self._searching.is_asking) and not self._pausing.is_over:
                 floor.flush()
                 self._receive()
                 self._tick()
@@ -161,6 +171,11 @@ class Execution:
     def proceed(self) -> bool:
         """Go on after ``pause``; False when it is not paused."""
         return self._pausing.proceed()
+
+    @property
+    def first_plan(self) -> Plan:
+        """The plan that the run began with."""
+        return self._floor.plan
 
     @property
     def state(self) -> str:
@@ -242,6 +257,9 @@ class Execution:
         later, self._later = self._later, []
         for work in later:
             self.when_free(work)
+        self._searching.tick()
+        if self._searching.is_asking and self.state == "running":
+            self.when_free(self._searching.ask)
         self._keep_house()
 
     def _keep_house(self) -> None:
@@ -344,6 +362,8 @@ class Execution:
         state.parked_at = state.device
         if reply.ended:
             self._endings.last_step_done(state, reply)
+        elif state.is_halted:
+            self._wait_for_others(state)
         elif state.steps_left == 0:
             self._endings.failed(
                 reply.trial,
@@ -351,9 +371,17 @@ class Execution:
                 "its data goes on. Let __len__ of the training data be its number of batches.",
             )
         else:
-            now = time.time()
-            self._floor.tell(events.TrialParked(time=now, trial=reply.trial, step=state.step))
-            self._pausing.parked(state)
+            self._parked(state)
+
+    def _wait_for_others(self, state: TrialRun) -> None:
+        """It stands at a rung, and goes on when its generation is decided there."""
+        self._parked(state)
+        self._searching.arrived(state)
+
+    def _parked(self, state: TrialRun) -> None:
+        now = time.time()
+        self._floor.tell(events.TrialParked(time=now, trial=state.job.trial, step=state.step))
+        self._pausing.parked(state)
 
     def _storage_failed(self, event: events.StorageFailed) -> None:
         """A trial may train on for a while without a new generation."""

@@ -35,6 +35,7 @@ class TrialRun:
     job: Job
     layout: TrialLayout
     total: int | None  # steps, where known
+    halt: int | None = None  # the step at which it waits for its generation
     step: int = 0
     until: int = 0
     device: str = ""  # that has it leased now
@@ -63,7 +64,18 @@ class TrialRun:
 
     @property
     def steps_left(self) -> int | None:
-        return None if self.total is None else max(0, self.total - self.step)
+        """Steps to its end, or to where it waits."""
+        end = self.total if self.halt is None else self.halt
+        return None if end is None else max(0, end - self.step)
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether it came to where it waits for its generation."""
+        return self.halt is not None and self.step >= self.halt
+
+    def before_halt(self, step: int) -> int:
+        """``step``, or where it waits if that comes first."""
+        return step if self.halt is None else min(step, self.halt)
 
     @property
     def is_dirty(self) -> bool:

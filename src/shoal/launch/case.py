@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 from shoal.core import event as events
 from shoal.core.errors import SpecError
 from shoal.core.spec import TrialSpec
+from shoal.execution.hunt import Hunt
 from shoal.hardware import Hardware
 from shoal.launch.cloning import begin_warm, clear
 from shoal.launch.directory import StudyDirectory
 from shoal.launch.growing import grow
 from shoal.launch.packing import pack_recipe
 from shoal.launch.request import Asked, Request
+from shoal.launch.searching import begin_hunt, more_trials
 from shoal.launch.sinks import Sinks
 from shoal.launch.starts import Restart, progress_of, restart
 from shoal.observe.reader import read_events
@@ -33,7 +35,8 @@ class Case:
         before: Of the runs before.
         found: Where trials go on.
         todo: The trials that have not ended.
-        hardware: For so many.
+        hardware: For so many, and those that a search will come to.
+        hunt: The study's search as it stands.
     """
 
     place: StudyDirectory
@@ -43,6 +46,12 @@ class Case:
     found: Restart
     todo: list[TrialSpec]
     hardware: Hardware
+    hunt: Hunt
+
+    @property
+    def to_come(self) -> int:
+        """Trials that the search has not come to yet."""
+        return _to_come(self.hunt)
 
 
 def refuse_early(study: Asked, request: Request) -> None:
@@ -79,14 +88,30 @@ def take_up(study: Asked, request: Request, place: StudyDirectory) -> Case:
     before, worked_s = _read(place)
     merged = _grown(study, request, _merge(study, place, before), before)
     found = _restart(place, before, merged, worked_s, retry_failed=request.retry_failed)
+    hunt = begin_hunt(study, place, merged, found)
+    merged = more_trials(hunt, place, merged, found)
     todo = [trial for trial in merged.trials if trial.number in found.starts]
-    hardware = _hardware_for(request.hardware, len(todo), found)
+    hardware = _hardware_for(request.hardware, len(todo) + _to_come(hunt), found)
     sinks = Sinks(place.database, request.callbacks, check=place.check)
-    return Case(place, sinks, before, merged, found, todo, hardware)
+    return Case(place, sinks, before, merged, found, todo, hardware, hunt)
+
+
+def _to_come(hunt: Hunt) -> int:
+    return hunt.search.to_come if hunt.search is not None else 0
 
 
 def more_points(study: Asked, record: StudyRecord, more: int) -> StudyRecord:
-    """The record with so many more trials of the study's space."""
+    """The record with so many more trials of the study's space.
+
+    Raises:
+        SpecError: the space has too few points, or which come next follows from results.
+    """
+    if study.search.is_adaptive:
+        raise SpecError(
+            f"study {record.name!r} cannot be extended by hand: which trials come next, its "
+            f"sampler says as results come. Put trials={(study.search.trials or 0) + more} into "
+            "its file, and run that again."
+        )
     points = sample(study.space, record.sampled + more, study.seed, sampler=study.sampler)
     return with_points(record, points, more)
 
@@ -102,7 +127,7 @@ def _read(place: StudyDirectory) -> tuple[Snapshot, dict[int, float]]:
 
 
 def _merge(study: Asked, place: StudyDirectory, before: Snapshot) -> Merged:
-    asked = describe_study(study, study.policy.record())
+    asked = describe_study(study, study.policy.record(), study.search.words())
     if place.recorded is not None:
         progress = progress_of(place.path, before, place.recorded.unit)
         return merge(place.recorded, progress, asked)

@@ -21,13 +21,15 @@ from shoal.control import (
 )
 from shoal.core.errors import ShoalError, SpecError
 from shoal.core.event import Event, StudyPaused
-from shoal.core.spec import TrialSpec
+from shoal.core.spec import Scalar, TrialSpec
+from shoal.execution.hunt import Hunt
 from shoal.execution.run import Execution
 from shoal.execution.trial import Start
 from shoal.launch.cloning import begin_warm, clear
 from shoal.launch.growing import Grown, MorePoints, Order, grow
+from shoal.launch.searching import plan_some
 from shoal.planning import Planned
-from shoal.resume import StudyRecord
+from shoal.resume import StudyRecord, with_searched
 from shoal.runtime.pool import WorkerPool
 
 Grow = Callable[[StudyRecord, Planned, Sequence[TrialSpec]], None]
@@ -59,6 +61,7 @@ class Commands:
         record: The study's, as it stands.
         more_points: The record with so many more trials of the space.
         grow: Makes a larger record durable and says so in events.
+        hunt: The search, which gets a way to have trials added.
     """
 
     def __init__(
@@ -70,9 +73,12 @@ class Commands:
         *,
         more_points: MorePoints,
         grow: Grow,
+        hunt: Hunt,
     ) -> None:
         self._pool, self._execution, self._directory = pool, execution, directory
         self._record, self._more_points, self._grow = record, more_points, grow
+        self._hunt = hunt
+        hunt.grow = self._add_points
         self._at_end: list[Answer] = []
         self._when_paused: list[Answer] = []
 
@@ -194,15 +200,39 @@ class Commands:
         ended = {number for number in trials if self._execution.trial(number) is None}
         return grow(self._record, order, self._more_points, ended=ended, time=time.time())
 
+    def _add_points(self, points: Sequence[dict[str, Scalar]]) -> None:
+        """Make the points of a search trials of the study, and run them.
+
+        Raises:
+            PlanError: there is no room for their state on the disk or the host.
+            WorkerError: the run ends.
+        """
+        larger = with_searched(self._record, points)
+        new = [trial.to_spec() for trial in larger.trials[len(self._record.trials) :]]
+        planned = plan_some(self._execution.plan, new, self._execution.first_plan)
+        self._admit(larger, new, planned, {})
+
     def _add(self, larger: StudyRecord, starts: Mapping[int, Start]) -> None:
         known = {trial.number for trial in self._record.trials}
         new = [t.to_spec() for t in larger.trials if t.number not in known]
-        planned = self._execution.plan(new)
+        self._admit(larger, new, self._execution.plan(new), starts)
+
+    def _admit(
+        self,
+        larger: StudyRecord,
+        new: Sequence[TrialSpec],
+        planned: Planned,
+        starts: Mapping[int, Start],
+    ) -> None:
+        """Make planned trials part of the record, then of the run."""
         for spec in new:
             if spec.number not in starts:
                 clear(self._directory, spec.number)
         self._grow(larger, planned, new)
         self._record = larger
+        for trial in larger.trials[-len(new) :]:
+            if trial.origin != "cloned":
+                self._hunt.enroll(trial.number, trial.hp)
         self._execution.add(planned, starts)
 
 

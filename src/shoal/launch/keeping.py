@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from shoal.core.event import Event, TrialFailed, TrialFinished
+from shoal.core.event import Event, TrialFailed, TrialFinished, TrialPruned
 from shoal.observe.rows import metric_rank
 from shoal.runtime import checkpoint
 from shoal.storage.generations import Generation, Generations
@@ -39,6 +39,8 @@ class Keeper:
         """Note the trials that end; that they did is on record."""
         if isinstance(event, TrialFinished):
             self.finished(event.trial, event.metrics)
+        elif isinstance(event, TrialPruned):
+            self._pruned(event.trial)
         elif isinstance(event, TrialFailed):
             checkpoint.generations(self._directory, event.trial, self._keep).collect()
 
@@ -53,6 +55,16 @@ class Keeper:
         ranked = sorted(self._values, key=lambda n: (self._rank(n), n))
         for worse in ranked[self._best :] if self._best is not None else ():
             self._remove(checkpoint.generations(self._directory, worse).all())
+
+    def _pruned(self, number: int) -> None:
+        """Where only the best stay, it is none of them; of its state the last generation stays."""
+        place = checkpoint.generations(self._directory, number, self._keep)
+        if self._best is not None:
+            self._remove(place.all())
+        elif self._only_weights:
+            self._remove(place.all()[:-1])
+        else:
+            place.collect()
 
     def _rank(self, number: int) -> float:
         return metric_rank(self._values[number], self._mode)

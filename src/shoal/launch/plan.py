@@ -12,6 +12,7 @@ from shoal.core.units import format_bytes
 from shoal.execution.announce import predict_seconds, steps_of
 from shoal.execution.firstplan import FirstPlan
 from shoal.execution.floor import Sink
+from shoal.execution.rungs import check_rungs
 from shoal.hardware import Hardware
 from shoal.launch.packing import pack_recipe
 from shoal.launch.policy import generation_bytes
@@ -42,7 +43,8 @@ def plan_study(
         before: The numerics keys of trials that go on.
 
     Raises:
-        PlanError: a trial fits in no way, or what is forced cannot be done.
+        PlanError: a trial fits in no way, what is forced cannot be done, or a pruner has no
+            known moments to prune at.
         SpecError, WorkerError: no trial can be built at all.
     """
     pool.configure(hardware.devices, pack_recipe(study.recipe), settings)
@@ -53,6 +55,8 @@ def plan_study(
     limits = study.limits()
     first = FirstPlan(planner, pool, limits.watchdog, slow_s=limits.slow_s, sink=sink)
     planned = first.make(trials)
+    if study.search.pruner is not None:
+        check_rungs(planned, settings)
     check_host_memory(planned.plan, hardware.host_memory)
     seconds = predict_seconds(planned.plan, steps_of(planned, settings))
     return planner, replace(planned, plan=with_seconds(planned.plan, seconds))

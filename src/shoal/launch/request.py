@@ -17,6 +17,7 @@ from shoal.launch.policy import CheckpointPolicy
 from shoal.launch.sinks import Callback
 from shoal.recipe import Recipe
 from shoal.runtime.messages import Settings
+from shoal.search.wanted import Wanted
 
 
 class Asked(Protocol):
@@ -33,6 +34,7 @@ class Asked(Protocol):
     mode: str
     seed: int
     sampler: Any
+    search: Wanted
     directory: Path
     source: str
     policy: CheckpointPolicy

@@ -172,6 +172,7 @@ class Run:
                 starts=case.found.starts,
                 limits=limits,
                 release_reserve=reserve.release,
+                hunt=case.hunt,
             )
             commands = Commands(
                 self._pool,
@@ -180,6 +181,7 @@ class Run:
                 case.merged.record,
                 more_points=lambda record, more: more_points(self._study, record, more),
                 grow=lambda record, new, specs: self._grow(case, record, new, specs),
+                hunt=case.hunt,
             )
             sinks.add(commands.see)
             self._door.commands = commands
@@ -224,8 +226,9 @@ class Run:
         self._study.policy.check(planned.plan, free, others=theirs)
         check_host_memory(planned.plan, case.hardware.host_memory)
         case.place.settle(record)
-        words = tuple(f"trial {spec.number} was added" for spec in specs)
-        case.sinks.write([events.StudyChanged(time=time.time(), changes=words)])
+        by_hand = [s.number for s in specs if record.trial(s.number).origin != "searched"]
+        if words := tuple(f"trial {number} was added" for number in by_hand):
+            case.sinks.write([events.StudyChanged(time=time.time(), changes=words)])
         case.sinks.write(planned_events(planned, specs, steps_of(planned, self._settings)))
 
     def _started(self, case: Case) -> events.StudyStarted:
@@ -235,7 +238,7 @@ class Run:
             study=study.name,
             metric=study.metric,
             mode=study.mode,
-            trials=len(case.merged.trials),
+            trials=len(case.merged.trials) + case.to_come,
             devices=tuple(asdict(device) for device in case.hardware.devices),
             source=study.source,
             versions={
@@ -252,6 +255,7 @@ class Run:
             failed=tally.failed,
             seconds=time.monotonic() - self._began_at,  # a wall clock may jump
             stopped=tally.reason,
+            pruned=tally.pruned,
         )
 
 

@@ -21,6 +21,7 @@ from shoal.core.event import (
     StepFinished,
     TrialFinished,
     TrialPlanned,
+    TrialPruned,
     TrialReplanned,
     TrialStopped,
 )
@@ -138,7 +139,9 @@ class TrialFold:
         self.history.append(row)
         self._see(row.metrics, aim)
 
-    def finish(self, event: TrialFinished | TrialStopped, aim: Aim, state: TrialState) -> None:
+    def finish(
+        self, event: TrialFinished | TrialStopped | TrialPruned, aim: Aim, state: TrialState
+    ) -> None:
         self.step = event.step
         if not self.history or self.history[-1].step < event.step:
             self.add_row(event.step, self.epoch, event.metrics, aim)

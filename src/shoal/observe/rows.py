@@ -19,6 +19,7 @@ class TrialState(StrEnum):
     FINISHED = "FINISHED"
     FAILED = "FAILED"
     STOPPED = "STOPPED"  # ended by hand or by a limit; can be extended
+    PRUNED = "PRUNED"  # ended by the study's pruner, as others did better
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,7 @@ from shoal.core.event import (
     TrialMoved,
     TrialParked,
     TrialPlanned,
+    TrialPruned,
     TrialReplanned,
     TrialRestarted,
     TrialResumed,
@@ -255,6 +256,9 @@ class Folder:
     def _trial_stopped(self, event: TrialStopped) -> None:
         self._trial(event.trial).finish(event, self._aim, TrialState.STOPPED)
 
+    def _trial_pruned(self, event: TrialPruned) -> None:
+        self._trial(event.trial).finish(event, self._aim, TrialState.PRUNED)
+
     def _checkpoint_written(self, event: CheckpointWritten) -> None:
         self._trial(event.trial).saved = event.path
 
@@ -327,6 +331,7 @@ _FOLDS: dict[type[Any], Callable[[Folder, Any], None]] = {
     TrialRestarted: Folder._trial_restarted,
     TrialReplanned: Folder._trial_replanned,
     TrialStopped: Folder._trial_stopped,
+    TrialPruned: Folder._trial_pruned,
     CheckpointWritten: Folder._checkpoint_written,
     CheckpointDamaged: Folder._noted,
     LoaderRestarted: Folder._noted,

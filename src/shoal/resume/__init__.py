@@ -4,7 +4,7 @@ from shoal.resume.form import record_from_json, record_to_json
 from shoal.resume.merge import Merged, TrialProgress, merge
 from shoal.resume.recipe import RecipeRecord, describe_recipe
 from shoal.resume.record import Addition, StudyRecord, TrialRecord, describe_study
-from shoal.resume.trials import kinds_of, point_key, with_clone, with_points
+from shoal.resume.trials import kinds_of, point_key, with_clone, with_points, with_searched
 from shoal.resume.words import list_some
 
 __all__ = [
@@ -24,4 +24,5 @@ __all__ = [
     "record_to_json",
     "with_clone",
     "with_points",
+    "with_searched",
 ]

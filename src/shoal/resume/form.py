@@ -1,9 +1,9 @@
 """A study's record as JSON: what stands in ``study.json``, and what is believed of it.
 
-    {"kind": "shoal.study", "format": 2, "name": "sweep", ..., "trials": [{"number": 0, ...}]}
+    {"kind": "shoal.study", "format": 3, "name": "sweep", ..., "trials": [{"number": 0, ...}]}
 
 A format that this version does not know is left alone: a newer shoal wrote it. Format 1 had
-no ``additions``; it is read, and what is written next is of this format.
+no ``additions``, format 2 no ``search``: they are read, and what is written next is of this one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shoal.observe import jsonl
 from shoal.resume.recipe import record_of
 from shoal.resume.record import Addition, StudyRecord, TrialRecord
 
-KIND, FORMAT = "shoal.study", 2
+KIND, FORMAT = "shoal.study", 3
 
 
 def record_to_json(record: StudyRecord) -> str:
@@ -38,8 +38,11 @@ def record_from_json(text: str, where: str = "study.json") -> StudyRecord:
         StorageError: it is damaged, or a newer shoal wrote it.
     """
     values = _parse(text, where)
-    if _take_format(values, where) < 2:
+    written = _take_format(values, where)
+    if written < 2:
         values["additions"] = []
+    if written < 3:
+        values["search"] = {}
     try:
         return _record(values)
     except ValueError as error:
@@ -171,6 +174,7 @@ _STUDY: dict[str, Callable[[Any], bool]] = {
     "recipe": lambda value: isinstance(value, dict),
     "checkpoint": _are_scalars,
     "additions": lambda value: isinstance(value, list),
+    "search": _are_texts,
 }
 _ADDITION: dict[str, Callable[[Any], bool]] = {"time": _is_time, "trials": _are_numbers}
 _RECIPE: dict[str, Callable[[Any], bool]] = {
@@ -182,7 +186,7 @@ _TRIAL: dict[str, Callable[[Any], bool]] = {
     "number": _is_number,
     "hp": _are_scalars,
     "seed": _is_number,
-    "origin": lambda value: value in ("asked", "extended", "cloned"),
+    "origin": lambda value: value in ("asked", "extended", "cloned", "searched"),
     "parent": lambda value: value is None or _is_number(value),
     "warm": lambda value: isinstance(value, bool),
 }

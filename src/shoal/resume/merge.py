@@ -104,6 +104,7 @@ def _refuse(
     trained = sorted(number for number, known in progress.items() if known.step)
     refuse.another_study(recorded, asked)
     refuse.another_unit(recorded, asked)
+    refuse.another_search(recorded, asked)
     refuse.another_seed(recorded, asked)
     refuse.missing_trials(recorded, asked, pairing.missing)
     if trained and not is_same_recipe:
@@ -140,7 +141,7 @@ def _ended(
     for trial in trials:
         state = progress.get(trial.number, _NOTHING).state
         stays = state in (TrialState.FINISHED, TrialState.STOPPED) and trial.number not in longer
-        if stays or (state is TrialState.FAILED and not may_retry):
+        if stays or state is TrialState.PRUNED or (state is TrialState.FAILED and not may_retry):
             yield trial.number
 
 

@@ -14,16 +14,16 @@ from shoal.core.errors import SpecError
 from shoal.core.spec import Scalar, TrialSpec
 from shoal.resume.recipe import RecipeRecord, describe_recipe
 
-Origin = Literal["asked", "extended", "cloned"]
+Origin = Literal["asked", "extended", "cloned", "searched"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRecord:
     """One trial, and why there is one.
 
-    ``asked``: the study's file asks for it; ``extended``, ``cloned``: it was added later,
-    by hand. ``parent`` is the trial it is a clone of, ``warm`` whether it began from
-    that one's state.
+    ``asked``: the study's file asks for it; ``searched``: its sampler came to it from the
+    results of others; ``extended``, ``cloned``: it was added later, by hand. ``parent`` is the
+    trial it is a clone of, ``warm`` whether it began from that one's state.
     """
 
     number: int
@@ -57,6 +57,7 @@ class StudyRecord:
 
     ``checkpoint`` is what is saved and what is kept, by name; it changes no bit.
     ``additions`` are what an order that is repeated is held against, the oldest first.
+    ``search`` is which sampler and pruner, where trials depend on results; else empty.
     """
 
     name: str
@@ -71,6 +72,7 @@ class StudyRecord:
     recipe: RecipeRecord
     checkpoint: Mapping[str, Scalar] = field(default_factory=dict)
     additions: tuple[Addition, ...] = ()
+    search: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def length(self) -> int:
@@ -130,7 +132,11 @@ class Asked(Protocol):
     def seed(self) -> int: ...
 
 
-def describe_study(study: Asked, checkpoint: Mapping[str, Scalar] | None = None) -> StudyRecord:
+def describe_study(
+    study: Asked,
+    checkpoint: Mapping[str, Scalar] | None = None,
+    search: Mapping[str, str] | None = None,
+) -> StudyRecord:
     """The record of a study as it is asked for now."""
     return StudyRecord(
         name=study.name,
@@ -144,6 +150,7 @@ def describe_study(study: Asked, checkpoint: Mapping[str, Scalar] | None = None)
         seed=study.seed,
         recipe=describe_recipe(study.recipe),
         checkpoint=dict(checkpoint or {}),
+        search=dict(search or {}),
     )
 
 

@@ -35,6 +35,30 @@ def another_unit(recorded: StudyRecord, asked: StudyRecord) -> None:
         )
 
 
+def another_search(recorded: StudyRecord, asked: StudyRecord) -> None:
+    """Trials were chosen or ended by results, and that would go on by other rules."""
+    if not (recorded.search or asked.search):
+        return
+    was, now = _rules(recorded), _rules(asked)
+    others = [name for name in now if was.get(name) != now[name]]
+    if others:
+        name = others[0]
+        raise SpecError(
+            f"cannot go on with study {asked.name!r}: its search had {name}={was.get(name)}, and "
+            f"{name}={now[name]} is asked for now. Which trials there are, and which ended early, "
+            f"follows from that. Put {name}={was.get(name)} back, {_OTHERWISE}"
+        )
+
+
+def fewer_trials(recorded: StudyRecord, wanted: int) -> None:
+    """A search was to come to more trials than it is now."""
+    if wanted < recorded.sampled:
+        raise SpecError(
+            f"cannot go on with study {recorded.name!r} for trials={wanted}: its search came to "
+            f"{recorded.sampled} already. Ask for at least trials={recorded.sampled}, {_OTHERWISE}"
+        )
+
+
 def another_seed(recorded: StudyRecord, asked: StudyRecord) -> None:
     """The study's seed is another one, and trials' seeds came from it."""
     derived = [trial.number for trial in recorded.trials if "seed" not in trial.hp]
@@ -108,13 +132,26 @@ def _trials(numbers: Sequence[int]) -> str:
     return f"trial {numbers[0]}" if len(numbers) == 1 else f"trials {list_some(numbers)}"
 
 
+def _rules(record: StudyRecord) -> dict[str, object]:
+    """What the trials of a search follow from, beside their values."""
+    none = {"sampler": "grid or random", "pruner": "none", "generation": "none"}
+    return {
+        **(record.search or none),
+        record.unit: record.length,
+        "eval_every": record.eval_every,
+        "metric": record.metric,
+        "mode": record.mode,
+        "seed": record.seed,
+    }
+
+
 def _settings(hp: Mapping[str, Scalar]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in hp.items())
 
 
 def _renamed(hp: Mapping[str, Scalar], asked: StudyRecord) -> str:
     """A hint where the names differ: no trial of the one space is in the other then."""
-    names = set(asked.trials[0].hp) if asked.trials else set(hp)
+    names = {name for trial in asked.trials for name in trial.hp} if asked.trials else set(hp)
     gone, came = sorted(set(hp) - names), sorted(names - set(hp))
     parts = [f"no longer has {', '.join(gone)}"] if gone else []
     parts += [f"now has {', '.join(came)}"] if came else []

@@ -61,6 +61,11 @@ def with_points(record: StudyRecord, points: Iterable[Point], more: int) -> Stud
     return replace(record, trials=record.trials + number_on(record, new, "extended"))
 
 
+def with_searched(record: StudyRecord, points: Iterable[Point]) -> StudyRecord:
+    """``record`` with a trial for each of the points that its sampler came to."""
+    return replace(record, trials=record.trials + number_on(record, points, "searched"))
+
+
 def with_clone(record: StudyRecord, number: int, changes: Point, *, warm: bool) -> StudyRecord:
     """``record`` with one more trial, like trial ``number`` but for ``changes``.
 

@@ -62,6 +62,7 @@ class _Stay:
     seat: Seat
     tasks: Iterator[Task]
     task: Task | None = None
+    has_computed: bool = False  # since it came
     leaving: bool = False  # its tasks are through
     departing: bool = False  # what stayed on the device is on its way to the host
     over: LeaseOver | None = None  # everything is there; what to say of it
@@ -393,6 +394,8 @@ class DeviceLoop:
             if self._saver.is_writing(stay.seat.trial):  # the region is what it is writing
                 return False
             stay.departing = True
+            if not stay.has_computed:
+                stay.seat.drain()  # what is on its way up must not be stored before it is there
             if any(here := _here(stay.seat.session.job.technique)):
                 self._begin(stay, Task(generate.departure(*here), "departure"))
                 return True
@@ -400,6 +403,7 @@ class DeviceLoop:
 
     def _begin_task(self, stay: _Stay, task: Task) -> None:
         trial, session = stay.seat.trial, stay.seat.session
+        stay.has_computed = True
         if task.kind in ("step", "micro") and not session.micro_losses:
             self._interleaver.forget(trial)
             self._interleaver.started(trial, session.step)

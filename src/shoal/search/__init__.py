@@ -1,6 +1,7 @@
-"""Search spaces and the samplers that need no other library."""
+"""Search spaces, samplers and pruners: which trials there are, and which train on."""
 
 from shoal.search.sampler import sample, trials_of
+from shoal.search.search import Search
 from shoal.search.space import (
     Choice,
     Distribution,
@@ -19,6 +20,7 @@ __all__ = [
     "Choice",
     "Distribution",
     "Integer",
+    "Search",
     "Space",
     "Uniform",
     "choice",

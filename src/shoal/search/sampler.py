@@ -9,14 +9,25 @@ depend on how many trials are asked for, nor on other names in the space.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from shoal.core.errors import SpecError
 from shoal.core.spec import Scalar, TrialSpec
-from shoal.search.space import Choice, Distribution, Space, check_space, is_finite, size
-
-Point = dict[str, Scalar]
+from shoal.search.space import (
+    Choice,
+    Distribution,
+    Integer,
+    Point,
+    Space,
+    Uniform,
+    check_space,
+    entries,
+    is_finite,
+    size,
+    walk,
+    ways,
+)
 
 
 def sample(
@@ -34,7 +45,7 @@ def sample(
     distributions = check_space(space)
     finite = is_finite(distributions)
     kind = _sampler_kind(sampler, finite)
-    _check_trials(trials)
+    check_trials(trials)
     if kind == "grid":
         if not finite:
             raise SpecError(_infinite(distributions))
@@ -47,11 +58,15 @@ def sample(
 def trials_of(
     space: Space, trials: int | None, seed: int = 0, sampler: str | None = None
 ) -> tuple[TrialSpec, ...]:
-    """Every trial of a study: its number, hyperparameters and seed.
+    """Every trial of a study: its number, hyperparameters and seed."""
+    return specs_of(sample(space, trials, seed, sampler=sampler), seed)
+
+
+def specs_of(points: Iterable[Point], seed: int) -> tuple[TrialSpec, ...]:
+    """Points as trials, numbered from 0.
 
     A trial's seed is ``hp["seed"]`` if the space has one, else ``seed`` plus its number.
     """
-    points = sample(space, trials, seed, sampler=sampler)
     return tuple(
         TrialSpec(number=number, hp=hp, seed=_trial_seed(hp, seed + number))
         for number, hp in enumerate(points)
@@ -68,26 +83,21 @@ def _trial_seed(hp: Point, default: int) -> int:
 
 
 def _sampler_kind(sampler: Any, finite: bool) -> str:
-    if sampler is None:
-        return "grid" if finite else "random"
-    if sampler in ("grid", "random"):
-        return str(sampler)
-    raise SpecError(
-        f"sampler={sampler!r} cannot be used yet: only None, 'grid' and 'random' are there. "
-        "'tpe' and optuna's samplers will come with the extra shoal[search]."
-    )
+    assert sampler in (None, "grid", "random"), sampler
+    return sampler or ("grid" if finite else "random")
 
 
-def _check_trials(trials: Any) -> None:
+def check_trials(trials: Any) -> None:
+    """Refuse what is no number of trials."""
     if trials is not None and (type(trials) is not int or trials < 1):
         raise SpecError(f"trials is a whole number from 1, got {trials!r}.")
 
 
 def _infinite(distributions: dict[str, Distribution]) -> str:
-    name = next(n for n, d in distributions.items() if not isinstance(d, Choice))
+    name, found = next(e for e in entries(distributions) if isinstance(e[1], Uniform | Integer))
     return (
         f"sampler='grid' needs a finite space, but {name!r} is "
-        f"{type(distributions[name]).__name__}. Use choice(...) there, or sampler='random'."
+        f"{type(found).__name__}. Use choice(...) there, or sampler='random'."
     )
 
 
@@ -114,18 +124,29 @@ def _shuffled(points: int, count: int, rng: random.Random) -> Iterator[int]:
         moved[j] = moved.get(i, i)
 
 
-def _point(distributions: dict[str, Distribution], index: int) -> Point:
+def _point(distributions: Mapping[str, Distribution], index: int) -> Point:
     """Point ``index`` of the product, the last name changing fastest."""
-    values: Point = {}
-    for name, distribution in reversed(distributions.items()):
+    parts: list[Point] = []
+    for name, distribution in reversed(list(distributions.items())):
         assert isinstance(distribution, Choice)
-        index, position = divmod(index, len(distribution.values))
-        values[name] = distribution.values[position]
-    return {name: values[name] for name in distributions}
+        index, position = divmod(index, ways(distribution))
+        parts.append(_way(name, distribution, position))
+    return {name: value for part in reversed(parts) for name, value in part.items()}
+
+
+def _way(name: str, choice: Choice, position: int) -> Point:
+    """Point ``position`` of a choice and what comes with its values."""
+    if not choice.branches:
+        return {name: choice.values[position]}
+    for value, branch in zip(choice.values, choice.branches, strict=True):
+        if position < size(branch):
+            return {name: value, **_point(branch, position)}
+        position -= size(branch)
+    raise AssertionError(position)
 
 
 def _draw(distributions: dict[str, Distribution], seed: int, number: int) -> Point:
-    return {
-        name: distribution.pick(random.Random(f"{seed}-{number}-{name}").random())
-        for name, distribution in distributions.items()
-    }
+    def pick(name: str, distribution: Distribution) -> Scalar:
+        return distribution.pick(random.Random(f"{seed}-{number}-{name}").random())
+
+    return walk(distributions, pick)

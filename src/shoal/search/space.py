@@ -3,12 +3,18 @@
 A space maps each hyperparameter's name to a distribution or to a constant. It is
 *finite* when every entry is a ``choice`` or a constant. A distribution turns one
 number in [0, 1) into a value, so that the sampler alone owns the random numbers.
+
+[Note: conditional spaces]
+A choice may bring names of its own for some of its values: ``choice("sgd", "adam",
+when={"sgd": {"momentum": uniform(0, 0.99)}})``. A trial has the names of the branch it took and
+no others. So a space is a tree; a grid of it lists each branch's points, and a value that brings
+nothing counts once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,17 +59,40 @@ class Integer:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of ``values``, each equally likely."""
+    """One of ``values``, each equally likely.
+
+    ``branches`` are the names that come with each value, in the order of ``values``; empty
+    where no value brings any.
+    """
 
     values: tuple[Scalar, ...]
+    branches: tuple[Mapping[str, Distribution], ...] = ()
 
     def pick(self, unit: float) -> Scalar:
         """The value at ``unit`` in [0, 1)."""
         return self.values[int(len(self.values) * unit)]
 
+    def branch(self, value: Scalar) -> Mapping[str, Distribution]:
+        """The names that come with ``value``."""
+        return self.branches[_index(self.values, value)] if self.branches else {}
+
+    def __repr__(self) -> str:
+        more = f", branches={self.branches!r}" if self.branches else ""
+        return f"Choice(values={self.values!r}{more})"
+
+    def __hash__(self) -> int:
+        return hash(self.values)
+
 
 Distribution = Uniform | Integer | Choice
 Space = Mapping[str, Distribution | Scalar]
+Point = dict[str, Scalar]
+
+
+def _index(values: Iterable[Scalar], value: Scalar) -> int:
+    """Where ``value`` is among ``values``: 1, 1.0 and True are three."""
+    known = [(type(one), one) for one in values]
+    return known.index((type(value), value))
 
 
 def uniform(lo: float, hi: float) -> Uniform:
@@ -89,8 +118,15 @@ def integer(lo: int, hi: int, log: bool = False) -> Integer:
     return Integer(int(low), int(high), log)
 
 
-def choice(*values: Any) -> Choice:
-    """One of the given values; numbers, strings, booleans or None."""
+def choice(*values: Any, when: Mapping[Any, Mapping[str, Any]] | None = None) -> Choice:
+    """One of the given values; numbers, strings, booleans or None.
+
+    Args:
+        when: For some of the values, a space of names that only trials with that value have.
+
+    Raises:
+        SpecError: no values, one that is no scalar, or ``when`` names another value.
+    """
     if not values:
         raise SpecError("choice() got no values. Write at least one, for example choice(64, 128).")
     if len(values) == 1 and isinstance(values[0], list | tuple | set | dict):
@@ -98,7 +134,24 @@ def choice(*values: Any) -> Choice:
             f"choice({values[0]!r}) got one {type(values[0]).__name__}; write the values as "
             "arguments: choice(*values)."
         )
-    return Choice(tuple(to_scalar("choice(...)", value) for value in values))
+    scalars = tuple(to_scalar("choice(...)", value) for value in values)
+    return Choice(scalars, _branches(scalars, when) if when else ())
+
+
+def _branches(
+    values: tuple[Scalar, ...], when: Mapping[Any, Mapping[str, Any]]
+) -> tuple[Mapping[str, Distribution], ...]:
+    branches: list[Mapping[str, Distribution]] = [{} for _ in values]
+    for value, space in when.items():
+        try:
+            index = _index(values, to_scalar("choice(when=...)", value))
+        except ValueError:
+            raise SpecError(
+                f"choice(..., when={{{value!r}: ...}}): {value!r} is none of the values "
+                f"{', '.join(map(repr, values))}. Add it to them, or leave it out of when."
+            ) from None
+        branches[index] = check_space(space)
+    return tuple(branches)
 
 
 def grid(**lists: Iterable[Any]) -> dict[str, Choice]:
@@ -158,12 +211,40 @@ def to_scalar(where: str, value: Any) -> Scalar:
 
 def is_finite(space: Space) -> bool:
     """Whether the space has finitely many points that a grid could list."""
-    return not any(isinstance(entry, Uniform | Integer) for entry in space.values())
+    return not any(isinstance(entry, Uniform | Integer) for _, entry in entries(space))
+
+
+def is_conditional(space: Space) -> bool:
+    """Whether some trials have names that others have not."""
+    return any(isinstance(entry, Choice) and entry.branches for entry in space.values())
+
+
+def entries(space: Space) -> Iterable[tuple[str, Distribution | Scalar]]:
+    """Every name with what it is, those in branches too; one may come more than once."""
+    for name, entry in space.items():
+        yield name, entry
+        for branch in entry.branches if isinstance(entry, Choice) else ():
+            yield from entries(branch)
 
 
 def size(space: Space) -> int:
     """How many points a finite space has; constants count one."""
-    return math.prod(len(e.values) for e in space.values() if isinstance(e, Choice))
+    return math.prod(ways(e) for e in space.values() if isinstance(e, Choice))
+
+
+def ways(entry: Choice) -> int:
+    """How many points a choice has with all that comes with its values."""
+    return sum(map(size, entry.branches)) if entry.branches else len(entry.values)
+
+
+def walk(space: Mapping[str, Distribution], pick: Callable[[str, Distribution], Scalar]) -> Point:
+    """A point of ``space``: ``pick`` gives each name's value, a choice's before its branch's."""
+    point: Point = {}
+    for name, distribution in space.items():
+        point[name] = pick(name, distribution)
+        if isinstance(distribution, Choice):
+            point |= walk(distribution.branch(point[name]), pick)
+    return point
 
 
 def check_space(space: Any) -> dict[str, Distribution]:
@@ -178,7 +259,25 @@ def check_space(space: Any) -> dict[str, Distribution]:
         )
     for name in space:
         _check_name(name)
-    return {name: _check_entry(name, entry) for name, entry in space.items()}
+    checked = {name: _check_entry(name, entry) for name, entry in space.items()}
+    _check_branches(checked)
+    return checked
+
+
+def _check_branches(space: Mapping[str, Distribution]) -> None:
+    """A name may be in several branches of one choice if it is the same there, else once."""
+    taken: dict[str, str] = dict.fromkeys(space, "the space itself")
+    for name, entry in space.items():
+        inside: dict[str, Distribution | Scalar] = {}
+        for branch in entry.branches if isinstance(entry, Choice) else ():
+            for inner, distribution in entries(branch):
+                if inner in taken or inside.setdefault(inner, distribution) != distribution:
+                    raise SpecError(
+                        f"the branches of {name!r} have {inner!r}, which is in "
+                        f"{taken.get(inner, f'another branch of {name!r}, and differs')} too. "
+                        "Give each its own name."
+                    )
+        taken |= dict.fromkeys(inside, f"a branch of {name!r}")
 
 
 def _check_name(name: Any) -> None:

@@ -23,6 +23,7 @@ from shoal.core.event import (
     StudyFinished,
     TrialFailed,
     TrialFinished,
+    TrialPruned,
     TrialStopped,
 )
 
@@ -66,7 +67,7 @@ class CsvSink:
                 self._step(event)
             case Evaluated():
                 self._evaluation(event)
-            case TrialFinished() | TrialFailed() | TrialStopped():
+            case TrialFinished() | TrialFailed() | TrialStopped() | TrialPruned():
                 self._losses.pop(event.trial, None)
             case StudyFinished():
                 self.close()

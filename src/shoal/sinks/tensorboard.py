@@ -24,6 +24,7 @@ from shoal.core.event import (
     TrialFailed,
     TrialFinished,
     TrialPlanned,
+    TrialPruned,
     TrialStopped,
 )
 from shoal.core.spec import Scalar
@@ -67,7 +68,7 @@ class TensorBoardSink:
             case Evaluated():
                 run = self._run(event, done_before=event.step)
                 run.write_scalars(event.metrics, event.step, event.time)
-            case TrialFinished() | TrialFailed() | TrialStopped():
+            case TrialFinished() | TrialFailed() | TrialStopped() | TrialPruned():
                 self._close(event.trial)
             case StudyFinished():
                 self.close()

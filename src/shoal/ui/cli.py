@@ -276,19 +276,35 @@ def verify(
 @app.command()
 def export(
     study: Name,
-    trial: Annotated[str, typer.Argument(metavar="best|NUMBER", help="Which trial.")],
-    target: Annotated[str, typer.Argument(metavar="DIR", help="A directory for its files.")],
+    trial: Annotated[
+        str | None, typer.Argument(metavar="best|NUMBER", help="Which trial.")
+    ] = None,
+    target: Annotated[
+        str | None, typer.Argument(metavar="DIR", help="A directory for its files.")
+    ] = None,
+    optuna: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.db", help="All trials instead, for Optuna's dashboard."),
+    ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what an earlier export left in DIR.")
+        bool, typer.Option("--overwrite", help="Replace what an earlier export left there.")
     ] = False,
     file: SourceFile = None,
     directory: Directory = "runs",
     json: AsJson = False,
 ) -> None:
     """Write a trained model for others: safetensors, hyperparameters, metrics, provenance."""
-    from shoal.ui.export import export_model
+    from shoal.ui.export import check_target, export_model
 
     place = Path(directory)
+    if optuna is not None:
+        from shoal.ui.handover import export_optuna
+
+        check_target(trial, with_optuna=True)
+        raise typer.Exit(
+            export_optuna(study, optuna, place, overwrite=overwrite, file=file, as_json=json)
+        )
+    trial, target = check_target(trial, target)
     raise typer.Exit(
         export_model(study, trial, target, place, overwrite=overwrite, file=file, as_json=json)
     )

@@ -32,6 +32,7 @@ from shoal.core.event import (
     StudyPaused,
     TrialFailed,
     TrialFinished,
+    TrialPruned,
     TrialRestarted,
     TrialStopped,
     WorkerDied,
@@ -58,6 +59,7 @@ _WORDS = {
     TrialState.FINISHED: "finished",
     TrialState.FAILED: "failed",
     TrialState.STOPPED: "stopped",
+    TrialState.PRUNED: "pruned",
 }
 _WORKS = {"build": "built", "measure": "measured"}
 _STYLES = {
@@ -66,6 +68,7 @@ _STYLES = {
     TrialState.FINISHED: "green",
     TrialState.FAILED: "red",
     TrialState.STOPPED: "yellow",
+    TrialState.PRUNED: "magenta",
 }
 
 
@@ -192,6 +195,8 @@ def describe(event: Event) -> str:
             return f"trial {event.trial} FAILED at step {event.step}: {reason}"
         case TrialStopped():
             return f"trial {event.trial} stopped at step {event.step}: {_first_line(event.reason)}"
+        case TrialPruned():
+            return f"trial {event.trial} pruned at step {event.step}: {_first_line(event.reason)}"
         case TrialRestarted():
             return f"trial {event.trial} goes on from step {event.step}"
         case WorkerDied():
@@ -201,8 +206,9 @@ def describe(event: Event) -> str:
             return _describe_wait(event)
         case StudyFinished():
             stopped = f"; stopped: {_first_line(event.stopped)}" if event.stopped else ""
+            pruned = f", {event.pruned} pruned" if event.pruned else ""
             return (
-                f"{event.finished} trials finished, {event.failed} failed, in "
+                f"{event.finished} trials finished{pruned}, {event.failed} failed, in "
                 f"{format_seconds(event.seconds)}{stopped}"
             )
     return _describe_durability(event)
@@ -456,7 +462,7 @@ def _end(snapshot: Snapshot) -> str:
 
 def _counts(snapshot: Snapshot) -> str:
     counts = {word: snapshot.count(state) for state, word in _WORDS.items()}
-    order = ("running", "waiting", "finished", "stopped", "failed")
+    order = ("running", "waiting", "finished", "pruned", "stopped", "failed")
     return ", ".join(f"{counts[word]} {word}" for word in order if counts[word]) or "no trials"
 
 

@@ -18,6 +18,27 @@ from shoal.ui.studies import find_study
 from shoal.verify import recorded_study
 
 
+def check_target(
+    which: str | None, target: str | None = None, *, with_optuna: bool = False
+) -> tuple[str, str]:
+    """What is to be written where.
+
+    Raises:
+        SpecError: a trial together with --optuna, or half of the two without it.
+    """
+    if with_optuna and which is not None:
+        raise SpecError(
+            f"--optuna FILE.db hands over all trials, and trial {which!r} is asked for too. Leave "
+            "one of the two out."
+        )
+    if not with_optuna and (which is None or target is None):
+        raise SpecError(
+            "which trial is to be exported, and where to? Write: shoal export STUDY best DIR. All "
+            "of them go to Optuna's dashboard with: shoal export STUDY --optuna FILE.db."
+        )
+    return which or "", target or ""
+
+
 def export_model(
     name: str,
     which: str,

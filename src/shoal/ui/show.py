@@ -63,7 +63,7 @@ def list_studies(directory: Path, *, as_json: bool) -> int:
     elif not places:
         print(f"no studies in {directory.resolve()}")
     else:
-        print(align(_LS_HEADER, [_ls_row(place, s) for place, s in found.items()]))
+        print(_ls_table(found))
     errors = [error for error in found.values() if isinstance(error, StorageError)]
     for error in errors:
         print(f"shoal: {error}", file=sys.stderr)
@@ -84,7 +84,19 @@ def _ls_record(place: Path, snapshot: Snapshot | StorageError) -> dict[str, Any]
     return study_record(place, snapshot)
 
 
-_LS_HEADER = ("study", "state", "trials", "failed", "best", "metric", "took", "last written")
+_LS_HEADER = (
+    *("study", "state", "trials", "pruned", "failed"),
+    *("best", "metric", "took", "last written"),
+)
+
+
+def _ls_table(found: Mapping[Path, Snapshot | StorageError]) -> str:
+    """A line per study; how many trials were pruned is left out where none was."""
+    header, table = list(_LS_HEADER), [_ls_row(place, s) for place, s in found.items()]
+    place = header.index("pruned")
+    if all(row[place] in ("0", DASH) for row in table):
+        header, table = _without(header, place), [_without(row, place) for row in table]
+    return align(header, table)
 
 
 def _ls_row(place: Path, snapshot: Snapshot | StorageError) -> list[str]:
@@ -96,6 +108,7 @@ def _ls_row(place: Path, snapshot: Snapshot | StorageError) -> list[str]:
         place.name,
         study_state(snapshot, place),
         f"{snapshot.count(TrialState.FINISHED)}/{snapshot.total}",
+        str(snapshot.count(TrialState.PRUNED)),
         str(snapshot.count(TrialState.FAILED)),
         format_metric(best.metrics[snapshot.metric]) if best else DASH,
         snapshot.metric or DASH,
@@ -142,9 +155,11 @@ def show_study(name: str | None, trial: int | None, directory: Path, *, as_json:
 def describe_study(snapshot: Snapshot, place: Path) -> str:
     """A study as text: leaderboard, devices, failures."""
     versions = ", ".join(f"{name} {version}" for name, version in snapshot.versions.items())
+    count = snapshot.count(TrialState.PRUNED)
+    pruned = f"{count} pruned, " if count else ""
     parts = [
         f"study {snapshot.study}: {study_state(snapshot, place)}, "
-        f"{snapshot.count(TrialState.FINISHED)} of {snapshot.total} trials finished, "
+        f"{snapshot.count(TrialState.FINISHED)} of {snapshot.total} trials finished, {pruned}"
         f"{snapshot.count(TrialState.FAILED)} failed, in {format_seconds(snapshot.seconds)}",
         f"in {place}, from {snapshot.source or 'an interactive session'}; {versions}",
         "",
@@ -325,6 +340,7 @@ def study_record(place: Path, snapshot: Snapshot) -> dict[str, Any]:
         "versions": dict(snapshot.versions),
         "total": snapshot.total,
         "finished": snapshot.count(TrialState.FINISHED),
+        "pruned": snapshot.count(TrialState.PRUNED),
         "failed": snapshot.count(TrialState.FAILED),
         "seconds": snapshot.seconds,
         "best": best.number if best else None,

@@ -7,7 +7,7 @@ import math
 import pytest
 from generating import generate, steps
 
-from shoal.core.event import TrialFailed, TrialFinished
+from shoal.core.event import TrialFailed, TrialFinished, TrialPruned
 from shoal.launch.keeping import Keeper
 
 
@@ -37,6 +37,19 @@ def test_a_failed_trial_keeps_as_many_as_were_asked_for(tmp_path):
     place = keeper(tmp_path, keep=1, only_weights=True, best=2)
     place.see(TrialFailed(time=0.0, trial=0, step=9, error="it"))
     assert steps(tmp_path, 0) == [9]
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [({}, [5, 9]), ({"keep": 1}, [9]), ({"only_weights": True}, [9]), ({"best": 2}, [])],
+    ids=["all", "one", "weights", "the best"],
+)
+def test_a_pruned_trial_keeps_its_state_unless_only_the_best_do(options, kept, tmp_path):
+    for step in (5, 9):
+        generate(tmp_path, 0, step)
+    pruned = {"reason": "r", "checkpoint": "c", "metrics": {"valid_loss": 0.0}, "seconds": 1.0}
+    keeper(tmp_path, **options).see(TrialPruned(time=0.0, trial=0, step=9, **pruned))
+    assert steps(tmp_path, 0) == kept
 
 
 def test_all_keeps_all(tmp_path):

@@ -67,6 +67,7 @@ RECORDS = st.builds(
     seed=st.integers(),
     recipe=RECIPES,
     checkpoint=POINTS,
+    search=st.dictionaries(TEXT, TEXT, max_size=3),
 ).flatmap(
     lambda record: st.lists(_additions(record), max_size=3 if record.trials else 0).map(
         lambda additions: replace(record, additions=tuple(additions))
@@ -97,7 +98,7 @@ def test_a_record_survives_its_text(record: StudyRecord) -> None:
 def test_the_text_can_be_read_by_anybody() -> None:
     values = json.loads(record_to_json(SMALL))
 
-    assert (values["kind"], values["format"], values["name"]) == ("shoal.study", 2, "sweep")
+    assert (values["kind"], values["format"], values["name"]) == ("shoal.study", 3, "sweep")
     assert values["trials"][0]["hp"] == {"lr": 0.1}
 
 
@@ -130,10 +131,10 @@ def test_what_shoal_did_not_write_is_told_so(text: str) -> None:
 
 
 def test_a_newer_format_is_left_alone() -> None:
-    text = record_to_json(SMALL).replace('"format": 2', '"format": 3').replace('"seed"', '"new"')
+    text = record_to_json(SMALL).replace('"format": 3', '"format": 4').replace('"seed"', '"new"')
 
     with pytest.raises(
-        StorageError, match=r"has format 3, .* formats up to 2: a newer one .* Update"
+        StorageError, match=r"has format 4, .* formats up to 3: a newer one .* Update"
     ):
         record_from_json(text)
 

@@ -22,6 +22,7 @@ from shoal.resume import (
     merge,
     with_clone,
     with_points,
+    with_searched,
 )
 from shoal.resume.recipe import RecipeRecord, record_of
 from shoal.search import sample
@@ -60,6 +61,7 @@ FINISHED = TrialProgress(state=TrialState.FINISHED, step=30, epoch=3, target=3)
 RUNNING = TrialProgress(state=TrialState.RUNNING, step=12, epoch=2, target=3)
 FAILED = TrialProgress(state=TrialState.FAILED, step=4, epoch=1, target=3)
 STOPPED = TrialProgress(state=TrialState.STOPPED, step=5, epoch=1, target=3)
+PRUNED = TrialProgress(state=TrialState.PRUNED, step=5, epoch=1, target=3)
 PENDING = TrialProgress(target=3)
 
 
@@ -85,6 +87,45 @@ def test_the_same_study_goes_on_where_it_was() -> None:
     assert merged.changes == ()
     assert merged.record == recorded
     assert merged.trials[1] == TrialSpec(number=1, hp={"lr": 0.2}, seed=1)
+
+
+SEARCH = {"sampler": "tpe", "pruner": "asha", "generation": "9"}
+
+
+def test_a_search_goes_on_with_the_trials_that_its_sampler_came_to() -> None:
+    first = study(points(3), search=SEARCH)
+    recorded = with_searched(first, points(2, first=7))
+
+    merged = merge(recorded, dict(enumerate([FINISHED, PRUNED, RUNNING, FAILED])), first)
+
+    assert (merged.ended, merged.continued, merged.added) == ((0, 1, 3), (2, 4), ())
+    assert merged.record == recorded
+    assert [t.origin for t in merged.record.trials] == ["asked"] * 3 + ["searched"] * 2
+    assert merged.trials[4] == TrialSpec(number=4, hp={"lr": 0.1 * 9}, seed=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"search": {**SEARCH, "pruner": "median"}}, "pruner=asha, and pruner=median is asked"),
+        ({"search": {}}, "sampler=tpe, and sampler=grid or random is asked"),
+        ({"epochs": 4}, "epochs=3, and epochs=4 is asked"),
+        ({"eval_every": 5}, "eval_every=None, and eval_every=5 is asked"),
+        ({"metric": "valid_accuracy"}, "metric=valid_loss, and metric=valid_accuracy"),
+        ({"seed": 1}, "seed=0, and seed=1 is asked"),
+    ],
+)
+def test_what_trials_of_a_search_follow_from_stays(change: dict[str, Any], words: str) -> None:
+    recorded = study(points(3), search=SEARCH)
+    asked = study(points(3), **{"search": SEARCH, **change})
+
+    assert words in refusal(recorded, {}, asked)
+
+
+def test_a_plain_study_becomes_no_search() -> None:
+    text = refusal(study(points(3)), {}, study(points(3), search=SEARCH))
+
+    assert "its search had sampler=grid or random, and sampler=tpe is asked for now" in text
 
 
 def test_a_wider_grid_keeps_the_numbers_that_are_there() -> None:

@@ -102,9 +102,3 @@ def test_a_random_study_needs_a_number_of_trials():
 def test_a_grid_over_a_continuous_name_is_refused_by_that_name():
     with pytest.raises(SpecError, match=r"needs a finite space, but 'lr' is Uniform"):
         sample(RANDOM, 3, sampler="grid")
-
-
-@pytest.mark.parametrize("sampler", ["tpe", "cmaes", object()])
-def test_a_sampler_that_is_not_there_yet_names_its_extra(sampler):
-    with pytest.raises(SpecError, match=r"cannot be used yet.*shoal\[search\]"):
-        sample(RANDOM, 3, sampler=sampler)

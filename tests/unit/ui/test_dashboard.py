@@ -18,6 +18,7 @@ from shoal.core.event import (
     StudyChanged,
     StudyContinued,
     StudyPaused,
+    TrialPruned,
     TrialStopped,
     WorkerDied,
 )
@@ -193,6 +194,18 @@ def test_a_worker_that_died_is_reported_with_its_trials(a_worker_death: WorkerDi
             "trial 3 stopped at step 9: by hand",
         ),
         (
+            TrialPruned(
+                time=1.0,
+                trial=3,
+                step=9,
+                reason="others did better",
+                checkpoint="c",
+                metrics={},
+                seconds=1.0,
+            ),
+            "trial 3 pruned at step 9: others did better",
+        ),
+        (
             StudyPaused(time=1.0, reason="the disk is full"),
             "the study is paused: the disk is full",
         ),
@@ -228,6 +241,16 @@ def test_a_stopped_trial_and_a_paused_study_are_called_so(study_events: Events) 
     assert any(line.split()[:1] == ["3"] and " stopped " in line for line in lines)
     assert "1 stopped" in lines[-1]
     assert lines[-1].rstrip().endswith("paused")
+
+
+def test_a_pruned_trial_is_called_so(study_events: Events) -> None:
+    end = TrialPruned(
+        time=9.0, trial=3, step=9, reason="r", checkpoint="c", metrics={}, seconds=1.0
+    )
+    lines = _draw(Snapshot.of([*study_events(upto=50), end]), width=120)
+
+    assert any(line.split()[:1] == ["3"] and " pruned " in line for line in lines)
+    assert "1 pruned" in lines[-1]
 
 
 def test_the_table_is_drawn_only_as_often_as_a_reader_can_see(study_events: Events) -> None:

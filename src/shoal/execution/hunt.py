@@ -1,0 +1,80 @@
+"""What a run knows of the study's search, and how the search hears what happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shoal.core import event as events
+from shoal.core.spec import Scalar
+from shoal.observe.machines import Aim, TrialFold
+from shoal.search import Search
+
+Grow = Callable[[Sequence[dict[str, Scalar]]], None]
+
+
+class Telling:
+    """Tells a search what events say of its trials, from the first event of the study on."""
+
+    def __init__(self, search: Search, metric: str, mode: str) -> None:
+        self._search, self._metric = search, metric
+        self._aim, self._folds = Aim(metric, mode), dict[int, TrialFold]()
+
+    def __call__(self, event: events.Event) -> None:
+        """Pass on what the event says, if the search wants to know."""
+        match event:
+            case events.StepFinished() | events.TrialRestarted():
+                if self._metric == "train_loss":  # a mean of steps, as screens show it
+                    self._fold_step(event)
+            case events.Evaluated():
+                value = self._measured(event)
+                if value is not None:
+                    self._search.report(event.trial, event.step, value)
+            case events.TrialFinished():
+                self._finished(event)
+            case events.TrialPruned():
+                self._search.end(event.trial, "pruned")
+            case events.TrialFailed() | events.TrialStopped():
+                self._search.end(event.trial, "failed")
+            case events.TrialPlanned():
+                self._search.reopen(event.trial)
+
+    def _fold(self, trial: int) -> TrialFold:
+        return self._folds.setdefault(trial, TrialFold(trial))
+
+    def _fold_step(self, event: events.StepFinished | events.TrialRestarted) -> None:
+        if isinstance(event, events.StepFinished):
+            self._fold(event.trial).finish_step(event, self._aim)
+        else:
+            self._fold(event.trial).rewind(event.step, self._aim)
+
+    def _measured(self, event: events.Evaluated) -> float | None:
+        if self._metric != "train_loss":
+            return event.metrics.get(self._metric)
+        fold = self._fold(event.trial)
+        fold.evaluate(event, self._aim)
+        return fold.metrics.get(self._metric)
+
+    def _finished(self, event: events.TrialFinished) -> None:
+        value = event.metrics.get(self._metric)
+        if value is None:
+            value = self._fold(event.trial).metrics.get(self._metric)
+        if value is not None:
+            self._search.report(event.trial, event.step, value)
+        self._search.end(event.trial, "finished", value)
+
+
+@dataclass(slots=True)
+class Hunt:
+    """A search, and who tells it; nothing of either where every trial is known and ends late."""
+
+    search: Search | None = None
+    tell: Telling | None = None
+    metric: str = ""
+    grow: Grow = lambda points: None
+    """Makes points trials of the study and runs them."""
+
+    def enroll(self, number: int, hp: Mapping[str, Scalar]) -> None:
+        """A trial that was added is a point of the space."""
+        if self.search is not None and not self.search.is_searched(number):
+            self.search.enroll(number, dict(hp))

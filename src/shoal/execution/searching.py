@@ -1,0 +1,197 @@
+"""A search carried out: trials wait at rungs, go on or are pruned, and others come.
+
+[Note: a rung]
+A trial is never granted a step past the rung at which it is to wait, so nothing has to be stopped
+in time, and nothing is done that a decision could come too late for:
+
+    lease      ... step 19, step 20, evaluated | over: parked on the host, its device is free
+    tick       its generation is decided there   ->  wait for a device again, to the next rung
+                                                 ->  saved as it stands, and PRUNED
+
+What is decided follows from events alone (hunt.py), those of earlier runs too; so whoever goes
+on after a crash comes to the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+from shoal.core.errors import ShoalError
+from shoal.execution.endings import Endings
+from shoal.execution.floor import Floor
+from shoal.execution.hunt import Hunt
+from shoal.execution.pausing import Pausing
+from shoal.execution.rungs import steps_between
+from shoal.execution.trial import TrialRun
+from shoal.runtime.messages import Settings
+from shoal.search import Search
+
+
+class Searching:
+    """Does what a search says; one thread's.
+
+    Args:
+        stop: Ends the run, with a reason and an error.
+    """
+
+    def __init__(
+        self,
+        hunt: Hunt,
+        floor: Floor,
+        pausing: Pausing,
+        endings: Endings,
+        settings: Settings,
+        stop: Callable[[str, ShoalError], None],
+    ) -> None:
+        self._hunt, self._search = hunt, hunt.search
+        self._floor, self._pausing, self._endings = floor, pausing, endings
+        self._settings, self._stop = settings, stop
+        self._every: dict[int, int] = {}  # steps between a trial's evaluations
+        self._waiting: set[int] = set()
+        self._is_busy = self._has_failed = False
+        floor.hear = hunt.tell
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether trials are to come that nobody has asked for yet, and could."""
+        idle = not (self._is_busy or self._has_failed)
+        return self._search is not None and idle and self._search.can_ask
+
+    def enroll(self, state: TrialRun, num_batches: int | None) -> None:
+        """A trial is there: how often is it evaluated?"""
+        trial, search = state.job.trial, self._search
+        if search is None or not search.is_searched(trial):
+            return
+        every = steps_between(self._settings, num_batches, state.job.micro_batches)
+        if every is not None and state.total is not None:
+            self._every[trial] = every
+            search.ends_at(trial, -(-state.total // every))
+
+    def set_halts(self, trials: Iterable[int]) -> None:
+        """Say where trials wait first, when all that are there are enrolled.
+
+        Raises:
+            SpecError: the pruner raised.
+        """
+        if self._search is None:
+            return
+        self._search.decide()  # what is on record may have passed rungs already
+        for trial in self._every.keys() & set(trials):
+            state = self._floor.states[trial]
+            state.halt = self._next_halt(state)
+
+    def arrived(self, state: TrialRun) -> None:
+        """A trial stands where it waits, without a device."""
+        self._waiting.add(state.job.trial)
+
+    def ask(self) -> None:
+        """Have the trials that can be asked for now become part of the study."""
+        search = self._search
+        if search is None or not self.is_asking:
+            return
+        self._is_busy = True
+        try:
+            self._hunt.grow(search.more())
+        except ShoalError as error:
+            self._has_failed = True
+            if self._pausing.state != "stopping":
+                self._stop("the search cannot go on", error)
+        finally:
+            self._is_busy = False
+
+    def tick(self) -> None:
+        """Draw conclusions, and have trials go on or end that wait for them."""
+        if self._search is None or not self._waiting:
+            return
+        try:
+            self._search.decide()
+        except ShoalError as error:
+            self._waiting.clear()
+            self._stop("the search cannot go on", error)
+        for trial in sorted(self._waiting):
+            state = self._floor.states[trial]
+            if trial not in self._floor.open:
+                self._waiting.discard(trial)
+            elif not state.device and not state.after_save:
+                self._look(self._search, state)
+        if self._floor.has_deferred and self._pausing.state == "running":
+            self._make_room()
+
+    def _look(self, search: Search, state: TrialRun) -> None:
+        trial, rung = state.job.trial, state.step // self._every[state.job.trial]
+        if not search.has_value(trial, rung):
+            self._waiting.discard(trial)
+            self._endings.failed(trial, self._unmeasured(state))
+        elif search.pruned_at(trial) == rung:
+            self._waiting.discard(trial)
+            self._prune(state, rung)
+        elif search.next_rung(trial) != rung:
+            self._waiting.discard(trial)
+            state.halt = self._next_halt(state)
+            self._begin_again(state)
+
+    def _prune(self, state: TrialRun, rung: int) -> None:
+        """Save it as it stands; where no worker has it any more, one takes it up again first."""
+        reason = f"others did better in {self._hunt.metric} at evaluation {rung}"
+
+        def end() -> None:
+            if state.job.trial not in self._floor.open:
+                return
+            if self._is_out_of_reach(state):
+                self._begin_again(state)
+            else:
+                self._endings.pruned(state, reason)
+
+        if self._is_out_of_reach(state):
+            end()
+        else:
+            self._pausing.save_then(state, end)
+
+    def _is_out_of_reach(self, state: TrialRun) -> bool:
+        """Whether it is not saved as it stands, and nobody is there who could do that."""
+        return state.is_dirty and state.parked_at not in self._floor.pool.workers
+
+    def _make_room(self) -> None:
+        """Where the host has none for a trial that others wait for, one of them waits on disk."""
+        states = [self._floor.states[trial] for trial in sorted(self._floor.open)]
+        if any(state.device or state.after_save for state in states):
+            return
+        for state in states:
+            has_region = state.descriptor is not None and state.job.trial in self._waiting
+            if has_region and not self._is_out_of_reach(state):
+                self._pausing.save_then(state, partial(self._put_away, state))
+                return
+
+    def _put_away(self, state: TrialRun) -> None:
+        """Give its memory back; it will go on from the generation that was just written."""
+        if state.is_dirty or state.job.trial not in self._floor.open:
+            return
+        self._floor.forget(state)
+        state.close()
+        state.progress, state.home, state.parked_at = None, "", ""
+        state.restore = str(Path(self._settings.directory) / state.saved_path)
+        self._floor.begin_deferred()
+
+    def _begin_again(self, state: TrialRun) -> None:
+        self._floor.leave(state)
+        self._floor.begin(state)
+
+    def _next_halt(self, state: TrialRun) -> int | None:
+        """The step at which it waits next; None where it trains to its end."""
+        assert self._search is not None
+        trial, total = state.job.trial, state.total
+        rung = self._search.next_rung(trial)
+        if rung is None:
+            return None
+        step = rung * self._every[trial]
+        return step if total is None or step < total else None
+
+    def _unmeasured(self, state: TrialRun) -> str:
+        known = ", ".join(sorted(state.metrics)) or "nothing"
+        return (
+            f"TrialError: the study's pruner compares {self._hunt.metric!r}, and the evaluation "
+            f"after step {state.step} measured {known}. Let the recipe's data return validation "
+            "batches, or leave the pruner out."
+        )

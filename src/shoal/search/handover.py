@@ -1,0 +1,129 @@
+"""A study as Optuna's own storage: a SQLite file for its dashboard."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from shoal.core.errors import SpecError
+from shoal.core.spec import Scalar
+from shoal.search.library import load_optuna, quiet, to_optuna
+from shoal.search.space import Choice, Distribution, Integer, Uniform, entries
+
+State = Literal["COMPLETE", "PRUNED", "FAIL", "RUNNING", "WAITING"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandedOver:
+    """One trial; ``curve`` is the metric by step, times are Unix seconds."""
+
+    point: Mapping[str, Scalar]
+    state: State
+    value: float | None
+    curve: Mapping[int, float]
+    began: float | None
+    ended: float | None
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+
+def write_optuna(
+    path: Path,
+    name: str,
+    *,
+    mode: str,
+    metric: str,
+    space: Mapping[str, Distribution],
+    trials: Sequence[HandedOver],
+    overwrite: bool = False,
+) -> None:
+    """Write a study into a new SQLite file; it is there wholly or not at all.
+
+    Raises:
+        SpecError: Optuna is missing, or there is a file already.
+    """
+    optuna = load_optuna("shoal export --optuna")
+    if path.exists() and not overwrite:
+        raise SpecError(
+            f"{path} is there already. Choose another file, or replace it with --overwrite."
+        )
+    if not path.parent.is_dir():
+        raise SpecError(f"there is no directory {path.parent} for {path.name}. Make it first.")
+    draft = path.with_name(f".{path.name}.tmp")
+    draft.unlink(missing_ok=True)
+    try:
+        _fill(optuna, draft, name, mode, metric, _wide_enough(space, trials), trials)
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _fill(
+    optuna: Any,
+    path: Path,
+    name: str,
+    mode: str,
+    metric: str,
+    space: Mapping[str, Distribution],
+    trials: Sequence[HandedOver],
+) -> None:
+    storage = optuna.storages.RDBStorage(f"sqlite:///{path}")
+    try:
+        with quiet(optuna):
+            direction = {"min": "minimize", "max": "maximize"}[mode]
+            study = optuna.create_study(storage=storage, study_name=name, direction=direction)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the call is experimental in Optuna 5
+            study.set_metric_names([metric])
+        study.add_trials([_frozen(optuna, trial, space) for trial in trials])
+    finally:
+        storage.remove_session()
+        storage.engine.dispose()
+
+
+def _frozen(optuna: Any, trial: HandedOver, space: Mapping[str, Distribution]) -> Any:
+    has_value = trial.value is not None and not math.isnan(trial.value)
+    state = "FAIL" if trial.state == "COMPLETE" and not has_value else trial.state
+    frozen = optuna.trial.create_trial(
+        state=optuna.trial.TrialState[state],
+        value=trial.value if state == "COMPLETE" else None,
+        params=dict(trial.point),
+        distributions={name: to_optuna(optuna, space[name]) for name in trial.point},
+        intermediate_values=dict(trial.curve),
+        user_attrs=dict(trial.attributes),
+    )
+    if trial.began is not None and state != "WAITING":
+        frozen.datetime_start = datetime.fromtimestamp(trial.began)
+    if trial.ended is not None and frozen.datetime_complete is not None:
+        frozen.datetime_complete = datetime.fromtimestamp(trial.ended)
+    return frozen
+
+
+def _wide_enough(
+    space: Mapping[str, Distribution], trials: Sequence[HandedOver]
+) -> dict[str, Distribution]:
+    """What each name is drawn from; a clone may have been given a value outside of that."""
+    wide: dict[str, Distribution] = {}
+    for name, entry in entries(space):
+        assert isinstance(entry, Uniform | Integer | Choice)
+        wide[name] = entry
+    for trial in trials:
+        for name, value in trial.point.items():
+            wide[name] = _with(wide.get(name), value)
+    return wide
+
+
+def _with(distribution: Distribution | None, value: Any) -> Distribution:
+    """A distribution that has ``value``."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(distribution, Uniform | Integer) and is_number:
+        low, high = min(distribution.lo, value), max(distribution.hi, value)
+        return type(distribution)(low, high, distribution.log and low > 0)
+    values = distribution.values if isinstance(distribution, Choice) else ()
+    known = any(type(one) is type(value) and one == value for one in values)
+    return Choice(values if known else (*values, value))

@@ -1,0 +1,88 @@
+"""Optuna, imported when it is needed and nowhere else; its names for shoal's things."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shoal.core.errors import SpecError
+from shoal.core.spec import Scalar
+from shoal.search.space import Distribution, Integer, Point, Uniform, walk
+
+
+def load_optuna(asked: str) -> Any:
+    """The library; ``asked`` is what needs it, for the message.
+
+    Raises:
+        SpecError: it is not installed.
+    """
+    try:
+        import optuna  # lazy: an extra
+    except ImportError as error:
+        raise SpecError(
+            f"{asked} needs Optuna, which cannot be imported: {error}. Install it: "
+            "pip install 'shoal[search]'."
+        ) from None
+    return optuna
+
+
+def is_of(value: object, module: str, name: str) -> bool:
+    """Whether ``value`` is of a class of Optuna's; who made it has imported that."""
+    kind = getattr(sys.modules.get(f"optuna.{module}"), name, None)
+    return isinstance(kind, type) and isinstance(value, kind)
+
+
+@contextlib.contextmanager
+def quiet(optuna: Any) -> Iterator[None]:
+    """No line on standard error for each study that is made."""
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        yield
+    finally:
+        optuna.logging.set_verbosity(before)
+
+
+def new_study(optuna: Any, mode: str, **options: Any) -> Any:
+    """An empty study in memory; ``mode`` is shoal's."""
+    direction = {"min": "minimize", "max": "maximize"}[mode]
+    with quiet(optuna):
+        return optuna.create_study(direction=direction, **options)
+
+
+def suggest(trial: Any, name: str, distribution: Distribution) -> Scalar:
+    """One value, as the sampler wants it."""
+    value: Scalar
+    if isinstance(distribution, Uniform):
+        value = trial.suggest_float(name, distribution.lo, distribution.hi, log=distribution.log)
+    elif isinstance(distribution, Integer):
+        value = trial.suggest_int(name, distribution.lo, distribution.hi, log=distribution.log)
+    else:
+        value = trial.suggest_categorical(name, distribution.values)
+    return value
+
+
+def to_optuna(optuna: Any, distribution: Distribution) -> Any:
+    """A distribution of ours as one of Optuna's."""
+    kinds = optuna.distributions
+    if isinstance(distribution, Uniform):
+        return kinds.FloatDistribution(distribution.lo, distribution.hi, log=distribution.log)
+    if isinstance(distribution, Integer):
+        return kinds.IntDistribution(distribution.lo, distribution.hi, log=distribution.log)
+    return kinds.CategoricalDistribution(distribution.values)
+
+
+def distributions_of(
+    optuna: Any, space: Mapping[str, Distribution], point: Point
+) -> dict[str, Any]:
+    """What each name of a point was drawn from."""
+    found: dict[str, Any] = {}
+
+    def note(name: str, distribution: Distribution) -> Any:
+        found[name] = to_optuna(optuna, distribution)
+        return point[name]
+
+    walk(space, note)
+    return found

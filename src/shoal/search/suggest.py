@@ -1,0 +1,134 @@
+"""Points from a sampler of Optuna's, one after another, each told what it may know.
+
+The library's study lives in memory and is forgotten with the process. Who goes on with a search
+has the same questions asked again in the same order, with the results that are on record: a
+sampler with a seed gives the same answers. Where it does not (another version of the library),
+what is on record is what counts: ``replace_last``.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from shoal.core.errors import SpecError
+from shoal.core.spec import Scalar
+from shoal.search.facts import Facts
+from shoal.search.library import distributions_of, load_optuna, new_study, suggest
+from shoal.search.space import Choice, Distribution, Point, entries, to_scalar, walk
+
+_PROBES = 3
+
+
+class Suggester:
+    """Asks a copy of ``sampler``; points come in the order of trials."""
+
+    def __init__(self, sampler: Any, space: Mapping[str, Distribution], mode: str) -> None:
+        self._optuna = load_optuna("this sampler")
+        self._name = type(sampler).__name__
+        self._space = space
+        self._study = new_study(self._optuna, mode, sampler=copy.deepcopy(sampler))
+        self._trials: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self._trials)
+
+    def suggest(self) -> Point:
+        """The next trial's point.
+
+        Raises:
+            SpecError: the sampler raised, or suggests what the space does not have.
+        """
+        trial = self._ask()
+        self._trials.append(trial)
+        known = {name for name, _ in entries(self._space)}
+        unknown = sorted(set(trial.relative_params) - known)
+        if unknown:
+            raise SpecError(
+                f"the sampler {self._name} suggests {unknown[0]!r}, which is no name of the "
+                f"space; it has {', '.join(sorted(known))}. Give the sampler the names of the "
+                "space."
+            )
+        return walk(self._space, lambda name, of: self._value(trial, name, of))
+
+    def replace_last(self, point: Point) -> None:
+        """The last trial had another point: what is on record counts."""
+        optuna, study = self._optuna, self._study
+        self._quietly(lambda: study.tell(self._trials[-1], state=optuna.trial.TrialState.FAIL))
+        frozen = optuna.trial.create_trial(
+            state=optuna.trial.TrialState.RUNNING,
+            params=point,
+            distributions=distributions_of(optuna, self._space, point),
+        )
+        study.add_trial(frozen)
+        self._trials[-1] = optuna.trial.Trial(study, study.get_trials()[-1]._trial_id)
+
+    def tell(self, index: int, facts: Facts) -> None:
+        """What came of a trial.
+
+        Raises:
+            SpecError: the sampler raised.
+        """
+        states, trial = self._optuna.trial.TrialState, self._trials[index]
+        if facts.how == "pruned":
+            for rung, value in enumerate(facts.values, start=1):
+                trial.report(value, rung)
+            self._quietly(lambda: self._study.tell(trial, state=states.PRUNED))
+        elif facts.how == "finished" and facts.value is not None and facts.value == facts.value:
+            self._quietly(lambda: self._study.tell(trial, facts.value))
+        else:
+            self._quietly(lambda: self._study.tell(trial, state=states.FAIL))
+
+    def _ask(self) -> Any:
+        return self._quietly(self._study.ask)
+
+    def _value(self, trial: Any, name: str, of: Distribution) -> Scalar:
+        value = self._quietly(lambda: suggest(trial, name, of))
+        if not _has(of, value):
+            raise SpecError(
+                f"the sampler {self._name} suggests {name}={value!r}, which is not in {of!r}. "
+                "Give the sampler the space of the study, or use another one."
+            )
+        return to_scalar(name, value)
+
+    def _quietly(self, work: Any) -> Any:
+        """Do what calls the sampler; what it raises is said in words.
+
+        Raises:
+            SpecError: it raised.
+        """
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # its advice is for whoever calls it
+                return work()
+        except Exception as error:
+            raise SpecError(
+                f"the sampler {self._name} cannot serve this space: {type(error).__name__}: "
+                f"{str(error).rstrip('.')}. shoal's own are sampler='grid', 'random' and 'tpe'."
+            ) from error
+
+
+def check_repeats(sampler: Any, space: Mapping[str, Distribution], mode: str) -> None:
+    """Refuse a sampler that draws otherwise each time: its study could not be resumed.
+
+    Raises:
+        SpecError: two copies of it suggest different points.
+    """
+    drawn = []
+    for _ in range(2):
+        probe = Suggester(sampler, space, mode)
+        drawn.append([probe.suggest() for _ in range(_PROBES)])
+    if drawn[0] != drawn[1]:
+        name = type(sampler).__name__
+        raise SpecError(
+            f"the sampler {name} draws otherwise each time, so that no run could be repeated or "
+            f"resumed. Give it a seed: {name}(seed=0)."
+        )
+
+
+def _has(of: Distribution, value: Any) -> bool:
+    if isinstance(of, Choice):
+        return any(type(value) is type(one) and value == one for one in of.values)
+    return isinstance(value, int | float) and of.lo <= value <= of.hi

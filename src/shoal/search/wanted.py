@@ -1,0 +1,228 @@
+"""What a study asks of its search: which sampler, which pruner, and whether they can serve it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.core.errors import SpecError
+from shoal.core.spec import TrialSpec
+from shoal.search.judge import Judge
+from shoal.search.library import is_of, load_optuna
+from shoal.search.rules import Halving, Median, Rule, num_brackets
+from shoal.search.sampler import check_trials, specs_of, trials_of
+from shoal.search.search import Search
+from shoal.search.space import Distribution, check_space, is_finite
+from shoal.search.suggest import Suggester, check_repeats
+
+GENERATION = 9
+"""Trials that are decided about together; a number of three's powers halves without a rest."""
+_SAMPLERS = (None, "grid", "random", "tpe")
+_PRUNERS = (None, "asha", "hyperband", "median")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """A study's search, checked; ``sampler`` and ``pruner`` are a name or an object.
+
+    ``evaluations`` is how many a trial has, where that is known before its data is read.
+    """
+
+    name: str
+    space: Mapping[str, Distribution]
+    sampler: Any
+    pruner: Any
+    generation: int
+    trials: int | None
+    seed: int
+    mode: str
+    evaluations: int | None
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether trials depend on the results of others."""
+        return self.sampler not in ("grid", "random")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every trial is known from the start and trains to its end."""
+        return not self.is_adaptive and self.pruner is None
+
+    def begin(self) -> Search | None:
+        """The search at its start, no trial known yet; None for a plain one."""
+        if self.is_plain:
+            return None
+        rule = self._rule()
+        if not self.is_adaptive:
+            return Search(self.generation, rule)
+        suggester = Suggester(self._make_sampler(), self.space, self.mode)
+        assert self.trials is not None
+        return Search(self.generation, rule, suggester, self.trials)
+
+    def first_trials(self) -> tuple[TrialSpec, ...]:
+        """The trials that depend on no result.
+
+        Raises:
+            SpecError: more trials than points, or the sampler cannot serve the space.
+        """
+        if not self.is_adaptive:
+            return trials_of(self.space, self.trials, self.seed, self.sampler)
+        check_repeats(self._make_sampler(), self.space, self.mode)
+        search = self.begin()
+        assert search is not None
+        return specs_of(search.more(), self.seed)
+
+    def words(self) -> Mapping[str, str]:
+        """What of the search a study's record keeps; nothing of a plain one."""
+        if self.is_plain:
+            return {}
+        return {
+            "sampler": _name(self.sampler),
+            "pruner": _name(self.pruner),
+            "generation": str(self.generation),
+        }
+
+    def explain(self, known: int) -> tuple[str, ...]:
+        """What a plan says of it; ``known`` is how many trials it plans."""
+        lines = []
+        if self.is_adaptive:
+            lines.append(
+                f"  search: {_name(self.sampler)}; {known} of {self.trials} trials are known now, "
+                f"the others come in generations of {self.generation}, each when all but the one "
+                "before it have ended"
+            )
+        if self.pruner is not None:
+            lines.append(
+                f"  pruning: {_name(self.pruner)}; {self._rungs()} a trial waits for its "
+                f"generation of {self.generation}, and may end there"
+            )
+        return tuple(lines)
+
+    def _rungs(self) -> str:
+        return "after 1, 3, 9, ... evaluations" if self.pruner == "asha" else "after evaluations"
+
+    def _make_sampler(self) -> Any:
+        if self.sampler != "tpe":
+            return self.sampler
+        return load_optuna("sampler='tpe'").samplers.TPESampler(seed=self.seed)
+
+    def _rule(self) -> Rule | None:
+        if self.pruner is None:
+            return None
+        if self.pruner == "asha":
+            return Halving(self.mode)
+        if self.pruner == "hyperband":
+            assert self.evaluations is not None
+            return Halving(self.mode, num_brackets(self.evaluations))
+        if self.pruner == "median":
+            return Median(self.mode)
+        return Judge(self.pruner, self.mode, self.name, self.space)
+
+
+def check_search(
+    *,
+    name: str,
+    space: Any,
+    sampler: Any,
+    pruner: Any,
+    generation: int | None,
+    trials: int | None,
+    seed: int,
+    mode: str,
+    metric: str,
+    evaluations: int | None,
+) -> Wanted:
+    """A study's search, from what its user wrote.
+
+    Raises:
+        SpecError: an unknown name, Optuna is missing, or what is asked for cannot be served.
+    """
+    distributions = check_space(space)
+    if not (sampler in _SAMPLERS if isinstance(sampler, str | None) else _is_sampler(sampler)):
+        raise SpecError(_unknown("sampler", sampler, "'grid', 'random', 'tpe'"))
+    if not (pruner in _PRUNERS if isinstance(pruner, str | None) else _is_pruner(pruner)):
+        raise SpecError(_unknown("pruner", pruner, "'asha', 'hyperband', 'median'"))
+    if sampler is None:
+        sampler = "grid" if is_finite(distributions) else "random"
+    wanted = Wanted(
+        name=name,
+        space=distributions,
+        sampler=sampler,
+        pruner=pruner,
+        generation=_checked_generation(generation),
+        trials=trials,
+        seed=seed,
+        mode=mode,
+        evaluations=evaluations,
+    )
+    if wanted.is_adaptive:
+        _check_adaptive(wanted)
+    if pruner is not None:
+        _check_pruner(wanted, metric)
+    return wanted
+
+
+def _check_adaptive(wanted: Wanted) -> None:
+    check_trials(wanted.trials)
+    if wanted.trials is None:
+        raise SpecError(
+            f"how many trials? sampler={_name(wanted.sampler)!r} goes on for ever: give trials=N."
+        )
+    if not wanted.space:
+        raise SpecError(
+            f"sampler={_name(wanted.sampler)!r} has nothing to choose: space is empty."
+        )
+    if wanted.sampler == "tpe":
+        load_optuna("sampler='tpe'")
+
+
+def _check_pruner(wanted: Wanted, metric: str) -> None:
+    label = f"pruner={_name(wanted.pruner)!r}"
+    if metric == "train_loss":
+        raise SpecError(
+            f"{label} compares what trials reach at their evaluations, and metric='train_loss' "
+            "is none of these. Give the recipe validation data and metric='valid_loss', or a "
+            "metric of the recipe's own."
+        )
+    if wanted.evaluations is not None and wanted.evaluations < 2:
+        raise SpecError(
+            f"{label} ends trials between two evaluations, and {metric!r} is evaluated only once, "
+            "at the end. Train for more epochs, or give eval_every= so many steps that there are "
+            "some before the end."
+        )
+    if wanted.pruner == "hyperband" and wanted.evaluations is None:
+        raise SpecError(
+            f"{label} has to know how often a trial is evaluated. Give epochs= without "
+            "eval_every=, or steps= with it; pruner='asha' needs to know neither."
+        )
+
+
+def _checked_generation(generation: Any) -> int:
+    if generation is None:
+        return GENERATION
+    if type(generation) is not int or generation < 1:
+        raise SpecError(f"generation is a whole number of trials from 1, got {generation!r}.")
+    return generation
+
+
+def _is_sampler(value: object) -> bool:
+    return is_of(value, "samplers", "BaseSampler")
+
+
+def _is_pruner(value: object) -> bool:
+    return is_of(value, "pruners", "BasePruner")
+
+
+def _unknown(what: str, value: object, names: str) -> str:
+    kind = "" if isinstance(value, str) else f", a {type(value).__name__}"
+    return (
+        f"{what}={value!r}{kind} is not known: {what} is None, {names}, or an object of "
+        f"optuna.{what}s (pip install 'shoal[search]')."
+    )
+
+
+def _name(value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return str(value or "none")
+    return f"{type(value).__module__.split('.')[0]}'s {type(value).__name__}"

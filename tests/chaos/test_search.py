@@ -1,0 +1,307 @@
+"""A search that is killed, disturbed, short of memory or meddled with comes to the same trials."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+
+import pytest
+import searches
+import studies
+import torch
+from listening import Heard, Orders
+from processes import Runner
+
+import shoal
+from shoal.control import CloneTrial, Continue, Pause, StopTrial
+from shoal.core.errors import CapacityError, SpecError
+from shoal.core.event import StudyPaused, TrialParked, TrialPruned
+from shoal.execution import floor
+from shoal.execution.trial import TrialRun
+from shoal.memory.store import create_region
+from shoal.runtime import checkpoint
+from shoal.testing import assert_same, plain_loop
+from shoal.verify import read_losses
+
+pytestmark = pytest.mark.slow
+
+
+optuna = pytest.importorskip("optuna")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, warm_workers):
+    """What the study comes to on one device, when nothing happens."""
+    study = searches.make(tmp_path_factory.mktemp("search"))
+    studies.run(study, warm_workers)
+    return searches.outcome(study.directory)
+
+
+def states(report):
+    return [str(trial.state) for trial in report.trials]
+
+
+# -- killed, disturbed ------------------------------------------------------------------------
+
+
+def test_the_undisturbed_study_has_pruned_some_and_come_to_all_trials(undisturbed):
+    ends = [state for _, _, _, state, _, _ in undisturbed]
+    assert len(ends) == searches.TRIALS
+    assert set(ends) == {"PRUNED", "FINISHED"}
+    assert any("dropout" in hp for _, hp, _, _, _, _ in undisturbed)
+    assert any("dropout" not in hp for _, hp, _, _, _, _ in undisturbed)
+
+
+def test_a_search_killed_at_delicate_instants_comes_to_the_same_leaderboard(tmp_path, undisturbed):
+    runner = Runner(tmp_path, maker="searches")
+    for hook in ("kill before TrialPruned", "kill after TrialFinished"):
+        assert runner.run(hook) == -signal.SIGKILL, runner.words()
+    assert runner.start(verb="resume").wait() == 0, runner.words()
+    assert searches.outcome(runner.place) == undisturbed
+    for trial in shoal.open(runner.place, searches.recipe()).trials:
+        assert trial.load_state()["step"] == trial.history[-1]["step"]
+
+
+def test_a_search_killed_at_a_random_instant_comes_to_the_same_leaderboard(tmp_path, undisturbed):
+    seed = random.SystemRandom().randrange(10**6)
+    sys.stderr.write(f"seed {seed}\n")  # shown when it fails
+    draw, runner = random.Random(seed), Runner(tmp_path, maker="searches", devices=3)
+    process = runner.start(**{studies.PACE_S: "0.02"})
+    process.wait_for("StepFinished", or_end=True)
+    if not process.is_over_after(draw.uniform(0.0, 2.0)):
+        process.kill()
+    assert runner.run() == 0, runner.words()
+    assert searches.outcome(runner.place) == undisturbed
+
+
+def test_the_death_of_workers_changes_nothing(tmp_path, undisturbed):
+    runner = Runner(tmp_path, maker="searches")
+    process = runner.start(**{studies.PACE_S: "0.01"})
+    for _ in range(2):
+        process.wait_for("TrialParked")
+        workers = [pid for pid, words in process.members().items() if "runtime.worker" in words]
+        process.send_to(workers[0], signal.SIGKILL)
+    assert process.wait() == 0, runner.words()
+    assert searches.outcome(runner.place) == undisturbed
+
+
+# -- exact ------------------------------------------------------------------------------------
+
+
+def test_pruning_leaves_every_trial_on_the_bits_of_training_alone(tmp_path, warm_workers):
+    study = searches.make(tmp_path, generation=4, trials=8)
+    report = studies.run(study, warm_workers, devices=2)
+
+    losses = read_losses(study.directory)
+    assert {"PRUNED", "FINISHED"} == set(states(report))
+    for trial in report.trials:
+        plain = plain_loop(searches.recipe(), trial.hp, trial.seed, epochs=searches.EPOCHS)
+        if trial.state == "FINISHED":
+            assert_same(plain, trial, losses=losses[trial.number])
+        else:
+            taken = losses[trial.number]
+            assert tuple(taken) == tuple(plain.losses[: len(taken)])
+            assert 0 < len(taken) < len(plain.losses)
+            step = trial.load_state()["step"]
+            assert step == len(taken) == trial.history[-1]["step"]
+
+
+def test_a_lease_that_ends_before_its_first_step_loses_nothing(
+    tmp_path, warm_workers, monkeypatch, assert_alone
+):
+    """What is on its way to a device must not be stored from there before it has come."""
+    granted = {}
+    before_halt = TrialRun.before_halt
+
+    def early(state, step):
+        count = granted[state.job.trial] = granted.get(state.job.trial, 0) + 1
+        return state.step if count < 3 else before_halt(state, step)
+
+    monkeypatch.setattr(TrialRun, "before_halt", early)
+    study = searches.make(tmp_path, sampler="random", pruner=None, trials=6)
+    report = studies.run(study, warm_workers, devices=2)
+    assert all(count >= 3 for count in granted.values())
+    assert_alone(report, report.trials, searches.recipe(), epochs=searches.EPOCHS)
+
+
+def test_a_pruned_trial_is_not_the_best_and_can_be_loaded(tmp_path, warm_workers):
+    report = studies.run(searches.make(tmp_path), warm_workers)
+
+    pruned = next(trial for trial in report.trials if trial.state == "PRUNED")
+    assert report.best.state == "FINISHED"
+    assert "PRUNED" in str(report)
+    assert pruned.load()(torch.zeros(2, 6)).shape == (2, 3)
+    again = studies.run(searches.make(tmp_path), warm_workers)
+    assert states(again) == states(report)  # nothing is begun anew
+
+
+# -- short of memory, meddled with ------------------------------------------------------------
+
+
+def test_where_the_host_has_no_room_for_a_generation_one_waits_on_disk(
+    tmp_path, warm_workers, monkeypatch, undisturbed
+):
+    there, refused = set(), []
+    close = TrialRun.close
+
+    def create(name, num_bytes):
+        if len(there) >= 2:
+            refused.append(name)
+            raise CapacityError("cannot allocate 1 MiB of host memory")
+        there.add(name.rpartition("-")[2])
+        return create_region(name, num_bytes)
+
+    def closed(state):
+        there.discard(str(state.job.trial))
+        close(state)
+
+    monkeypatch.setattr(floor, "create_region", create)
+    monkeypatch.setattr(TrialRun, "close", closed)
+    study = searches.make(tmp_path)
+    studies.run(study, warm_workers)
+    assert refused
+    assert searches.outcome(study.directory) == undisturbed
+
+
+def test_a_trial_that_waits_at_its_rung_can_be_stopped_and_the_others_go_on(
+    tmp_path, warm_workers, monkeypatch
+):
+    study, orders = searches.make(tmp_path), Orders(tmp_path / "k", monkeypatch)
+    orders.at(lambda e: isinstance(e, TrialParked) and e.trial == 0, StopTrial(trial=0), "stop")
+    report = studies.run(study, warm_workers, callbacks=[orders])
+    assert "stopped" in orders.join()["stop"]["text"]
+    assert states(report)[0] == "STOPPED"
+    assert len(report.trials) == searches.TRIALS
+    assert {"PRUNED", "FINISHED"} == set(states(report)[1:])
+
+
+def test_a_search_can_be_paused_while_trials_wait_at_their_rung(
+    tmp_path, warm_workers, monkeypatch, undisturbed
+):
+    study, orders = searches.make(tmp_path), Orders(tmp_path / "k", monkeypatch)
+    orders.at(lambda e: isinstance(e, TrialParked) and e.trial == 1, Pause(), "pause")
+    orders.at(lambda e: isinstance(e, StudyPaused), Continue(), "continue")
+    studies.run(study, warm_workers, callbacks=[orders])
+    assert "going on" in orders.join()["continue"]["text"]
+    assert searches.outcome(study.directory) == undisturbed
+
+
+def test_a_clone_belongs_to_no_generation_and_trains_to_its_end(
+    tmp_path, warm_workers, monkeypatch, undisturbed
+):
+    study, orders = searches.make(tmp_path, trials=6), Orders(tmp_path / "k", monkeypatch)
+    worst = CloneTrial(trial=1, changes={}, warm=False)
+    orders.at(lambda e: isinstance(e, TrialPruned) and e.trial == 1, worst, "clone")
+    report = studies.run(study, warm_workers, callbacks=[orders])
+    assert orders.join()["clone"]["trials"] == [6]
+    assert states(report)[6] == "FINISHED"
+    assert searches.outcome(study.directory)[:6] == undisturbed[:6]
+
+
+def test_a_point_that_fits_no_device_fails_alone(tmp_path, warm_workers):
+    recipe = shoal.Recipe(model=_wide, data=searches.data, loss=searches.loss)
+    options = {"space": {"lr": 0.01, "width": shoal.choice(8, 100_000)}, "trials": 7}
+    options |= {"generation": 2, "epochs": 1, "sampler": Scripted({4: 100_000, 6: 100_000})}
+    report = studies.run(shoal.Study("k", recipe, directory=tmp_path, **options), warm_workers)
+    assert states(report) == ["FINISHED"] * 4 + ["FAILED", "FINISHED", "FAILED"]
+    assert "PlanError" in report.trials[4].error
+
+
+class Scripted(optuna.samplers.BaseSampler):
+    """Suggests a width by the number of the trial, 8 unless told otherwise."""
+
+    def __init__(self, widths) -> None:
+        self.widths = widths
+
+    def infer_relative_search_space(self, study, trial):
+        return {}
+
+    def sample_relative(self, study, trial, search_space):
+        return {}
+
+    def sample_independent(self, study, trial, name, distribution):
+        return self.widths.get(trial.number, 8) if name == "width" else 0.01
+
+
+def _wide(hp):
+    return torch.nn.Sequential(torch.nn.Linear(6, hp["width"]), torch.nn.Linear(hp["width"], 3))
+
+
+def test_more_trials_of_a_search_are_asked_for_by_its_file(tmp_path, warm_workers):
+    first = studies.run(searches.make(tmp_path, trials=5), warm_workers)
+    with pytest.raises(SpecError, match=r"cannot be extended by hand.*trials=7"):
+        studies.run(searches.make(tmp_path, trials=5), warm_workers, extend=2)
+    more = studies.run(searches.make(tmp_path, trials=9), warm_workers)
+    assert [dict(t.hp) for t in more.trials[:5]] == [dict(t.hp) for t in first.trials]
+    assert len(more.trials) == 9
+    with pytest.raises(SpecError, match="its search came to 9 already"):
+        studies.run(searches.make(tmp_path, trials=7), warm_workers)
+
+
+def test_a_search_goes_on_by_its_own_rules_only(tmp_path, warm_workers):
+    studies.run(searches.make(tmp_path, trials=4), warm_workers)
+    for change, word in (
+        ({"pruner": "median"}, "had pruner=asha"),
+        ({"pruner": None}, "had pruner=asha"),
+        ({"generation": 2}, "had generation=3"),
+        ({"epochs": 5}, "had epochs=4"),
+        ({"mode": "max"}, "had mode=min"),
+    ):
+        with pytest.raises(SpecError, match=word):
+            studies.run(searches.make(tmp_path, trials=4, **change), warm_workers)
+
+
+# -- what a pruner cannot work with -----------------------------------------------------------
+
+
+def test_without_validation_data_a_pruner_says_so(tmp_path, warm_workers):
+    recipe = shoal.Recipe(model=searches.build, data=_unvalidated, loss=searches.loss)
+    study = shoal.Study(
+        *("k", recipe), space=searches.SPACE, trials=3, epochs=2, pruner="asha",
+        directory=tmp_path,
+    )  # fmt: skip
+    report = studies.run(study, warm_workers)
+    assert states(report) == ["FAILED"] * 3
+    assert "compares 'valid_loss', and the evaluation after step 4" in report.trials[0].error
+
+
+def _unvalidated(hp):
+    return searches.data(hp)[0], None
+
+
+def test_data_of_no_known_length_is_refused_before_anything_trains(tmp_path, warm_workers):
+    recipe = shoal.Recipe(model=searches.build, data=_endless, loss=searches.loss)
+    study = shoal.Study(
+        *("k", recipe), space=searches.SPACE, trials=3, epochs=2, pruner="asha",
+        directory=tmp_path,
+    )  # fmt: skip
+    with pytest.raises(shoal.core.errors.PlanError, match="does not say how many"):
+        studies.run(study, warm_workers)
+    assert not (tmp_path / "k").exists()
+
+
+class _Stream:
+    def __init__(self, batches) -> None:
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+def _endless(hp):
+    train, valid = searches.data(hp)
+    return _Stream(list(train)), valid
+
+
+def test_a_study_that_keeps_the_best_keeps_no_state_of_the_pruned(tmp_path, warm_workers):
+    heard = Heard()
+    study = searches.make(tmp_path, keep_finished="best:1")
+    studies.run(study, warm_workers, callbacks=[heard])
+    pruned = heard.of(TrialPruned)
+    assert pruned
+    assert all(event.checkpoint for event in pruned)
+    for event in pruned:
+        assert not checkpoint.generations(study.directory, event.trial).all()
+    assert os.listdir(study.directory)

@@ -1,0 +1,178 @@
+"""What is asked of a search, and what is said of what cannot be served."""
+
+import builtins
+import subprocess
+import sys
+
+import pytest
+
+import shoal
+from shoal.core.errors import SpecError
+from shoal.search import choice, integer, log_uniform, uniform
+from shoal.search.wanted import check_search
+
+optuna = pytest.importorskip("optuna")
+SPACE = {"lr": log_uniform(1e-5, 1e-1), "kind": choice("a", "b", when={"a": {"k": integer(1, 3)}})}
+
+
+def ask(space=SPACE, *, metric="valid_loss", **options):
+    usual = {"name": "s", "sampler": None, "pruner": None, "generation": None, "trials": 12}
+    usual |= {"seed": 0, "mode": "min", "evaluations": 9}
+    return check_search(space=space, metric=metric, **(usual | options))
+
+
+def points(**options):
+    return [dict(trial.hp) for trial in ask(**options).first_trials()]
+
+
+# -- what is served ---------------------------------------------------------------------------
+
+
+def test_a_plain_study_keeps_nothing_of_a_search_and_begins_none():
+    assert ask().begin() is None
+    assert ask().words() == {}
+    assert ask().explain(3) == ()
+    assert ask({"a": choice(1, 2)}, trials=None).sampler == "grid"
+
+
+def test_tpe_gives_two_generations_before_any_result_and_the_same_ones_each_time():
+    first = points(sampler="tpe", trials=40, generation=4)
+    assert len(first) == 8
+    assert points(sampler="tpe", trials=99, generation=4) == first
+    assert points(sampler="tpe", trials=40, generation=4, seed=1) != first
+    assert all(("k" in point) == (point["kind"] == "a") for point in first)
+
+
+def test_a_sampler_object_is_asked_and_left_as_it_was():
+    sampler = optuna.samplers.RandomSampler(seed=3)
+    assert points(sampler=sampler, generation=6) == points(sampler=sampler, generation=6)
+
+
+def test_a_study_says_in_its_plan_how_trials_come_and_end():
+    words = "\n".join(ask(sampler="tpe", pruner="asha", trials=40).explain(18))
+    assert "tpe; 18 of 40 trials are known now" in words
+    assert "after 1, 3, 9, ... evaluations" in words
+    own = ask(sampler=optuna.samplers.RandomSampler(seed=1), pruner=optuna.pruners.NopPruner())
+    assert own.words() == {
+        "sampler": "optuna's RandomSampler",
+        "pruner": "optuna's NopPruner",
+        "generation": "9",
+    }
+
+
+# -- what is not ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", ["tpee", "TPE", "cmaes", 3, object()])
+def test_an_unknown_sampler_is_refused_with_those_there_are(asked):
+    with pytest.raises(SpecError, match=r"sampler=.*not known.*'grid', 'random', 'tpe'"):
+        ask(sampler=asked)
+
+
+@pytest.mark.parametrize("asked", ["sha", True, optuna.samplers.RandomSampler(seed=0)])
+def test_an_unknown_pruner_is_refused_with_those_there_are(asked):
+    with pytest.raises(SpecError, match=r"pruner=.*not known.*'asha', 'hyperband', 'median'"):
+        ask(pruner=asked)
+
+
+@pytest.mark.parametrize("generation", [0, -1, 2.0, True, "3"])
+def test_a_generation_is_a_number_of_trials(generation):
+    with pytest.raises(SpecError, match="whole number of trials from 1"):
+        ask(generation=generation)
+
+
+def test_a_sampler_without_end_needs_a_number_of_trials():
+    with pytest.raises(SpecError, match="goes on for ever: give trials=N"):
+        ask(sampler="tpe", trials=None)
+    with pytest.raises(SpecError, match="nothing to choose"):
+        ask({}, sampler="tpe")
+
+
+def test_a_sampler_that_draws_otherwise_each_time_needs_a_seed():
+    with pytest.raises(SpecError, match=r"RandomSampler\(seed=0\)"):
+        ask(sampler=optuna.samplers.RandomSampler()).first_trials()
+
+
+def test_without_optuna_a_search_says_what_to_install(monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.partition(".")[0] == "optuna":
+            raise ModuleNotFoundError("No module named 'optuna'")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(SpecError, match=r"sampler='tpe' needs Optuna.*shoal\[search\]"):
+        ask(sampler="tpe")
+    assert ask(pruner="asha", sampler="random").begin() is not None  # needs no Optuna
+
+
+def test_optuna_is_imported_by_nobody_who_does_not_ask():
+    code = "import sys, shoal.study, shoal.ui.cli; sys.exit('optuna' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("evaluations", [0, 1])
+def test_a_pruner_needs_evaluations_before_the_end(evaluations):
+    with pytest.raises(SpecError, match="evaluated only once, at the end"):
+        ask(pruner="asha", evaluations=evaluations)
+
+
+def test_a_pruner_needs_a_metric_of_evaluations():
+    with pytest.raises(SpecError, match="'train_loss' is none of these"):
+        ask(pruner="median", metric="train_loss")
+
+
+def test_hyperband_needs_to_know_how_long_trials_are():
+    with pytest.raises(SpecError, match=r"has to know how often.*pruner='asha'"):
+        ask(pruner="hyperband", evaluations=None)
+
+
+class Stubborn(optuna.samplers.BaseSampler):
+    """Suggests what it was told to."""
+
+    def __init__(self, relative=None, alone=None) -> None:
+        self.relative, self.alone = relative or {}, alone
+
+    def infer_relative_search_space(self, study, trial):
+        kind = optuna.distributions.FloatDistribution(0, 1)
+        return dict.fromkeys(self.relative, kind)
+
+    def sample_relative(self, study, trial, search_space):
+        return self.relative
+
+    def sample_independent(self, study, trial, name, distribution):
+        return self.alone
+
+
+def test_a_name_that_is_not_in_the_space_is_refused():
+    with pytest.raises(SpecError, match=r"'depth', which is no name.*it has kind, lr"):
+        ask({"lr": 0.1, "kind": "a"}, sampler=Stubborn({"depth": 0.5}, 0.1)).first_trials()
+
+
+@pytest.mark.parametrize("value", [7.0, -1.0])
+def test_a_value_outside_the_space_is_refused(value):
+    space = {"lr": uniform(0, 1)}
+    with pytest.raises(SpecError, match=rf"Stubborn suggests lr={value}, which is not in"):
+        ask(space, sampler=Stubborn(alone=value)).first_trials()
+
+
+def test_a_value_that_is_none_of_a_choices_is_refused():
+    with pytest.raises(SpecError, match="Stubborn cannot serve this space"):
+        ask({"kind": choice("a", "b")}, sampler=Stubborn(alone="c")).first_trials()
+
+
+def test_a_sampler_that_cannot_serve_the_space_is_refused_with_its_words():
+    grid = optuna.samplers.GridSampler({"kind": ["a", "b"]}, seed=0)
+    with pytest.raises(SpecError, match=r"GridSampler cannot serve.*name, lr, is not found"):
+        ask(sampler=grid).first_trials()
+
+
+def test_a_study_passes_on_what_it_is_told(tmp_path):
+    recipe = shoal.Recipe(model=print, data=print)
+    with pytest.raises(SpecError, match="evaluated only once"):
+        shoal.Study("s", recipe, space=SPACE, trials=3, epochs=1, pruner="asha")
+    with pytest.raises(SpecError, match="evaluated only once"):
+        shoal.Study("s", recipe, space=SPACE, trials=3, steps=9, eval_every=9, pruner="asha")
+    study = shoal.Study("s", recipe, space=SPACE, trials=30, epochs=9, sampler="tpe")
+    assert len(study.trials) == 18
