@@ -1,0 +1,234 @@
+"""Models of HFTA's kinds and sizes of search: what many trials of one shape look like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+WORDS = 64
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, a batch of it, and the bar: how many times the best serial loop."""
+
+    model: Callable[[Any], nn.Module]
+    batch: Callable[[torch.Generator], tuple[Tensor, Tensor]]
+    bar: float
+
+
+def mlp(hp: Any) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2)
+    )
+
+
+class Language(nn.Module):
+    def __init__(self, width: int, drop: float) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(WORDS, width)
+        layer = nn.TransformerEncoderLayer(width, 2, 2 * width, drop, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(width, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.body(self.tokens(tokens)))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(WORDS, 16)
+        self.body = nn.LSTM(16, 16, batch_first=True)
+        self.head = nn.Linear(16, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.body(self.tokens(tokens))[0])
+
+
+def conv_norm(
+    inside: int, outside: int, size: int, stride: int = 1, groups: int = 1, act: Any = nn.ReLU
+) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(inside, outside, size, stride, size // 2, groups=groups, bias=False),
+        nn.BatchNorm2d(outside),
+        act(),
+    )
+
+
+def cnn(hp: Any) -> nn.Module:
+    layers = [conv_norm(3 if i == 0 else 16, 16, 3) for i in range(6)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+
+
+class Squeeze(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        inner = max(8, width // 4)
+        self.down, self.up = nn.Conv2d(width, inner, 1), nn.Conv2d(inner, width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * F.hardsigmoid(self.up(F.relu(self.down(F.adaptive_avg_pool2d(x, 1)))))
+
+
+class Inverted(nn.Module):
+    """A block of MobileNetV3 (Howard et al., 2019)."""
+
+    def __init__(self, inside: int, row: tuple[int, int, int, bool, Any, int]) -> None:
+        super().__init__()
+        size, middle, outside, squeezes, act, stride = row
+        self.residual = stride == 1 and inside == outside
+        self.body = nn.Sequential(
+            conv_norm(inside, middle, 1, act=act),
+            conv_norm(middle, middle, size, stride, middle, act),
+            Squeeze(middle) if squeezes else nn.Identity(),
+            conv_norm(middle, outside, 1, act=nn.Identity),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x) if self.residual else self.body(x)
+
+
+R, S = nn.ReLU, nn.Hardswish
+SMALL = [
+    (3, 16, 16, True, R, 2),
+    (3, 72, 24, False, R, 2),
+    (3, 88, 24, False, R, 1),
+    (5, 96, 40, True, S, 2),
+    (5, 240, 40, True, S, 1),
+    (5, 240, 40, True, S, 1),
+    (5, 120, 48, True, S, 1),
+    (5, 144, 48, True, S, 1),
+    (5, 288, 96, True, S, 2),
+    (5, 576, 96, True, S, 1),
+    (5, 576, 96, True, S, 1),
+]
+
+
+def mobilenet(hp: Any) -> nn.Module:
+    layers: list[nn.Module] = [conv_norm(3, 16, 3, 2, act=S)]
+    inside = 16
+    for row in SMALL:
+        layers.append(Inverted(inside, row))
+        inside = row[2]
+    head = [conv_norm(96, 576, 1, act=S), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers, *head, nn.Linear(576, 1024), S(), nn.Linear(1024, 10))
+
+
+def generator(hp: Any) -> nn.Module:
+    """DCGAN's generator to 32 x 32, 16 channels wide."""
+    widths, layers = (64, 32, 16), []
+    inside = 32
+    for at, outside in enumerate(widths):
+        stride, padding = (1, 0) if at == 0 else (2, 1)
+        layers += [
+            nn.ConvTranspose2d(inside, outside, 4, stride, padding, bias=False),
+            nn.BatchNorm2d(outside),
+            nn.ReLU(True),
+        ]
+        inside = outside
+    return nn.Sequential(*layers, nn.ConvTranspose2d(16, 3, 4, 2, 1, bias=False), nn.Tanh())
+
+
+def wide(hp: Any) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
+    )
+
+
+class Residual(nn.Module):
+    """A block of ResNet-18."""
+
+    def __init__(self, inside: int, outside: int, stride: int) -> None:
+        super().__init__()
+        self.one = conv_norm(inside, outside, 3, stride)
+        self.two = conv_norm(outside, outside, 3, act=nn.Identity)
+        same = inside == outside
+        self.short = (
+            nn.Identity() if same else conv_norm(inside, outside, 1, stride, act=nn.Identity)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.two(self.one(x)) + self.short(x))
+
+
+def resnet(hp: Any) -> nn.Module:
+    rows = [(64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
+    rows += [(128, 256, 2), (256, 256, 1), (256, 512, 2), (512, 512, 1)]
+    blocks = [Residual(*row) for row in rows]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)]
+    return nn.Sequential(conv_norm(3, 64, 3), *blocks, *head)
+
+
+class PointNet(nn.Module):
+    """The classifier's trunk (Qi et al., 2017), without its transforms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for inside, outside in ((3, 64), (64, 128), (128, 1024)):
+            layers += [nn.Conv1d(inside, outside, 1), nn.BatchNorm1d(outside), nn.ReLU()]
+        self.points = nn.Sequential(*layers)
+        self.head = nn.Sequential(nn.Linear(1024, 256), nn.ReLU(), nn.Linear(256, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.points(x).amax(-1))
+
+
+def words(rows: int, length: int) -> Any:
+    def batch(draws: torch.Generator) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(WORDS, (rows, length + 1), generator=draws)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    return batch
+
+
+def images(rows: int, size: int) -> Any:
+    def batch(draws: torch.Generator) -> tuple[Tensor, Tensor]:
+        x = torch.randn(rows, 3, size, size, generator=draws)
+        return x, torch.randint(10, (rows,), generator=draws)
+
+    return batch
+
+
+def table(draws: torch.Generator) -> tuple[Tensor, Tensor]:
+    return torch.randn(64, 32, generator=draws), torch.randint(2, (64,), generator=draws)
+
+
+def large_table(draws: torch.Generator) -> tuple[Tensor, Tensor]:
+    return torch.randn(256, 64, generator=draws), torch.randint(10, (256,), generator=draws)
+
+
+def clouds(draws: torch.Generator) -> tuple[Tensor, Tensor]:
+    return torch.randn(4, 3, 128, generator=draws), torch.randint(10, (4,), generator=draws)
+
+
+def noise(draws: torch.Generator) -> tuple[Tensor, Tensor]:
+    return torch.randn(8, 32, 1, 1, generator=draws), torch.rand(8, 3, 32, 32, generator=draws)
+
+
+def loss(output: Tensor, batch: Any) -> Tensor:
+    target = batch[1]
+    if target.is_floating_point():
+        return F.mse_loss(output, target)
+    return F.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+WORKLOADS = {
+    "tabular MLP": Workload(mlp, table, 3.0),
+    "tiny Transformer LM": Workload(lambda hp: Language(32, 0.0), words(2, 16), 5.0),
+    "tiny Transformer LM, dropout 0.1": Workload(lambda hp: Language(32, 0.1), words(2, 16), 0.97),
+    "small LSTM": Workload(lambda hp: Recurrent(), words(4, 10), 6.0),
+    "MobileNetV3-small": Workload(mobilenet, images(4, 32), 1.35),
+    "small CNN": Workload(cnn, images(8, 16), 1.25),
+    "DCGAN generator": Workload(generator, noise, 1.15),
+    "wide MLP": Workload(wide, large_table, 0.97),
+    "Transformer LM of width 128": Workload(lambda hp: Language(128, 0.0), words(4, 32), 0.97),
+    "PointNet": Workload(lambda hp: PointNet(), clouds, 0.97),
+    "ResNet-18": Workload(resnet, images(2, 32), 0.97),
+}

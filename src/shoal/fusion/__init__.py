@@ -1,0 +1,32 @@
+"""Trials of one shape as one array: match, stack, train, and give back each as if alone."""
+
+from shoal.fusion.array import Array, Stepped
+from shoal.fusion.crew import ArrayBackend
+from shoal.fusion.declined import Declined
+from shoal.fusion.dryrun import dry_run
+from shoal.fusion.fused import StackedBackend
+from shoal.fusion.loop import LoopBackend
+from shoal.fusion.match import Signature, ToldApart, first_difference, groups, told_apart
+from shoal.fusion.member import Member
+from shoal.fusion.signature import signature_of
+from shoal.fusion.stacked import Stacked, stack, unstack
+
+__all__ = [
+    "Array",
+    "ArrayBackend",
+    "Declined",
+    "LoopBackend",
+    "Member",
+    "Signature",
+    "Stacked",
+    "StackedBackend",
+    "Stepped",
+    "ToldApart",
+    "dry_run",
+    "first_difference",
+    "groups",
+    "signature_of",
+    "stack",
+    "told_apart",
+    "unstack",
+]

@@ -1,0 +1,305 @@
+"""An array: trials of one signature that train as one, each as it would alone.
+
+    reason = dry_run(members, batches)     # before they are trusted to an array
+    array = Array(members)
+    result = array.step(batches)           # one batch per slot, None for one that waits
+    member = array.retire(2)               # a trial leaves, its neighbours' bits unchanged
+    array.refill(2, another)               # the next one comes: another membership epoch
+    state = array.extract(0)               # what ``plain_loop`` would have, by name
+
+Batches are fetched by the caller, each within ``array.streams(slot)``.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from shoal.core.errors import TrialError
+from shoal.fusion.admission import require_signature, shared_signature, shell
+from shoal.fusion.batches import layout_of
+from shoal.fusion.crew import ArrayBackend, Crew, Trained
+from shoal.fusion.finish import Finisher
+from shoal.fusion.fused import StackedBackend
+from shoal.fusion.loop import LoopBackend, current_rng, torch_streams_of
+from shoal.fusion.member import Member
+from shoal.fusion.stacked import stack
+from shoal.fusion.streams import SlotStreams
+from shoal.recipe import to_device
+
+
+class Stepped(NamedTuple):
+    """One step of all slots: mean losses, NaN where a slot waited, and errors by slot."""
+
+    losses: tuple[float, ...]
+    failures: Mapping[int, Exception]
+
+
+class _Tally:
+    """What the micro-batches of one step have come to so far."""
+
+    def __init__(self, width: int) -> None:
+        self.totals, self.counts = [0.0] * width, [0] * width
+        self.failures: dict[int, Exception] = {}
+        self.together: set[int] = set()  # slots with gradients among the stacked ones
+        self.apart: set[int] = set()  # slots with gradients of their own
+
+    def add(self, taking: Sequence[bool], trained: Trained, *, is_alone: bool) -> None:
+        self.failures.update(trained.failures)
+        losses = trained.losses.tolist()
+        for slot in (s for s, is_taking in enumerate(taking) if is_taking):
+            self.totals[slot] += losses[slot]
+            self.counts[slot] += 1
+            (self.apart if is_alone else self.together).add(slot)
+
+    def means(self) -> tuple[float, ...]:
+        """Mean loss of every slot; NaN where there is none."""
+        pairs = zip(self.totals, self.counts, strict=True)
+        return tuple(total / count if count else math.nan for total, count in pairs)
+
+
+def _most_common(layouts: Sequence[Hashable]) -> Hashable:
+    return Counter(layout for layout in layouts if layout is not None).most_common(1)[0][0]
+
+
+class Array:
+    """N slots with a trial each; owns the trials' tensors until they are given back.
+
+    ``epoch`` counts memberships. Within one a slot's bits do not depend on whether its
+    neighbours wait, fail or have retired; another width rounds in other ways. A slot whose
+    trial failed waits until it is retired.
+
+    Raises:
+        Declined: trials of different signatures, or a recipe that no array can train.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        *,
+        device: str | torch.device = "cpu",
+        backend: ArrayBackend | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        self.backend: ArrayBackend = StackedBackend() if backend is None else backend
+        self.epoch = 0
+        self._lone = LoopBackend()
+        self._signature = shared_signature(members)
+        self._form(members)
+
+    def _form(self, members: Sequence[Member]) -> None:
+        self._occupied = [True] * len(members)
+        self._failed: set[int] = set()
+        for member in members:
+            member.module.train()
+        self._crew = Crew(
+            members=list(members),
+            stacked=stack([member.module for member in members]),
+            streams=SlotStreams([member.rng for member in members], self.device),
+            device=self.device,
+        )
+        self._finisher = Finisher(self._crew, self.backend)
+        self._usual: Hashable = None  # the layout of batches that run stacked
+        self.backend.changed(self._crew)
+
+    @property
+    def width(self) -> int:
+        return self._crew.width
+
+    @property
+    def occupied(self) -> tuple[int, ...]:
+        """Slots with a trial."""
+        return tuple(slot for slot, is_in in enumerate(self._occupied) if is_in)
+
+    def member(self, slot: int) -> Member:
+        """The trial in a slot; its tensors are the array's rows."""
+        self._require_occupied(slot)
+        return self._crew.members[slot]
+
+    @contextmanager
+    def streams(self, slot: int) -> Iterator[None]:
+        """The slot's random streams in the process's place: around fetching its batch."""
+        self._require_occupied(slot)
+        with torch_streams_of(self._crew, slot):
+            yield
+
+    # -- training --------------------------------------------------------------------
+
+    def step(self, *micro_batches: Sequence[Any]) -> Stepped:
+        """One optimizer step: for each micro-batch, the batches of all slots.
+
+        None stands for a slot that takes no part; in a later micro-batch, for a group of
+        batches that has ended.
+
+        Raises:
+            Declined: the models cannot run as one array after all; nothing has changed, if
+                it was the step's first micro-batch.
+        """
+        self._finisher.drop_gradients(self.occupied)
+        tally = _Tally(self.width)
+        for batches in micro_batches:
+            active = self._taking_part(batches, tally.failures)
+            if any(active):
+                self._train(batches, active, tally)
+        means = tally.means()
+        tally.failures.update(self._nonfinite(means, tally))
+        stepping = [s for s, count in enumerate(tally.counts) if count and s not in tally.failures]
+        mixed = tally.apart & tally.together
+        tally.failures.update(self._finisher.finish(stepping, tally.apart, mixed))
+        self._failed |= set(tally.failures)
+        return Stepped(means, tally.failures)
+
+    def _taking_part(
+        self, batches: Sequence[Any], failures: Mapping[int, Exception]
+    ) -> list[bool]:
+        if len(batches) != self.width:
+            raise ValueError(f"{self.width} slots need a batch or None each, got {len(batches)}")
+        return [
+            batch is not None
+            and self._occupied[slot]
+            and slot not in self._failed
+            and slot not in failures
+            for slot, batch in enumerate(batches)
+        ]
+
+    def _train(self, batches: Sequence[Any], active: Sequence[bool], tally: _Tally) -> None:
+        """Batches of the usual layout at once, the others one by one.
+
+        What is usual is settled by the first batches after a change of members, and does not
+        depend on who is there later: so a slot's bits do not either.
+        """
+        moved = self._moved(batches, active)
+        layouts = [layout_of(b) if a else None for b, a in zip(moved, active, strict=True)]
+        if self._usual is None:
+            self._usual = _most_common(layouts)
+        together = [layout == self._usual for layout in layouts]
+        apart = [a and not t for a, t in zip(active, together, strict=True)]
+        scale = 1 / self._crew.members[0].recipe.accumulate
+        for backend, taking in ((self.backend, together), (self._lone, apart)):
+            if any(taking):
+                trained = backend.train(self._crew, moved, taking, scale)
+                tally.add(taking, trained, is_alone=backend is self._lone)
+
+    def _moved(self, batches: Sequence[Any], active: Sequence[bool]) -> Sequence[Any]:
+        if self.device.type == "cpu":
+            return batches
+        pairs = zip(batches, active, strict=True)
+        return [to_device(batch, self.device) if is_active else None for batch, is_active in pairs]
+
+    def _nonfinite(self, means: Sequence[float], tally: _Tally) -> dict[int, Exception]:
+        """Errors of slots whose loss is not finite, where the recipe does not ignore that."""
+        if all(map(math.isfinite, means)):
+            return {}
+        failures: dict[int, Exception] = {}
+        for slot, mean in enumerate(means):
+            member = self._crew.members[slot]
+            counts = tally.counts[slot] and slot not in tally.failures
+            if counts and not math.isfinite(mean) and member.recipe.on_nonfinite == "fail":
+                failures[slot] = TrialError(
+                    f"the loss of step {member.step + 1} is {mean}; the trial stops before the "
+                    "step. Lower the learning rate, clip the gradients, or pass "
+                    "Recipe(on_nonfinite='ignore') to train on."
+                )
+        return failures
+
+    # -- evaluation --------------------------------------------------------------------
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode inside; whatever is drawn there is undone, as in the plain loop."""
+        kept = [current_rng(self._crew, slot) for slot in range(self.width)]
+        self._set_training(False)
+        try:
+            yield
+        finally:
+            self._set_training(True)
+            for slot, state in enumerate(kept):
+                self._crew.members[slot].rng = state
+                self._crew.streams.set(slot, state)
+
+    def _set_training(self, training: bool) -> None:
+        for member in self._crew.members:
+            member.module.train(training)
+
+    def evaluate(self, batches: Sequence[Any]) -> list[dict[str, float] | None]:
+        """Loss and metrics of one validation batch per slot; call inside ``evaluating``."""
+        active = self._taking_part(batches, {})
+        moved = self._moved(batches, active)
+        results: list[dict[str, float] | None] = [None] * self.width
+        layouts = [layout_of(b) if a else None for b, a in zip(moved, active, strict=True)]
+        for layout in {layout for layout in layouts if layout is not None}:
+            taking = [mine == layout for mine in layouts]
+            found = self.backend.evaluate(self._crew, moved, taking)
+            for slot in (s for s, is_taking in enumerate(taking) if is_taking):
+                recipe = self._crew.members[slot].recipe
+                values = {"valid_loss": float(found.losses[slot])}
+                for name, metric in recipe.metrics.items():
+                    with torch.no_grad():
+                        values[f"valid_{name}"] = float(metric(found.outputs[slot], moved[slot]))
+                results[slot] = values
+        return results
+
+    # -- the life of a slot ----------------------------------------------------------------
+
+    def extract(self, slot: int) -> dict[str, Any]:
+        """A copy of all that a trial is, in the layout of ``PlainResult.state()``; it goes on."""
+        member = self.member(slot)
+        member.rng = current_rng(self._crew, slot)
+        return copy.deepcopy(member.state())
+
+    def retire(self, slot: int) -> Member:
+        """Take a trial out, whole and alone; its slot runs on empty, others keep their bits."""
+        member = self.member(slot)
+        member.rng = current_rng(self._crew, slot)
+        self._crew.members = [
+            shell(m) if at == slot else m for at, m in enumerate(self._crew.members)
+        ]
+        self._crew.stacked.let_go(member.module)
+        self._finisher.let_go(member)
+        self._occupied[slot] = False
+        self._failed.discard(slot)
+        self.backend.changed(self._crew)
+        return member
+
+    def refill(self, slot: int, member: Member) -> None:
+        """Put a trial into an empty slot, fresh or from wherever it was; a new epoch begins.
+
+        Raises:
+            Declined: it has another signature.
+        """
+        if self._occupied[slot]:
+            raise ValueError(f"slot {slot} has a trial; retire it first")
+        require_signature(self._signature, member)
+        member.module.train()
+        self._crew.members = [
+            member if at == slot else m for at, m in enumerate(self._crew.members)
+        ]
+        self._crew.stacked.take(slot, member.module)
+        self._crew.streams.set(slot, member.rng)
+        self._occupied[slot] = True
+        self.epoch += 1
+        self._usual = None
+        self.backend.changed(self._crew)
+
+    def keep(self, slots: Sequence[int]) -> None:
+        """Become as wide as ``slots``, in their order; the others must be empty. A new epoch."""
+        left = set(self.occupied) - set(slots)
+        if left:
+            raise ValueError(f"slots {sorted(left)} have trials; retire them first")
+        members = [self.retire(slot) for slot in slots]
+        self.epoch += 1
+        self._form(members)
+
+    def dissolve(self) -> list[Member]:
+        """Give all trials back, whole and alone."""
+        return [self.retire(slot) for slot in self.occupied]
+
+    def _require_occupied(self, slot: int) -> None:
+        if not self._occupied[slot]:
+            raise ValueError(f"slot {slot} is empty")

@@ -1,0 +1,13 @@
+"""Why a trial is not fused, or leaves an array: an error whose message is the reason."""
+
+from __future__ import annotations
+
+from shoal.core.errors import PlanError
+
+
+class Declined(PlanError):
+    """These trials cannot train as one array; alone they can. The message says why."""
+
+
+class Disagreement(Declined):
+    """The slots of an array would take different paths through the model's Python code."""

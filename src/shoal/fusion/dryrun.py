@@ -1,0 +1,268 @@
+"""One step as an array beside one step alone, before an array is trusted.
+
+Copies of the trials take both, from equal state and in float64 where their code allows, so
+that rounding cannot hide what is wrong. Compared are losses, gradients, buffers and
+random streams; what a forward changes in Python is found on the way.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shoal.fusion.admission import shared_signature
+from shoal.fusion.array import Array
+from shoal.fusion.blend import HIDDEN
+from shoal.fusion.crew import ArrayBackend
+from shoal.fusion.declined import Declined
+from shoal.fusion.fused import StackedBackend
+from shoal.fusion.loop import lone_pass
+from shoal.fusion.member import Member, in_streams
+from shoal.fusion.signature import DEEPEST, described
+from shoal.recipe import to_device
+from shoal.rng import same_rng
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 1e-1}
+"""By how much of a tensor's largest element the two may differ: rounding, not rules."""
+
+NARROW = frozenset((torch.float32, torch.float16, torch.bfloat16))
+
+
+def dry_run(
+    members: Sequence[Member],
+    batches: Sequence[Any],
+    *,
+    device: str | torch.device = "cpu",
+    backend: ArrayBackend | None = None,
+) -> str:
+    """In words, why these trials should not train as one array; empty if they may.
+
+    The trials are not touched. ``batches``: one for each.
+    """
+    where = torch.device(device)
+    moved = [to_device(batch, where) for batch in batches]
+    try:
+        shared_signature(members)
+        side_effect = _side_effect(copies(members[:1])[0], moved[0], where)
+        if side_effect:
+            return side_effect
+        exact = _in_float64(members, moved, where)
+        return _difference(*(exact or (copies(members), moved)), where, backend)
+    except Declined as error:
+        return str(error)
+
+
+def copies(members: Sequence[Member]) -> list[Member]:
+    """Independent copies; recipes are shared."""
+    shared = {id(member.recipe): member.recipe for member in members}
+    try:
+        return [copy.deepcopy(member, dict(shared)) for member in members]
+    except Exception as error:
+        raise Declined(f"the model cannot be copied: {error}") from error
+
+
+def _in_float64(
+    members: Sequence[Member], batches: Sequence[Any], device: torch.device
+) -> tuple[list[Member], list[Any]] | None:
+    """Copies with float64 weights and batches, if the first one's code runs on them."""
+    if members[0].recipe.precision != "fp32":
+        return None
+    wide = [_as_double(batch) for batch in batches]
+    try:
+        trial = copies(members[:1])[0]
+        trial.module.double()
+        with in_streams(trial, device), _Watch() as watch:
+            lone_pass(trial, wide[0], device)
+    except Exception:
+        return None
+    if watch.has_seen_narrow:
+        return None
+    made = copies(members)
+    for member in made:
+        member.module.double()
+    return made, wide
+
+
+class _Watch(TorchFunctionMode):
+    """Notices code that computes in fewer bits whatever it is given."""
+
+    has_seen_narrow = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """The operation itself."""
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.dtype in NARROW:
+            self.has_seen_narrow = True
+        return result
+
+
+def _as_double(batch: Any) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.double() if batch.is_floating_point() else batch
+    if isinstance(batch, Mapping):
+        values = {key: _as_double(value) for key, value in batch.items()}
+        return values if type(batch) is dict else type(batch)(values)  # type: ignore[call-arg]
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_as_double(value) for value in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(_as_double(value) for value in batch)
+    return batch
+
+
+def _difference(
+    members: Sequence[Member],
+    batches: Sequence[Any],
+    device: torch.device,
+    backend: ArrayBackend | None,
+) -> str:
+    array = Array(copies(members), device=device, backend=backend or StackedBackend())
+    crew = array._crew
+    trained = array.backend.train(crew, batches, [True] * len(members), 1.0)
+    array.backend.hand_out(crew, range(len(members)))
+    for slot, member in enumerate(members):
+        if slot in trained.failures:
+            continue  # its own code raises, alone too
+        with in_streams(member, device):
+            member.module.train()
+            _, loss = lone_pass(member, batches[slot], device)
+            loss.backward()
+        found = array._crew.members[slot]
+        words = _first_unequal(
+            slot, member, found, (float(loss.detach()), float(trained.losses[slot]))
+        )
+        if not words and not _same_streams(array, slot, member):
+            words = f"slot {slot}: the array draws other random numbers"
+        if words:
+            return f"one step as an array is not the step alone: {words}."
+    return ""
+
+
+def _same_streams(array: Array, slot: int, alone: Member) -> bool:
+    with array.streams(slot):
+        pass
+    return same_rng(array.member(slot).rng, alone.rng)
+
+
+def _first_unequal(slot: int, alone: Member, found: Member, losses: tuple[float, float]) -> str:
+    ours = dict(found.module.named_parameters())
+    mine = dict(alone.module.named_parameters())
+    dtype = next((p.dtype for p in mine.values()), torch.float32)
+    if alone.recipe.precision != "fp32":
+        dtype = torch.bfloat16
+    limit = TOLERANCE.get(dtype, 1e-3)
+    if not _close(torch.tensor(losses[0]), torch.tensor(losses[1]), limit, 1.0):
+        return f"slot {slot}: the loss is {losses[1]!r}, alone {losses[0]!r}"
+    scale = max(
+        (
+            float(p.grad.abs().max())
+            for p in mine.values()
+            if p.grad is not None and p.grad.numel()
+        ),
+        default=1,
+    )
+    for name, parameter in mine.items():
+        words = _gradient_difference(parameter.grad, ours[name].grad, limit, scale)
+        if words:
+            return f"slot {slot}: the gradient of {name!r} {words}"
+    buffers = dict(found.module.named_buffers())
+    for name, buffer in alone.module.named_buffers():
+        if not _close(buffer, buffers[name], limit, 1e-3):
+            return f"slot {slot}: the buffer {name!r} is another one"
+    return ""
+
+
+def _gradient_difference(
+    alone: Tensor | None, found: Tensor | None, limit: float, scale: float
+) -> str:
+    if alone is None or found is None:
+        return "" if alone is found else "exists in one only: optimizers pass over what has none"
+    return "" if _close(alone, found, limit, scale) else "is another one"
+
+
+def _close(alone: Tensor, found: Tensor, limit: float, scale: float) -> bool:
+    """Equal where not numbers, and else up to ``limit`` times the largest, at least ``scale``."""
+    if alone.shape != found.shape or alone.dtype != found.dtype:
+        return False
+    if not alone.is_floating_point():
+        return torch.equal(alone, found)
+    finite = alone.isfinite()
+    if not torch.equal(finite, found.isfinite()):
+        return False
+    one, other = alone[finite].double(), found[finite].double()
+    if not one.numel():
+        return True
+    largest = max(float(one.abs().max()), scale)
+    return float((one - other).abs().max()) <= limit * largest
+
+
+def _side_effect(member: Member, batch: Any, device: torch.device) -> str:
+    """What a forward changes that is neither a buffer nor one of torch's random streams."""
+    member.module.train()
+    with in_streams(member, device):
+        lone_pass(member, batch, device)  # what a first forward lays up for all that follow
+        before = _settings(member)
+        python, numpy = random.getstate(), _numpy_stream()
+        lone_pass(member, batch, device)
+        drew = [
+            *(["random"] if random.getstate() != python else []),
+            *(["NumPy"] if _numpy_stream() != numpy else []),
+        ]
+    if drew:
+        return f"the model's forward draws from {drew[0]}, which has one stream for all slots."
+    after = _settings(member)
+    changed = sorted(n for n in before.keys() | after.keys() if before.get(n) != after.get(n))
+    if changed:
+        return (
+            f"a forward or its loss changes {changed[0]}, which would change once for all slots. "
+            "Make it a buffer of the model."
+        )
+    return ""
+
+
+def _numpy_stream() -> str:
+    state: Any = np.random.get_state()
+    return f"{state[1].tobytes()!r} {state[2:]}"
+
+
+def _settings(member: Member) -> dict[str, str]:
+    """Every setting in words, floats and identities included."""
+    found = {
+        f"the attribute {f'{path}.{name}'.lstrip('.')!r}": value
+        for path, child in member.module.named_modules()
+        for name, value in vars(child).items()
+        if name not in HIDDEN
+    }
+    found |= {
+        f"what the recipe's {n} keeps": getattr(member.recipe, n) for n in ("loss", "inputs")
+    }
+    return {name: f"{described(value)} {_identity(value)}" for name, value in found.items()}
+
+
+def _identity(value: Any, depth: int = 0) -> str:
+    """What ``described`` does not tell: floats, and which tensor it is and how often written."""
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, Tensor):
+        return f"{id(value)} {value._version}"
+    if depth > DEEPEST:
+        return ""
+    inside: Iterable[Any] = ()
+    if isinstance(value, list | tuple):
+        inside = value
+    elif isinstance(value, dict):
+        inside = value.values()
+    elif isinstance(value, types.FunctionType):
+        inside = [cell.cell_contents for cell in value.__closure__ or ()]
+    elif hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType | nn.Module):
+        inside = vars(value).values()
+    return " ".join(_identity(item, depth + 1) for item in inside)

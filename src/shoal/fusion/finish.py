@@ -1,0 +1,109 @@
+"""The end of a step: every slot's gradients are clipped and its optimizer and schedule step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+import torch
+from torch import Tensor, nn
+
+from shoal.fusion.crew import ArrayBackend, Crew
+from shoal.fusion.member import Member
+from shoal.fusion.optim import FusedSteps
+
+
+class Finisher:
+    """Steps the slots of one crew. What it does for a slot never depends on another one."""
+
+    def __init__(self, crew: Crew, backend: ArrayBackend) -> None:
+        self._crew, self._backend = crew, backend
+        self._fused = FusedSteps()
+        self._names_held = _names_held(crew.members[0])
+        self._handed_out = True  # whether parameters may have gradients of their own
+
+    def drop_gradients(self, slots: Sequence[int]) -> None:
+        """As ``zero_grad`` would: what no optimizer holds keeps its gradient."""
+        for name in self._names_held:
+            self._crew.stacked.parameters[name].grad = None
+        for slot in slots if self._handed_out else ():
+            for group in self._crew.members[slot].optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+
+    def finish(
+        self, slots: Sequence[int], apart: Set[int], mixed: Set[int]
+    ) -> dict[int, Exception]:
+        """Clip, step, advance; returns the errors of slots whose optimizer or schedule raised.
+
+        ``apart``: slots whose gradients are, also or only, their parameters' own; ``mixed``
+        are those of them that have some in the stacked ones too.
+        """
+        if not self._backend.stacks_gradients:
+            apart, mixed = set(slots), set()
+        together = [slot for slot in slots if slot not in apart]
+        members = self._crew.members
+        self._clip_together(together)
+        gathered = [s for s in together if self._fused.takes(members[s].optimizer)]
+        by_themselves = sorted(set(slots) - set(gathered))
+        self._backend.hand_out(
+            self._crew, [s for s in by_themselves if s not in apart or s in mixed]
+        )
+        self._handed_out = len(gathered) < self._crew.width
+        for slot in apart & set(slots):
+            clip_alone(members[slot])
+        if gathered:
+            self._fused.step(self._crew, gathered)
+        return self._advance(slots, set(by_themselves))
+
+    def _advance(self, slots: Sequence[int], by_themselves: Set[int]) -> dict[int, Exception]:
+        failures: dict[int, Exception] = {}
+        for slot in slots:
+            member = self._crew.members[slot]
+            try:
+                if slot in by_themselves:
+                    member.optimizer.step()
+                if member.schedule:
+                    member.schedule.step()
+                member.step += 1
+            except Exception as error:
+                failures[slot] = error
+        return failures
+
+    def _clip_together(self, slots: Sequence[int]) -> None:
+        chosen = set(slots)
+        limits = [
+            member.recipe.clip_grad_norm if slot in chosen else None
+            for slot, member in enumerate(self._crew.members)
+        ]
+        blocks = [b.grad for b in self._crew.stacked.parameters.values() if b.grad is not None]
+        clip_stacked(blocks, limits)
+
+    def let_go(self, member: Member) -> None:
+        """The member's optimizer state stands on its own again."""
+        self._fused.let_go(member.optimizer)
+
+
+def clip_alone(member: Member) -> None:
+    """Clip a slot's own gradients by their global norm, as the plain loop does."""
+    limit = member.recipe.clip_grad_norm
+    if limit:
+        nn.utils.clip_grad_norm_(member.module.parameters(), limit)
+
+
+def clip_stacked(blocks: Sequence[Tensor], limits: Sequence[float | None]) -> None:
+    """The same for stacked gradients [N, ...], each slot by its own norm; None leaves it be."""
+    if not any(limits) or not blocks:
+        return
+    norms = torch.stack([torch.linalg.vector_norm(b.flatten(1), dim=1) for b in blocks])
+    total = torch.linalg.vector_norm(norms, dim=0)
+    limit = torch.tensor([x or float("inf") for x in limits], dtype=total.dtype)
+    factor = (limit.to(total.device) / (total + 1e-6)).clamp(max=1.0)
+    free = torch.tensor([not x for x in limits], device=total.device)
+    factor = torch.where(free, torch.ones_like(factor), factor)
+    for block in blocks:
+        block.mul_(factor.view(-1, *([1] * (block.dim() - 1))).to(block.dtype))
+
+
+def _names_held(member: Member) -> list[str]:
+    held = {id(p) for group in member.optimizer.param_groups for p in group["params"]}
+    return [name for name, p in member.module.named_parameters() if id(p) in held]

@@ -1,0 +1,266 @@
+"""All slots at once: one pass of the model's code, ordinary autograd over stacked tensors.
+
+[Note: a pass]
+The template's code runs in a ``Level`` under a ``SlotMode``; what it leaves is each slot's loss,
+a stacked tensor [N] of ordinary autograd. The backward runs after the level has ended, on plain
+tensors and their usual kernels. Where the code cannot run for all slots at once, what the pass
+has drawn and written is undone, the smallest part that the error came from is looped, and the
+pass is run again. An error that is not about this is some slot's own: the slots are tried one
+by one, and the pass is run without those that fail.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shoal.fusion.batches import combined
+from shoal.fusion.crew import Crew, Evaluated, Trained, Undo
+from shoal.fusion.declined import Declined, Disagreement
+from shoal.fusion.level import Level, entered
+from shoal.fusion.loop import error_alone
+from shoal.fusion.mode import SlotMode
+from shoal.fusion.slots import Slots
+from shoal.fusion.template import Template
+from shoal.recipe import autocast, compute_loss, model_inputs
+
+SMALL = 4096  # elements of a stacked buffer that is kept before every pass, changed or not
+
+
+class StackedBackend:
+    """Runs all slots as one, and loops the parts that cannot."""
+
+    stacks_gradients = True
+
+    def __init__(self) -> None:
+        self._template: Template | None = None
+        self._looped: list[str] = []
+        self._own_factories = False
+        self._constant: tuple[str, ...] = ()
+        self._notes: list[str] = []
+        self._undo = Undo()
+        self._doubted: str | None = None
+
+    @property
+    def notes(self) -> Sequence[str]:
+        return tuple(self._notes)
+
+    def changed(self, crew: Crew) -> None:
+        """The next pass makes the template anew; what was learnt to be looped stays so."""
+        self._template = None
+
+    def _current(self, crew: Crew) -> Template:
+        if self._template is None:
+            self._template = Template(crew.members, self._looped)
+        return self._template
+
+    def train(
+        self, crew: Crew, batches: Sequence[Any], active: Sequence[bool], scale: float
+    ) -> Trained:
+        """One forward and one backward for all slots."""
+        try:
+            losses, _ = self._forward(crew, batches, active)
+        except Declined:
+            raise
+        except Exception as error:
+            return self._without_those_that_fail(crew, batches, active, scale, error)
+        weights = torch.tensor(active, dtype=losses.dtype, device=losses.device) * scale
+        try:
+            torch.autograd.backward([losses], [weights])
+        except RuntimeError as error:
+            self._take_back(crew)
+            raise Declined(
+                "the model's code runs again in the backward (checkpointing, or a hook), where it "
+                f"cannot for all slots at once: {_first_line(error)}"
+            ) from error
+        self._keep_idle(crew, active)
+        return Trained(_masked(losses.detach(), active), {})
+
+    def _keep_idle(self, crew: Crew, active: Sequence[bool]) -> None:
+        """Buffers of slots that took no part; autograd needs them as they are until now."""
+        idle = [slot for slot, is_active in enumerate(active) if not is_active]
+        if idle:
+            self._undo.put_back(crew.stacked, idle)
+
+    def _take_back(self, crew: Crew) -> None:
+        crew.streams.undo()
+        self._undo.put_back(crew.stacked)
+        for block in crew.stacked.parameters.values():
+            block.grad = None
+
+    def evaluate(self, crew: Crew, batches: Sequence[Any], active: Sequence[bool]) -> Evaluated:
+        """One forward for all slots."""
+        with torch.no_grad():
+            losses, outputs = self._forward(crew, batches, active)
+            self._keep_idle(crew, active)
+        return Evaluated(_masked(losses, active), outputs)
+
+    def hand_out(self, crew: Crew, slots: Sequence[int]) -> None:
+        """Gradients' rows become the parameters' gradients; what is there already is added."""
+        for name, block in crew.stacked.parameters.items() if slots else ():
+            if block.grad is None:
+                continue
+            rows = block.grad.unbind(0)
+            for slot in slots:
+                parameter = crew.members[slot].module.get_parameter(name)
+                _give(parameter, rows[slot])
+
+    # -- a pass, and what to do when it fails ------------------------------------------
+
+    def _forward(
+        self, crew: Crew, batches: Sequence[Any], active: Sequence[bool]
+    ) -> tuple[Tensor, Sequence[Any]]:
+        self._current(crew).train(crew.members[0].module.training)
+        filled = _filled(batches, active)
+        undo = self._undo = Undo.of(crew.stacked, self._constant)
+        versions = {name: b._version for name, b in crew.stacked.buffers.items()}
+        while True:
+            crew.streams.begin(active)
+            try:
+                result = self._pass(crew, filled, active)
+                break
+            except Exception as error:
+                crew.streams.undo()
+                undo.put_back(crew.stacked)
+                self._learn(error, crew)
+        self._doubted = None
+        self._constant = tuple(
+            name
+            for name, b in crew.stacked.buffers.items()
+            if b._version == versions[name] and b.numel() > SMALL
+        )
+        return result
+
+    def _pass(
+        self, crew: Crew, batches: Sequence[Any], active: Sequence[bool]
+    ) -> tuple[Tensor, Sequence[Any]]:
+        template = self._current(crew)
+        recipe = template.recipe
+        with entered(crew.width) as level:
+            slots = Slots(level, crew.streams, active)
+            blocks = {**crew.stacked.parameters, **crew.stacked.buffers}
+            tensors = {name: level.slotted(block) for name, block in blocks.items()}
+            batch = combined(batches, level.slotted)
+            with (
+                template.running(slots, crew.stacked, tensors) as replaced,
+                SlotMode(slots, own_factories=self._own_factories),
+                autocast(recipe, crew.device),
+            ):
+                arguments, keywords = model_inputs(recipe, batch)
+                output = template.module(*arguments, **keywords)
+                loss = compute_loss(recipe, output, batch)
+            for name, value in replaced.items():
+                crew.stacked.buffers[name].copy_(level.stacked(value.detach()))
+            losses = level.stacked(loss)
+            outputs = [] if torch.is_grad_enabled() else _outputs(level, output)
+        return losses, outputs
+
+    def _learn(self, error: Exception, crew: Crew) -> None:
+        """Loop the part that failed, so that the pass can be run again; or let the error go up.
+
+        An error that is not known to be about many slots may be: its part is looped on trial,
+        and if it comes again it is some slot's own.
+        """
+        reason = _reason(error)
+        if reason is None and self._doubted is not None:
+            self._looped.remove(self._doubted)
+            self._notes.pop()
+            self._doubted = None
+            self.changed(crew)
+            raise error
+        if reason is not None and not self._own_factories and _is_about_writing(reason):
+            self._own_factories = True
+            self._notes.append("what torch.zeros and its like make has a value per slot")
+            return
+        template = self._current(crew)
+        part = template.innermost(error.__traceback__)
+        if not part or part in self._looped:
+            if reason is None:
+                raise error
+            raise Declined(f"the trials cannot train as one array: {reason}") from error
+        template.loop(part)
+        self._looped.append(part)
+        self._doubted = part if reason is None else None
+        words = reason or f"{type(error).__name__}: {_first_line(error)}"
+        self._notes.append(f"{part!r} runs slot by slot: {words}")
+
+    def _without_those_that_fail(
+        self,
+        crew: Crew,
+        batches: Sequence[Any],
+        active: Sequence[bool],
+        scale: float,
+        error: Exception,
+    ) -> Trained:
+        """Find the slots whose own code or data raise, and train the others as ever."""
+        found = {
+            slot: failure
+            for slot, is_active in enumerate(active)
+            if is_active and (failure := error_alone(crew, slot, batches[slot])) is not None
+        }
+        if not found:  # alone every slot can do it: the error was the array's
+            raise Declined(
+                "the trials run alone and fail as one array: "
+                f"{type(error).__name__}: {_first_line(error)}"
+            ) from error
+        others = [is_active and slot not in found for slot, is_active in enumerate(active)]
+        if not any(others):
+            return Trained(torch.full((crew.width,), math.nan, dtype=torch.float64), found)
+        trained = self.train(crew, batches, others, scale)
+        return Trained(trained.losses, {**trained.failures, **found})
+
+
+def _reason(error: Exception) -> str | None:
+    """Why code cannot run for all slots at once; None if the error is about something else."""
+    if isinstance(error, Disagreement):
+        return str(error)
+    text = _first_line(error)
+    words = ("vmap", "atching rule", "functorch", "BatchedTensor", "Batched", "PerSlot")
+    if isinstance(error, Declined) or not any(word in str(error) for word in words):
+        return None
+    return f"{type(error).__name__}: {text}"
+
+
+def _is_about_writing(reason: str) -> bool:
+    return "inplace" in reason or "all slots share" in reason or "is not possible" in reason
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:200]
+
+
+def _filled(batches: Sequence[Any], active: Sequence[bool]) -> Sequence[Any]:
+    """Slots that take no part see the batch of one that does."""
+    some = next(batch for batch, is_active in zip(batches, active, strict=True) if is_active)
+    pairs = zip(batches, active, strict=True)
+    return [batch if is_active else some for batch, is_active in pairs]
+
+
+def _masked(losses: Tensor, active: Sequence[bool]) -> Tensor:
+    """Off the device, with NaN where a slot took no part."""
+    found = losses.double().cpu()
+    if not all(active):
+        found = torch.where(torch.tensor(active), found, math.nan)
+    return found
+
+
+def _outputs(level: Level, output: Any) -> Sequence[Any]:
+    leaves, tree = pytree.tree_flatten(output)
+    opened = [level.stacked(x) if isinstance(x, Tensor) else x for x in leaves]
+    return [
+        pytree.tree_unflatten([x[slot] if isinstance(x, Tensor) else x for x in opened], tree)
+        for slot in range(level.width)
+    ]
+
+
+def _give(parameter: Tensor, row: Tensor) -> None:
+    held = parameter.grad
+    if held is None:
+        parameter.grad = row
+    elif held.data_ptr() != row.data_ptr():
+        parameter.grad = row.add_(held)

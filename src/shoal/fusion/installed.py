@@ -1,0 +1,73 @@
+"""Other tensors in a module's places for a while, and the buffers that its forward made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+
+class Place(NamedTuple):
+    """Where a module keeps a tensor: ``store[key]``, which has the first name ``owner``."""
+
+    store: dict[str, Any]
+    key: str
+    owner: str
+
+
+class Places(NamedTuple):
+    """All places of a module; ``recurrent`` are those that keep a list of weights besides."""
+
+    parameters: Sequence[Place]
+    buffers: Sequence[Place]
+    recurrent: Sequence[nn.Module]
+
+
+def places_of(module: nn.Module, owner_of: Mapping[str, str], prefix: str = "") -> Places:
+    """The places of ``module``, whose names in ``owner_of`` begin with ``prefix``."""
+    parameters: list[Place] = []
+    buffers: list[Place] = []
+    recurrent: list[nn.Module] = []
+    for path, child in module.named_modules():
+        lead = ".".join(part for part in (prefix, path) if part)
+        for found, store in ((parameters, child._parameters), (buffers, child._buffers)):
+            for key, tensor in store.items():
+                if tensor is not None:
+                    name = f"{lead}.{key}" if lead else key
+                    found.append(Place(store, key, owner_of[name]))
+        if hasattr(child, "_flat_weights_names"):
+            recurrent.append(child)
+    return Places(parameters, buffers, recurrent)
+
+
+@contextmanager
+def installed(places: Places, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """``tensors`` by first name in their places; yields the buffers that were replaced.
+
+    The mapping is filled at the end: a forward that assigns to a buffer instead of writing
+    into it leaves the new value there, by its first name.
+    """
+    every = [*places.parameters, *places.buffers]
+    before = [place.store[place.key] for place in every]
+    replaced: dict[str, Tensor] = {}
+    try:
+        for place in every:
+            place.store[place.key] = tensors[place.owner]
+        _refresh(places.recurrent)
+        yield replaced
+        for place in places.buffers:
+            now = place.store.get(place.key)
+            if now is not tensors[place.owner] and now is not None:
+                replaced[place.owner] = now
+    finally:
+        for place, tensor in zip(every, before, strict=True):
+            place.store[place.key] = tensor
+        _refresh(places.recurrent)
+
+
+def _refresh(recurrent: Sequence[nn.Module]) -> None:
+    for module in recurrent:
+        names: Any = module._flat_weights_names
+        vars(module)["_flat_weights"] = [getattr(module, name) for name in names]

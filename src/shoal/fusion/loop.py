@@ -1,0 +1,117 @@
+"""Slot by slot: each model runs as it would alone, on its rows. Right for every model.
+
+It is what an array falls back to where slots' batches differ in shape, what finds the slot
+whose code raised, and what the stacked backend is compared with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.fusion.crew import Crew, Evaluated, Trained
+from shoal.fusion.member import Member, in_streams
+from shoal.recipe import autocast, compute_loss, model_inputs
+
+
+class LoopBackend:
+    """One model after the other; the bits are those of a trial alone."""
+
+    notes: Sequence[str] = ()
+    stacks_gradients = False
+
+    def train(
+        self, crew: Crew, batches: Sequence[Any], active: Sequence[bool], scale: float
+    ) -> Trained:
+        """Forward and backward of each slot that takes part, in its own random streams."""
+        losses = torch.full((crew.width,), math.nan, dtype=torch.float64)
+        failures: dict[int, Exception] = {}
+        for slot in _taking_part(active):
+            try:
+                losses[slot] = _train_one(crew, slot, batches[slot], scale)
+            except Exception as error:
+                failures[slot] = error
+        return Trained(losses, failures)
+
+    def evaluate(self, crew: Crew, batches: Sequence[Any], active: Sequence[bool]) -> Evaluated:
+        """Forward of each slot that takes part."""
+        losses = torch.full((crew.width,), math.nan, dtype=torch.float64)
+        outputs: list[Any] = [None] * crew.width
+        for slot in _taking_part(active):
+            with torch.no_grad(), alone(crew, slot) as member:
+                outputs[slot], loss = lone_pass(member, batches[slot], crew.device)
+            losses[slot] = loss.item()
+        return Evaluated(losses, outputs)
+
+    def changed(self, crew: Crew) -> None:
+        """Nothing is kept between calls."""
+
+    def hand_out(self, crew: Crew, slots: Sequence[int]) -> None:
+        """Gradients are where autograd put them."""
+
+
+def lone_pass(member: Member, batch: Any, device: torch.device) -> tuple[Any, Tensor]:
+    """Output and loss of a trial's own module, as in the plain loop."""
+    with autocast(member.recipe, device):
+        arguments, keywords = model_inputs(member.recipe, batch)
+        output = member.module(*arguments, **keywords)
+        return output, compute_loss(member.recipe, output, batch)
+
+
+@contextmanager
+def alone(crew: Crew, slot: int) -> Iterator[Member]:
+    """A slot's member with its random streams in place; streams and buffers stay its own."""
+    member = crew.members[slot]
+    with torch_streams_of(crew, slot):
+        yield member
+    crew.stacked.put_buffers(slot, member.module)
+
+
+@contextmanager
+def torch_streams_of(crew: Crew, slot: int) -> Iterator[None]:
+    """All of a slot's random streams in the process's place, and kept afterwards."""
+    member = crew.members[slot]
+    member.rng = current_rng(crew, slot)
+    with in_streams(member, crew.device):
+        yield
+    crew.streams.set(slot, member.rng)
+
+
+def current_rng(crew: Crew, slot: int) -> Any:
+    """The slot's streams: torch's as the array draws them, Python's and NumPy's its own."""
+    before = crew.members[slot].rng
+    host, local = crew.streams.states(slot)
+    return type(before)(host, before.python, before.numpy, local)
+
+
+def error_alone(crew: Crew, slot: int, batch: Any) -> Exception | None:
+    """What a slot's forward raises alone, if it does; nothing is changed by it."""
+    member, rng = crew.members[slot], current_rng(crew, slot)
+    before = [(buffer, buffer.clone()) for buffer in member.module.buffers()]
+    try:
+        with torch.no_grad(), alone(crew, slot):
+            lone_pass(member, batch, crew.device)
+    except Exception as error:
+        return error
+    finally:
+        for buffer, value in before:
+            buffer.copy_(value)
+        member.rng = rng
+        crew.streams.set(slot, rng)
+    return None
+
+
+def _train_one(crew: Crew, slot: int, batch: Any, scale: float) -> float:
+    with alone(crew, slot) as member:
+        _, loss = lone_pass(member, batch, crew.device)
+        (loss * scale if scale != 1 else loss).backward()
+    return float(loss.detach())
+
+
+def _taking_part(active: Sequence[bool]) -> list[int]:
+    return [slot for slot, is_active in enumerate(active) if is_active]

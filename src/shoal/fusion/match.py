@@ -1,0 +1,68 @@
+"""Which trials may train as one array, and for two that may not, why.
+
+A signature is a list of named facts, made by ``signature.py``: names and texts, so that this
+file decides without torch and two machines can compare theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shoal.core.spec import Scalar
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Facts that trials of one array share: (what it is about, what it is), in order.
+
+    Numbers that may differ inside an array are not told: a fact says "a float".
+    """
+
+    facts: tuple[tuple[str, str], ...]
+
+
+class ToldApart(NamedTuple):
+    """Hyperparameters by name: those that may differ inside an array, and those that may not."""
+
+    fusible: tuple[str, ...]
+    infusible: tuple[str, ...]
+
+
+def first_difference(one: Signature, other: Signature) -> str:
+    """In words, the first fact in which two signatures differ; empty if there is none."""
+    if one == other:
+        return ""
+    theirs = dict(other.facts)
+    for subject, fact in one.facts:
+        if subject not in theirs:
+            return f"{subject}: {fact} in one, nothing of that name in the other"
+        if theirs[subject] != fact:
+            return f"{subject}: {fact} in one, {theirs[subject]} in the other"
+    mine = dict(one.facts)
+    for subject, fact in other.facts:
+        if subject not in mine:
+            return f"{subject}: nothing of that name in one, {fact} in the other"
+    return "the same facts come in another order"
+
+
+def groups(signatures: Sequence[Signature]) -> tuple[tuple[int, ...], ...]:
+    """Indices of equal signatures, in the order of their first."""
+    found: dict[Signature, list[int]] = {}
+    for index, signature in enumerate(signatures):
+        found.setdefault(signature, []).append(index)
+    return tuple(tuple(members) for members in found.values())
+
+
+def told_apart(hps: Sequence[Mapping[str, Scalar]], signatures: Sequence[Signature]) -> ToldApart:
+    """Which hyperparameters differ inside some group, and which only between groups."""
+    names = sorted({name for hp in hps for name in hp})
+    inside = {
+        name
+        for members in groups(signatures)
+        for name in names
+        if len({repr(hps[index].get(name)) for index in members}) > 1
+    }
+    varying = {name for name in names if len({repr(hp.get(name)) for hp in hps}) > 1}
+    return ToldApart(tuple(sorted(inside)), tuple(sorted(varying - inside)))

@@ -1,0 +1,94 @@
+"""One trial as it lives alone: what an array takes in, and gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.recipe import HP, Recipe
+from shoal.rng import RngState, capture_rng, restore_rng
+
+
+@dataclass(slots=True, kw_only=True)
+class Member:
+    """A trial's objects, as the plain loop has them between two steps.
+
+    In an array the module's parameters and buffers are views of the array's tensors, and
+    the optimizer holds the same parameter objects throughout. ``rng`` is current outside an
+    array; inside, the array's streams are (``Array.extract`` brings it up to date).
+    """
+
+    recipe: Recipe
+    hp: HP
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: Any
+    rng: RngState
+    step: int = 0
+
+    def state(self) -> dict[str, Any]:
+        """Everything by parameter name, in the layout of ``PlainResult.state()``."""
+        return {
+            "model": {name: tensor.cpu() for name, tensor in self.module.state_dict().items()},
+            "optimizer": self._optimizer_state(),
+            "schedule": self.schedule.state_dict() if self.schedule else None,
+            "rng": self.rng,
+            "step": self.step,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state()`` gave, here or in a trial alone."""
+        self.module.load_state_dict(state["model"])
+        parameters = dict(self.module.named_parameters())
+        for group, stored in zip(
+            self.optimizer.param_groups, state["optimizer"]["groups"], strict=True
+        ):
+            group.update({key: value for key, value in stored.items() if key != "params"})
+        self.optimizer.state.clear()
+        for name, entries in state["optimizer"]["state"].items():
+            parameter = parameters[name]
+            self.optimizer.state[parameter] = {
+                key: _placed(key, value, parameter) for key, value in entries.items()
+            }
+        if self.schedule and state["schedule"] is not None:
+            self.schedule.load_state_dict(state["schedule"])
+        self.rng, self.step = state["rng"], state["step"]
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        state = {
+            names[id(parameter)]: {
+                key: value.cpu() if isinstance(value, Tensor) else value
+                for key, value in entries.items()
+            }
+            for parameter, entries in self.optimizer.state.items()
+        }
+        groups = [
+            {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
+            for group in self.optimizer.param_groups
+        ]
+        return {"state": state, "groups": groups}
+
+
+def _placed(key: str, value: Any, parameter: Tensor) -> Any:
+    """A copy where torch keeps it: ``step`` on the CPU unless the optimizer put it elsewhere."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.clone() if key == "step" else value.to(parameter.device, copy=True)
+
+
+@contextmanager
+def in_streams(member: Member, device: torch.device) -> Iterator[None]:
+    """The process's random streams are the member's inside, and its ``rng`` afterwards."""
+    outer = capture_rng(device)
+    restore_rng(member.rng, device)
+    try:
+        yield
+    finally:
+        member.rng = capture_rng(device)
+        restore_rng(outer, device)

@@ -1,0 +1,145 @@
+"""Between a model's Python code and torch: sends each operation to its rule.
+
+[Note: who does what]
+An operation on slotted tensors goes, in this order, to: the rule of ``RULES``, where a rule is
+faster than torch's own batching or is needed for each slot's random numbers; slot by slot, if
+it draws; a tensor in place of a per-slot number, or slot by slot; torch's batching; and slot
+by slot again, where torch has none. Functions of ``torch.nn.functional`` that are written in
+Python would be entered with this mode off, so that what they call is not seen; a copy of them
+that does not look for modes is run with it on.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from shoal.fusion.level import plainly
+from shoal.fusion.perslot import PerSlot
+from shoal.fusion.rules import RULES
+from shoal.fusion.slots import Slots
+
+FUNCTIONS = (
+    *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
+    *("bernoulli", "normal", "multinomial", "poisson", "rrelu", "rrelu_", "native_dropout"),
+    *("alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_"),
+)
+METHODS = (
+    *("bernoulli", "bernoulli_", "uniform_", "normal_", "exponential_", "random_", "geometric_"),
+    *("cauchy_", "log_normal_", "multinomial"),
+)
+DRAWING = frozenset(
+    [*(getattr(torch, name) for name in FUNCTIONS), *(getattr(Tensor, name) for name in METHODS)]
+)
+"""Operations that draw, and have no rule of their own."""
+
+FACTORIES = frozenset((torch.empty, torch.zeros, torch.ones, torch.full))
+
+OPERATORS = (
+    *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__"),
+    *("__rtruediv__", "__pow__", "__rpow__", "__lt__", "__le__", "__gt__", "__ge__"),
+    *("add", "sub", "mul", "div", "pow", "true_divide", "lt", "le", "gt", "ge"),
+)
+LIFTED = frozenset(getattr(Tensor, name) for name in OPERATORS) | {
+    getattr(torch, name) for name in ("add", "sub", "mul", "div", "pow", "true_divide")
+}
+"""Operations for which a tensor of no dimensions is as good as a Python number."""
+
+UNTOUCHED = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+class SlotMode(TorchFunctionMode):
+    """Runs the code inside for all slots of ``slots``.
+
+    ``own_factories``: what ``torch.zeros`` and its like make has a value per slot, for code
+    that writes into it.
+    """
+
+    def __init__(self, slots: Slots, *, own_factories: bool = False) -> None:
+        super().__init__()
+        self._slots, self._own_factories = slots, own_factories
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """One operation of the model's code."""
+        kwargs = kwargs or {}
+        rule = RULES.get(func)
+        if rule is not None:
+            result = rule(self._slots, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if func in DRAWING:
+            return self._draw(func, args, kwargs)
+        twin = TWINS.get(func)
+        if twin is not None:
+            with self:
+                return twin(*args, **kwargs)
+        if _holds_per_slot(args, kwargs):
+            return self._with_numbers(func, args, kwargs)
+        if self._own_factories and func in FACTORIES:
+            return self._own(func(*args, **kwargs))
+        return self._batched(func, args, kwargs)
+
+    def _batched(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Torch's own batching, or slot by slot where it has none."""
+        try:
+            return func(*args, **kwargs)
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            if not _is_about_batching(error):
+                raise
+            return self._slots.each(func, args, kwargs)
+
+    def _draw(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        return self._slots.each(func, args, kwargs)
+
+    def _with_numbers(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if func not in LIFTED or _holds_per_slot((), kwargs):
+            return self._slots.each(func, args, kwargs)
+        like = next(x for x in args if isinstance(x, Tensor))
+        lifted = [
+            self._slots.slotted(self._slots.numbers(x, like)) if isinstance(x, PerSlot) else x
+            for x in args
+        ]
+        return func(*lifted, **kwargs)
+
+    def _own(self, shared: Tensor) -> Tensor:
+        with plainly():
+            stacked = shared.unsqueeze(0).repeat(self._slots.width, *([1] * shared.dim()))
+        return self._slots.slotted(stacked)
+
+
+def _holds_per_slot(args: Any, kwargs: Any) -> bool:
+    return any(type(x) is PerSlot for x in args) or any(
+        type(x) is PerSlot for x in kwargs.values()
+    )
+
+
+def _is_about_batching(error: Exception) -> bool:
+    text = str(error)
+    return any(word in text for word in ("vmap", "atching rule", "functorch", "BatchedTensor"))
+
+
+def _twins() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Copies of torch.nn.functional's Python functions that do not look for modes."""
+    names = {**vars(functional), **dict.fromkeys(UNTOUCHED, lambda *tensors: False)}
+    twins: dict[Callable[..., Any], Callable[..., Any]] = {}
+    for function in list(vars(functional).values()):
+        if isinstance(function, types.FunctionType) and function.__globals__ is vars(functional):
+            twin = types.FunctionType(
+                function.__code__, names, function.__name__, function.__defaults__
+            )
+            twin.__kwdefaults__ = function.__kwdefaults__
+            twins[function] = twin
+    return twins
+
+
+TWINS = _twins()

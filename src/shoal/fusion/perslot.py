@@ -1,0 +1,98 @@
+"""A number that differs from slot to slot, where a model's Python code expects one float.
+
+[Note: per-slot numbers]
+Trials of an array may differ in floats that their modules and losses keep: a dropout rate, a
+label smoothing, the weight of a loss term. The array runs one copy of the module's code, in
+which such a float is a ``PerSlot``: a float by type, so that torch's argument parsers take it,
+with one value for each slot. Python's arithmetic on it works value by value; a comparison
+holds if it does for every slot, fails if for none, and otherwise is a ``Disagreement``. What
+reaches a tensor operation is seen by ``SlotMode``, which knows what to do. As a plain C double
+it is NaN: code that reads it past all this makes a loss that nobody takes for a number.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shoal.fusion.declined import Disagreement
+
+
+class PerSlot(float):
+    """One float per slot, in the order of the slots."""
+
+    values: tuple[float, ...]
+
+    def __new__(cls, values: Sequence[float]) -> PerSlot:
+        made = super().__new__(cls, math.nan)
+        made.values = tuple(float(value) for value in values)
+        return made
+
+    def __repr__(self) -> str:
+        return f"PerSlot({list(self.values)})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PerSlot, (self.values,)
+
+    def __hash__(self) -> int:
+        return hash(self.values)
+
+    def __bool__(self) -> bool:
+        return _agreed("is true", [bool(value) for value in self.values], self)
+
+    def __float__(self) -> float:
+        if len(set(self.values)) > 1:
+            raise Disagreement(f"the model makes one float of {self!r}, which differs by slot.")
+        return self.values[0]
+
+    def __int__(self) -> int:
+        return int(float(self))
+
+
+def _agreed(question: str, answers: Sequence[bool], about: PerSlot) -> bool:
+    if len(set(answers)) > 1:
+        raise Disagreement(
+            f"the model's code asks whether a hyperparameter {question}; for the values "
+            f"{list(about.values)} the answers differ."
+        )
+    return answers[0]
+
+
+def _of(value: object, slot: int) -> Any:
+    return value.values[slot] if isinstance(value, PerSlot) else value
+
+
+def _arithmetic(operation: Callable[..., Any], *, swapped: bool = False) -> Callable[..., Any]:
+    def apply(self: PerSlot, *others: Any) -> Any:
+        if not all(isinstance(other, int | float) for other in others):
+            return NotImplemented
+        pairs = [[_of(v, slot) for v in (self, *others)] for slot in range(len(self.values))]
+        return PerSlot([operation(*(reversed(pair) if swapped else pair)) for pair in pairs])
+
+    return apply
+
+
+def _comparison(name: str, operation: Callable[[Any, Any], bool]) -> Callable[..., Any]:
+    def apply(self: PerSlot, other: Any) -> Any:
+        if not isinstance(other, int | float):
+            return NotImplemented
+        answers = [operation(v, _of(other, slot)) for slot, v in enumerate(self.values)]
+        return _agreed(f"is {name} {other!r}", answers, self)
+
+    return apply
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+    setattr(PerSlot, f"__{_name}__", _arithmetic(getattr(operator, _name)))
+    setattr(PerSlot, f"__r{_name}__", _arithmetic(getattr(operator, _name), swapped=True))
+for _name in ("neg", "pos", "abs"):
+    setattr(PerSlot, f"__{_name}__", _arithmetic(getattr(operator, _name)))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(PerSlot, f"__{_name}__", _comparison(_name, getattr(operator, _name)))
+
+
+def values_of(number: float, width: int) -> tuple[float, ...]:
+    """``number`` for each of ``width`` slots."""
+    return number.values if isinstance(number, PerSlot) else (number,) * width

@@ -1,0 +1,129 @@
+"""Convolutions: products of matrices where they can be, else torch's, with a group per slot.
+
+Torch's batching turns them into an operation that autocast does not know, so that a rule casts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.fusion.level import plainly
+from shoal.fusion.rules.linear import in_autocast
+from shoal.fusion.slots import Slots
+
+
+def conv(
+    slots: Slots,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Any:
+    """Of one, two or three dimensions: products where the kernel is, or may be cut to, a point."""
+    input, weight, bias = in_autocast(input, weight, bias)
+    if slots.has_values(weight) and input.dim() == weight.dim() and _all(stride, 1):
+        x, w = slots.stacked(input), slots.stacked(weight)
+        b = slots.stacked(bias) if bias is not None else None
+        with plainly():
+            if _all(dilation, 1):
+                w, padding = _within_reach(w, padding, x.shape[3:])
+            is_point = _all(padding, 0) and all(size == 1 for size in w.shape[3:])
+            out = _of_point(x.transpose(0, 1), w, b, groups) if is_point else None
+        if out is not None:
+            return slots.slotted(out, 1)
+        weight = slots.slotted(w)
+    native = CONVOLUTIONS[weight.dim() - 2]
+    return native(input, weight, bias, stride, padding, dilation, groups)
+
+
+CONVOLUTIONS = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
+TRANSPOSED = {1: torch.conv_transpose1d, 2: torch.conv_transpose2d, 3: torch.conv_transpose3d}
+
+
+def _within_reach(weight: Tensor, padding: Any, sizes: Sequence[int]) -> tuple[Tensor, Any]:
+    """The kernel without taps that only ever meet padding, and what padding that leaves.
+
+    A small image in a deep net: of 5 x 5 taps with padding 2, one meets an image of a pixel.
+    For steps of one and padding that keeps the size; the sums lose nothing but zeros.
+    """
+    pads = [padding] * len(sizes) if isinstance(padding, int) else padding
+    if isinstance(padding, str) or len(pads) != len(sizes):
+        return weight, padding
+    if any(taps != 2 * pad + 1 for taps, pad in zip(weight.shape[3:], pads, strict=True)):
+        return weight, padding
+    kept = [min(pad, size - 1) for pad, size in zip(pads, sizes, strict=True)]
+    for at, (pad, less) in enumerate(zip(pads, kept, strict=True)):
+        if less < pad:
+            weight = weight.narrow(3 + at, pad - less, 2 * less + 1)
+    return weight, tuple(kept)
+
+
+def _of_point(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor | None:
+    """x_BNC* with a kernel of one point: across channels, or channel by channel."""
+    x_BNCP, w_NOC = x.flatten(3), weight.flatten(2)
+    b_NO1 = None if bias is None else bias.unsqueeze(-1)
+    if groups == 1:
+        out = _pointwise(x_BNCP, w_NOC, b_NO1)
+    elif groups == x.shape[2] == weight.shape[1]:
+        out = x_BNCP * w_NOC if b_NO1 is None else torch.addcmul(b_NO1, x_BNCP, w_NOC)
+    else:
+        return None
+    shaped: Tensor = torch.ops.aten._unsafe_view(out, (*out.shape[:3], *x.shape[3:]))
+    return shaped
+
+
+def _pointwise(x_BNCP: Tensor, w_NOC: Tensor, b_NO1: Tensor | None) -> Tensor:
+    """[B, N, O, P], P pixels: slots stay beside channels, as grouped convolutions lay them.
+
+    Either each row of the batch has its product, for which the weights are copied, or rows
+    are laid side by side for one, and what comes out is laid back: whichever copies less.
+    """
+    rows, slots, channels, pixels = x_BNCP.shape
+    outside = w_NOC.shape[1]
+    if 2 * outside * channels < (outside + channels) * pixels:
+        out = torch.matmul(w_NOC, x_BNCP)
+        return out if b_NO1 is None else out + b_NO1
+    x_NCR = x_BNCP.permute(1, 2, 0, 3).reshape(slots, channels, rows * pixels)
+    out = torch.bmm(w_NOC, x_NCR) if b_NO1 is None else torch.baddbmm(b_NO1, w_NOC, x_NCR)
+    return out.view(slots, -1, rows, pixels).permute(2, 0, 1, 3).contiguous()
+
+
+def conv_transpose(
+    slots: Slots,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Any:
+    """From a single point, as in a generator's first layer: the kernel times the channels."""
+    input, weight, bias = in_autocast(input, weight, bias)
+    plain = groups == 1 and all(_all(*pair) for pair in ((padding, 0), (output_padding, 0)))
+    from_point = input.dim() == weight.dim() and all(size == 1 for size in input.shape[2:])
+    if not (plain and from_point and _all(dilation, 1) and slots.has_values(weight)):
+        native = TRANSPOSED[weight.dim() - 2]
+        return native(input, weight, bias, stride, padding, output_padding, groups, dilation)
+    x, w = slots.stacked(input), slots.stacked(weight)
+    b = slots.stacked(bias) if bias is not None else None
+    with plainly():
+        out = torch.bmm(x.flatten(2), w.flatten(2))  # x_NBI, w_NIK: K is channels and kernel
+        out = out.transpose(0, 1).reshape(x.shape[1], slots.width, *w.shape[2:])
+        if b is not None:
+            out = out + b.view(*b.shape, *([1] * (w.dim() - 3)))
+    return slots.slotted(out, 1)
+
+
+def _all(setting: Any, value: int) -> bool:
+    if isinstance(setting, str):
+        return setting == "valid" and value == 0
+    return all(s == value for s in (setting if isinstance(setting, tuple | list) else (setting,)))

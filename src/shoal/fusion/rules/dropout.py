@@ -1,0 +1,87 @@
+"""Dropout: each slot's mask comes from its own generator, as its trial would draw it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.fusion.level import like_alone, plainly
+from shoal.fusion.perslot import values_of
+from shoal.fusion.slots import Slots
+
+
+def dropout(slots: Slots, input: Tensor, p: float, train: bool) -> Any:
+    """The input times every slot's mask."""
+    if not train or not any(values_of(p, slots.width)):
+        return input
+    x = slots.stacked(input)
+    with plainly():
+        out = x * masks(slots, x[0], p)
+    return slots.slotted(out)
+
+
+def dropout_(slots: Slots, input: Tensor, p: float, train: bool) -> Any:
+    """The same, in place."""
+    return _in_place(slots, input, p, train, whole_channels=False)
+
+
+def feature_dropout(slots: Slots, input: Tensor, p: float, train: bool) -> Any:
+    """Dropout of whole channels: of ``nn.Dropout1d``, ``2d`` and ``3d``."""
+    if not train or not any(values_of(p, slots.width)):
+        return input
+    x = slots.stacked(input)
+    with plainly():
+        out = x * masks(slots, _one_per_channel(x[0]), p)
+    return slots.slotted(out)
+
+
+def feature_dropout_(slots: Slots, input: Tensor, p: float, train: bool) -> Any:
+    """The same, in place."""
+    return _in_place(slots, input, p, train, whole_channels=True)
+
+
+def _in_place(slots: Slots, input: Tensor, p: float, train: bool, *, whole_channels: bool) -> Any:
+    if not train or not any(values_of(p, slots.width)):
+        return input
+    if not slots.has_values(input):
+        raise RuntimeError("vmap: dropout_ writes into a tensor that all slots share")
+    x = slots.stacked(input)
+    with plainly():
+        x.mul_(masks(slots, _one_per_channel(x[0]) if whole_channels else x[0], p))
+    return input
+
+
+def _one_per_channel(x_BC: Tensor) -> Tensor:
+    return x_BC.new_empty((*x_BC.shape[:2], *([1] * (x_BC.dim() - 2))))
+
+
+def masks(slots: Slots, one: Tensor, p: float) -> Tensor:
+    """Zeros and 1 / (1 - p) in the shape of ``one``, for every slot: [N, ...].
+
+    On the CPU what ``torch.dropout`` draws; elsewhere its kernel draws itself, once per slot.
+    A slot whose rate is 0 draws nothing, as alone.
+    """
+    rates = values_of(p, slots.width)
+    drawn = like_alone(slots.width, one)
+    for slot, rate in enumerate(rates):
+        if rate == 0:
+            drawn[slot].fill_(1)
+        elif one.device.type == "cpu":
+            drawn[slot].bernoulli_(1 - rate, generator=slots.streams.generator(slot))
+        else:
+            with slots.streams.as_default(slot):
+                drawn[slot] = torch.dropout(torch.ones_like(one), rate, True)
+    if one.device.type == "cpu":
+        _scale(drawn, rates)
+    return drawn
+
+
+def _scale(drawn: Tensor, rates: tuple[float, ...]) -> None:
+    if len(set(rates)) == 1:
+        drawn.div_(1 - rates[0]) if rates[0] < 1 else None
+        return
+    for slot, rate in enumerate(rates):
+        if 0 < rate < 1:
+            drawn[slot].div_(1 - rate)

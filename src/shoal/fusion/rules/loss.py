@@ -1,0 +1,95 @@
+"""Losses over classes: all slots' rows at once, then each slot's own mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.fusion.level import plainly
+from shoal.fusion.perslot import PerSlot
+from shoal.fusion.slots import Slots
+
+_nn: Any = torch._C._nn  # its annotations take names for the reductions, its code numbers
+
+NONE, MEAN = 0, 1  # torch's numbers for the reductions; 2 is the sum
+
+
+def cross_entropy(
+    slots: Slots,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Per row by torch's kernel; with a smoothing of each slot's own, between two of those.
+
+    The loss is linear in the smoothing: what it is without any, and with nothing else.
+    """
+    if isinstance(label_smoothing, PerSlot):
+        args = (slots, input, target, weight, reduction, ignore_index)
+        share = slots.slotted(slots.numbers(label_smoothing, input))
+        hard, smooth = cross_entropy(*args, 0.0), cross_entropy(*args, 1.0)
+        return hard * (1 - share) + smooth * share
+
+    def per_row(rows: Tensor, targets: Tensor) -> Tensor:
+        found: Tensor = _nn.cross_entropy_loss(
+            rows, targets, weight, NONE, ignore_index, label_smoothing
+        )
+        return found
+
+    every = (input, target, weight, reduction, ignore_index, label_smoothing)
+    return _by_rows(slots, _nn.cross_entropy_loss, per_row, every)
+
+
+def nll_loss(
+    slots: Slots,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = MEAN,
+    ignore_index: int = -100,
+) -> Any:
+    """The same of log probabilities."""
+
+    def per_row(rows: Tensor, targets: Tensor) -> Tensor:
+        found: Tensor = _nn.nll_loss_nd(rows, targets, weight, NONE, ignore_index)
+        return found
+
+    every = (input, target, weight, reduction, ignore_index)
+    return _by_rows(slots, _nn.nll_loss_nd, per_row, every)
+
+
+def _by_rows(
+    slots: Slots,
+    function: Callable[..., Any],
+    per_row: Callable[[Tensor, Tensor], Tensor],
+    every: tuple[Any, ...],
+) -> Any:
+    """Loss per row of x_NBC, then for each slot none, the sum, or the weighted mean [N]."""
+    input, target, weight, reduction, ignore_index, *_ = every
+    if input.dim() < 2 or target.is_floating_point() or slots.has_values(weight):
+        return slots.each(function, every)
+    x, y = slots.stacked(input), slots.stacked(target)
+    with plainly():
+        y_rows = y.flatten(0, 1)
+        losses = per_row(x.flatten(0, 1), y_rows).unflatten(0, (slots.width, -1))
+        if reduction != NONE:
+            losses = losses.flatten(1).sum(1)
+        if reduction == MEAN:
+            losses = losses / _shares(y_rows, weight, ignore_index, losses).view(
+                slots.width, -1
+            ).sum(1)
+    return slots.slotted(losses)
+
+
+def _shares(targets: Tensor, weight: Tensor | None, ignore_index: int, like: Tensor) -> Tensor:
+    """What each target counts in a mean."""
+    counted = targets != ignore_index
+    if weight is None:
+        return counted.to(like.dtype)
+    return torch.where(counted, weight[targets.where(counted, 0)], 0).to(like.dtype)

@@ -1,0 +1,45 @@
+"""Which operation has which rule.
+
+A rule is ``(slots, *args, **kwargs) -> result`` with the operation's own parameters, or
+``NotImplemented``. Each has a row in tests/equivalence/test_fusion_rules.py, which also breaks
+it on purpose and sees that it is noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from shoal.fusion.rules.attention import attention
+from shoal.fusion.rules.convolution import conv, conv_transpose
+from shoal.fusion.rules.dropout import dropout, dropout_, feature_dropout, feature_dropout_
+from shoal.fusion.rules.embedding import embedding
+from shoal.fusion.rules.linear import linear
+from shoal.fusion.rules.loss import cross_entropy, nll_loss
+from shoal.fusion.rules.norm import batch_norm
+from shoal.fusion.rules.recurrent import gru, lstm
+from shoal.fusion.slots import Rule
+
+RULES: dict[Callable[..., Any], Rule] = {
+    functional.linear: linear,
+    torch.conv1d: conv,
+    torch.conv2d: conv,
+    torch.conv3d: conv,
+    torch.conv_transpose1d: conv_transpose,
+    torch.conv_transpose2d: conv_transpose,
+    torch.conv_transpose3d: conv_transpose,
+    torch.batch_norm: batch_norm,
+    torch.dropout: dropout,
+    torch.dropout_: dropout_,
+    torch.feature_dropout: feature_dropout,
+    torch.feature_dropout_: feature_dropout_,
+    functional.scaled_dot_product_attention: attention,
+    torch.embedding: embedding,
+    torch.lstm: lstm,
+    torch.gru: gru,
+    torch._C._nn.cross_entropy_loss: cross_entropy,
+    torch._C._nn.nll_loss_nd: nll_loss,
+}

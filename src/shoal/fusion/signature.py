@@ -1,0 +1,169 @@
+"""A trial's signature: everything in which the trials of one array have to be equal.
+
+Modules (names, classes, settings), parameters and buffers (shape, type, strides, what is tied
+to what, what is frozen), the code of the recipe's functions, the optimizer's class, and the
+shapes of a batch. Floats are told as floats only: they may differ (see ``perslot.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.fusion.blend import HIDDEN
+from shoal.fusion.match import Signature
+from shoal.fusion.stacked import owners
+from shoal.recipe import Recipe
+
+DEEPEST = 6  # objects within objects that are looked into
+
+NUMBERS = {  # settings that are floats by nature, where a user may well have written 0 or 1
+    "p",
+    "dropout",
+    "eps",
+    "momentum",
+    "negative_slope",
+    "label_smoothing",
+}
+
+
+def signature_of(
+    recipe: Recipe,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    batch: Any = None,
+) -> Signature:
+    """The facts about one trial; without an optimizer or a batch, of the rest."""
+    facts = [*_recipe_facts(recipe), *_module_facts(module), *_tensor_facts(module)]
+    if optimizer is not None:
+        facts += _optimizer_facts(module, optimizer)
+    if batch is not None:
+        facts.append(("batch", kind_of(batch)))
+    return Signature(tuple(facts))
+
+
+def kind_of(batch: Any) -> str:
+    """The structure of a batch with its tensors' shapes and types, and other values."""
+    if isinstance(batch, Tensor):
+        return f"{_dtype(batch)} {list(batch.shape)}"
+    if isinstance(batch, Mapping):
+        inside = ", ".join(f"{key!r}: {kind_of(value)}" for key, value in batch.items())
+        return f"{type(batch).__name__}({inside})"
+    if isinstance(batch, tuple | list):
+        return f"{type(batch).__name__}({', '.join(kind_of(value) for value in batch)})"
+    return repr(batch)
+
+
+def _recipe_facts(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    for name in ("loss", "inputs"):
+        yield f"the recipe's {name}", described(getattr(recipe, name))
+    for name, metric in recipe.metrics.items():
+        yield f"the recipe's metric {name!r}", described(metric)
+    for name in ("accumulate", "precision", "loss_rows"):
+        yield f"the recipe's {name}", repr(getattr(recipe, name))
+
+
+def _module_facts(module: nn.Module) -> Iterator[tuple[str, str]]:
+    for path, child in module.named_modules():
+        subject = f"module {path!r}" if path else "the model"
+        yield subject, _class(child)
+        for name, value in vars(child).items():
+            if name not in HIDDEN:
+                yield f"{name!r} of {subject}", _setting(name, value)
+
+
+def _setting(name: str, value: Any) -> str:
+    if name.endswith("_hooks"):  # by numbers that the process gives out
+        return described(list(value.values()))
+    if name in NUMBERS and type(value) is int:
+        return "a float"
+    return described(value)
+
+
+def _tensor_facts(module: nn.Module) -> Iterator[tuple[str, str]]:
+    owner = owners(module)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        tied = "" if owner[name] == name else f", the same as {owner[name]!r}"
+        frozen = "" if parameter.requires_grad else ", frozen"
+        yield f"parameter {name!r}", f"{_layout(parameter)}{frozen}{tied}"
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        tied = "" if owner[name] == name else f", the same as {owner[name]!r}"
+        yield f"buffer {name!r}", f"{_layout(buffer)}{tied}"
+
+
+def _optimizer_facts(
+    module: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, str]]:
+    yield "the optimizer", _class(optimizer)
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    names = [name for name, p in module.named_parameters() if id(p) not in held]
+    yield "parameters that the optimizer leaves alone", repr(names)
+
+
+def _layout(tensor: Tensor) -> str:
+    return f"{_dtype(tensor)} {list(tensor.shape)}, strides {list(tensor.stride())}"
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _class(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def described(value: Any, depth: int = 0) -> str:
+    """A value in words that two processes agree on: no address, no float."""
+    if isinstance(value, float):
+        return "a float"
+    if value is None or isinstance(value, bool | int | complex | str | bytes | range):
+        return repr(value)
+    if isinstance(value, Tensor):
+        return f"a tensor, {_layout(value)}, {_digest(value)}"
+    if isinstance(value, torch.dtype | torch.device | type | types.ModuleType):
+        return str(value)
+    if depth > DEEPEST:
+        return _class(value)
+    inside = functools.partial(described, depth=depth + 1)
+    if isinstance(value, nn.Module):
+        return _class(value)
+    if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+        return _code(value, inside)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {inside(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, tuple | list):
+        return f"{type(value).__name__}({', '.join(inside(item) for item in value)})"
+    if isinstance(value, set | frozenset):
+        return f"{type(value).__name__}({', '.join(sorted(inside(item) for item in value))})"
+    return f"{_class(value)}({inside(vars(value)) if hasattr(value, '__dict__') else ''})"
+
+
+def _code(value: Any, inside: Any) -> str:
+    if isinstance(value, functools.partial):
+        return f"partial({inside(value.func)}, {inside(value.args)}, {inside(value.keywords)})"
+    if isinstance(value, types.MethodType):
+        return f"method({inside(value.__func__)}, {inside(value.__self__)})"
+    cells = [inside(cell.cell_contents) for cell in value.__closure__ or ()]
+    defaults = [inside(value.__defaults__), inside(value.__kwdefaults__)]
+    digest = hashlib.sha256(_text(value.__code__).encode()).hexdigest()[:16]
+    return f"function {value.__qualname__} {digest} ({', '.join([*cells, *defaults])})"
+
+
+def _text(code: types.CodeType) -> str:
+    """Bytecode, names and constants; of code within, the same."""
+    constants = [
+        _text(constant) if isinstance(constant, types.CodeType) else repr(constant)
+        for constant in code.co_consts
+    ]
+    return repr((code.co_code, code.co_names, code.co_varnames, constants))
+
+
+def _digest(tensor: Tensor) -> str:
+    plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(plain.numpy().tobytes()).hexdigest()[:16]

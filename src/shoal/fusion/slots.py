@@ -1,0 +1,157 @@
+"""What a rule works with: the slots of one pass, their tensors and their random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shoal.fusion.declined import Disagreement
+from shoal.fusion.level import Level, plainly
+from shoal.fusion.perslot import PerSlot, values_of
+from shoal.fusion.streams import SlotStreams
+
+WRITING = frozenset(
+    (
+        *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__"),
+        *("__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
+    )
+)
+"""Operators that write into their first operand; methods that do end in an underscore."""
+
+NUMBERS = (bool, int, float, complex, str)
+
+
+class Slots:
+    """One pass of a model's code for all slots; ``active`` are those whose results count.
+
+    Shapes in the rules: N slots, B rows of a batch, C channels, T time, H heads or hidden.
+    """
+
+    def __init__(self, level: Level, streams: SlotStreams, active: Sequence[bool]) -> None:
+        self.level, self.streams, self.width = level, streams, level.width
+        self._active = active
+
+    def has_values(self, *values: object) -> bool:
+        """Whether one of ``values`` is a tensor with a value per slot."""
+        return any(isinstance(v, Tensor) and self.level.is_slotted(v) for v in values)
+
+    def stacked(self, tensor: Tensor) -> Tensor:
+        """The plain tensor [N, ...] behind what the model's code holds."""
+        return self.level.stacked(tensor)
+
+    def slotted(self, stacked: Tensor, dim: int = 0) -> Tensor:
+        """The other way; ``dim`` is the dimension of slots."""
+        return self.level.slotted(stacked, dim)
+
+    def numbers(self, number: float, like: Tensor) -> Tensor:
+        """A float of every slot as a tensor [N] of the type of ``like``."""
+        dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
+        values = values_of(number, self.width)
+        with plainly():
+            return torch.tensor(values, dtype=dtype, device=like.device)
+
+    def each(self, function: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
+        """``function`` slot by slot, each with its own numbers: right for anything.
+
+        Raises:
+            Disagreement: Python values that differ by slot, or tensors of differing shapes.
+        """
+        return self.each_its_own([function] * self.width, args, kwargs)
+
+    def each_its_own(
+        self, functions: Sequence[Callable[..., Any]], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """The same with another function for every slot."""
+        leaves, tree = pytree.tree_flatten((args, kwargs or {}))
+        opened = [self.level.open(x) if isinstance(x, Tensor) else (x, None) for x in leaves]
+        self._refuse_shared_target(functions[0], leaves, kwargs or {})
+        results: list[Any] = [None] * self.width
+        taking_part = [slot for slot in range(self.width) if self._active[slot]]
+        with plainly():
+            for slot in taking_part:
+                mine = [_pick(value, dim, slot) for value, dim in opened]
+                own_args, own_kwargs = pytree.tree_unflatten(mine, tree)
+                with self.streams.as_default(slot):
+                    results[slot] = functions[slot](*own_args, **own_kwargs)
+        some = results[taking_part[0]]
+        if _writes(functions[0]) and isinstance(some, Tensor):
+            return leaves[0]
+        for slot in set(range(self.width)) - set(taking_part):  # anything of that shape will do
+            results[slot] = pytree.tree_map_only(Tensor, Tensor.detach, some)
+        return self._joined(functions[0], results)
+
+    def _refuse_shared_target(
+        self, function: Callable[..., Any], leaves: Sequence[Any], kwargs: Any
+    ) -> None:
+        """Raise as torch's batching does, where every slot would write into one tensor."""
+        targets = [kwargs.get("out"), *(leaves[:1] if _writes(function) else [])]
+        if any(isinstance(t, Tensor) and not self.level.is_slotted(t) for t in targets):
+            raise RuntimeError(
+                f"vmap: {_name(function)} writes into a tensor that all slots share"
+            )
+
+    def _joined(self, function: Callable[..., Any], results: Sequence[Any]) -> Any:
+        trees = [pytree.tree_flatten(result) for result in results]
+        if any(tree != trees[0][1] for _, tree in trees):
+            raise Disagreement(f"{_name(function)} returns another structure in every slot.")
+        columns = zip(*(leaves for leaves, _ in trees), strict=True)
+        return pytree.tree_unflatten([self._join(function, c) for c in columns], trees[0][1])
+
+    def _join(self, function: Callable[..., Any], values: Sequence[Any]) -> Any:
+        first = values[0]
+        if isinstance(first, Tensor):
+            shapes = {tuple(value.shape) for value in values}
+            if len(shapes) > 1:
+                raise Disagreement(
+                    f"{_name(function)} returns shapes that depend on the data: {sorted(shapes)}."
+                )
+            with plainly():
+                stacked = torch.stack(list(values))
+            return self.slotted(stacked)
+        if all(value is first for value in values):
+            return first
+        if isinstance(first, NUMBERS) and all(value == first for value in values):
+            return first
+        raise Disagreement(
+            f"{_name(function)} makes a Python {type(first).__name__} of a tensor, and the slots "
+            "differ in it: control flow that depends on the data."
+        )
+
+
+def _pick(value: Any, dim: int | None, slot: int) -> Any:
+    if isinstance(value, PerSlot):
+        return value.values[slot]
+    return value if dim is None else value.select(dim, slot)
+
+
+def _writes(function: Callable[..., Any]) -> bool:
+    """Whether the operation writes into its first argument, as its name says."""
+    name = getattr(function, "__name__", "")
+    return name in WRITING or (name.endswith("_") and not name.endswith("__"))
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__qualname__", None) or function)
+
+
+Rule = Callable[..., Any]
+"""``(slots, *args, **kwargs) -> result``; ``NotImplemented`` where it does not apply."""
+
+
+def require_range(index: Tensor, size: int) -> None:
+    """Refuse an index that would read a neighbour's rows in a table of all slots.
+
+    Raises:
+        IndexError: as torch does for one trial.
+    """
+    if not index.numel():
+        return
+    least, most = torch.aminmax(index)
+    if index.is_cuda:  # no wait for the device
+        torch._assert_async((least >= 0) & (most < size))
+    elif least < 0 or most >= size:
+        raise IndexError(f"index out of range: {int(least)} to {int(most)}, of {size} rows")

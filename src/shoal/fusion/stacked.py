@@ -1,0 +1,92 @@
+"""The parameters and buffers of N modules as N rows of shared tensors.
+
+``stack`` copies each module's tensors into rows and lets the module's own parameters live
+there; ``unstack`` gives a module tensors of its own again. Neither changes a bit, and the
+parameter objects stay the same, so that optimizers and schedules never notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from shoal.fusion.level import like_alone
+
+
+class Stacked:
+    """``parameters`` and ``buffers`` by their first name, each [N, ...].
+
+    A row lies in memory as its tensor did alone. Parameters are leaves of autograd: their
+    gradients are stacked too.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        first = modules[0]
+        width = len(modules)
+        self.parameters = {
+            name: like_alone(width, parameter.detach())
+            for name, parameter in first.named_parameters()
+        }
+        self.buffers = {name: like_alone(width, b) for name, b in first.named_buffers()}
+        for slot, module in enumerate(modules):
+            self.take(slot, module)
+        for name, parameter in first.named_parameters():
+            self.parameters[name].requires_grad_(parameter.requires_grad)
+
+    def take(self, slot: int, module: nn.Module) -> None:
+        """Copy a module's tensors into a row, where they live from now on."""
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                row = self.parameters[name].detach()[slot]
+                row.copy_(parameter)
+                parameter.data = row
+            self.put_buffers(slot, module)
+
+    def put_buffers(self, slot: int, module: nn.Module) -> None:
+        """Copy a module's buffers into their row, also ones that its forward made anew."""
+        rows = {}
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                row = self.buffers[name][slot]
+                if buffer.data_ptr() != row.data_ptr() or buffer.shape != row.shape:
+                    row.copy_(buffer)
+                rows[id(buffer)] = row
+        for child in module.modules():
+            for key, held in child._buffers.items():
+                if held is not None:
+                    child._buffers[key] = rows.get(id(held), held)
+
+    def let_go(self, module: nn.Module) -> None:
+        """Give a module tensors of its own again, with the same bits."""
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.data = parameter.detach().clone()
+                parameter.grad = None
+            own = {id(buffer): buffer.detach().clone() for buffer in module.buffers()}
+        for child in module.modules():
+            for key, held in child._buffers.items():
+                if held is not None:
+                    child._buffers[key] = own[id(held)]
+
+
+def stack(modules: Sequence[nn.Module]) -> Stacked:
+    """One row per module; the modules live in the rows from now on."""
+    return Stacked(modules)
+
+
+def unstack(stacked: Stacked, modules: Sequence[nn.Module]) -> None:
+    """The modules own their tensors again, bit for bit."""
+    for module in modules:
+        stacked.let_go(module)
+
+
+def owners(module: nn.Module) -> Mapping[str, str]:
+    """Every name of a parameter or buffer, and the first name of the same tensor."""
+    first: dict[int, str] = {}
+    named = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}

@@ -1,0 +1,137 @@
+"""One copy of the model's code that runs for all slots.
+
+It is a copy of the first slot's module whose settings are those of all slots (``blend.py``).
+Its parameters and buffers are put in for a pass. A part that cannot run for all slots at once
+is *looped*: there each slot's own module does its part, one after another.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import _pop_mode_temporarily
+
+from shoal.fusion.blend import blend, blend_settings
+from shoal.fusion.declined import Declined
+from shoal.fusion.installed import installed, places_of
+from shoal.fusion.member import Member
+from shoal.fusion.slots import Slots
+from shoal.fusion.stacked import Stacked, owners
+from shoal.recipe import Recipe
+
+
+class Template:
+    """The code of ``members``, and which parts of it are looped (by name).
+
+    Raises:
+        Declined: the trials differ in what cannot differ inside an array.
+    """
+
+    def __init__(self, members: Sequence[Member], looped: Sequence[str] = ()) -> None:
+        self.modules = [member.module for member in members]
+        first = self.modules[0]
+        kept = {id(t): t for t in (*first.parameters(), *first.buffers())}
+        self.module = _blended(_copied(first, kept), self.modules)
+        self.recipe = _blended_recipe([member.recipe for member in members])
+        self._owner_of = owners(first)
+        self._places = places_of(self.module, self._owner_of)
+        self._pass: tuple[Slots, Stacked] | None = None
+        self.looped: list[str] = []
+        for path in looped:
+            self.loop(path)
+
+    def train(self, training: bool) -> None:
+        """Put the code into training or evaluation mode, as the members are."""
+        if self.module.training != training:
+            self.module.train(training)
+
+    def loop(self, path: str) -> None:
+        """Run this part slot by slot from now on.
+
+        Raises:
+            Declined: it is the whole model, which then is better trained unfused.
+        """
+        if not path:
+            raise Declined("no part of the model can run for all slots at once.")
+        part = self.module.get_submodule(path)
+        runners = [self._runner(path, slot) for slot in range(len(self.modules))]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            assert self._pass is not None, "a looped part runs within a pass"
+            with _pop_mode_temporarily():
+                return self._pass[0].each_its_own(runners, args, kwargs)
+
+        part.forward = forward
+        self.looped.append(path)
+
+    def _runner(self, path: str, slot: int) -> Callable[..., Any]:
+        part = self.modules[slot].get_submodule(path)
+        places = places_of(part, self._owner_of, path)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            assert self._pass is not None
+            stacked = self._pass[1]
+            blocks = {**stacked.parameters, **stacked.buffers}
+            every = (*places.parameters, *places.buffers)
+            tensors = {place.owner: blocks[place.owner][slot] for place in every}
+            with installed(places, tensors) as replaced:
+                output = part(*args, **kwargs)
+            for name, value in replaced.items():
+                stacked.buffers[name][slot].copy_(value.detach())
+            return output
+
+        return run
+
+    @contextmanager
+    def running(
+        self, slots: Slots, stacked: Stacked, tensors: Mapping[str, Tensor]
+    ) -> Iterator[dict[str, Tensor]]:
+        """The module with ``tensors`` in place; yields the buffers that it replaces."""
+        self._pass = (slots, stacked)
+        try:
+            with installed(self._places, tensors) as replaced:
+                yield replaced
+        finally:
+            self._pass = None
+
+    def innermost(self, trace: types.TracebackType | None) -> str | None:
+        """The name of the smallest part whose ``forward`` an error went through."""
+        names = {id(child): name for name, child in self.module.named_modules()}
+        found = None
+        while trace is not None:
+            owner = trace.tb_frame.f_locals.get("self")
+            if isinstance(owner, nn.Module) and id(owner) in names:
+                found = names[id(owner)]
+            trace = trace.tb_next
+        return found
+
+
+def _copied(module: nn.Module, kept: Mapping[int, Tensor]) -> nn.Module:
+    try:
+        return copy.deepcopy(module, dict(kept))
+    except Exception as error:
+        raise Declined(f"the model cannot be copied: {error}") from error
+
+
+def _blended(template: nn.Module, modules: Sequence[nn.Module]) -> nn.Module:
+    try:
+        return blend_settings(template, modules, "the model")
+    except RecursionError:
+        raise Declined("the model's settings refer to each other in a circle.") from None
+
+
+def _blended_recipe(recipes: Sequence[Recipe]) -> Recipe:
+    first = recipes[0]
+    if all(recipe is first for recipe in recipes):
+        return first
+    return dataclasses.replace(
+        first,
+        loss=blend([recipe.loss for recipe in recipes], "the recipe's loss"),
+        inputs=blend([recipe.inputs for recipe in recipes], "the recipe's inputs"),
+    )

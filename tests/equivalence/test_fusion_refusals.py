@@ -1,0 +1,267 @@
+"""What cannot be fused is declined with the reason, and what can be lost is not."""
+
+import random
+
+import fusing
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shoal.fusion import Array, Declined, LoopBackend, Member, dry_run
+from shoal.recipe import Recipe
+from shoal.rng import capture_rng
+
+
+class Net(nn.Module):
+    """A layer whose forward does something odd besides."""
+
+    def __init__(self, odd):
+        super().__init__()
+        self.layer, self.odd, self.steps = nn.Linear(4, 4), odd, 0
+        self.register_buffer("seen", torch.zeros(4, dtype=torch.float64))
+        self.double()
+
+    def forward(self, x):
+        return self.odd(self, self.layer(x))
+
+
+def branches(net, x):
+    return x if x.sum() > 0 else x.tanh()
+
+
+def counts(net, x):
+    net.steps += 1
+    return x * net.steps
+
+
+def keeps(net, x):
+    net.last = x
+    return x
+
+
+def draws_python(net, x):
+    return x * random.random()
+
+
+def draws_numpy(net, x):
+    return x * np.random.rand()
+
+
+def assigns(net, x):
+    net.seen = net.seen * 0.9 + x.detach().mean(0)
+    return x + net.seen
+
+
+def writes(net, x):
+    net.seen.mul_(0.9).add_(x.detach().mean(0))
+    return x + net.seen
+
+
+def writes_behind(net, x):
+    net.seen.data = net.seen.data * 0.9 + x.detach().mean(0)
+    return x + net.seen
+
+
+def checkpoints(net, x):
+    return torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=False)
+
+
+def members(odd, loss=None, width=3):
+    torch.manual_seed(0)
+    recipe = Recipe(model=lambda hp: Net(odd), data=lambda hp: ([], None), loss=loss or mean)
+    made = []
+    for _ in range(width):
+        net = Net(odd)
+        steps = torch.optim.SGD(net.parameters(), lr=0.1)
+        made.append(
+            Member(
+                recipe=recipe, hp={}, module=net, optimizer=steps, schedule=None, rng=capture_rng()
+            )
+        )
+    return made
+
+
+def mean(output, batch):
+    return output.square().mean()
+
+
+def batches(width=3):
+    draws = torch.Generator().manual_seed(1)
+    return [torch.randn(5, 4, generator=draws, dtype=torch.float64) * 3 for _ in range(width)]
+
+
+@pytest.mark.parametrize(
+    ("odd", "reason"),
+    [
+        (counts, "changes the attribute 'steps', which would change once for all slots"),
+        (keeps, "changes the attribute 'last', which would change once for all slots"),
+        (draws_python, "draws from random, which has one stream for all slots"),
+        (draws_numpy, "draws from NumPy, which has one stream for all slots"),
+        (branches, "control flow that depends on the data"),
+        (checkpoints, "runs again in the backward"),
+        (writes_behind, "one step as an array is not the step alone"),
+    ],
+)
+def test_a_model_with_an_odd_forward_is_declined_with_the_reason(odd, reason):
+    assert reason in dry_run(members(odd), batches())
+
+
+@pytest.mark.parametrize("odd", [branches, counts, assigns, writes, checkpoints])
+def test_what_is_declined_trains_slot_by_slot_all_the_same(odd):
+    made, lone = members(odd), members(odd)
+    array = Array(made, backend=LoopBackend())
+
+    array.step(batches())
+
+    for slot, (member, batch) in enumerate(zip(lone, batches(), strict=True)):
+        mean(member.module(batch), batch).backward()
+        member.optimizer.step()
+        found = array.extract(slot)["model"]
+        assert all(torch.equal(found[k], t) for k, t in member.module.state_dict().items())
+
+
+@pytest.mark.parametrize("odd", [assigns, writes])
+def test_a_buffer_that_a_forward_assigns_or_writes_is_each_slots_own(odd):
+    made, lone = members(odd), members(odd)
+    assert dry_run(made, batches()) == ""
+    array = Array(made)
+
+    for _ in range(3):
+        array.step(batches())
+
+    for slot, (member, batch) in enumerate(zip(lone, batches(), strict=True)):
+        for _ in range(3):
+            member.optimizer.zero_grad()
+            mean(member.module(batch), batch).backward()
+            member.optimizer.step()
+        torch.testing.assert_close(array.extract(slot)["model"]["seen"], member.module.seen)
+
+
+def test_a_buffer_update_that_gets_lost_is_found(monkeypatch):
+    from shoal.fusion import template
+
+    class Forgets(dict):
+        def items(self):
+            return ()
+
+    right = template.Template.running
+
+    def forgetful(self, *args):
+        from contextlib import contextmanager
+
+        @contextmanager
+        def run():
+            with right(self, *args):
+                yield Forgets()
+
+        return run()
+
+    monkeypatch.setattr(template.Template, "running", forgetful)
+
+    assert "slot 0: the buffer 'seen' is another one" in dry_run(members(assigns), batches())
+
+
+def test_a_model_that_cannot_run_fails_at_its_first_step_and_nothing_has_changed():
+    made = members(branches)
+    before = [{k: t.clone() for k, t in m.module.state_dict().items()} for m in made]
+    array = Array(made)
+
+    with pytest.raises(Declined, match="cannot train as one array"):
+        array.step(batches())
+
+    for state, member in zip(before, array.dissolve(), strict=True):
+        assert all(torch.equal(member.module.state_dict()[k], t) for k, t in state.items())
+        assert member.step == 0
+
+
+def test_a_part_that_depends_on_its_data_runs_slot_by_slot_and_the_notes_say_so():
+    made = members(branches)
+    for member in made:
+        member.module = nn.Sequential(member.module, nn.Linear(4, 2).double())
+        member.optimizer = torch.optim.SGD(member.module.parameters(), lr=0.1)
+    array = Array(made)
+
+    array.step(batches())
+
+    (note,) = array.backend.notes
+    assert note.startswith("'0' runs slot by slot: ")
+    assert "control flow that depends on the data" in note
+
+
+def test_a_loss_that_mixes_slots_is_declined():
+    total = torch.zeros((), dtype=torch.float64)
+
+    def mixing(output, batch):
+        total.add_(output.detach().mean())
+        return (output - total).square().mean()
+
+    history = []
+
+    def remembering(output, batch):
+        history.append(1.0)
+        return output.mean() * len(history)
+
+    for loss in (mixing, remembering):
+        found = dry_run(members(writes, loss), batches())
+        assert "changes what the recipe's loss keeps, which would change once for all" in found
+
+
+def test_hyperparameters_that_change_shapes_are_declined_with_the_first_difference():
+    recipe = fusing.recipe("mlp")
+    one, other = fusing.trials(recipe, fusing.hps("mlp", 2))
+    other.member.module[3] = nn.Linear(24, 32).double()
+
+    with pytest.raises(Declined, match="'out_features' of module '3': 24 in one, 32 in the other"):
+        Array([one.member, other.member])
+
+
+def test_gradient_hooks_are_declined():
+    for place, words in (
+        (lambda net: net.layer.weight.register_hook(lambda g: g), "the parameter 'layer.weight'"),
+        (
+            lambda net: net.layer.bias.register_post_accumulate_grad_hook(lambda p: None),
+            "the parameter 'layer.bias'",
+        ),
+        (
+            lambda net: net.layer.register_full_backward_hook(lambda *_: None),
+            "the module 'layer'",
+        ),
+    ):
+        made = members(writes)
+        for member in made:
+            place(member.module)
+        with pytest.raises(Declined, match=f"{words} has a gradient hook"):
+            Array(made)
+        assert f"{words} has a gradient hook" in dry_run(made, batches())
+
+
+def test_precisions_that_no_array_has_are_declined():
+    for changes, words in (({"precision": "bf16-sr"}, "rounds"), ({"loss_rows": 4}, "in pieces")):
+        recipe = fusing.recipe("mlp", **changes)
+        made = fusing.trials(recipe, fusing.hps("mlp", 2, dtype="float32"))
+        with pytest.raises(Declined, match=words):
+            Array([t.member for t in made])
+
+
+def test_a_loss_with_weights_of_every_slots_own_is_fused():
+    def recipe_of(share):
+        def loss(output, batch):
+            hard = F.cross_entropy(output, batch[1], label_smoothing=share / 4)
+            return (1 - share) * hard + share * output.square().mean()
+
+        return fusing.recipe("mlp", loss=loss)
+
+    made = [
+        fusing.Trial(recipe_of(share), hp, slot)
+        for slot, (share, hp) in enumerate(zip((0.0, 0.2, 0.5), fusing.hps("mlp"), strict=True))
+    ]
+    array = Array([t.member for t in made])
+
+    losses = [fusing.step(array, made).losses for _ in range(5)]
+
+    assert array.backend.notes == ()
+    for slot, trial in enumerate(made):
+        plain = fusing.alone(trial.recipe, trial.hp, slot, 5)
+        assert [found[slot] for found in losses] == pytest.approx(plain.losses, abs=1e-12)

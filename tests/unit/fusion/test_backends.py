@@ -1,0 +1,124 @@
+"""One suite for every ArrayBackend: what a slot gets, and what it keeps."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shoal.fusion import Array, LoopBackend, Member, StackedBackend
+from shoal.recipe import Recipe
+from shoal.rng import capture_rng
+from shoal.testing import same_bits
+
+
+@pytest.fixture(params=[StackedBackend, LoopBackend])
+def backend(request):
+    return request.param()
+
+
+def loss(output, batch):
+    return F.cross_entropy(output, batch[1])
+
+
+def members(width=3):
+    torch.manual_seed(3)
+    recipe = Recipe(model=lambda hp: None, data=lambda hp: ([], None), loss=loss)
+    made = []
+    for slot in range(width):
+        net = nn.Sequential(
+            nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.1 + slot / 10), nn.Linear(6, 3)
+        ).double()
+        steps = torch.optim.AdamW(net.parameters(), lr=0.1)
+        torch.rand(slot)
+        rng = capture_rng()
+        made.append(
+            Member(recipe=recipe, hp={}, module=net, optimizer=steps, schedule=None, rng=rng)
+        )
+    return made
+
+
+def batches(width=3):
+    draws = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(5, 4, generator=draws, dtype=torch.float64),
+            torch.randint(3, (5,), generator=draws),
+        )
+        for _ in range(width)
+    ]
+
+
+def test_losses_and_gradients_are_those_alone(backend):
+    array, lone = Array(members(), backend=backend), members()
+    crew = array._crew
+
+    trained = backend.train(crew, batches(), [True] * 3, 0.5)
+    backend.hand_out(crew, range(3))
+
+    for slot, (member, batch) in enumerate(zip(lone, batches(), strict=True)):
+        member.module.train()
+        torch.set_rng_state(member.rng.torch)
+        value = loss(member.module(batch[0]), batch)
+        (value * 0.5).backward()
+        assert trained.losses[slot].item() == pytest.approx(value.item(), abs=1e-13)
+        mine = dict(array.member(slot).module.named_parameters())
+        for name, parameter in member.module.named_parameters():
+            torch.testing.assert_close(mine[name].grad, parameter.grad, rtol=0, atol=1e-13)
+
+
+def test_gradients_add_up(backend):
+    array, twice = Array(members(), backend=backend), Array(members(), backend=type(backend)())
+    for scale in (0.25, 0.75):
+        array.backend.train(array._crew, batches(), [True] * 3, scale)
+        for slot, member in enumerate(members()):
+            array._crew.streams.set(slot, member.rng)  # the same masks again
+    twice.backend.train(twice._crew, batches(), [True] * 3, 1.0)
+    array.backend.hand_out(array._crew, range(3))
+    twice.backend.hand_out(twice._crew, range(3))
+
+    for slot in range(3):
+        pairs = zip(
+            array.member(slot).module.parameters(),
+            twice.member(slot).module.parameters(),
+            strict=True,
+        )
+        for one, other in pairs:
+            torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-12)
+
+
+def test_a_slot_that_takes_no_part_keeps_its_bits(backend):
+    array = Array(members(), backend=backend)
+    before = copy.deepcopy(array.extract(1))
+
+    trained = backend.train(array._crew, batches(), [True, False, True], 1.0)
+    after = array.extract(1)
+
+    assert trained.losses[1].isnan()
+    assert all(same_bits(after["model"][name], t) for name, t in before["model"].items())
+    assert torch.equal(after["rng"].torch, before["rng"].torch)
+
+
+def test_an_error_of_one_slot_is_its_own(backend):
+    array = Array(members(), backend=backend)
+    bad = batches()
+    bad[2] = (bad[2][0], bad[2][1] + 3)  # classes that there are none of
+
+    trained = backend.train(array._crew, bad, [True] * 3, 1.0)
+
+    assert set(trained.failures) == {2}
+    assert trained.losses[:2].isfinite().all()
+
+
+def test_evaluation_gives_every_slots_output_as_its_model_does(backend):
+    array, lone = Array(members(), backend=backend), members()
+
+    with array.evaluating():
+        found = backend.evaluate(array._crew, batches(), [True, True, False])
+
+    for slot in range(2):
+        expected = lone[slot].module.eval()(batches()[slot][0])
+        torch.testing.assert_close(found.outputs[slot], expected, rtol=0, atol=1e-13)
+        assert not found.outputs[slot].requires_grad
+    assert found.losses[2].isnan()

@@ -1,0 +1,80 @@
+"""A float per slot: computes value by value, and never passes for a number that it is not."""
+
+import functools
+import math
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.fusion.blend import blend
+from shoal.fusion.declined import Declined, Disagreement
+from shoal.fusion.perslot import PerSlot, values_of
+
+
+def test_arithmetic_goes_value_by_value():
+    rate = PerSlot([0.1, 0.4])
+
+    assert (1 - rate).values == (0.9, 0.6)
+    assert (rate * 2).values == (0.2, 0.8)
+    assert (2 / PerSlot([1.0, 4.0])).values == (2.0, 0.5)
+    assert (PerSlot([2.0, 3.0]) ** PerSlot([2.0, 1.0])).values == (4.0, 3.0)
+    assert (-rate).values == (-0.1, -0.4)
+    assert values_of(0.5, 3) == (0.5, 0.5, 0.5)
+
+
+def test_a_question_is_answered_if_all_slots_agree():
+    rate = PerSlot([0.1, 0.4])
+
+    assert rate < 1.0
+    assert not rate > 1.0
+    assert rate
+    assert rate != 0.5
+    with pytest.raises(Disagreement, match=r"asks whether a hyperparameter is gt 0\.2"):
+        _ = rate > 0.2
+    with pytest.raises(Disagreement, match="is true"):
+        bool(PerSlot([0.0, 0.1]))
+
+
+def test_code_that_reads_the_double_gets_no_number():
+    rate = PerSlot([0.1, 0.4])
+
+    assert math.isnan(math.fsum([rate]))
+    with pytest.raises(Disagreement, match="makes one float of"):
+        float(rate)
+    assert float(PerSlot([0.5, 0.5])) == 0.5
+
+
+def test_equal_values_stay_and_floats_that_differ_become_one_per_slot():
+    assert blend([0.1, 0.1], "a") == 0.1
+    assert blend([0.1, 0.3], "a").values == (0.1, 0.3)
+    assert blend([{"p": 0.1, "n": 3}, {"p": 0.3, "n": 3}], "a")["p"].values == (0.1, 0.3)
+    assert blend([(1, 0.1), (1, 0.2)], "a")[1].values == (0.1, 0.2)
+    made = blend([types.SimpleNamespace(x=0.1), types.SimpleNamespace(x=0.2)], "a")
+    assert made.x.values == (0.1, 0.2)
+
+
+def test_functions_of_equal_code_are_made_anew_around_what_differs():
+    def scaled(by):
+        return lambda x: x * by
+
+    made = blend([scaled(2.0), scaled(3.0)], "the loss")
+    partial = blend([functools.partial(pow, 2.0), functools.partial(pow, 3.0)], "the loss")
+    module = blend([nn.CrossEntropyLoss(label_smoothing=s) for s in (0.0, 0.1)], "the loss")
+
+    assert made(2.0).values == (4.0, 6.0)
+    assert partial.args[0].values == (2.0, 3.0)
+    assert module.label_smoothing.values == (0.0, 0.1)
+
+
+def test_what_differs_in_more_than_floats_is_declined_with_its_place():
+    for values in (["a", "b"], [True, False], [(1,), (1, 2)], [{"a": 1}, {"b": 1}]):
+        with pytest.raises(Declined, match="the place"):
+            blend(values, "the place")
+    with pytest.raises(Declined, match="the loss is other code"):
+        blend([lambda x: x, lambda x: -x], "the loss")
+    with pytest.raises(Declined, match="holds tensors of its own"):
+        blend([nn.Linear(1, 1), nn.Linear(1, 1)], "the loss")
+    with pytest.raises(Declined, match="the mask differs"):
+        blend([torch.zeros(2), torch.ones(2)], "the mask")

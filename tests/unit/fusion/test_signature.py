@@ -1,0 +1,152 @@
+"""A signature holds what trials of an array share, and no more."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shoal.fusion import first_difference, signature_of, told_apart
+from shoal.recipe import Recipe
+
+
+def data(hp):
+    return [], None
+
+
+def plain_loss(output, batch):
+    return output.mean()
+
+
+def other_loss(output, batch):
+    return output.sum()
+
+
+def smoothed(output, batch, smoothing):
+    return F.cross_entropy(output, batch[1], label_smoothing=smoothing)
+
+
+def signature(module, loss=plain_loss, optimizer=torch.optim.AdamW, batch=None, **changes):
+    recipe = Recipe(model=lambda hp: module, data=data, loss=loss, **changes)
+    return signature_of(recipe, module, optimizer(module.parameters(), lr=0.1), batch)
+
+
+def net(width=4, drop=0.1, bias=True):
+    return nn.Sequential(nn.Linear(3, width, bias=bias), nn.Dropout(drop), nn.Linear(width, 2))
+
+
+def difference(one, other):
+    return first_difference(one, other)
+
+
+def test_floats_may_differ_wherever_they_are():
+    assert difference(signature(net(drop=0.1)), signature(net(drop=0.5))) == ""
+    assert difference(signature(net(drop=0)), signature(net(drop=0.5))) == ""
+    one, other = (functools.partial(smoothed, smoothing=s) for s in (0.0, 0.1))
+    assert difference(signature(net(), loss=one), signature(net(), loss=other)) == ""
+    one, other = (nn.LeakyReLU(s) for s in (0.1, 0.2))
+    assert (
+        difference(
+            signature(nn.Sequential(nn.Linear(2, 2), one)),
+            signature(nn.Sequential(nn.Linear(2, 2), other)),
+        )
+        == ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "words"),
+    [
+        (net(4), net(8), "'out_features' of module '0': 4 in one, 8 in the other"),
+        (net().double(), net(), "parameter '0.weight': float64"),
+        (net().to(torch.bfloat16), net(), "parameter '0.weight': bfloat16"),
+        (nn.Sequential(nn.ReLU(), nn.Linear(2, 2)), nn.Sequential(nn.GELU(), nn.Linear(2, 2)),
+         "module '0': torch.nn.modules.activation.ReLU in one"),
+        (nn.Conv2d(2, 4, 3), nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last), "strides"),
+        (nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False), "in the other"),
+    ],
+)  # fmt: skip
+def test_the_first_difference_names_the_place(one, other, words):
+    class Held(torch.optim.SGD):
+        def __init__(self, parameters, lr):
+            super().__init__(list(parameters), lr)
+
+    found = difference(signature(one, optimizer=Held), signature(other, optimizer=Held))
+
+    assert words in found
+
+
+def test_the_losss_code_and_the_optimizers_class_are_told():
+    one = signature(net())
+    assert "the recipe's loss: function plain_loss" in difference(
+        one, signature(net(), other_loss)
+    )
+    assert "the optimizer: torch.optim.adamw.AdamW in one, torch.optim.sgd.SGD" in difference(
+        one, signature(net(), optimizer=torch.optim.SGD)
+    )
+    assert "the recipe's accumulate: 1 in one, 2" in difference(
+        one, signature(net(), accumulate=2)
+    )
+
+
+def test_hyperparameters_are_told_apart_by_what_they_change():
+    hps = [
+        {"lr": lr, "drop": drop, "width": width, "smoothing": smoothing}
+        for lr, drop, width, smoothing in (
+            (0.1, 0.0, 4, 0.0),
+            (0.2, 0.3, 4, 0.1),
+            (0.1, 0.0, 8, 0.0),
+            (0.3, 0.1, 8, 0.2),
+        )
+    ]
+    found = told_apart(
+        hps,
+        [
+            signature(
+                net(hp["width"], hp["drop"]),
+                functools.partial(smoothed, smoothing=hp["smoothing"]),
+            )
+            for hp in hps
+        ],
+    )
+
+    assert found.fusible == ("drop", "lr", "smoothing")
+    assert found.infusible == ("width",)
+
+
+def test_batches_are_told_by_shape_and_type():
+    rows = (torch.zeros(4, 3), torch.zeros(4, dtype=torch.long))
+    fewer = (torch.zeros(3, 3), torch.zeros(3, dtype=torch.long))
+
+    assert difference(signature(net(), batch=rows), signature(net(), batch=rows)) == ""
+    assert difference(signature(net(), batch=rows), signature(net(), batch=fewer)) == (
+        "batch: tuple(float32 [4, 3], int64 [4]) in one, tuple(float32 [3, 3], int64 [3]) "
+        "in the other"
+    )
+
+
+def test_tied_and_held_parameters_are_told():
+    tied = net(3)
+    tied[2] = nn.Linear(3, 3)
+    free = net(3)
+    free[2] = nn.Linear(3, 3)
+    tied[2].weight = tied[0].weight
+
+    assert "the same as '0.weight'" in difference(signature(tied), signature(free))
+    all_of, some = (
+        (lambda p, lr: torch.optim.SGD(list(p), lr)),
+        (lambda p, lr: torch.optim.SGD(list(p)[1:], lr)),
+    )
+    assert "parameters that the optimizer leaves alone: [] in one, ['0.weight']" in difference(
+        signature(net(), optimizer=all_of), signature(net(), optimizer=some)
+    )
+
+
+def test_plain_tensors_are_told_by_their_bits():
+    one, other = net(), net()
+    one.mask, other.mask = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
+
+    assert "'mask' of the model: a tensor, float32 [2]" in difference(
+        signature(one), signature(other)
+    )
