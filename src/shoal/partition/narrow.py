@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -232,9 +232,18 @@ def _run(chain: Chain, batch: Batch, casts: CastWatch, uses: UseWatch, *, grads:
 def _outcome(
     chain: Chain, batch: Batch, names: Collection[str], sums: bool
 ) -> Mapping[str, Tensor]:
-    """Loss, output and gradients of sharded runs; gradients in float32 under their own name."""
+    """Loss, output and gradients of sharded runs; gradients in float32 under their own name.
+
+    Narrow weights are watched, as they will be: torch's fast path of attention in evaluation, in
+    float32 under autocast, is not taken by who is watched.
+    """
     model, ranges = chain.model, every_layer(chain)
-    with narrowed(model, names, sums=sums), preserved(model, chain.device):
+    watch = UseWatch({name: model.get_parameter(name) for name in names})
+    with (
+        narrowed(model, names, sums=sums),
+        preserved(model, chain.device),
+        watch if names else nullcontext(),
+    ):
         found = {"": sharded_backward(chain, clone_batch(batch), ranges)}
         if sums:
             sharded_backward(chain, clone_batch(batch), ranges)
