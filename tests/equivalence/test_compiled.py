@@ -142,15 +142,18 @@ def check(run_study, assert_alone):
     return run
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["block.compile()", "torch.compile(block)", "forward", "a function", "a list of blocks"],
-)
-@pytest.mark.parametrize("technique", TECHNIQUES.values(), ids=TECHNIQUES)
-def test_every_call_of_what_is_compiled_is_compiled(technique, kind, tmp_path, check):
+KINDS = ("block.compile()", "torch.compile(block)", "forward", "a function", "a list of blocks")
+CASES = [
+    *((kind, where) for kind in KINDS for where in ("resident", "host")),
+    (KINDS[0], "device"),
+]
+
+
+@pytest.mark.parametrize(("kind", "where"), CASES)
+def test_every_call_of_what_is_compiled_is_compiled(kind, where, tmp_path, check):
     runs = tmp_path / "runs"
     recipe = recipe_of(Build(Counted(runs), kind))
-    check(recipe, shoal.grid(lr=[1e-2, 3e-3]), technique)
+    check(recipe, shoal.grid(lr=[1e-2, 3e-3]), TECHNIQUES[where])
     assert runs.exists()
 
 
