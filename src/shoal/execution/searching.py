@@ -67,7 +67,7 @@ class Searching:
         every = steps_between(self._settings, num_batches, state.job.micro_batches)
         if every is not None and state.total is not None:
             self._every[trial] = every
-            search.ends_at(trial, -(-state.total // every))
+            search.ends_at(trial, -(-state.total // every), every=every, done=state.step)
 
     def set_halts(self, trials: Iterable[int]) -> None:
         """Say where trials wait first, when all that are there are enrolled.
@@ -121,13 +121,14 @@ class Searching:
 
     def _look(self, search: Search, state: TrialRun) -> None:
         trial, rung = state.job.trial, state.step // self._every[state.job.trial]
-        if not search.has_value(trial, rung):
+        following = search.next_rung(trial, rung)
+        if not search.is_known_at(trial, rung):
             self._waiting.discard(trial)
             self._endings.failed(trial, self._unmeasured(state))
         elif search.pruned_at(trial) == rung:
             self._waiting.discard(trial)
             self._prune(state, rung)
-        elif search.next_rung(trial) != rung:
+        elif following is None or following > rung:
             self._waiting.discard(trial)
             state.halt = self._next_halt(state)
             self._begin_again(state)
@@ -181,11 +182,11 @@ class Searching:
     def _next_halt(self, state: TrialRun) -> int | None:
         """The step at which it waits next; None where it trains to its end."""
         assert self._search is not None
-        trial, total = state.job.trial, state.total
-        rung = self._search.next_rung(trial)
+        trial, total, every = state.job.trial, state.total, self._every[state.job.trial]
+        rung = self._search.next_rung(trial, max(1, -(-state.step // every)))
         if rung is None:
             return None
-        step = rung * self._every[trial]
+        step = rung * every
         return step if total is None or step < total else None
 
     def _unmeasured(self, state: TrialRun) -> str:

@@ -35,12 +35,17 @@ def another_unit(recorded: StudyRecord, asked: StudyRecord) -> None:
         )
 
 
+_PLAIN = {"grid or random", "grid", "random"}
+
+
 def another_search(recorded: StudyRecord, asked: StudyRecord) -> None:
     """Trials were chosen or ended by results, and that would go on by other rules."""
     if not (recorded.search or asked.search):
         return
     was, now = _rules(recorded), _rules(asked)
     others = [name for name in now if was.get(name) != now[name]]
+    if {was["sampler"], now["sampler"]} <= _PLAIN and "pruner" in others:
+        others.remove("sampler")  # it is only named differently beside a pruner
     if others:
         name = others[0]
         raise SpecError(

@@ -62,8 +62,13 @@ def with_points(record: StudyRecord, points: Iterable[Point], more: int) -> Stud
 
 
 def with_searched(record: StudyRecord, points: Iterable[Point]) -> StudyRecord:
-    """``record`` with a trial for each of the points that its sampler came to."""
-    return replace(record, trials=record.trials + number_on(record, points, "searched"))
+    """``record`` with a trial for each of the points that its sampler came to.
+
+    Seeds follow the places in the search: clones that were made meanwhile change none.
+    """
+    cloned = sum(trial.origin == "cloned" for trial in record.trials)
+    new = number_on(record, points, "searched", less=cloned)
+    return replace(record, trials=record.trials + new)
 
 
 def with_clone(record: StudyRecord, number: int, changes: Point, *, warm: bool) -> StudyRecord:
@@ -80,16 +85,20 @@ def with_clone(record: StudyRecord, number: int, changes: Point, *, warm: bool) 
 
 
 def number_on(
-    record: StudyRecord, points: Iterable[Point], origin: Origin
+    record: StudyRecord, points: Iterable[Point], origin: Origin, *, less: int = 0
 ) -> tuple[TrialRecord, ...]:
     """New trials of ``record`` for ``points``: their numbers follow the last one's.
+
+    Their seeds are the study's plus their numbers, ``less`` so many.
 
     Raises:
         SpecError: a hyperparameter ``seed`` that is no seed.
     """
     first = 1 + max((trial.number for trial in record.trials), default=-1)
     return tuple(
-        TrialRecord(number=n, hp=dict(point), seed=_seed(point, record.seed + n), origin=origin)
+        TrialRecord(
+            number=n, hp=dict(point), seed=_seed(point, record.seed + n - less), origin=origin
+        )
         for n, point in enumerate(points, start=first)
     )
 

@@ -16,8 +16,11 @@ class Facts:
     """One trial of a search.
 
     Attributes:
-        values: The metric at each evaluation; the first is of rung 1. What was once measured
+        values: The metric at each evaluation that is on record, in order. What was once measured
             stays, also when a crash sets the trial back: training again gives the same.
+        every: Steps between two rungs; None where nobody said, and then nothing is missing.
+        passed: It was past this rung when the run began, measured on record or not: a record
+            that is older than the trial's state may lack some of its values.
         how: It ended; None while it has not.
         value: The metric at its end.
         pruned_at: The rung after which it trains no more, as was decided.
@@ -31,10 +34,21 @@ class Facts:
     value: float | None = None
     pruned_at: int | None = None
     last: int | None = None
+    every: int | None = None
+    passed: int = 0
 
     def at(self, rung: int) -> float | None:
         """The metric at a rung; None if it was not evaluated there."""
-        return self.values[rung - 1] if rung <= len(self.values) else None
+        there = (v for i, v in enumerate(self.values) if self._rung_of(i) == rung)
+        return next(there, None)
+
+    def until(self, rung: int | None = None) -> dict[int, float]:
+        """By rung the values of all of them, or up to one."""
+        found = {self._rung_of(index): value for index, value in enumerate(self.values)}
+        return {at: value for at, value in found.items() if rung is None or at <= rung}
+
+    def _rung_of(self, index: int) -> int:
+        return index + 1 if self.every is None else -(-self.steps[index] // self.every)
 
     def report(self, step: int, value: float) -> None:
         """It was evaluated after ``step``; a second time changes nothing."""
@@ -44,16 +58,22 @@ class Facts:
 
     def is_asked_at(self, rung: int) -> bool:
         """Whether it came to a rung and had more to do."""
-        is_end = self.how == "finished" and rung >= len(self.values)
-        return rung <= len(self.values) and not is_end and (self.last is None or rung < self.last)
+        is_end = self.how == "finished" and rung >= max(self.until(), default=0)
+        has_more = not is_end and (self.last is None or rung < self.last)
+        return self.at(rung) is not None and has_more and rung >= self.passed
 
     def went_on(self, rung: int) -> bool:
         """Whether it is known that it trained on after a rung."""
-        return self.at(rung + 1) is not None or self.how in ("finished", "failed")
+        known = rung < max(self.until(), default=0) or rung < self.passed
+        return known or self.how in ("finished", "failed")
 
     def is_over_before(self, rung: int) -> bool:
-        """Whether it will never have a value there."""
+        """Whether it trains no more, and never came there."""
         return self.at(rung) is None and (self.how is not None or self.pruned_at is not None)
+
+    def is_never_at(self, rung: int) -> bool:
+        """Whether it will have no value there: it ended before, or its value is lost."""
+        return self.is_over_before(rung) or (self.at(rung) is None and rung <= self.passed)
 
 
 def rank(value: float, mode: str) -> float:

@@ -60,7 +60,7 @@ class Judge:
             study.add_trial(self._frozen(optuna, trial, facts, rung, trial < first, own))
         pruned = set()
         for trial in sorted(asked):
-            frozen = study.get_trials()[trial]
+            frozen = study.get_trials(deepcopy=False)[trial]
             try:
                 if pruner.prune(study, frozen):
                     pruned.add(trial)
@@ -70,7 +70,7 @@ class Judge:
                     f"{trial} after {rung} evaluations: {error}. shoal's own are pruner='asha', "
                     "'hyperband' and 'median'."
                 ) from error
-        after = study.get_trials()
+        after = study.get_trials(deepcopy=False)
         for trial in asked:
             self._notes.setdefault(trial, []).append((rung, after[trial].system_attrs))
         return pruned
@@ -79,7 +79,7 @@ class Judge:
         self, optuna: Any, trial: int, facts: Facts, rung: int, has_ended: bool, is_own: bool
     ) -> Any:
         """A trial as it is shown at ``rung``."""
-        shown = facts.values if has_ended else facts.values[:rung]
+        shown = facts.until(None if has_ended else rung)
         is_over = has_ended or facts.is_over_before(rung)
         state, value = self._ending(optuna, facts) if is_over else ("RUNNING", None)
         until = rung if has_ended or not is_own else rung - 1
@@ -88,7 +88,7 @@ class Judge:
             value=value,
             params=facts.point,
             distributions=distributions_of(optuna, self._space, facts.point),
-            intermediate_values=dict(enumerate(shown, start=1)),
+            intermediate_values=shown,
             system_attrs=dict(self._noted(trial, None if has_ended else until)),
         )
 

@@ -105,7 +105,7 @@ class Median:
     ) -> set[int]:
         there = [rank(v, self.mode) for facts in trials if (v := facts.at(rung)) is not None]
         middle = median(there) if len(there) >= _ENOUGH else math.inf
-        best = {t: min(rank(v, self.mode) for v in trials[t].values[:rung]) for t in asked}
+        best = {t: min(rank(v, self.mode) for v in trials[t].until(rung).values()) for t in asked}
         return {t for t in asked if best[t] > middle or best[t] == math.inf}
 
 

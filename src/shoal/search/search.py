@@ -64,10 +64,14 @@ class Search:
         self._facts.append(Facts(point))
         self._is_stale = True
 
-    def ends_at(self, number: int, rung: int) -> None:
-        """A trial's last evaluation; of every trial that has not ended, before ``decide``."""
+    def ends_at(self, number: int, rung: int, *, every: int | None = None, done: int = 0) -> None:
+        """A trial's last evaluation; of every trial that has not ended, before ``decide``.
+
+        It is evaluated each ``every`` steps, and has ``done`` so many.
+        """
         if (facts := self._of(number)) is not None:
-            facts.last = rung
+            facts.last, facts.every = rung, every
+            facts.passed = done // every if every else 0
 
     def report(self, number: int, step: int, value: float) -> None:
         """A trial was evaluated."""
@@ -123,18 +127,18 @@ class Search:
         """Whether the trial is one of the search's: a clone is not."""
         return number in self._places
 
-    def has_value(self, number: int, rung: int) -> bool:
-        """Whether a trial was measured at a rung."""
+    def is_known_at(self, number: int, rung: int) -> bool:
+        """Whether a trial was measured at a rung, or was there when the run began."""
         facts = self._of(number)
-        return facts is not None and facts.at(rung) is not None
+        return facts is not None and (facts.at(rung) is not None or rung <= facts.passed)
 
     def pruned_at(self, number: int) -> int | None:
         """The rung after which a trial is to train no more."""
         facts = self._of(number)
         return None if facts is None else facts.pruned_at
 
-    def next_rung(self, number: int) -> int | None:
-        """The rung at which a trial is to wait; None where it trains to its end."""
+    def next_rung(self, number: int, least: int = 1) -> int | None:
+        """The rung from ``least`` on where a trial is to wait; None: it trains to its end."""
         place = self._places.get(number)
         if place is None or self._rule is None:
             return None
@@ -143,7 +147,7 @@ class Search:
         rung = self._rungs.get(place // self._size, 1)
         if rung == inf:
             return None
-        rung = int(rung)
+        rung = max(int(rung), least)
         while not self._rule.is_rung(place, rung):
             rung += 1
         return rung
@@ -204,7 +208,7 @@ class Search:
         return all(
             not rule.is_rung(place, int(rung))
             or facts.at(int(rung)) is not None
-            or facts.is_over_before(int(rung))
+            or facts.is_never_at(int(rung))
             for place, facts in there
         )
 

@@ -44,7 +44,8 @@ class Suggester:
         trial = self._ask()
         self._trials.append(trial)
         known = {name for name, _ in entries(self._space)}
-        unknown = sorted(set(trial.relative_params) - known)
+        relative = self._quietly(lambda: trial.relative_params)  # drawn when it is looked at
+        unknown = sorted(set(relative) - known)
         if unknown:
             raise SpecError(
                 f"the sampler {self._name} suggests {unknown[0]!r}, which is no name of the "
@@ -73,7 +74,7 @@ class Suggester:
         """
         states, trial = self._optuna.trial.TrialState, self._trials[index]
         if facts.how == "pruned":
-            for rung, value in enumerate(facts.values, start=1):
+            for rung, value in facts.until().items():
                 trial.report(value, rung)
             self._quietly(lambda: self._study.tell(trial, state=states.PRUNED))
         elif facts.how == "finished" and facts.value is not None and facts.value == facts.value:

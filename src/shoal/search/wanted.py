@@ -105,7 +105,7 @@ class Wanted:
     def _make_sampler(self) -> Any:
         if self.sampler != "tpe":
             return self.sampler
-        return load_optuna("sampler='tpe'").samplers.TPESampler(seed=self.seed)
+        return load_optuna("sampler='tpe'").samplers.TPESampler(seed=self.seed % 2**32)
 
     def _rule(self) -> Rule | None:
         if self.pruner is None:

@@ -104,6 +104,14 @@ def test_a_search_goes_on_with_the_trials_that_its_sampler_came_to() -> None:
     assert merged.trials[4] == TrialSpec(number=4, hp={"lr": 0.1 * 9}, seed=4)
 
 
+def test_clones_change_no_seed_of_the_trials_that_a_search_comes_to_later() -> None:
+    first = study(points(3), search=SEARCH)
+    cloned = with_clone(first, 1, {}, warm=False)
+    found = with_searched(cloned, points(2, first=7)).trials
+    assert [t.seed for t in found if t.origin == "searched"] == [3, 4]
+    assert [t.number for t in found] == [0, 1, 2, 3, 4, 5]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

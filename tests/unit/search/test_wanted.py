@@ -176,3 +176,24 @@ def test_a_study_passes_on_what_it_is_told(tmp_path):
         shoal.Study("s", recipe, space=SPACE, trials=3, steps=9, eval_every=9, pruner="asha")
     study = shoal.Study("s", recipe, space=SPACE, trials=30, epochs=9, sampler="tpe")
     assert len(study.trials) == 18
+
+
+def test_what_a_sampler_raises_when_its_points_are_looked_at_is_said_in_words():
+    class Absent(optuna.samplers.RandomSampler):
+        def infer_relative_search_space(self, study, trial):
+            return optuna.search_space.intersection_search_space([])
+
+        def sample_relative(self, study, trial, search_space):
+            raise ImportError("a library is not installed")
+
+    with pytest.raises(SpecError, match="ImportError: a library is not installed"):
+        points(sampler=Absent(seed=0))
+
+
+@pytest.mark.parametrize("seed", [-1, 2**40])
+def test_any_seed_of_a_study_serves_tpe(seed):
+    assert points(sampler="tpe", seed=2**32 + 5, trials=4) == points(
+        sampler="tpe", seed=5, trials=4
+    )
+    wanted = ask(sampler="tpe", seed=seed)
+    assert wanted._make_sampler() is not None
