@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import shoal
 from shoal.runtime.pool import WorkerPool
@@ -61,3 +62,12 @@ def assert_alone():
             assert_same(plain, trial, losses=losses[trial.number])
 
     return check
+
+
+@pytest.fixture
+def one_thread():
+    """This process computes on one thread, as trials and the plain loop do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -210,8 +210,8 @@ def plan_of(recipe, directory, technique):
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("one_thread")  # torch's code is made for so many
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs one for C++")
 @pytest.mark.parametrize("technique", TECHNIQUES.values(), ids=TECHNIQUES)
 def test_code_that_torch_made_has_the_plain_bits(technique, check):
-    torch.set_num_threads(1)  # as the trials have: torch's code is made for so many
     check(recipe_of(Build("inductor")), shoal.grid(lr=[1e-2, 3e-3]), technique)

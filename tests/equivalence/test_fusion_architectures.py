@@ -8,6 +8,8 @@ import zoo
 
 from shoal.fusion import LoopBackend, StackedBackend, dry_run
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 200
 SHORTER = {"resnet": 40, "mobilenet": 40, "t5": 40, "bert": 60, "unet": 80, "gru": 80}
 # 200 for these too, in the full lane

@@ -12,6 +12,8 @@ from shoal.fusion import Array, Declined, LoopBackend, StackedBackend
 from shoal.fusion.member import in_streams
 from shoal.testing import compare, evaluate, plain_loop, same_bits
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MODELS = ["mlp", "cnn", "language", "lstm", "generator"]
 STEPS = 6
 

@@ -6,6 +6,8 @@ import torch
 
 from shoal.fusion import Array
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 12
 
 

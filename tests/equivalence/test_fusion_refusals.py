@@ -13,6 +13,8 @@ from shoal.fusion import Array, Declined, LoopBackend, Member, dry_run
 from shoal.recipe import Recipe
 from shoal.rng import capture_rng
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 class Net(nn.Module):
     """A layer whose forward does something odd besides."""

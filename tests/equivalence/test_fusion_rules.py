@@ -10,6 +10,8 @@ from shoal.fusion import dry_run
 from shoal.fusion.rules import RULES
 from shoal.recipe import Recipe
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 WIDTH = 3
 
 

@@ -12,6 +12,8 @@ from shoal.recipe import Recipe
 from shoal.rng import capture_rng
 from shoal.testing import same_bits
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(params=[StackedBackend, LoopBackend])
 def backend(request):

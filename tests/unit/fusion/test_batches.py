@@ -8,6 +8,8 @@ import torch
 from shoal.fusion.batches import combined, layout_of
 from shoal.fusion.declined import Declined
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 class Pair(NamedTuple):
     x: torch.Tensor

@@ -12,6 +12,8 @@ from shoal.fusion.blend import blend
 from shoal.fusion.declined import Declined, Disagreement
 from shoal.fusion.perslot import PerSlot, values_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def test_arithmetic_goes_value_by_value():
     rate = PerSlot([0.1, 0.4])

@@ -10,6 +10,8 @@ from torch.nn import functional as F
 from shoal.fusion import first_difference, signature_of, told_apart
 from shoal.recipe import Recipe
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def data(hp):
     return [], None

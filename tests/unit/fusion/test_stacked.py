@@ -9,6 +9,8 @@ from torch import nn
 from shoal.fusion import stack, unstack
 from shoal.testing import same_bits
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 class Odd(nn.Module):
     """Tied weights, a scalar and an integer buffer, one shared under two names, channels last."""

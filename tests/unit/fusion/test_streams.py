@@ -6,6 +6,8 @@ import torch
 from shoal.fusion.streams import SlotStreams
 from shoal.rng import capture_rng, restore_rng, seed_all
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 
 
