@@ -43,9 +43,11 @@ ARMS: dict[str, dict[str, Spilled]] = {
     },
     "bf16": {
         "host": Spilled(optimizer="host", transfer="bf16"),
-        "host, whole weights": Spilled(optimizer="host"),
+        "host, whole weights": Spilled(optimizer="host", transfer="fp32"),
         "nothing kept": Spilled(optimizer="host", keep=(), recompute=True, transfer="bf16"),
-        "nothing kept, whole weights": Spilled(optimizer="host", keep=(), recompute=True),
+        "nothing kept, whole weights": Spilled(
+            optimizer="host", keep=(), recompute=True, transfer="fp32"
+        ),
     },
 }
 
