@@ -44,9 +44,9 @@ def keep_best(
         kept = keep_most(measure, shards, technique, request, budget, active, layout, share)
         if kept is None:
             break
-        for first, second in ((turn_most, _save_most), (_save_most, turn_most)):
+        for order in ORDERS if technique.optimizer == "host" else ORDERS[:1]:
             found = kept
-            for most in (first, second):
+            for most in order:
                 found = most(measure, shards, found, technique, request, budget, active, layout)
             if not waiting_bytes(shards, found[0], request.micro_batches):
                 found = (replace(found[0], boundaries="device"), found[1])  # nothing would wait
@@ -111,6 +111,10 @@ def _save_most(
         return (technique, found) if fits([found], budget, active) else None
 
     return _most(tried, kept, 0, len(able))
+
+
+ORDERS = ((turn_most, _save_most), (_save_most, turn_most))
+"""Who is given room first; with the step on the device nothing is held over the turn."""
 
 
 def _most(
