@@ -29,6 +29,8 @@ from shoal.launch.policy import CheckpointPolicy
 from shoal.launch.request import Request, settings_of
 from shoal.launch.run import Run
 from shoal.launch.sinks import Callback
+from shoal.planner.width import MOST
+from shoal.planning import Wish
 from shoal.recipe import Recipe
 from shoal.report import Report, read_report
 from shoal.runtime.pool import WorkerPool
@@ -153,12 +155,14 @@ class Study:
         *,
         hardware: Hardware | None = None,
         technique: str | Technique | None = None,
+        fuse: str | bool | int | None = None,
         progress: bool = True,
         workers: WorkerPool | None = None,
     ) -> Plan:
         """Measure each distinct model on the hardware and decide; nothing is trained.
 
         Args:
+            fuse: As for ``run``.
             progress: Say on standard error what takes long, and what hung or died.
 
         Raises:
@@ -175,9 +179,12 @@ class Study:
                 trials=self.trials,
                 settings=settings_of(self, timeline=False),
                 sink=_lines(progress),
+                fuse=_fuse(fuse, technique),
             )
         words = self.search.explain(len(self.trials))
-        return replace(planned.plan, notes=(self.policy.explain(planned.plan), *words))
+        return replace(
+            planned.plan, notes=(*planned.plan.notes, self.policy.explain(planned.plan), *words)
+        )
 
     def run(
         self,
@@ -195,7 +202,7 @@ class Study:
         accept_numerics: bool = False,
         timeline: bool = True,
         plan: Plan | None = None,
-        fuse: str | bool | int = "auto",
+        fuse: str | bool | int | None = None,
         exact: str = "auto",
     ) -> Report:
         """Train all trials; returns the report, which can be read again from the directory.
@@ -221,8 +228,12 @@ class Study:
             accept_numerics: Go on though the software or the devices are others than before,
                 to other bits; the change is recorded.
             timeline: Record every action for ``shoal trace``.
-            plan, fuse, exact: Only None, ``"auto"`` or False, and ``"auto"``: following a plan
-                made before, fused arrays and the strict mode are refused until they are there.
+            fuse: ``"auto"`` trains trials of one shape as arrays, as wide as was measured to
+                be quickest; a number is that width; False is none. Trials that trained before
+                stay what they were. None: as the study did before, and a new one not at all,
+                since an array's kernels round in other ways than a trial's alone.
+            plan, exact: Only None and ``"auto"``: following a plan made before and the strict
+                mode are refused until they are there.
 
         Raises:
             SpecError, PlanError: before anything is trained.
@@ -231,7 +242,7 @@ class Study:
             SystemExit: code 75, on Ctrl-C and SIGTERM, when all trials are saved; at a prompt
                 and in a notebook Ctrl-C raises KeyboardInterrupt instead.
         """
-        _refuse_future(plan=plan, fuse=fuse, exact=exact)
+        _refuse_future(plan=plan, exact=exact)
         with ExitStack() as stack:
             pool = workers or stack.enter_context(WorkerPool())
             request = Request(
@@ -245,6 +256,7 @@ class Study:
                 retry_failed=retry_failed,
                 accept_numerics=accept_numerics,
                 timeline=timeline,
+                fuse=_fuse(fuse, technique),
                 versions={"shoal": shoal.__version__},
             )
             self.source = self.source or _script_source(self)
@@ -331,11 +343,28 @@ def _progress(stack: ExitStack, wanted: bool) -> list[Callback]:
     return [stack.enter_context(NotebookTable() if in_notebook() else make_screen())]
 
 
-def _refuse_future(*, plan: object, fuse: object, exact: str) -> None:
+def _fuse(fuse: str | bool | int | None, technique: object) -> Wish:
+    """What is asked for, as the planner has it."""
+    if fuse is None or fuse == "auto":
+        return fuse
+    if fuse is False:
+        return 0
+    if type(fuse) is not int or not 1 <= fuse <= MOST:
+        raise SpecError(
+            f"fuse is 'auto', False, or the width of arrays from 1 to {MOST}, got {fuse!r}."
+        )
+    if fuse > 1 and (technique == "spilled" or isinstance(technique, Spilled)):
+        raise PlanError(
+            f"fuse={fuse} with a spilled technique: what trains as an array stays on the device. "
+            "Leave one of them out."
+        )
+    return fuse
+
+
+def _refuse_future(*, plan: object, exact: str) -> None:
     """Say no to what cannot be done yet, rather than do something else."""
     asked = {
         "plan=...": plan is not None,
-        f"fuse={fuse!r}": fuse not in ("auto", False) or (fuse == 0 and fuse is not False),
         f"exact={exact!r}": exact != "auto",
     }
     refused = [name for name, wanted in asked.items() if wanted]

@@ -172,6 +172,49 @@ def plain_loop(
     )
 
 
+def array_loop(
+    recipe: Recipe,
+    hp: HP,
+    seed: int,
+    *,
+    slot: int,
+    width: int,
+    steps: int | None = None,
+    epochs: int | None = None,
+    threads: int = 1,
+    device: str | torch.device = "cpu",
+    eval_every: int | None = None,
+) -> PlainResult:
+    """The plain loop of a trial that trained in an array: in its slot, with nobody beside it.
+
+    Its bits depend on the slot and the width, and on no neighbour. They are those of
+    ``plain_loop`` but for the rounding of other kernels.
+
+    Raises:
+        Declined: the trial can be in no array.
+    """
+    from shoal.fusion import train_in_slot  # an import that only this needs
+
+    _require_one_end(steps, epochs)
+    where = torch.device(device)
+    ends: dict[str, int | None] = {"steps": steps, "epochs": epochs, "eval_every": eval_every}
+    with _borrowed_process(threads, where):
+        member, losses, history = train_in_slot(
+            recipe, hp, seed, slot, width, device=where, **ends
+        )
+    return PlainResult(
+        model=member.module,
+        optimizer=member.optimizer,
+        schedule=member.schedule,
+        parameters=dict(member.module.named_parameters()),
+        losses=losses,
+        history=tuple({"seconds": 0.0, **row} for row in history),
+        metrics=history[-1]["metrics"],
+        rng=member.rng,
+        step=len(losses),
+    )
+
+
 def backward_group(
     recipe: Recipe, model: nn.Module, group: Iterable[Batch], device: torch.device
 ) -> float:

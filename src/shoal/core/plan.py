@@ -203,12 +203,26 @@ def _as_it_travels(shard: ShardSpec, technique: Technique) -> ShardSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ArrayPlace:
+    """A trial's slot in an array of ``width``; trials of one ``group`` may share an array.
+
+    On a device two trials never have one slot at a time. A trial's bits depend on ``slot`` and
+    ``width``, and on nobody else in the array.
+    """
+
+    group: str
+    slot: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One trial with its technique: the unit that is placed on devices.
 
     ``held_bytes`` stay reserved between units while the trial is leased to a device,
     ``unit_bytes`` is the most one unit needs on top while it runs, ``peak_bytes`` the most
-    at any moment of its programs: less than the sum where the two do not coincide.
+    at any moment of its programs: less than the sum where the two do not coincide. Where the
+    trial has a place in an array, all three are the whole array's.
     """
 
     trial: int
@@ -226,6 +240,7 @@ class Job:
     micro_batches: int
     why: tuple[str, ...]
     numerics: Mapping[str, Scalar]
+    array: ArrayPlace | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +254,12 @@ class Plan:
     seconds: Seconds  # predicted for the study
     failures: Mapping[int, str] = field(default_factory=dict)  # trials that cannot begin
     notes: tuple[str, ...] = ()  # lines that explain the whole study
+
+    @property
+    def at_once(self) -> int:
+        """Trials that train at a time, on all devices together, at most."""
+        widest = max((job.array.width for job in self.jobs if job.array), default=1)
+        return len(self.devices) * self.active * widest
 
     def explain(self) -> str:
         """The plan in words: per trial the technique, the shards, bytes by name, and why."""
@@ -268,6 +289,8 @@ class Plan:
 def _explain_job(job: Job, like: int) -> list[str]:
     """A job in full, or that it is like the first job of its shape."""
     name = type(job.technique).__name__
+    if job.array:
+        name += f", slot {job.array.slot} of an array of {job.array.width}"
     settings = ", ".join(f"{k}={v}" for k, v in job.hp.items())
     lines = [f"  trial {job.trial} ({settings}; seed {job.seed}): {name}"]
     if like != job.trial:
@@ -300,8 +323,9 @@ def _explain_job(job: Job, like: int) -> list[str]:
             lines.append(f"    {len(saves)} do not recompute their forward: {names}")
         lines += [f"    {_explain_shard(shard)}" for shard in shards]
     lines.append("    " + ", ".join(f"{k} {format_bytes(v)}" for k, v in total.items() if v))
+    whose = ", the whole array" if job.array else ""
     lines.append(
-        f"    on the device: up to {format_bytes(job.held_bytes)} held, up to "
+        f"    on the device{whose}: up to {format_bytes(job.held_bytes)} held, up to "
         f"{format_bytes(job.unit_bytes)} more inside a unit, {format_bytes(job.peak_bytes)} at "
         f"the peak; on the host {format_bytes(job.host_bytes)}; "
         f"{format_seconds(job.step_s)} a step"
@@ -341,7 +365,9 @@ def plan_from_dict(record: Mapping[str, Any]) -> Plan:
         shards = tuple(
             ShardSpec(**{**shard, "layers": tuple(shard["layers"])}) for shard in entry["shards"]
         )
+        array = ArrayPlace(**entry["array"]) if entry.get("array") else None
         changed = {"technique": kind(**technique), "shards": shards, "why": tuple(entry["why"])}
+        changed["array"] = array
         jobs.append(Job(**{**entry, **changed}))
     devices = tuple(DeviceSpec(**device) for device in record["devices"])
     failures = {int(number): error for number, error in record["failures"].items()}

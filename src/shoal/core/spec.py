@@ -12,6 +12,7 @@ from shoal.core.units import Bytes, Seconds
 
 NO_TIME = Seconds(0.0)
 NO_BYTES = Bytes(0)
+NO_SECONDS = Seconds(0.0)
 ALIGNMENT = 512  # bytes of every tensor in a flat store or slot, as device allocators give it
 Scalar = bool | int | float | str | None
 DeviceKind = Literal["virtual", "cuda"]
@@ -187,6 +188,30 @@ class ShardSpec:
     saving_peak_bytes: Bytes = NO_BYTES
     stash_bytes: Bytes = NO_BYTES
     narrow: Narrow | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WidthMeasure:
+    """One step of an array of ``width`` trials: seconds, and the most bytes that it allocates."""
+
+    width: int
+    step_s: Seconds
+    unit_bytes: Bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrayMeasure:
+    """What trials of one shape take as arrays, and alone beside them in the same rounds.
+
+    ``declined`` says in words why they can be no array; empty if they can. ``alone_s`` are the
+    seconds of one trial's step, with the same kernel for its optimizer. ``notes`` say what runs
+    slot by slot.
+    """
+
+    declined: str = ""
+    alone_s: Seconds = NO_SECONDS
+    widths: tuple[WidthMeasure, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

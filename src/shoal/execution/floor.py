@@ -124,6 +124,7 @@ class Floor:
                 state.steps_left or None,  # none left: it still has to evaluate and be saved
                 step_s=max(float(job.step_s), 1e-6),
                 switch_s=moved / 1e9 + float(job.step_s),
+                lane=(job.array.group, job.array.slot) if job.array else None,
             )
         )
 

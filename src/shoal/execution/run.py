@@ -34,6 +34,7 @@ from shoal.runtime.messages import (
     Happened,
     LeaseOver,
     Measured,
+    MeasuredArray,
     Refused,
     Returned,
     Saved,
@@ -281,7 +282,7 @@ class Execution:
             reply()  # somebody outside asks
             return None
         measured = isinstance(reply, Refused) and reply.trial in self._replanning.trials
-        if measured or isinstance(reply, Described | Measured):
+        if measured or isinstance(reply, Described | Measured | MeasuredArray):
             return worker, reply
         self._take(worker, reply)
         return (worker, reply) if isinstance(reply, Gone) else None

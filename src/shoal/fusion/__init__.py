@@ -8,6 +8,7 @@ from shoal.fusion.fused import StackedBackend
 from shoal.fusion.loop import LoopBackend
 from shoal.fusion.match import Signature, ToldApart, first_difference, groups, told_apart
 from shoal.fusion.member import Member
+from shoal.fusion.reference import train_in_slot
 from shoal.fusion.signature import signature_of
 from shoal.fusion.stacked import Stacked, stack, unstack
 
@@ -28,5 +29,6 @@ __all__ = [
     "signature_of",
     "stack",
     "told_apart",
+    "train_in_slot",
     "unstack",
 ]

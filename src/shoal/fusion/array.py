@@ -25,7 +25,7 @@ from shoal.core.errors import TrialError
 from shoal.fusion.admission import require_signature, shared_signature, shell
 from shoal.fusion.batches import layout_of
 from shoal.fusion.crew import ArrayBackend, Crew, Trained
-from shoal.fusion.finish import Finisher
+from shoal.fusion.finish import Finisher, names_held
 from shoal.fusion.fused import StackedBackend
 from shoal.fusion.loop import LoopBackend, current_rng, torch_streams_of
 from shoal.fusion.member import Member
@@ -73,7 +73,8 @@ class Array:
 
     ``epoch`` counts memberships. Within one a slot's bits do not depend on whether its
     neighbours wait, fail or have retired; another width rounds in other ways. A slot whose
-    trial failed waits until it is retired.
+    trial failed waits until it is retired. ``usual`` is the layout of the batches that run
+    stacked (``layout_of``); without one the first batches after a change of members say it.
 
     Raises:
         Declined: trials of different signatures, or a recipe that no array can train.
@@ -85,12 +86,15 @@ class Array:
         *,
         device: str | torch.device = "cpu",
         backend: ArrayBackend | None = None,
+        usual: Hashable = None,
     ) -> None:
         self.device = torch.device(device)
+        self._known_usual = usual
         self.backend: ArrayBackend = StackedBackend() if backend is None else backend
         self.epoch = 0
         self._lone = LoopBackend()
         self._signature = shared_signature(members)
+        self._names_held = names_held(members[0])
         self._form(members)
 
     def _form(self, members: Sequence[Member]) -> None:
@@ -104,8 +108,8 @@ class Array:
             streams=SlotStreams([member.rng for member in members], self.device),
             device=self.device,
         )
-        self._finisher = Finisher(self._crew, self.backend)
-        self._usual: Hashable = None  # the layout of batches that run stacked
+        self._finisher = Finisher(self._crew, self.backend, self._names_held)
+        self._usual = self._known_usual  # the layout of batches that run stacked
         self.backend.changed(self._crew)
 
     @property
@@ -214,21 +218,33 @@ class Array:
     def evaluating(self) -> Iterator[None]:
         """Evaluation mode inside; whatever is drawn there is undone, as in the plain loop."""
         kept = [current_rng(self._crew, slot) for slot in range(self.width)]
-        self._set_training(False)
+        self.set_training(False)
         try:
             yield
         finally:
-            self._set_training(True)
+            self.set_training(True)
             for slot, state in enumerate(kept):
                 self._crew.members[slot].rng = state
                 self._crew.streams.set(slot, state)
 
-    def _set_training(self, training: bool) -> None:
+    def use(self, backend: ArrayBackend) -> None:
+        """Run with another backend from the next step on."""
+        self.backend = backend
+        for member in self._crew.members:
+            self._finisher.let_go(member)
+        self._finisher = Finisher(self._crew, backend, self._names_held)
+        backend.changed(self._crew)
+
+    def set_training(self, training: bool) -> None:
+        """Put all slots' modules into training or evaluation mode."""
         for member in self._crew.members:
             member.module.train(training)
 
     def evaluate(self, batches: Sequence[Any]) -> list[dict[str, float] | None]:
-        """Loss and metrics of one validation batch per slot; call inside ``evaluating``."""
+        """Loss and metrics of one validation batch per slot, in evaluation mode.
+
+        What is drawn stays drawn, for the caller to undo (``evaluating``) after the last batch.
+        """
         active = self._taking_part(batches, {})
         moved = self._moved(batches, active)
         results: list[dict[str, float] | None] = [None] * self.width
@@ -239,9 +255,11 @@ class Array:
             for slot in (s for s, is_taking in enumerate(taking) if is_taking):
                 recipe = self._crew.members[slot].recipe
                 values = {"valid_loss": float(found.losses[slot])}
-                for name, metric in recipe.metrics.items():
-                    with torch.no_grad():
-                        values[f"valid_{name}"] = float(metric(found.outputs[slot], moved[slot]))
+                if recipe.metrics:
+                    with torch.no_grad(), torch_streams_of(self._crew, slot):
+                        for name, metric in recipe.metrics.items():
+                            value = metric(found.outputs[slot], moved[slot])
+                            values[f"valid_{name}"] = float(value)
                 results[slot] = values
         return results
 
@@ -284,7 +302,7 @@ class Array:
         self._crew.streams.set(slot, member.rng)
         self._occupied[slot] = True
         self.epoch += 1
-        self._usual = None
+        self._usual = self._known_usual
         self.backend.changed(self._crew)
 
     def keep(self, slots: Sequence[int]) -> None:
@@ -295,6 +313,13 @@ class Array:
         members = [self.retire(slot) for slot in slots]
         self.epoch += 1
         self._form(members)
+
+    def widen(self, slot: int, width: int) -> None:
+        """Become ``width`` slots with the only trial in ``slot``, and nobody in the others."""
+        (member,) = self.dissolve()
+        self._form([member if at == slot else shell(member) for at in range(width)])
+        self._occupied = [at == slot for at in range(width)]
+        self.epoch += 1
 
     def dissolve(self) -> list[Member]:
         """Give all trials back, whole and alone."""

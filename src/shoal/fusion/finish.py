@@ -13,12 +13,15 @@ from shoal.fusion.optim import FusedSteps
 
 
 class Finisher:
-    """Steps the slots of one crew. What it does for a slot never depends on another one."""
+    """Steps the slots of one crew. What it does for a slot never depends on another one.
 
-    def __init__(self, crew: Crew, backend: ArrayBackend) -> None:
+    ``names_held``: the parameters that the trials' optimizers have.
+    """
+
+    def __init__(self, crew: Crew, backend: ArrayBackend, names_held: Sequence[str]) -> None:
         self._crew, self._backend = crew, backend
         self._fused = FusedSteps()
-        self._names_held = _names_held(crew.members[0])
+        self._names_held = names_held
         self._handed_out = True  # whether parameters may have gradients of their own
 
     def drop_gradients(self, slots: Sequence[int]) -> None:
@@ -104,6 +107,7 @@ def clip_stacked(blocks: Sequence[Tensor], limits: Sequence[float | None]) -> No
         block.mul_(factor.view(-1, *([1] * (block.dim() - 1))).to(block.dtype))
 
 
-def _names_held(member: Member) -> list[str]:
+def names_held(member: Member) -> list[str]:
+    """The parameters that a trial's optimizer has, by name."""
     held = {id(p) for group in member.optimizer.param_groups for p in group["params"]}
     return [name for name, p in member.module.named_parameters() if id(p) in held]

@@ -17,7 +17,7 @@ from shoal.hardware import Hardware
 from shoal.launch.packing import pack_recipe
 from shoal.launch.policy import generation_bytes
 from shoal.launch.request import Asked
-from shoal.planning import Planned, Planner, with_seconds
+from shoal.planning import Fusing, Planned, Planner, Wish, with_seconds
 from shoal.resume import list_some
 from shoal.runtime.messages import Settings
 from shoal.runtime.pool import WorkerPool
@@ -36,11 +36,15 @@ def plan_study(
     settings: Settings,
     sink: Sink,
     before: Mapping[int, Mapping[str, Scalar]] = NOTHING,
+    fuse: Wish = None,
+    recorded: Mapping[int, int] | None = None,
 ) -> tuple[Planner, Planned]:
     """Measure and decide; the pool is configured for the study afterwards.
 
     Args:
         before: The numerics keys of trials that go on.
+        fuse: How wide arrays are to be.
+        recorded: The widths of trials that were planned before.
 
     Raises:
         PlanError: a trial fits in no way, what is forced cannot be done, or a pruner has no
@@ -51,7 +55,8 @@ def plan_study(
     places = {key.get("optimizer_place") for key in before.values()}
     place = next((p for p in PLACES if places == {p}), None)
     args = (study.name, pool, hardware.devices, study.recipe, technique, place)
-    planner = Planner(*args, by_epochs=settings.steps is None)
+    fusing = Fusing(fuse, hardware.devices, recorded or {})
+    planner = Planner(*args, by_epochs=settings.steps is None, fusing=fusing)
     limits = study.limits()
     first = FirstPlan(planner, pool, limits.watchdog, slow_s=limits.slow_s, sink=sink)
     planned = first.make(trials)
@@ -68,7 +73,7 @@ def check_host_memory(plan: Plan, budget: int | None) -> None:
     Raises:
         PlanError: more is needed than ``budget`` bytes; None is any number.
     """
-    at_once = len(plan.devices) * plan.active
+    at_once = plan.at_once
     needed = _host_bytes(plan.jobs, at_once)
     if budget is None or needed <= budget:
         return

@@ -68,7 +68,7 @@ class CheckpointPolicy:
 
         The newest one on record stays until a newer one is: with ``keep=1``, one more.
         """
-        at_once = len(plan.devices) * plan.active
+        at_once = plan.at_once
         largest = sorted((generation_bytes(job) for job in plan.jobs), reverse=True)[:at_once]
         return Bytes((max(self.keep, 2) + 1) * sum(largest))
 

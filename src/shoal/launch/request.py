@@ -15,6 +15,7 @@ from shoal.hardware import Hardware
 from shoal.launch.growing import Order
 from shoal.launch.policy import CheckpointPolicy
 from shoal.launch.sinks import Callback
+from shoal.planning import Wish
 from shoal.recipe import Recipe
 from shoal.runtime.messages import Settings
 from shoal.search.wanted import Wanted
@@ -56,6 +57,7 @@ class Request:
     retry_failed: bool = False
     accept_numerics: bool = False
     timeline: bool = True
+    fuse: Wish = None
     versions: dict[str, str] = field(default_factory=dict)
 
     @property

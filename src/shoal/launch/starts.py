@@ -210,11 +210,12 @@ def check_numerics(plan: Plan, before: Mapping[int, Mapping[str, Scalar]]) -> li
     sentences = []
     for job in plan.jobs:
         known = before.get(job.trial, {})
-        for name in sorted(set(known) & set(job.numerics) - NO_KEY):
-            if known[name] != job.numerics[name]:
+        now = {"array": "none", **job.numerics}
+        then = {"array": "none", **known} if known else {}
+        for name in sorted(set(then) & set(now) - NO_KEY):
+            if then[name] != now[name]:
                 sentences.append(
-                    f"{name} of trial {job.trial} was {known[name]!r} and is "
-                    f"{job.numerics[name]!r}"
+                    f"{name} of trial {job.trial} was {then[name]!r} and is {now[name]!r}"
                 )
     return sentences
 

@@ -6,11 +6,26 @@ of each is measured, on whichever worker is free, and speaks for the others.
     planner.py    Planner: trials in, a plan out
     asking.py     who is asked what, whose answer it is, and whom a worker's death is blamed on
     deciding.py   what is measured of one trial until its technique is settled, and why
+    fusing.py     which trials share an array, and how wide it is
     planned.py    what comes of it
 """
 
 from shoal.planning.asking import MAX_DEATHS, Abandoned, Receive
+from shoal.planning.fusing import ALONE, Fusing, Wish, array_key, array_place, recorded_width
 from shoal.planning.planned import Planned, with_seconds
 from shoal.planning.planner import Planner
 
-__all__ = ["MAX_DEATHS", "Abandoned", "Planned", "Planner", "Receive", "with_seconds"]
+__all__ = [
+    "ALONE",
+    "MAX_DEATHS",
+    "Abandoned",
+    "Fusing",
+    "Planned",
+    "Planner",
+    "Receive",
+    "Wish",
+    "array_key",
+    "array_place",
+    "recorded_width",
+    "with_seconds",
+]

@@ -6,11 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.core.errors import ShoalError, WorkerError
-from shoal.core.spec import TrialSpec
+from shoal.core.spec import ArrayMeasure, TrialSpec
 from shoal.planner.growth import grown
 from shoal.planning.deciding import Question
 from shoal.planning.planned import Settled
-from shoal.runtime.messages import Describe, Described, Measured, Order, Refused
+from shoal.runtime.messages import (
+    Describe,
+    Described,
+    MeasureArray,
+    Measured,
+    MeasuredArray,
+    Order,
+    Refused,
+)
 from shoal.runtime.pool import Gone, Worker, WorkerPool
 
 MAX_DEATHS = 3
@@ -21,7 +29,7 @@ Receive = Callable[[], tuple[Worker | None, object] | None]
 """The next message of a worker, or None when there was none for a moment. Whoever gives it
 has looked after the worker: one that is gone is replaced, now or later."""
 
-_ANSWERS = (Described, Measured, Refused, Gone)
+_ANSWERS = (Described, Measured, MeasuredArray, Refused, Gone)
 
 
 class Abandoned(WorkerError):
@@ -55,8 +63,10 @@ class Asking:
         self.failures: dict[int, str] = {}
         self._deaths: dict[int, int] = {}
 
-    def describe(self, trials: Sequence[TrialSpec]) -> dict[int, str]:
+    def describe(self, trials: Sequence[TrialSpec], *, arrays: bool = False) -> Described:
         """The signatures of the trials that can be built; equal ones cost the same.
+
+        ``arrays``: also which could share an array.
 
         Raises:
             SpecError, WorkerError: none can be built.
@@ -66,7 +76,7 @@ class Asking:
             able = [trial for trial in trials if trial.number not in self.failures]
             if not able:
                 raise self._none_can_run(trials)
-            worker, reply = self._ask_one(Describe(tuple(able)))
+            worker, reply = self._ask_one(Describe(tuple(able), arrays))
             if isinstance(reply, Gone):
                 self._blame(worker, reply, able)
         if not reply.signatures and reply.cause:
@@ -74,7 +84,17 @@ class Asking:
         self.failures |= reply.errors
         if not reply.signatures:
             raise self._none_can_run(trials)
-        return dict(reply.signatures)
+        return reply
+
+    def measure_array(self, order: MeasureArray) -> ArrayMeasure:
+        """What arrays of these trials take, or why there are none."""
+        _, reply = self._ask_one(order)
+        if isinstance(reply, MeasuredArray):
+            return reply.measure
+        if isinstance(reply, Refused):
+            return ArrayMeasure(declined=reply.error.strip().rpartition("\n")[2])
+        assert isinstance(reply, Gone)
+        return ArrayMeasure(declined=f"a worker ended while arrays were measured: {reply.reason}")
 
     def settle(
         self, alike: Mapping[str, Sequence[TrialSpec]], question: Callable[[TrialSpec], Question]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from shoal.core.plan import Plan, Technique
 from shoal.core.spec import DeviceSpec, Place, TrialSpec
 from shoal.core.units import Seconds
 from shoal.planning.asking import Asking, Receive
 from shoal.planning.deciding import Deciding
+from shoal.planning.fusing import Fusing
 from shoal.planning.planned import Planned, Settled
 from shoal.recipe import Recipe
 from shoal.runtime.messages import Order
@@ -23,6 +25,7 @@ class Planner:
         place: Where trials that go on stepped before; they step there again.
         growth: Batches take so many times what the first one takes.
         by_epochs: Trials end after as many epochs, not steps.
+        fusing: Which trials train as arrays; None: none.
     """
 
     def __init__(
@@ -36,12 +39,14 @@ class Planner:
         growth: float = 1.0,
         *,
         by_epochs: bool = False,
+        fusing: Fusing | None = None,
     ) -> None:
         self._name, self._pool, self._devices, self._recipe = name, pool, tuple(devices), recipe
         self._deciding = Deciding(
             devices, recipe, technique, place, by_epochs=by_epochs, varies=growth != 1.0
         )
         self._growth = growth
+        self._fusing = fusing or Fusing(0, devices, {})
         self._asking: Asking | None = None  # while it plans
 
     def forced(self, technique: Technique, growth: float) -> Planner:
@@ -74,7 +79,8 @@ class Planner:
             self._asking = None
 
     def _plan(self, trials: Sequence[TrialSpec], asking: Asking) -> Planned:
-        signatures, decide = asking.describe(trials), self._deciding
+        described = asking.describe(trials, arrays=self._fusing.is_wanted)
+        signatures, decide = described.signatures, self._deciding
         alike: dict[str, list[TrialSpec]] = {}
         for trial in trials:
             if trial.number in signatures:
@@ -90,7 +96,12 @@ class Planner:
             settled, active = decide.mix(settled, present[:: len(self._devices)], active)
         able = [trial for trial in trials if trial.number not in asking.failures]
         found = [(trial, settled[signatures[trial.number]]) for trial in able]
-        return self._collect(found, active, asking.failures)
+        planned = self._collect(found, active, asking.failures)
+        if not described.arrays:
+            return planned
+        jobs = self._fusing.places(planned.plan.jobs, able, described.arrays, asking)
+        notes = self._fusing.notes(able, described.arrays)
+        return replace(planned, plan=replace(planned.plan, jobs=jobs, notes=notes))
 
     def _collect(
         self,

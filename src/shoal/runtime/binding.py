@@ -302,20 +302,31 @@ class Binding:
             return
         stored = self.stateful.setdefault(name, set())
         for key, value in state.items():
-            place = places.get(key)
             if not is_stored(value):
                 continue
             stored.add(key)
+            place = self.check_place(name, key, value, places)
             if value is place:
                 continue
-            if place is None or place.shape != value.shape or place.dtype != value.dtype:
-                raise TrialError(
-                    f"the optimizer made state {key!r} of shape {tuple(value.shape)} for "
-                    f"{name!r}, which it did not have when it was measured. An optimizer whose "
-                    "state changes its shape cannot be kept in a flat store; use another one."
-                )
             place.copy_(value)
             state[key] = place
+
+    def check_place(
+        self, name: str, key: str, value: Tensor, places: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Where a tensor of a parameter's state is kept.
+
+        Raises:
+            TrialError: there is no place of its shape.
+        """
+        place = places.get(key)
+        if place is None or place.shape != value.shape or place.dtype != value.dtype:
+            raise TrialError(
+                f"the optimizer made state {key!r} of shape {tuple(value.shape)} for "
+                f"{name!r}, which it did not have when it was measured. An optimizer whose "
+                "state changes its shape cannot be kept in a flat store; use another one."
+            )
+        return place
 
     def scalars(self) -> dict[str, dict[str, Any]]:
         """What the optimizer keeps per parameter beside its stored tensors, by name."""

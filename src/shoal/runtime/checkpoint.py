@@ -16,13 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import StorageError
 from shoal.data import Position
 from shoal.memory.layout import TrialLayout
 from shoal.memory.store import Region, state_views, views
-from shoal.runtime.messages import Progress
+from shoal.recipe import Recipe
+from shoal.runtime.messages import Grant, Progress, Settings
 from shoal.runtime.packing import Packer, unpack
 from shoal.runtime.session import Session
 from shoal.runtime.tensorfile import read_into, read_tensors, row
@@ -244,6 +246,29 @@ def _extra_state(model: nn.Module) -> dict[str, Any]:
     """What modules add to their state dict beside parameters and buffers."""
     state = model.state_dict(keep_vars=True)
     return {key: value for key, value in state.items() if key.endswith("_extra_state")}
+
+
+def take_up(
+    recipe: Recipe,
+    grant: Grant,
+    region: Region,
+    settings: Settings,
+    device: torch.device,
+    parked: Session | None,
+) -> Session:
+    """A trial in its host region: built, or as it was ``parked`` if that is where it stands."""
+    progress = grant.progress
+    if grant.restore:
+        progress = restore(grant.restore, grant.layout, region)
+    session = parked
+    if session is None or progress is None or session.step != progress.step:
+        session = Session(recipe, grant.job, settings, device)
+    session.place(grant.layout, region, fresh=progress is None)
+    if progress is None:
+        check_rules(session)
+    else:
+        session.resume(progress, warm=grant.warm)
+    return session
 
 
 def check_rules(session: Session) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shoal.core.errors import ShoalError, SpecError
 from shoal.core.spec import HyperParameters, TrialSpec
 from shoal.data import epoch_length
+from shoal.fusion import Signature, signature_of
 from shoal.recipe import Batch, Recipe, build_model, build_optimizer, read_data
 from shoal.rng import seed_all
 
@@ -36,6 +37,16 @@ def signature(recipe: Recipe, trial: TrialSpec) -> str:
         [_kind_of(group) for group in optimizer.param_groups],
     ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def array_signature(recipe: Recipe, trial: TrialSpec) -> Signature:
+    """All that has to be equal in the trials of one array, in words."""
+    hp = HyperParameters(trial.hp)
+    seed_all(trial.seed)
+    model = build_model(recipe, hp)
+    train, _ = read_data(recipe, hp)
+    optimizer = build_optimizer(recipe, model.named_parameters(), hp)
+    return signature_of(recipe, model, optimizer, first_batch(train))
 
 
 def _skeleton(recipe: Recipe, hp: HyperParameters, seed: int) -> nn.Module:

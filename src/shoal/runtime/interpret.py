@@ -533,3 +533,14 @@ def _score(program: Program, start: Kept) -> _Score:
     slots = assign_slots(actions, start=start)
     waits = any(slots.waits) or any(action.op is Op.LOAD for action in actions)
     return _Score(program, actions, tuple(map(str, actions)), computes, slots, waits)
+
+
+def is_sampled(step: int) -> bool:
+    """Whether every allocation of the step after this one is counted: 100, 1000, 10000, ...
+
+    Counting makes a step several times slower. The first steps of a lease and batches larger
+    than any before are counted too.
+    """
+    while step >= 1000 and step % 10 == 0:
+        step //= 10
+    return step == 100

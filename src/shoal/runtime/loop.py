@@ -12,13 +12,11 @@ import os
 import pickle
 import queue
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from shoal.core.errors import ShoalError
 from shoal.core.event import pack_event
-from shoal.core.plan import Spilled, Technique, kept_shards, kept_weights
+from shoal.core.plan import Spilled
 from shoal.core.seams import Candidate
 from shoal.core.units import Bytes
 from shoal.device import Device
@@ -28,7 +26,9 @@ from shoal.memory.store import Region
 from shoal.recipe import Recipe
 from shoal.rng import capture_rng, restore_rng
 from shoal.runtime import checkpoint
-from shoal.runtime.interpret import Seat
+from shoal.runtime.arraydesk import ArrayDesk
+from shoal.runtime.arrays import ArraySeat
+from shoal.runtime.interpret import Seat, is_sampled
 from shoal.runtime.measure import Measurer
 from shoal.runtime.messages import (
     Extend,
@@ -37,7 +37,6 @@ from shoal.runtime.messages import (
     LeaseOver,
     Order,
     Park,
-    Refused,
     Reply,
     Returned,
     Save,
@@ -50,23 +49,11 @@ from shoal.runtime.output import TrialOutput
 from shoal.runtime.reports import Reports
 from shoal.runtime.saver import Saver
 from shoal.runtime.session import Session, Task
+from shoal.runtime.stay import Stay, here
+from shoal.runtime.word import Word
 from shoal.scheduler.interleave import Interleaver
 from shoal.scheduler.policy import LongestLeftFirst
 from shoal.spill import generate
-
-
-@dataclass(slots=True)
-class _Stay:
-    """A seat and how far its current lease is."""
-
-    seat: Seat
-    tasks: Iterator[Task]
-    task: Task | None = None
-    has_computed: bool = False  # since it came
-    leaving: bool = False  # its tasks are through
-    departing: bool = False  # what stayed on the device is on its way to the host
-    over: LeaseOver | None = None  # everything is there; what to say of it
-    step_began: float = field(default_factory=time.perf_counter)
 
 
 class DeviceLoop:
@@ -98,6 +85,8 @@ class DeviceLoop:
         output: TrialOutput,
     ) -> None:
         self._device, self._recipe = device, recipe
+        self._word = Word(recorder, output)
+        self._record = self._word.computing
         self._interleaver = Interleaver(LongestLeftFirst())
         device.host_turns.choose = self._whose_host_step
         self._reports = Reports(device, send, timeline=settings.timeline)
@@ -106,20 +95,30 @@ class DeviceLoop:
             lambda event: send(Happened((pack_event(event),))),
             self._count_work,
             said=happened,
-            heard=lambda: recorder[3],
+            heard=lambda: self._word.heard,
             notify=device.notify,
         )
         self._settings, self._orders, self._measurer = settings, orders, measurer
-        self._recorder, self._output = recorder, output
-        measurer.note = self._note
+        measurer.note = self._word.note
         self._pending: list[tuple[Grant, Region]] = []  # there is no room for them yet
         self._ledger = Ledger(device.spec.name, device.spec.memory)
-        self._stays: dict[int, _Stay] = {}
+        self._stays: dict[int, Stay] = {}
         self._parked: dict[int, Session] = {}
         self._current: int | None = None  # whose random streams are in place
         self._unit_bytes = 0
         self._units_done = 0
         self._running = True
+        self._desk = ArrayDesk(
+            recipe,
+            device,
+            self._ledger,
+            self._reports,
+            self._saver,
+            record=self._record,
+            fail=self._fail,
+            room=self._array_came_or_went,
+            handed_over=self._handed_over,
+        )
 
     def run(self) -> None:
         """Until ``Shutdown``: orders, copies, units."""
@@ -127,12 +126,13 @@ class DeviceLoop:
             while self._running:
                 seen = self._device.version
                 self._count_work()
-                self._take_orders(block=not self._stays)
+                self._take_orders(block=not (self._stays or self._desk))
                 for trial in list(self._stays):
                     self._guard(trial, self._prepare)
-                if not self._advance() and self._stays:
+                self._desk.see_out()
+                if not self._advance() and (self._stays or self._desk):
                     self._wait(seen)
-            for trial in list(self._stays):
+            for trial in [*self._stays, *self._desk.trials]:
                 self._dismiss(trial)
             self._saver.close()
 
@@ -164,8 +164,8 @@ class DeviceLoop:
                 self._reports.reply(self._measurer.answer(order))
 
     def _extend(self, trial: int, until: int | None) -> None:
-        if trial in self._stays:
-            self._stays[trial].seat.session.until = until
+        if (session := self._session_of(trial)) is not None:
+            session.until = until
         self._pending = [
             (replace(grant, until=until) if grant.job.trial == trial else grant, region)
             for grant, region in self._pending
@@ -173,10 +173,16 @@ class DeviceLoop:
 
     def _park(self, trial: int) -> None:
         """End a lease at the next step boundary, or give it back before it began."""
-        if trial in self._stays:
-            self._stays[trial].seat.session.until = 0
+        if (session := self._session_of(trial)) is not None:
+            session.until = 0
         elif self._withdraw(trial):
             self._reports.reply(Returned(trial))
+
+    def _session_of(self, trial: int) -> Session | None:
+        """The session of a trial that is on the device."""
+        if trial in self._stays:
+            return self._stays[trial].seat.session
+        return self._desk.session(trial)
 
     def _withdraw(self, trial: int) -> bool:
         """Drop a Grant that waits for room."""
@@ -229,12 +235,20 @@ class DeviceLoop:
         """Admit what fits; alone on the device, what does not fit fails."""
         for entry in list(self._pending):
             grant, region = entry
+            place = grant.job.array
+            if place is not None and self._desk.has(place.group):
+                self._pending.remove(entry)
+                self._enter_array(grant, region)
+                continue
             largest = max(grant.job.unit_bytes, self._unit_bytes)
             needed = grant.job.held_bytes + largest - self._unit_bytes
-            if self._stays and needed > self._ledger.free:
+            if (self._stays or self._desk) and needed > self._ledger.free:
                 continue
             self._pending.remove(entry)
-            self._enter_device(grant, region)
+            if place is not None:
+                self._enter_array(grant, region)
+            else:
+                self._enter_device(grant, region)
 
     def _enter_device(self, grant: Grant, region: Region) -> None:
         trial = grant.job.trial
@@ -252,38 +266,31 @@ class DeviceLoop:
         session = seat.session
         session.until = grant.until
         self._saver.expect(trial, grant.save_in_s)
-        stay = _Stay(seat, session.tasks())
+        stay = Stay(seat, session.tasks())
         session.on_step = lambda loss: self._report_step(stay, loss)
         session.on_evaluated = lambda metrics: self._reports.evaluation(session, metrics)
         session.on_boundary = lambda: self._boundary(stay)
         session.on_loader_lost = lambda reason: self._reports.loader_lost(session, reason)
         seat.reserve_units = self._reserve_largest_unit
-        seat.note_host = self._record_host
+        seat.note_host = self._word.stepping
         self._stays[trial] = stay
         self._guard(trial, lambda _: self._reserve_largest_unit())
-        here = _here(grant.job.technique)
-        if trial in self._stays and any(here):
-            self._begin(stay, Task(generate.arrival(*here), "arrival"))
+        stays = here(grant.job.technique)
+        if trial in self._stays and any(stays):
+            self._begin(stay, Task(generate.arrival(*stays), "arrival"))
 
     @property
     def _pins(self) -> bool:
         return self._device.spec.kind == "cuda"
 
+    def _session(self, grant: Grant, region: Region) -> Session:
+        parked, where = self._parked.pop(grant.job.trial, None), self._device.torch_device
+        return checkpoint.take_up(self._recipe, grant, region, self._settings, where, parked)
+
     def _seat(self, grant: Grant, region: Region) -> Seat:
-        """The trial, built or taken up again, with its memory reserved."""
+        """The trial with its memory reserved, on the device."""
         job, layout = grant.job, grant.layout
-        session = self._parked.pop(job.trial, None)
-        progress = grant.progress
-        if grant.restore:
-            progress = checkpoint.restore(grant.restore, layout, region)
-        if session is None or progress is None or session.step != progress.step:
-            session = Session(self._recipe, job, self._settings, self._device.torch_device)
-        session.place(layout, region, fresh=progress is None)
-        if progress is None:
-            checkpoint.check_rules(session)
-        if progress is not None:
-            session.resume(progress, warm=grant.warm)
-        clip = self._recipe.clip_grad_norm is not None
+        session, clip = self._session(grant, region), self._recipe.clip_grad_norm is not None
         return Seat(
             session,
             self._device,
@@ -292,9 +299,38 @@ class DeviceLoop:
             record=self._reports.issue,
         )
 
+    def _enter_array(self, grant: Grant, region: Region) -> None:
+        self._leave_streams()
+        try:
+            self._record(grant.job.trial)
+            self._desk.admit(grant, self._session(grant, region))
+        except (Exception, SystemExit) as error:
+            region.unpin()
+            self._fail(grant.job.trial, error)
+        finally:
+            self._record(None)
+
+    def _array_came_or_went(self, went: bool) -> None:
+        self._reserve_largest_unit()
+        if went:
+            self._admit_pending()
+
+    def _step_array(self, array: ArraySeat) -> None:
+        """A step of its trials; more of them, while nobody else is here and no order waits."""
+        number = array.number
+        while True:
+            self._interleaver.started(number, 0)
+            self._desk.step(array)
+            self._interleaver.step_finished(number)
+            self._units_done += 1
+            self._count_work()
+            others = self._stays or len(self._desk) > 1 or self._pending
+            if others or not self._orders.empty() or array.leaving or not array.active:
+                return
+
     # -- trials -------------------------------------------------------------------------
 
-    def _guard(self, trial: int, work: Callable[[_Stay], None]) -> None:
+    def _guard(self, trial: int, work: Callable[[Stay], None]) -> None:
         """Run a trial's own code; what it raises ends that trial and no other."""
         stay = self._stays.get(trial)
         if stay is None:
@@ -311,31 +347,17 @@ class DeviceLoop:
             self._fail(trial, error)
             self._admit_pending()
 
-    def _work_done(self) -> int:
-        """Grows with every unit, copy and host step, and while the disk is waited for."""
-        return self._units_done + self._device.version + self._saver.waits
-
-    def _record(self, trial: int | None) -> None:
-        """Leave word whose code runs, for whoever finds this process dead."""
-        self._note(trial)
-        self._output.set(trial)
-
-    def _note(self, trial: int | None) -> None:
-        self._recorder[0] = -1 if trial is None else trial
-
     def _count_work(self) -> None:
-        self._recorder[2] = self._work_done()
-
-    def _record_host(self, trial: int) -> None:
-        self._recorder[1] = trial
+        """Grows with every unit, copy and host step, and while the disk is waited for."""
+        self._word.work_done(self._units_done + self._device.version + self._saver.waits)
 
     def _fail(self, trial: int, error: BaseException) -> None:
-        text = "".join(traceback.format_exception(error))
-        cause = error if isinstance(error, ShoalError) else None
-        self._reports.reply(Refused(trial, text, cause))
+        self._reports.refuse(trial, error)
 
     def _dismiss(self, trial: int) -> None:
         """Take a trial off the device at once, in the middle of whatever it does."""
+        if self._desk.dismiss(trial):
+            return
         stay = self._stays.pop(trial, None)
         if stay is None:
             return
@@ -353,12 +375,13 @@ class DeviceLoop:
             self._ledger.release("the running unit")
             self._unit_bytes = 0
         units = [stay.seat.unit_bytes for stay in self._stays.values()]
+        units += self._desk.unit_bytes
         needed = max(units, default=0)
         if needed:
             self._ledger.reserve("the running unit", Bytes(needed))
             self._unit_bytes = needed
 
-    def _prepare(self, stay: _Stay) -> None:
+    def _prepare(self, stay: Stay) -> None:
         """Issue copies; when the task is through, go on to the next one."""
         stay.seat.issue_copies()
         while stay.seat.head is None and stay.seat.trial in self._stays:
@@ -368,17 +391,17 @@ class DeviceLoop:
             if stay.seat.trial in self._stays:
                 stay.seat.issue_copies()
 
-    def _begin(self, stay: _Stay, task: Task) -> None:
+    def _begin(self, stay: Stay, task: Task) -> None:
         stay.task = task
         stay.seat.start(task)
 
-    def _finish_task(self, stay: _Stay) -> None:
+    def _finish_task(self, stay: Stay) -> None:
         task, stay.task = stay.task, None
         if task is not None and task.kind == "step":
             stay.seat.end_step()
             self._interleaver.step_finished(stay.seat.trial)
 
-    def _next_task(self, stay: _Stay) -> bool:
+    def _next_task(self, stay: Stay) -> bool:
         """Let the trial's loop go on, inside its own random streams, to its next program.
 
         False while it waits for a copy, a host step or the disk: others may compute meanwhile.
@@ -396,12 +419,12 @@ class DeviceLoop:
             stay.departing = True
             if not stay.has_computed:
                 stay.seat.drain()  # what is on its way up must not be stored before it is there
-            if any(here := _here(stay.seat.session.job.technique)):
-                self._begin(stay, Task(generate.departure(*here), "departure"))
+            if any(stays := here(stay.seat.session.job.technique)):
+                self._begin(stay, Task(generate.departure(*stays), "departure"))
                 return True
         return self._hand_over(stay)
 
-    def _begin_task(self, stay: _Stay, task: Task) -> None:
+    def _begin_task(self, stay: Stay, task: Task) -> None:
         trial, session = stay.seat.trial, stay.seat.session
         stay.has_computed = True
         if task.kind in ("step", "micro") and not session.micro_losses:
@@ -409,7 +432,7 @@ class DeviceLoop:
             self._interleaver.started(trial, session.step)
         self._begin(stay, task)
 
-    def _hand_over(self, stay: _Stay) -> bool:
+    def _hand_over(self, stay: Stay) -> bool:
         """The lease is over: everything is in the host region; tell the study.
 
         False while something is still under way.
@@ -429,15 +452,18 @@ class DeviceLoop:
             over = replace(over, checkpoint=outcome.path, trouble=outcome.trouble)
         pickle.dumps(over)  # a schedule that cannot travel fails its trial here, alone
         self._dismiss(seat.trial)
-        if over.checkpoint:
-            session.close()
-        else:
-            self._parked[seat.trial] = session
-        self._reports.reply(over)
+        self._handed_over(session, over)
         self._admit_pending()
         return True
 
-    def _settle(self, stay: _Stay) -> LeaseOver:
+    def _handed_over(self, session: Session, over: LeaseOver) -> None:
+        if over.checkpoint:
+            session.close()
+        else:
+            self._parked[over.trial] = session
+        self._reports.reply(over)
+
+    def _settle(self, stay: Stay) -> LeaseOver:
         """Bring all of the trial to its region; the generation of one that ended is begun."""
         seat, session = stay.seat, stay.seat.session
         self._enter(stay)
@@ -455,20 +481,25 @@ class DeviceLoop:
 
     def _advance(self) -> bool:
         """One unit of the trial that the interleaver chooses; False when none can start."""
-        ready = [
-            stay
+        ready = {
+            stay.seat.trial: self._candidate(stay)
             for stay in self._stays.values()
             if stay.seat.waits_for_compute and stay.seat.startable()
-        ]
+        }
+        arrays, ticket = self._desk.candidates, self._interleaver.ticket
+        ready |= {n: self._desk.candidate(array, ticket(n)) for n, array in arrays.items()}
         if not ready:
             return False
-        trial = ready[0].seat.trial
+        trial = next(iter(ready))
         if len(ready) > 1:
-            trial = self._interleaver.choose([self._candidate(stay) for stay in ready])
-        self._guard(trial, self._compute)
+            trial = self._interleaver.choose(list(ready.values()))
+        if trial in arrays:
+            self._step_array(arrays[trial])
+        else:
+            self._guard(trial, self._compute)
         return True
 
-    def _candidate(self, stay: _Stay) -> Candidate:
+    def _candidate(self, stay: Stay) -> Candidate:
         session, trial = stay.seat.session, stay.seat.trial
         return Candidate(
             trial=trial,
@@ -485,14 +516,14 @@ class DeviceLoop:
             return trials[0] if not stays else stays[0].seat.trial
         return self._interleaver.choose([self._candidate(stay) for stay in stays])
 
-    def _compute(self, stay: _Stay) -> None:
+    def _compute(self, stay: Stay) -> None:
         """One unit; all that can run, where nobody else is on the device and no order waits."""
         seat = stay.seat
         while True:
             self._enter(stay)
             seat.issue_compute()
             self._units_done += 1
-            if len(self._stays) > 1 or not self._orders.empty():
+            if len(self._stays) > 1 or self._desk or not self._orders.empty():
                 return
             self._count_work()
             self._prepare(stay)
@@ -500,7 +531,7 @@ class DeviceLoop:
             if not (stays and seat.waits_for_compute and seat.startable()):
                 return
 
-    def _enter(self, stay: _Stay) -> None:
+    def _enter(self, stay: Stay) -> None:
         """Put the trial's random streams in place, and the last trial's away."""
         if self._current == stay.seat.trial:
             return
@@ -519,12 +550,13 @@ class DeviceLoop:
         self._reports.send_events()
         with self._device.progress:
             idle = self._device.version == seen and not self._device.progress.wait(timeout=1.0)
-        if idle and any(self._saver.is_writing(trial) for trial in self._stays):
+        trials = [*self._stays, *self._desk.trials]
+        if idle and any(map(self._saver.is_writing, trials)):
             self._saver.waits += 1
 
     # -- reports ------------------------------------------------------------------------
 
-    def _report_step(self, stay: _Stay, loss: float) -> None:
+    def _report_step(self, stay: Stay, loss: float) -> None:
         seat, now = stay.seat, time.perf_counter()
         seconds, stay.step_began = now - stay.step_began, now
         self._reports.step(seat.session, loss, seconds / max(1, len(self._stays)))
@@ -533,7 +565,7 @@ class DeviceLoop:
             self._reports.peak(seat, others)
             self._reports.warmed_up()
         seat.track = False
-        if _is_sampled(seat.session.step):
+        if is_sampled(seat.session.step):
             self._report_emulation()
             seat.track = seat.counts
         self._reports.flush()
@@ -543,13 +575,13 @@ class DeviceLoop:
         if not any(stay.seat.track for stay in self._stays.values()):
             self._reports.emulation()
 
-    def _boundary(self, stay: _Stay) -> None:
+    def _boundary(self, stay: Stay) -> None:
         """Between two steps: save the trial when it is time."""
         if self._saver.is_due(stay.seat.trial):
             self._reports.send_events()  # whoever finds the generation has heard of its step
             self._saver.save(lambda: self._take(stay))
 
-    def _take(self, stay: _Stay) -> checkpoint.Content:
+    def _take(self, stay: Stay) -> checkpoint.Content:
         """The trial's state at a step boundary, for the writing thread to keep.
 
         A spilled trial goes on in its host region, so the state is copied; a resident one
@@ -564,19 +596,3 @@ class DeviceLoop:
         session.put_buffers_back()
         self._reports.flush()
         return checkpoint.content(session, copy=spilled)
-
-
-def _here(technique: Technique) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shards that stay on the device between steps, and those whose parameters alone do."""
-    return kept_shards(technique), kept_weights(technique)
-
-
-def _is_sampled(step: int) -> bool:
-    """Whether every allocation of the step after this one is counted: 100, 1000, 10000, ...
-
-    Counting makes a step several times slower. The first steps of a lease and batches larger
-    than any before are counted too.
-    """
-    while step >= 1000 and step % 10 == 0:
-        step //= 10
-    return step == 100

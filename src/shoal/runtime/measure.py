@@ -32,6 +32,7 @@ from shoal.data import epoch_length, host_bytes, rule_of
 from shoal.device import Device
 from shoal.device.flops import host_step_bytes, narrow_step_factor, stopwatch_of
 from shoal.device.pace import SystemClock
+from shoal.fusion import Signature
 from shoal.memory.layout import TensorSpec, TrialLayout, lay_out
 from shoal.memory.store import describe
 from shoal.partition.chain import Chain
@@ -56,18 +57,21 @@ from shoal.recipe import (
 )
 from shoal.rng import capture_rng, same_rng, seed_all
 from shoal.runtime.binding import Binding, state_specs
-from shoal.runtime.describe import first_batch, signature
+from shoal.runtime.describe import array_signature, first_batch, signature
 from shoal.runtime.messages import (
     Describe,
     Described,
     Measure,
+    MeasureArray,
     Measured,
+    MeasuredArray,
     MeasureShards,
     Order,
     Refused,
     Reply,
 )
 from shoal.runtime.units import evaluate_metrics
+from shoal.runtime.widths import measure_array
 
 
 class _Built(NamedTuple):
@@ -115,11 +119,14 @@ class Measurer:
     def answer(self, order: Order) -> Reply:
         """The reply to one order; what a trial's own code raises is part of it."""
         if isinstance(order, Describe):
-            return self._describe(order.trials)
-        assert isinstance(order, Measure | MeasureShards)
+            return self._describe(order.trials, arrays=order.arrays)
+        assert isinstance(order, Measure | MeasureShards | MeasureArray)
         trial = order.trial
         self.note(trial.number)
         try:
+            if isinstance(order, MeasureArray):
+                found = measure_array(self._recipe, self._device, order.trials, order.widths)
+                return MeasuredArray(trial.number, found)
             if isinstance(order, MeasureShards):
                 return self._measure_shards(trial, order.cuts, narrow=order.narrow)
             return self._measure(trial, cut=order.cut, narrow=order.narrow)
@@ -130,18 +137,21 @@ class Measurer:
 
     # -- describe -------------------------------------------------------------------------
 
-    def _describe(self, trials: Sequence[TrialSpec]) -> Described:
+    def _describe(self, trials: Sequence[TrialSpec], *, arrays: bool) -> Described:
         signatures, errors = {}, {}
+        facts: dict[int, Signature] = {}
         cause: Exception | None = None
         for trial in trials:
             self.note(trial.number)
             try:
                 signatures[trial.number] = signature(self._recipe, trial)
+                if arrays:
+                    facts[trial.number] = array_signature(self._recipe, trial)
             except (Exception, SystemExit) as error:
                 errors[trial.number] = traceback.format_exc()
                 cause = cause or _own(error)
         self.note(None)
-        return Described(signatures, errors, cause)
+        return Described(signatures, errors, cause, facts)
 
     # -- measure --------------------------------------------------------------------------
 

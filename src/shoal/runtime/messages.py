@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shoal.core.event import Event, Packed, unpack_event
 from shoal.core.plan import Job
-from shoal.core.spec import DeviceSpec, JobMeasure, TrialSpec
+from shoal.core.spec import ArrayMeasure, DeviceSpec, JobMeasure, TrialSpec
 from shoal.memory.layout import TrialLayout
 
 if TYPE_CHECKING:  # this module is read before torch is: a worker starts while it loads
     from shoal.data import Position
+    from shoal.fusion import Signature
     from shoal.rng import RngState
 
 
@@ -77,9 +78,11 @@ class Configure:
 
 @dataclass(frozen=True, slots=True)
 class Describe:
-    """Say what shape each trial's model and batches have."""
+    """Say what shape each trial's model and batches have; ``arrays``: also which are alike enough
+    to share an array."""
 
     trials: tuple[TrialSpec, ...]
+    arrays: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,19 @@ class MeasureShards:
     trial: TrialSpec
     cuts: tuple[int, ...]
     narrow: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureArray:
+    """Measure arrays of the first so many of these trials, which are of one shape."""
+
+    trials: tuple[TrialSpec, ...]
+    widths: tuple[int, ...]
+
+    @property
+    def trial(self) -> TrialSpec:
+        """The one whose measure it is."""
+        return self.trials[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +171,17 @@ class Shutdown:
 
 
 Order = (
-    Configure | Describe | Measure | MeasureShards | Grant | Extend | Park | Save | Stop | Shutdown
+    Configure
+    | Describe
+    | Measure
+    | MeasureShards
+    | MeasureArray
+    | Grant
+    | Extend
+    | Park
+    | Save
+    | Stop
+    | Shutdown
 )
 
 # Replies
@@ -175,6 +201,7 @@ class Described:
     signatures: Mapping[int, str]
     errors: Mapping[int, str]
     cause: Exception | None = None  # the first, when it is shoal's own
+    arrays: Mapping[int, Signature] = field(default_factory=dict)  # where they were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +211,14 @@ class Measured:
     trial: int
     measure: JobMeasure
     layout: TrialLayout | None
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredArray:
+    """The answer to MeasureArray."""
+
+    trial: int
+    measure: ArrayMeasure
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,4 +279,15 @@ class Broken:
     error: str
 
 
-Reply = Ready | Described | Measured | Refused | LeaseOver | Returned | Saved | Broken | Happened
+Reply = (
+    Ready
+    | Described
+    | Measured
+    | MeasuredArray
+    | Refused
+    | LeaseOver
+    | Returned
+    | Saved
+    | Broken
+    | Happened
+)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Sequence
 
 import torch
 
+from shoal.core.errors import ShoalError
 from shoal.core.event import (
     ActionFinished,
     EmulationMeasured,
@@ -16,12 +18,14 @@ from shoal.core.event import (
     Packed,
     PeakMeasured,
     StepFinished,
+    TrialReplanned,
     pack_event,
 )
 from shoal.core.units import Bytes
 from shoal.device import Device, EmulatedDevice, Ran
+from shoal.runtime.arrays import ArraySeat
 from shoal.runtime.interpret import Issued, Seat
-from shoal.runtime.messages import Happened, Reply
+from shoal.runtime.messages import Happened, Refused, Reply
 from shoal.runtime.session import Session
 
 TELL_EVERY_S = 0.1
@@ -47,6 +51,12 @@ class Reports:
         """Send a reply, behind the events that happened before it."""
         self.send_events()
         self._send(reply)
+
+    def refuse(self, trial: int, error: BaseException) -> None:
+        """An order about a trial could not be done, or its own code raised."""
+        text = "".join(traceback.format_exception(error))
+        cause = error if isinstance(error, ShoalError) else None
+        self.reply(Refused(trial, text, cause))
 
     def tell(self, event: Event) -> None:
         """Send an event with others that happen about now."""
@@ -107,7 +117,9 @@ class Reports:
             peak = torch.cuda.max_memory_allocated(self._device.torch_device)
         jobs = [other.session.job for other in (seat, *neighbours)]
         held = sum(job.held_bytes for job in jobs)
-        predicted = held + max(job.peak_bytes - job.held_bytes for job in jobs)
+        self._tell_peak(peak, held + max(job.peak_bytes - job.held_bytes for job in jobs))
+
+    def _tell_peak(self, peak: int, predicted: int) -> None:
         if peak > self._peak:
             self._peak = peak
             self.tell(
@@ -119,6 +131,25 @@ class Reports:
                     predicted_bytes=Bytes(predicted),
                 )
             )
+
+    def array_peak(self, array: ArraySeat) -> None:
+        """The most bytes that an array held in a step that was counted."""
+        self._tell_peak(array.peak_bytes, array.held_bytes + array.unit_bytes)
+
+    def array_declined(self, session: Session, reason: str) -> None:
+        """A trial's array turned out to be none."""
+        job = session.job
+        self.tell(
+            TrialReplanned(
+                time=time.time(),
+                trial=job.trial,
+                step=session.step,
+                reason=reason,
+                technique=type(job.technique).__name__,
+                shards=1,
+                peak_bytes=job.peak_bytes,
+            )
+        )
 
     def emulation(self) -> None:
         """How well an emulated device kept up since this was told last, or since a warm-up."""

@@ -218,6 +218,14 @@ class Session:
             for field_ in shard.param.fields:
                 self.binding.settle(field_.spec.name, stored.get(field_.spec.name, {}))
 
+    def rest(self) -> None:
+        """Let go of what is on the device; the host region has all of it."""
+        for shard in self.layout.shards:
+            stored = state_views(self.region.bytes, shard.state, shard.state_at)
+            for field_ in shard.param.fields:
+                self.binding.settle(field_.spec.name, stored.get(field_.spec.name, {}))
+        self._evict_everything()
+
     def _evict_everything(self) -> None:
         for name, parameter in self.binding.params.items():
             parameter.data = self.binding.poison[name]

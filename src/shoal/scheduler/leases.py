@@ -22,6 +22,11 @@ its others, and among those to the policy's first. When none waits they spread: 
 device for one with fewer trials, or as many and less to do, if that ends the study
 sooner by more than a lease and a move.
 
+[Note: arrays]
+Trials of an array have a *lane*: the array and their slot in it. All trials of an array that are
+on a device take one of its ``active`` places together, and no two of them have one slot. They
+leave at their ends only: an array that loses a slot costs as much as before.
+
 The same events give the same instructions, always.
 """
 
@@ -60,7 +65,7 @@ class TrialAdded:
 
     ``steps_left`` None: not known yet. ``step_s`` is the predicted seconds of a step,
     ``switch_s`` what bringing the trial to another device costs. ``devices`` are those
-    it may run on, None for any.
+    it may run on, None for any. ``lane``: its array and its slot there.
     """
 
     trial: int
@@ -68,6 +73,7 @@ class TrialAdded:
     step_s: float
     switch_s: float = 0.0
     devices: frozenset[str] | None = None
+    lane: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +260,7 @@ class Leases:
             step_s=event.step_s,
             switch_s=event.switch_s,
             devices=event.devices,
+            lane=event.lane,
             arrival=self._arrivals,
             lease_s=self._lease_s,
         )
@@ -315,37 +322,55 @@ class Leases:
 
     def _next_trial(self) -> TrialStanding | None:
         """The waiting trial that goes first among those that a free device can take."""
-        free = {name for name, held in self._devices.items() if len(held) < self._active}
-        able = [t for t in self._waiting.values() if t.devices is None or t.devices & free]
-        if not free or not able:
+        free = {trial.trial: self._free(trial) for trial in self._waiting.values()}
+        able = [trial for trial in self._waiting.values() if free[trial.trial]]
+        if not able:
             return None
         able = self._in_time(able, free)
         first = max(able, key=self._policy.rank)
-        if first.home in free:
+        if first.home in free[first.trial]:
             return first
-        at_home = [t for t in able if t.home in free and self._policy.is_close(first, t)]
+        at_home = [t for t in able if t.home in free[t.trial] and self._policy.is_close(first, t)]
         return max(at_home, key=self._policy.rank, default=first)
 
-    def _in_time(self, able: list[TrialStanding], free: set[str]) -> list[TrialStanding]:
+    def _free(self, trial: TrialStanding) -> set[str]:
+        """The devices that have room for the trial."""
+        return {
+            name
+            for name, held in self._devices.items()
+            if trial.may_run_on(name) and self._has_room(trial, held)
+        }
+
+    def _has_room(self, trial: TrialStanding, held: Iterable[TrialStanding]) -> bool:
+        """Whether there is a place for it beside these trials, or its slot in their array."""
+        held = list(held)
+        mates = [other.lane for other in held if other.shares_array(trial)]
+        return trial.lane not in mates if mates else _places(held) < self._active
+
+    def _in_time(
+        self, able: list[TrialStanding], free: Mapping[int, set[str]]
+    ) -> list[TrialStanding]:
         """Those that a free device can end in time beside its others; if none, the shortest."""
         if self._active == 1:
             return able
         end_s = self._end_s()
-        fit = [t for t in able if any(self._fits(t, name, end_s) for name in free)]
+        fit = [t for t in able if any(self._fits(t, name, end_s) for name in free[t.trial])]
         return fit or [min(able, key=_remaining_s)]
 
     def _best_device(self, trial: TrialStanding) -> str | None:
         """With fewest trials, then least to do, then where the trial was; None when full.
 
         Counted without the trial itself, so a leased trial may find that it is well placed.
+        Trials of an array prefer the device with fewest of them.
         """
         best: tuple[int, float, bool] | None = None
         device = None
         for name, held in self._devices.items():
             others = [other for other in held if other is not trial]
-            if len(others) >= self._active or not trial.may_run_on(name):
+            if not self._has_room(trial, others) or not trial.may_run_on(name):
                 continue
-            key = (len(others), _load_s(others), name != trial.home)
+            mates = sum(other.shares_array(trial) for other in others)
+            key = (mates if trial.lane else _places(others), _load_s(others), name != trial.home)
             if best is None or key < best:
                 best, device = key, name
         return device
@@ -364,7 +389,7 @@ class Leases:
 
     def _should_leave(self, trial: TrialStanding) -> bool:
         """One device alone ends at the same time in any order, so there nobody leaves."""
-        if len(self._devices) == 1:
+        if len(self._devices) == 1 or trial.lane is not None:
             return False
         if not self._waiting:
             return self._should_move(trial)
@@ -376,9 +401,10 @@ class Leases:
         Places that become free anyway go to the first in the queue; the next one asks.
         """
         rank, end_s = self._policy.rank, self._end_s()
-        staying = [t for t in self._running() if t is trial or not t.is_promised]
-        promised = sum(map(len, self._devices.values())) - len(staying)
-        queue = [t for t in self._waiting.values() if t.may_run_on(trial.device or "")]
+        running = [t for t in self._running() if t.lane is None]
+        staying = [t for t in running if t is trial or not t.is_promised]
+        promised = len(running) - len(staying)
+        queue = [t for t in self._waiting.values() if self._wants_place(t, trial.device or "")]
         if promised >= len(queue):
             return False
         waiting = sorted(queue, key=rank, reverse=True)[promised]
@@ -387,6 +413,11 @@ class Leases:
         victims = [t for t in staying if waiting.may_run_on(t.device or "")]
         fit = [t for t in victims if self._fits(waiting, t.device or "", end_s, instead_of=t)]
         return min(fit or victims, key=rank) is trial
+
+    def _wants_place(self, trial: TrialStanding, device: str) -> bool:
+        """Whether a waiting trial could do with a place there; one whose array is there cannot."""
+        has_array = any(other.shares_array(trial) for other in self._devices[device])
+        return trial.may_run_on(device) and not has_array
 
     def _is_misplaced(self, trial: TrialStanding) -> bool:
         """Has its device more to do than time, and would a waiting trial fit better?
@@ -480,6 +511,12 @@ def _remaining_s(trial: TrialStanding) -> float:
 
 def _load_s(trials: Iterable[TrialStanding]) -> float:
     return sum(map(_remaining_s, trials))
+
+
+def _places(held: Iterable[TrialStanding]) -> int:
+    """Places that these trials take on a device: an array's trials one together."""
+    held = list(held)
+    return sum(t.lane is None for t in held) + len({t.lane[0] for t in held if t.lane})
 
 
 def _names(items: Iterable[object]) -> str:

@@ -25,6 +25,7 @@ class TrialStanding:
     devices: frozenset[str] | None
     arrival: int
     lease_s: float
+    lane: tuple[str, int] | None = None  # its array and its slot there
     measured: int = 1  # the prediction counts as one measurement
     device: str | None = None  # None while it waits
     home: str | None = None  # where it ran last
@@ -58,6 +59,10 @@ class TrialStanding:
 
     def may_run_on(self, device: str) -> bool:
         return self.devices is None or device in self.devices
+
+    def shares_array(self, other: TrialStanding) -> bool:
+        """Whether both have their slots in one array, wherever it is."""
+        return None not in (self.lane, other.lane) and self.lane[0] == other.lane[0]  # type: ignore[index]
 
     def estimate(self) -> None:
         """Refresh the derived seconds. Of unknown length: at least one more lease."""

@@ -59,6 +59,13 @@ SourceFile = Annotated[
     str | None,
     typer.Option(metavar="FILE.py[:STUDY]", help="Where the study's file is now, if it moved."),
 ]
+Fuse = Annotated[
+    str | None,
+    typer.Option(
+        help="Train trials of one shape as arrays: auto (measured), off, or how wide.",
+        metavar="auto|off|N",
+    ),
+]
 AcceptNumerics = Annotated[
     bool,
     typer.Option(
@@ -179,6 +186,7 @@ def run(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Delete what an earlier run of this study left.")
     ] = False,
+    fuse: Fuse = None,
     accept_numerics: AcceptNumerics = False,
     retry_failed: RetryFailed = False,
     json: AsJson = False,
@@ -192,6 +200,7 @@ def run(
             file,
             flags,
             overwrite=overwrite,
+            fuse=fuse,
             as_json=json,
             accept_numerics=accept_numerics,
             retry_failed=retry_failed,
@@ -206,12 +215,14 @@ def plan(
     devices: Devices = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
+    fuse: Fuse = None,
     json: AsJson = False,
 ) -> None:
     """Show how a study would run, and why: techniques, shards, bytes, time. Trains nothing."""
     from shoal.ui.train import plan_file
 
-    raise typer.Exit(plan_file(file, (devices, device_memory, host_memory), as_json=json))
+    flags = (devices, device_memory, host_memory)
+    raise typer.Exit(plan_file(file, flags, fuse=fuse, as_json=json))
 
 
 @app.command()

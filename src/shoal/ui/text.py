@@ -33,8 +33,10 @@ def format_steps(step: int, steps: int | None) -> str:
 
 
 def how(row: TrialRow) -> str:
-    """A trial's technique, and its shards where there are several."""
+    """A trial's technique, and its shards where there are several, or how wide its array is."""
     technique = row.technique.lower() or DASH
+    if place := str(row.numerics.get("array", "")):
+        return f"array {place.rpartition(' ')[2]}"
     return f"{technique} {row.shards}" if row.shards > 1 else technique
 
 

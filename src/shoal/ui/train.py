@@ -43,6 +43,7 @@ def run_file(
     *,
     overwrite: bool,
     as_json: bool,
+    fuse: str | None = None,
     accept_numerics: bool = False,
     retry_failed: bool = False,
     workers: WorkerPool | None = None,
@@ -53,11 +54,27 @@ def run_file(
     study.run(
         hardware=hardware,
         overwrite=overwrite,
+        fuse=parse_fuse(fuse),
         accept_numerics=accept_numerics,
         retry_failed=retry_failed,
         workers=workers,
     )
     return tell_ending(study.directory, as_json=as_json)
+
+
+def parse_fuse(text: str | None) -> str | bool | int | None:
+    """``--fuse`` as ``Study.run`` takes it.
+
+    Raises:
+        SpecError: it is neither auto, off, nor a number.
+    """
+    if text is None or text == "auto":
+        return text
+    if text == "off":
+        return False
+    if not text.isdecimal():
+        raise SpecError(f"--fuse is auto, off, or the width of arrays, got {text!r}.")
+    return int(text)
 
 
 def resume_study(
@@ -109,13 +126,17 @@ def tell_ending(place: Path, *, as_json: bool) -> int:
 
 
 def plan_file(
-    file: str, flags: tuple[str | None, str | None, str | None], *, as_json: bool
+    file: str,
+    flags: tuple[str | None, str | None, str | None],
+    *,
+    fuse: str | None = None,
+    as_json: bool,
 ) -> int:
     """Measure the models of a study and print its plan."""
     study = open_study(file)
     hardware = Hardware.parse(*HardwareFlags(*flags))
     print("measuring each distinct model once ...", file=sys.stderr)
-    plan = study.plan(hardware=hardware)
+    plan = study.plan(hardware=hardware, fuse=parse_fuse(fuse))
     print(plan.to_json() if as_json else plan.explain())
     return ExitCode.DONE
 

@@ -19,9 +19,10 @@ from shoal.core.errors import ShoalError, SpecError
 from shoal.observe.reader import read_outline
 from shoal.observe.rows import TrialRow, TrialState
 from shoal.observe.snapshot import Snapshot
+from shoal.planning import array_place
 from shoal.recipe import Recipe
 from shoal.report import TrialResult, read_report
-from shoal.testing import PlainResult, compare, plain_loop
+from shoal.testing import PlainResult, array_loop, compare, plain_loop
 from shoal.verify.choose import skip_reason, warm_clones, without_state
 from shoal.verify.record import Curve, read_curve, recorded_study
 
@@ -100,6 +101,8 @@ class _Case:
         """What came of it; an error of the trial's own is a difference."""
         number, steps = self.row.number, self.row.step
         notes = environment_notes(self.row.numerics, self.recipe)
+        if array_place(self.row.numerics):
+            notes += (f"in its array, {self.row.numerics['array']}, with nobody beside it",)
         try:
             state = self.trial.load_state()
         except SpecError as error:  # nothing is there to compare
@@ -119,15 +122,14 @@ class _Case:
     def _train(self) -> PlainResult:
         row, ended = self.row, self.row.state is TrialState.FINISHED
         epochs = row.epoch if self.by_epochs and ended and row.epoch else None
-        return plain_loop(
-            self.recipe,
-            row.hp,
-            row.seed,
-            epochs=epochs,
-            steps=None if epochs else row.step,
-            eval_every=self.curve.eval_every,
-            **_numerics(row),
-        )
+        told: dict[str, Any] = {"epochs": epochs, "steps": None if epochs else row.step}
+        told |= {"eval_every": self.curve.eval_every, **_numerics(row)}
+        place = array_place(row.numerics)
+        if place is None:
+            return plain_loop(self.recipe, row.hp, row.seed, **told)
+        told |= {"slot": place[0], "width": place[1]}
+        told.pop("optimizer")
+        return array_loop(self.recipe, row.hp, row.seed, **told)
 
     def _judge(
         self, plain: PlainResult, state: Mapping[str, Any], plain_s: float, notes: tuple[str, ...]

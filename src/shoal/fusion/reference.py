@@ -1,0 +1,149 @@
+"""One trial in its slot of an array in which nobody else is: what a fused trial must equal.
+
+A slot's bits depend on the slot and the width. So a trial that trained among others ends on the
+bits of this loop, as one that trained alone ends on those of the plain loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from shoal.core.errors import SpecError
+from shoal.core.spec import HyperParameters
+from shoal.fusion.array import Array
+from shoal.fusion.batches import layout_of
+from shoal.fusion.member import Member
+from shoal.recipe import (
+    HP,
+    Recipe,
+    build_model,
+    build_optimizer,
+    build_schedule,
+    read_data,
+    to_device,
+)
+from shoal.rng import capture_rng, restore_rng, seed_all
+
+
+class Trained(NamedTuple):
+    """The trial, whole again; one loss per step, one row per evaluation (step, epoch, metrics)."""
+
+    member: Member
+    losses: tuple[float, ...]
+    history: tuple[dict[str, Any], ...]
+
+
+class _Loop:
+    """The plain loop, with each step done by an array."""
+
+    def __init__(
+        self, recipe: Recipe, hp: HP, seed: int, slot: int, width: int, device: torch.device
+    ) -> None:
+        self._recipe, self._slot, self._width = recipe, slot, width
+        hp = HyperParameters(hp)
+        seed_all(seed)
+        model = build_model(recipe, hp).to(device)
+        self._train, self._valid = read_data(recipe, hp)
+        optimizer = build_optimizer(recipe, model.named_parameters(), hp)
+        member = Member(
+            recipe=recipe,
+            hp=hp,
+            module=model,
+            optimizer=optimizer,
+            schedule=build_schedule(recipe, optimizer, hp),
+            rng=capture_rng(device),
+        )
+        first = next(iter(read_data(recipe, hp)[0]), None)
+        usual = layout_of(to_device(first, device))
+        self.array = Array([member], device=device, usual=usual)
+        self.array.widen(slot, width)
+        self.losses: list[float] = []
+        self.history: list[dict[str, Any]] = []
+
+    def run(self, steps: int | None, epochs: int | None, eval_every: int | None) -> None:
+        for epoch in itertools.count(1):
+            before = len(self.losses)
+            for group in self._groups():
+                self._step(group)
+                if eval_every and len(self.losses) % eval_every == 0:
+                    self._record(epoch)
+                if len(self.losses) == steps:
+                    break
+            if len(self.losses) == before:
+                raise SpecError(f"train data has no batches in epoch {epoch}; it needs one.")
+            done = len(self.losses) == steps or epoch == epochs
+            if done or not eval_every:
+                self._record(epoch)
+            if done:
+                return
+
+    def _groups(self) -> Iterator[list[Any]]:
+        """An epoch's batches, ``accumulate`` at a time, read in the trial's random streams."""
+        batches = self._read(self._train)
+        while group := list(itertools.islice(batches, self._recipe.accumulate)):
+            yield group
+
+    def _read(self, source: Any) -> Iterator[Any]:
+        with self.array.streams(self._slot):
+            batches = iter(source)
+        while True:
+            with self.array.streams(self._slot):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+    def _alone(self, batch: Any) -> list[Any]:
+        return [batch if slot == self._slot else None for slot in range(self._width)]
+
+    def _step(self, group: list[Any]) -> None:
+        stepped = self.array.step(*map(self._alone, group))
+        for failure in stepped.failures.values():
+            raise failure
+        self.losses.append(stepped.losses[self._slot])
+
+    def _record(self, epoch: int) -> None:
+        if self.history and self.history[-1]["step"] == len(self.losses):
+            return
+        since = self.history[-1]["step"] if self.history else 0
+        some = self.losses[since:]
+        metrics = {"train_loss": sum(some) / len(some), **self._evaluate()}
+        self.history.append({"step": len(self.losses), "epoch": epoch, "metrics": metrics})
+
+    def _evaluate(self) -> dict[str, float]:
+        sums: dict[str, float] = {}
+        count = 0
+        with self.array.evaluating():
+            for batch in self._read(self._valid) if self._valid is not None else ():
+                found = self.array.evaluate(self._alone(batch))[self._slot] or {}
+                sums = {name: sums.get(name, 0.0) + value for name, value in found.items()}
+                count += 1
+        return {name: value / count for name, value in sums.items()}
+
+
+def train_in_slot(
+    recipe: Recipe,
+    hp: HP,
+    seed: int,
+    slot: int,
+    width: int,
+    *,
+    steps: int | None = None,
+    epochs: int | None = None,
+    eval_every: int | None = None,
+    device: str | torch.device = "cpu",
+) -> Trained:
+    """Train one trial in ``slot`` of ``width``; see ``shoal.testing.array_loop``."""
+    where = torch.device(device)
+    outer = capture_rng(where)
+    try:
+        loop = _Loop(recipe, hp, seed, slot, width, where)
+        loop.run(steps, epochs, eval_every)
+        (member,) = loop.array.dissolve()
+    finally:
+        restore_rng(outer, where)
+    return Trained(member, tuple(loop.losses), tuple(loop.history))

@@ -1,0 +1,377 @@
+"""An array's place on a device: several trials of one shape, stepped as one.
+
+Each trial has its own lease, session, host region and generations, as it has without an array.
+What it shares is the pass: between two steps the trials that are here bring their batches, and
+one step is done for all of them (``shoal.fusion``). Parameters and buffers live in the array's
+rows meanwhile, the optimizer's state beside them.
+
+[Note: a round]
+Every trial's own loop (``Session.tasks``) says what it wants next, inside its random streams.
+
+    some want to evaluate    one batch of each is evaluated; the others wait for them
+    all want a step          one step of all of them
+    a lease is over          the trial leaves its slot, the others keep their bits
+
+Trials come and go at any step. Since a slot's bits depend on the slot and the width alone, it does
+not matter who else is there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shoal.core.plan import ArrayPlace, Job
+from shoal.device import Device
+from shoal.fusion import Array, Declined, LoopBackend, Member
+from shoal.fusion.batches import layout_of
+from shoal.memory.ledger import Ledger
+from shoal.partition.track import AllocationTracker
+from shoal.program.ir import Op
+from shoal.recipe import Recipe, read_data, to_device
+from shoal.rng import capture_rng, restore_rng
+from shoal.runtime import checkpoint
+from shoal.runtime.binding import is_stored, place_on_host
+from shoal.runtime.describe import first_batch
+from shoal.runtime.interpret import Issued, is_sampled
+from shoal.runtime.messages import LeaseOver
+from shoal.runtime.session import Session, Task
+
+
+@dataclass(slots=True, eq=False)
+class Seated:
+    """A trial in its slot, and how far its current lease is."""
+
+    session: Session
+    slot: int
+    tasks: Iterator[Task]
+    task: Task | None = None
+    leaving: bool = False  # its tasks are through
+    over: LeaseOver | None = None  # it is out of the array and in its region; what to say of it
+
+    @property
+    def trial(self) -> int:
+        return self.session.job.trial
+
+
+Guard = Callable[[int, Callable[[], None]], None]
+"""Runs a trial's own code; what it raises ends that trial and no other."""
+
+
+class ArraySeat:
+    """The trials of one group that are on a device, and the array that they share.
+
+    Args:
+        job: Of any of them: bytes and place.
+        ledger: The device's; what the array holds is reserved there for the seat's life.
+        guard: See ``Guard``; it calls ``dismiss`` for a trial that failed.
+        fail: Called with a trial whose part of a step failed, and why.
+        record: Called with what was computed, for the timeline.
+        decline: Called with a trial and the reason, when the array turns to slot by slot.
+
+    Attributes:
+        seated: Who is here, by trial.
+        peak_bytes: The most that the array held on the device in a step that was counted.
+        share_s: Each trial's part of the device's seconds in the last step.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        recipe: Recipe,
+        device: Device,
+        ledger: Ledger,
+        *,
+        guard: Guard,
+        fail: Callable[[int, BaseException], None],
+        record: Callable[[Issued], None],
+        decline: Callable[[Session, str], None],
+    ) -> None:
+        assert job.array is not None
+        self.place: ArrayPlace = job.array
+        self.held_bytes, self.unit_bytes = job.held_bytes, job.unit_bytes
+        self._recipe, self._device, self._ledger = recipe, device, ledger
+        self._guard, self._fail, self._record, self._decline = guard, fail, record, decline
+        self._owner = f"array {self.place.group}"
+        ledger.reserve(self._owner, job.held_bytes)
+        self._array: Array | None = None
+        self.seated: dict[int, Seated] = {}
+        self.peak_bytes = 0
+        self._track = True  # count what the next step allocates
+        self._has_evaluated = False
+        self._began = time.perf_counter()
+        self.share_s = 0.0
+
+    # -- who is here ------------------------------------------------------------------
+
+    @property
+    def number(self) -> int:
+        """A trial that stands for the array where one of several jobs is chosen."""
+        return min(self.seated)
+
+    @property
+    def active(self) -> list[Seated]:
+        """Those that train, in the order of slots."""
+        here = [seated for seated in self.seated.values() if not seated.leaving]
+        return sorted(here, key=lambda seated: seated.slot)
+
+    @property
+    def leaving(self) -> list[Seated]:
+        """Those whose lease is over."""
+        return [seated for seated in self.seated.values() if seated.leaving]
+
+    def admit(self, session: Session) -> Seated:
+        """Take a trial up whose state is in its host region.
+
+        Raises:
+            Declined: it has another signature than those that are here.
+        """
+        assert session.job.array is not None
+        slot = session.job.array.slot
+        _bring(session)
+        member = Member(
+            recipe=session.recipe,
+            hp=session.hp,
+            module=session.model,
+            optimizer=session.optimizer,
+            schedule=session.schedule,
+            rng=session.rng,
+            step=session.step,
+        )
+        if self._array is None:
+            where = self._device.torch_device
+            array = Array([member], device=where, usual=_usual_layout(session, where))
+            array.widen(slot, self.place.width)
+            self._array = array
+        else:
+            self._array.refill(slot, member)
+        seated = Seated(session, slot, session.tasks())
+        self.seated[session.job.trial] = seated
+        self._began = time.perf_counter()
+        return seated
+
+    def dismiss(self, trial: int) -> None:
+        """Take a trial out at once, whatever it is at; nothing of it is kept."""
+        seated = self.seated.pop(trial)
+        if seated.over is None:
+            self._retire(seated)
+        seated.tasks = iter(())
+        seated.session.leave()
+        seated.session.region.unpin()
+
+    def bring_out(self, seated: Seated) -> None:
+        """Take a trial whose lease is over out of the array; all of it is in its region then."""
+        session = seated.session
+        member = self._retire(seated)
+        session.rng = member.rng
+        _write_back(session)
+        session.rest()
+
+    def _retire(self, seated: Seated) -> Member:
+        assert self._array is not None
+        return self._array.retire(seated.slot)
+
+    def take(self, seated: Seated) -> checkpoint.Content:
+        """The state of a trial that trains on, at a step boundary, inside its random streams."""
+        session = seated.session
+        session.rng = capture_rng(session.device)
+        _write_back(session)
+        return checkpoint.content(session, copy=False)
+
+    def close(self) -> None:
+        """Give the memory back; nobody is here any more."""
+        self._array = None
+        self._ledger.release(self._owner)
+
+    # -- a round ----------------------------------------------------------------------
+
+    def round(self) -> None:
+        """Have all that are here do one step, or those that want to evaluate one batch."""
+        for seated in self.active:
+            if seated.task is None:
+                self._guard(seated.trial, lambda seated=seated: self._next(seated))  # type: ignore[misc]
+        ready = [seated for seated in self.active if seated.task is not None]
+        evaluating = [s for s in ready if s.task is not None and s.task.kind == "evaluation"]
+        if evaluating:
+            self._evaluate(evaluating)
+        elif ready:
+            self._train(ready)
+
+    def _next(self, seated: Seated) -> None:
+        with self._streams(seated):
+            seated.task = next(seated.tasks, None)
+        seated.leaving = seated.task is None
+
+    def _streams(self, seated: Seated) -> Any:
+        assert self._array is not None
+        return self._array.streams(seated.slot)
+
+    def _train(self, ready: Sequence[Seated]) -> None:
+        array = self._array
+        assert array is not None
+        if self._has_evaluated:
+            array.set_training(True)
+            self._has_evaluated = False
+        rows = self._fetch(ready)
+        began = time.time()
+        try:
+            stepped = self._counted(lambda: array.step(*rows))
+        except Declined as error:
+            self._go_on_slot_by_slot(ready, error)
+            stepped = array.step(*rows)
+        self._note(ready, "B s0", began)
+        now = time.perf_counter()
+        self.share_s, self._began = (now - self._began) / len(ready), now
+        for seated in ready:
+            failure = stepped.failures.get(seated.slot)
+            if seated.trial not in self.seated:
+                continue  # its batch could not be fetched
+            if failure is not None:
+                self._fail(seated.trial, failure)
+            else:
+                seated.session.micro_losses = [stepped.losses[seated.slot]]
+                seated.task = None
+
+    def _fetch(self, ready: Sequence[Seated]) -> list[list[Any]]:
+        """For each micro-batch the batches by slot, None where there is none."""
+        found: dict[int, list[Any]] = {}
+
+        def fetch(seated: Seated) -> None:
+            task = seated.task
+            assert task is not None
+            count = sum(action.op is Op.B for action in task.program.devices[0])
+            if count == 1:
+                found[seated.slot] = [task.batches.pop(0)]
+                return
+            with self._streams(seated):
+                found[seated.slot] = [seated.session.fetch(task, i) for i in range(count)]
+
+        for seated in ready:
+            self._guard(seated.trial, lambda seated=seated: fetch(seated))  # type: ignore[misc]
+        most = max(map(len, found.values()), default=0)
+        width = range(self.place.width)
+        empty: list[Any] = []
+        return [
+            [batches[i] if i < len(batches := found.get(s, empty)) else None for s in width]
+            for i in range(most)
+        ]
+
+    def _go_on_slot_by_slot(self, ready: Sequence[Seated], error: Declined) -> None:
+        """The pass cannot be run for all at once after all: each runs alone from here on."""
+        assert self._array is not None
+        if self._recipe.accumulate > 1:
+            raise error
+        self._array.use(LoopBackend())
+        for seated in ready:
+            self._decline(seated.session, f"its array trains slot by slot from here on: {error}")
+
+    def _evaluate(self, evaluating: Sequence[Seated]) -> None:
+        array, began = self._array, time.time()
+        assert array is not None
+        array.set_training(False)
+        self._has_evaluated = True
+        batches: list[Any] = [None] * self.place.width
+        for seated in evaluating:
+            assert seated.task is not None
+            batches[seated.slot] = seated.task.batches[0]
+        try:
+            self._take_metrics(evaluating, array.evaluate(batches))
+        except Exception:
+            for seated in evaluating:  # whose it was ends that trial alone
+                self._guard(
+                    seated.trial,
+                    lambda seated=seated: self._evaluate_one(seated, batches),  # type: ignore[misc]
+                )
+        self._note(evaluating, "F s0", began)
+
+    def _evaluate_one(self, seated: Seated, batches: Sequence[Any]) -> None:
+        assert self._array is not None
+        mine = [batch if slot == seated.slot else None for slot, batch in enumerate(batches)]
+        self._take_metrics([seated], self._array.evaluate(mine))
+
+    def _take_metrics(
+        self, evaluating: Sequence[Seated], found: Sequence[dict[str, float] | None]
+    ) -> None:
+        for seated in evaluating:
+            assert seated.task is not None
+            seated.task.metrics = found[seated.slot] or {}
+            seated.task = None
+
+    # -- what is told -----------------------------------------------------------------
+
+    def count_after(self, step: int) -> None:
+        """Have what the next step allocates counted, if it is time: steps are slower then."""
+        self._track = self._track or is_sampled(step)
+
+    def _counted(self, work: Callable[[], Any]) -> Any:
+        """Run a step, and now and then count every byte that it allocates."""
+        if not self._track:
+            return work()
+        self._track = False
+        with AllocationTracker() as tracker:
+            result = work()
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes + tracker.peak_bytes)
+        return result
+
+    def _note(self, some: Sequence[Seated], text: str, began: float) -> None:
+        """One bar in the timeline, of the first of them."""
+        session = some[0].session
+        span = _Span(began, time.time())
+        self._record(Issued("compute", text, span, 0, session.step + 1, session.job.trial))
+
+
+class _Span:
+    """The event of work that is over."""
+
+    done = startable = True
+
+    def __init__(self, start: float, end: float) -> None:
+        self.error: BaseException | None = None
+        self._span = start, end
+
+    def wait(self) -> None:
+        """It is over."""
+
+    def span(self) -> tuple[float, float]:
+        return self._span
+
+
+def _usual_layout(session: Session, device: torch.device) -> Hashable:
+    """The layout of the first batch of the data, which is that of most: those run stacked."""
+    outer = capture_rng(device)
+    try:
+        train, _ = read_data(session.recipe, session.hp)
+        return layout_of(to_device(first_batch(train), device))
+    finally:
+        restore_rng(outer, device)
+
+
+def _bring(session: Session) -> None:
+    """Parameters and optimizer state on the device; buffers are there already."""
+    host, device = place_on_host(session.region, session.layout, 0), session.device
+    for name, parameter in session.binding.params.items():
+        parameter.data = host.params[name].to(device, copy=True)
+    for name, keys in session.binding.stateful.items():
+        state = session.optimizer.state[session.binding.params[name]]
+        for key in keys:
+            state[key] = host.states[name][key].to(device, copy=True)
+
+
+def _write_back(session: Session) -> None:
+    """Bring the host region up to date; nothing of the trial moves."""
+    host, binding = place_on_host(session.region, session.layout, 0), session.binding
+    with torch.no_grad():
+        for name, parameter in binding.params.items():
+            host.params[name].copy_(parameter)
+            state = session.optimizer.state.get(parameter, {})
+            made = {key: value for key, value in state.items() if is_stored(value)}
+            for key, value in made.items():
+                binding.check_place(name, key, value, host.states.get(name, {}))
+                host.states[name][key].copy_(value)
+            if made:
+                binding.stateful[name] = set(made)
+    session.put_buffers_back()
