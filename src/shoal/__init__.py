@@ -26,12 +26,14 @@ if TYPE_CHECKING:
     from shoal.hardware import Hardware
     from shoal.recipe import Recipe
     from shoal.report import Report, TrialResult
+    from shoal.search.pbt import PBT
     from shoal.search.space import choice, grid, integer, log_uniform, uniform
     from shoal.study import Study, open
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "PBT",
     "CapacityError",
     "Hardware",
     "Plan",
@@ -65,6 +67,7 @@ _HOMES = {
     "shoal.hardware": ("Hardware",),
     "shoal.recipe": ("Recipe",),
     "shoal.report": ("Report", "TrialResult"),
+    "shoal.search.pbt": ("PBT",),
     "shoal.search.space": ("choice", "grid", "integer", "log_uniform", "uniform"),
     "shoal.study": ("Study", "open"),
 }

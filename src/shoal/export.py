@@ -188,6 +188,7 @@ def _provenance(trial: TrialResult, origin: Snapshot, step: int) -> dict[str, An
         "source": origin.source,
         "versions": dict(origin.versions),
         "exported_by": {"shoal": shoal.__version__},
+        **({"inherited": [dict(one) for one in trial.inherited]} if trial.inherited else {}),
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -185,6 +185,47 @@ def read_data(recipe: Recipe, hp: HP) -> tuple[Iterable[Batch], Iterable[Batch] 
                 "whose __iter__ makes a new iterator."
             )
     return data[0], data[1]
+
+
+def with_fixed_data(recipe: Recipe, varied: Iterable[str]) -> Recipe:
+    """The recipe, whose data may not depend on hyperparameters that change while it is read."""
+    names = frozenset(varied)
+    return replace(recipe, data=_FixedData(recipe.data, names)) if names else recipe
+
+
+@dataclass(frozen=True, slots=True)
+class _FixedData:
+    """A data function that is told when it reads what is going to change."""
+
+    data: Callable[[HP], tuple[Iterable[Batch], Iterable[Batch] | None]]
+    varied: frozenset[str]
+
+    def __call__(self, hp: HP) -> tuple[Iterable[Batch], Iterable[Batch] | None]:
+        return self.data(_Guarded(hp, self.varied))
+
+
+class _Guarded(HyperParameters):
+    """Hyperparameters of which some may not be read."""
+
+    def __init__(self, values: HP, varied: frozenset[str]) -> None:
+        super().__init__(values)
+        self._varied = varied
+
+    def __getitem__(self, name: str) -> Scalar:
+        self._check(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._check(name)
+        return super().get(name, default)
+
+    def _check(self, name: str) -> None:
+        if name in self._varied:
+            raise SpecError(
+                f"Recipe(data=...) reads the hyperparameter {name!r}, which population-based "
+                "training changes, and a trial's data stays the same while it trains. Name what "
+                "may change without it: shoal.PBT(vary=(...))."
+            )
 
 
 def model_inputs(recipe: Recipe, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -45,7 +45,9 @@ class TrialResult:
 
     ``metrics`` are the values at its last step, ``history`` is a list of dicts (step,
     epoch, seconds, metrics), ``error`` the traceback of a failure or empty.
-    ``checkpoint`` is the directory of the last step's state, None if there is none.
+    ``checkpoint`` is the directory of the last step's state, None if there is none. ``hp`` are
+    the hyperparameters of the last step; of a trial of a population ``inherited`` is a list of
+    dicts that say where it went on from another trial: step, source, before, hp.
     """
 
     number: int
@@ -57,7 +59,19 @@ class TrialResult:
     seconds: float
     error: str
     checkpoint: Path | None
+    inherited: Sequence[Mapping[str, Any]] = ()
     _recipe: Recipe | str | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def hp_schedule(self) -> list[dict[str, Any]]:
+        """Its hyperparameters over time: dicts of ``after`` so many steps, ``hp``, ``source``.
+
+        ``source`` is the trial whose state it went on from then; None where it began.
+        """
+        first = self.inherited[0]["before"] if self.inherited else self.hp
+        begun = {"after": 0, "hp": dict(first), "source": None}
+        names = {"after": "step", "hp": "hp", "source": "source"}
+        return [begun, *({n: one[of] for n, of in names.items()} for one in self.inherited)]
 
     def load(self) -> nn.Module:
         """The user's own module with the weights of the last step, on CPU in eval mode.
@@ -113,6 +127,7 @@ class TrialResult:
             "seconds": self.seconds,
             "error": self.error,
             "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
+            "inherited": [dict(one) for one in self.inherited],
         }
 
     @property
@@ -320,6 +335,7 @@ def _result(row: TrialRow, directory: Path, recipe: Recipe | str) -> TrialResult
         seconds=row.seconds,
         error=row.error,
         checkpoint=directory / row.checkpoint if row.checkpoint else None,
+        inherited=[one.to_dict() for one in row.inherited],
         _recipe=recipe,
     )
 
@@ -367,8 +383,14 @@ def _table(report: Report) -> list[str]:
         rows[-1].append(f"{trial.seconds:.1f}")
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
-    notes = [f"  {trial.error_line}" if trial.error else "" for trial in trials]
+    notes = [f"  {trial.error_line or _heritage(trial)}".rstrip() for trial in trials]
     return [lines[0], *(line + note for line, note in zip(lines[1:], notes, strict=True))]
+
+
+def _heritage(trial: TrialResult) -> str:
+    """From whom it went on, the last one first."""
+    sources = (f"{one['source']} at {one['step']}" for one in reversed(trial.inherited))
+    return f"from {', '.join(sources)}" if trial.inherited else ""
 
 
 def _cell(value: Scalar) -> str:

@@ -52,7 +52,8 @@ class Study:
         sampler: None for grid where the space is finite, else random; ``"grid"``, ``"random"``,
             ``"tpe"`` or a sampler of Optuna's with a seed (the extra ``search``).
         pruner: None, or what ends trials early at their evaluations: ``"asha"``,
-            ``"hyperband"``, ``"median"`` or a pruner of Optuna's. They are PRUNED then.
+            ``"hyperband"``, ``"median"`` or a pruner of Optuna's. They are PRUNED then. Or a
+            ``shoal.PBT``: the worst go on there from the states of the best.
         generation: How many trials a sampler is asked for, and a pruner compares, at a time.
         eval_every: Steps between validations; default: each epoch and the end.
         seed: Trial i trains with seed + i unless the space has a ``seed``.

@@ -38,6 +38,7 @@ def data(hp):
 
 def loss(output, batch):
     if studies.is_worker():
+        studies.lack_space()
         studies.wait()
     return F.cross_entropy(output, batch[1])
 

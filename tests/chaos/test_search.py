@@ -16,12 +16,22 @@ from processes import Runner
 
 import shoal
 from shoal.control import CloneTrial, Continue, Pause, StopTrial
-from shoal.core.errors import CapacityError, SpecError
-from shoal.core.event import StudyPaused, TrialParked, TrialPruned
+from shoal.core.errors import CapacityError, SpecError, StorageError
+from shoal.core.event import (
+    StepFinished,
+    StudyChanged,
+    StudyPaused,
+    TrialFinished,
+    TrialParked,
+    TrialPruned,
+    TrialResumed,
+    TrialStarted,
+)
 from shoal.execution import floor
 from shoal.execution.trial import TrialRun
 from shoal.memory.store import create_region
 from shoal.runtime import checkpoint
+from shoal.runtime.pool import WorkerPool
 from shoal.testing import assert_same, plain_loop
 from shoal.verify import read_losses
 
@@ -305,3 +315,117 @@ def test_a_study_that_keeps_the_best_keeps_no_state_of_the_pruned(tmp_path, warm
     for event in pruned:
         assert not checkpoint.generations(study.directory, event.trial).all()
     assert os.listdir(study.directory)
+
+
+# -- what is on record counts -----------------------------------------------------------------
+
+
+class Upgraded(Scripted):
+    """Says otherwise for trials than the version of it that began the study did."""
+
+    shift = 0.0
+
+    def sample_independent(self, study, trial, name, distribution):
+        value = super().sample_independent(study, trial, name, distribution)
+        return value if name == "width" else value + type(self).shift
+
+
+def test_a_sampler_that_answers_otherwise_from_the_first_trial_on_changes_nothing_on_record(
+    tmp_path, warm_workers, monkeypatch
+):
+    recipe = shoal.Recipe(model=_wide, data=searches.data, loss=searches.loss)
+    space = {"lr": shoal.uniform(0.001, 0.1), "width": shoal.choice(8, 16)}
+
+    def study(trials):
+        options = {"space": space, "trials": trials, "generation": 2, "epochs": 1}
+        return shoal.Study("k", recipe, directory=tmp_path, sampler=Upgraded({}), **options)
+
+    first = studies.run(study(5), warm_workers)
+    monkeypatch.setattr(Upgraded, "shift", 0.005)
+    heard = Heard()
+    more = studies.run(study(8), warm_workers, callbacks=[heard])
+    rates = [trial.hp["lr"] for trial in more.trials]
+    assert rates[:5] == [trial.hp["lr"] for trial in first.trials] == [0.01] * 5
+    assert rates[5:] == [0.015] * 3
+    words = " ".join(word for event in heard.of(StudyChanged) for word in event.changes)
+    assert "would have given trial 0 another point than is on record" in words
+    wider = study(8)
+    wider.space = space | {"lr": shoal.uniform(0.001, 0.2)}
+    with pytest.raises(SpecError, match="its sampler drew from the space lr=Uniform"):
+        studies.run(wider, warm_workers)
+
+
+def test_a_sampler_or_pruner_made_with_other_values_is_another_one(tmp_path, warm_workers):
+    def study(sampler, pruner):
+        return searches.make(tmp_path, trials=4, sampler=sampler, pruner=pruner)
+
+    random_one, halving = optuna.samplers.RandomSampler, optuna.pruners.SuccessiveHalvingPruner
+    studies.run(study(random_one(seed=1), halving(min_resource=1)), warm_workers)
+    studies.run(study(random_one(seed=1), halving(min_resource=1)), warm_workers)
+    with pytest.raises(SpecError, match=r"pruner, optuna's Succ.*had min_resource=1, and .*=2"):
+        studies.run(study(random_one(seed=1), halving(min_resource=2)), warm_workers)
+    with pytest.raises(SpecError, match=r"sampler, optuna's RandomSampler, had rng"):
+        studies.run(study(random_one(seed=2), halving(min_resource=1)), warm_workers)
+
+
+# -- no room ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_generation_that_does_not_fit_the_host_waits_until_there_is_room(
+    tmp_path, warm_workers, is_interrupted
+):
+    recipe = shoal.Recipe(model=_wide, data=searches.data, loss=searches.loss)
+    widths = {4: 2000, 5: 2000, 6: 2000}
+    options = {"space": {"lr": 0.01, "width": shoal.choice(8, 2000)}, "trials": 7, "epochs": 2}
+    study = shoal.Study(
+        "k", recipe, directory=tmp_path, generation=2, sampler=Scripted(widths), **options
+    )
+    hardware = shoal.Hardware.virtual(devices=2, memory="4MiB", host_memory="900KiB")
+    shown = {"workers": warm_workers, "progress": False, "timeline": False}
+
+    def interrupt(event) -> None:
+        if isinstance(event, StepFinished) and event.trial == 4:
+            signal.raise_signal(signal.SIGINT)
+
+    if is_interrupted:  # with two of them waiting, which do not fit together
+        with pytest.raises(SystemExit):
+            study.run(hardware=hardware, callbacks=[interrupt], **shown)
+    heard = Heard()
+    report = study.run(hardware=hardware, callbacks=[heard], **shown)
+    assert states(report) == ["FINISHED"] * 7, [trial.error for trial in report.trials]
+    assert [trial.hp["width"] for trial in report.trials] == [8] * 4 + [2000] * 3
+    there, most = set(), 0
+    for event in heard.of(TrialStarted, TrialResumed, TrialFinished):
+        if event.trial in widths:
+            (there.discard if isinstance(event, TrialFinished) else there.add)(event.trial)
+            most = max(most, len(there))
+    assert most == 1  # two of them do not fit
+
+
+def test_where_those_that_wait_cannot_be_saved_the_study_ends_and_goes_on_later(
+    tmp_path, monkeypatch, undisturbed
+):
+    full, there, close = tmp_path / "full", set(), TrialRun.close
+
+    def create(name, num_bytes):
+        if len(there) >= 2:
+            raise CapacityError("cannot allocate 1 MiB of host memory")
+        there.add(name.rpartition("-")[2])
+        return create_region(name, num_bytes)
+
+    def closed(state):
+        there.discard(str(state.job.trial))
+        close(state)
+
+    monkeypatch.setenv(studies.FULL, str(full))
+    with WorkerPool() as workers, monkeypatch.context() as short:
+        short.setattr(floor, "create_region", create)
+        short.setattr(TrialRun, "close", closed)
+        full.touch()
+        with pytest.raises(StorageError, match="of those that have some none can be saved"):
+            studies.run(searches.make(tmp_path, checkpoint_every=3600), workers)
+    full.unlink()
+    with WorkerPool() as workers:
+        studies.run(searches.make(tmp_path, checkpoint_every=3600), workers)
+    assert searches.outcome(tmp_path / "k") == undisturbed

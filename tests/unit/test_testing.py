@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from shoal import testing
+from shoal import steppers
 from shoal.core.errors import SpecError, TrialError
 from shoal.recipe import Recipe, autocast
 from shoal.rng import capture_rng, same_rng
@@ -303,7 +303,7 @@ def test_one_end_is_asked_for():
 def test_an_optimizer_on_host_copies_gives_the_same_bits(clip, monkeypatch):
     recipe = make_recipe(clip_grad_norm=clip, schedule=cosine)
     here = plain_loop(recipe, HP, 4, steps=6)
-    monkeypatch.setattr(testing, "_DeviceStepper", testing._HostStepper)
+    monkeypatch.setattr(steppers, "_DeviceStepper", steppers._HostStepper)
     on_host = plain_loop(recipe, HP, 4, steps=6)
 
     assert compare(here, on_host.state(), losses=on_host.losses).equal

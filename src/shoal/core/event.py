@@ -145,6 +145,23 @@ class TrialPruned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrialExploited:
+    """A trial of a population goes on from the state that another one had at this step.
+
+    ``before`` are its hyperparameters up to here, ``hp`` from here on; ``checkpoint`` is the
+    generation that it goes on from, relative to the study.
+    """
+
+    time: float
+    trial: int
+    step: int
+    source: int
+    before: Mapping[str, Scalar]
+    hp: Mapping[str, Scalar]
+    checkpoint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointWritten:
     """A generation of a trial's state is on the disk; ``path`` is relative to the study."""
 
@@ -344,6 +361,7 @@ Event = (
     | TrialReplanned
     | TrialStopped
     | TrialPruned
+    | TrialExploited
     | CheckpointWritten
     | CheckpointDamaged
     | StorageFailed

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 
 from shoal.core import event as events
 from shoal.core.errors import CapacityError, ShoalError, StorageError
-from shoal.core.plan import Plan
+from shoal.core.plan import Job, Plan
+from shoal.core.units import format_bytes
 from shoal.execution.trial import TrialRun
 from shoal.memory.store import create_region
 from shoal.runtime.messages import Extend, Grant, Settings, Stop
@@ -58,6 +59,7 @@ class Floor:
         open: Those that have not ended.
         fail: Called with a trial and its error, when a lease of it cannot begin.
         hear: Called with each event that is told, if anybody wants to hear them.
+        fits_host: Whether the states of these jobs may be in the host's memory at a time.
         on_full: Called when events could be written only by giving back the reserve.
     """
 
@@ -77,6 +79,7 @@ class Floor:
         self.fail: Callable[[int, str], None] = lambda trial, error: None
         self.hear: Callable[[events.Event], None] | None = None
         self.on_full: Callable[[StorageError], None] = lambda error: None
+        self.fits_host: Callable[[Sequence[Job]], bool] = lambda jobs: True
         self._write = sink
         self._happened: list[events.Event] = []
         self._deferred: list[TrialRun] = []  # the host has no room for them yet
@@ -185,17 +188,27 @@ class Floor:
         """Host memory for the trial; without room it waits until another trial ends."""
         if state.descriptor is not None:
             return True
-        name = f"{self.plan.study}-{state.job.trial}"
+        others = [other for other in self.states.values() if other.descriptor is not None]
         try:
-            state.descriptor = create_region(name, state.layout.num_bytes)
+            state.descriptor = self._make_region(state, others)
         except CapacityError as error:
-            if any(other.descriptor is not None for other in self.states.values()):
+            if others:
                 self.do(leases.TrialEnded(state.job.trial))
                 self._deferred.append(state)
             else:
                 self.fail(state.job.trial, f"CapacityError: {error}")
             return False
         return True
+
+    def _make_region(self, state: TrialRun, others: Sequence[TrialRun]) -> int:
+        """Raises CapacityError where it does not fit beside the others."""
+        if not self.fits_host([state.job, *(other.job for other in others)]):
+            raise CapacityError(
+                f"the state of trial {state.job.trial} takes "
+                f"{format_bytes(state.job.host_bytes)} of the host's memory, which is more than "
+                "host_memory= leaves. Give more, or train a smaller model."
+            )
+        return create_region(f"{self.plan.study}-{state.job.trial}", state.layout.num_bytes)
 
     def forget(self, state: TrialRun) -> None:
         """Have the worker where the trial ran last let go of it."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shoal.core import event as events
 from shoal.core.spec import Scalar
 from shoal.observe.machines import Aim, TrialFold
-from shoal.search import Search
+from shoal.search import Exploit, Population, Search
 
 Grow = Callable[[Sequence[dict[str, Scalar]]], None]
 
@@ -16,7 +16,7 @@ Grow = Callable[[Sequence[dict[str, Scalar]]], None]
 class Telling:
     """Tells a search what events say of its trials, from the first event of the study on."""
 
-    def __init__(self, search: Search, metric: str, mode: str) -> None:
+    def __init__(self, search: Search | Population, metric: str, mode: str) -> None:
         self._search, self._metric = search, metric
         self._aim, self._folds = Aim(metric, mode), dict[int, TrialFold]()
 
@@ -38,6 +38,9 @@ class Telling:
                 self._search.end(event.trial, "failed")
             case events.TrialPlanned():
                 self._search.reopen(event.trial)
+            case events.TrialExploited():
+                if isinstance(self._search, Population):
+                    self._search.exploited(event.trial, event.step, _exploit(event))
 
     def _fold(self, trial: int) -> TrialFold:
         return self._folds.setdefault(trial, TrialFold(trial))
@@ -64,15 +67,24 @@ class Telling:
         self._search.end(event.trial, "finished", value)
 
 
+def _exploit(event: events.TrialExploited) -> Exploit:
+    return Exploit(source=event.source, hp=dict(event.hp), before=dict(event.before))
+
+
 @dataclass(slots=True)
 class Hunt:
     """A search, and who tells it; nothing of either where every trial is known and ends late."""
 
-    search: Search | None = None
+    search: Search | Population | None = None
     tell: Telling | None = None
     metric: str = ""
     grow: Grow = lambda points: None
     """Makes points trials of the study and runs them."""
+
+    def hp_now(self, number: int) -> Mapping[str, Scalar] | None:
+        """What a trial of a population has changed to; None where it has changed nothing."""
+        happened = self.search.happened(number) if isinstance(self.search, Population) else {}
+        return happened[max(happened)].hp if happened else None
 
     def enroll(self, number: int, hp: Mapping[str, Scalar]) -> None:
         """A trial that was added is a point of the space."""

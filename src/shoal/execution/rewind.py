@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from shoal.core import event as events
@@ -18,12 +19,21 @@ def fall_back(floor: Floor, state: TrialRun, reason: str) -> None:
     state.device = state.home = state.parked_at = ""
     state.progress, state.until, state.is_parked = None, 0, False
     state.restore = str(saved.path) if saved else ""
-    state.warm = saved is not None and saved.manifest.meta.get("trial") != trial
+    state.warm = saved is not None and checkpoint.is_warm(saved, trial)
     state.step = state.saved_step = saved.step if saved else 0
     state.saved_path = str(saved.path.relative_to(directory)) if saved else ""
+    _disinherit(state)
     floor.tell(
         events.TrialRestarted(time=time.time(), trial=trial, step=state.step, reason=reason)
     )
+
+
+def _disinherit(state: TrialRun) -> None:
+    """Where it is before a state that it took over, it has to take that over again."""
+    state.inherited_at = state.step if state.warm else -1
+    if (lost := state.lost_step) is not None:
+        state.job = replace(state.job, hp=state.inherits[lost].before)
+        state.halt = lost
 
 
 def damaged(floor: Floor, trial: int, path: Path, why: str) -> None:

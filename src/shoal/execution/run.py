@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shoal.core import event as events
 from shoal.core.errors import ShoalError, StorageError
-from shoal.core.plan import Plan
+from shoal.core.plan import Job, Plan
 from shoal.core.spec import TrialSpec
 from shoal.execution.endings import Endings
 from shoal.execution.failures import SameFailures
@@ -72,6 +72,7 @@ class Execution:
         starts: Where trials begin that ran before.
         release_reserve: Gives back disk space that was kept for the end; True if there was some.
         hunt: The search that decides which trials come, and which go on; None without one.
+        fits_host: Whether the states of these jobs may be in the host's memory at a time.
     """
 
     def __init__(
@@ -86,10 +87,12 @@ class Execution:
         limits: Limits | None = None,
         release_reserve: Callable[[], bool] = lambda: False,
         hunt: Hunt | None = None,
+        fits_host: Callable[[Sequence[Job]], bool] = lambda jobs: True,
     ) -> None:
         self._pool, self._settings = pool, settings
         self._limits = limits = limits or Limits()
         self._floor = Floor(planned.plan, pool, settings, sink, release_reserve)
+        self._floor.fits_host = fits_host
         self._floor.on_full = lambda error: self.stop(f"the disk is full: {error}", error)
         self._pausing = Pausing(self._floor)
         self._endings = Endings(self._floor, self._pausing, limits.same_failures, self.stop)

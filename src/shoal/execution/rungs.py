@@ -1,9 +1,11 @@
-"""At which steps a trial is evaluated, as far as that is known before it runs."""
+"""At which steps a trial is evaluated, and who can go on from whom: known before it runs."""
 
 from __future__ import annotations
 
 from shoal.core.errors import PlanError
+from shoal.core.plan import Job
 from shoal.execution.trial import total_steps
+from shoal.memory.layout import TrialLayout
 from shoal.planning import Planned
 from shoal.runtime.messages import Settings
 
@@ -38,3 +40,55 @@ def check_rungs(planned: Planned, settings: Settings) -> None:
             "the pruner ends trials between two evaluations, and no trial is evaluated before its "
             "end. Train for more epochs, or give eval_every= fewer steps."
         )
+
+
+def check_population(planned: Planned, settings: Settings) -> None:
+    """Refuse trials that cannot go on from each other's states.
+
+    Raises:
+        PlanError: two of them differ in shape, or in how many steps lie between evaluations.
+    """
+    jobs = planned.plan.jobs
+    for job in jobs[1:]:
+        difference = _difference(*(_shapes(planned.layouts[j.trial]) for j in (jobs[0], job)))
+        steps = [
+            steps_between(settings, planned.num_batches[j.trial], j.micro_batches)
+            for j in (jobs[0], job)
+        ]
+        if not difference and steps[0] != steps[1]:
+            difference = f"evaluations are {steps[0]} steps apart there and {steps[1]} here"
+        if difference:
+            _refuse(jobs[0], job, difference)
+
+
+def _refuse(first: Job, job: Job, difference: str) -> None:
+    changed = ", ".join(name for name in job.hp if first.hp.get(name) != job.hp[name])
+    raise PlanError(
+        f"trial {job.trial} cannot go on from the state of trial {first.trial}, as trials of a "
+        f"population do: {difference}. Their hyperparameters differ in {changed or 'nothing'}. "
+        "Have the space leave out what changes shapes or lengths, and run a study for each value "
+        "of it."
+    )
+
+
+Shapes = dict[str, tuple[tuple[int, ...], str]]
+
+
+def _shapes(layout: TrialLayout) -> Shapes:
+    """Shape and type of everything that is copied, by what it is."""
+    parts = [("parameter", f) for shard in layout.shards for f in shard.param.fields]
+    parts += [("state", f) for shard in layout.shards for f in shard.state.fields]
+    parts += [("buffer", f) for f in layout.buffers.fields]
+    return {
+        f"{what} {f.spec.name} {f.spec.key}".strip(): (f.spec.shape, f.spec.dtype)
+        for what, f in parts
+    }
+
+
+def _difference(one: Shapes, other: Shapes) -> str:
+    """The first difference in words; empty where there is none."""
+    for name in sorted(one.keys() | other.keys()):
+        if one.get(name) != other.get(name):
+            shapes = [found[0] if (found := s.get(name)) else "nothing" for s in (one, other)]
+            return f"{name!r} is {shapes[0]} there and {shapes[1]} here"
+    return ""

@@ -14,19 +14,20 @@ on after a crash comes to the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from shoal.core.errors import ShoalError
+from shoal.core.errors import ShoalError, StorageError
 from shoal.execution.endings import Endings
+from shoal.execution.exploiting import Exploiting
 from shoal.execution.floor import Floor
 from shoal.execution.hunt import Hunt
 from shoal.execution.pausing import Pausing
 from shoal.execution.rungs import steps_between
 from shoal.execution.trial import TrialRun
 from shoal.runtime.messages import Settings
-from shoal.search import Search
+from shoal.search import Population, Search
 
 
 class Searching:
@@ -50,7 +51,9 @@ class Searching:
         self._settings, self._stop = settings, stop
         self._every: dict[int, int] = {}  # steps between a trial's evaluations
         self._waiting: set[int] = set()
+        self._unsaved: set[int] = set()  # that could not make room, as they stand
         self._is_busy = self._has_failed = False
+        self._exploiting = Exploiting(floor, pausing, endings, stop)
         floor.hear = hunt.tell
 
     @property
@@ -68,6 +71,9 @@ class Searching:
         if every is not None and state.total is not None:
             self._every[trial] = every
             search.ends_at(trial, -(-state.total // every), every=every, done=state.step)
+        if isinstance(search, Population):
+            state.inherits = dict(search.happened(trial))
+            state.inherited_at = state.step if state.warm else -1
 
     def set_halts(self, trials: Iterable[int]) -> None:
         """Say where trials wait first, when all that are there are enrolled.
@@ -110,6 +116,8 @@ class Searching:
         except ShoalError as error:
             self._waiting.clear()
             self._stop("the search cannot go on", error)
+        if isinstance(self._search, Population) and self._search.due:
+            self._exploit(self._search)
         for trial in sorted(self._waiting):
             state = self._floor.states[trial]
             if trial not in self._floor.open:
@@ -119,10 +127,29 @@ class Searching:
         if self._floor.has_deferred and self._pausing.state == "running":
             self._make_room()
 
-    def _look(self, search: Search, state: TrialRun) -> None:
+    def _exploit(self, population: Population) -> None:
+        """Have what is due at a rung happen, once all whom it concerns wait there."""
+        if self._pausing.state != "running":
+            return
+        there = {t: s for t in self._waiting if self._stands(s := self._floor.states[t])}
+        lost = self._exploiting.out_of_reach(population.due, there)
+        for state in lost:
+            self._waiting.discard(state.job.trial)
+            self._begin_again(state)
+        if not lost and self._exploiting.do(population.due, there):
+            population.decide()
+
+    def _stands(self, state: TrialRun) -> bool:
+        """Whether nothing is under way with a trial that waits."""
+        is_free = not state.device and not state.after_save
+        return is_free and state.job.trial in self._floor.open
+
+    def _look(self, search: Search | Population, state: TrialRun) -> None:
         trial, rung = state.job.trial, state.step // self._every[state.job.trial]
         following = search.next_rung(trial, rung)
-        if not search.is_known_at(trial, rung):
+        if state.lost_step == state.step:
+            self._take_over_again(state)
+        elif not search.is_known_at(trial, rung):
             self._waiting.discard(trial)
             self._endings.failed(trial, self._unmeasured(state))
         elif search.pruned_at(trial) == rung:
@@ -130,6 +157,13 @@ class Searching:
             self._prune(state, rung)
         elif following is None or following > rung:
             self._waiting.discard(trial)
+            state.halt = self._next_halt(state)
+            self._begin_again(state)
+
+    def _take_over_again(self, state: TrialRun) -> None:
+        """What it went on from was damaged; where that is gone for good it has failed."""
+        if self._pausing.state == "running" and self._exploiting.again(state):
+            self._waiting.discard(state.job.trial)
             state.halt = self._next_halt(state)
             self._begin_again(state)
 
@@ -159,16 +193,34 @@ class Searching:
         states = [self._floor.states[trial] for trial in sorted(self._floor.open)]
         if any(state.device or state.after_save for state in states):
             return
-        for state in states:
-            has_region = state.descriptor is not None and state.job.trial in self._waiting
-            if has_region and not self._is_out_of_reach(state):
+        able = [s for s in states if s.descriptor is not None and s.job.trial in self._waiting]
+        able = [state for state in able if not self._is_out_of_reach(state)]
+        for state in able:
+            if state.job.trial not in self._unsaved:
                 self._pausing.save_then(state, partial(self._put_away, state))
                 return
+        if able:
+            self._give_up_room(able)
+
+    def _give_up_room(self, able: Sequence[TrialRun]) -> None:
+        """None of those that wait can be saved: nobody would ever go on."""
+        trials = [state.job.trial for state in able]
+        why = self._pausing.unsaved.get(trials[0], "")
+        error = StorageError(
+            f"the host has no room for all trials that wait for each other, and of those that "
+            f"have some none can be saved ({', '.join(map(str, trials))}): {why} Make room on the "
+            "disk, or give host_memory= more, and run the same command again."
+        )
+        self._stop("trials wait for each other, and cannot be saved", error)
 
     def _put_away(self, state: TrialRun) -> None:
         """Give its memory back; it will go on from the generation that was just written."""
-        if state.is_dirty or state.job.trial not in self._floor.open:
+        if state.job.trial not in self._floor.open:
             return
+        if state.is_dirty:
+            self._unsaved.add(state.job.trial)
+            return
+        self._unsaved.clear()
         self._floor.forget(state)
         state.close()
         state.progress, state.home, state.parked_at = None, "", ""
@@ -176,12 +228,15 @@ class Searching:
         self._floor.begin_deferred()
 
     def _begin_again(self, state: TrialRun) -> None:
+        self._unsaved.discard(state.job.trial)
         self._floor.leave(state)
         self._floor.begin(state)
 
     def _next_halt(self, state: TrialRun) -> int | None:
         """The step at which it waits next; None where it trains to its end."""
         assert self._search is not None
+        if state.lost_step is not None:
+            return state.lost_step
         trial, total, every = state.job.trial, state.total, self._every[state.job.trial]
         rung = self._search.next_rung(trial, max(1, -(-state.step // every)))
         if rung is None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shoal.core.plan import Job, Spilled
-from shoal.core.spec import Place
+from shoal.core.spec import Place, Scalar
 from shoal.memory.layout import TrialLayout
 from shoal.runtime.messages import Progress, Settings
+from shoal.search import Exploit
 
 SAME_WAY = 3
 """A trial that failed in the same way so often is FAILED, whatever retries are left."""
@@ -26,6 +27,7 @@ class Start:
     metrics: Mapping[str, float] = field(default_factory=dict)
     has_run: bool = False  # in an earlier run
     device_s: float = 0.0  # in earlier runs
+    hp: Mapping[str, Scalar] | None = None  # it has now, where they are not those it began with
 
 
 @dataclass(slots=True)
@@ -47,6 +49,8 @@ class TrialRun:
     progress: Progress | None = None
     restore: str = ""
     warm: bool = False
+    inherits: Mapping[int, Exploit] = field(default_factory=dict)  # by step, as is on record
+    inherited_at: int = -1  # the step at which its state became another one's
     metrics: Mapping[str, float] = field(default_factory=dict)
     deaths: int = 0  # of workers that ran its code, since it last got further
     died_at: int = -1  # the step from which it went on after the last one
@@ -78,6 +82,12 @@ class TrialRun:
         return step if self.halt is None else min(step, self.halt)
 
     @property
+    def lost_step(self) -> int | None:
+        """The first step at which it went on from another one's state, and has that no more."""
+        lost = (s for s in self.inherits if s > self.step or s == self.step != self.inherited_at)
+        return min(lost, default=None)
+
+    @property
     def is_dirty(self) -> bool:
         """Whether its host region is ahead of its newest generation."""
         return self.progress is not None and self.progress.step > self.saved_step
@@ -96,6 +106,15 @@ class TrialRun:
         technique = self.job.technique
         on_host = isinstance(technique, Spilled) and technique.optimizer == "host"
         return "host" if on_host else "device"
+
+    def take_over(self, exploit: Exploit, path: str, relative: str) -> None:
+        """It goes on from a generation that has another trial's state, and with other ``hp``."""
+        self.job = replace(self.job, hp=exploit.hp)
+        self.inherits = {**self.inherits, self.step: exploit}
+        self.inherited_at = self.saved_step = self.step
+        self.progress, self.home, self.parked_at = None, "", ""
+        self.restore, self.saved_path, self.warm = path, relative, True
+        self.saved_at = time.monotonic()
 
     def rejob(self, job: Job, layout: TrialLayout) -> None:
         """Another job for the same trial; its region is of the old one's shape."""

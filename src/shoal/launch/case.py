@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from shoal.control import CloneTrial
 from shoal.core import event as events
 from shoal.core.errors import SpecError
 from shoal.core.spec import TrialSpec
@@ -14,7 +15,7 @@ from shoal.execution.hunt import Hunt
 from shoal.hardware import Hardware
 from shoal.launch.cloning import begin_warm, clear
 from shoal.launch.directory import StudyDirectory
-from shoal.launch.growing import grow
+from shoal.launch.growing import grow, of_today
 from shoal.launch.packing import pack_recipe
 from shoal.launch.request import Asked, Request
 from shoal.launch.searching import begin_hunt, more_trials
@@ -87,13 +88,21 @@ def take_up(study: Asked, request: Request, place: StudyDirectory) -> Case:
         )
     before, worked_s = _read(place)
     merged = _grown(study, request, _merge(study, place, before), before)
-    found = _restart(place, before, merged, worked_s, retry_failed=request.retry_failed)
+    again = _again(merged, before, retry_failed=request.retry_failed)
+    varies = bool(study.search.varied)
+    found = _restart(place, before, merged, worked_s, again, varies=varies)
     hunt = begin_hunt(study, place, merged, found)
     merged = more_trials(hunt, place, merged, found)
-    todo = [trial for trial in merged.trials if trial.number in found.starts]
+    todo = [_as_it_is(trial, found) for trial in merged.trials if trial.number in found.starts]
     hardware = _hardware_for(request.hardware, len(todo) + _to_come(hunt), found)
     sinks = Sinks(place.database, request.callbacks, check=place.check)
     return Case(place, sinks, before, merged, found, todo, hardware, hunt)
+
+
+def _as_it_is(trial: TrialSpec, found: Restart) -> TrialSpec:
+    """A trial with the hyperparameters that it has now."""
+    now = found.starts[trial.number].hp
+    return trial if now is None else replace(trial, hp=now)
 
 
 def _to_come(hunt: Hunt) -> int:
@@ -106,6 +115,11 @@ def more_points(study: Asked, record: StudyRecord, more: int) -> StudyRecord:
     Raises:
         SpecError: the space has too few points, or which come next follows from results.
     """
+    if study.search.varied:
+        raise SpecError(
+            f"study {record.name!r} cannot be extended: its trials are a population, and who "
+            "copied whom follows from all of them. Give more trials to a study of another name."
+        )
     if study.search.is_adaptive:
         raise SpecError(
             f"study {record.name!r} cannot be extended by hand: which trials come next, its "
@@ -145,10 +159,12 @@ def _grown(study: Asked, request: Request, merged: Merged, before: Snapshot) -> 
     """With the trials that this call asks for beside the study's own."""
     record, words, claimed, now = merged.record, list[str](), set[int](), time.time()
     ended = {row.number for row in before.trials if row.is_done}
+    rows = {row.number: row for row in before.trials if row.inherited}
     for order in request.orders:
+        row = rows.get(order.trial) if isinstance(order, CloneTrial) else None
         grown = grow(
             record,
-            order,
+            of_today(order, record, row.hp if row else None),
             lambda record, more: more_points(study, record, more),
             ended=ended,
             time=now,
@@ -168,18 +184,24 @@ def _grown(study: Asked, request: Request, merged: Merged, before: Snapshot) -> 
     )
 
 
+def _again(merged: Merged, before: Snapshot, *, retry_failed: bool) -> list[int]:
+    """The trials that are there and train on."""
+    again = list(merged.continued)
+    if retry_failed:
+        failed = [r.number for r in before.trials if r.state is TrialState.FAILED]
+        again += [number for number in failed if number not in again]
+    return again
+
+
 def _restart(
     place: StudyDirectory,
     before: Snapshot,
     merged: Merged,
     worked_s: Mapping[int, float],
+    again: Sequence[int],
     *,
-    retry_failed: bool,
+    varies: bool,
 ) -> Restart:
-    again = list(merged.continued)
-    if retry_failed:
-        failed = [r.number for r in before.trials if r.state is TrialState.FAILED]
-        again += [number for number in failed if number not in again]
     known = {row.number for row in before.trials}
     new = [n for n in merged.added if n not in known]
     for number in new:
@@ -187,7 +209,13 @@ def _restart(
     warm = {trial.number for trial in merged.record.trials if trial.warm}
     length = merged.record.length
     found = restart(
-        place.path, before, [*again, *new], length=length, warm=warm, worked_s=worked_s
+        place.path,
+        before,
+        [*again, *new],
+        length=length,
+        warm=warm,
+        worked_s=worked_s,
+        varies=varies,
     )
     for clone in merged.record.trials:
         fresh = clone.number in new and not found.starts[clone.number].restore

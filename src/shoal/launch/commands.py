@@ -26,7 +26,7 @@ from shoal.execution.hunt import Hunt
 from shoal.execution.run import Execution
 from shoal.execution.trial import Start
 from shoal.launch.cloning import begin_warm, clear
-from shoal.launch.growing import Grown, MorePoints, Order, grow
+from shoal.launch.growing import Grown, MorePoints, Order, grow, of_today
 from shoal.launch.searching import plan_some
 from shoal.planning import Planned
 from shoal.resume import StudyRecord, with_searched
@@ -198,6 +198,8 @@ class Commands:
         """What it comes to as things stand; another one may be under way."""
         trials = [trial.number for trial in self._record.trials]
         ended = {number for number in trials if self._execution.trial(number) is None}
+        if isinstance(order, CloneTrial):
+            order = of_today(order, self._record, self._hunt.hp_now(order.trial))
         return grow(self._record, order, self._more_points, ended=ended, time=time.time())
 
     def _add_points(self, points: Sequence[dict[str, Scalar]]) -> None:

@@ -15,12 +15,13 @@ warm or both cold. What ``to`` added is equal to nothing: it needs no memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
 from shoal.control import CloneTrial, ExtendTrials
 from shoal.core.errors import SpecError
+from shoal.core.spec import Scalar
 from shoal.resume import (
     Addition,
     StudyRecord,
@@ -86,6 +87,18 @@ def grow(
     added = replace(new, additions=(*record.additions, Addition(time=time, trials=trials)))
     past = f"; {_say_past(equal[-1])}" if equal and not unfinished else ""
     return Grown(record=added, trials=trials, is_new=True, text=f"added {_name(trials)}{past}")
+
+
+def of_today(order: Order, record: StudyRecord, now: Mapping[str, Scalar] | None) -> Order:
+    """The order, with the hyperparameters that a clone's parent has ``now`` among its changes.
+
+    In a population they are others than on record; None where they are not.
+    """
+    if now is None or not isinstance(order, CloneTrial):
+        return order
+    begun = record.trial(order.trial).hp
+    changed = {name: value for name, value in now.items() if value != begun[name]}
+    return replace(order, changes={**changed, **order.changes})
 
 
 def _grow_to(

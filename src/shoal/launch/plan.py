@@ -12,7 +12,7 @@ from shoal.core.units import format_bytes
 from shoal.execution.announce import predict_seconds, steps_of
 from shoal.execution.firstplan import FirstPlan
 from shoal.execution.floor import Sink
-from shoal.execution.rungs import check_rungs
+from shoal.execution.rungs import check_population, check_rungs
 from shoal.hardware import Hardware
 from shoal.launch.packing import pack_recipe
 from shoal.launch.policy import generation_bytes
@@ -47,8 +47,8 @@ def plan_study(
         recorded: The widths of trials that were planned before.
 
     Raises:
-        PlanError: a trial fits in no way, what is forced cannot be done, or a pruner has no
-            known moments to prune at.
+        PlanError: a trial fits in no way, what is forced cannot be done, a pruner has no
+            known moments to prune at, or the trials of a population differ in shape.
         SpecError, WorkerError: no trial can be built at all.
     """
     pool.configure(hardware.devices, pack_recipe(study.recipe), settings)
@@ -62,22 +62,28 @@ def plan_study(
     planned = first.make(trials)
     if study.search.pruner is not None:
         check_rungs(planned, settings)
-    check_host_memory(planned.plan, hardware.host_memory)
+    if study.search.varied:
+        check_population(planned, settings)
+    check_host_memory(planned.plan, hardware.host_memory, may_wait=not study.search.is_plain)
     seconds = predict_seconds(planned.plan, steps_of(planned, settings))
     return planner, replace(planned, plan=with_seconds(planned.plan, seconds))
 
 
-def check_host_memory(plan: Plan, budget: int | None) -> None:
+def check_host_memory(plan: Plan, budget: int | None, *, may_wait: bool = False) -> None:
     """Every trial's state lives on the host while the study runs; refuse what cannot fit.
+
+    Where trials of a search ``may_wait`` for room, one that fits is enough.
 
     Raises:
         PlanError: more is needed than ``budget`` bytes; None is any number.
     """
     at_once = plan.at_once
     needed = _host_bytes(plan.jobs, at_once)
+    smallest = sorted(plan.jobs, key=lambda job: (job.host_bytes, job.trial))
     if budget is None or needed <= budget:
         return
-    smallest = sorted(plan.jobs, key=lambda job: (job.host_bytes, job.trial))
+    if may_wait and _host_bytes(smallest[:1], at_once) <= budget:
+        return
     fitting = [n for n in range(1, len(smallest)) if _host_bytes(smallest[:n], at_once) <= budget]
     some = sorted(job.trial for job in smallest[: fitting[-1]]) if fitting else []
     largest = smallest[-1]
@@ -88,6 +94,11 @@ def check_host_memory(plan: Plan, budget: int | None) -> None:
         + (f"Together fit trials {list_some(some)}. " if some else "Not even the smallest fits. ")
         + "Run fewer trials in one study, or give host_memory= more."
     )
+
+
+def fits_host(jobs: Sequence[Job], plan: Plan, budget: int | None) -> bool:
+    """Whether the states of ``jobs`` may be on the host at a time, where ``plan`` runs."""
+    return budget is None or _host_bytes(jobs, len(plan.devices) * plan.active) <= budget
 
 
 def _host_bytes(jobs: Sequence[Job], at_once: int) -> int:

@@ -87,4 +87,5 @@ def settings_of(study: Asked, *, timeline: bool) -> Settings:
         timeline=timeline,
         keep=policy.keep,
         keep_finished="weights" if policy.keep_finished == "weights" else "all",
+        varied=study.search.varied,
     )

@@ -30,7 +30,7 @@ from shoal.launch.case import Case, more_points, refuse_early, take_up
 from shoal.launch.commands import Commands, Door
 from shoal.launch.directory import RESERVE, StudyDirectory
 from shoal.launch.keeping import Keeper
-from shoal.launch.plan import check_host_memory, plan_study
+from shoal.launch.plan import check_host_memory, fits_host, plan_study
 from shoal.launch.policy import bytes_on_disk
 from shoal.launch.request import Asked, Request, settings_of
 from shoal.launch.signals import Interrupts
@@ -136,11 +136,12 @@ class Run:
 
     def _check(self, case: Case, planned: Planned) -> list[str]:
         """Refuse what cannot fit on disk, and other bits than before."""
-        others = [trial.number for trial in case.merged.trials if trial not in case.todo]
+        todo = {trial.number for trial in case.todo}
+        others = [trial.number for trial in case.merged.trials if trial.number not in todo]
         self._study.policy.check(
             planned.plan,
             free_bytes(case.place.path),
-            theirs=bytes_on_disk(case.place.path, [trial.number for trial in case.todo]),
+            theirs=bytes_on_disk(case.place.path, sorted(todo)),
             others=bytes_on_disk(case.place.path, others),
         )
         changes = check_numerics(planned.plan, case.found.numerics)
@@ -179,6 +180,7 @@ class Run:
                 limits=limits,
                 release_reserve=reserve.release,
                 hunt=case.hunt,
+                fits_host=lambda jobs: fits_host(jobs, planned.plan, case.hardware.host_memory),
             )
             commands = Commands(
                 self._pool,
@@ -230,9 +232,10 @@ class Run:
         others = [trial.number for trial in record.trials if trial.number not in new]
         free, theirs = free_bytes(case.place.path), bytes_on_disk(case.place.path, others)
         self._study.policy.check(planned.plan, free, others=theirs)
-        check_host_memory(planned.plan, case.hardware.host_memory)
-        case.place.settle(record)
         by_hand = [s.number for s in specs if record.trial(s.number).origin != "searched"]
+        if by_hand:  # those of a search wait until there is room
+            check_host_memory(planned.plan, case.hardware.host_memory)
+        case.place.settle(record)
         if words := tuple(f"trial {number} was added" for number in by_hand):
             case.sinks.write([events.StudyChanged(time=time.time(), changes=words)])
         case.sinks.write(planned_events(planned, specs, steps_of(planned, self._settings)))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shoal.core import event as events
@@ -87,6 +87,7 @@ def restart(
     length: int,
     warm: Collection[int] = (),
     worked_s: Mapping[int, float] | None = None,
+    varies: bool = False,
 ) -> Restart:
     """Where ``trials`` go on: each at its newest generation that counts, or anew.
 
@@ -94,6 +95,7 @@ def restart(
         length: Epochs or steps that are asked for now.
         warm: The trials whose first generation is their parent's.
         worked_s: Seconds of a device that each trial had.
+        varies: Whether hyperparameters change while trials train.
     """
     rows = {row.number: row for row in snapshot.trials}
     found = Restart()
@@ -107,7 +109,9 @@ def restart(
         elif _is_at_end(newest, length) and not row.is_done:
             found.finished.append(_finished(row, newest))
         else:
-            found.starts[trial] = _start(row, newest, (worked_s or {}).get(trial, 0.0))
+            start = _start(row, newest, (worked_s or {}).get(trial, 0.0))
+            is_own = newest.manifest.meta.get("trial") == trial
+            found.starts[trial] = _with_hp(start, newest) if varies and is_own else start
             found.numerics[trial] = newest.manifest.meta.get("numerics", {})
             found.happened.append(_restarted(trial, newest.step))
     return found
@@ -169,11 +173,16 @@ def _start(row: TrialRow, newest: Generation, worked_s: float) -> Start:
     return Start(
         step=newest.step,
         restore=str(newest.path),
-        warm=newest.manifest.meta.get("trial") != row.number,
+        warm=checkpoint.is_warm(newest, row.number),
         metrics={k: v for k, v in row.metrics.items() if k.startswith("valid_")},
         has_run=row.state is not TrialState.PENDING or row.step > 0,
         device_s=worked_s,
     )
+
+
+def _with_hp(start: Start, newest: Generation) -> Start:
+    """With the hyperparameters that the state goes on with."""
+    return replace(start, hp=dict(newest.manifest.meta["hp"]))
 
 
 def _restarted(trial: int, step: int) -> events.Event:

@@ -19,13 +19,15 @@ from shoal.core.event import (
     ActionFinished,
     Evaluated,
     StepFinished,
+    TrialExploited,
     TrialFinished,
     TrialPlanned,
     TrialPruned,
     TrialReplanned,
     TrialStopped,
 )
-from shoal.observe.rows import DeviceRow, HistoryRow, TrialRow, TrialState, metric_rank
+from shoal.core.spec import Scalar
+from shoal.observe.rows import DeviceRow, HistoryRow, Inherited, TrialRow, TrialState, metric_rank
 
 _RECENT_STEPS = 64  # speeds are over so many steps
 _SMOOTHING = 0.9  # of the exponential mean of the loss
@@ -51,6 +53,7 @@ class TrialFold:
         self.steps, self.losses = array("q"), array("d")
         self.smooth_loss: float | None = None
         self.history: list[HistoryRow] = []
+        self.inherited: list[Inherited] = []
         self.evaluations: list[int] = []  # their steps; while there are none, rows are by epoch
         self.metrics: dict[str, float] = {}
         self.best: float | None = None
@@ -83,6 +86,7 @@ class TrialFold:
         other = copy.copy(self)
         other.steps, other.losses = self.steps[:], self.losses[:]
         other.history, other.metrics = self.history[:], dict(self.metrics)
+        other.inherited = self.inherited[:]
         other.evaluations = self.evaluations[:]
         other.recent = self.recent.copy()
         return other
@@ -119,7 +123,27 @@ class TrialFold:
         del self.steps[kept:], self.losses[kept:]
         self.evaluations = [at for at in self.evaluations if at <= step]
         self.step, self.smooth_loss = min(self.step, step), None
+        self._disinherit(step)
         self._keep_rows([row for row in self.history if row.step <= step], aim)
+
+    def inherit(self, event: TrialExploited) -> None:
+        """It goes on from another one's state; done again it counts as done last."""
+        self.inherited = [one for one in self.inherited if one.step < event.step]
+        taken = Inherited(step=event.step, source=event.source, before=event.before, hp=event.hp)
+        self.inherited.append(taken)
+        self.saved = event.checkpoint
+        self._change(event.hp)
+
+    def _disinherit(self, step: int) -> None:
+        """What was taken over after ``step`` will be taken over again."""
+        lost = [one for one in self.inherited if one.step > step]
+        if lost:
+            self.inherited = self.inherited[: -len(lost)]
+            self._change(lost[0].before)
+
+    def _change(self, hp: Mapping[str, Scalar]) -> None:
+        if self.plan is not None:
+            self.plan = replace(self.plan, hp=hp)
 
     def evaluate(self, event: Evaluated, aim: Aim) -> None:
         """A row of the learning curve; the first one replaces those by epoch."""
@@ -174,6 +198,7 @@ class TrialFold:
             checkpoint=self.saved,
             parent=plan.parent if plan else None,
             history=tuple(self.history),
+            inherited=tuple(self.inherited),
         )
         if plan is None:
             return row

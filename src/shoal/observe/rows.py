@@ -42,12 +42,44 @@ class HistoryRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Inherited:
+    """A trial went on from the state that ``source`` had after ``step`` steps.
+
+    ``before`` are its hyperparameters up to there, ``hp`` from there on.
+    """
+
+    step: int
+    source: int
+    before: Mapping[str, Scalar]
+    hp: Mapping[str, Scalar]
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dict of the fields."""
+        known = {"step": self.step, "source": self.source}
+        return known | {"before": dict(self.before), "hp": dict(self.hp)}
+
+    @property
+    def changes(self) -> dict[str, tuple[Scalar, Scalar]]:
+        """The hyperparameters that are others now: before and after."""
+        return changes(self.before, self.hp)
+
+
+def changes(
+    before: Mapping[str, Scalar], now: Mapping[str, Scalar]
+) -> dict[str, tuple[Scalar, Scalar]]:
+    """The hyperparameters whose values differ: each before and now."""
+    names = (name for name in now if now[name] != before.get(name))
+    return {name: (before.get(name), now[name]) for name in names}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRow:
     """One trial as a screen shows it.
 
     ``loss`` is the last step's, ``smooth_loss`` an exponential mean. ``metrics`` are
     the latest values, ``best`` the study's metric at its best so far. ``speed`` is
-    optimizer steps per second of late, neighbours' time included.
+    optimizer steps per second of late, neighbours' time included. ``hp`` are those it has
+    now; ``inherited`` is where it took over another trial's state, in order of steps.
     """
 
     number: int
@@ -74,6 +106,7 @@ class TrialRow:
     checkpoint: str = ""  # the newest generation, relative to the study's directory
     parent: int | None = None
     history: tuple[HistoryRow, ...] = ()
+    inherited: tuple[Inherited, ...] = ()
 
     @property
     def error_line(self) -> str:

@@ -38,6 +38,7 @@ from shoal.core.event import (
     StudyFinished,
     StudyPaused,
     StudyStarted,
+    TrialExploited,
     TrialFailed,
     TrialFinished,
     TrialMoved,
@@ -259,6 +260,9 @@ class Folder:
     def _trial_pruned(self, event: TrialPruned) -> None:
         self._trial(event.trial).finish(event, self._aim, TrialState.PRUNED)
 
+    def _trial_exploited(self, event: TrialExploited) -> None:
+        self._trial(event.trial).inherit(event)
+
     def _checkpoint_written(self, event: CheckpointWritten) -> None:
         self._trial(event.trial).saved = event.path
 
@@ -332,6 +336,7 @@ _FOLDS: dict[type[Any], Callable[[Folder, Any], None]] = {
     TrialReplanned: Folder._trial_replanned,
     TrialStopped: Folder._trial_stopped,
     TrialPruned: Folder._trial_pruned,
+    TrialExploited: Folder._trial_exploited,
     CheckpointWritten: Folder._checkpoint_written,
     CheckpointDamaged: Folder._noted,
     LoaderRestarted: Folder._noted,

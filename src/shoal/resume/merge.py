@@ -70,7 +70,7 @@ def merge(recorded: StudyRecord, progress: Progress, asked: StudyRecord) -> Merg
         SpecError: what cannot be merged, what was found, and what to do.
     """
     is_same_recipe = recorded.recipe.is_same(asked.recipe)
-    pairing = pair(recorded.trials, [trial.hp for trial in asked.trials])
+    pairing = _pairing(recorded, asked)
     longer = tuple(_with_more_to_do(recorded, progress, asked))
     _refuse(recorded, progress, asked, pairing, is_same_recipe=is_same_recipe)
     refuse.weights_only(recorded, asked, _without_state(progress, longer))
@@ -92,6 +92,17 @@ def merge(recorded: StudyRecord, progress: Progress, asked: StudyRecord) -> Merg
     )
 
 
+def _pairing(recorded: StudyRecord, asked: StudyRecord) -> Pairing:
+    """Which points are new and which trials nobody asks for any more.
+
+    Where a sampler goes by results, what is on record counts: what it would say today, of the
+    first trials too, is the search's to compare, and any further trials are its to ask for.
+    """
+    if recorded.is_adaptive and asked.is_adaptive:
+        return Pairing((), ())
+    return pair(recorded.trials, [trial.hp for trial in asked.trials])
+
+
 def _refuse(
     recorded: StudyRecord,
     progress: Progress,
@@ -105,6 +116,8 @@ def _refuse(
     refuse.another_study(recorded, asked)
     refuse.another_unit(recorded, asked)
     refuse.another_search(recorded, asked)
+    if recorded.is_adaptive:
+        refuse.another_space(recorded, asked)
     refuse.another_seed(recorded, asked)
     refuse.missing_trials(recorded, asked, pairing.missing)
     if trained and not is_same_recipe:

@@ -87,6 +87,11 @@ class StudyRecord:
         return "epochs" if self.steps is None else "steps"
 
     @property
+    def is_adaptive(self) -> bool:
+        """Whether a sampler chose trials by the results of others."""
+        return self.search.get("sampler", "grid") not in ("grid", "random")
+
+    @property
     def sampled(self) -> int:
         """How many trials are points of the space: all but the clones."""
         return sum(trial.origin != "cloned" for trial in self.trials)

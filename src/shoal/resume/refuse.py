@@ -11,6 +11,7 @@ from shoal.resume.code import is_same
 from shoal.resume.recipe import RecipeRecord
 from shoal.resume.record import StudyRecord, TrialRecord
 from shoal.resume.words import list_some
+from shoal.search.parameters import first_difference
 
 MAX_DIFF_LINES = 40
 _OTHERWISE = "or give the study another name; overwrite=True (--overwrite) trains all anew."
@@ -45,13 +46,39 @@ def another_search(recorded: StudyRecord, asked: StudyRecord) -> None:
     was, now = _rules(recorded), _rules(asked)
     others = [name for name in now if was.get(name) != now[name]]
     if {was["sampler"], now["sampler"]} <= _PLAIN and "pruner" in others:
-        others.remove("sampler")  # it is only named differently beside a pruner
+        others = [n for n in others if n != "sampler"]  # only named differently beside a pruner
+    for what in ("sampler", "pruner"):
+        if what not in others:
+            _another_parameter(recorded, asked, what)
     if others:
         name = others[0]
         raise SpecError(
             f"cannot go on with study {asked.name!r}: its search had {name}={was.get(name)}, and "
             f"{name}={now[name]} is asked for now. Which trials there are, and which ended early, "
             f"follows from that. Put {name}={was.get(name)} back, {_OTHERWISE}"
+        )
+
+
+def _another_parameter(recorded: StudyRecord, asked: StudyRecord, what: str) -> None:
+    """A sampler or pruner of the same name was made with other values."""
+    texts = [record.search.get(f"{what} parameters", "") for record in (recorded, asked)]
+    if (found := first_difference(*texts)) is None:
+        return
+    name, was, now = found
+    raise SpecError(
+        f"cannot go on with study {asked.name!r}: its {what}, {asked.search[what]}, had "
+        f"{name}={was}, and {name}={now} is asked for now. Which trials there are, and which "
+        f"ended early, follows from that. Put {name}={was} back, {_OTHERWISE}"
+    )
+
+
+def another_space(recorded: StudyRecord, asked: StudyRecord) -> None:
+    """A sampler drew from another space than is asked for now."""
+    if recorded.space != asked.space:
+        raise SpecError(
+            f"cannot go on with study {asked.name!r}: its sampler drew from the space "
+            f"{recorded.space}, and the space is {asked.space} now. Put the space back, "
+            f"{_OTHERWISE}"
         )
 
 
@@ -141,7 +168,7 @@ def _rules(record: StudyRecord) -> dict[str, object]:
     """What the trials of a search follow from, beside their values."""
     none = {"sampler": "grid or random", "pruner": "none", "generation": "none"}
     return {
-        **(record.search or none),
+        **{n: v for n, v in (record.search or none).items() if not n.endswith(" parameters")},
         record.unit: record.length,
         "eval_every": record.eval_every,
         "metric": record.metric,

@@ -3,6 +3,8 @@
     trials/0003/step-00000100/weights.safetensors   the user's own names, ties once
                               state.safetensors     optimizer, random streams
                               manifest.json         all that is no tensor, ties, position
+                              own.safetensors       only where it was taken over from another
+                                                    trial: this one's own random streams
 
 How a generation becomes durable is ``shoal.storage``'s. One without ``state`` is finished:
 its weights were kept, and nothing can train on from it.
@@ -31,7 +33,7 @@ from shoal.runtime.tensorfile import read_into, read_tensors, row
 from shoal.storage.files import sync_directory
 from shoal.storage.generations import Generation, Generations
 
-WEIGHTS, STATE = "weights.safetensors", "state.safetensors"
+WEIGHTS, STATE, OWN = "weights.safetensors", "state.safetensors", "own.safetensors"
 OnDamage = Callable[[Path, str], None]
 
 
@@ -94,7 +96,7 @@ def content(
         "numerics": dict(session.job.numerics),
         "ties": ties,
         "extra": packer.pack(_extra_state(session.model)),
-        "progress": packer.pack(_progress_record(session.progress())),
+        "progress": packer.pack(progress_record(session.progress())),
         "ended": session.ended,
         "length": session.settings.steps or session.settings.epochs,
         "metrics": dict(session.metrics),
@@ -133,7 +135,7 @@ def write(what: Content, place: Generations) -> Generation:
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """The model's state dict, tied names included, on the CPU."""
-    generation = _at(path)
+    generation = at(path)
     manifest = generation.manifest
     found = read_tensors(generation, WEIGHTS)
     found |= {alias: found[name] for alias, name in manifest.meta["ties"].items()}
@@ -150,11 +152,11 @@ def read_state(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Of a finished trial whose weights alone were kept: model and step, the others None.
     """
-    generation = _at(path)
+    generation = at(path)
     if not has_state(generation):
         rest = dict.fromkeys(("optimizer", "schedule", "rng"))
         return {"model": read_weights(path), **rest, "step": generation.step}
-    tensors = read_tensors(generation, STATE)
+    tensors = _state_tensors(generation)
     progress = _read_progress(generation, tensors)
     state: dict[str, dict[str, Any]] = {n: dict(v) for n, v in progress.scalars.items()}
     for key, tensor in tensors.items():
@@ -183,7 +185,7 @@ def restore(path: str | os.PathLike[str], layout: TrialLayout, region: Region) -
     Raises:
         StorageError: it is damaged, another model's, or holds weights only.
     """
-    generation = _at(path)
+    generation = at(path)
     if not has_state(generation):
         raise StorageError(
             f"{path} holds the weights of a finished trial and no optimizer state "
@@ -198,7 +200,29 @@ def restore(path: str | os.PathLike[str], layout: TrialLayout, region: Region) -
     _check_names(generation, layout)
     read_into(generation, WEIGHTS, weights)
     read_into(generation, STATE, state)
-    return _read_progress(generation, read_tensors(generation, STATE))
+    return read_progress(generation)
+
+
+def read_progress(generation: Generation) -> Progress:
+    """What a trial's state is beside the tensors of its model and its optimizer.
+
+    Raises:
+        StorageError: it is damaged.
+    """
+    return _read_progress(generation, _state_tensors(generation))
+
+
+def is_warm(generation: Generation, trial: int) -> bool:
+    """Whether ``trial`` goes on from it with hyperparameters that it was not trained with.
+
+    It is another trial's, or was taken over from one.
+    """
+    return generation.manifest.meta.get("trial") != trial or OWN in generation.manifest.files
+
+
+def _state_tensors(generation: Generation) -> dict[str, Tensor]:
+    own = read_tensors(generation, OWN) if OWN in generation.manifest.files else {}
+    return read_tensors(generation, STATE) | own
 
 
 def _check_names(generation: Generation, layout: TrialLayout) -> None:
@@ -213,8 +237,12 @@ def _check_names(generation: Generation, layout: TrialLayout) -> None:
         )
 
 
-def _at(path: str | os.PathLike[str]) -> Generation:
-    """The generation of a path that was recorded."""
+def at(path: str | os.PathLike[str]) -> Generation:
+    """The generation of a path that was recorded.
+
+    Raises:
+        StorageError: it is not there any more.
+    """
     place = Path(path)
     for generation in Generations(place.parent).all():
         if generation.path.name == place.name:
@@ -275,7 +303,7 @@ def check_rules(session: Session) -> None:
     """Raise now, and not after the last step, for state that no checkpoint could hold."""
     packer = Packer({})
     packer.pack(_extra_state(session.model))
-    packer.pack(_progress_record(session.progress()))
+    packer.pack(progress_record(session.progress()))
     for name, tensor in _region_tensors(session).items():
         row(name, tensor[:0] if tensor.dim() else tensor)
 
@@ -302,7 +330,8 @@ def _stored_state(session: Session) -> dict[str, Tensor]:
     return result
 
 
-def _progress_record(progress: Progress) -> dict[str, Any]:
+def progress_record(progress: Progress) -> dict[str, Any]:
+    """The inverse of what ``read_progress`` makes of it, to be packed."""
     return {
         "step": progress.step,
         "rng": progress.rng,

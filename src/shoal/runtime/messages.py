@@ -35,6 +35,7 @@ class Settings:
     timeline: bool
     keep: int = 2  # generations of a trial that is not finished
     keep_finished: str = "all"  # or "weights"
+    varied: tuple[str, ...] = ()  # hyperparameters that change while a trial trains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,10 +22,10 @@ PREFIX = "packed|"
 
 
 class Packer:
-    """Packs values; their tensors are added to ``tensors``."""
+    """Packs values; their tensors are added to ``tensors`` under names with ``prefix``."""
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: dict[str, Tensor], prefix: str = PREFIX) -> None:
+        self._tensors, self._prefix = tensors, prefix
 
     def pack(self, value: Any) -> Any:
         """``value`` as JSON-ready containers.
@@ -53,7 +53,7 @@ class Packer:
         )
 
     def _keep(self, tensor: Tensor) -> str:
-        key = f"{PREFIX}{len(self._tensors)}"
+        key = f"{self._prefix}{len(self._tensors)}"
         self._tensors[key] = tensor.detach().cpu().contiguous().clone()
         return key
 

@@ -272,9 +272,12 @@ class Session:
         ``warm``: it is another trial's, and this one's own hyperparameters stay.
         """
         self.step = progress.step
+        self._check_shapes()
         self.binding.restore(progress.scalars, progress.stored, self._step_places())
         if warm:
             self._catch_up(progress.step)
+            if self.settings.varied:  # it was evaluated there, before it took this state over
+                self.evaluated_at = progress.step
         else:
             self.binding.restore_groups(progress.groups)
             if self.schedule and progress.schedule is not None:
@@ -284,6 +287,17 @@ class Session:
         if self.valid_feed and progress.valid and not self.valid_feed.is_at(progress.valid):
             self.valid_feed.seek(progress.valid)
         self.rng = progress.rng
+
+    def _check_shapes(self) -> None:
+        """The model is of the shapes that its state has: other hyperparameters give others."""
+        for shard in self.layout.shards:
+            for name, shape in ((f.spec.name, f.spec.shape) for f in shard.param.fields):
+                if tuple(found := self.binding.poison[name].shape) != shape:
+                    raise TrialError(
+                        f"{name!r} is {tuple(found)} with the hyperparameters that this trial has "
+                        f"now, and {shape} in its state. Leave what changes shapes out of "
+                        "shoal.PBT(vary=...)."
+                    )
 
     def _step_places(self) -> dict[str, torch.device]:
         """Where each parameter is stepped."""

@@ -29,7 +29,7 @@ import torch
 from shoal.core.event import WorkerStarted, pack_event
 from shoal.device import Device, open_device
 from shoal.partition.compiled import watch_compiling
-from shoal.recipe import Recipe
+from shoal.recipe import Recipe, with_fixed_data
 from shoal.runtime.channel import Channel
 from shoal.runtime.loop import DeviceLoop
 from shoal.runtime.measure import Measurer
@@ -118,7 +118,7 @@ def _run(
     torch.set_num_threads(order.device.threads)
     device = open_device(order.device)
     watch_compiling()
-    recipe: Recipe = cloudpickle.loads(order.recipe)
+    recipe: Recipe = with_fixed_data(cloudpickle.loads(order.recipe), order.settings.varied)
     orders: Orders = queue.SimpleQueue()
     started = WorkerStarted(time=time.time(), device=order.device.name, pid=os.getpid())
     send(Happened((pack_event(started),)))

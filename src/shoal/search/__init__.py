@@ -1,5 +1,7 @@
 """Search spaces, samplers and pruners: which trials there are, and which train on."""
 
+from shoal.search.pbt import PBT, Exploit
+from shoal.search.population import Population
 from shoal.search.sampler import sample, trials_of
 from shoal.search.search import Search
 from shoal.search.space import (
@@ -17,9 +19,12 @@ from shoal.search.space import (
 )
 
 __all__ = [
+    "PBT",
     "Choice",
     "Distribution",
+    "Exploit",
     "Integer",
+    "Population",
     "Search",
     "Space",
     "Uniform",

@@ -10,16 +10,20 @@ from shoal.core.errors import SpecError
 from shoal.core.spec import TrialSpec
 from shoal.search.judge import Judge
 from shoal.search.library import is_of, load_optuna
+from shoal.search.parameters import parameters_of
+from shoal.search.pbt import PBT, check_size, num_copies, varied
+from shoal.search.population import Population
 from shoal.search.rules import Halving, Median, Rule, num_brackets
 from shoal.search.sampler import check_trials, specs_of, trials_of
 from shoal.search.search import Search
-from shoal.search.space import Distribution, check_space, is_finite
+from shoal.search.space import Distribution, check_space, is_finite, size
 from shoal.search.suggest import Suggester, check_repeats
 
 GENERATION = 9
 """Trials that are decided about together; a number of three's powers halves without a rest."""
 _SAMPLERS = (None, "grid", "random", "tpe")
 _PRUNERS = (None, "asha", "hyperband", "median")
+_RULES = "'asha', 'hyperband', 'median', a shoal.PBT"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +53,18 @@ class Wanted:
         """Whether every trial is known from the start and trains to its end."""
         return not self.is_adaptive and self.pruner is None
 
-    def begin(self) -> Search | None:
+    @property
+    def varied(self) -> tuple[str, ...]:
+        """The hyperparameters that change while a trial trains; none but in a population."""
+        return tuple(varied(self.pruner, self.space)) if isinstance(self.pruner, PBT) else ()
+
+    def begin(self) -> Search | Population | None:
         """The search at its start, no trial known yet; None for a plain one."""
         if self.is_plain:
             return None
+        if isinstance(self.pruner, PBT):
+            names = varied(self.pruner, self.space)
+            return Population(self.pruner, names, mode=self.mode, seed=self.seed)
         rule = self._rule()
         if not self.is_adaptive:
             return Search(self.generation, rule)
@@ -77,11 +89,14 @@ class Wanted:
         """What of the search a study's record keeps; nothing of a plain one."""
         if self.is_plain:
             return {}
-        return {
-            "sampler": _name(self.sampler),
-            "pruner": _name(self.pruner),
-            "generation": str(self.generation),
-        }
+        words = {"sampler": _name(self.sampler), "pruner": _name(self.pruner)}
+        for what, value in (("sampler", self.sampler), ("pruner", self.pruner)):
+            if not isinstance(value, str | PBT | None):
+                words[f"{what} parameters"] = parameters_of(value)
+        if isinstance(self.pruner, PBT):
+            space = ", ".join(f"{name}={entry!r}" for name, entry in self.space.items())
+            return words | {"population": str(self.population), "space": space}
+        return words | {"generation": str(self.generation)}
 
     def explain(self, known: int) -> tuple[str, ...]:
         """What a plan says of it; ``known`` is how many trials it plans."""
@@ -92,12 +107,24 @@ class Wanted:
                 f"the others come in generations of {self.generation}, each when all but the one "
                 "before it have ended"
             )
-        if self.pruner is not None:
+        if isinstance(self.pruner, PBT):
+            lines.append(
+                f"  population: {_how_often(self.pruner.interval)} all "
+                f"{self.population} trials wait, and the worst "
+                f"{num_copies(self.pruner, self.population)} go on from states of the best, with "
+                f"{', '.join(self.varied)} changed"
+            )
+        elif self.pruner is not None:
             lines.append(
                 f"  pruning: {_name(self.pruner)}; {self._rungs()} a trial waits for its "
                 f"generation of {self.generation}, and may end there"
             )
         return tuple(lines)
+
+    @property
+    def population(self) -> int:
+        """How many trials there are, where all are known from the start."""
+        return size(self.space) if self.trials is None else self.trials
 
     def _rungs(self) -> str:
         return "after 1, 3, 9, ... evaluations" if self.pruner == "asha" else "after evaluations"
@@ -142,7 +169,7 @@ def check_search(
     if not (sampler in _SAMPLERS if isinstance(sampler, str | None) else _is_sampler(sampler)):
         raise SpecError(_unknown("sampler", sampler, "'grid', 'random', 'tpe'"))
     if not (pruner in _PRUNERS if isinstance(pruner, str | None) else _is_pruner(pruner)):
-        raise SpecError(_unknown("pruner", pruner, "'asha', 'hyperband', 'median'"))
+        raise SpecError(_unknown("pruner", pruner, _RULES))
     if sampler is None:
         sampler = "grid" if is_finite(distributions) else "random"
     wanted = Wanted(
@@ -150,7 +177,7 @@ def check_search(
         space=distributions,
         sampler=sampler,
         pruner=pruner,
-        generation=_checked_generation(generation),
+        generation=_checked_generation(generation, pruner),
         trials=trials,
         seed=seed,
         mode=mode,
@@ -160,6 +187,8 @@ def check_search(
         _check_adaptive(wanted)
     if pruner is not None:
         _check_pruner(wanted, metric)
+    if isinstance(pruner, PBT):
+        _check_population(wanted, pruner)
     return wanted
 
 
@@ -198,9 +227,37 @@ def _check_pruner(wanted: Wanted, metric: str) -> None:
         )
 
 
-def _checked_generation(generation: Any) -> int:
+def _check_population(wanted: Wanted, asked: PBT) -> None:
+    if wanted.is_adaptive:
+        raise SpecError(
+            f"sampler={_name(wanted.sampler)!r} learns from what a trial's hyperparameters came "
+            "to, and in a population they change while it trains. Begin it with sampler='random' "
+            "or 'grid'."
+        )
+    varied(asked, wanted.space)
+    check_trials(wanted.trials)
+    if wanted.trials is not None or wanted.sampler == "grid":
+        check_size(asked, wanted.population)
+    if wanted.evaluations is not None and asked.interval >= wanted.evaluations:
+        raise SpecError(
+            f"PBT(interval={asked.interval}) has no rung before the end: a trial is evaluated "
+            f"{wanted.evaluations} times. Give a smaller interval, or evaluate more often "
+            "(eval_every=)."
+        )
+
+
+def _how_often(interval: int) -> str:
+    return "after each evaluation" if interval == 1 else f"every {interval} evaluations"
+
+
+def _checked_generation(generation: Any, pruner: Any) -> int:
     if generation is None:
         return GENERATION
+    if isinstance(pruner, PBT):
+        raise SpecError(
+            f"generation={generation!r} is asked for, and population-based training compares all "
+            "trials of the study at each rung. Leave generation out."
+        )
     if type(generation) is not int or generation < 1:
         raise SpecError(f"generation is a whole number of trials from 1, got {generation!r}.")
     return generation
@@ -211,7 +268,7 @@ def _is_sampler(value: object) -> bool:
 
 
 def _is_pruner(value: object) -> bool:
-    return is_of(value, "pruners", "BasePruner")
+    return isinstance(value, PBT) or is_of(value, "pruners", "BasePruner")
 
 
 def _unknown(what: str, value: object, names: str) -> str:
@@ -225,4 +282,6 @@ def _unknown(what: str, value: object, names: str) -> str:
 def _name(value: Any) -> str:
     if value is None or isinstance(value, str):
         return str(value or "none")
+    if isinstance(value, PBT):
+        return repr(value)
     return f"{type(value).__module__.split('.')[0]}'s {type(value).__name__}"

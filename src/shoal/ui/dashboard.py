@@ -30,6 +30,7 @@ from shoal.core.event import (
     StudyContinued,
     StudyFinished,
     StudyPaused,
+    TrialExploited,
     TrialFailed,
     TrialFinished,
     TrialPruned,
@@ -38,10 +39,11 @@ from shoal.core.event import (
     WorkerDied,
 )
 from shoal.core.units import format_bytes, format_seconds
-from shoal.observe.rows import DeviceRow, TrialRow, TrialState
+from shoal.observe.rows import DeviceRow, TrialRow, TrialState, changes
 from shoal.observe.snapshot import Folder, Snapshot
 from shoal.ui.text import (
     DASH,
+    format_changes,
     format_metric,
     format_steps,
     format_value,
@@ -197,6 +199,11 @@ def describe(event: Event) -> str:
             return f"trial {event.trial} stopped at step {event.step}: {_first_line(event.reason)}"
         case TrialPruned():
             return f"trial {event.trial} pruned at step {event.step}: {_first_line(event.reason)}"
+        case TrialExploited():
+            return (
+                f"trial {event.trial} goes on from trial {event.source}'s state after step "
+                f"{event.step}, with {format_changes(changes(event.before, event.hp))}"
+            )
         case TrialRestarted():
             return f"trial {event.trial} goes on from step {event.step}"
         case WorkerDied():

@@ -21,13 +21,14 @@ from shoal.observe import (
     write_gantt,
     write_trace,
 )
-from shoal.observe.rows import DeviceRow, TrialRow, TrialState, metric_rank
+from shoal.observe.rows import DeviceRow, Inherited, TrialRow, TrialState, metric_rank
 from shoal.observe.snapshot import Folder, Snapshot
 from shoal.ui.failures import ExitCode
 from shoal.ui.studies import find_study, last_written, study_directories
 from shoal.ui.text import (
     DASH,
     align,
+    format_changes,
     format_metric,
     format_steps,
     format_value,
@@ -179,7 +180,10 @@ def leaderboard(snapshot: Snapshot) -> str:
     rows = ranking(snapshot)
     names = varying_names(row.hp for row in snapshot.trials)
     table = [_leaderboard_row(row, names, snapshot.metric) for row in rows]
-    header = ["trial", *names, "how", "state", "step", "loss", snapshot.metric, "took"]
+    header = ["trial", *names, "from", "how", "state", "step", "loss", snapshot.metric, "took"]
+    if not any(row.inherited for row in rows):
+        place = header.index("from")
+        header, table = _without(header, place), [_without(cells, place) for cells in table]
     if all(row.state is TrialState.FINISHED for row in rows):
         state = header.index("state")
         header, table = _without(header, state), [_without(cells, state) for cells in table]
@@ -214,6 +218,7 @@ def _leaderboard_row(row: TrialRow, names: list[str], metric: str) -> list[str]:
     return [
         str(row.number),
         *(shorten(setting, 24) for setting in settings),
+        f"{last.source} at {last.step}" if (last := _last_taken(row)) else DASH,
         how(row),
         row.state.lower(),
         format_steps(row.step, row.steps),
@@ -221,6 +226,11 @@ def _leaderboard_row(row: TrialRow, names: list[str], metric: str) -> list[str]:
         format_metric(row.metrics.get(metric)),
         format_seconds(row.seconds) if row.step else DASH,
     ]
+
+
+def _last_taken(row: TrialRow) -> Inherited | None:
+    """Where it went on from another trial last."""
+    return row.inherited[-1] if row.inherited else None
 
 
 def device_table(snapshot: Snapshot) -> str:
@@ -266,6 +276,7 @@ def describe_trial(snapshot: Snapshot, row: TrialRow, place: Path) -> str:
         f"{format_seconds(row.seconds)}, {row.restarts} restarts",
         "numerics: " + ", ".join(f"{name}={value}" for name, value in row.numerics.items()),
     ]
+    lines += [_inheritance_line(one) for one in row.inherited]
     if row.checkpoint:
         lines.append(f"weights: {_inside(place, row.checkpoint)}")
     if row.history:
@@ -273,6 +284,13 @@ def describe_trial(snapshot: Snapshot, row: TrialRow, place: Path) -> str:
     if row.error:
         lines += ["", row.error.rstrip()]
     return "\n".join(lines)
+
+
+def _inheritance_line(taken: Inherited) -> str:
+    return (
+        f"after step {taken.step} it went on from trial {taken.source}'s state, with "
+        f"{format_changes(taken.changes)}"
+    )
 
 
 def _history_table(row: TrialRow) -> str:
@@ -358,6 +376,7 @@ def trial_record(row: TrialRow) -> dict[str, Any]:
         "loss": row.loss,
         "metrics": dict(row.metrics),
         "numerics": dict(row.numerics),
+        "inherited": [taken.to_dict() for taken in row.inherited],
     }
 
 

@@ -32,6 +32,14 @@ def format_steps(step: int, steps: int | None) -> str:
     return str(step) if steps is None else f"{step}/{steps}"
 
 
+def format_changes(changes: Mapping[str, tuple[Scalar, Scalar]]) -> str:
+    """What hyperparameters became, and what they were."""
+    words = (
+        f"{n}={format_value(new)} (was {format_value(old)})" for n, (old, new) in changes.items()
+    )
+    return ", ".join(words) or "the same hyperparameters"
+
+
 def how(row: TrialRow) -> str:
     """A trial's technique, and its shards where there are several, or how wide its array is."""
     technique = row.technique.lower() or DASH

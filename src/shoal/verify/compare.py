@@ -22,7 +22,7 @@ from shoal.observe.snapshot import Snapshot
 from shoal.planning import array_place
 from shoal.recipe import Recipe
 from shoal.report import TrialResult, read_report
-from shoal.testing import PlainResult, array_loop, compare, plain_loop
+from shoal.testing import PlainResult, PlainTrial, array_loop, compare, plain_population
 from shoal.verify.choose import skip_reason, warm_clones, without_state
 from shoal.verify.record import Curve, read_curve, recorded_study
 
@@ -77,13 +77,16 @@ def verify_trials(
         study = recorded_study(place, snapshot, file)
         recipe, by_epochs = study.recipe, study.epochs is not None
     results = {trial.number: trial for trial in read_report(place, recipe).trials}
+    population = {r.number: _as_plain(r) for r in snapshot.trials}
     warm, gone = warm_clones(place), without_state(place, snapshot)
     for row in rows:
         reason = skip_reason(row, warm, gone)
         if reason:
             yield TrialVerdict(number=row.number, steps=row.step, skipped=reason)
             continue
-        case = _Case(row, results[row.number], recipe, read_curve(place, row), by_epochs)
+        case = _Case(
+            row, results[row.number], recipe, read_curve(place, row), by_epochs, population
+        )
         yield case.verdict(clock)
 
 
@@ -96,11 +99,12 @@ class _Case:
     recipe: Recipe
     curve: Curve
     by_epochs: bool
+    population: Mapping[int, PlainTrial]  # of which it is one, all trials as they began
 
     def verdict(self, clock: Callable[[], float]) -> TrialVerdict:
         """What came of it; an error of the trial's own is a difference."""
         number, steps = self.row.number, self.row.step
-        notes = environment_notes(self.row.numerics, self.recipe)
+        notes = environment_notes(self.row.numerics, self.recipe) + _heritage(self.row)
         if array_place(self.row.numerics):
             notes += (f"in its array, {self.row.numerics['array']}, with nobody beside it",)
         try:
@@ -126,7 +130,7 @@ class _Case:
         told |= {"eval_every": self.curve.eval_every, **_numerics(row)}
         place = array_place(row.numerics)
         if place is None:
-            return plain_loop(self.recipe, row.hp, row.seed, **told)
+            return plain_population(self.recipe, self.population, row.number, **told)
         told |= {"slot": place[0], "width": place[1]}
         told.pop("optimizer")
         return array_loop(self.recipe, row.hp, row.seed, **told)
@@ -168,6 +172,18 @@ class _Case:
                         "found"
                     )
         return count, first
+
+
+def _as_plain(row: TrialRow) -> PlainTrial:
+    first = row.inherited[0].before if row.inherited else row.hp
+    inherits = {taken.step: (taken.source, taken.hp) for taken in row.inherited}
+    return PlainTrial(hp=first, seed=row.seed, inherits=inherits)
+
+
+def _heritage(row: TrialRow) -> tuple[str, ...]:
+    """From whom it went on: those were trained again too."""
+    sources = ", ".join(f"{taken.source} after step {taken.step}" for taken in row.inherited)
+    return (f"with the trials that it went on from trained again too: {sources}",) * bool(sources)
 
 
 def _has_weights_only(state: Mapping[str, Any]) -> bool:

@@ -7,6 +7,7 @@ import pytest
 from shoal.core.event import (
     Evaluated,
     StepFinished,
+    TrialExploited,
     TrialFailed,
     TrialFinished,
     TrialPruned,
@@ -14,7 +15,7 @@ from shoal.core.event import (
     TrialStopped,
 )
 from shoal.execution.hunt import Hunt, Telling
-from shoal.search import Search
+from shoal.search import PBT, Exploit, Population, Search
 from shoal.search.rules import Halving
 
 END = {"reason": "r", "checkpoint": "c", "seconds": 1.0}
@@ -76,6 +77,18 @@ def test_other_ends_are_heard_too(search, event, how):
     assert facts(search).how == how
     search.reopen(0)
     assert facts(search).how is None
+
+
+def test_a_population_hears_who_went_on_from_whom_and_a_search_of_pruners_does_not(search):
+    taken = {"source": 1, "before": {"lr": 0.1}, "hp": {"lr": 0.2}, "checkpoint": "c"}
+    event = TrialExploited(time=0.0, trial=0, step=4, **taken)
+    population = Population(PBT(), {}, mode="min", seed=0)
+    population.enroll(0, {"lr": 0.1})
+    for told in (search, population):
+        Telling(told, "valid_loss", "min")(event)
+    assert population.happened(0) == {4: Exploit(source=1, hp={"lr": 0.2}, before={"lr": 0.1})}
+    assert Hunt(population).hp_now(0) == {"lr": 0.2}
+    assert Hunt(population).hp_now(1) is Hunt(search).hp_now(0) is Hunt().hp_now(0) is None
 
 
 def test_the_training_loss_is_the_mean_that_reports_show(search):

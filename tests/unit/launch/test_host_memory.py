@@ -7,7 +7,7 @@ import pytest
 from shoal.core.errors import PlanError
 from shoal.core.plan import Plan
 from shoal.core.units import Bytes, Seconds
-from shoal.launch.plan import check_host_memory
+from shoal.launch.plan import check_host_memory, fits_host
 from shoal.testing import make_device, make_job, make_shard
 
 MIB = 2**20
@@ -35,6 +35,15 @@ def test_a_refusal_names_the_bytes_and_the_trials_that_fit_together():
     assert "4 trials keep 18." in words
     assert "the largest is trial 0 with 9.0 MiB" in words
     assert "Together fit trials 1 to 3." in words
+
+
+def test_trials_of_a_search_wait_for_room_but_one_of_them_has_to_fit():
+    check_host_memory(plan(9, 2, 3, 4), 10 * MIB, may_wait=True)
+    with pytest.raises(PlanError, match="Not even the smallest fits"):
+        check_host_memory(plan(9, 2, 3, 4), 1 * MIB, may_wait=True)
+    assert fits_host(plan(5, 5).jobs, plan(5, 5), 11 * MIB)
+    assert fits_host(plan(5, 5).jobs, plan(5, 5), None)
+    assert not fits_host(plan(5, 5).jobs, plan(5, 5), 9 * MIB)
 
 
 def test_where_none_fits_it_says_so():

@@ -8,6 +8,7 @@ import pytest
 from shoal.core.event import (
     PeakMeasured,
     StudyFinished,
+    TrialExploited,
     TrialFailed,
     TrialFinished,
     TrialMoved,
@@ -269,3 +270,38 @@ def test_a_hundred_thousand_events_fold_in_two_seconds_of_cpu(tell):
     Folder().add_all(events).snapshot()
 
     assert time.process_time() - began < 2.0
+
+
+def exploited(tell, step, source, before, now):
+    return TrialExploited(
+        time=tell.time, trial=0, step=step, source=source, before={"lr": before}, hp={"lr": now},
+        checkpoint=f"trials/0000/step-{step}.1",
+    )  # fmt: skip
+
+
+def test_a_trial_shows_from_whom_it_went_on_and_what_it_has_now(tell):
+    begun = [tell.planned(0, lr=0.5), tell.started(0), tell.step(0, 1), tell.step(0, 2)]
+    snapshot = Snapshot.of([tell.study(trials=1), *begun, exploited(tell, 2, 3, 0.5, 0.4)])
+    row = snapshot.trial(0)
+    assert (dict(row.hp), row.checkpoint) == ({"lr": 0.4}, "trials/0000/step-2.1")
+    (taken,) = row.inherited
+    assert (taken.step, taken.source, taken.changes) == (2, 3, {"lr": (0.5, 0.4)})
+
+    later = fold(snapshot, tell.step(0, 3), tell.step(0, 4), exploited(tell, 4, 1, 0.4, 0.3))
+    assert [one.step for one in later.trial(0).inherited] == [2, 4]
+    assert later.trial(0).hp == {"lr": 0.3}
+
+
+def test_who_goes_back_to_before_it_took_over_has_what_it_had_then(tell):
+    steps = [tell.planned(0, lr=0.5), *(tell.step(0, n) for n in (1, 2, 3, 4))]
+    taken = [exploited(tell, 2, 3, 0.5, 0.4), exploited(tell, 4, 1, 0.4, 0.3)]
+    snapshot = Snapshot.of([tell.study(trials=1), *steps, *taken])
+
+    back = fold(snapshot, TrialRestarted(time=tell.time, trial=0, step=3))
+    assert [one.step for one in back.trial(0).inherited] == [2]
+    assert back.trial(0).hp == {"lr": 0.4}
+    anew = fold(snapshot, TrialRestarted(time=tell.time, trial=0, step=0))
+    assert anew.trial(0).inherited == ()
+    assert anew.trial(0).hp == {"lr": 0.5}
+    again = fold(back, tell.step(0, 4), taken[1], taken[1])
+    assert [one.step for one in again.trial(0).inherited] == [2, 4]

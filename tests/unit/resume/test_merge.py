@@ -130,6 +130,44 @@ def test_what_trials_of_a_search_follow_from_stays(change: dict[str, Any], words
     assert words in refusal(recorded, {}, asked)
 
 
+def test_what_is_on_record_counts_though_the_sampler_says_otherwise_from_the_start() -> None:
+    recorded = study(points(3), search=SEARCH)
+
+    today = study(points(5, first=20), search=SEARCH)
+    merged = merge(recorded, {}, replace(today, space=recorded.space))
+
+    assert merged.record.trials == recorded.trials
+    assert (merged.continued, merged.added) == ((0, 1, 2), ())
+
+
+def test_a_sampler_goes_on_in_its_own_space_only() -> None:
+    recorded = study(points(3), search=SEARCH)
+    asked = replace(recorded, space="lr=Uniform(lo=0.0, hi=9.0, log=False)")
+
+    assert "its sampler drew from the space" in refusal(recorded, {}, asked)
+
+
+@pytest.mark.parametrize("what", ["sampler", "pruner"])
+def test_a_parameter_that_both_have_stays_and_others_may_come_and_go(what: str) -> None:
+    def made(values: str) -> StudyRecord:
+        return study(points(3), search={**SEARCH, f"{what} parameters": values})
+
+    recorded = made('{"n_startup_trials": "10", "old": "1"}')
+
+    merge(recorded, {}, made('{"n_startup_trials": "10", "new": "2"}'))
+    merge(study(points(3), search=SEARCH), {}, recorded)  # a record of before they were kept
+    text = refusal(recorded, {}, made('{"n_startup_trials": "5"}'))
+    assert f"its {what}, {SEARCH[what]}, had n_startup_trials=10, and n_startup_trials=5" in text
+
+
+def test_one_pruner_does_not_become_another_beside_a_random_sampler() -> None:
+    plain = {"sampler": "random", "pruner": "asha", "generation": "9"}
+    asked = study(points(3), search={**plain, "pruner": "median"})
+
+    text = refusal(study(points(3), search=plain), {}, asked)
+    assert "had pruner=asha, and pruner=median is asked" in text
+
+
 def test_a_plain_study_becomes_no_search() -> None:
     text = refusal(study(points(3)), {}, study(points(3), search=SEARCH))
 

@@ -18,6 +18,7 @@ from shoal.core.event import (
     StudyChanged,
     StudyContinued,
     StudyPaused,
+    TrialExploited,
     TrialPruned,
     TrialStopped,
     WorkerDied,
@@ -204,6 +205,18 @@ def test_a_worker_that_died_is_reported_with_its_trials(a_worker_death: WorkerDi
                 seconds=1.0,
             ),
             "trial 3 pruned at step 9: others did better",
+        ),
+        (
+            TrialExploited(
+                time=1.0,
+                trial=3,
+                step=9,
+                source=1,
+                before={"lr": 0.1, "width": 8},
+                hp={"lr": 0.08, "width": 8},
+                checkpoint="c",
+            ),
+            "trial 3 goes on from trial 1's state after step 9, with lr=0.08 (was 0.1)",
         ),
         (
             StudyPaused(time=1.0, reason="the disk is full"),

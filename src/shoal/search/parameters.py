@@ -1,0 +1,57 @@
+"""What an object of Optuna's was made with, as text that lasts: what a study's record keeps of it.
+
+Optuna's samplers and pruners do not say what they were given, so their attributes are read, one
+name each. Another version of the library may have others: whoever compares looks at those that
+are in both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_DEPTH = 3  # samplers hold samplers, which hold generators
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def parameters_of(value: object) -> str:
+    """The parameters of a sampler or pruner by name, as JSON; equal where they were made alike."""
+    return json.dumps(dict(sorted(_walk("", value, _DEPTH))))
+
+
+def first_difference(was: str, now: str) -> tuple[str, str, str] | None:
+    """The first parameter that both texts name and that differs: its name, before and now."""
+    before, after = json.loads(was or "{}"), json.loads(now or "{}")
+    for name in sorted(before.keys() & after.keys()):
+        if before[name] != after[name]:
+            return name, before[name], after[name]
+    return None
+
+
+def _walk(name: str, value: Any, depth: int) -> Iterator[tuple[str, str]]:
+    if isinstance(value, _PLAIN):
+        yield name, repr(value)
+    elif type(value).__name__ == "RandomState":  # of NumPy's: what it was seeded with
+        _, keys, *rest = value.get_state()
+        yield name, hashlib.sha256(keys.tobytes() + repr(rest).encode()).hexdigest()[:12]
+    elif callable(value) and hasattr(value, "__qualname__"):
+        yield name, value.__qualname__
+    elif depth and (inside := _inside(value)) is not None:
+        for part, own in inside.items():
+            yield from _walk(f"{name}.{part}".strip("."), own, depth - 1)
+
+
+def _inside(value: Any) -> Mapping[str, Any] | None:
+    """The parts of a value by name; None of one that has none."""
+    if isinstance(value, Mapping):
+        return {str(key): own for key, own in value.items()}
+    if hasattr(value, "_asdict"):
+        return dict(value._asdict())
+    if isinstance(value, list | tuple):
+        return {str(index): own for index, own in enumerate(value)}
+    attributes = getattr(value, "__dict__", None)
+    if attributes is None:
+        return None
+    return {key.lstrip("_"): own for key, own in attributes.items()}
