@@ -17,7 +17,15 @@ from shoal.data.keepers import first_keeper, keeper_of
 from shoal.data.loaders import TIMEOUT_S, LoaderLost, LoaderReader, reader_of
 from shoal.data.position import Position
 from shoal.data.reading import END
-from shoal.data.sources import Rule, epoch_length, name_of, replay_rule, rule_of, starts_as_new
+from shoal.data.sources import (
+    Rule,
+    draws_at_start_only,
+    epoch_length,
+    name_of,
+    replay_rule,
+    rule_of,
+    starts_as_new,
+)
 from shoal.recipe import Batch
 
 RESTARTS = 3
@@ -73,6 +81,12 @@ class Feed:
     def at_end(self) -> bool:
         """Whether all batches of this epoch are known to be fetched."""
         return self.num_batches is not None and self.batch >= self.num_batches
+
+    @property
+    def draws_nothing(self) -> bool:
+        """Whether ``next`` gives one more batch of this epoch, and surely without a draw."""
+        inside = self.num_batches is not None and 0 < self.batch < self.num_batches
+        return inside and self._is_quiet and self._keeper.rule.way in ("index", "sampler", "epoch")
 
     def next(self) -> Batch | None:
         """The next batch of this epoch; None at its end, after which a new epoch begins.
@@ -171,6 +185,7 @@ class Feed:
         self._source = source
         self._reader = reader_of(source, self._timeout_s)
         self._found_rule = rule_of(source)
+        self._is_quiet = draws_at_start_only(source)
         self._is_new = True
 
     def _use(self, keeper: Keeper) -> None:

@@ -21,7 +21,10 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
+    default_collate,
+    default_convert,
 )
 
 from shoal.core.units import Bytes
@@ -110,6 +113,23 @@ def replay_rule(changed: str) -> Rule:
     """The rule for a loader whose dataset was seen to change while it was read."""
     advice = "a random.Random or torch.Generator in its place would be kept"
     return _replay(f"{changed} changes as it is read; {advice}")
+
+
+def draws_at_start_only(source: Iterable[Batch]) -> bool:
+    """Whether, after the first batch of an epoch, fetching surely draws from no stream of the
+    process: no code of the user's runs then, or it runs in other processes."""
+    if type(source) in (list, tuple):
+        return True
+    if type(source) is not DataLoader or type(order_of(source)) not in KNOWN_ORDERS:
+        return False
+    if type(source.batch_sampler) not in (BatchSampler, type(None)):
+        return False
+    if torch.default_generator in order_generators(source).values():
+        return False
+    reads_plainly = type(source.dataset) in (TensorDataset, list, tuple)
+    return bool(source.num_workers) or (
+        reads_plainly and source.collate_fn in (default_collate, default_convert)
+    )
 
 
 def order_of(loader: DataLoader[Any]) -> Any:

@@ -32,6 +32,7 @@ from shoal.fusion.member import Member
 from shoal.fusion.stacked import stack
 from shoal.fusion.streams import SlotStreams
 from shoal.recipe import to_device
+from shoal.rng import RngState
 
 
 class Stepped(NamedTuple):
@@ -127,11 +128,19 @@ class Array:
         return self._crew.members[slot]
 
     @contextmanager
-    def streams(self, slot: int) -> Iterator[None]:
-        """The slot's random streams in the process's place: around fetching its batch."""
+    def streams(self, slot: int, *, puts_back: bool = True) -> Iterator[None]:
+        """The slot's random streams in the process's place: around fetching its batch.
+
+        ``puts_back``: the process has its own again afterwards; else the slot's, to save time.
+        """
         self._require_occupied(slot)
-        with torch_streams_of(self._crew, slot):
+        with torch_streams_of(self._crew, slot, puts_back=puts_back):
             yield
+
+    def rng(self, slot: int) -> RngState:
+        """The slot's random streams as they are now; not to be asked for within ``streams``."""
+        self._require_occupied(slot)
+        return current_rng(self._crew, slot)
 
     # -- training --------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from shoal.fusion.crew import Crew, Evaluated, Trained
 from shoal.fusion.member import Member, in_streams
 from shoal.recipe import autocast, compute_loss, model_inputs
+from shoal.rng import RngState
 
 
 class LoopBackend:
@@ -73,20 +74,20 @@ def alone(crew: Crew, slot: int) -> Iterator[Member]:
 
 
 @contextmanager
-def torch_streams_of(crew: Crew, slot: int) -> Iterator[None]:
+def torch_streams_of(crew: Crew, slot: int, *, puts_back: bool = True) -> Iterator[None]:
     """All of a slot's random streams in the process's place, and kept afterwards."""
     member = crew.members[slot]
     member.rng = current_rng(crew, slot)
-    with in_streams(member, crew.device):
+    with in_streams(member, crew.device, puts_back=puts_back):
         yield
     crew.streams.set(slot, member.rng)
 
 
-def current_rng(crew: Crew, slot: int) -> Any:
+def current_rng(crew: Crew, slot: int) -> RngState:
     """The slot's streams: torch's as the array draws them, Python's and NumPy's its own."""
     before = crew.members[slot].rng
     host, local = crew.streams.states(slot)
-    return type(before)(host, before.python, before.numpy, local)
+    return RngState(host, before.python, before.numpy, local)
 
 
 def error_alone(crew: Crew, slot: int, batch: Any) -> Exception | None:

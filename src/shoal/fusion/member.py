@@ -83,12 +83,13 @@ def _placed(key: str, value: Any, parameter: Tensor) -> Any:
 
 
 @contextmanager
-def in_streams(member: Member, device: torch.device) -> Iterator[None]:
+def in_streams(member: Member, device: torch.device, *, puts_back: bool = True) -> Iterator[None]:
     """The process's random streams are the member's inside, and its ``rng`` afterwards."""
-    outer = capture_rng(device)
+    outer = capture_rng(device) if puts_back else None
     restore_rng(member.rng, device)
     try:
         yield
     finally:
         member.rng = capture_rng(device)
-        restore_rng(outer, device)
+        if outer is not None:
+            restore_rng(outer, device)

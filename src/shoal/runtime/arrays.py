@@ -49,7 +49,9 @@ class Seated:
     session: Session
     slot: int
     tasks: Iterator[Task]
-    task: Task | None = None
+    task: Task | None = None  # to be done
+    last: Task | None = None  # the one before
+    is_inside: bool = False  # whether the process's random streams are the trial's
     leaving: bool = False  # its tasks are through
     over: LeaseOver | None = None  # it is out of the array and in its region; what to say of it
 
@@ -176,9 +178,11 @@ class ArraySeat:
         return self._array.retire(seated.slot)
 
     def take(self, seated: Seated) -> checkpoint.Content:
-        """The state of a trial that trains on, at a step boundary, inside its random streams."""
+        """The state of a trial that trains on, at a step boundary."""
         session = seated.session
-        session.rng = capture_rng(session.device)
+        assert self._array is not None
+        inside = seated.is_inside
+        session.rng = capture_rng(session.device) if inside else self._array.rng(seated.slot)
         _write_back(session)
         return checkpoint.content(session, copy=False)
 
@@ -202,13 +206,19 @@ class ArraySeat:
             self._train(ready)
 
     def _next(self, seated: Seated) -> None:
-        with self._streams(seated):
+        last = seated.last
+        if last is not None and seated.session.draws_nothing_before(last):
             seated.task = next(seated.tasks, None)
-        seated.leaving = seated.task is None
+        else:
+            with self._streams(seated):
+                seated.is_inside = True
+                seated.task = next(seated.tasks, None)
+            seated.is_inside = False
+        seated.last, seated.leaving = seated.task, seated.task is None
 
     def _streams(self, seated: Seated) -> Any:
         assert self._array is not None
-        return self._array.streams(seated.slot)
+        return self._array.streams(seated.slot, puts_back=False)
 
     def _train(self, ready: Sequence[Seated]) -> None:
         array = self._array

@@ -318,6 +318,7 @@ class DeviceLoop:
     def _step_array(self, array: ArraySeat) -> None:
         """A step of its trials; more of them, while nobody else is here and no order waits."""
         number = array.number
+        self._leave_streams()  # an array puts in place what it needs
         while True:
             self._interleaver.started(number, 0)
             self._desk.step(array)

@@ -366,6 +366,18 @@ class Session:
         if self.ended and self.evaluated_at != self.step:
             yield from self._evaluate()
 
+    def draws_nothing_before(self, task: Task) -> bool:
+        """Whether what ``tasks`` does after ``task`` surely draws no random number.
+
+        That is when it fetches the next batch of the epoch, and neither begins nor ends an
+        evaluation.
+        """
+        if task.kind == "evaluation":
+            return self.valid_feed is not None and self.valid_feed.draws_nothing
+        step, every, steps = self.step + 1, self.settings.eval_every, self.settings.steps
+        evaluates = every is not None and step % every == 0
+        return not (evaluates or step == steps) and self.feed.draws_nothing
+
     def _lease_lasts(self) -> bool:
         return self.until is None or self.step < self.until
 
