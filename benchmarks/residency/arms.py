@@ -13,7 +13,7 @@ from plans import Case, Planned, even, finest, gpt, parameters_of, plan
 from rules import hydra, lru
 from touches import Step, fits, in_turns, one_trial
 
-from shoal.core.plan import turned_shards
+from shoal.core.plan import turned_shards, waiting_gradients
 from shoal.core.profile import find_profile
 from shoal.core.spec import JobMeasure, Place, ShardSpec
 from shoal.planning.speeds import speeds_of
@@ -67,15 +67,15 @@ def large() -> Iterator[Row]:
         of_hydra = hydra(cuts[0], place=place, clip=clip)
         row: Row = {"model": name, "state_over_budget": ratio, "step_on": place, "clip": clip}
         row |= {"state": 4 * parameters_of(measure), "budget": budget, "least": least}
-        row["least_lent"] = _least(case, cuts, lend=True)
+        row["least_lent"] = lent = _least(case, cuts, lend=True)
         row |= {"lru": _lru(case, cuts), "hydra": of_hydra}
         row["shoal"] = {
-            _named(ahead): _of(found, least, of_hydra) | _beside_slots(case, found)
+            _named(ahead): _of(found, least, of_hydra, lent) | _beside_slots(case, found)
             for ahead, found in plans.items()
         }
         if place == "host":
             row["shoal"]["no shard steps on the device"] = _of(
-                plan(case, mixes=False), least, of_hydra
+                plan(case, mixes=False), least, of_hydra, lent
             )
         yield row
 
@@ -160,7 +160,12 @@ def _beside_slots(case: Case, found: Planned | None) -> Row:
     return {"over_least_beside_slots": _ratio(found.moved, bound.least(step))}
 
 
-def _of(found: Planned | None, least: float | Fraction | None, of_hydra: int) -> Row:
+def _of(
+    found: Planned | None,
+    least: float | Fraction | None,
+    of_hydra: int,
+    lent: float | None = None,
+) -> Row:
     """What shoal plans, beside the least and Hydra's rule; nothing where nothing fits."""
     if found is None:
         return {}
@@ -171,11 +176,15 @@ def _of(found: Planned | None, least: float | Fraction | None, of_hydra: int) ->
         "kept": len(technique.keep or ()),
         "weights_kept": len(technique.keep_weights),
         "turned": len(turned_shards(technique, len(found.shards))),
+        "lookbehind": technique.lookbehind,
+        "gradients_kept": len(waiting_gradients(technique, len(found.shards))),
+        "head_bytes": technique.keep_head[1] if technique.keep_head else 0,
         "bytes": found.moved,
         "bytes_a_visit": found.change,
         "reserved": found.reserved,
         "peak": found.peak,
         "over_least": _ratio(found.moved, least),
+        "over_lent": _ratio(found.moved, lent),
         "over_hydra": _ratio(found.moved, of_hydra),
     }
 

@@ -24,7 +24,8 @@ it is one load of the parameters.)
 This is the dual of a linear program, so every price gives a bound that holds, also for
 policies that repeat after several steps or never, or leave with a piece of a part. ``least``
 takes the best of a grid of prices at three moments: the turn from forward to backward, the
-end of the last backward, the last step before the first forward.
+end of the last backward, the last step before the first forward. A moment is the unit there, or
+the one next to it that needs the most: where the last shard is small, so is what its unit needs.
 
 [Note: state minus budget]
 What comes out, for many small shards: P bytes of parameters and as many of gradients, 2 P of
@@ -53,17 +54,21 @@ from touches import USES, Step
 from shoal.core.spec import Place, ShardSpec
 
 GRID = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
+COARSE = (0.0, 0.5, 1.0, 1.5, 2.0)
+NEAR = 3  # units that are next to a moment
 Prices = Mapping[int, float]
 """Index of a unit -> price of a byte while it runs."""
 
 
 def least(step: Step) -> float:
     """Bytes a step, up and down, that every policy moves at least."""
-    moments = list(dict.fromkeys(_moments(step)))
-    grid = itertools.product(GRID, repeat=len(moments))
-    spans = [_spans(step, shard, moments) for shard in range(len(step.shards))]
-    found = (_at(step, spans, dict(zip(moments, p, strict=True))) for p in grid)
-    return max(0.0, *found)
+    best = 0.0
+    for number, chosen in enumerate(_moments(step)):
+        moments = list(dict.fromkeys(chosen))
+        spans = [_spans(step, shard, moments) for shard in range(len(step.shards))]
+        for prices in itertools.product(COARSE if number else GRID, repeat=len(moments)):
+            best = max(best, _at(step, spans, dict(zip(moments, prices, strict=True))))
+    return best
 
 
 def at(step: Step, prices: Prices) -> float:
@@ -82,23 +87,45 @@ def _at(step: Step, spans: Sequence[_Spans], prices: Prices) -> float:
     return charged - sum(p * room for p, room in zip(prices.values(), spare, strict=True))
 
 
-def _moments(step: Step) -> Iterator[int]:
+def _moments(step: Step) -> Iterator[tuple[int, ...]]:
     """The first B, the last B and the last STEP: where most wants to be there at once.
 
-    With the step right behind its backward the tighter one of the two counts.
+    With the step right behind its backward the tighter one of the two counts. Then the units
+    next to these that need the most.
     """
 
     def spare(index: int) -> int:
         return step.accesses[index].room - step.needs(step.accesses[index])
 
     of = {kind: [t for t, a in enumerate(step.accesses) if a.kind == kind] for kind in USES}
+    backward, stepping = of["B"], of["STEP"]
+    first, last = backward[:NEAR], backward[-NEAR:]
     if step.place == "host":
-        yield from (of["B"][0], of["B"][-1])
-    elif of["STEP"][0] < of["B"][-1]:
-        yield min(of["B"][0], of["STEP"][0], key=spare)
-        yield min(of["B"][-1], of["STEP"][-1], key=spare)
+        yield from itertools.product(
+            _either(first[0], min(first, key=spare)), _either(last[-1], min(last, key=spare))
+        )
+    elif stepping[0] < backward[-1]:
+        turn = _either(
+            min(first[0], stepping[0], key=spare),
+            min(first, key=spare),
+            min(stepping[:NEAR], key=spare),
+        )
+        end = _either(
+            min(last[-1], stepping[-1], key=spare),
+            min(last, key=spare),
+            min(stepping[-NEAR:], key=spare),
+        )
+        yield from itertools.product(turn, end)
     else:
-        yield from (of["B"][0], of["B"][-1], of["STEP"][-1])
+        yield from itertools.product(
+            _either(first[0], min(first, key=spare)),
+            _either(last[-1], min(stepping[:NEAR], key=spare)),
+            _either(stepping[-1], min(stepping[-NEAR:], key=spare)),
+        )
+
+
+def _either(*moments: int) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(moments))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

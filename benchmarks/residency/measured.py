@@ -19,7 +19,15 @@ from touches import one_trial
 
 import shoal
 from shoal.core.event import ActionFinished, Event, PeakMeasured
-from shoal.core.plan import Job, Plan, Spilled, kept_shards, kept_weights, turned_shards
+from shoal.core.plan import (
+    Job,
+    Plan,
+    Spilled,
+    kept_shards,
+    kept_weights,
+    turned_shards,
+    waiting_gradients,
+)
 from shoal.core.spec import Place
 from shoal.examples.gpt import GPT, next_byte_loss
 from shoal.planner.need import Request, footprints
@@ -136,6 +144,9 @@ def _compared(watch: _Watch, plan: Plan, clip: bool) -> Row:
         "kept": len(kept_shards(job.technique)),
         "weights_kept": len(kept_weights(job.technique)),
         "turned": len(turned_shards(job.technique, len(job.shards))),
+        "gradients_kept": len(waiting_gradients(job.technique, len(job.shards))),
+        "lookbehind": job.technique.lookbehind,
+        "head_bytes": sum(shard.head_bytes for shard in job.shards),
         "predicted": predicted,
         "steps": len(plan.jobs) * STEPS,
         "steps_equal": equal,
@@ -166,7 +177,8 @@ def predict(job: Job, *, clip: bool) -> dict[str, int]:
 def _stays(job: Job) -> int:
     shards, technique = job.shards, job.technique
     whole = sum(shards[s].parameter_bytes + shards[s].state_bytes for s in kept_shards(technique))
-    return whole + sum(shards[s].parameter_bytes for s in kept_weights(technique))
+    weights = sum(shards[s].parameter_bytes for s in kept_weights(technique))
+    return whole + weights + sum(shard.head_bytes for shard in shards)
 
 
 def tally(

@@ -9,11 +9,13 @@ from shoal.core.plan import Spilled, kept_shards, kept_weights
 from shoal.core.profile import Profile
 from shoal.core.spec import ALIGNMENT, JobMeasure, LayerMeasure, Place, ShardSpec
 from shoal.core.units import Bytes, round_up
+from shoal.memory.layout import TensorSpec, TrialLayout, lay_out
 from shoal.planner.choose import choices
-from shoal.planner.keep import keep_most, turn_most
+from shoal.planner.keep import keep_most
 from shoal.planner.need import Need, Request, footprints
 from shoal.planner.predict import predict_shards
 from shoal.planner.price import Speeds
+from shoal.planner.spare import head_most, use_turn
 from shoal.testing import make_layer
 
 VOCABULARY = 256
@@ -68,15 +70,15 @@ def gpt(blocks: int, width: int, tokens: int, profile: Profile | None = None) ->
     """
     tensor = 4 * width * tokens
     logits = 4 * VOCABULARY * tokens
-    embedding = _layer("embedding", (VOCABULARY + tokens) * width, tensor)
+    embedding = _layer("embedding", (VOCABULARY * width, tokens * width), tensor)
     embedding = replace(
         embedding,
         forward_peak_bytes=Bytes(2 * tensor),
         saved_bytes=Bytes(0),
         backward_peak_bytes=Bytes(tensor + embedding.parameter_bytes),
     )
-    layers = [_layer(f"block {i}", 12 * width**2 + 13 * width, tensor) for i in range(blocks)]
-    head = _layer("head", (VOCABULARY + 2) * width, tensor)
+    layers = [_layer(f"block {i}", block_of(width), tensor) for i in range(blocks)]
+    head = _layer("head", (width, width, VOCABULARY * width), tensor)
     head = replace(
         head,
         boundary_bytes=Bytes(0),
@@ -90,6 +92,38 @@ def gpt(blocks: int, width: int, tokens: int, profile: Profile | None = None) ->
     return _measure(chain, batch=16 * tokens)
 
 
+def block_of(width: int) -> tuple[int, ...]:
+    """Elements of a block's tensors: norm, query, key and value, mix; norm, and two layers."""
+    attention = (3 * width**2, 3 * width, width**2, width)
+    return (width, width, *attention, width, width, 4 * width**2, 4 * width, 4 * width**2, width)
+
+
+def tensors_of(measure: JobMeasure) -> list[tuple[int, ...]]:
+    """Elements of the tensors of each layer of ``gpt``, in order; of ``even`` one a layer."""
+    if not measure.batch_bytes:
+        return [(layer.parameter_bytes // 4,) for layer in measure.layers]
+    tokens = measure.batch_bytes // 16
+    width = measure.layers[0].boundary_bytes // 4 // tokens
+    blocks = [block_of(width)] * (len(measure.layers) - 2)
+    return [(VOCABULARY * width, tokens * width), *blocks, (width, width, VOCABULARY * width)]
+
+
+def laid_out(shards: Sequence[ShardSpec], tensors: Sequence[Sequence[int]]) -> TrialLayout:
+    """The host region of these shards in float32 with Adam; ``tensors`` are those of layers."""
+    owned = [
+        {f"{layer}.{i}": n for layer in range(*s.layers) for i, n in enumerate(tensors[layer])}
+        for s in shards
+    ]
+    sizes = {name: size for names in owned for name, size in names.items()}
+    parameters = {name: _flat(name, size) for name, size in sizes.items()}
+    states = {n: [_flat(n, s, key) for key in ("exp_avg", "exp_avg_sq")] for n, s in sizes.items()}
+    return lay_out([list(names) for names in owned], [()] * len(shards), parameters, states, [])
+
+
+def _flat(name: str, size: int, key: str = "") -> TensorSpec:
+    return TensorSpec(name, (size,), (1,), "float32", 4 * size, key)
+
+
 def _timed(layer: LayerMeasure, tokens: int, profile: Profile) -> LayerMeasure:
     parameters = layer.parameter_bytes // 4
     return replace(
@@ -100,8 +134,8 @@ def _timed(layer: LayerMeasure, tokens: int, profile: Profile) -> LayerMeasure:
     )
 
 
-def _layer(name: str, parameters: int, tensor: int) -> LayerMeasure:
-    size = round_up(4 * parameters, ALIGNMENT)
+def _layer(name: str, tensors: Sequence[int], tensor: int) -> LayerMeasure:
+    size = sum(round_up(4 * elements, ALIGNMENT) for elements in tensors)
     return make_layer(
         name,
         size,
@@ -115,7 +149,7 @@ def _layer(name: str, parameters: int, tensor: int) -> LayerMeasure:
 
 def even(layers: int) -> JobMeasure:
     """Layers of a mebibyte of parameters each, whose activations hardly count."""
-    return _measure(tuple(_layer(f"layer {i}", MIB // 4, MIB // 256) for i in range(layers)), 0)
+    return _measure(tuple(_layer(f"layer {i}", (MIB // 4,), MIB // 256) for i in range(layers)), 0)
 
 
 def _measure(layers: tuple[LayerMeasure, ...], batch: int) -> JobMeasure:
@@ -159,9 +193,12 @@ def plan(
     budget, measure = Bytes(case.budget), case.measure
     for choice in choices(measure, budget, actives, request, speeds):
         shards, active = predict_shards(measure.layers, choice.cuts), choice.active
-        found = keep_most(measure, shards, choice.technique, request, budget, active)
+        layout = laid_out(shards, tensors_of(measure))
+        asked = (choice.technique, request, budget, active, layout)
+        found = keep_most(measure, shards, *asked)
         if found is not None:
-            found = turn_most(measure, shards, found, choice.technique, request, budget, active)
+            found = use_turn(measure, shards, found, *asked)
+            found = head_most(measure, shards, found, *asked)
             return _planned(shards, case, request, found, active)
     return None
 
@@ -178,6 +215,7 @@ def _planned(
     whole, weights = kept_shards(technique), kept_weights(technique)
     stays = sum(shards[s].parameter_bytes + shards[s].state_bytes for s in whole)
     stays += sum(shards[s].parameter_bytes for s in weights)
+    stays += technique.keep_head[1] if technique.keep_head else 0
     return Planned(
         technique=technique,
         shards=shards,

@@ -59,8 +59,9 @@ def small(rows: Iterable[Row]) -> Iterator[list[str]]:
 def large(rows: Iterable[Row]) -> Iterator[list[str]]:
     yield [
         *("state over budget", "step on", "clipping", "least, MiB", "shoal: MiB"),
-        *("over the least", "over Hydra", "one ahead: over the least", "slots set aside"),
-        *("none ahead", "no shard steps on the device", "LRU over the least"),
+        *("over the least", "room lent: over the least", "over Hydra"),
+        *("one ahead: over the least", "slots set aside", "none ahead"),
+        *("no shard steps on the device", "LRU over the least"),
     ]
     for row in rows:
         shoal, free = row["shoal"], row["shoal"][FREE]
@@ -70,6 +71,7 @@ def large(rows: Iterable[Row]) -> Iterator[list[str]]:
             mib(row["least"]),
             mib(free.get("bytes")),
             ratio(free.get("over_least")),
+            ratio(free.get("over_lent")),
             ratio(free.get("over_hydra")),
             over(shoal["lookahead 1"]),
             ratio(shoal["lookahead 1"].get("over_least_beside_slots")),
@@ -115,14 +117,15 @@ def chosen(rows: Sequence[Row]) -> Iterator[list[str]]:
 def real(rows: Iterable[Row]) -> Iterator[list[str]]:
     yield [
         *("trials", "state over budget", "step on", "clipping", "at a time", "shards", "kept"),
-        *("parameters kept", "over the turn", "MiB a step", "steps as planned"),
-        "peak over budget",
+        *("parameters kept", "over the turn", "gradients wait", "head, MiB", "MiB a step"),
+        *("steps as planned", "peak over budget"),
     ]
     for row in rows:
         yield [
             str(row["trials"]),
             *case_of(row),
             *(str(row[key]) for key in ("active", "shards", "kept", "weights_kept", "turned")),
+            *(str(row["gradients_kept"]), f"{row['head_bytes'] / MIB:.1f}"),
             f"{sum(row['predicted'].values()) / MIB:.1f}",
             f"{row['steps_equal']} of {row['steps']}",
             ratio(row["measured_peak"] / row["budget"]),
@@ -133,13 +136,11 @@ def summary(paper: Row) -> Iterator[str]:
     """How many rows are within 1.1, and over Hydra's rule at four times."""
     for name, rows in (("few", paper["small"]), *_by_model(paper["large"])):
         for arm in (FREE, "lookahead 1", "lookahead 0"):
-            found = [r["shoal"][arm].get("over_least") for r in rows]
-            known = sorted(value for value in found if value is not None)
-            within = sum(value <= 1.1 for value in known)
-            yield (
-                f"{name}, {arm}: {within} of {len(known)} within 1.1, "
-                f"median {known[len(known) // 2]:.2f}, worst {known[-1]:.2f}"
-            )
+            yield f"{name}, {arm}: {_within(r['shoal'][arm].get('over_least') for r in rows)}"
+        lent = [r["shoal"][FREE].get("over_lent") for r in rows]
+        yield f"{name}, {FREE}, room lent: {_within(lent)}"
+    for name, rows in _by_model(paper["four_trials"]):
+        yield f"{name}, two share: {_within(r['two share'].get('over_least') for r in rows)}"
     for place in ("device", "host"):
         at_four = [r for r in paper["large"] if r["state_over_budget"] == 4]
         alone = [r["shoal"][FREE]["over_hydra"] for r in at_four if r["step_on"] == place]
@@ -149,6 +150,15 @@ def summary(paper: Row) -> Iterator[str]:
             if r["state_over_budget"] == 4 and r["step_on"] == place
         ]
         yield f"over Hydra at 4, {place}: alone {sorted(alone)}, two share {sorted(two)}"
+
+
+def _within(found: Iterable[float | None]) -> str:
+    known = sorted(value for value in found if value is not None)
+    if not known:
+        return "none"
+    within = sum(value <= 1.1 for value in known)
+    middle = f"median {known[len(known) // 2]:.2f}, worst {known[-1]:.2f}"
+    return f"{within} of {len(known)} within 1.1, {middle}"
 
 
 def _by_model(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:

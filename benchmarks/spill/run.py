@@ -30,6 +30,8 @@ import shoal
 from shoal.core.event import ActionFinished, Event, PeakMeasured, StepFinished
 from shoal.core.plan import Job, Plan, Spilled
 from shoal.examples.gpt import GPT
+from shoal.program.costs import part_bytes
+from shoal.program.ir import Part
 
 WIDTH, DEPTH, HEADS, CONTEXT, BATCH = 256, 16, 4, 128, 4  # 512 tokens a step
 STEPS, WARM_UP = 8, 2
@@ -142,7 +144,7 @@ def formula(job: Job) -> dict[str, int]:
     parameters over the turn. With the step on the host gradients go
     down; on the device the state goes both ways and the parameters go down, unless they stay.
     Who borrows tied parameters loads them with its own; who lends them and stays stores them.
-    Inputs that wait on the host go there and come back.
+    Inputs that wait on the host go there and come back. Of a shard with a head the rest moves.
     """
     technique = job.technique
     assert isinstance(technique, Spilled)
@@ -153,13 +155,14 @@ def formula(job: Job) -> dict[str, int]:
     for shard in loaded:
         come_by = sum(other.index > shard.index for other in travel)
         stays = come_by <= (technique.lookahead or 0) + (technique.keep_turn or 0)
-        up += shard.parameter_bytes * (1 if shard.index == last or stays else 2)
+        up += part_bytes(shard, Part.PARAM) * (1 if shard.index == last or stays else 2)
     if technique.optimizer == "host":
         down = sum(shard.gradient_bytes for shard in travel)
     else:
-        states = sum(shard.state_bytes for shard in travel)
+        states = sum(part_bytes(shard, Part.STATE) for shard in travel)
         up += states
-        down = states + sum(shard.owned_bytes for shard in loaded)
+        borrowed = sum(shard.parameter_bytes - shard.owned_bytes for shard in loaded)
+        down = states + sum(part_bytes(shard, Part.PARAM) for shard in loaded) - borrowed
     borrows = any(shard.parameter_bytes > shard.owned_bytes for shard in job.shards)
     if borrows and job.shards[0] not in loaded:  # the token embedding, which the head borrows
         down += job.shards[0].owned_bytes
@@ -178,7 +181,7 @@ def stays(job: Job) -> int:
     whole = [s for s in job.shards if s.index in (technique.keep or ())]
     weights = [s for s in job.shards if s.index in technique.keep_weights]
     params = sum(s.parameter_bytes for s in (*whole, *weights))
-    return params + sum(s.state_bytes for s in whole)
+    return params + sum(s.state_bytes for s in whole) + sum(s.head_bytes for s in job.shards)
 
 
 def expected(job: Job) -> dict[int, dict[str, int]]:

@@ -36,6 +36,13 @@ PROGRAMS = {
     "spilled_4_turn_accumulate": spilled_step(
         4, optimizer="host", micro_batches=2, lookahead=0, turn=(1, 2)
     ),
+    "spilled_4_waits_clip": spilled_step(
+        4, clip=True, lookahead=0, keep=(0,), weights=(1,), waits=(1, 2)
+    ),
+    "spilled_3_waits_accumulate": spilled_step(3, micro_batches=2, weights=(0,), waits=(0, 1)),
+    "spilled_4_behind_none": spilled_step(
+        4, optimizer="host", lookahead=0, lookbehind=0, keep=(1,), boundaries="host"
+    ),
     "spilled_5_boundaries_host": spilled_step(5, boundaries="host"),
     "spilled_4_by_shard_boundaries_host": spilled_step(
         4, micro_batches=2, order="shard", lookahead=0, boundaries="host"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Hashable
 from typing import Any
 
@@ -44,6 +45,9 @@ class Shape:
     boundaries: str = "device"
     saves: tuple[int, ...] = ()
     turn: tuple[int, ...] = ()
+    waits: tuple[int, ...] = ()
+    lookbehind: int = 1
+    heads: tuple[int, ...] = ()
 
     @property
     def route(self) -> Route:
@@ -57,11 +61,13 @@ class Shape:
             boundaries=self.boundaries,
             saves=self.saves,
             turn=self.turn,
+            waits=self.waits,
+            lookbehind=self.lookbehind,
         )
 
     @property
     def kept(self) -> Kept:
-        return kept(self.keep, self.weights)
+        return kept(self.keep, self.weights, self.heads)
 
     def check(self, costs: Costs) -> Footprint:
         return check(self.program, costs, start=self.kept, end=self.kept)
@@ -88,10 +94,14 @@ def shapes_of(draw, *, shards, micros, lookahead):
         weights=tuple(sorted(weights)),
         order=draw(st.sampled_from(["micro", "shard"])),
         boundaries=draw(st.sampled_from(["device", "host"])),
+        lookbehind=draw(st.integers(0, 1)),
     )
     travel = sorted(set(range(num_shards)) - keep - set(weights))
     turn = draw(st.sets(st.sampled_from(travel))) if travel and place == "host" else ()
-    shape = dataclasses.replace(shape, turn=tuple(sorted(turn)))
+    waits = draw(some) - keep if place == "device" else ()
+    shape = dataclasses.replace(shape, turn=tuple(sorted(turn)), waits=tuple(sorted(waits)))
+    heads = draw(some) - keep if place == "device" else ()
+    shape = dataclasses.replace(shape, heads=tuple(sorted(heads)))
     able = shape.route.may_save
     saves = draw(st.sets(st.sampled_from(able))) if able else ()
     return dataclasses.replace(shape, saves=tuple(sorted(saves)))
@@ -113,6 +123,7 @@ def costs_of(draw, num_shards):
         }
         numbers["backward_peak_bytes"] += numbers["saved_bytes"]
         numbers["private_bytes"] = min(numbers["private_bytes"], numbers["boundary_bytes"])
+        numbers["head_bytes"] = 0
         seconds = {name: draw(st.floats(0, 10)) for name in ("forward_s", "backward_s", "step_s")}
         shards.append(ShardSpec(index=index, layers=(index, index + 1), **numbers, **seconds))
     speeds = st.floats(1e4, 1e7)
@@ -129,12 +140,29 @@ def costs_of(draw, num_shards):
 @st.composite
 def shapes_with_costs(draw):
     shape = draw(shapes)
-    return shape, draw(costs_of(shape.num_shards))
+    costs = draw(costs_of(shape.num_shards))
+    return shape, {0: dataclasses.replace(costs[0], shards=_with_heads(shape, costs[0].shards))}
+
+
+def _with_heads(shape, shards):
+    """Of a shard's parameters, or where those stay of its state, two thirds."""
+    made = list(shards)
+    for shard in shape.heads:
+        is_state = shard in shape.weights
+        bytes_ = made[shard].state_bytes if is_state else made[shard].owned_bytes
+        whole = max(made[shard].parameter_bytes, made[shard].owned_bytes)
+        made[shard] = dataclasses.replace(
+            made[shard],
+            parameter_bytes=whole,
+            head_bytes=2 * bytes_ // 3,
+            head_of_state=is_state,
+        )
+    return tuple(made)
 
 
 def simple_costs(num_shards):
     names = [f.name for f in dataclasses.fields(ShardSpec) if f.name.endswith("_bytes")]
-    numbers = dict.fromkeys(names, 1)
+    numbers = dict.fromkeys(names, 1) | {"head_bytes": 0}
     shards = [ShardSpec(index=i, layers=(i, i + 1), **numbers) for i in range(num_shards)]
     return {0: JobCosts(shards=tuple(shards))}
 
@@ -171,12 +199,14 @@ def test_every_store_of_gradients_outside_the_slots_is_waited_for_or_left_to_the
     outside = {
         index
         for index, action in enumerate(actions)
-        if action.op is Op.STORE and slots.slots[index] is None
+        if action.op is Op.STORE and slots.slots[index] is None and Part.STATE not in action.parts
     }
     waited = {
         i for index, action in enumerate(actions) if is_unit(action) for i in slots.waits[index]
     }
-    assert waited | set(slots.stores_left) == outside
+    steps = [i for i, a in enumerate(actions) if a.op is Op.STORE and Part.STATE in a.parts]
+    left = steps[len(steps) - slots.num_late :]  # what the late slots had in them last
+    assert waited | set(slots.stores_left) == outside | set(left)
     assert not waited & set(slots.stores_left)
 
 
@@ -202,7 +232,7 @@ def test_the_bytes_moved_are_those_of_the_formula(case):
     loaded = [s for s in shards if s.index not in shape.weights]
     params = sum(s.parameter_bytes for s in loaded)
     states = sum(s.state_bytes for s in shards)
-    gradients = sum(s.gradient_bytes for s in shards)
+    gradients = sum(s.gradient_bytes for s in shards if s.index not in shape.waits)
     updated = sum(s.owned_bytes for s in loaded) + states
     last = costs[0].shards[-1]
     if shape.order == "shard":  # as if there were one
@@ -215,8 +245,21 @@ def test_the_bytes_moved_are_those_of_the_formula(case):
         down += updated - (0 if shape.clip else gradients)
     inputs = sum(costs[0].shards[shard].private_bytes for shard in shape.route.away)
     inputs *= shape.micro_batches
+    heads = Counter(_moves_of_heads(shape))
     footprint = shape.check(costs)
+    up -= sum(costs[0].shards[shard].head_bytes * n for (shard, way), n in heads.items() if way)
+    down -= sum(
+        costs[0].shards[shard].head_bytes * n for (shard, way), n in heads.items() if not way
+    )
     assert (footprint.up_bytes, footprint.down_bytes) == (up + inputs, down + inputs)
+
+
+def _moves_of_heads(shape):
+    """The shards whose rest moves, and whether up: once for each time it does."""
+    for action in shape.program:
+        part = Part.STATE if action.shard in shape.weights else Part.PARAM
+        if action.shard in shape.heads and part in action.parts and action.op is not Op.DROP:
+            yield action.shard, action.op is Op.LOAD
 
 
 def _joins(shape):
@@ -235,15 +278,17 @@ def _joins(shape):
 def _visits(shape):
     """The shards of all units for which something is loaded, in order, and what they do."""
     micros = shape.micro_batches if shape.order == "micro" else 1
+    stay = shape.keep + shape.weights
     for micro in range(micros):
-        stay = shape.keep + shape.weights
         yield from ((s, "F") for s in range(shape.num_shards - 1) if s not in stay)
         steps = micro == micros - 1 and not shape.clip and shape.place == "device"
         for shard in reversed(range(shape.num_shards)):
-            if shard not in shape.keep and (micro > 0 or steps or shard not in shape.weights):
+            gradients = micro > 0 and shard not in shape.waits
+            if shard not in shape.keep and (gradients or steps or shard not in shape.weights):
                 yield shard, "B and STEP" if steps else "B"
     if shape.clip and shape.place == "device":
-        yield from ((s, "STEP") for s in range(shape.num_shards) if s not in shape.keep)
+        order = sorted(range(shape.num_shards), key=lambda shard: shard not in shape.waits)
+        yield from ((shard, "STEP") for shard in order if shard not in stay)
 
 
 @quick
@@ -256,7 +301,8 @@ def test_a_kept_shard_moves_nothing_in_a_step(case):
     of = costs[0].shards
     whole = sum(of[s].parameter_bytes + of[s].state_bytes for s in shape.keep)
     weights = sum(of[s].parameter_bytes for s in shape.weights)
-    assert shape.check(costs).kept_bytes == whole + weights
+    heads = sum(of[s].head_bytes for s in shape.heads)
+    assert shape.check(costs).kept_bytes == whole + weights + heads
     params = [a for a in moved if Part.PARAM in a.parts]
     assert not [action for action in params if action.shard in shape.weights]
 
@@ -266,7 +312,7 @@ def test_a_kept_shard_moves_nothing_in_a_step(case):
 def test_what_is_kept_arrives_and_departs(shape):
     costs = simple_costs(shape.num_shards)
     kept_bytes = 2 * len(shape.keep) + len(shape.weights)
-    here = (shape.keep, shape.weights)
+    here = (shape.keep, shape.weights, shape.heads)
     assert check(arrival(*here), costs, end=shape.kept).up_bytes == kept_bytes
     assert check(departure(*here), costs, start=shape.kept).down_bytes == kept_bytes
 
@@ -502,6 +548,84 @@ def test_what_forwards_save_is_held_until_their_backward(case):
         if action.op is Op.F and action.shard in shape.saves:
             after = [a.op for a in list(shape.program)[index:]].index(Op.B) + index
             assert running[after] >= costs[0].shards[action.shard].saved_bytes
+
+
+@quick
+@given(shapes_with_costs())
+def test_gradients_that_are_waited_for_take_no_more_room_and_move_the_same_bytes(case):
+    shape, costs = case
+    one, none = (dataclasses.replace(shape, lookbehind=n).check(costs) for n in (1, 0))
+    assert none.peak_bytes <= one.peak_bytes
+    assert none.held_bytes <= one.held_bytes
+    assert (none.up_bytes, none.down_bytes) == (one.up_bytes, one.down_bytes)
+
+
+@quick
+@given(shapes)
+def test_behind_a_unit_with_lookbehind_zero_no_gradients_are_on_their_way(shape):
+    actions = dataclasses.replace(shape, lookbehind=0).program.devices[0]
+    slots = assign_slots(actions, start=shape.kept)
+    for index, action in enumerate(actions):
+        if action.op is Op.DROP and action.now and slots.slots[index - 1] is None:
+            units = [i for i in range(index, len(actions)) if is_unit(actions[i])]
+            waited = slots.waits[units[0]] if units else slots.stores_left
+            assert index - 1 in waited or Part.BOUNDARY in action.parts
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_how_far_gradients_are_behind_changes_no_weight(place, lookahead):
+    one = Shape(4, 2, True, place, lookahead, (1,), boundaries="host")
+    none = dataclasses.replace(one, lookbehind=0)
+    assert result_of(none.program, none) == result_of(one.program, one)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("waits", [(0,), (1, 2), (0, 1, 2)])
+@pytest.mark.parametrize("weights", [(), (0,), (1, 2)])
+def test_gradients_that_wait_on_the_device_change_no_weight(weights, waits, clip):
+    none = Shape(3, 2, clip, "device", 1, weights=weights)
+    some = dataclasses.replace(none, waits=waits)
+    assert result_of(some.program, some) == result_of(none.program, none)
+
+
+@quick
+@given(shapes_with_costs())
+def test_a_late_slot_is_there_from_the_norm_and_no_two_shards_are_in_it_at_once(case):
+    shape, _ = case
+    actions = shape.program.devices[0]
+    slots = assign_slots(actions, start=shape.kept)
+    late = [index for index, action in enumerate(actions) if action.late]
+    assert bool(late) == (shape.clip and shape.place == "device" and slots.num_late > 0)
+    assert slots.num_late <= shape.lookahead + 1
+    assert all(index > actions.index(Action(Op.SYNC)) for index in late)
+    ends = {}
+    for index in late:
+        if slots.slots[index] in ends:
+            assert ends[slots.slots[index]] in slots.waits[index]
+        mine = [i for i, a in enumerate(actions) if a.shard == actions[index].shard]
+        ends[slots.slots[index]] = next(i for i in mine if i > index and actions[i].op is Op.STORE)
+
+
+@quick
+@given(shapes_with_costs())
+def test_late_slots_take_nothing_before_the_norm_is_known(case):
+    shape, costs = case
+    clipping = dataclasses.replace(shape, clip=True)
+    before = clipping.program.devices[0].index(Action(Op.SYNC))
+    bare = {
+        0: dataclasses.replace(
+            costs[0],
+            shards=tuple(
+                dataclasses.replace(s, state_bytes=s.head_bytes * s.head_of_state)
+                for s in costs[0].shards
+            ),
+        )
+    }
+    kept = sum(costs[0].shards[shard].state_bytes for shard in shape.keep)
+    with_state, without = clipping.check(costs), clipping.check(bare)
+    for one, other in zip(with_state.running_bytes[:before], without.running_bytes, strict=False):
+        assert one == other + kept
 
 
 @pytest.mark.parametrize("weights", [(), (0,), (1, 2)])

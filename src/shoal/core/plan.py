@@ -23,11 +23,15 @@ class Spilled:
 
     ``shards`` is how many, None for the fewest that fit. ``optimizer`` is where
     the step runs: on the device, with the state travelling, or on the host copies.
-    ``lookahead`` is how many units ahead of the running one are loaded. ``keep`` are
+    ``lookahead`` is how many units ahead of the running one are loaded, ``lookbehind`` how many
+    behind it may have left gradients or inputs that are still on their way to the host: 1, or 0
+    to have their room. ``keep`` are
     shards that stay on the device and step there, None for as many as fit; none of them
     where the whole model would fit and spilling was asked for all the same. Of those in
     ``keep_weights`` the parameters stay, and the optimizer's state travels to the device for
-    each step; it goes with ``keep`` and with the step on the device. ``order``
+    each step; it goes with ``keep`` and with the step on the device, as ``keep_head`` does: a
+    shard more, and how many bytes of its parameters stay, or where those stay of its state, in
+    whole tensors from the first on. ``order``
     "shard" has a shard run all micro-batches of a step while it is on the device, which
     gives the same bits where the model draws no random numbers and no two layers share, or
     read from each other, what a forward changes (a BatchNorm used twice). Nothing chooses it
@@ -35,7 +39,10 @@ class Spilled:
     its forward and its backward, None for wherever there is room: on the host where the device
     has none, or where that room is better used. ``keep_turn`` is how many shards more, those next
     to the turn from forward to backward, hold their parameters from one to the other, None for as
-    many as fit; it goes with the step on the host. ``recompute`` True runs every shard's forward
+    many as fit; it goes with the step on the host. ``keep_gradients`` goes with the step on the
+    device: of how many shards, the first ones that are not kept, the gradients stay there while
+    they wait, for clipping or for more micro-batches; None for as many as fit. ``recompute`` True
+    runs every shard's forward
     again before its backward; "auto" leaves that out where there is room for what the forward
     saved, for the shards named in ``keep_activations`` if that is not None. They are shards
     whose parameters stay on the device. ``transfer`` "bf16" has weights travel as the
@@ -48,9 +55,12 @@ class Spilled:
     shards: int | None = None
     optimizer: Place | None = None
     lookahead: int | None = None
+    lookbehind: int | None = None
     keep: tuple[int, ...] | None = None
     keep_weights: tuple[int, ...] = ()
+    keep_head: tuple[int, int] | None = None
     keep_turn: int | None = None
+    keep_gradients: int | None = None
     order: Order | None = None
     boundaries: Place | None = None
     transfer: Transfer | None = None
@@ -65,11 +75,15 @@ class Spilled:
             raise SpecError(f"optimizer is 'device' or 'host', got {self.optimizer!r}")
         if self.lookahead not in (None, 0, 1, 2):
             raise SpecError(f"lookahead is 0, 1 or 2, got {self.lookahead!r}")
+        if self.lookbehind not in (None, 0, 1):
+            raise SpecError(f"lookbehind is 0 or 1, got {self.lookbehind!r}")
         if self.order not in (None, "micro", "shard"):
             raise SpecError(f"order is 'micro' or 'shard', got {self.order!r}")
         if self.boundaries not in (None, "device", "host"):
             raise SpecError(f"boundaries is 'device' or 'host', got {self.boundaries!r}")
         self._check_turn()
+        self._check_gradients()
+        self._check_head()
         if self.transfer not in (None, "bf16", "fp32"):
             raise SpecError(f"transfer is 'bf16' or 'fp32', got {self.transfer!r}")
         if self.transfer == "bf16" and (self.optimizer == "device" or self.keep_weights):
@@ -104,6 +118,34 @@ class Spilled:
             raise SpecError(
                 f"keep_turn={count} with the step on the device: what room there is has better "
                 "uses there. Name shards in keep_weights=, or step on the host."
+            )
+
+    def _check_gradients(self) -> None:
+        count = self.keep_gradients
+        if count is not None and (type(count) is not int or count < 0):
+            raise SpecError(f"keep_gradients is a number of shards, 0 or more, got {count!r}")
+        if count and self.optimizer is None:
+            object.__setattr__(self, "optimizer", "device")
+        if count and self.optimizer == "host":
+            raise SpecError(
+                f"keep_gradients={count} with the step on the host, where the gradients go. Leave "
+                "it out, or step on the device."
+            )
+
+    def _check_head(self) -> None:
+        if self.keep_head is None:
+            return
+        shard, num_bytes = self.keep_head
+        object.__setattr__(self, "keep_head", (shard, num_bytes))
+        if self.optimizer != "device":
+            raise SpecError(
+                f"keep_head={self.keep_head} without the step on the device: it would be old "
+                "after each step. Add optimizer='device', or leave it out."
+            )
+        if num_bytes < 0 or shard in (self.keep or ()) or shard not in range(self.shards or 0):
+            raise SpecError(
+                f"keep_head={self.keep_head} is a shard that is not in keep=, of as many as "
+                "shards= says, and bytes. Leave it out to keep what fits."
             )
 
     def _check_recompute(self) -> None:
@@ -158,6 +200,13 @@ def kept_weights(technique: Technique) -> tuple[int, ...]:
     return tuple(s for s in technique.keep_weights if s not in kept_shards(technique))
 
 
+def kept_heads(technique: Technique) -> tuple[int, ...]:
+    """Shards that travel, but for some of their tensors, which stay on the device."""
+    if isinstance(technique, Resident) or technique.keep_head is None:
+        return ()
+    return (technique.keep_head[0],)
+
+
 def turned_shards(technique: Technique, num_shards: int) -> tuple[int, ...]:
     """Shards that hold their parameters from forward to backward outside the slots.
 
@@ -168,6 +217,15 @@ def turned_shards(technique: Technique, num_shards: int) -> tuple[int, ...]:
     travel = [shard for shard in range(num_shards) if shard not in kept_shards(technique)]
     in_slots = 1 + (technique.lookahead or 0)
     return tuple(travel[:-in_slots][-technique.keep_turn :])
+
+
+def waiting_gradients(technique: Technique, num_shards: int) -> tuple[int, ...]:
+    """Shards that are not kept and whose gradients wait on the device for their step."""
+    if isinstance(technique, Resident) or not technique.keep_gradients:
+        return ()
+    kept = kept_shards(technique)
+    travel = [shard for shard in range(num_shards) if shard not in kept]
+    return tuple(travel[: technique.keep_gradients])
 
 
 def travels_narrow(technique: Technique, shard: int) -> bool:
@@ -182,7 +240,19 @@ def as_they_travel(shards: Sequence[ShardSpec], technique: Technique) -> tuple[S
     return tuple(_as_it_travels(shard, technique) for shard in shards)
 
 
+def _with_head(shard: ShardSpec, technique: Technique) -> ShardSpec:
+    if isinstance(technique, Resident) or shard.index not in kept_heads(technique):
+        return shard
+    assert technique.keep_head is not None
+    return replace(
+        shard,
+        head_bytes=Bytes(technique.keep_head[1]),
+        head_of_state=shard.index in kept_weights(technique),
+    )
+
+
 def _as_it_travels(shard: ShardSpec, technique: Technique) -> ShardSpec:
+    shard = _with_head(shard, technique)
     narrow = shard.narrow
     if narrow is None or not travels_narrow(technique, shard.index):
         return replace(shard, narrow=None) if narrow else shard
@@ -315,9 +385,16 @@ def _explain_job(job: Job, like: int) -> list[str]:
         if weights := kept_weights(job.technique):
             names = ", ".join(map(str, weights))
             lines.append(f"    of {len(weights)} the parameters stay, the state travels: {names}")
+        if head := job.technique.keep_head:
+            part = "state" if head[0] in kept_weights(job.technique) else "parameters"
+            size = format_bytes(Bytes(head[1]))
+            lines.append(f"    of the {part} of shard {head[0]} {size} stay too")
         if turned := turned_shards(job.technique, len(shards)):
             names = ", ".join(map(str, turned))
             lines.append(f"    {len(turned)} stay from forward to backward: {names}")
+        if waiting := waiting_gradients(job.technique, len(shards)):
+            names = ", ".join(map(str, waiting))
+            lines.append(f"    of {len(waiting)} gradients wait for the step there: {names}")
         if saves := job.technique.keep_activations:
             names = ", ".join(map(str, saves))
             lines.append(f"    {len(saves)} do not recompute their forward: {names}")

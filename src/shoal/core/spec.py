@@ -165,7 +165,8 @@ class ShardSpec:
     ``saving_peak_bytes`` is the peak inside of that forward. ``stash_bytes`` are buffers and
     parameters that a forward changes, as they were, kept for the recompute. ``narrow`` is what
     differs if its weights travel as bfloat16, None where they cannot; a job's shards have it
-    worked in (``plan.as_they_travel``).
+    worked in (``plan.as_they_travel``), and so is the head: ``head_bytes`` of its parameters, or
+    where those stay of its state, stay on the device from step to step.
     """
 
     index: int
@@ -188,6 +189,8 @@ class ShardSpec:
     saving_peak_bytes: Bytes = NO_BYTES
     stash_bytes: Bytes = NO_BYTES
     narrow: Narrow | None = None
+    head_bytes: Bytes = NO_BYTES
+    head_of_state: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,16 @@ def techniques(
             yield technique
         yield Spilled(optimizer=place, keep_activations=())
         return
-    same = replace(technique, shards=shards, optimizer=place, keep_turn=None, keep_activations=())
+    same = replace(
+        technique,
+        shards=shards,
+        optimizer=place,
+        lookbehind=None,
+        keep_turn=None,
+        keep_gradients=None,
+        keep_head=None,
+        keep_activations=(),
+    )
     fewer_kept = replace(same, keep=None, keep_weights=(), order=None)
     if has_neighbours or technique.keep or technique.keep_weights or technique.keep_activations:
         yield fewer_kept

@@ -81,6 +81,8 @@ class Replanning:
             optimizer=state.place,
             transfer="fp32",
             keep_turn=None,
+            keep_gradients=None,
+            keep_head=None,
             keep_activations=None,
         )
         smaller = techniques(whole, len(job.shards), state.place, has_neighbours=True)

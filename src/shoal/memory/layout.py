@@ -22,9 +22,11 @@ from shoal.core.plan import (
     Resident,
     Spilled,
     Technique,
+    kept_heads,
     kept_shards,
     kept_weights,
     travels_narrow,
+    waiting_gradients,
 )
 from shoal.core.spec import ALIGNMENT
 from shoal.core.units import round_up
@@ -173,11 +175,13 @@ def _narrowed(spec: TensorSpec, names: Collection[str]) -> TensorSpec:
 
 
 def slot_parts(technique: Spilled, *, clip: bool, accumulate: int) -> tuple[str, ...]:
-    """Which parts a device slot has room for besides the parameters."""
-    on_device = technique.optimizer == "device"
+    """Which parts a device slot has room for besides the parameters.
+
+    Of a step that clips what the optimizer needs comes into late slots.
+    """
+    with_state = technique.optimizer == "device" and not clip
     in_turns = accumulate > 1 and technique.order != "shard"
-    grads_return = in_turns or (on_device and clip)
-    return ("state",) * on_device + ("grad",) * grads_return
+    return ("state",) * with_state + ("grad",) * in_turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,17 +190,20 @@ class Spot:
 
     start: int
     num_bytes: int
-    parts: tuple[str, ...]  # besides the parameters
+    parts: tuple[str, ...]  # "param", "state", "head"
 
 
 @dataclass(frozen=True, slots=True)
 class Arena:
     """A trial's region on a device: a spot for each shard that stays, then equal slots.
 
+    Late slots are no part of it: their memory comes and goes with each step.
+
     Attributes:
         kept: Shard -> its spot; in order of shard.
         parts: What a slot has room for besides parameters.
         slots_at: The first byte of the first slot.
+        late_bytes: Of one late slot, which has room for state and gradients.
     """
 
     kept: Mapping[int, Spot]
@@ -204,6 +211,8 @@ class Arena:
     slots_at: int
     slot_bytes: int
     num_slots: int
+    late_bytes: int = 0
+    num_late: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -222,22 +231,57 @@ def arena(layout: TrialLayout, technique: Technique, *, clip: bool, accumulate: 
     """What a technique needs of the device for the shards of ``layout``."""
     kept: dict[int, Spot] = {}
     offset = 0
-    whole, weights = kept_shards(technique), kept_weights(technique)
-    for shard in sorted((*whole, *weights)):
-        stays = ("state",) if shard in whole else ()  # its gradients are autograd's
-        size = _size(layout.shards[shard], ("param", *stays))
+    whole, heads = kept_shards(technique), _heads(technique)
+    for shard, stays in _staying(technique).items():
+        size = _size(layout.shards[shard], stays) + heads.get(shard, 0)
         kept[shard] = Spot(offset, size, stays)
         offset += size
     if isinstance(technique, Resident):
         return Arena(kept, (), offset, 0, 0)
     parts = slot_parts(technique, clip=clip, accumulate=accumulate)
+    weights = kept_weights(technique)
     sizes = [
         _size(shard, parts if number in weights else ("param", *parts))
+        - heads.get(number, 0) * (number not in weights or "state" in parts)
         for number, shard in enumerate(layout.shards)
         if number not in whole
     ]
     count = min(1 + (technique.lookahead or 0), len(sizes))
-    return Arena(kept, parts, offset, max(sizes, default=0), count)
+    late = _late_sizes(layout, technique) if clip and technique.optimizer == "device" else []
+    most = max(late, default=0)
+    return Arena(kept, parts, offset, max(sizes, default=0), count, most, min(count, len(late)))
+
+
+def _late_sizes(layout: TrialLayout, technique: Spilled) -> list[int]:
+    """What each shard that is not kept has in a late slot."""
+    waiting = waiting_gradients(technique, len(layout.shards))
+    heads, weights = _heads(technique), kept_weights(technique)
+    return [
+        _size(shard, ("state",) if number in waiting else ("state", "grad"))
+        - heads.get(number, 0) * (number in weights)
+        for number, shard in enumerate(layout.shards)
+        if number not in kept_shards(technique)
+    ]
+
+
+def _staying(technique: Technique) -> Mapping[int, tuple[str, ...]]:
+    """Shard -> what of it stays on the device, in order of shard; its gradients are autograd's."""
+    stays: dict[int, tuple[str, ...]] = {s: ("param", "state") for s in kept_shards(technique)}
+    stays |= {shard: ("param",) for shard in kept_weights(technique)}
+    for shard in kept_heads(technique):
+        stays[shard] = (*stays.get(shard, ()), "head")
+    return dict(sorted(stays.items()))
+
+
+def _heads(technique: Technique) -> Mapping[int, int]:
+    if isinstance(technique, Resident) or technique.keep_head is None:
+        return {}
+    return dict([technique.keep_head])
+
+
+def head_sizes(segment: Segment) -> tuple[int, ...]:
+    """Bytes of the first tensors of a segment: of one, of two, and so on, but not of all."""
+    return tuple(field.offset for field in segment.fields[1:])
 
 
 def _size(shard: ShardLayout, parts: tuple[str, ...]) -> int:

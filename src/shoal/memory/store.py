@@ -72,18 +72,30 @@ def view(flat: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
     return tensor
 
 
-def views(flat: torch.Tensor, segment: Segment, at: int = 0) -> dict[str, torch.Tensor]:
-    """Tensor per field name of a segment that begins at byte ``at`` of ``flat``."""
-    return {field.spec.name: view(flat, at + field.offset, field.spec) for field in segment.fields}
+def views(
+    flat: torch.Tensor, segment: Segment, at: int = 0, head: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """Tensor per field name of a segment that begins at byte ``at`` of ``flat``.
+
+    Its first fields are in ``head``, if there is one, and what begins at ``at`` is the rest.
+    """
+    return {field.spec.name: _divided(flat, at, field, head) for field in segment.fields}
+
+
+def _divided(flat: torch.Tensor, at: int, field: Field, head: torch.Tensor | None) -> torch.Tensor:
+    in_head = 0 if head is None else head.numel()
+    if head is not None and field.offset < in_head:
+        return view(head, field.offset, field.spec)
+    return view(flat, at + field.offset - in_head, field.spec)
 
 
 def state_views(
-    flat: torch.Tensor, segment: Segment, at: int = 0
+    flat: torch.Tensor, segment: Segment, at: int = 0, head: torch.Tensor | None = None
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Optimizer state per parameter name and key of a state segment."""
+    """Optimizer state per parameter name and key of a state segment, as ``views``."""
     result: dict[str, dict[str, torch.Tensor]] = {}
     for field in segment.fields:
-        tensor = view(flat, at + field.offset, field.spec)
+        tensor = _divided(flat, at, field, head)
         result.setdefault(field.spec.name, {})[field.spec.key] = tensor
     return result
 

@@ -127,13 +127,21 @@ def _all_settings(measure: JobMeasure, request: Request, boundaries: Place) -> I
     order: Order = forced.order or "micro"
     place = place_asked(forced, request)
     places: tuple[Place, ...] = (place,) if place else ("host", "device")
-    looks = (1, 0) if forced.lookahead is None else (forced.lookahead,)
-    for place, lookahead in itertools.product(places, looks):
+    for place, (lookahead, lookbehind) in itertools.product(places, _looks(forced)):
         yield replace(
             forced,
             optimizer=place,
             lookahead=lookahead,
+            lookbehind=lookbehind,
             order=order,
             boundaries=boundaries,
             transfer=transfer_of(forced, place, measure),
         )
+
+
+def _looks(forced: Spilled) -> Iterator[tuple[int, int]]:
+    """How far loads are ahead, and gradients behind; what is ahead leaves nothing waiting."""
+    for lookahead in (1, 0) if forced.lookahead is None else (forced.lookahead,):
+        behind = (0,) if forced.lookbehind is None and not lookahead else ()
+        for lookbehind in (1, *behind) if forced.lookbehind is None else (forced.lookbehind,):
+            yield lookahead, lookbehind

@@ -11,7 +11,7 @@ cheapest is taken; of those that cost about the same, the one that moves the few
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from shoal.core.plan import Spilled, turned_shards
@@ -20,6 +20,7 @@ from shoal.core.units import Bytes
 from shoal.memory.layout import TrialLayout
 from shoal.planner.need import Need, Request, fits, need, waiting_bytes
 from shoal.planner.price import Speeds, price
+from shoal.planner.spare import head_most, most_of, use_turn
 from shoal.spill.generate import kept_of, route_of
 
 ALIKE = 1.03
@@ -39,7 +40,8 @@ def keep_best(
 ) -> tuple[Spilled, Need] | None:
     """The technique with the room divided as it costs the least; None if it does not fit."""
     options: list[tuple[Spilled, Need]] = []
-    open_ = technique.keep is None and technique.keep_activations is None
+    none_named = not technique.keep_activations and technique.optimizer == "host"
+    open_ = technique.keep is None and (technique.keep_activations is None or none_named)
     for share in SHARES if open_ else SHARES[:1]:
         kept = keep_most(measure, shards, technique, request, budget, active, layout, share)
         if kept is None:
@@ -56,37 +58,8 @@ def keep_best(
         return options[0] if options else None
     batch = measure.batch_bytes
     prices = [price(shards, batch, t, request, speeds, active).step_s for t, _ in options]
-    return next(
-        o for o, step_s in zip(options, prices, strict=True) if step_s <= ALIKE * min(prices)
-    )
-
-
-def turn_most(
-    measure: JobMeasure,
-    shards: Sequence[ShardSpec],
-    kept: tuple[Spilled, Need],
-    technique: Spilled,
-    request: Request,
-    budget: Bytes,
-    active: int,
-    layout: TrialLayout | None = None,
-) -> tuple[Spilled, Need]:
-    """``kept`` with as many shards held over the turn as fit; as it is if they were asked for.
-
-    Where batches have been larger than what was measured, what room is left is a reserve.
-    """
-    resolved = kept[0]
-    asked = technique.keep_turn is not None or resolved.optimizer != "host"
-    if asked or request.varies:
-        return kept
-
-    def tried(count: int) -> tuple[Spilled, Need] | None:
-        technique = replace(resolved, keep_turn=count)
-        found = need(measure, shards, technique, request, layout)
-        return (technique, found) if fits([found], budget, active) else None
-
-    many = turned_shards(replace(resolved, keep_turn=len(shards)), len(shards))
-    return _most(tried, kept, 0, len(many))
+    cheapest = [o for o, s in zip(options, prices, strict=True) if s <= ALIKE * min(prices)]
+    return min(cheapest, key=lambda option: option[1].moved)
 
 
 def _save_most(
@@ -110,28 +83,11 @@ def _save_most(
         found = need(measure, shards, technique, request, layout)
         return (technique, found) if fits([found], budget, active) else None
 
-    return _most(tried, kept, 0, len(able))
+    return most_of(tried, kept, 0, len(able))
 
 
-ORDERS = ((turn_most, _save_most), (_save_most, turn_most))
-"""Who is given room first; with the step on the device nothing is held over the turn."""
-
-
-def _most(
-    tried: Callable[[int], tuple[Spilled, Need] | None],
-    best: tuple[Spilled, Need],
-    few: int,
-    many: int,
-) -> tuple[Spilled, Need]:
-    """What is ``tried`` with as much as fits: ``few``, which is ``best``, to ``many``."""
-    while few < many:
-        middle = (few + many + 1) // 2
-        found = tried(middle)
-        if found is None:
-            many = middle - 1
-        else:
-            best, few = found, middle
-    return best
+ORDERS = ((use_turn, head_most, _save_most), (_save_most, use_turn, head_most))
+"""Who is given room first."""
 
 
 def _savers(shards: Sequence[ShardSpec], technique: Spilled) -> list[int]:
@@ -171,8 +127,10 @@ def keep_most(
         resolved = replace(
             technique,
             shards=len(shards),
+            keep_head=technique.keep_head if technique.keep is not None else None,
             keep_activations=saves,
             keep_turn=technique.keep_turn or 0,
+            keep_gradients=technique.keep_gradients or 0,
         )
         if technique.keep is None and technique.optimizer == "device":
             some = kept_of(len(shards), min(step, len(able)), borrowers)
@@ -192,7 +150,7 @@ def keep_most(
     few, many = 0, int(share * len(able) * (2 if technique.optimizer == "device" else 1))
     if few < many > len(able) and (found := tried(len(able))):  # slots are smaller from here on
         best, few = found, len(able)
-    return _most(tried, best, few, many)
+    return most_of(tried, best, few, many)
 
 
 def guess_most(

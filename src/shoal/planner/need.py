@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shoal.core.plan import Resident, Spilled, Technique, as_they_travel, kept_shards, kept_weights
+from shoal.core.plan import (
+    Resident,
+    Spilled,
+    Technique,
+    as_they_travel,
+    kept_heads,
+    kept_shards,
+    kept_weights,
+)
 from shoal.core.spec import JobMeasure, Place, ShardSpec, Transfer
 from shoal.core.units import Bytes
 from shoal.memory.layout import TrialLayout, arena, as_it_travels, lenders
@@ -86,7 +94,7 @@ def footprints(
     lent: tuple[int, ...] = (),
 ) -> list[Footprint]:
     """What each program of a job needs; proves on the way that the programs are sound."""
-    here = kept(kept_shards(technique), kept_weights(technique))
+    here = kept(kept_shards(technique), kept_weights(technique), kept_heads(technique))
     step, evaluation = programs(len(shards), technique, request, lent)
     shards = as_they_travel(shards, technique)
     training = {0: JobCosts(shards=shards, batch_bytes=batch)}

@@ -11,10 +11,11 @@ from shoal.core.plan import Spilled, as_they_travel
 from shoal.core.spec import JobMeasure, LayerMeasure, ShardSpec
 from shoal.core.units import Bytes, Seconds
 from shoal.partition.cut import cut, shard_cost
-from shoal.planner.keep import guess_most, guess_saves, keep_most, turn_most
+from shoal.planner.keep import guess_most, guess_saves, keep_most
 from shoal.planner.need import Need, Request, fits, need
 from shoal.planner.predict import predict_shards
 from shoal.planner.price import Speeds, price
+from shoal.planner.spare import use_turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +112,7 @@ class Paper:
         kept = keep_most(self._measure, shards, technique, request, budget, active)
         if kept is None:
             return inf
-        return turn_most(self._measure, shards, kept, technique, request, budget, active)[1].moved
+        return use_turn(self._measure, shards, kept, technique, request, budget, active)[1].moved
 
     def step_s(self, choice: Choice, speeds: Speeds, budget: Bytes) -> Seconds:
         """The price of a step, with as much kept as there should be room for."""
@@ -142,7 +143,7 @@ class Paper:
     ) -> Need | None:
         """What is needed with nothing kept but what is forced; None if it is surely too much."""
         shards = as_they_travel(self._of(cuts), technique)
-        with_state = technique.optimizer == "device"
+        with_state = technique.optimizer == "device" and not self._request.clip
         if not technique.keep and not technique.keep_weights:
             slot = max(s.parameter_bytes + with_state * s.state_bytes for s in shards)
             slots = min(1 + (technique.lookahead or 0), len(shards)) * slot
@@ -158,6 +159,7 @@ class Paper:
             technique,
             keep=technique.keep or (),
             keep_turn=technique.keep_turn or 0,
+            keep_gradients=technique.keep_gradients or 0,
             keep_activations=(),
         )
         if (cuts, least) not in self._needs:
@@ -183,15 +185,15 @@ def _least_outside(
     """What is surely held outside the slots at some moment: inputs of shards, and gradients.
 
     After the backward of a shard its gradients are there, and those of the one before it are
-    on their way to the host, unless it stepped them.
+    on their way to the host, unless it stepped them or that is waited for.
     """
     steps_at_once = technique.optimizer == "device" and not request.clip
     in_turns = request.micro_batches > 1 and technique.order != "shard"
-    all_go_down = not steps_at_once or in_turns
+    in_flight = technique.lookbehind != 0 and (not steps_at_once or in_turns)
     waits = technique.boundaries == "host"
     most = inputs = 0
     for shard, behind in itertools.zip_longest(shards, shards[1:]):
-        stored = behind.gradient_bytes if behind is not None and all_go_down else 0
+        stored = behind.gradient_bytes if behind is not None and in_flight else 0
         left = batch if shard.index else 0  # the first shard's backward is the last to read it
         most = max(most, left + inputs + shard.gradient_bytes + stored)
         inputs += shard.boundary_bytes - (shard.private_bytes if waits else 0)

@@ -12,7 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shoal.core.plan import Spilled, Technique, as_they_travel, kept_shards, kept_weights
+from shoal.core.plan import (
+    Spilled,
+    Technique,
+    as_they_travel,
+    kept_heads,
+    kept_shards,
+    kept_weights,
+)
 from shoal.core.spec import ShardSpec
 from shoal.core.units import Bytes, Seconds
 from shoal.planner.need import Request, programs
@@ -88,7 +95,7 @@ def run_of(
         up_bytes_per_s=speeds.up_bytes_per_s,
         down_bytes_per_s=speeds.down_bytes_per_s,
     )
-    here = kept(kept_shards(technique), kept_weights(technique))
+    here = kept(kept_shards(technique), kept_weights(technique), kept_heads(technique))
     return Run(program=step, costs={0: costs}, start=here)
 
 

@@ -17,10 +17,11 @@ from shoal.core.plan import (
     kept_weights,
     travels_narrow,
     turned_shards,
+    waiting_gradients,
 )
 from shoal.core.spec import DeviceSpec, Place, Scalar, TrialSpec
 from shoal.core.units import Bytes, Seconds, format_bytes, format_seconds
-from shoal.memory.layout import as_it_travels
+from shoal.memory.layout import as_it_travels, head_sizes, lenders
 from shoal.planner.choose import choices, may_go_by_shard
 from shoal.planner.job import make_job, refuse
 from shoal.planner.keep import keep_best
@@ -137,6 +138,7 @@ class Deciding:
         for choice in choices(measured.measure, self._budget, actives, request, self._speeds):
             exact = yield MeasureShards(trial, choice.cuts, narrow=self._narrow)
             _refuse_borrowers(trial, exact, choice.technique)
+            _refuse_head(trial, exact, choice.technique)
             active = choice.active
             _refuse_activations(trial, exact, choice.technique)
             found = self._keep_best(exact, choice.technique, request, active)
@@ -159,7 +161,9 @@ class Deciding:
         """Who asks for spilling where the whole model would fit wants to see it travel."""
         forced = self._request.technique
         if isinstance(forced, Spilled) and forced.keep is None and whole.total <= self._budget:
-            travels = replace(forced, keep=(), keep_weights=(), keep_turn=forced.keep_turn or 0)
+            turn, gradients = forced.keep_turn or 0, forced.keep_gradients or 0
+            travels = replace(forced, keep=(), keep_weights=(), keep_turn=turn)
+            travels = replace(travels, keep_gradients=gradients)
             if forced.keep_activations is None:
                 travels = replace(travels, recompute=True)
             return replace(self._request, technique=travels)
@@ -223,6 +227,11 @@ class Deciding:
             reasons.append(
                 f"{len(turned)} shards more hold their parameters from forward to backward, for "
                 "which there is room at the turn"
+            )
+        if waiting := waiting_gradients(technique, len(exact.measure.shards)):
+            reasons.append(
+                f"the gradients of {len(waiting)} shards that are not kept wait for the step on "
+                "the device, for which there is room"
             )
         if technique.transfer == "bf16":
             reasons.append(self._why_narrow(exact, technique))
@@ -343,8 +352,9 @@ class Deciding:
             return settled
         asked = forced if isinstance(forced, Spilled) else Spilled()
         if asked.keep is None and (technique.keep or forced is None):
-            technique = replace(technique, keep=None, keep_weights=())
-        technique = replace(technique, keep_turn=asked.keep_turn)
+            technique = replace(technique, keep=None, keep_weights=(), keep_head=None)
+        turn, gradients = asked.keep_turn, asked.keep_gradients
+        technique = replace(technique, keep_turn=turn, keep_gradients=gradients)
         if technique.recompute is not True:
             technique = replace(technique, keep_activations=asked.keep_activations)
         exact = Measured(0, settled.measure, settled.layout)
@@ -403,12 +413,15 @@ def _as_named(technique: Spilled) -> Spilled:
         technique,
         keep=technique.keep or (),
         keep_turn=technique.keep_turn or 0,
+        keep_gradients=technique.keep_gradients or 0,
         keep_activations=saves,
     )
 
 
 def _all_travel(technique: Spilled) -> Spilled:
-    return replace(technique, keep=(), keep_weights=(), keep_turn=0, keep_activations=())
+    none = replace(technique, keep=(), keep_weights=(), keep_head=None)
+    none = replace(none, keep_turn=0, keep_gradients=0)
+    return replace(none, keep_activations=())
 
 
 def _refuse_borrowers(trial: TrialSpec, exact: Measured, technique: Spilled) -> None:
@@ -421,6 +434,21 @@ def _refuse_borrowers(trial: TrialSpec, exact: Measured, technique: Spilled) -> 
                 f"the device, but it borrows {format_bytes(borrowed)} of tied parameters from "
                 "another shard, whose step would leave it an old copy. Leave it out of keep=."
             )
+
+
+def _refuse_head(trial: TrialSpec, exact: Measured, technique: Spilled) -> None:
+    if technique.keep_head is None or exact.layout is None:
+        return
+    shard, asked = technique.keep_head
+    layout, spec = exact.layout.shards[shard], exact.measure.shards[shard]
+    sizes = head_sizes(layout.state if shard in technique.keep_weights else layout.param)
+    tied = shard in lenders(exact.layout) or spec.parameter_bytes > spec.owned_bytes
+    if tied or asked not in sizes:
+        why = "it has tied parameters" if tied else f"its first tensors have {sizes} bytes"
+        raise PlanError(
+            f"trial {trial.number} was asked to keep {asked} bytes of shard {shard} of "
+            f"{technique.shards} on the device, but {why}. Leave keep_head= out to keep what fits."
+        )
 
 
 def _refuse_activations(trial: TrialSpec, exact: Measured, technique: Spilled) -> None:

@@ -39,10 +39,17 @@ Costs = Mapping[int, JobCosts]
 def part_bytes(shard: ShardSpec, part: Part) -> Bytes:
     """What a part of a shard takes on the device; borrowed parameters included."""
     if part is Part.PARAM:
-        return shard.parameter_bytes
+        return Bytes(shard.parameter_bytes - _head_bytes(shard, part))
+    if part is Part.STATE:
+        return Bytes(shard.state_bytes - _head_bytes(shard, part))
     if part is Part.BOUNDARY:
         return shard.private_bytes
-    return shard.state_bytes if part is Part.STATE else shard.gradient_bytes
+    return shard.head_bytes if part is Part.HEAD else shard.gradient_bytes
+
+
+def _head_bytes(shard: ShardSpec, part: Part) -> int:
+    """What of a part does not travel."""
+    return shard.head_bytes if shard.head_of_state == (part is Part.STATE) else 0
 
 
 def moved_bytes(action: Action, shard: ShardSpec) -> Bytes:
@@ -61,7 +68,9 @@ def moved_bytes(action: Action, shard: ShardSpec) -> Bytes:
 
 
 def _stored_bytes(shard: ShardSpec, part: Part) -> Bytes:
-    return shard.owned_bytes if part is Part.PARAM else part_bytes(shard, part)
+    if part is Part.PARAM:
+        return Bytes(shard.owned_bytes - _head_bytes(shard, part))
+    return part_bytes(shard, part)
 
 
 def unit_peak_bytes(action: Action, shard: ShardSpec) -> Bytes:

@@ -3,6 +3,7 @@
 [Note: what is on the device]
     kept        what is there before the first action and stays, each as large as it is
     slots       what was loaded: every slot as large as the largest content of any
+    late slots  as large as the largest content of any, from the first LOAD into one to the end
     own         parameters loaded into memory of their own, from the LOAD until the DROP
     batch       from the first to the last unit of its micro-batch on this device
     boundaries  into shard s: from F(s - 1) or RECV until B(s) or SEND; in a program
@@ -29,6 +30,7 @@ from shoal.program.slots import (
     NOTHING,
     Outside,
     ShardKey,
+    SlotMap,
     assign_slots,
     is_unit,
     outside,
@@ -65,7 +67,7 @@ class Footprint:
 def footprint(actions: Sequence[Action], costs: Costs, *, start: Kept = NOTHING) -> Footprint:
     """The bytes of one device's actions, which must have passed the checks."""
     slots = assign_slots(actions, start=start)
-    memory = _Memory.before(actions, costs, start, slots.waits)
+    memory = _Memory.before(actions, costs, start, slots)
     outside = [memory.visit(index, action) for index, action in enumerate(actions)]
     units = [unit_peak_bytes(a, costs[a.trial].shards[a.shard]) for a in actions]
     num_slots = slots.num_slots - slots.num_kept
@@ -101,6 +103,8 @@ class _Memory:
     stores: dict[Outside, int] = field(default_factory=dict)  # of what is outside the slots
     kept: dict[ShardKey, set[Part]] = field(default_factory=dict)
     own: set[ShardKey] = field(default_factory=set)  # whose parameters are in no slot
+    late: dict[ShardKey, set[Part]] = field(default_factory=dict)  # what is in late slots
+    late_bytes: int = 0  # of all late slots, once they are there
     kept_bytes: int = 0
     slot_bytes: int = 0
     outside: dict[Hashable, Bytes] = field(default_factory=dict)
@@ -113,10 +117,11 @@ class _Memory:
         actions: Sequence[Action],
         costs: Costs,
         start: Kept,
-        waits: Sequence[Sequence[int]],
+        slots: SlotMap,
     ) -> _Memory:
         backward = {action.trial for action in actions if action.op is Op.B}
-        memory = cls(costs, backward, _batch_ends(actions), waits)
+        memory = cls(costs, backward, _batch_ends(actions), slots.waits)
+        memory.late_bytes = slots.num_late * _largest_late(actions, costs)
         for key, parts in tenants_before(actions, start).items():
             memory._stay(key, parts)
         return memory
@@ -139,7 +144,7 @@ class _Memory:
         if Part.BOUNDARY in action.parts and action.op not in (Op.SEND, Op.RECV):
             self._move_boundary(index, action)
         elif action.op is Op.LOAD:
-            self._enter(key, action.parts, own=action.own)
+            self._enter(key, action)
         elif action.op is Op.STORE and Part.GRAD in action.parts:
             self.stores[outside(action)] = index
         elif action.op is Op.DROP:
@@ -223,14 +228,17 @@ class _Memory:
         if Part.GRAD in parts:
             self._take(("grad", *key), shard.gradient_bytes)
 
-    def _enter(self, key: ShardKey, parts: Iterable[Part], *, own: bool) -> None:
+    def _enter(self, key: ShardKey, action: Action) -> None:
         inside = self.loaded.setdefault(key, set())
-        inside |= set(parts)
+        inside |= set(action.parts)
         shard = self.costs[key[0]].shards[key[1]]
-        if own:
+        if action.own:
             self.own.add(key)
             self._take(("own", *key), shard.parameter_bytes)
-        slotted = inside - self.kept.get(key, set())
+        if action.late:
+            self.late.setdefault(key, set()).update(action.parts)
+            self._take("late", Bytes(self.late_bytes))
+        slotted = inside - self.kept.get(key, set()) - self.late.get(key, set())
         if key in self.own:
             slotted -= {Part.PARAM}
         self.slot_bytes = max(self.slot_bytes, sum(part_bytes(shard, p) for p in slotted))
@@ -243,6 +251,7 @@ class _Memory:
             self.own.remove(key)
             self._give(("own", *key))
         inside -= set(parts)
+        self.late.get(key, set()).difference_update(parts)
 
     def _send_down(self, action: Action) -> None:
         """Dropped gradients outside the slots stay until somebody waits for their STORE."""
@@ -257,6 +266,12 @@ class _Memory:
 
     def _give(self, key: Hashable) -> None:
         self.total -= self.outside.pop(key, 0)
+
+
+def _largest_late(actions: Iterable[Action], costs: Costs) -> int:
+    """The largest content of a late slot."""
+    late = [action for action in actions if action.late]
+    return max((moved_bytes(a, costs[a.trial].shards[a.shard]) for a in late), default=0)
 
 
 def _of(action: Action, shard: int) -> tuple[int, int, int | None, int]:

@@ -17,19 +17,23 @@ is a prefetch.
     (none)    DROP                the STOREs and units that use the parts
 
 Parts of a shard on the device: ``param`` (with tied weights it borrows), ``state`` (the
-optimizer's), ``grad``. ``boundary`` is what enters a shard for one micro-batch, as far as no
-later shard reads it: it may wait on the host between F and B (``STORE s1 m0 boundary``, after
-F(s - 1); DROP, after F(s); LOAD, before B(s)), and is moved by itself. F(s, m) runs a shard's
+optimizer's), ``grad``. A shard may have a ``head``: tensors of its parameters, or else of its
+state, that stay on the device, while ``param`` or ``state`` is the rest. ``boundary`` is what
+enters a shard for one micro-batch, as far as no later shard reads it: it may wait on the host
+between F and B (``STORE s1 m0 boundary``, after F(s - 1); DROP, after F(s); LOAD, before B(s)),
+and is moved by itself. F(s, m) runs a shard's
 forward for micro-batch m under no_grad and leaves the boundary into shard s + 1. B(s, m) runs
 the forward again with gradients and then the backward; for the last shard, which has no F,
 this is the first forward and includes the loss. K shards give 2K - 1 units a micro-batch. B
 makes or adds to ``grad``. ``F s1 m0 saved`` keeps what autograd saved until ``B s1 m0 saved``,
 which does not run the forward again; the parameters stay meanwhile. ``LOAD s1 param own`` loads
-into memory of its own and not into a slot; it is given back with the DROP. STEP on the device
-consumes ``grad`` and makes ``param`` and ``state`` dirty; STEP@host updates the host copies
-from the gradients there. SYNC is the barrier that turns the per-parameter norms of all shards
-into one clipping factor. Versions count optimizer steps from the program's start: F and B of a
-synchronous step use version 0.
+into memory of its own and not into a slot; it is given back with the DROP. ``LOAD s1 state late``
+takes a late slot, beside the parameters: there are none before the first such LOAD, and none
+after the program. ``DROP s1 grad now`` has the next unit wait for the STORE, and not the one
+after it. STEP on the device consumes ``grad`` and makes ``param`` and ``state`` dirty;
+STEP@host updates the host copies from the gradients there. SYNC is the barrier that turns the
+per-parameter norms of all shards into one clipping factor. Versions count optimizer steps from
+the program's start: F and B of a synchronous step use version 0.
 
 ``SEND s1 m0 d1`` is the boundary into shard 1, ``SEND s1 m0 grad d0`` the gradients that
 shard 1's B hands back; RECV has the same words with the other device. A SEND never
@@ -42,6 +46,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from shoal.core.errors import ProgramError
 from shoal.core.spec import Place
@@ -70,16 +75,19 @@ class Part(StrEnum):
     GRAD = "grad"
     BOUNDARY = "boundary"
     SAVED = "saved"
+    HEAD = "head"
 
 
 Kept = Mapping[int, Collection[Part]]
 """Shard -> its parts that are on the device before a program, and after it."""
 
 
-def kept(shards: Iterable[int], weights: Iterable[int] = ()) -> Kept:
-    """Shards that stay on the device between programs: all but gradients, or parameters alone."""
-    whole = {shard: (Part.PARAM, Part.STATE) for shard in shards}
-    return {shard: (Part.PARAM,) for shard in weights} | whole
+def kept(shards: Iterable[int], weights: Iterable[int] = (), heads: Iterable[int] = ()) -> Kept:
+    """What stays on the device between programs: all but gradients, parameters, or a head."""
+    stay: dict[int, tuple[Part, ...]] = {shard: (Part.PARAM,) for shard in weights}
+    for shard in heads:
+        stay[shard] = (*stay.get(shard, ()), Part.HEAD)
+    return stay | {shard: (Part.PARAM, Part.STATE) for shard in shards}
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -88,7 +96,8 @@ class Action:
 
     ``micro`` is None where the action is about the shard and not one micro-batch.
     ``parts`` are what LOAD, STORE and DROP concern. ``place`` is where a STEP runs.
-    ``peer`` is the other device of a SEND or RECV. ``own`` says that a LOAD takes no slot.
+    ``peer`` is the other device of a SEND or RECV. ``own`` says that a LOAD takes no slot,
+    ``late`` that it takes one that is not there before, ``now`` that a DROP is waited for.
     """
 
     op: Op
@@ -100,6 +109,8 @@ class Action:
     peer: int | None = None
     trial: int = 0
     own: bool = False
+    late: bool = False
+    now: bool = False
 
     def __str__(self) -> str:
         """The text form: ``F s1 m0``, ``LOAD s2 param+state``, ``STEP@host s0``."""
@@ -110,8 +121,7 @@ class Action:
             words.append(f"v{self.version}")
         if self.parts:
             words.append("+".join(self.parts))
-        if self.own:
-            words.append("own")
+        words += [word for word in FLAGS if getattr(self, word)]
         if self.peer is not None:
             words.append(f"d{self.peer}")
         if self.trial:
@@ -144,6 +154,7 @@ def single(actions: Iterable[Action]) -> Program:
 
 
 _WORD = re.compile(r"(s|m|v|d|t)(\d+)")
+FLAGS = ("own", "late", "now")
 _FIELDS = {"s": "shard", "m": "micro", "v": "version", "d": "peer", "t": "trial"}
 
 
@@ -157,13 +168,13 @@ def parse_action(line: str) -> Action:
     name, _, place = head.partition("@")
     if name not in Op.__members__ or place not in ("", "host"):
         raise ProgramError(f"{head!r} in {line!r} is no action; known are {', '.join(Op)}.")
-    numbers: dict[str, int] = {}
+    numbers: dict[str, Any] = {flag: flag in words for flag in FLAGS}
     parts: tuple[Part, ...] = ()
     for word in words:
         match = _WORD.fullmatch(word)
         if match:
             numbers[_FIELDS[match[1]]] = int(match[2])
-        elif word == "own":
+        elif word in FLAGS:
             continue
         elif set(word.split("+")) <= set(Part):
             parts = tuple(Part(part) for part in word.split("+"))
@@ -173,7 +184,6 @@ def parse_action(line: str) -> Action:
         Op(name),
         parts=parts,
         place="host" if place else "device",
-        own="own" in words,
         **numbers,
     )
 

@@ -45,7 +45,7 @@ def find_needs(actions: Sequence[Action], slots: SlotMap) -> tuple[Needs, ...]:
     for index, action in enumerate(actions):
         found = writers.needed_by(action) | set(slots.waits[index])
         slot = slots.slots[index]
-        if slots.is_first[index] and slot is not None:
+        if slots.is_first[index] and slot is not None and not action.late:
             found |= {tail - size for tail in slots.tails[slot]}
         if is_first_unit and is_unit(action):
             found |= {store - size for store in slots.stores_left}
@@ -107,7 +107,8 @@ def _reads(action: Action) -> list[_Name]:
         return [_away(action), ("compute", trial)]  # whose memory it may be given
     if action.op is Op.LOAD:
         home: list[_Name] = [("home", trial, shard, part) for part in action.parts]
-        return [*home, ("compute", trial)] if action.own else home  # whose memory it may be given
+        is_new = action.own or action.late  # memory that a unit may have had
+        return [*home, ("compute", trial)] if is_new else home
     if action.op is Op.STORE:
         return [("device", trial, shard, part) for part in action.parts]
     if computes(action):

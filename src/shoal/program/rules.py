@@ -16,8 +16,8 @@ from shoal.program.ir import Action, Kept, Op, Part, Program
 from shoal.program.slots import tenants_before
 
 PARAM, STATE, GRAD = Part.PARAM, Part.STATE, Part.GRAD
-BOUNDARY, SAVED = Part.BOUNDARY, Part.SAVED
-NAMES = {PARAM: "parameters", STATE: "optimizer state", GRAD: "gradients"}
+BOUNDARY, SAVED, HEAD = Part.BOUNDARY, Part.SAVED, Part.HEAD
+NAMES = {PARAM: "parameters", STATE: "optimizer state", GRAD: "gradients", HEAD: "head"}
 
 
 class Tensor(NamedTuple):
@@ -41,13 +41,14 @@ class Copy:
     present: set[Part] = field(default_factory=set)
     dirty: set[Part] = field(default_factory=set)
     own: bool = False  # are the parameters in memory of their own?
+    late: bool = False  # is the state in a late slot?
 
 
 @dataclass(slots=True)
 class Home:
     """One shard on the host: which parts are current, and whether gradients await a step."""
 
-    current: set[Part] = field(default_factory=lambda: {PARAM, STATE})
+    current: set[Part] = field(default_factory=lambda: {PARAM, STATE, HEAD})
     has_gradients: bool = False
     version: int = 0  # optimizer steps so far
 
@@ -149,6 +150,12 @@ def _form(world: World, device: int, action: Action) -> Iterator[str]:
         yield "only F saves, and only its B uses that. Remove the part."
     if action.own and (action.op is not Op.LOAD or action.parts != (PARAM,)):
         yield "only a LOAD of parameters alone takes memory of its own. Remove the word."
+    if action.late and (action.op is not Op.LOAD or STATE not in action.parts):
+        yield "only a LOAD of state takes a late slot. Remove the word."
+    elif action.late and PARAM in action.parts:
+        yield "a late slot is beside the parameters. LOAD those by themselves."
+    if action.now and (action.op is not Op.DROP or not {GRAD, BOUNDARY} & set(action.parts)):
+        yield "only a DROP of gradients or of a boundary is waited for. Remove the word."
     with_micro = action.op in (Op.F, Op.B, Op.SEND, Op.RECV) or BOUNDARY in action.parts
     if with_micro and action.micro is None:
         yield f"{action.op} needs a micro-batch. Write m0 or another one."
@@ -185,6 +192,8 @@ def _load(world: World, device: int, action: Action) -> Iterator[str]:
         return
     copy, home = world.copy(device, action), world.home(action.trial, action.shard)
     name = f"s{action.shard}"
+    if action.late and PARAM not in copy.present:
+        yield f"a late slot is beside the parameters of {name}. LOAD those first."
     for part in action.parts:
         if part in copy.present:
             yield f"the {NAMES[part]} of {name} are on the device already. DROP them first."
@@ -230,6 +239,8 @@ def _drop(world: World, device: int, action: Action) -> Iterator[str]:
             )
         elif part is PARAM and (saved := world.saved_by(device, action)):
             yield _refers(action, saved)
+        elif part is PARAM and copy.late and STATE not in action.parts:
+            yield f"the state of s{action.shard} is in a late slot beside them. DROP both."
 
 
 def _refers(action: Action, saved: set[int | None]) -> str:
@@ -265,6 +276,8 @@ def _unit(world: World, device: int, action: Action) -> Iterator[str]:
 
 
 def _needs(world: World, device: int, action: Action, parts: tuple[Part, ...]) -> Iterator[str]:
+    if world.costs[action.trial].shards[action.shard].head_bytes:
+        parts = (*parts, HEAD)
     missing = [p for p in parts if p not in world.copy(device, action).present]
     if missing:
         names = " and ".join(NAMES[part] for part in missing)
@@ -444,6 +457,7 @@ def apply(world: World, device: int, action: Action) -> None:
         case Op.LOAD:
             copy.present |= parts
             copy.own |= action.own
+            copy.late |= action.late
         case Op.STORE:
             copy.dirty -= parts
             home.current |= parts
@@ -451,6 +465,7 @@ def apply(world: World, device: int, action: Action) -> None:
         case Op.DROP:
             copy.present -= parts
             copy.own &= PARAM in copy.present
+            copy.late &= STATE in copy.present
         case Op.F | Op.B:
             _apply_unit(world, device, action)
         case Op.STEP:
@@ -505,5 +520,6 @@ def _apply_step(copy: Copy, home: Home, action: Action) -> None:
     if action.place == "device":
         copy.present.discard(GRAD)
         copy.dirty.discard(GRAD)
-        copy.dirty |= {PARAM, STATE}
-        home.current -= {PARAM, STATE}
+        changed = {PARAM, STATE} | ({HEAD} & copy.present)
+        copy.dirty |= changed
+        home.current -= changed

@@ -6,7 +6,9 @@ DROP that leaves none of it loaded. A second LOAD of the same shard joins its sl
 Gradients that a B makes without a LOAD of ``grad`` live outside the slots, and so do
 boundaries, and parameters that a LOAD brings into memory of their own. What stays on the
 device between programs has a place of its own, numbered before the slots; of a shard whose
-parameters alone stay, the state takes a slot as any other shard does.
+parameters alone stay, the state takes a slot as any other shard does. Late slots, for LOADs that
+say so, are numbered by themselves: memory that is there from the first of these LOADs to the
+end of the program, while activations are not.
 
     LOAD s0 param        slot 0 -------------+
     LOAD s1 param        slot 1 ----------+  |
@@ -21,10 +23,12 @@ STOREs before it are complete. ``waits`` says so, twice:
 - a LOAD waits for the actions of the slot's previous tenant;
 - a unit waits for the STOREs of gradients and boundaries outside the slots that were dropped
   before the unit before it. So only what was dropped after the last unit is still on its way
-  down while a unit runs; the footprint counts it until a unit waits for it.
+  down while a unit runs; the footprint counts it until a unit waits for it. Of what is dropped
+  ``now`` nothing is: the next unit waits.
 
 A program that follows another finds the slots as that one left them: its first LOAD into a
-slot waits for the slot's ``tails``, its first unit for ``stores_left``.
+slot waits for the slot's ``tails``, its first unit for ``stores_left``, those of late slots among
+them.
 """
 
 from __future__ import annotations
@@ -55,7 +59,8 @@ class SlotMap:
 
     num_slots: int
     num_kept: int  # the first of them: those of the shards that are here before the first action
-    slots: tuple[int | None, ...]  # per action
+    num_late: int  # beside them
+    slots: tuple[int | None, ...]  # per action; of a late LOAD the late slot
     waits: tuple[tuple[int, ...], ...]  # per action: what must be complete before it starts
     is_first: tuple[bool, ...]  # per action: a LOAD into a slot nobody used before in this list
     tails: tuple[tuple[int, ...], ...]  # per slot: what its last tenant leaves to wait for
@@ -77,13 +82,14 @@ def assign_slots(actions: Sequence[Action], *, start: Kept = NOTHING) -> SlotMap
         book.stay(key, set(parts) - {Part.GRAD})
     slots = tuple(book.visit(index, action) for index, action in enumerate(actions))
     return SlotMap(
-        num_slots=len(book.tails),
+        num_slots=len(book.slots.tails),
         num_kept=len(here),
+        num_late=len(book.late.tails),
         slots=slots,
         waits=tuple(book.waits),
         is_first=tuple(book.is_first),
-        tails=tuple(map(tuple, book.tails)),
-        stores_left=tuple(book.stores_left()),
+        tails=tuple(map(tuple, book.slots.tails)),
+        stores_left=tuple(book.stores_left(actions)),
     )
 
 
@@ -109,33 +115,53 @@ class _Tenant:
 
 
 @dataclass(slots=True)
+class _Slots:
+    """Slots of one kind, and who is in them."""
+
+    tails: list[list[int]] = field(default_factory=list)
+    free: list[int] = field(default_factory=list)
+    tenants: dict[ShardKey, _Tenant] = field(default_factory=dict)
+
+    def enter(self, key: ShardKey) -> _Tenant:
+        slot = heappop(self.free) if self.free else len(self.tails)
+        if slot == len(self.tails):
+            self.tails.append([])
+        self.tenants[key] = _Tenant(slot, set())
+        return self.tenants[key]
+
+    def leave(self, key: ShardKey) -> None:
+        heappush(self.free, self.tenants.pop(key).slot)
+
+
+@dataclass(slots=True)
 class _Book:
     """The slots while the list is walked."""
 
     waits: list[tuple[int, ...]]
     is_first: list[bool]
-    tails: list[list[int]] = field(default_factory=list)
-    free: list[int] = field(default_factory=list)
+    slots: _Slots = field(default_factory=_Slots)
+    late: _Slots = field(default_factory=_Slots)
     kept: dict[ShardKey, _Tenant] = field(default_factory=dict)  # here from the beginning
-    tenants: dict[ShardKey, _Tenant] = field(default_factory=dict)
     stores: dict[Outside, int] = field(default_factory=dict)  # of what is outside the slots
     dropped: dict[int, list[int]] = field(default_factory=dict)  # per trial, since its last unit
     overdue: dict[int, list[int]] = field(default_factory=dict)  # per trial, before that
 
     def stay(self, key: ShardKey, parts: Collection[Part]) -> None:
-        self.kept[key] = _Tenant(len(self.tails), set(parts))
-        self.tails.append([])
+        self.kept[key] = _Tenant(len(self.slots.tails), set(parts))
+        self.slots.tails.append([])
 
-    def enter(self, key: ShardKey, parts: Collection[Part]) -> _Tenant:
-        slot = heappop(self.free) if self.free else len(self.tails)
-        if slot == len(self.tails):
-            self.tails.append([])
-        self.tenants[key] = _Tenant(slot, set(parts))
-        return self.tenants[key]
-
-    def stores_left(self) -> list[int]:
-        unmet = [*self.overdue.values(), *self.dropped.values()]
+    def stores_left(self, actions: Sequence[Action]) -> list[int]:
+        late = [[i for i in tail if actions[i].op is Op.STORE] for tail in self.late.tails]
+        unmet = [*self.overdue.values(), *self.dropped.values(), *late]
         return sorted(index for indices in unmet for index in indices)
+
+    def _tenants(self, key: ShardKey) -> list[tuple[_Slots, _Tenant]]:
+        """All that was loaded of a shard and is in slots; what stays is in the first of them."""
+        kept = [(self.slots, self.kept[key])] if key in self.kept else []
+        loaded = [
+            (kind, kind.tenants[key]) for kind in (self.slots, self.late) if key in kind.tenants
+        ]
+        return kept + loaded
 
     def visit(self, index: int, action: Action) -> int | None:
         if Part.BOUNDARY in action.parts:
@@ -150,13 +176,13 @@ class _Book:
         return None
 
     def _load(self, index: int, action: Action) -> int:
-        key = (action.trial, action.shard)
-        tenant = self.tenants.get(key)
+        key, kind = (action.trial, action.shard), self.late if action.late else self.slots
+        tenant = kind.tenants.get(key)
         if tenant is None:
-            known = len(self.tails)
-            tenant = self.enter(key, ())
+            known = len(kind.tails)
+            tenant = kind.enter(key)
             self.is_first[index] = tenant.slot == known
-            self.waits[index] = tuple(self.tails[tenant.slot])
+            self.waits[index] = tuple(kind.tails[tenant.slot])
         tenant.parts |= set(action.parts)
         tenant.loads.append(index)
         return tenant.slot
@@ -165,31 +191,28 @@ class _Book:
         self.waits[index] = tuple(self.overdue.get(action.trial, ()))
         self.overdue[action.trial] = self.dropped.pop(action.trial, [])
         key, slot = (action.trial, action.shard), None
-        for book in (self.kept, self.tenants):
-            tenant = book.get(key)
-            if tenant is not None:
-                tenant.loads.clear()
-                tenant.users.append(index)
-                slot = tenant.slot
-                if action.op is Op.STEP:
-                    self._leave(book, key, {Part.GRAD})
+        for kind, tenant in self._tenants(key):
+            tenant.loads.clear()
+            tenant.users.append(index)
+            slot = tenant.slot if kind is self.slots else slot
+            if action.op is Op.STEP:
+                self._leave(kind, key, tenant, {Part.GRAD})
         return slot
 
     def _store_or_drop(self, index: int, action: Action) -> int | None:
         key, slot = (action.trial, action.shard), None
-        slotted = self.tenants.get(key)
-        if Part.GRAD in action.parts and not (slotted and Part.GRAD in slotted.parts):
+        tenants = self._tenants(key)
+        if Part.GRAD in action.parts and not any(Part.GRAD in t.parts for _, t in tenants):
             self._outside(index, action)
-        for book in (self.kept, self.tenants):
-            tenant = book.get(key)
-            inside = tenant.parts & set(action.parts) if tenant else set()
-            if tenant is None or not inside:
+        for kind, tenant in tenants:
+            inside = tenant.parts & set(action.parts)
+            if not inside:
                 continue
-            slot = tenant.slot
+            slot = tenant.slot if kind is self.slots else slot
             if action.op is Op.STORE:
                 tenant.users.append(index)
             else:
-                self._leave(book, key, inside)
+                self._leave(kind, key, tenant, inside)
         return slot
 
     def _outside(self, index: int, action: Action) -> None:
@@ -197,13 +220,15 @@ class _Book:
             self.stores[outside(action)] = index
         elif action.op is Op.DROP and outside(action) in self.stores:
             store = self.stores.pop(outside(action))
-            self.dropped.setdefault(action.trial, []).append(store)
+            book = self.overdue if action.now else self.dropped
+            book.setdefault(action.trial, []).append(store)
 
-    def _leave(self, book: dict[ShardKey, _Tenant], key: ShardKey, parts: set[Part]) -> None:
-        tenant = book[key]
+    def _leave(self, kind: _Slots, key: ShardKey, tenant: _Tenant, parts: set[Part]) -> None:
         tenant.parts -= parts
-        if not tenant.parts:
-            self.tails[tenant.slot] = tenant.users + tenant.loads
-            del book[key]
-            if book is self.tenants:
-                heappush(self.free, tenant.slot)
+        if tenant.parts:
+            return
+        kind.tails[tenant.slot] = tenant.users + tenant.loads
+        if self.kept.get(key) is tenant:
+            del self.kept[key]
+        else:
+            kind.leave(key)

@@ -31,7 +31,9 @@ class Placed:
     """One shard's tensors at one place: a slot of the device, or the host store.
 
     On the host ``params`` are whole, and ``param_bytes`` what is loaded: where weights travel
-    as bfloat16, their ``copies``, which ``renew_copies`` makes equal to them again.
+    as bfloat16, their ``copies``, which ``renew_copies`` makes equal to them again. Of a shard
+    whose ``head`` stays on the device, that is the first bytes of its parameters, or of its
+    state, and ``param_bytes`` or ``state_bytes`` the rest.
     """
 
     params: Mapping[str, Tensor]
@@ -41,6 +43,8 @@ class Placed:
     state_bytes: Tensor
     borrowed: Mapping[str, Tensor]
     copies: Mapping[str, Tensor] = field(default_factory=dict)
+    head: Tensor | None = None
+    head_of_state: bool = False
 
     def renew_copies(self) -> None:
         """Cast the parameters into the copies that are loaded."""
@@ -53,11 +57,14 @@ def place_in_slot(
 ) -> Placed:
     """Views of a shard in a device slot that has room for ``parts`` ("state", "grad").
 
-    Where its parameters are ``kept`` elsewhere on the device, the slot has none of them.
+    Where its parameters are ``kept`` elsewhere on the device, the slot has none of them; where
+    their head is, the rest.
     """
-    if kept is not None:
+    if kept is not None and kept.params:
         return _beside(kept, slot, layout, parts)
-    borrowed, offset = {}, layout.loaded.num_bytes
+    head = None if kept is None else kept.head
+    owned = layout.loaded.num_bytes - (0 if head is None else head.numel())
+    borrowed, offset = {}, owned
     for _, entry in layout.borrowed:
         borrowed[entry.spec.name] = view(slot, offset, entry.spec)
         offset += round_up(entry.spec.num_bytes, ALIGNMENT)
@@ -66,21 +73,44 @@ def place_in_slot(
     grad_at = state_at + state_size
     grad_size = layout.grad.num_bytes if "grad" in parts else 0
     return Placed(
-        params=views(slot, layout.loaded) | borrowed,
+        params=views(slot, layout.loaded, head=head) | borrowed,
         states=state_views(slot, layout.state, state_at) if state_size else {},
         grads=views(slot, layout.grad, grad_at) if grad_size else {},
-        param_bytes=slot[: layout.loaded.num_bytes],
+        param_bytes=slot[:owned],
         state_bytes=slot[state_at : state_at + state_size],
         borrowed=borrowed,
+        head=head,
     )
+
+
+def place_what_stays(spot: Tensor, layout: ShardLayout, parts: Sequence[str]) -> Placed:
+    """Views of what of a shard stays on the device: ``parts`` of "param", "state", "head"."""
+    if "head" not in parts:
+        return place_in_slot(spot, layout, parts)
+    if "param" not in parts:
+        nothing = spot[:0]
+        return Placed({}, {}, {}, nothing, nothing, {}, head=spot)
+    placed = place_in_slot(spot, layout, ())
+    return replace(placed, head=spot[layout.loaded.num_bytes :], head_of_state=True)
+
+
+def without_head(host: Placed, num_bytes: int, *, of_state: bool) -> Placed:
+    """The host's tensors of a shard of which the rest travels."""
+    if of_state:
+        head, rest = host.state_bytes[:num_bytes], host.state_bytes[num_bytes:]
+        return replace(host, state_bytes=rest, head=head, head_of_state=True)
+    head, rest = host.param_bytes[:num_bytes], host.param_bytes[num_bytes:]
+    return replace(host, param_bytes=rest, head=head)
 
 
 def _beside(kept: Placed, slot: Tensor, layout: ShardLayout, parts: Sequence[str]) -> Placed:
     """State and gradients in a slot, parameters where they stay."""
-    state_size = layout.state.num_bytes if "state" in parts else 0
+    head = kept.head if kept.head_of_state else None
+    in_head = 0 if head is None else head.numel()
+    state_size = layout.state.num_bytes - in_head if "state" in parts else 0
     return replace(
         kept,
-        states=state_views(slot, layout.state, 0) if state_size else {},
+        states=state_views(slot, layout.state, head=head) if "state" in parts else {},
         grads=views(slot, layout.grad, state_size) if "grad" in parts else {},
         state_bytes=slot[:state_size],
     )
@@ -170,6 +200,15 @@ class Binding:
         for name in placed.params:
             self.params[name].data = self.poison[name]
         self._bound.pop(shard, None)
+
+    def evict_state(self, shard: int) -> None:
+        """Let go of the memory that holds the shard's state; it is bound again with a step."""
+        for name in self._stepped[shard]:
+            state = self.optimizer.state.get(self.params[name], {})
+            for key in self.stateful.get(name, ()):
+                state[key] = _poison_like(state[key])
+        self._bound.pop(shard, None)
+        self._settled.pop(shard, None)
 
     def step(
         self, shard: int, placed: Placed, grads: Mapping[str, Tensor], number: int = 0
@@ -382,6 +421,12 @@ class Binding:
             for index, names in enumerate(self._grouped)
         ]
         return [(index, names) for index, names in chosen if names]
+
+
+def _poison_like(tensor: Tensor) -> Tensor:
+    """NaN, or 0, of the same shape and without memory of its own."""
+    value = float("nan") if tensor.is_floating_point() else 0
+    return tensor.new_full((), value).expand(tensor.shape)
 
 
 def is_stored(value: object) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.memory.layout import Arena
 from shoal.program.ir import Action, Part, kept
-from shoal.runtime.binding import Placed, place_in_slot
+from shoal.runtime.binding import Placed, place_in_slot, place_what_stays, without_head
 from shoal.runtime.compute import Compute
 from shoal.runtime.session import Session
 from shoal.runtime.units import Micro
@@ -40,11 +40,13 @@ class Copies:
     ) -> None:
         self.region, self._arena, self._host = region, arena, host
         self._layout, self._binding = session.layout, session.binding
-        self._compute = compute
-        whole = [shard for shard, spot in arena.kept.items() if spot.parts]
-        self.kept = kept(whole, arena.kept)
+        self._compute, self._specs = compute, session.job.shards
+        self.kept = kept(*(_spots(arena, part) for part in ("state", "param", "head")))
+        self._host = [self._as_it_travels(shard) for shard in range(len(host))]
         self._placed: dict[tuple[int, int], Placed] = {}  # slot, shard; made once
         self._own: dict[int, tuple[Tensor, Placed]] = {}  # shard -> parameters in no slot
+        self._late: Tensor | None = None  # the late slots, while there are any
+        self._under: dict[int, Placed] = {}  # of shards in late slots: what was placed before
         self._units, self._device = session.units, session.device
         self._by_shard = getattr(session.job.technique, "order", None) == "shard"
         self._waiting: dict[tuple[int, int, int], Tensor] = {}  # shard, micro, number: on the host
@@ -52,6 +54,8 @@ class Copies:
     def load(self, action: Action, slot: int | None) -> tuple[list[Copy], Tensor | None]:
         """Take a slot, or memory outside; returns the copies, and bytes that nobody else uses."""
         shard = action.shard
+        if action.late:
+            return self._load_late(action, slot or 0)
         if slot is None:
             layout = self._layout.shards[shard]
             size = layout.loaded.num_bytes + layout.borrowed_bytes
@@ -65,6 +69,21 @@ class Copies:
         self._compute.placed[shard] = placed
         return self._up(action, placed), None if joins else self._bytes(slot)
 
+    def _load_late(self, action: Action, slot: int) -> tuple[list[Copy], Tensor | None]:
+        """Take a late slot, for what goes beside the parameters where those are."""
+        shard, size = action.shard, self._arena.late_bytes
+        if self._late is None:
+            total = size * self._arena.num_late
+            self._late = torch.empty(total, dtype=torch.uint8, device=self._device)
+        memory, here = self._late[slot * size : (slot + 1) * size], self._compute.placed[shard]
+        placed = place_in_slot(memory, self._layout.shards[shard], action.parts, here)
+        self._under[shard], self._compute.placed[shard] = here, placed
+        return self._up(action, placed), memory
+
+    def end_program(self) -> None:
+        """Give the late slots back; what is on its way down from them keeps them until then."""
+        self._late = None
+
     def store(self, action: Action) -> list[Copy]:
         """The copies to the host store; gradients are noted to be there from now on."""
         shard, host = action.shard, self._host[action.shard]
@@ -73,6 +92,8 @@ class Copies:
             copies.append((host.param_bytes, self._compute.placed[shard].param_bytes))
         if Part.STATE in action.parts:
             copies.append((host.state_bytes, self._compute.placed[shard].state_bytes))
+        if Part.HEAD in action.parts:
+            copies += _pair(host.head, self._spot(shard).head)
         if Part.GRAD in action.parts:
             grads = self._compute.grads.get(shard, {})
             self._compute.has_grad[shard] = set(grads)
@@ -84,12 +105,21 @@ class Copies:
         shard, placed = action.shard, self._compute.placed
         if Part.GRAD in action.parts:
             self._compute.grads.pop(shard, None)
+        under = self._under.pop(shard, None) if Part.STATE in action.parts else None
+        if under is not None:
+            self._binding.evict_state(shard)
         if Part.PARAM in action.parts:
             self._binding.evict(shard, placed.pop(shard))
             self._own.pop(shard, None)
+            if Part.HEAD in self.kept.get(shard, ()) and Part.HEAD not in action.parts:
+                placed[shard] = self._spot(shard)
+        elif Part.HEAD in action.parts:
+            placed.pop(shard, None)
+        elif under is not None:
+            placed[shard] = under
         elif shard in self._own:
             placed[shard] = self._own[shard][1]
-        elif shard in self.kept and shard in placed:
+        elif Part.PARAM in self.kept.get(shard, ()) and shard in placed:
             placed[shard] = self._spot(shard)
 
     def store_boundary(self, action: Action, micro: Micro) -> list[Copy]:
@@ -129,21 +159,27 @@ class Copies:
         return _some(copies)
 
     def own_memory(self) -> list[Tensor]:
-        """What was loaded and is in no slot."""
-        return [memory for memory, _ in self._own.values()]
+        """What was loaded and is not in the region."""
+        late = [] if self._late is None else [self._late]
+        return [memory for memory, _ in self._own.values()] + late
 
     def copy_kept(self) -> None:
         """Make the host copies of what stays here current; all others always are."""
         for shard in self.kept.keys() & self._compute.placed.keys():
             host, placed = self._host[shard], self._compute.placed[shard]
-            host.param_bytes.copy_(placed.param_bytes)
+            if Part.PARAM in self.kept[shard]:
+                host.param_bytes.copy_(placed.param_bytes)
             if Part.STATE in self.kept[shard]:
                 host.state_bytes.copy_(placed.state_bytes)
+            for target, source in _pair(host.head, placed.head):
+                target.copy_(source)
 
     def close(self) -> None:
         """Let go of the region."""
         self._placed.clear()
         self._own.clear()
+        self._under.clear()
+        self._late = None
         self._waiting.clear()
         self._compute.placed.clear()
         self.region = torch.empty(0)
@@ -156,12 +192,21 @@ class Copies:
             copies += [(placed.borrowed[n], host.borrowed[n]) for n in placed.borrowed]
         if Part.STATE in action.parts:
             copies.append((placed.state_bytes, host.state_bytes))
+        if Part.HEAD in action.parts:
+            copies += _pair(placed.head, host.head)
         if Part.GRAD in action.parts:
             names = self._compute.has_grad.get(shard, set())
             grads = {name: grad for name, grad in placed.grads.items() if name in names}
             copies += [(grad, host.grads[name]) for name, grad in grads.items()]
             self._compute.grads[shard] = grads
         return _some(copies)
+
+    def _as_it_travels(self, shard: int) -> Placed:
+        """The shard's tensors in the host store, less the head that stays here."""
+        spec, host = self._specs[shard], self._host[shard]
+        if not spec.head_bytes:
+            return host
+        return without_head(host, spec.head_bytes, of_state=spec.head_of_state)
 
     def _bytes(self, slot: int) -> Tensor:
         start, size = self._arena.place(slot)
@@ -175,7 +220,7 @@ class Copies:
         if key not in self._placed:
             layout, region = self._layout.shards[shard], self._bytes(slot)
             if slot < len(self.kept):
-                made = place_in_slot(region, layout, self._arena.kept[shard].parts)
+                made = place_what_stays(region, layout, self._arena.kept[shard].parts)
             else:
                 stays = self._spot(shard) if shard in self.kept else None
                 made = place_in_slot(region, layout, self._arena.parts, stays)
@@ -185,6 +230,14 @@ class Copies:
     def _spot(self, shard: int) -> Placed:
         """What stays of a shard, where it stays."""
         return self._in_slot(list(self._arena.kept).index(shard), shard)
+
+
+def _spots(arena: Arena, part: str) -> list[int]:
+    return [shard for shard, spot in arena.kept.items() if part in spot.parts]
+
+
+def _pair(target: Tensor | None, source: Tensor | None) -> list[Copy]:
+    return [] if target is None or source is None else [(target, source)]
 
 
 def _is_like(one: Tensor | None, other: Tensor) -> bool:

@@ -13,6 +13,7 @@ Besides the slot waits of ``program.slots``:
     STORE          the compute before it
     LOAD boundary  its STORE, and the device's compute before it, whose memory it may be given
     LOAD own       the same write as any LOAD, and the device's compute before it
+    LOAD late      likewise, and the late slot's last tenant
     STEP@host      the STORE of its gradients, and SYNC
 
 Tensors that a copy reads or writes are kept alive until the copy's event is done; on
@@ -46,6 +47,7 @@ from shoal.runtime.copies import Copies, Copy
 from shoal.runtime.session import Session, Task
 
 COMPUTE = (Op.F, Op.B, Op.SYNC)
+HOME = {Part.PARAM, Part.STATE, Part.HEAD}  # what a step writes
 
 
 class Issued(NamedTuple):
@@ -229,12 +231,12 @@ class Seat:
     def _needs_of_load(self, run: _Run, action: Action) -> list[Event]:
         """The slot's last tenant, of any program, and whoever wrote the host's copy last."""
         slot, shard = run.score.slots.slots[run.cursor], action.shard
-        if slot is None:
-            needs = self._device_compute
+        if slot is None or action.late:
+            needs = list(self._device_compute)
         else:
             is_first = run.score.slots.is_first[run.cursor]
             needs = list(self._tails.get(slot, self._born)) if is_first else []
-        if Part.PARAM in action.parts or Part.STATE in action.parts:
+        if HOME & set(action.parts):
             owners = {owner for owner, _ in self.session.layout.shards[shard].borrowed}
             needs += [self._written[s] for s in (shard, *owners) if s in self._written]
         if Part.GRAD in action.parts and shard in self._grads_written:
@@ -277,7 +279,7 @@ class Seat:
             return self._move_boundary(run.task, action, after)
         slot = run.score.slots.slots[run.cursor]
         if action.op is Op.LOAD:
-            if slot is not None and run.score.slots.is_first[run.cursor]:
+            if slot is not None and not action.late and run.score.slots.is_first[run.cursor]:
                 self._tails.pop(slot, None)
             return self._load(action, slot, after)
         if action.op is Op.STORE:
@@ -291,6 +293,7 @@ class Seat:
         """Remember, per slot, what the next program's first LOAD into it waits for."""
         for slot, indices in enumerate(run.score.slots.tails):
             self._tails[slot] = [run.events[i] for i in indices if i in run.events]
+        self.copies.end_program()
         self._stores_left = [run.events[i] for i in run.score.slots.stores_left]
 
     def _submit(
@@ -348,7 +351,7 @@ class Seat:
 
     def _store(self, action: Action) -> Event:
         event = self._send_down(self.copies.store(action))
-        if Part.PARAM in action.parts or Part.STATE in action.parts:
+        if HOME & set(action.parts):
             self._written[action.shard] = event
         if Part.GRAD in action.parts:
             self._grads_written[action.shard] = event

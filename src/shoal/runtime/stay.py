@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from shoal.core.plan import Technique, kept_shards, kept_weights
+from shoal.core.plan import Technique, kept_heads, kept_shards, kept_weights
 from shoal.runtime.interpret import Seat
 from shoal.runtime.messages import LeaseOver
 from shoal.runtime.session import Task
@@ -26,6 +26,6 @@ class Stay:
     step_began: float = field(default_factory=time.perf_counter)
 
 
-def here(technique: Technique) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shards that stay on the device between steps, and those whose parameters alone do."""
-    return kept_shards(technique), kept_weights(technique)
+def here(technique: Technique) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Shards that stay on the device between steps, whose parameters alone do, or some tensors."""
+    return kept_shards(technique), kept_weights(technique), kept_heads(technique)

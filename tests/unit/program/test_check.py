@@ -6,7 +6,7 @@ import pytest
 
 from shoal.core.errors import ProgramError
 from shoal.program.check import check, check_devices
-from shoal.program.ir import Part, parse_program, single
+from shoal.program.ir import Part, kept, parse_program, single
 from shoal.spill.generate import (
     Route,
     arrival,
@@ -247,6 +247,28 @@ RESIDENCY = [
     ),
 ]
 
+LATE = [
+    ("LOAD s0 param late", "LOAD s0 param late", "only a LOAD of state takes a late slot"),
+    ("DROP s0 state late", "DROP s0 state late", "only a LOAD of state takes a late slot"),
+    (
+        "LOAD s0 param+state late",
+        "LOAD s0 param+state late",
+        "a late slot is beside the parameters. LOAD those by themselves",
+    ),
+    ("LOAD s0 state late", "LOAD s0 state late", "beside the parameters of s0. LOAD those first"),
+    (
+        "LOAD s0 param\nLOAD s0 state late\nDROP s0 param",
+        "DROP s0 param",
+        "the state of s0 is in a late slot beside them. DROP both",
+    ),
+    ("LOAD s0 param now", "LOAD s0 param now", "only a DROP of gradients or of a boundary"),
+    (
+        "LOAD s0 param\nDROP s0 param now",
+        "DROP s0 param now",
+        "only a DROP of gradients or of a boundary",
+    ),
+]
+
 HOST_STEP = [
     (
         "LOAD s0 param\nLOAD s1 param\nF s0 m0\nB s1 m0\nSTEP@host s1",
@@ -274,7 +296,7 @@ END = [
 
 
 @pytest.mark.parametrize(
-    ("text", "culprit", "rule"), [*FORM, *ORDER, *RESIDENCY, *HOST_STEP, *END]
+    ("text", "culprit", "rule"), [*FORM, *ORDER, *RESIDENCY, *LATE, *HOST_STEP, *END]
 )
 def test_a_broken_rule_is_said_with_an_arrow_on_the_action(refusal_of, text, culprit, rule):
     message = refusal_of(text)
@@ -282,6 +304,45 @@ def test_a_broken_rule_is_said_with_an_arrow_on_the_action(refusal_of, text, cul
     arrow = re.search(r"^  (.*) <-- here$", message, re.MULTILINE)
     assert arrow is not None
     assert arrow[1] == culprit
+
+
+def test_late_slots_are_counted_from_the_first_load_to_the_end(make_costs):
+    program = spilled_step(2, clip=True, lookahead=0, weights=(0, 1), waits=(0,))
+    costs, here = make_costs(2), kept((), (0, 1))
+    running = dict(
+        zip(
+            map(str, program),
+            check(program, costs, start=here, end=here).running_bytes,
+            strict=True,
+        )
+    )
+    held, late, gradients = 2 * 100, 200 + 80, 80
+    stored = 80  # those of s1, on their way down until the next unit waits
+    assert running["SYNC s0"] == held + gradients + stored
+    assert running["LOAD s0 state late"] == held + gradients + stored + late
+    assert running["STEP s0"] == held + gradients + late + 5
+    assert running["LOAD s1 state+grad late"] == held + late
+    assert running["DROP s1 state"] == held + late
+
+
+def test_of_a_shard_with_a_head_the_rest_moves(make_costs):
+    heads = {"head_bytes": 60}
+    costs, here = make_costs(1, shard=heads), kept((), (), (0,))
+    program = spilled_step(1, lookahead=0)
+    found = check(program, costs, start=here, end=here)
+    assert (found.up_bytes, found.down_bytes) == (100 - 60 + 200, 90 - 60 + 200)
+    assert (found.kept_bytes, found.slot_bytes) == (60, 100 - 60 + 200)
+    of_state = make_costs(1, shard={**heads, "head_of_state": True})
+    here = kept((), (0,), (0,))
+    program = spilled_step(1, lookahead=0, weights=(0,))
+    found = check(program, of_state, start=here, end=here)
+    assert (found.up_bytes, found.down_bytes) == (200 - 60, 200 - 60)
+    assert (found.kept_bytes, found.slot_bytes) == (100 + 60, 200 - 60)
+
+
+def test_a_unit_needs_its_shards_head(make_costs):
+    with pytest.raises(ProgramError, match="needs the head of s0 on the device"):
+        check(spilled_step(1), make_costs(1, shard={"head_bytes": 60}))
 
 
 def test_a_stale_host_copy_is_not_loaded(refusal_of):

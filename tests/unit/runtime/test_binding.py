@@ -64,6 +64,29 @@ def test_shards_that_step_apart_step_as_the_whole_does_with_groups_and_schedule(
     assert binding.groups()[1]["lr"] == optimizers[0].param_groups[1]["lr"] == 0.05 / 8
 
 
+def test_evicted_state_leaves_nothing_that_holds_its_memory():
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    binding = binding_of(model, optimizer)
+    give_gradients(model, 0)
+    binding.step_part(1)
+    names = ["1.weight", "1.bias"]
+    made = {n: dict(optimizer.state[binding.params[n]]) for n in names}
+    for name in names:
+        state = {k: v.clone() for k, v in made[name].items() if k != "step"}
+        binding.settle(name, state)
+    held = [v.data_ptr() for n in names for v in optimizer.state[binding.params[n]].values()]
+    binding.evict_state(1)
+    for name in names:
+        state = optimizer.state[binding.params[name]]
+        assert state["step"] == 1
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert state[key].shape == binding.params[name].shape
+            assert bool(state[key].isnan().all())
+            assert state[key].untyped_storage().nbytes() == 4
+            assert state[key].data_ptr() not in held
+
+
 def test_two_threads_step_their_shards_at_the_same_time():
     whole, parts = model_of(), model_of()
     optimizers = [grouped(model, torch.optim.AdamW) for model in (whole, parts)]

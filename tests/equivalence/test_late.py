@@ -1,0 +1,261 @@
+"""State in late slots, gradients that wait on the device or are waited for: the plain bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import traps
+import zoo
+from torch import nn
+
+import shoal
+from shoal.core.errors import PlanError, SpecError
+from shoal.core.event import ActionFinished, PeakMeasured
+from shoal.core.plan import waiting_gradients
+from shoal.memory.layout import head_sizes as layout_sizes
+from shoal.planning import Planner
+
+STEPS = 5
+
+
+@pytest.fixture
+def train(run_study, assert_alone):
+    """Train, compare with the plain loop; returns the text of every action of the first step."""
+
+    def run(recipe, space, technique, *, steps=STEPS, **options):
+        actions, peaks = [], []
+
+        def note(event):
+            if isinstance(event, ActionFinished) and event.step == 1 and event.trial == 0:
+                actions.append(event.action)
+            elif isinstance(event, PeakMeasured):
+                peaks.append(event)
+
+        options = {"technique": technique, "callbacks": [note], "timeline": True, **options}
+        report = run_study(recipe, space, steps=steps, **options)
+        assert_alone(report, report.trials, recipe, steps=steps)
+        assert all(peak.peak_bytes <= peak.predicted_bytes for peak in peaks)
+        return actions
+
+    return run
+
+
+def space_of(model, optimizer="adamw"):
+    return shoal.grid(model=[model], optimizer=[optimizer], lr=[1e-2, 3e-3])
+
+
+@pytest.mark.parametrize(("lookahead", "lookbehind"), [(0, 0), (1, 1), (2, 0)])
+@pytest.mark.parametrize("model", zoo.MODELS)
+def test_of_every_model_with_a_neighbour_under_poison(model, lookahead, lookbehind, train):
+    technique = shoal.Spilled(
+        shards=5,
+        optimizer="device",
+        keep=(1,),
+        keep_weights=(2,),
+        keep_gradients=2,
+        lookahead=lookahead,
+        lookbehind=lookbehind,
+    )
+    actions = train(zoo.recipe(clip=0.5), space_of(model), technique, poison=True)
+    late = [action for action in actions if action.endswith("late")]
+    assert late == [
+        "LOAD s0 state late",
+        "LOAD s2 state late",
+        "LOAD s3 state+grad late",
+        "LOAD s4 state+grad late",
+    ]
+    stored = [action for action in actions if action.startswith("STORE") and "grad" in action]
+    assert sorted(stored) == ["STORE s3 grad", "STORE s4 grad"]
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("order", ["micro", "shard"])
+@pytest.mark.parametrize("gradients", [0, 2, 4])
+def test_with_several_micro_batches_in_either_order(gradients, order, clip, train):
+    technique = shoal.Spilled(
+        shards=4,
+        keep=(),
+        keep_weights=(0, 2),
+        keep_gradients=gradients,
+        lookahead=0,
+        lookbehind=0,
+        order=order,
+    )
+    train(chain(accumulate=3, clip_grad_norm=clip), rates(), technique, poison=True)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_of_a_source_that_does_not_say_how_long_it_is(accumulate, clip, train):
+    technique = shoal.Spilled(
+        shards=4, optimizer="device", keep=(3,), keep_gradients=2, lookahead=1, lookbehind=0
+    )
+    recipe = chain(data=stream, accumulate=accumulate, clip_grad_norm=clip)
+    train(recipe, rates(), technique, poison=True)
+
+
+def test_tied_weights_whose_lender_leaves_its_gradients_on_the_device(train):
+    technique = shoal.Spilled(
+        shards=5, optimizer="device", keep=(2,), keep_weights=(0,), keep_gradients=4
+    )
+    recipe = zoo.recipe(clip=0.5, accumulate=2, schedule=True)
+    train(recipe, space_of("gpt"), technique, poison=True)
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_gradients_and_inputs_that_are_waited_for(place, train):
+    technique = shoal.Spilled(
+        shards=6,
+        optimizer=place,
+        keep=(2,),
+        lookahead=0,
+        lookbehind=0,
+        boundaries="host",
+        recompute=True,
+    )
+    actions = train(chain(clip_grad_norm=0.5), rates(), technique, poison=True)
+    assert "STORE s2 m0 boundary" in actions
+
+
+@pytest.mark.parametrize(("of", "clip"), [("parameters", 0.5), ("state", None), ("state", 0.5)])
+@pytest.mark.parametrize("model", zoo.MODELS)
+def test_some_tensors_of_a_shard_may_stay(model, of, clip, train, head_sizes):
+    recipe, space = zoo.recipe(clip=clip), space_of(model)
+    shard, sizes = max(head_sizes(recipe, space, of).items(), key=lambda item: len(item[1]))
+    technique = shoal.Spilled(
+        shards=5,
+        optimizer="device",
+        keep=(1,),
+        keep_weights=(shard,) if of == "state" else (),
+        keep_head=(shard, sizes[len(sizes) // 2]),
+        lookahead=0,
+    )
+    train(recipe, space, technique, poison=True)
+
+
+@pytest.mark.parametrize(("accumulate", "clip"), [(1, 0.5), (3, 0.5), (3, None)])
+@pytest.mark.parametrize("shard", [0, 1, 2, 3])
+def test_with_a_head_the_rest_may_stay_in_its_slot_for_what_comes_next(
+    shard, accumulate, clip, train
+):
+    technique = shoal.Spilled(
+        shards=4,
+        optimizer="device",
+        keep=(),
+        keep_weights=() if shard % 2 else (shard + 1,),
+        keep_head=(shard, 1024),
+        lookahead=2,
+    )
+    recipe = chain(accumulate=accumulate, clip_grad_norm=clip)
+    train(recipe, rates(), technique, poison=True)
+
+
+@pytest.mark.parametrize("of", ["parameters", "state"])
+def test_they_go_where_their_trial_goes_with_nothing_else_that_stays(of, train, head_sizes):
+    recipe = chain(optimizer=traps.momentum, accumulate=2)
+    technique = shoal.Spilled(
+        shards=3,
+        optimizer="device",
+        keep=(),
+        keep_weights=(1,) if of == "state" else (),
+        keep_head=(1, head_sizes(recipe, rates(), of, shards=3)[1][0]),
+    )
+    train(recipe, rates(3), technique, checkpoint_every=0, devices=2, poison=True)
+
+
+@pytest.fixture
+def head_sizes(tmp_path, monkeypatch):
+    """Shard -> bytes of its first tensors, of one, two, and so on; of those in the middle."""
+
+    def found(recipe, space, of, shards=5):
+        made = []
+        plan = Planner.plan
+
+        def planned(planner, trials, **options):
+            made.append(plan(planner, trials, **options))
+            return made[-1]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Planner, "plan", planned)
+            plan_of(recipe, space, tmp_path, shoal.Spilled(shards=shards), "64MiB")
+        layout = next(iter(made[0].layouts.values()))
+        middle = {s: layout.shards[s] for s in range(shards // 2, shards - 1)}
+        wanted = {s: m.state if of == "state" else m.param for s, m in middle.items()}
+        return {shard: layout_sizes(segment) for shard, segment in wanted.items()}
+
+    return found
+
+
+def test_trials_that_move_between_devices_and_an_optimizer_that_makes_its_state_late(train):
+    technique = shoal.Spilled(shards=3, optimizer="device", keep=(), keep_gradients=3)
+    recipe = chain(optimizer=traps.momentum, clip_grad_norm=0.5)
+    train(recipe, rates(3), technique, checkpoint_every=0, devices=2, poison=True)
+
+
+def test_room_that_is_empty_until_the_norm_is_used_and_said(tmp_path, run_study, assert_alone):
+    recipe, space = zoo.recipe(clip=0.5), {"model": "gpt", "optimizer": "adamw", "lr": 1e-2}
+    whole = plan_of(recipe, space, tmp_path, "resident", "64MiB").jobs[0].peak_bytes
+    memory = int(0.6 * whole)
+    plan = plan_of(recipe, space, tmp_path, shoal.Spilled(optimizer="device"), memory)
+    job = plan.jobs[0]
+    assert waiting_gradients(job.technique, len(job.shards))
+    assert "gradients wait for the step there" in plan.explain()
+    assert "wait for the step on the device, for which there is room" in plan.explain()
+    report = run_study(recipe, space, steps=2, technique=job.technique, memory=memory)
+    assert_alone(report, report.trials, recipe, steps=2)
+
+
+def test_tensors_that_cannot_stay_are_refused(tmp_path):
+    recipe, space = zoo.recipe(), {"model": "gpt", "optimizer": "adamw", "lr": 1e-2}
+    for shard, why in ((0, "tied parameters"), (2, "its first tensors have")):
+        technique = shoal.Spilled(shards=5, optimizer="device", keep=(), keep_head=(shard, 3))
+        with pytest.raises(PlanError, match=f"asked to keep 3 bytes of shard {shard}.*{why}"):
+            plan_of(recipe, space, tmp_path, technique, "64MiB")
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(SpecError, match=r"keep_head=\(1, 512\) without the step on the device"):
+        shoal.Spilled(shards=3, optimizer="host", keep_head=(1, 512))
+    with pytest.raises(SpecError, match="is a shard that is not in keep="):
+        shoal.Spilled(shards=3, optimizer="device", keep=(1,), keep_head=(1, 512))
+    with pytest.raises(SpecError, match="keep_gradients=2 with the step on the host"):
+        shoal.Spilled(optimizer="host", keep_gradients=2)
+    with pytest.raises(SpecError, match="keep_gradients is a number of shards"):
+        shoal.Spilled(keep_gradients=-1)
+    with pytest.raises(SpecError, match="lookbehind is 0 or 1"):
+        shoal.Spilled(lookbehind=2)
+
+
+def plan_of(recipe, space, directory, technique, memory):
+    hardware = shoal.Hardware.virtual(devices=1, memory=memory)
+    study = shoal.Study("study", recipe, space=space, trials=1, steps=2, directory=directory)
+    return study.plan(hardware=hardware, technique=technique)
+
+
+def rates(count=2):
+    return shoal.grid(lr=[1e-2, 3e-3, 1e-3][:count])
+
+
+def chain(**changes: Any) -> shoal.Recipe:
+    settings = {"model": blocks, "data": traps.data, "loss": traps.loss, "optimizer": traps.adamw}
+    return shoal.Recipe(**(settings | changes))
+
+
+def blocks(hp: Any) -> nn.Module:
+    inner = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)]
+    return nn.Sequential(nn.Linear(12, 16), *inner, nn.Linear(16, 3))
+
+
+class Stream:
+    """Batches without a length."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Any:
+        yield from self._batches
+
+
+def stream(hp: Any) -> tuple[Any, None]:
+    return Stream(list(traps.data(hp)[0])), None
