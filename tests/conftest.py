@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import shoal
+from shoal.pipeline.processes import StageProcesses
 from shoal.runtime.pool import WorkerPool
 from shoal.testing import assert_same, plain_loop
 from shoal.verify import read_losses
@@ -31,6 +32,13 @@ def warm_workers():
     """Worker processes that all studies share, so that torch is imported once."""
     with WorkerPool() as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def stage_processes():
+    """Processes for up to four stages that all pipelines share."""
+    with StageProcesses(4) as processes:
+        yield processes
 
 
 @pytest.fixture

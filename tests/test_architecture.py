@@ -27,6 +27,8 @@ PURE = (
     "shoal.search",
     "shoal.spill",
     "shoal.memory.ledger",
+    "shoal.pipeline.check",
+    "shoal.pipeline.schedule",
     "shoal.hardware",
     "shoal.source",
     "shoal.ui.cli",

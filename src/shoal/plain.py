@@ -280,6 +280,80 @@ def plain_population(
     return run(number, math.inf, **ends)
 
 
+def plain_2bw_loop(
+    recipe: Recipe,
+    hp: HP,
+    seed: int,
+    *,
+    steps: int,
+    predict: bool = False,
+    threads: int = 1,
+) -> PlainResult:
+    """The rule of 2BW in one process: W(t+1) = W(t) - step(grad f(W(max(t-1, 0)))).
+
+    What a pipeline with ``schedule="2bw"`` must equal bit for bit. ``predict`` computes the
+    gradients at the guess W(t-1) + (W(t-1) - W(t-2)) instead, where there has been a step.
+    Nothing is evaluated. The caller's random streams and thread count are put back.
+
+    Raises:
+        TrialError: a loss is not finite and the recipe does not ignore it.
+    """
+    where, losses = torch.device("cpu"), list[float]()
+    hp = HyperParameters(hp)
+    with _borrowed_process(threads, where):
+        seed_all(seed)
+        model = build_model(recipe, hp).train()
+        train, _ = read_data(recipe, hp)
+        stepper = make_stepper(recipe, model, hp, "device")
+        schedule = build_schedule(recipe, stepper.optimizer, hp)
+        newest = _values_of(model)
+        stale, next_stale = newest, newest
+        groups = (g for _ in itertools.count() for g in chunks(train, recipe.accumulate))
+        for group in itertools.islice(groups, steps):
+            stepper.zero_grad()
+            _set_values(model, stale)
+            loss = backward_group(recipe, model, group, where)
+            if not (recipe.on_nonfinite == "ignore" or math.isfinite(loss)):
+                raise TrialError(_nonfinite(loss, len(losses) + 1))
+            if recipe.clip_grad_norm:
+                nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_grad_norm)
+            _set_values(model, newest)
+            stepper.step()
+            if schedule:
+                schedule.step()
+            losses.append(loss)
+            before, newest = newest, _values_of(model)
+            stale = next_stale
+            next_stale = _guess(before, newest) if predict else newest
+        rng = capture_rng(where)
+    return PlainResult(
+        model=model,
+        optimizer=stepper.optimizer,
+        schedule=schedule,
+        parameters=stepper.parameters,
+        losses=tuple(losses),
+        history=(),
+        metrics={"train_loss": sum(losses) / len(losses)},
+        rng=rng,
+        step=len(losses),
+    )
+
+
+def _values_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def _set_values(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(values[name])
+
+
+def _guess(before: Mapping[str, Tensor], newest: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Where the next step would lead if it were the last one again."""
+    return {name: torch.add(-before[name], value, alpha=2) for name, value in newest.items()}
+
+
 def backward_group(
     recipe: Recipe, model: nn.Module, group: Iterable[Batch], device: torch.device
 ) -> float:

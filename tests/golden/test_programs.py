@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.pipeline.schedule import Pipeline
 from shoal.program.ir import parse_program
 from shoal.spill.generate import Route, resident_step, spilled_step
 
@@ -51,6 +52,23 @@ PROGRAMS = {
     "spilled_2_micro_1": Route(2).micro(1),
     "spilled_2_finish_clip": Route(2).finish(clip=True),
     "evaluation_3": Route(3).evaluation(),
+    "pipeline_naive_2": Pipeline(schedule="naive", stages=2, groups=(2,)).program(),
+    "pipeline_gpipe_3_recompute": Pipeline(
+        schedule="gpipe", stages=3, groups=(3,), recompute=True
+    ).program(),
+    "pipeline_flush_3_clip": Pipeline(
+        schedule="flush", stages=3, groups=(3, 1), clip=True
+    ).program(),
+    "pipeline_zb-h1_3": Pipeline(schedule="zb-h1", stages=3, groups=(4,)).program(),
+    "pipeline_2bw_2_clip_ties": Pipeline(
+        schedule="2bw", stages=2, groups=(2, 2, 2, 2), clip=True, ties=((0, 1),)
+    ).program(),
+    "pipeline_2bw_3_draws": Pipeline(
+        schedule="2bw", stages=3, groups=(3, 3), draws=True, lag=1
+    ).program(),
+    "pipeline_flush_2_foretold": Pipeline(
+        schedule="flush", stages=2, groups=(2, 2), draws=True, foretold=True
+    ).program(),
 }
 
 

@@ -57,6 +57,11 @@ class TiedParts:
         self._set_aside: dict[str, Tensor | None] = {}
         self._hooks: list[Any] = []
 
+    @property
+    def is_idle(self) -> bool:
+        """Does no gradient of a parameter come from, or go to, another shard here?"""
+        return not (self._borrowed or self.roots or self._casts)
+
     def watch_casts(self) -> None:
         """Cast the parameters that other shards cast too."""
         casts = self._chain.shared_casts

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shoal.core.errors import TrialError
 from shoal.partition.chain import Chain, Micro
+from shoal.partition.halves import Half, backward_of_inputs
 from shoal.partition.ties import Root, TiedParts
 from shoal.partition.wires import Wire, Wires, storage_key
 from shoal.recipe import autocast
@@ -139,17 +140,73 @@ def run_held_backward(
     """
     if not grads and not tied:
         return BackwardResult()
-    held.parts.arrive(tied or {})
-    roots = list(held.parts.roots)
-    if grads:
-        read = chain.read_by(micro, start, stop)
-        roots += _wire_roots(held.entries, held.edges, grads, read)
-    held.made.clear()
+    roots = _arrive(chain, micro, (start, stop), held, grads or {}, tied or {})
     if on_begin is not None:
         on_begin()
     with held.parts:
         _backward(roots)
     return BackwardResult(grads=_handed_on(held.entries), tied=held.parts.carried)
+
+
+def run_held_inputs(
+    chain: Chain,
+    micro: Micro,
+    start: int,
+    stop: int,
+    held: Held,
+    *,
+    grads: Mapping[Wire, Tensor],
+    tied: Mapping[str, Tensor],
+) -> tuple[BackwardResult, Half]:
+    """As ``run_held_backward``, without the gradients of parameters: ``Half.run`` adds these."""
+    if not grads and not tied:
+        return BackwardResult(), Half()
+    roots = _arrive(chain, micro, (start, stop), held, grads, tied)
+    return _halve(roots, held.entries, held.parts)
+
+
+def run_last_inputs(
+    chain: Chain, micro: Micro, start: int, wires: Mapping[Wire, Tensor], accumulate: int
+) -> tuple[BackwardResult, Half]:
+    """The last shard's forward, its loss, and the gradients of ``wires``."""
+    loss, entries, parts = _forward_last(chain, micro, start, wires)
+    parts.arrive({})
+    scaled = loss / accumulate
+    roots = [(get_gradient_edge(scaled), torch.ones_like(scaled))]
+    result, half = _halve(roots, entries, parts)
+    return replace(result, loss=loss.detach()), half
+
+
+def _arrive(
+    chain: Chain,
+    micro: Micro,
+    span: tuple[int, int],
+    held: Held,
+    grads: Mapping[Wire, Tensor],
+    tied: Mapping[str, Tensor],
+) -> list[Root]:
+    """Where what later shards hand back enters a held forward's graph."""
+    held.parts.arrive(tied)
+    roots = list(held.parts.roots)
+    if grads:
+        read = chain.read_by(micro, *span)
+        roots += _wire_roots(held.entries, held.edges, grads, read)
+    held.made.clear()
+    return roots
+
+
+def _halve(
+    roots: list[Root], entries: Mapping[Wire, _Boundary], parts: TiedParts
+) -> tuple[BackwardResult, Half]:
+    """Half of a backward now; all of it where a tied parameter's gradient has to travel."""
+    anchors = [entry.anchor for entry in entries.values() if entry.anchor is not None]
+    half = Half()
+    with parts:
+        if parts.is_idle and anchors:
+            half = backward_of_inputs(roots, anchors)
+        else:
+            _backward(roots)
+    return BackwardResult(grads=_handed_on(entries), tied=parts.carried), half
 
 
 def run_backward(
@@ -196,19 +253,25 @@ def _run_last(
     after_forward: AfterForward | None,
 ) -> BackwardResult:
     """The forward of the last shard, its loss, and the backward."""
-    entries = {wire: _Boundary(tensor, chain.needs_grad(wire)) for wire, tensor in wires.items()}
-    inside = {wire: entry.tensor for wire, entry in entries.items()}
-    parts = TiedParts(chain, start, chain.num_layers)
-    with torch.enable_grad(), autocast(chain.recipe, chain.device):
-        parts.watch_casts()
-        loss = chain.loss(micro, start, inside)[0]
-    inside.clear()
+    loss, entries, parts = _forward_last(chain, micro, start, wires)
     if after_forward is not None:
         after_forward(set())
     parts.arrive({})
     with parts:
         (loss / accumulate).backward()
     return BackwardResult(loss=loss.detach(), grads=_handed_on(entries), tied=parts.carried)
+
+
+def _forward_last(
+    chain: Chain, micro: Micro, start: int, wires: Mapping[Wire, Tensor]
+) -> tuple[Tensor, dict[Wire, _Boundary], TiedParts]:
+    entries = {wire: _Boundary(tensor, chain.needs_grad(wire)) for wire, tensor in wires.items()}
+    inside = {wire: entry.tensor for wire, entry in entries.items()}
+    parts = TiedParts(chain, start, chain.num_layers)
+    with torch.enable_grad(), autocast(chain.recipe, chain.device):
+        parts.watch_casts()
+        loss = chain.loss(micro, start, inside)[0]
+    return loss, entries, parts
 
 
 def _backward(roots: list[Root]) -> None:
@@ -253,9 +316,10 @@ class _Boundary:
     def __init__(self, tensor: Tensor, needs_grad: bool) -> None:
         self.box: list[Tensor] = []
         self.tensor = tensor
+        self.anchor: Tensor | None = None
         if needs_grad:
-            anchor = torch.zeros((), device=tensor.device, requires_grad=True)
-            self.tensor = _Entry.apply(anchor, tensor, self.box)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            self.anchor = torch.zeros((), device=tensor.device, requires_grad=True)
+            self.tensor = _Entry.apply(self.anchor, tensor, self.box)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 class _Entry(torch.autograd.Function):

@@ -13,8 +13,9 @@ from shoal.core.errors import ProgramError
 from shoal.program.costs import Costs, JobCosts
 from shoal.program.footprint import Footprint, footprint
 from shoal.program.ir import Action, Kept, Op, Part, Program
-from shoal.program.rules import NAMES, World, apply, complaints, sent
+from shoal.program.rules import NAMES, apply, complaints
 from shoal.program.slots import NOTHING
+from shoal.program.world import World, sent
 
 __all__ = ["Costs", "Footprint", "JobCosts", "check", "check_devices"]
 
@@ -26,20 +27,23 @@ def check(
     program: Program,
     costs: Costs,
     *,
-    start: Kept = NOTHING,
-    end: Kept = NOTHING,
+    start: Kept | tuple[Kept, ...] = NOTHING,
+    end: Kept | tuple[Kept, ...] = NOTHING,
     versions: int = 1,
+    groups: tuple[int, ...] = (),
 ) -> Footprint:
     """Prove that the program is sound; what the device that needs most of it needs.
 
     ``start`` and ``end`` are the shards' parts that are on the device before and after (of
     every trial that a device's list names): those of a resident model, and of kept shards.
-    ``versions`` is how many of the newest weight versions the runtime keeps.
+    A tuple has one for each device.
+    ``versions`` is how many of the newest weight versions the runtime keeps. ``groups`` is how
+    many micro-batches each step takes, see [Note: several steps]; () for one step.
 
     Raises:
         ProgramError: a rule is broken; shows the action, the rule and the way out.
     """
-    devices = check_devices(program, costs, start=start, end=end, versions=versions)
+    devices = check_devices(program, costs, start=start, end=end, versions=versions, groups=groups)
     return max(devices, key=lambda device: device.peak_bytes)
 
 
@@ -47,15 +51,24 @@ def check_devices(
     program: Program,
     costs: Costs,
     *,
-    start: Kept = NOTHING,
-    end: Kept = NOTHING,
+    start: Kept | tuple[Kept, ...] = NOTHING,
+    end: Kept | tuple[Kept, ...] = NOTHING,
     versions: int = 1,
+    groups: tuple[int, ...] = (),
 ) -> tuple[Footprint, ...]:
     """As ``check``, with the footprint of every device."""
-    world = World.of(program, costs, start, versions)
+    starts, ends = (_per_device(program, kept) for kept in (start, end))
+    world = World.of(program, costs, starts, versions, groups)
     _walk(program, world)
-    _expect_tidy_end(program, world, end)
-    return tuple(footprint(actions, costs, start=start) for actions in program.devices)
+    _expect_tidy_end(program, world, ends)
+    return tuple(
+        footprint(actions, costs, start=here)
+        for actions, here in zip(program.devices, starts, strict=True)
+    )
+
+
+def _per_device(program: Program, kept: Kept | tuple[Kept, ...]) -> tuple[Kept, ...]:
+    return kept if isinstance(kept, tuple) else (kept,) * len(program.devices)
 
 
 def _walk(program: Program, world: World) -> None:
@@ -76,19 +89,21 @@ def _advance(program: Program, world: World, device: int, heads: list[int]) -> N
     while heads[device] < len(actions):
         action = actions[heads[device]]
         for complaint in complaints(world, device, action):
-            raise _broken(program, device, heads[device], complaint)
+            raise broken(program, device, heads[device], complaint)
         if world.must_wait(device, action):
             return
         apply(world, device, action)
         heads[device] += 1
 
 
-def _expect_tidy_end(program: Program, world: World, end: Kept) -> None:
-    for device, index, complaint in _leftovers(program, world, end):
-        raise _broken(program, device, index, complaint)
+def _expect_tidy_end(program: Program, world: World, ends: tuple[Kept, ...]) -> None:
+    for device, index, complaint in _leftovers(program, world, ends):
+        raise broken(program, device, index, complaint)
 
 
-def _leftovers(program: Program, world: World, end: Kept) -> Iterator[tuple[int, int, str]]:
+def _leftovers(
+    program: Program, world: World, ends: tuple[Kept, ...]
+) -> Iterator[tuple[int, int, str]]:
     """What a program must not leave behind: device, action and complaint."""
     for (device, made), maker in world.tensors.items():
         user = "F" if made.kind == "boundary" and made.trial not in world.has_backward else "B"
@@ -99,13 +114,16 @@ def _leftovers(program: Program, world: World, end: Kept) -> Iterator[tuple[int,
         device = _device_of(program, moved.trial, moved.shard)
         complaint = f"{moved} waits on the host and is never used. LOAD it before its B."
         yield device, program.devices[device].index(store), complaint
-    for (source, target), queue in world.messages.items():
+    for device, half in world.halves.values():
+        complaint = "the gradients of its parameters are never computed. Add its W."
+        yield device, program.devices[device].index(half), complaint
+    for (source, target, _), queue in world.messages.items():
         for message in queue:
             complaint = f"{message} is sent to device {target}, which never receives it."
             index = _last_mention(program, source, message.trial, message.shard)
             yield source, index, f"{complaint} Add its RECV."
     for (device, trial, shard), copy in world.copies.items():
-        for complaint in _residues(shard, copy.present, set(end.get(shard, ()))):
+        for complaint in _residues(shard, copy.present, set(ends[device].get(shard, ()))):
             yield device, _last_mention(program, device, trial, shard), complaint
     for (trial, shard), home in world.homes.items():
         if home.has_gradients:
@@ -151,10 +169,10 @@ def _deadlock(program: Program, heads: list[int]) -> ProgramError:
                 f"device {action.peer} never sends {sent(action)} here. Add its SEND, or remove "
                 "the RECV."
             )
-            return _broken(program, device, heads[device], complaint)
+            return broken(program, device, heads[device], complaint)
     cycle = "; ".join(lines)
     complaint = f"deadlock: {cycle}. Put a SEND before the RECV on one of them."
-    return _broken(program, blocked[0], heads[blocked[0]], complaint)
+    return broken(program, blocked[0], heads[blocked[0]], complaint)
 
 
 def _is_sent_later(program: Program, heads: list[int], device: int, action: Action) -> bool:
@@ -165,7 +183,7 @@ def _is_sent_later(program: Program, heads: list[int], device: int, action: Acti
     )
 
 
-def _broken(program: Program, device: int, index: int, complaint: str) -> ProgramError:
+def broken(program: Program, device: int, index: int, complaint: str) -> ProgramError:
     """The error: the action, the rule with the way out, and the program around it."""
     actions = program.devices[device]
     where = f"device {device}, action {index + 1} of {len(actions)}"

@@ -63,8 +63,17 @@ def moved_bytes(action: Action, shard: ShardSpec) -> Bytes:
     if action.op is Op.STORE:
         return Bytes(sum(_stored_bytes(shard, part) for part in action.parts))
     if action.op in (Op.SEND, Op.RECV):
-        return shard.carry_bytes if Part.GRAD in action.parts else shard.boundary_bytes
+        return _sent_bytes(action, shard)
     return Bytes(0)
+
+
+def _sent_bytes(action: Action, shard: ShardSpec) -> Bytes:
+    """Norms and random states are small, and count as nothing."""
+    if Part.PARAM in action.parts:
+        return Bytes(shard.parameter_bytes - shard.owned_bytes)
+    if Part.NORM in action.parts or Part.RNG in action.parts:
+        return Bytes(0)
+    return shard.carry_bytes if Part.GRAD in action.parts else shard.boundary_bytes
 
 
 def _stored_bytes(shard: ShardSpec, part: Part) -> Bytes:
@@ -78,7 +87,7 @@ def unit_peak_bytes(action: Action, shard: ShardSpec) -> Bytes:
     saved = shard.saved_bytes or 0 if Part.SAVED in action.parts else 0
     if action.op is Op.F:
         return shard.saving_peak_bytes if Part.SAVED in action.parts else shard.forward_peak_bytes
-    if action.op is Op.B:
+    if action.op in (Op.B, Op.I, Op.W):
         return Bytes(shard.backward_peak_bytes - saved)
     if action.op is Op.STEP and action.place == "device":
         return shard.step_peak_bytes
@@ -86,11 +95,17 @@ def unit_peak_bytes(action: Action, shard: ShardSpec) -> Bytes:
 
 
 def unit_seconds(action: Action, shard: ShardSpec) -> Seconds:
-    """How long an F or B computes; a B whose forward was saved does not run it again."""
+    """How long an F, B, I or W computes; a B whose forward was saved does not run it again.
+
+    Of a backward I and W take half each, where nothing better is known (``Durations``).
+    """
     if action.op is Op.F:
         return shard.forward_s
     again = shard.forward_s if Part.SAVED in action.parts else 0.0
-    return Seconds(max(shard.backward_s - again, 0.0))
+    if action.op is Op.B:
+        return Seconds(max(shard.backward_s - again, 0.0))
+    half = max(shard.backward_s - shard.forward_s, 0.0) / 2
+    return Seconds(half + shard.forward_s - again if action.op is Op.I else half)
 
 
 def action_seconds(action: Action, costs: JobCosts) -> Seconds:
@@ -98,7 +113,7 @@ def action_seconds(action: Action, costs: JobCosts) -> Seconds:
     if action.op is Op.SYNC:
         return costs.sync_s
     shard = costs.shards[action.shard]
-    if action.op in (Op.F, Op.B):
+    if action.op in (Op.F, Op.B, Op.I, Op.W):
         return unit_seconds(action, shard)
     if action.op is Op.STEP:
         return shard.step_s

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from shoal.core.units import Bytes
 from shoal.program.costs import Costs, moved_bytes, part_bytes, unit_peak_bytes
 from shoal.program.ir import Action, Kept, Op, Part
+from shoal.program.needs import message_kind
 from shoal.program.slots import (
     NOTHING,
     Outside,
@@ -119,7 +120,7 @@ class _Memory:
         start: Kept,
         slots: SlotMap,
     ) -> _Memory:
-        backward = {action.trial for action in actions if action.op is Op.B}
+        backward = {action.trial for action in actions if action.op in (Op.B, Op.I)}
         memory = cls(costs, backward, _batch_ends(actions), slots.waits)
         memory.late_bytes = slots.num_late * _largest_late(actions, costs)
         for key, parts in tenants_before(actions, start).items():
@@ -130,7 +131,7 @@ class _Memory:
         """Bytes outside the slots: just before the peak of a unit, else after the action."""
         for store in self.waits[index]:
             self._give(("stored", store))
-        if action.op in (Op.F, Op.B):
+        if action.op in (Op.F, Op.B, Op.I):
             self._take(_batch(action), self.costs[action.trial].batch_bytes)
         before = self.total
         self._move(index, action)
@@ -156,6 +157,11 @@ class _Memory:
             self._forward(action)
         elif action.op is Op.B:
             self._backward(action)
+        elif action.op is Op.I:
+            self._backward_of_inputs(action)
+        elif action.op is Op.W:
+            self._give(("saved", *_of(action, action.shard)))
+            self._take_gradient(action)
         elif action.op in (Op.SEND, Op.RECV):
             self._exchange(action)
 
@@ -191,18 +197,32 @@ class _Memory:
             self._give(("boundary", *_of(action, action.shard)))
 
     def _backward(self, action: Action) -> None:
-        self._give(("boundary", *_of(action, action.shard)))
         self._give(("saved", *_of(action, action.shard)))
+        self._hand_back(action)
+        self._take_gradient(action)
+
+    def _backward_of_inputs(self, action: Action) -> None:
+        """What the forward saved stays, also that of a forward that was run again."""
+        shard = self.costs[action.trial].shards[action.shard]
+        self._take(("saved", *_of(action, action.shard)), shard.saved_bytes or Bytes(0))
+        self._hand_back(action)
+
+    def _hand_back(self, action: Action) -> None:
+        self._give(("boundary", *_of(action, action.shard)))
         self._give(("stash", *_of(action, action.shard)))
         self._give(("carry", *_of(action, action.shard + 1)))
         if action.shard:
             self._take_carry(action, action.shard)
+
+    def _take_gradient(self, action: Action) -> None:
         key = (action.trial, action.shard)
         if Part.GRAD not in self.loaded.get(key, ()):
             gradient = self.costs[action.trial].shards[action.shard].gradient_bytes
             self._take(("grad", *key), gradient)
 
     def _exchange(self, action: Action) -> None:
+        if message_kind(action) > 1:
+            return
         is_carry = Part.GRAD in action.parts
         if action.op is Op.SEND:
             self._give(("carry" if is_carry else "boundary", *_of(action, action.shard)))
@@ -283,5 +303,6 @@ def _batch(action: Action) -> Hashable:
 
 
 def _batch_ends(actions: Sequence[Action]) -> set[int]:
-    last = {_batch(a): index for index, a in enumerate(actions) if a.op in (Op.F, Op.B)}
+    units = (Op.F, Op.B, Op.I)
+    last = {_batch(a): index for index, a in enumerate(actions) if a.op in units}
     return set(last.values())

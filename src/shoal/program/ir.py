@@ -33,11 +33,26 @@ after the program. ``DROP s1 grad now`` has the next unit wait for the STORE, an
 after it. STEP on the device consumes ``grad`` and makes ``param`` and ``state`` dirty;
 STEP@host updates the host copies from the gradients there. SYNC is the barrier that turns the
 per-parameter norms of all shards into one clipping factor. Versions count optimizer steps from
-the program's start: F and B of a synchronous step use version 0.
+the program's start: F and B of a synchronous step use version 0; see [Note: several steps].
 
 ``SEND s1 m0 d1`` is the boundary into shard 1, ``SEND s1 m0 grad d0`` the gradients that
 shard 1's B hands back; RECV has the same words with the other device. A SEND never
-blocks and its tensor leaves the device; a RECV takes from its peer in the order sent.
+blocks and its tensor leaves the device; a RECV takes what its peer sent of its kind in the
+order sent. Three more kinds leave a copy behind:
+
+    ``norm``    ``SEND s2 v5 norm d0``: the norms of shard 2's gradients for step 5; from the
+                device that has the SYNC, the clipping factor that came of all of them
+    ``param``   ``SEND s3 v6 param d3``: version 6 of the parameters that shard 3 borrows
+    ``rng``     ``SEND s3 m0 rng d0``: the random state after the forwards of micro-batch 0
+
+B may be cut in two: ``I s1 m0`` hands on the gradients of its boundary as B does, and
+``W s1 m0``, some time later, adds to ``grad``; what was saved stays until then.
+
+[Note: several steps]
+A program of several steps has ``groups``, how many micro-batches each takes; micro-batches
+count on from step to step. STEP v5 starts from version 5 and takes the gradients of group 5,
+also where some of group 6 are there already. With one version kept, group t runs with version
+t; with two, with the one before the newest there may be: max(t - 1, 0).
 """
 
 from __future__ import annotations
@@ -60,6 +75,8 @@ class Op(StrEnum):
     DROP = "DROP"  # forget the device's copy
     F = "F"  # forward under no_grad
     B = "B"  # forward with gradients, then backward
+    I = "I"  # noqa: E741  # as B, without the gradients of parameters
+    W = "W"  # these, later
     STEP = "STEP"  # optimizer step of one shard
     SYNC = "SYNC"  # combine gradient norms over all shards
     SEND = "SEND"  # boundary or gradient to another device
@@ -76,6 +93,8 @@ class Part(StrEnum):
     BOUNDARY = "boundary"
     SAVED = "saved"
     HEAD = "head"
+    NORM = "norm"  # these two in messages only
+    RNG = "rng"
 
 
 Kept = Mapping[int, Collection[Part]]

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from shoal.program.ir import Action, Op, Part, Program
 from shoal.program.slots import SlotMap, is_unit
 
-COMPUTE = frozenset({Op.F, Op.B, Op.STEP, Op.SYNC})
+COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W, Op.STEP, Op.SYNC})
+TOLD = (Part.NORM, Part.PARAM, Part.RNG)
+"""What a message may tell of, beside boundaries and gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,19 +66,28 @@ def _split(found: set[int], size: int) -> Needs:
 
 def matching_sends(program: Program) -> dict[tuple[int, int], tuple[int, int]]:
     """(device, index) of every RECV, and that of its SEND: the same place in the same queue."""
-    sends: dict[tuple[int, int | None], list[tuple[int, int]]] = {}
-    receives: dict[tuple[int | None, int], list[tuple[int, int]]] = {}
+    sends: dict[tuple[int | None, ...], list[tuple[int, int]]] = {}
+    receives: dict[tuple[int | None, ...], list[tuple[int, int]]] = {}
+    channel: tuple[int | None, ...]
     for device, actions in enumerate(program.devices):
         for index, action in enumerate(actions):
             if action.op is Op.SEND:
-                sends.setdefault((device, action.peer), []).append((device, index))
+                channel = (device, action.peer, message_kind(action))
+                sends.setdefault(channel, []).append((device, index))
             elif action.op is Op.RECV:
-                receives.setdefault((action.peer, device), []).append((device, index))
+                channel = (action.peer, device, message_kind(action))
+                receives.setdefault(channel, []).append((device, index))
     return {
         receive: send
-        for (source, target), queue in receives.items()
-        for receive, send in zip(queue, sends.get((source or 0, target), ()), strict=False)
+        for channel, queue in receives.items()
+        for receive, send in zip(queue, sends.get(channel, ()), strict=False)
     }
+
+
+def message_kind(action: Action) -> int:
+    """Which of the kinds a SEND or RECV moves: each has an order of its own."""
+    parts = (Part.GRAD, *TOLD)
+    return next((kind for kind, part in enumerate(parts, 1) if part in action.parts), 0)
 
 
 _Name = tuple[object, ...]
@@ -116,12 +127,13 @@ def _reads(action: Action) -> list[_Name]:
         return [
             ("compute", trial),
             *_received(action),
+            *(("told", trial, part) for part in TOLD),
             *(loads if action.op is not Op.SYNC else ()),
         ]
     if action.op is Op.STEP:
         return [("home", trial, shard, part) for part in Part] + [("norm", trial)]
     if action.op is Op.SEND:
-        return [_made(action)]
+        return [("compute", trial)] if message_kind(action) > 1 else [_made(action)]
     return []
 
 
@@ -137,15 +149,18 @@ def _writes(action: Action) -> list[_Name]:
         return [("compute", trial), ("norm", trial)]
     if action.op is Op.F:
         return [("compute", trial), ("boundary", trial, shard + 1, action.micro)]
-    if action.op is Op.B:
-        grad = ("device", trial, shard, Part.GRAD)
-        return [("compute", trial), grad, ("carry", trial, shard, action.micro)]
+    if action.op in (Op.B, Op.I, Op.W):
+        made: list[_Name] = [("compute", trial)]
+        if action.op is not Op.I:
+            made.append(("device", trial, shard, Part.GRAD))
+        return made if action.op is Op.W else [*made, ("carry", trial, shard, action.micro)]
     if action.op is Op.STEP:
         place = "device" if action.place == "device" else "home"
         changed: list[_Name] = [(place, trial, shard, part) for part in Part]
         return changed + ([("compute", trial)] if place == "device" else [])
     if action.op is Op.RECV:
-        return [_made(action)]
+        told: list[_Name] = [("told", trial, part) for part in TOLD if part in action.parts]
+        return told or [_made(action)]
     return []
 
 
@@ -160,7 +175,7 @@ def _received(action: Action) -> list[_Name]:
     if action.op is Op.F:
         return [boundary]
     carry = ("carry", action.trial, action.shard + 1, action.micro)
-    return [boundary, carry] if action.op is Op.B else []
+    return [boundary, carry] if action.op in (Op.B, Op.I) else []
 
 
 def _made(action: Action) -> _Name:

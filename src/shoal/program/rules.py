@@ -6,125 +6,27 @@ do. ``World`` is what the actions before it have made; it changes only in ``appl
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import replace
 
-from shoal.program.costs import Costs
-from shoal.program.ir import Action, Kept, Op, Part, Program
-from shoal.program.slots import tenants_before
+from shoal.program.ir import Action, Op, Part
+from shoal.program.needs import message_kind
+from shoal.program.world import (
+    BACKWARDS,
+    GRAD,
+    PARAM,
+    STATE,
+    Copy,
+    Home,
+    Tensor,
+    World,
+    sent,
+    tensor,
+)
 
-PARAM, STATE, GRAD = Part.PARAM, Part.STATE, Part.GRAD
 BOUNDARY, SAVED, HEAD = Part.BOUNDARY, Part.SAVED, Part.HEAD
 NAMES = {PARAM: "parameters", STATE: "optimizer state", GRAD: "gradients", HEAD: "head"}
-
-
-class Tensor(NamedTuple):
-    """A boundary into, or a carry out of, a shard for one micro-batch."""
-
-    kind: str
-    trial: int
-    shard: int
-    micro: int | None
-    version: int
-
-    def __str__(self) -> str:
-        direction = "into" if self.kind == "boundary" else "out of"
-        return f"the {self.kind} {direction} s{self.shard} of m{self.micro}"
-
-
-@dataclass(slots=True)
-class Copy:
-    """One shard on one device: which parts are there, and which differ from the host's."""
-
-    present: set[Part] = field(default_factory=set)
-    dirty: set[Part] = field(default_factory=set)
-    own: bool = False  # are the parameters in memory of their own?
-    late: bool = False  # is the state in a late slot?
-
-
-@dataclass(slots=True)
-class Home:
-    """One shard on the host: which parts are current, and whether gradients await a step."""
-
-    current: set[Part] = field(default_factory=lambda: {PARAM, STATE, HEAD})
-    has_gradients: bool = False
-    version: int = 0  # optimizer steps so far
-
-
-@dataclass(slots=True)
-class World:
-    """Where everything is, after the actions so far."""
-
-    costs: Costs
-    kept_versions: int
-    num_devices: int
-    has_backward: set[int]  # trials
-    has_sync: set[int]  # trials
-    backwards_left: Counter[tuple[int, int, int]]  # (trial, shard, version)
-    copies: dict[tuple[int, int, int], Copy] = field(default_factory=dict)  # device, trial, shard
-    homes: dict[tuple[int, int], Home] = field(default_factory=dict)  # trial, shard
-    syncs: Counter[int] = field(default_factory=Counter)
-    units: dict[tuple[Op, int, int, int | None], int] = field(default_factory=dict)  # -> version
-    last_micro: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    tensors: dict[tuple[int, Tensor], Action] = field(default_factory=dict)  # device -> maker
-    away: dict[Tensor, Action] = field(default_factory=dict)  # boundaries on the host -> STORE
-    saved: dict[tuple[int, int, int], set[int | None]] = field(default_factory=dict)
-    messages: dict[tuple[int, int], deque[Tensor]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, program: Program, costs: Costs, start: Kept, versions: int) -> World:
-        backwards = [action for action in program if action.op is Op.B]
-        world = cls(
-            costs,
-            versions,
-            len(program.devices),
-            {action.trial for action in backwards},
-            {action.trial for action in program if action.op is Op.SYNC},
-            Counter((a.trial, a.shard, a.version) for a in backwards),
-        )
-        for device, actions in enumerate(program.devices):
-            for (trial, shard), parts in tenants_before(actions, start).items():
-                world.copies[device, trial, shard] = Copy(set(parts), set(parts))
-                world.home(trial, shard).current -= set(parts)
-        return world
-
-    def saved_by(self, device: int, action: Action) -> set[int | None]:
-        """Micro-batches whose forward of the action's shard was saved on this device."""
-        return self.saved.setdefault((device, action.trial, action.shard), set())
-
-    def copy(self, device: int, action: Action) -> Copy:
-        return self.copies.setdefault((device, action.trial, action.shard), Copy())
-
-    def home(self, trial: int, shard: int) -> Home:
-        return self.homes.setdefault((trial, shard), Home())
-
-    def is_last(self, action: Action) -> bool:
-        return action.shard == len(self.costs[action.trial].shards) - 1
-
-    def inputs(self, action: Action) -> Iterator[Tensor]:
-        """What an F or B reads that other shards' units leave."""
-        if action.shard:
-            yield tensor("boundary", action, action.shard)
-        if action.op is Op.B and not self.is_last(action):
-            yield tensor("carry", action, action.shard + 1)
-
-    def must_wait(self, device: int, action: Action) -> bool:
-        """Is this a RECV whose SEND has not been issued yet?"""
-        if action.op is not Op.RECV or action.peer is None:
-            return False
-        return not self.messages.get((action.peer, device))
-
-
-def tensor(kind: str, action: Action, shard: int) -> Tensor:
-    """The tensor of this kind that belongs to the action's trial, micro-batch and version."""
-    return Tensor(kind, action.trial, shard, action.micro, action.version)
-
-
-def sent(action: Action) -> Tensor:
-    """What a SEND or RECV names: a carry if it says ``grad``, else a boundary."""
-    return tensor("carry" if GRAD in action.parts else "boundary", action, action.shard)
 
 
 def complaints(world: World, device: int, action: Action) -> Iterator[str]:
@@ -146,8 +48,10 @@ def _form(world: World, device: int, action: Action) -> Iterator[str]:
         yield "a part is named twice. Name it once."
     if BOUNDARY in action.parts and len(action.parts) > 1:
         yield "a boundary is of one micro-batch, and is moved by itself. Make it its own action."
-    if SAVED in action.parts and (action.op not in (Op.F, Op.B) or len(action.parts) > 1):
+    if SAVED in action.parts and (action.op not in (Op.F, *BACKWARDS) or len(action.parts) > 1):
         yield "only F saves, and only its B uses that. Remove the part."
+    if action.op in (Op.SEND, Op.RECV) and (len(action.parts) > 1 or STATE in action.parts):
+        yield "a message is of one kind: a boundary, grad, norm, param or rng. Name one of them."
     if action.own and (action.op is not Op.LOAD or action.parts != (PARAM,)):
         yield "only a LOAD of parameters alone takes memory of its own. Remove the word."
     if action.late and (action.op is not Op.LOAD or STATE not in action.parts):
@@ -156,7 +60,9 @@ def _form(world: World, device: int, action: Action) -> Iterator[str]:
         yield "a late slot is beside the parameters. LOAD those by themselves."
     if action.now and (action.op is not Op.DROP or not {GRAD, BOUNDARY} & set(action.parts)):
         yield "only a DROP of gradients or of a boundary is waited for. Remove the word."
-    with_micro = action.op in (Op.F, Op.B, Op.SEND, Op.RECV) or BOUNDARY in action.parts
+    is_told = Part.NORM in action.parts or PARAM in action.parts
+    with_micro = action.op in (Op.F, *BACKWARDS, Op.W) or BOUNDARY in action.parts
+    with_micro |= action.op in (Op.SEND, Op.RECV) and not is_told
     if with_micro and action.micro is None:
         yield f"{action.op} needs a micro-batch. Write m0 or another one."
     if action.op in (Op.SEND, Op.RECV) and not _is_peer(world, device, action.peer):
@@ -254,14 +160,15 @@ def _refers(action: Action, saved: set[int | None]) -> str:
 
 def _unit(world: World, device: int, action: Action) -> Iterator[str]:
     """What F and B have in common."""
-    ran = world.units.get((action.op, action.trial, action.shard, action.micro))
-    if ran == action.version:
+    alike = BACKWARDS if action.op in BACKWARDS else (action.op,)
+    ran = {world.units.get((op, action.trial, action.shard, action.micro)) for op in alike}
+    if action.version in ran:
         yield "this unit has run already. Every unit runs once; remove one of them."
     yield from _needs(world, device, action, (PARAM,))
     yield from _version(world, action)
     for wanted in world.inputs(action):
         if (device, wanted) not in world.tensors:
-            maker = Op.F if wanted.kind == "boundary" else Op.B
+            maker = Op.F if wanted.kind == "boundary" else "B"
             shard = wanted.shard - (wanted.kind == "boundary")
             if wanted in world.away:
                 yield (
@@ -288,6 +195,13 @@ def _needs(world: World, device: int, action: Action, parts: tuple[Part, ...]) -
 
 
 def _version(world: World, action: Action) -> Iterator[str]:
+    group = world.group_of(action)
+    due = max(group - world.kept_versions + 1, 0)
+    if world.ends and action.version != due:
+        yield (
+            f"m{action.micro} is of group {group}, which runs with version {due} where "
+            f"{world.kept_versions} versions are kept, not {action.version}. Write v{due}."
+        )
     newest = world.home(action.trial, action.shard).version
     oldest = max(newest - world.kept_versions + 1, 0)
     if action.version > newest:
@@ -322,12 +236,30 @@ def _backward(world: World, device: int, action: Action) -> Iterator[str]:
             f"earlier micro-batches' gradients of {name} are on the host: this B must add to "
             f"them. Put LOAD {name} grad before it."
         )
-    last = world.last_micro.get((action.trial, action.shard, action.version), -1)
+    if action.op is Op.B:
+        yield from _in_order(world, action)
+
+
+def _in_order(world: World, action: Action) -> Iterator[str]:
+    key = (action.trial, action.shard, world.group_of(action))
+    last = world.last_micro.get(key, -1)
     if action.micro is not None and action.micro < last:
         yield (
-            f"B {name} m{last} has run already: gradients are added in the order of the plain "
-            "loop. Put the micro-batches in order."
+            f"{action.op} s{action.shard} m{last} has run already: gradients are added in the "
+            "order of the plain loop. Put the micro-batches in order."
         )
+
+
+def _weights_of(world: World, device: int, action: Action) -> Iterator[str]:
+    """The second half of a backward: the gradients of the parameters."""
+    name = f"s{action.shard} m{action.micro}"
+    found = world.halves.get((action.trial, action.shard, action.micro))
+    if found is None or found[0] != device:
+        yield f"W needs I {name} to have run here, once for every W. Put it before."
+    elif found[1].version != action.version:
+        yield f"W uses version {action.version} but I {name} used {found[1].version}. Use that."
+    yield from _needs(world, device, action, (PARAM,))
+    yield from _in_order(world, action)
 
 
 def _same_version(world: World, action: Action) -> Iterator[str]:
@@ -355,7 +287,7 @@ def _same_saving(world: World, device: int, action: Action) -> Iterator[str]:
 
 def _step(world: World, device: int, action: Action) -> Iterator[str]:
     yield from _version_of_step(world, action)
-    left = _backwards_left(world, action, action.version - world.kept_versions + 1)
+    left = _backwards_left(world, action, world.done_first(action.version))
     if left:
         yield (
             f"{left} B of s{action.shard} come later, and their gradients would miss this step. "
@@ -363,7 +295,9 @@ def _step(world: World, device: int, action: Action) -> Iterator[str]:
         )
     if action.trial in world.has_sync and world.syncs[action.trial] <= action.version:
         yield ("this program clips: the factor is known only after SYNC. Put the STEP after it.")
-    if saved := world.saved_by(device, action):
+    elif action.trial in world.has_sync and world.sync_on[action.trial] != device:
+        yield from _factor(world, device, action)
+    if world.kept_versions == 1 and (saved := world.saved_by(device, action)):
         yield _refers(action, saved)
     if action.place == "host":
         yield from _host_step(world, action)
@@ -371,8 +305,24 @@ def _step(world: World, device: int, action: Action) -> Iterator[str]:
         yield from _needs(world, device, action, (PARAM, STATE, GRAD))
 
 
+def _factor(world: World, device: int, action: Action) -> Iterator[str]:
+    there = world.sync_on[action.trial]
+    shards = range(len(world.costs[action.trial].shards))
+    norms = (Tensor("norm", action.trial, shard, None, action.version) for shard in shards)
+    if not any((device, norm) in world.told for norm in norms):
+        yield (
+            f"the clipping factor of step {action.version} is on device {there}. Put RECV of its "
+            "norm before."
+        )
+
+
 def _backwards_left(world: World, action: Action, newest: int) -> int:
-    """B of this shard still to come whose weights are ``newest`` or older."""
+    """B of this shard still to come whose group, or weights, are ``newest`` or older.
+
+    Of groups the earlier ones have been stepped: steps come one after another.
+    """
+    if world.ends:
+        return world.backwards_left[action.trial, action.shard, newest]
     return sum(
         count
         for (trial, shard, version), count in world.backwards_left.items()
@@ -403,24 +353,55 @@ def _host_step(world: World, action: Action) -> Iterator[str]:
 
 
 def _sync(world: World, device: int, action: Action) -> Iterator[str]:
+    shards = range(len(world.costs[action.trial].shards))
     left = sum(
-        count
-        for (trial, _, version), count in world.backwards_left.items()
-        if trial == action.trial and version <= action.version
+        _backwards_left(world, replace(action, shard=shard), action.version) for shard in shards
     )
     if left:
         yield f"{left} B come later, and their gradients would miss the norm. Put SYNC after them."
+    for shard in shards:
+        wanted = Tensor("norm", action.trial, shard, None, action.version)
+        is_here = world.num_devices == 1 or (action.trial, shard) in world.stepped_on[device]
+        if not is_here and (device, wanted) not in world.told:
+            yield f"{wanted} is on another device. RECV it before."
     if action.version != world.syncs[action.trial]:
         yield f"this is SYNC number {world.syncs[action.trial]}. Use one SYNC a step."
 
 
 def _send(world: World, device: int, action: Action) -> Iterator[str]:
-    if (device, sent(action)) not in world.tensors:
+    kind = sent(action).kind
+    if kind == "norm":
+        yield from _send_norm(world, device, action)
+    elif kind == "weights":
+        yield from _send_weights(world, device, action)
+    elif kind == "rng":
+        ran = [world.units.get((op, action.trial, action.shard, action.micro)) for op in _UNITS]
+        if ran == [None] * len(_UNITS):
+            yield f"no unit of s{action.shard} m{action.micro} has run. Put the SEND after it."
+    elif (device, sent(action)) not in world.tensors:
         yield f"{sent(action)} is not on this device. Put the unit that leaves it before the SEND."
 
 
+def _send_norm(world: World, device: int, action: Action) -> Iterator[str]:
+    if _backwards_left(world, action, world.done_first(action.version)):
+        yield "gradients are still to come, and the norm would miss them. Put the SEND after them."
+    has_sync = world.sync_on.get(action.trial) == device
+    if has_sync and world.syncs[action.trial] <= action.version:
+        yield "the factor is known only after SYNC. Put the SEND after it."
+
+
+def _send_weights(world: World, device: int, action: Action) -> Iterator[str]:
+    for trial, shard in sorted(world.stepped_on[device]):
+        newest = world.home(trial, shard).version
+        if trial == action.trial and not 0 <= newest - action.version < world.kept_versions:
+            yield (
+                f"s{shard}, which is stepped here, is at version {newest}. Send version "
+                f"{action.version} after the STEP that makes it, and before it is gone."
+            )
+
+
 def _receive(world: World, device: int, action: Action) -> Iterator[str]:
-    queue = world.messages.get((action.peer or 0, device))
+    queue = world.messages.get((action.peer or 0, device, message_kind(action)))
     if queue and queue[0] != sent(action):
         yield (
             f"device {action.peer} sent {queue[0]} first. Receive from a device in the order in "
@@ -432,12 +413,15 @@ def _nothing(world: World, device: int, action: Action) -> Iterator[str]:
     return iter(())
 
 
+_UNITS = (Op.F, *BACKWARDS)
 _RULES: dict[Op, Callable[[World, int, Action], Iterator[str]]] = {
     Op.LOAD: _load,
     Op.STORE: _store,
     Op.DROP: _drop,
     Op.F: _forward,
     Op.B: _backward,
+    Op.I: _backward,
+    Op.W: _weights_of,
     Op.STEP: _step,
     Op.SYNC: _sync,
     Op.SEND: _send,
@@ -466,17 +450,25 @@ def apply(world: World, device: int, action: Action) -> None:
             copy.present -= parts
             copy.own &= PARAM in copy.present
             copy.late &= STATE in copy.present
-        case Op.F | Op.B:
+        case Op.W:
+            _apply_sum(world, device, action)
+        case Op.F | Op.B | Op.I:
             _apply_unit(world, device, action)
         case Op.STEP:
-            _apply_step(copy, home, action)
+            _apply_step(world, copy, home, action)
         case Op.SYNC:
             world.syncs[action.trial] += 1
         case Op.SEND:
-            world.messages.setdefault((device, action.peer or 0), deque()).append(sent(action))
-            del world.tensors[device, sent(action)]
+            channel = (device, action.peer or 0, message_kind(action))
+            world.messages.setdefault(channel, deque()).append(sent(action))
+            world.tensors.pop((device, sent(action)), None)
         case Op.RECV:
-            world.tensors[device, world.messages[action.peer or 0, device].popleft()] = action
+            channel = (action.peer or 0, device, message_kind(action))
+            arrived = world.messages[channel].popleft()
+            if message_kind(action) > 1:
+                world.told.add((device, arrived))
+            else:
+                world.tensors[device, arrived] = action
 
 
 def _apply_boundary(world: World, device: int, action: Action) -> None:
@@ -490,9 +482,8 @@ def _apply_boundary(world: World, device: int, action: Action) -> None:
 
 
 def _apply_unit(world: World, device: int, action: Action) -> None:
-    key = (action.trial, action.shard, action.version)
     world.units[action.op, action.trial, action.shard, action.micro] = action.version
-    if action.op is Op.B or action.trial not in world.has_backward:
+    if action.op in BACKWARDS or action.trial not in world.has_backward:
         for used in world.inputs(action):
             del world.tensors[device, used]
             world.away.pop(used, None)
@@ -502,9 +493,21 @@ def _apply_unit(world: World, device: int, action: Action) -> None:
         if not world.is_last(action):
             world.tensors[device, tensor("boundary", action, action.shard + 1)] = action
         return
-    world.saved_by(device, action).discard(action.micro)
     if action.shard:
         world.tensors[device, tensor("carry", action, action.shard)] = action
+    if action.op is Op.I:
+        world.saved_by(device, action).add(action.micro)
+        world.halves[action.trial, action.shard, action.micro] = (device, action)
+    else:
+        _apply_sum(world, device, action)
+
+
+def _apply_sum(world: World, device: int, action: Action) -> None:
+    """Gradients of the parameters are added up."""
+    key = (action.trial, action.shard, world.group_of(action))
+    world.halves.pop((action.trial, action.shard, action.micro), None)
+    world.saved_by(device, action).discard(action.micro)
+    world.summed.setdefault(key[:2], set()).add(key[2])
     copy = world.copy(device, action)
     copy.present.add(GRAD)
     copy.dirty.add(GRAD)
@@ -513,13 +516,18 @@ def _apply_unit(world: World, device: int, action: Action) -> None:
     world.last_micro[key] = action.micro or 0
 
 
-def _apply_step(copy: Copy, home: Home, action: Action) -> None:
+def _apply_step(world: World, copy: Copy, home: Home, action: Action) -> None:
+    groups = world.summed.pop((action.trial, action.shard), set())
+    later = {group for group in groups if world.ends and group > home.version}
+    if later:
+        world.summed[action.trial, action.shard] = later
     home.version += 1
     home.has_gradients = False
     home.current.discard(GRAD)
     if action.place == "device":
-        copy.present.discard(GRAD)
-        copy.dirty.discard(GRAD)
+        if not later:
+            copy.present.discard(GRAD)
+            copy.dirty.discard(GRAD)
         changed = {PARAM, STATE} | ({HEAD} & copy.present)
         copy.dirty |= changed
         home.current -= changed

@@ -101,7 +101,8 @@ def tenants_before(actions: Sequence[Action], start: Kept) -> Mapping[ShardKey, 
 
 def is_unit(action: Action) -> bool:
     """Does this action compute on the device with a shard's parts?"""
-    return action.op in (Op.F, Op.B) or (action.op is Op.STEP and action.place == "device")
+    on_device = action.op is Op.STEP and action.place == "device"
+    return on_device or action.op in (Op.F, Op.B, Op.I, Op.W)
 
 
 @dataclass(slots=True)

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.core.errors import SpecError, TrialError
+from shoal.core.errors import TrialError
 from shoal.core.spec import ALIGNMENT
 from shoal.core.units import round_up
 from shoal.memory.layout import ShardLayout, TensorSpec, TrialLayout
 from shoal.memory.store import Region, describe, field_view, state_views, view, views
 from shoal.rounding import Rounding
+from shoal.subsets import Subsets
 
 States = Mapping[str, Mapping[str, Tensor]]
 
@@ -156,12 +157,8 @@ class Binding:
         self.params: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.optimizer = optimizer
         self.stateful: dict[str, set[str]] = {}  # name -> the stored keys it has by now
-        names = {id(parameter): name for name, parameter in self.params.items()}
-        self._grouped = _group_names(optimizer, names)
-        self._subsets = [self._subset(set(shard)) for shard in owned]
-        self._stepped = [[name for _, part in subset for name in part] for subset in self._subsets]
-        self._steps_all = [len(names) == sum(map(len, self._grouped)) for names in self._stepped]
-        self._parts: dict[int, torch.optim.Optimizer] = {}
+        self._subsets = Subsets(optimizer, self.params, owned)
+        self._stepped = self._subsets.stepped
         self._bound: dict[int, Placed] = {}
         self._settled: dict[int, tuple[Placed, list[tuple[dict[str, Any], list[Any]]]]] = {}
         self._rounding = rounding or Rounding({}, 0)
@@ -290,49 +287,11 @@ class Binding:
         each has a part of the optimizer, which shares its state and takes its options.
         """
         with self._rounding.stepping(self._stepped[shard], number):
-            self._step_part(shard)
-
-    def _step_part(self, shard: int) -> None:
-        optimizer = self.optimizer
-        if self._steps_all[shard]:
-            optimizer.step()
-            return
-        part = self._parts.get(shard) or self._part(shard)
-        wholes = [optimizer.param_groups[index] for index, _ in self._subsets[shard]]
-        for group, whole in zip(part.param_groups, wholes, strict=True):
-            group.update((key, value) for key, value in whole.items() if key != "params")
-        part.state = optimizer.state
-        type(part).step(part)
-        for group, whole in zip(part.param_groups, wholes, strict=True):
-            whole.update((key, value) for key, value in group.items() if key != "params")
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # a schedule asks for it
+            self._subsets.step(shard)
 
     def kept_beside(self) -> str:
         """The name of something that a step has left on a part, which is lost with the part."""
-        for part in self._parts.values():
-            before = self.optimizer.__dict__
-            for name, value in part.__dict__.items():
-                if name not in ("state", "param_groups") and before.get(name) is not value:
-                    return name
-        return ""
-
-    def _part(self, shard: int) -> torch.optim.Optimizer:
-        """The optimizer with one shard's parameters, made without its constructor."""
-        own = self.optimizer.__dict__.get("step")
-        if own is not None and getattr(own, "__wrapped__", None) is not type(self.optimizer).step:
-            raise SpecError(
-                f"the step of this {type(self.optimizer).__name__} was replaced on the object, so "
-                "a shard cannot step alone. Put it into a subclass, or train with "
-                "technique='resident'."
-            )
-        part: torch.optim.Optimizer = object.__new__(type(self.optimizer))
-        part.__dict__.update(self.optimizer.__dict__)
-        part.__dict__.pop("step", None)  # a schedule's wrapper, which is bound to the whole
-        part.param_groups = [
-            {"params": [self.params[name] for name in names]} for _, names in self._subsets[shard]
-        ]
-        self._parts[shard] = part
-        return part
+        return self._subsets.kept_beside()
 
     def settle(self, name: str, places: Mapping[str, Tensor]) -> None:
         """Copy state that lies elsewhere to its place and point the optimizer there."""
@@ -406,21 +365,15 @@ class Binding:
         """The optimizer's groups: options, and the names of their parameters."""
         return [
             {**{k: v for k, v in group.items() if k != "params"}, "params": list(names)}
-            for group, names in zip(self.optimizer.param_groups, self._grouped, strict=True)
+            for group, names in zip(
+                self.optimizer.param_groups, self._subsets.grouped, strict=True
+            )
         ]
 
     def restore_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Put the options of ``groups()`` back."""
         for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})
-
-    def _subset(self, owned: set[str]) -> list[tuple[int, list[str]]]:
-        """Per group that has some: its index and those of its names that a shard owns."""
-        chosen = [
-            (index, [name for name in names if name in owned])
-            for index, names in enumerate(self._grouped)
-        ]
-        return [(index, names) for index, names in chosen if names]
 
 
 def _poison_like(tensor: Tensor) -> Tensor:
@@ -444,17 +397,3 @@ def state_specs(binding: Binding) -> dict[str, list[TensorSpec]]:
         ]
         for name, parameter in binding.params.items()
     }
-
-
-def _group_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[list[str]]:
-    grouped = []
-    for group in optimizer.param_groups:
-        unknown = [p for p in group["params"] if id(p) not in names]
-        if unknown:
-            raise SpecError(
-                f"the optimizer holds {len(unknown)} tensors that are no parameters of the model, "
-                f"the first of shape {tuple(unknown[0].shape)}. Build it from the named "
-                "parameters it is given."
-            )
-        grouped.append([names[id(parameter)] for parameter in group["params"]])
-    return grouped

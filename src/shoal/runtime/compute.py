@@ -17,6 +17,7 @@ from shoal.program.ir import Action, Op
 from shoal.runtime.binding import Placed
 from shoal.runtime.session import Session, Task
 from shoal.runtime.units import evaluate_metrics
+from shoal.subsets import clip_factor
 
 Work = Callable[[Task, Action], None]
 
@@ -128,14 +129,7 @@ class Compute:
         assert limit is not None
         norms = [self._norms[n] for n in self._session.binding.params if n in self._norms]
         self._norms = {}
-        by_type: dict[torch.dtype, list[Tensor]] = {}
-        for norm in norms:
-            by_type.setdefault(norm.dtype, []).append(norm)
-        ordered = [norm for group in by_type.values() for norm in group]
-        total = torch.linalg.vector_norm(torch.stack(ordered), 2.0) if ordered else None
-        self._clip = None
-        if total is not None:
-            self._clip = torch.clamp(limit / (total + 1e-6), max=1.0)
+        self._clip = clip_factor(limit, norms)
 
     def _step(self, task: Task, action: Action) -> None:
         shard, binding = action.shard, self._session.binding

@@ -1,0 +1,146 @@
+"""A backward in two: first what the shard before waits for, later the parameters' gradients.
+
+[Note: the seam]
+A node of the graph that lies on a way to the boundary and also feeds parameters is at the seam:
+
+    loss <- addmm <- gelu <- addmm <- boundary
+              |                |
+           weight, bias     weight, bias
+
+The first half runs the nodes on the way and keeps the gradients that come to those at the seam.
+The second runs each of these again, towards its parameters alone; no product is computed twice,
+as a node computes only the gradients that somebody asked for. A parameter below two seams
+would get its parts in another order than plain autograd's: then the first half is all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+Root = tuple[GradientEdge, Tensor]
+Node = Any
+"""A node of autograd's graph: torch has no public type that its C++ nodes share."""
+
+
+@dataclass(slots=True)
+class _Seam:
+    """What comes to a node at the seam, and the parameters below it."""
+
+    node: Node
+    parameters: list[Tensor]
+    grads: tuple[Tensor | None, ...] = ()
+
+    def run(self) -> None:
+        pairs = [(i, grad) for i, grad in enumerate(self.grads) if grad is not None]
+        if pairs:
+            edges = [GradientEdge(self.node, index) for index, _ in pairs]
+            torch.autograd.backward(edges, [g for _, g in pairs], inputs=self.parameters)
+
+
+@dataclass(slots=True)
+class Half:
+    """The half of a backward that is still to be run; it holds the graph until then."""
+
+    seams: list[_Seam] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Add the gradients of the parameters; once."""
+        while self.seams:
+            self.seams.pop(0).run()
+
+
+def backward_of_inputs(roots: Sequence[Root], anchors: Sequence[Tensor]) -> Half:
+    """The half of the backward of ``roots`` that leads to ``anchors``, leaves of the graph."""
+    if not roots:
+        return Half()
+    graph = _Graph(anchors)
+    for edge, _ in roots:
+        graph.walk(edge.node)
+    seams = graph.seams()
+    if seams is None or not all(graph.leads[edge.node] for edge, _ in roots):
+        torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
+        return Half()
+    met: list[_Seam] = []
+    handles = [seam.node.register_prehook(_catch(seam, met)) for seam in seams]
+    try:
+        edges, grads = [edge for edge, _ in roots], [grad for _, grad in roots]
+        torch.autograd.backward(edges, grads, inputs=list(anchors), retain_graph=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Half(met)
+
+
+def _catch(seam: _Seam, met: list[_Seam]) -> Any:
+    def note(grads: tuple[Tensor | None, ...]) -> None:
+        seam.grads = grads
+        met.append(seam)
+
+    return note
+
+
+class _Graph:
+    """The nodes below the roots: which lead to an anchor, and to which parameters."""
+
+    def __init__(self, anchors: Iterable[Tensor]) -> None:
+        self._anchors = {id(anchor) for anchor in anchors}
+        self.leads: dict[Node, bool] = {}
+        self._order: list[Node] = []
+
+    def walk(self, root: Node) -> None:
+        """Visit all nodes below; children come before parents in the order."""
+        stack = [(root, False)]
+        while stack:
+            node, is_done = stack.pop()
+            if is_done:
+                self._finish(node)
+            elif node not in self.leads:
+                self.leads[node] = False
+                stack.append((node, True))
+                stack.extend((child, False) for child in _children(node))
+
+    def _finish(self, node: Node) -> None:
+        variable = getattr(node, "variable", None)
+        is_anchor = variable is not None and id(variable) in self._anchors
+        self.leads[node] = is_anchor or any(self.leads[child] for child in _children(node))
+        self._order.append(node)
+
+    def seams(self) -> list[_Seam] | None:
+        """The nodes at the seam; None where a parameter is below two of them."""
+        below = self._parameters_below()
+        seams: list[_Seam] = []
+        seen: set[int] = set()
+        for node in reversed(self._order):
+            if not self.leads[node]:
+                continue
+            sides = [below[child] for child in _children(node) if not self.leads[child]]
+            found = {key: tensor for side in sides for key, tensor in side.items()}
+            if found.keys() & seen:
+                return None
+            seen |= found.keys()
+            if found:
+                seams.append(_Seam(node, list(found.values())))
+        return seams
+
+    def _parameters_below(self) -> Mapping[Node, dict[int, Tensor]]:
+        below: dict[Node, dict[int, Tensor]] = {}
+        for node in self._order:
+            found: dict[int, Tensor] = {}
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                found[id(variable)] = variable
+            elif not self.leads[node]:
+                for child in _children(node):
+                    found |= below[child]
+            below[node] = found
+        return below
+
+
+def _children(node: Node) -> list[Node]:
+    return [child for child, _ in node.next_functions if child is not None]

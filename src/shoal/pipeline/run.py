@@ -1,0 +1,146 @@
+"""Train one model over several processes, one stage in each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from shoal import rounding
+from shoal.core.errors import PlanError, SpecError
+from shoal.core.spec import Scalar
+from shoal.pipeline.build import Training
+from shoal.pipeline.processes import HANG_S, StageProcesses
+from shoal.pipeline.schedule import Pipeline, Schedule
+from shoal.pipeline.stage import Ran
+from shoal.pipeline.train import Part, train_stage
+from shoal.program.ir import Program
+from shoal.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a training over several stages ended with.
+
+    ``losses`` has one float per optimizer step, the mean over its micro-batches. ``state`` has
+    the layout of ``TrialResult.load_state()``: everything by parameter name. ``ran`` says when
+    each stage computed what, ``most_in_flight`` how many micro-batches it held activations of.
+    """
+
+    losses: tuple[float, ...]
+    state: Mapping[str, Any]
+    pipeline: Pipeline
+    program: Program
+    ran: tuple[list[Ran], ...]
+    most_in_flight: tuple[int, ...]
+
+
+def run_stages(
+    recipe: Recipe,
+    hp: Mapping[str, Scalar],
+    seed: int,
+    *,
+    steps: int,
+    stages: int,
+    schedule: Schedule = "flush",
+    cuts: tuple[int, ...] | None = None,
+    recompute: bool = False,
+    lag: int = 0,
+    predict: bool = False,
+    draws: bool | None = None,
+    foretell: bool = True,
+    threads: int = 1,
+    hang_s: float = HANG_S,
+    processes: StageProcesses | None = None,
+) -> Trained:
+    """Train a recipe for ``steps`` optimizer steps, its model in ``stages`` processes.
+
+    The micro-batches of a step are the recipe's ``accumulate`` batches. Every schedule but
+    "2bw" ends on the bits of ``shoal.testing.plain_loop``, that one on those of
+    ``shoal.testing.plain_2bw_loop``; with ``predict`` it computes with a guess of the weights that
+    its gradients will meet. ``cuts`` are the layers of the model's chain at which the later stages
+    begin; None for the quickest slowest stage, by measurement. ``recompute`` runs forwards again
+    rather than keep what they save. ``draws`` says whether the model draws random numbers; None to
+    find out on the first batch; with ``foretell`` the first stage draws ahead what later ones will
+    draw, where that can be done, and forwards overlap. ``processes`` are kept for the next run.
+    Nothing is evaluated.
+
+    Raises:
+        SpecError: fewer micro-batches than the schedule needs, more stages than there are
+            processes, cuts that make another number of stages.
+        PlanError: the model cannot be cut so.
+        TrialError: a loss is not finite, or data and model turned out otherwise than at first.
+        WorkerError: a stage died, or has stood still for ``hang_s`` seconds; none is left then.
+    """
+    training = Training(
+        recipe=recipe,
+        hp=dict(hp),
+        seed=seed,
+        steps=steps,
+        stages=stages,
+        schedule=schedule,
+        cuts=cuts,
+        recompute=recompute,
+        lag=lag,
+        predict=predict,
+        draws=draws,
+        foretell=foretell,
+        threads=threads,
+    )
+    _require_possible(training)
+    with ExitStack() as stack:
+        crew = processes or stack.enter_context(StageProcesses(stages))
+        parts = crew.run(functools.partial(train_stage, training=training), stages, hang_s=hang_s)
+    return _joined(parts)
+
+
+def _require_possible(training: Training) -> None:
+    """Refuse what can be seen to be impossible before a process is started."""
+    if training.steps < 1:
+        raise SpecError(f"train at least one step, got steps={training.steps}.")
+    Pipeline(
+        schedule=training.schedule,
+        stages=training.stages,
+        groups=(training.recipe.accumulate,),
+        lag=training.lag,
+    )
+    if training.cuts is not None and len(training.cuts) != training.stages - 1:
+        raise SpecError(
+            f"{training.stages} stages need {training.stages - 1} cuts, got "
+            f"{len(training.cuts)}: {training.cuts}."
+        )
+    if training.predict and training.schedule != "2bw":
+        raise SpecError(
+            f"predict=True guesses the weights that stale gradients will meet; those of "
+            f"{training.schedule!r} are not stale. Leave it out, or use schedule='2bw'."
+        )
+    if training.recipe.precision == rounding.NAME:
+        raise PlanError(
+            f"precision={rounding.NAME!r} cannot be pipelined: its steps round weights by chance, "
+            "which no test holds to the plain loop over stages yet. Use 'bf16' or 'fp32'."
+        )
+
+
+def _joined(parts: list[Part]) -> Trained:
+    """The parts of all stages as one state."""
+    first, last = parts[0], parts[-1]
+    state = {
+        "model": {name: tensor for part in parts for name, tensor in part.model.items()},
+        "optimizer": {
+            "state": {name: entry for part in parts for name, entry in part.optimizer.items()},
+            "groups": first.groups,
+        },
+        "schedule": first.schedule,
+        "rng": (last if last.pipeline.draws else first).rng,
+        "step": len(last.losses),
+    }
+    return Trained(
+        losses=last.losses,
+        state=state,
+        pipeline=first.pipeline,
+        program=first.program,
+        ran=tuple(part.ran for part in parts),
+        most_in_flight=tuple(part.most_in_flight for part in parts),
+    )

@@ -1,0 +1,155 @@
+"""The training of one stage, from its own process's build to the state it ends with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import cloudpickle
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.pipeline.build import (
+    Built,
+    Found,
+    Training,
+    build,
+    chain_like,
+    find,
+    let_go,
+    pipeline_of,
+    shares_of,
+)
+from shoal.pipeline.check import check_pipeline
+from shoal.pipeline.compute import Share, StageCompute
+from shoal.pipeline.packing import Packer
+from shoal.pipeline.post import Post, lines_of
+from shoal.pipeline.schedule import Pipeline
+from shoal.pipeline.stage import Ran, run_stage
+from shoal.pipeline.weights import Weights
+from shoal.program.ir import Program
+from shoal.rng import RngState
+
+
+class Place(Protocol):
+    """Where a stage runs: which of how many, and who watches it."""
+
+    rank: int
+    world: int
+
+    def begin(self, actions: list[str]) -> None:
+        """Say what will be run."""
+
+    def watch(self, index: int, waits: bool) -> None:
+        """Say which action is next, and whether it only waits for another stage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one stage has of the trained model; ``losses`` are the last stage's."""
+
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Mapping[str, Any]]
+    groups: list[dict[str, Any]]
+    schedule: Any
+    rng: RngState
+    losses: tuple[float, ...]
+    most_in_flight: int
+    ran: list[Ran]
+    pipeline: Pipeline
+    program: Program
+
+
+def train_stage(place: Place, training: Training) -> Part:
+    """Train one stage for all steps; every process of the group calls this at once."""
+    built, groups = build(training, place.rank)
+    foretelling = None
+    if place.rank == 0:
+        chain, found, foretelling = find(training, built, groups)
+    else:
+        found = _tell(None)
+        chain = chain_like(training, built, found)
+    shares = shares_of(chain, found.cuts, training.stages)
+    share, pipeline = shares[place.rank], pipeline_of(training, found, shares)
+    program = pipeline.program()
+    if place.rank == 0:  # the others make the same one, and wait until it is proved
+        check_pipeline(pipeline, program)
+        _tell(found)
+    let_go(built, share)
+    weights = _weights(built, share, pipeline, training.predict)
+    compute = StageCompute(
+        pipeline,
+        chain,
+        share,
+        weights,
+        fetch=built.feed.fetch if built.feed is not None else _no_feed,
+        after_step=built.schedule.step if built.schedule else _nothing,
+        foretelling=foretelling,
+    )
+    actions = program.devices[place.rank]
+    place.begin([str(action) for action in actions])
+    with Post(lines_of(actions), Packer(built.params)) as post:
+        ran = run_stage(actions, compute, post, place.watch)
+    weights.newest(len(pipeline.groups))
+    chain.close()
+    return _part(built, share, compute, pipeline, program, ran)
+
+
+def _tell(found: Found | None) -> Found:
+    """What stage 0 found, at every stage."""
+    box = [cloudpickle.dumps(found)]
+    dist.broadcast_object_list(box, src=0)
+    told: Found = cloudpickle.loads(box[0])
+    return told
+
+
+def _weights(built: Built, share: Share, pipeline: Pipeline, predict: bool) -> Weights:
+    borrowed = [name for names in share.borrowed.values() for name in names]
+    return Weights(
+        built.params,
+        built.optimizer,
+        share.owned,
+        borrowed,
+        versions=pipeline.versions,
+        predict=predict and pipeline.versions > 1,
+    )
+
+
+def _part(
+    built: Built,
+    share: Share,
+    compute: StageCompute,
+    pipeline: Pipeline,
+    program: Program,
+    ran: list[Ran],
+) -> Part:
+    owned = {name: built.params[name] for name in share.owned}
+    names = {id(parameter): name for name, parameter in built.params.items()}
+    state = built.optimizer.state
+    buffers = {name: built.model.get_buffer(name) for name in share.buffers}
+    if share.stage == 0:  # with those that nobody changes
+        buffers = dict(built.model.named_buffers()) | buffers
+    return Part(
+        model={name: p.detach() for name, p in owned.items()} | buffers,
+        optimizer={name: dict(state[p]) for name, p in owned.items() if p in state},
+        groups=[
+            {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
+            for group in built.optimizer.param_groups
+        ],
+        schedule=built.schedule.state_dict() if built.schedule else None,
+        rng=compute.end_rng,
+        losses=tuple(compute.losses),
+        most_in_flight=compute.most_in_flight,
+        ran=ran,
+        pipeline=pipeline,
+        program=program,
+    )
+
+
+def _no_feed(group: int) -> Any:
+    raise AssertionError("only the first stage fetches")
+
+
+def _nothing() -> None:
+    """What follows a step where the learning rate has no schedule."""

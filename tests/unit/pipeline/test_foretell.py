@@ -1,0 +1,100 @@
+"""What later stages draw is drawn ahead, where that comes to the same random state."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.core.errors import TrialError
+from shoal.partition.build import build_chain
+from shoal.pipeline.foretell import Foretelling
+from shoal.pipeline.run import run_stages
+from shoal.recipe import Recipe
+from shoal.rng import capture_rng, same_rng
+from shoal.testing import compare, plain_loop
+
+
+class Draws(nn.Module):
+    """Dropout, noise, and what ``extra`` adds to it."""
+
+    def __init__(self, extra: str) -> None:
+        super().__init__()
+        self.layer, self.dropout, self.extra = nn.Linear(6, 6), nn.Dropout(0.3), extra
+
+    def forward(self, x):
+        x = self.dropout(self.layer(x)) + torch.randn_like(x)
+        if self.extra == "python":
+            x = x * random.random()
+        if self.extra == "values" and float(x.detach().sum()) > 0:
+            x = x + torch.rand(2)[0]
+        return x
+
+
+def model(hp, extra=""):
+    return nn.Sequential(*(Draws(extra) for _ in range(4)))
+
+
+def python(hp):
+    return model(hp, "python")
+
+
+def values(hp):
+    return model(hp, "values")
+
+
+def data(hp):
+    generator = torch.Generator().manual_seed(2)
+    sizes = (4, 4, 3, 4, 5, 4)
+    return [torch.randn(size, 6, generator=generator) for size in sizes], None
+
+
+def loss(output, batch):
+    return output.square().mean()
+
+
+def recipe(build=model):
+    return Recipe(model=build, data=data, loss=loss, accumulate=3)
+
+
+def foretelling_of(build):
+    torch.manual_seed(0)
+    made, batch = build({}).train(), data({})[0][0]
+    chain = build_chain(made, recipe(build), batch, torch.device("cpu"))
+    return Foretelling(chain, 2), batch
+
+
+def test_it_works_where_torch_draws_and_leaves_the_streams_alone():
+    foretelling, batch = foretelling_of(model)
+    before = capture_rng()
+    assert foretelling.works(batch)
+    assert same_rng(before, capture_rng())
+
+
+def test_it_does_not_where_python_draws():
+    foretelling, batch = foretelling_of(python)
+    assert not foretelling.works(batch)
+
+
+@pytest.mark.parametrize("build", [model, python])
+@pytest.mark.parametrize("foretell", [False, True])
+def test_either_way_the_bits_are_the_plain_loops(build, foretell, stage_processes):
+    how = {"stages": 3, "schedule": "flush", "foretell": foretell, "processes": stage_processes}
+    trained = run_stages(recipe(build), {"lr": 0.01}, 4, steps=4, **how)
+    assert trained.pipeline.draws
+    assert trained.pipeline.foretold == (foretell and build is model)
+    assert trained.most_in_flight[0] == 3  # forwards go ahead of backwards either way
+    plain = plain_loop(recipe(build), {"lr": 0.01}, 4, steps=4)
+    found = compare(plain, trained.state, losses=trained.losses)
+    assert found.equal, found.first_difference
+
+
+def test_draws_that_depend_on_values_are_found_out(stage_processes):
+    how = {"stages": 3, "schedule": "flush", "processes": stage_processes}
+    with pytest.raises(TrialError, match=r"Train it with\s+foretell=False"):
+        run_stages(recipe(values), {"lr": 0.01}, 4, steps=20, **how)
+    trained = run_stages(recipe(values), {"lr": 0.01}, 4, steps=4, foretell=False, **how)
+    plain = plain_loop(recipe(values), {"lr": 0.01}, 4, steps=4)
+    assert compare(plain, trained.state, losses=trained.losses).equal

@@ -1,0 +1,80 @@
+"""Structures of tensors go through a frame and come out the same."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+from torch import nn
+
+from shoal.pipeline.packing import Packer, pack_rng, unpack_rng
+from shoal.rng import capture_rng, restore_rng, same_rng
+from shoal.testing import same_bits
+
+
+def through(tree, packer=None):
+    packer = packer or Packer()
+    packed = packer.pack(tree)
+    frame = torch.zeros(64 + packed.num_bytes, dtype=torch.uint8)
+    packed.write(frame, 64)
+    return packer.unpack(packed.form, frame, 64)
+
+
+def test_values_shapes_types_and_strides_are_kept():
+    tree = {
+        "image": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        "turned": torch.randn(3, 5).t(),
+        "mask": torch.tensor([True, False]),
+        "half": torch.randn(7).bfloat16(),
+        "number": torch.tensor(3),
+        "none": torch.empty(0, 4),
+        "plain": ("words", 3.5, None),
+    }
+    found = through(tree)
+    assert found["plain"] == tree["plain"]
+    for name in tree.keys() - {"plain"}:
+        assert same_bits(found[name], tree[name]), name
+        assert found[name].stride() == tree[name].stride(), name
+
+
+def test_one_tensor_in_two_places_is_sent_once():
+    tensor = torch.randn(100)
+    assert Packer().pack([tensor, tensor]).num_bytes < 2 * tensor.nbytes
+    first, second = through([tensor, tensor])
+    assert first is second
+
+
+def test_parameters_go_by_name():
+    layer = nn.Linear(2, 2)
+    packer = Packer(dict(layer.named_parameters()))
+    assert packer.pack({"bias": layer.bias}).num_bytes == 0
+    assert through({"bias": layer.bias}, packer)["bias"] is layer.bias
+
+
+def test_the_form_does_not_change_with_the_values():
+    def tree():
+        return {"x": torch.randn(3, 4), "rng": pack_rng(capture_rng())}
+
+    packer = Packer()
+    first = packer.pack(tree()).form
+    random.gauss(0, 1)
+    np.random.randn()
+    assert packer.pack(tree()).form == first
+    assert packer.pack({**tree(), "x": torch.randn(4, 3)}).form != first
+
+
+def test_random_states_survive_with_their_spare_gauss():
+    before = capture_rng()
+    random.gauss(0, 1)
+    np.random.randn()
+    torch.rand(3)
+    state = capture_rng()
+    found = unpack_rng(through(pack_rng(state)))
+    drawn = random.gauss(0, 1), np.random.randn(), torch.rand(2)
+    assert same_rng(found, state)
+    restore_rng(found)
+    again = random.gauss(0, 1), np.random.randn(), torch.rand(2)
+    assert drawn[:2] == again[:2]
+    assert torch.equal(drawn[2], again[2])
+    restore_rng(before)
