@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, Protocol
 
+from shoal.data.rows import take_rows_at_once
 from shoal.recipe import Batch
 
 END: Final = object()
@@ -33,7 +34,7 @@ class PlainReader:
         self._source = source
 
     def open(self) -> Iterator[Batch]:
-        return iter(self._source)
+        return take_rows_at_once(iter(self._source), self._source)
 
     def fetch(self, iterator: Iterator[Batch]) -> Any:
         return next(iterator, END)

@@ -1,0 +1,77 @@
+"""A loader that gives rows of tensors gives the same batches when they are taken at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+
+from shoal.data.reading import PlainReader, batches_of
+
+
+def columns(count=23):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(count, 3, 4, generator=generator)
+    return x, torch.arange(count), torch.rand(count, generator=generator) > 0.5
+
+
+def read_twice(make):
+    """Batches and the generator's state afterwards, as the loader gives them and as we read."""
+    found = []
+    for read in (iter, lambda source: batches_of(PlainReader(source))):
+        torch.manual_seed(1)
+        found.append((list(read(make())), torch.get_rng_state()))
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 5},
+        {"batch_size": 5, "shuffle": True},
+        {"batch_size": 5, "shuffle": True, "drop_last": True},
+        {"batch_size": 64},
+        {"batch_sampler": BatchSampler(RandomSampler(range(23)), 4, False)},
+        {"batch_size": 5, "generator": torch.Generator().manual_seed(2)},
+        {"batch_size": 5, "sampler": [3, -1, 0, 22, 3]},
+        {"batch_size": None, "sampler": [3, 2]},
+    ],
+    ids=repr,
+)
+def test_the_batches_are_the_loaders(options):
+    (theirs, state), (ours, our_state) = read_twice(
+        lambda: DataLoader(TensorDataset(*columns()), **options)
+    )
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert type(mine) is type(other)
+        for one, another in zip(mine, other, strict=True):
+            assert one.dtype == another.dtype
+            assert one.stride() == another.stride()
+            assert torch.equal(one, another)
+    assert torch.equal(state, our_state)
+
+
+class Doubled(TensorDataset):
+    def __getitem__(self, index):
+        return tuple(2 * column for column in super().__getitem__(index))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(Doubled(columns()[0]), 5),
+        lambda: DataLoader(TensorDataset(columns()[0]), 5, collate_fn=len),
+        lambda: DataLoader(TensorDataset(columns()[0].transpose(1, 2)), 5),
+        lambda: DataLoader([(torch.ones(2), n) for n in range(9)], 5),
+    ],
+)
+def test_whatever_else_a_loader_does_it_does(make):
+    (theirs, _), (ours, _) = read_twice(make)
+    assert str(ours) == str(theirs)
+
+
+def test_an_index_beyond_the_end_is_an_error():
+    loader = DataLoader(TensorDataset(torch.ones(3)), 2, sampler=[0, 7])
+    with pytest.raises(IndexError):
+        list(batches_of(PlainReader(loader)))
