@@ -20,33 +20,42 @@ from shoal.rng import seed_all
 def signature(recipe: Recipe, trial: TrialSpec) -> str:
     """Equal for trials whose steps cost the same; values of hyperparameters do not count."""
     hp = HyperParameters(trial.hp)
-    model = _skeleton(recipe, hp, trial.seed)
-    train, _ = read_data(recipe, hp)
-    batch = first_batch(train)
-    optimizer = build_optimizer(recipe, model.named_parameters(), hp)
+    return _cost_signature(_Described(recipe, hp, _skeleton(recipe, hp, trial.seed)))
+
+
+def both_signatures(recipe: Recipe, trial: TrialSpec) -> tuple[str, Signature]:
+    """The same, and all that has to be equal in the trials of one array, in words."""
+    hp = HyperParameters(trial.hp)
+    seed_all(trial.seed)
+    found = _Described(recipe, hp, build_model(recipe, hp))
+    return _cost_signature(found), signature_of(recipe, found.model, found.optimizer, found.batch)
+
+
+class _Described:
+    """A trial's objects, to be looked at."""
+
+    def __init__(self, recipe: Recipe, hp: HyperParameters, model: nn.Module) -> None:
+        self.model = model
+        self.train, _ = read_data(recipe, hp)
+        self.batch = first_batch(self.train)
+        self.optimizer = build_optimizer(recipe, model.named_parameters(), hp)
+
+
+def _cost_signature(found: _Described) -> str:
+    model, optimizer = found.model, found.optimizer
     names = {id(p): name for name, p in model.named_parameters()}
     parts = [
         repr(model),
         [_scalars_of(module) for module in model.modules()],
         [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in _all_params(model)],
         [(n, tuple(b.shape), str(b.dtype)) for n, b in model.named_buffers()],
-        _shape_of(batch),
-        epoch_length(train),  # how many steps there are, and whether that is known
+        _shape_of(found.batch),
+        epoch_length(found.train),  # how many steps there are, and whether that is known
         type(optimizer).__qualname__,
         [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups],
         [_kind_of(group) for group in optimizer.param_groups],
     ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def array_signature(recipe: Recipe, trial: TrialSpec) -> Signature:
-    """All that has to be equal in the trials of one array, in words."""
-    hp = HyperParameters(trial.hp)
-    seed_all(trial.seed)
-    model = build_model(recipe, hp)
-    train, _ = read_data(recipe, hp)
-    optimizer = build_optimizer(recipe, model.named_parameters(), hp)
-    return signature_of(recipe, model, optimizer, first_batch(train))
 
 
 def _skeleton(recipe: Recipe, hp: HyperParameters, seed: int) -> nn.Module:

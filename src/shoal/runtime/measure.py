@@ -57,7 +57,7 @@ from shoal.recipe import (
 )
 from shoal.rng import capture_rng, same_rng, seed_all
 from shoal.runtime.binding import Binding, state_specs
-from shoal.runtime.describe import array_signature, first_batch, signature
+from shoal.runtime.describe import both_signatures, first_batch, signature
 from shoal.runtime.messages import (
     Describe,
     Described,
@@ -144,9 +144,11 @@ class Measurer:
         for trial in trials:
             self.note(trial.number)
             try:
-                signatures[trial.number] = signature(self._recipe, trial)
                 if arrays:
-                    facts[trial.number] = array_signature(self._recipe, trial)
+                    found, facts[trial.number] = both_signatures(self._recipe, trial)
+                else:
+                    found = signature(self._recipe, trial)
+                signatures[trial.number] = found
             except (Exception, SystemExit) as error:
                 errors[trial.number] = traceback.format_exc()
                 cause = cause or _own(error)
