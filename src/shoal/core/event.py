@@ -107,7 +107,10 @@ class TrialRestarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialReplanned:
-    """A trial did not fit as planned and gets another job, with the same numerics key."""
+    """A trial did not fit as planned and gets another job.
+
+    ``numerics``: its key, where it is another one from here on: it left its array.
+    """
 
     time: float
     trial: int
@@ -116,6 +119,7 @@ class TrialReplanned:
     technique: str
     shards: int
     peak_bytes: int
+    numerics: Mapping[str, Scalar] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

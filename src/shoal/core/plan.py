@@ -273,6 +273,16 @@ def _as_it_travels(shard: ShardSpec, technique: Technique) -> ShardSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoneNeed:
+    """What a trial of an array would take by itself, as in ``Job``."""
+
+    held_bytes: Bytes
+    unit_bytes: Bytes
+    peak_bytes: Bytes
+    step_s: Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayPlace:
     """A trial's slot in an array of ``width``; trials of one ``group`` may share an array.
 
@@ -283,6 +293,7 @@ class ArrayPlace:
     group: str
     slot: int
     width: int
+    alone: LoneNeed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,6 +322,26 @@ class Job:
     why: tuple[str, ...]
     numerics: Mapping[str, Scalar]
     array: ArrayPlace | None = None
+
+
+NO_ARRAY = "none since step"
+"""How the numerics key of a trial begins that left its array for good, with the step."""
+
+
+def alone(job: Job, step: int, why: str) -> Job:
+    """The job of a trial that leaves its array after ``step`` steps and trains by itself."""
+    assert job.array is not None
+    need, key = job.array.alone, {k: v for k, v in job.numerics.items() if k != "array"}
+    return replace(
+        job,
+        array=None,
+        held_bytes=need.held_bytes,
+        unit_bytes=need.unit_bytes,
+        peak_bytes=need.peak_bytes,
+        step_s=need.step_s,
+        why=(*job.why, why),
+        numerics={**key, "array": f"{NO_ARRAY} {step}"} if step else key,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -442,7 +473,7 @@ def plan_from_dict(record: Mapping[str, Any]) -> Plan:
         shards = tuple(
             ShardSpec(**{**shard, "layers": tuple(shard["layers"])}) for shard in entry["shards"]
         )
-        array = ArrayPlace(**entry["array"]) if entry.get("array") else None
+        array = _array_from(entry["array"]) if entry.get("array") else None
         changed = {"technique": kind(**technique), "shards": shards, "why": tuple(entry["why"])}
         changed["array"] = array
         jobs.append(Job(**{**entry, **changed}))
@@ -450,3 +481,7 @@ def plan_from_dict(record: Mapping[str, Any]) -> Plan:
     failures = {int(number): error for number, error in record["failures"].items()}
     known = {"devices": devices, "jobs": tuple(jobs), "failures": failures}
     return Plan(**{**record, **known, "notes": tuple(record.get("notes", ()))})
+
+
+def _array_from(record: Mapping[str, Any]) -> ArrayPlace:
+    return ArrayPlace(**{**record, "alone": LoneNeed(**record["alone"])})

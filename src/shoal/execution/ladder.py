@@ -26,7 +26,8 @@ from shoal.spill.generate import Route
 LEAST_GROWTH = 1.25
 """Each rung plans for at least so many times what the one before was planned for."""
 MAX_RUNGS = 8
-NO_KEY = {"cut"}  # how the pilot was compared; a chain that passed it has the same bits
+NO_KEY = {"cut", "array_group"}
+"""How the pilot compared a chain, which then has the same bits; what a shape is called."""
 
 
 def grow(growth: float, by: float) -> float:

@@ -14,9 +14,10 @@ from shoal.execution.floor import Floor
 from shoal.execution.hangs import end_if_hung
 from shoal.execution.pausing import Pausing
 from shoal.execution.replanning import Replanning
-from shoal.execution.rewind import damaged, fall_back
+from shoal.execution.rewind import damaged, fall_back, leave_array
 from shoal.execution.trial import TrialRun
 from shoal.execution.watchdog import Backoff, Watchdog
+from shoal.fusion import Declined
 from shoal.runtime.messages import Refused
 from shoal.runtime.pool import Worker
 from shoal.scheduler import leases
@@ -24,6 +25,8 @@ from shoal.scheduler import leases
 MAX_DEATHS = 3
 """A trial whose code was running when its worker died this often, and that got no further
 between, is FAILED."""
+MAX_ARRAY_DEATHS = 2
+"""An array whose step was running when its worker died this often is broken up."""
 MAX_STILLBORN = 5
 """When so many workers in a row died before they could work, the study stops."""
 
@@ -59,6 +62,10 @@ class Recovery:
         state, cause = self._floor.states[reply.trial], reply.cause
         if isinstance(cause, StorageError) and state.restore:
             self._read_again(state, reply)
+        elif state.job.array is not None and _leaves_array(reply):
+            self._set_back(state, "it cannot train in its array")
+            leave_array(self._floor, state, reply.error.strip().rpartition("\n")[2])
+            self._begin(state)
         elif is_out_of_memory(reply.error):
             growth = cause.growth if isinstance(cause, CapacityError) else 1.0
             self._set_back(state, "it ran out of memory")
@@ -119,6 +126,7 @@ class Recovery:
         )
         self._count_stillborn(worker, words)
         self._bring_back(held, worker, reason)
+        self._break_up(held)
         for state in lost:
             state.device = state.home = state.parked_at = ""
         self._replace_later(device)
@@ -145,6 +153,17 @@ class Recovery:
                 got_further = state.saved_step > state.died_at >= 0
                 state.deaths = 1 if got_further else state.deaths + 1
                 state.died_at = state.saved_step
+
+    def _break_up(self, held: Sequence[TrialRun]) -> None:
+        """Have the trials of an array train alone that ended its worker twice.
+
+        Nobody knows whose part of a pass it was; alone it will be seen.
+        """
+        ended = {s.job.array.group for s in held if s.job.array and s.deaths >= MAX_ARRAY_DEATHS}
+        for state in held:
+            if state.job.array is not None and state.job.array.group in ended:
+                state.deaths = 0
+                leave_array(self._floor, state, "its array ended its worker")
 
     def _replace_later(self, device: DeviceSpec) -> None:
         name, now = device.name, time.monotonic()
@@ -202,3 +221,8 @@ class Recovery:
         now = time.monotonic()
         for name, worker in self._floor.pool.workers.items():
             self._watchdog.look(name, worker.work_done, now, leased=False)
+
+
+def _leaves_array(reply: Refused) -> bool:
+    """Whether what failed is the array, and the trial may do alone."""
+    return isinstance(reply.cause, Declined) or is_out_of_memory(reply.error)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shoal.core import event as events
+from shoal.core.plan import alone
 from shoal.execution.floor import Floor
 from shoal.execution.trial import TrialRun
 from shoal.runtime import checkpoint
@@ -40,3 +41,21 @@ def damaged(floor: Floor, trial: int, path: Path, why: str) -> None:
     """Say that a generation cannot be trusted."""
     where = f"trials/{trial:04d}/{path.name}"
     floor.tell(events.CheckpointDamaged(time=time.time(), trial=trial, path=where, reason=why))
+
+
+def leave_array(floor: Floor, state: TrialRun, reason: str) -> None:
+    """The trial trains alone from its newest generation on; its numerics key says since when."""
+    job = alone(state.job, state.step, reason)
+    state.rejob(job, state.layout)
+    floor.tell(
+        events.TrialReplanned(
+            time=time.time(),
+            trial=job.trial,
+            step=state.step,
+            reason=reason,
+            technique=type(job.technique).__name__,
+            shards=1,
+            peak_bytes=job.peak_bytes,
+            numerics=dict(job.numerics),
+        )
+    )

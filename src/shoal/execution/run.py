@@ -349,7 +349,8 @@ class Execution:
         state.step, state.is_new_there = event.step, False
         state.device_s += event.seconds
         self._limits.same_failures.passed()
-        self._limits.watchdog.step(event.device, event.seconds)
+        width = state.job.array.width if state.job.array else 1  # which step before work is seen
+        self._limits.watchdog.step(event.device, event.seconds * width)
         if state.total is None and self._settings.epochs and event.steps_per_epoch:
             state.total = self._settings.epochs * event.steps_per_epoch
         floor.tell(event)

@@ -142,6 +142,12 @@ class Array:
         self._require_occupied(slot)
         return current_rng(self._crew, slot)
 
+    def set_rng(self, states: Mapping[int, RngState]) -> None:
+        """Put slots' random streams into these states."""
+        for slot, state in states.items():
+            self._crew.members[slot].rng = state
+            self._crew.streams.set(slot, state)
+
     # -- training --------------------------------------------------------------------
 
     def step(self, *micro_batches: Sequence[Any]) -> Stepped:
@@ -235,14 +241,6 @@ class Array:
             for slot, state in enumerate(kept):
                 self._crew.members[slot].rng = state
                 self._crew.streams.set(slot, state)
-
-    def use(self, backend: ArrayBackend) -> None:
-        """Run with another backend from the next step on."""
-        self.backend = backend
-        for member in self._crew.members:
-            self._finisher.let_go(member)
-        self._finisher = Finisher(self._crew, backend, self._names_held)
-        backend.changed(self._crew)
 
     def set_training(self, training: bool) -> None:
         """Put all slots' modules into training or evaluation mode."""

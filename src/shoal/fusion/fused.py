@@ -45,6 +45,7 @@ class StackedBackend:
         self._notes: list[str] = []
         self._undo = Undo()
         self._doubted: str | None = None
+        self._tries_again = False
 
     @property
     def notes(self) -> Sequence[str]:
@@ -68,12 +69,16 @@ class StackedBackend:
         except Declined:
             raise
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             return self._without_those_that_fail(crew, batches, active, scale, error)
         weights = torch.tensor(active, dtype=losses.dtype, device=losses.device) * scale
         try:
             torch.autograd.backward([losses], [weights])
         except RuntimeError as error:
             self._take_back(crew)
+            if is_out_of_memory(error):
+                raise
             raise Declined(
                 "the model's code runs again in the backward (checkpointing, or a hook), where it "
                 f"cannot for all slots at once: {_first_line(error)}"
@@ -203,6 +208,12 @@ class StackedBackend:
             for slot, is_active in enumerate(active)
             if is_active and (failure := error_alone(crew, slot, batches[slot])) is not None
         }
+        if not found and not self._tries_again:  # it may have been a passing trouble
+            self._tries_again = True
+            try:
+                return self.train(crew, batches, active, scale)
+            finally:
+                self._tries_again = False
         if not found:  # alone every slot can do it: the error was the array's
             raise Declined(
                 "the trials run alone and fail as one array: "
@@ -213,6 +224,12 @@ class StackedBackend:
             return Trained(torch.full((crew.width,), math.nan, dtype=torch.float64), found)
         trained = self.train(crew, batches, others, scale)
         return Trained(trained.losses, {**trained.failures, **found})
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the host had no room: nobody's code is to blame then."""
+    found = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return found or "allocate memory" in str(error)
 
 
 def _reason(error: Exception) -> str | None:

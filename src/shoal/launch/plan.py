@@ -37,14 +37,14 @@ def plan_study(
     sink: Sink,
     before: Mapping[int, Mapping[str, Scalar]] = NOTHING,
     fuse: Wish = None,
-    recorded: Mapping[int, int] | None = None,
+    recorded: Mapping[int, Mapping[str, Scalar]] = NOTHING,
 ) -> tuple[Planner, Planned]:
     """Measure and decide; the pool is configured for the study afterwards.
 
     Args:
         before: The numerics keys of trials that go on.
         fuse: How wide arrays are to be.
-        recorded: The widths of trials that were planned before.
+        recorded: The numerics keys of all trials that were planned before.
 
     Raises:
         PlanError: a trial fits in no way, what is forced cannot be done, a pruner has no
@@ -55,7 +55,7 @@ def plan_study(
     places = {key.get("optimizer_place") for key in before.values()}
     place = next((p for p in PLACES if places == {p}), None)
     args = (study.name, pool, hardware.devices, study.recipe, technique, place)
-    fusing = Fusing(fuse, hardware.devices, recorded or {})
+    fusing = Fusing(_without_population(study, fuse), hardware.devices, recorded)
     planner = Planner(*args, by_epochs=settings.steps is None, fusing=fusing)
     limits = study.limits()
     first = FirstPlan(planner, pool, limits.watchdog, slow_s=limits.slow_s, sink=sink)
@@ -69,6 +69,22 @@ def plan_study(
     return planner, replace(planned, plan=with_seconds(planned.plan, seconds))
 
 
+def _without_population(study: Asked, fuse: Wish) -> Wish:
+    """Trials that take over others' states with other settings train alone.
+
+    Raises:
+        PlanError: a width was asked for.
+    """
+    if not study.search.varied:
+        return fuse
+    if isinstance(fuse, int) and fuse > 1:
+        raise PlanError(
+            f"fuse={fuse} with population-based training, whose trials change their "
+            "hyperparameters on the way, which an array's cannot. Leave one of them out."
+        )
+    return 0
+
+
 def check_host_memory(plan: Plan, budget: int | None, *, may_wait: bool = False) -> None:
     """Every trial's state lives on the host while the study runs; refuse what cannot fit.
 
@@ -77,7 +93,7 @@ def check_host_memory(plan: Plan, budget: int | None, *, may_wait: bool = False)
     Raises:
         PlanError: more is needed than ``budget`` bytes; None is any number.
     """
-    at_once = plan.at_once
+    at_once = len(plan.devices) * plan.active  # an array's trials are written without a copy
     needed = _host_bytes(plan.jobs, at_once)
     smallest = sorted(plan.jobs, key=lambda job: (job.host_bytes, job.trial))
     if budget is None or needed <= budget:

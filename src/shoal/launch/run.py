@@ -36,7 +36,7 @@ from shoal.launch.request import Asked, Request, settings_of
 from shoal.launch.signals import Interrupts
 from shoal.launch.starts import check_numerics, refuse_numerics, remove_strays
 from shoal.observe.rows import TrialState
-from shoal.planning import Planned, Planner, recorded_width
+from shoal.planning import Planned, Planner
 from shoal.resume import StudyRecord
 from shoal.runtime.pool import WorkerPool
 from shoal.storage.files import Reserve, free_bytes, replace_file
@@ -127,11 +127,7 @@ class Run:
             sink=case.sinks.write,
             before=case.found.numerics,
             fuse=self._request.fuse,
-            recorded={
-                row.number: recorded_width(row.numerics)
-                for row in case.before.trials
-                if row.numerics
-            },
+            recorded={row.number: row.numerics for row in case.before.trials if row.numerics},
         )
 
     def _check(self, case: Case, planned: Planned) -> list[str]:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from shoal.core import event as events
 from shoal.core.errors import SpecError, StorageError
-from shoal.core.plan import Plan
+from shoal.core.plan import NO_ARRAY, Plan
 from shoal.core.spec import Scalar
 from shoal.execution.ladder import NO_KEY
 from shoal.execution.trial import Start
@@ -222,7 +222,8 @@ def check_numerics(plan: Plan, before: Mapping[int, Mapping[str, Scalar]]) -> li
         now = {"array": "none", **job.numerics}
         then = {"array": "none", **known} if known else {}
         for name in sorted(set(then) & set(now) - NO_KEY):
-            if then[name] != now[name]:
+            left = name == "array" and str(now[name]).startswith(NO_ARRAY)  # on record already
+            if then[name] != now[name] and not left:
                 sentences.append(
                     f"{name} of trial {job.trial} was {then[name]!r} and is {now[name]!r}"
                 )

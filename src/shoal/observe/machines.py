@@ -80,6 +80,7 @@ class TrialFold:
                 technique=event.technique,
                 shards=event.shards,
                 peak_bytes=event.peak_bytes,
+                numerics=self.plan.numerics if event.numerics is None else event.numerics,
             )
 
     def copy(self) -> TrialFold:

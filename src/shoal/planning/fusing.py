@@ -8,11 +8,13 @@ they become does not depend on when they were asked for.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from shoal.core.plan import ArrayPlace, Job, Resident
-from shoal.core.spec import ArrayMeasure, DeviceSpec, TrialSpec, WidthMeasure
+from shoal.core.plan import NO_ARRAY, ArrayPlace, Job, LoneNeed, Resident
+from shoal.core.spec import ArrayMeasure, DeviceSpec, Scalar, TrialSpec, WidthMeasure
 from shoal.core.units import Bytes, Seconds
 from shoal.fusion.match import Signature, first_difference, groups, told_apart
 from shoal.planner.width import choose_width, widths_to_try, words_for
@@ -29,6 +31,7 @@ ALONE = 1
 class _Shape:
     """Trials of one signature: what was measured of them, and the width of those that come."""
 
+    group: str  # its name
     measures: dict[int, ArrayMeasure] = field(default_factory=dict)  # by width
     width: int = 0  # not settled yet
     why: str = ""
@@ -39,11 +42,14 @@ class Fusing:
 
     Args:
         wish: See ``Wish``.
-        recorded: The widths of trials that are on record, ``ALONE`` for those in no array.
+        recorded: The numerics keys of all trials that were planned before.
     """
 
     def __init__(
-        self, wish: Wish, devices: Sequence[DeviceSpec], recorded: Mapping[int, int]
+        self,
+        wish: Wish,
+        devices: Sequence[DeviceSpec],
+        recorded: Mapping[int, Mapping[str, Scalar]],
     ) -> None:
         self._wish, self._recorded, self._devices = wish, dict(recorded), len(devices)
         self._budget = min(device.memory for device in devices)
@@ -52,7 +58,7 @@ class Fusing:
     @property
     def is_wanted(self) -> bool:
         """Whether any trial may come into an array."""
-        return bool(self._wish) or any(width != ALONE for width in self._recorded.values())
+        return bool(self._wish) or any("array_group" in key for key in self._recorded.values())
 
     def places(
         self,
@@ -67,10 +73,12 @@ class Fusing:
         done = {job.trial: job for job in jobs}
         for members in groups([facts[trial.number] for trial in specs]):
             some = [specs[index] for index in members]
-            shape = self._shapes.setdefault(facts[some[0].number], _Shape())
+            signature = facts[some[0].number]
+            shape = self._shapes.setdefault(signature, _Shape(_digest(signature)))
             self._settle(shape, some, able[some[0].number], asking)
             for trial in some:
-                job = self._place(able[trial.number], facts[trial.number], shape, some, asking)
+                job = self._place(able[trial.number], shape, some, asking)
+                self._recorded[trial.number] = job.numerics
                 done[trial.number] = job
         return tuple(done[job.trial] for job in jobs)
 
@@ -106,11 +114,11 @@ class Fusing:
         fresh = [trial for trial in trials if trial.number not in self._recorded]
         if shape.width or not fresh:
             return
-        on_record = self._recorded_width(trials)
+        widths = [recorded_width(key) for key in self._of(shape)]
         if self._wish == 0:
             shape.width = ALONE
-        elif on_record:
-            shape.width = on_record
+        elif widths:  # what its trials trained in
+            shape.width = max(widths)
         elif self._wish is None:
             shape.width = ALONE
         elif isinstance(self._wish, int):
@@ -118,11 +126,9 @@ class Fusing:
         else:
             self._measure_widths(shape, fresh, job, asking)
 
-    def _recorded_width(self, trials: Sequence[TrialSpec]) -> int:
-        """What trials of this shape, or else of the study, have trained in; 0 if none has."""
-        known = [self._recorded[t.number] for t in trials if t.number in self._recorded]
-        wide = [width for width in known or self._recorded.values() if width != ALONE]
-        return wide[0] if wide else 0
+    def _of(self, shape: _Shape) -> list[Mapping[str, Scalar]]:
+        """The keys on record of this shape's trials."""
+        return [k for k in self._recorded.values() if k.get("array_group") == shape.group]
 
     def _measure_widths(
         self, shape: _Shape, trials: Sequence[TrialSpec], job: Job, asking: Asking
@@ -144,55 +150,79 @@ class Fusing:
         asking: Asking,
     ) -> ArrayMeasure:
         measure = asking.measure_array(MeasureArray(tuple(trials[: max(widths)]), tuple(widths)))
-        shape.measures |= dict.fromkeys((found.width for found in measure.widths), measure)
+        shape.measures |= dict.fromkeys(widths, measure)
         return measure
 
     def _fits(self, job: Job, found: WidthMeasure) -> bool:
         return _held_bytes(job, found.width) + found.unit_bytes <= self._budget
 
-    def _place(
-        self,
-        job: Job,
-        signature: Signature,
-        shape: _Shape,
-        trials: Sequence[TrialSpec],
-        asking: Asking,
-    ) -> Job:
-        width = self._recorded.get(job.trial, shape.width)
+    def _place(self, job: Job, shape: _Shape, trials: Sequence[TrialSpec], asking: Asking) -> Job:
+        """The job in its array, if that is where it trains."""
+        before = self._recorded.get(job.trial)
+        known = array_place(before) if before else None
+        width = shape.width if before is None else recorded_width(before)
+        job = replace(job, numerics={**job.numerics, **_since(before), "array_group": shape.group})
         if width == ALONE:
             return replace(job, why=(*job.why, shape.why)) if shape.why else job
         if width not in shape.measures:
-            declined = self._ask(shape, trials, (width,), asking).declined
-            if declined:
-                return replace(job, why=(*job.why, f"unfused: {declined}"))
+            self._ask(shape, trials, (width,), asking)
         measure = shape.measures[width]
-        found = next(found for found in measure.widths if found.width == width)
+        found = next((found for found in measure.widths if found.width == width), None)
+        if found is None:
+            why = f"unfused: {measure.declined or 'its array could not be measured'}"
+            return replace(job, why=(*job.why, why))
         if not self._fits(job, found):
             return replace(job, why=(*job.why, f"unfused: {width} of them do not fit the device"))
-        self._recorded[job.trial] = width
-        held = _held_bytes(job, width)
-        slot = job.trial % width
-        return replace(
-            job,
-            array=ArrayPlace(group=f"{_digest(signature)}x{width}", slot=slot, width=width),
-            held_bytes=held,
-            unit_bytes=found.unit_bytes,
-            peak_bytes=Bytes(held + found.unit_bytes),
-            step_s=Seconds(found.step_s / width),
-            why=(*job.why, words_for(measure, width)),
-            numerics={**job.numerics, "array": array_key(slot, width)},
-        )
+        slot = known[0] if known else self._free_slot(shape, width)
+        place = ArraySlot(shape.group, slot, width)
+        return _in_array(job, place, found, words_for(measure, width))
+
+    def _free_slot(self, shape: _Shape, width: int) -> int:
+        """The slot that fewest trials of the shape have; they follow each other there."""
+        places = [place for key in self._of(shape) if (place := array_place(key))]
+        used = Counter(slot for slot, wide in places if wide == width)
+        return min(range(width), key=lambda slot: (used[slot], slot))
 
 
-def array_key(slot: int, width: int) -> str:
-    """A place in an array as the numerics key has it."""
-    return f"slot {slot} of {width}"
+class ArraySlot(NamedTuple):
+    """Which array, and where in it."""
+
+    group: str
+    slot: int
+    width: int
+
+
+def _in_array(job: Job, place: ArraySlot, found: WidthMeasure, why: str) -> Job:
+    held = _held_bytes(job, place.width)
+    alone = LoneNeed(
+        held_bytes=job.held_bytes,
+        unit_bytes=job.unit_bytes,
+        peak_bytes=job.peak_bytes,
+        step_s=job.step_s,
+    )
+    group = f"{place.group}x{place.width}"
+    return replace(
+        job,
+        array=ArrayPlace(group=group, slot=place.slot, width=place.width, alone=alone),
+        held_bytes=held,
+        unit_bytes=found.unit_bytes,
+        peak_bytes=Bytes(held + found.unit_bytes),
+        step_s=Seconds(found.step_s / place.width),
+        why=(*job.why, why),
+        numerics={**job.numerics, "array": f"slot {place.slot} of {place.width}"},
+    )
+
+
+def _since(before: Mapping[str, Scalar] | None) -> dict[str, Scalar]:
+    """That a trial left its array, if it did."""
+    words = str((before or {}).get("array", ""))
+    return {"array": words} if words.startswith(NO_ARRAY) else {}
 
 
 def array_place(numerics: Mapping[str, object]) -> tuple[int, int] | None:
     """Slot and width that a numerics key tells of; None of a trial that is in no array."""
     words = str(numerics.get("array", "")).split()
-    return (int(words[1]), int(words[3])) if words else None
+    return (int(words[1]), int(words[3])) if words[:1] == ["slot"] else None
 
 
 def recorded_width(numerics: Mapping[str, object]) -> int:

@@ -106,6 +106,9 @@ class ArrayDesk:
         self._saver.expect(trial, grant.save_in_s)
         try:
             seated = array.admit(session)
+        except BaseException:
+            session.close()
+            raise
         finally:
             self._close_if_empty(array)
         session.until = grant.until
@@ -123,7 +126,7 @@ class ArrayDesk:
             guard=self._guard,
             fail=self._fail,
             record=self._reports.issue,
-            decline=self._reports.array_declined,
+            room=lambda: self._room(False),
         )
         self._arrays[array.place.group] = array
         try:

@@ -25,9 +25,11 @@ from typing import Any
 
 import torch
 
+from shoal.core.errors import CapacityError
 from shoal.core.plan import ArrayPlace, Job
+from shoal.core.units import Bytes
 from shoal.device import Device
-from shoal.fusion import Array, Declined, LoopBackend, Member
+from shoal.fusion import Array, Member
 from shoal.fusion.batches import layout_of
 from shoal.memory.ledger import Ledger
 from shoal.partition.track import AllocationTracker
@@ -36,6 +38,7 @@ from shoal.recipe import Recipe, read_data, to_device
 from shoal.rng import capture_rng, restore_rng
 from shoal.runtime import checkpoint
 from shoal.runtime.binding import is_stored, place_on_host
+from shoal.runtime.compute import tensors_of
 from shoal.runtime.describe import first_batch
 from shoal.runtime.interpret import Issued, is_sampled
 from shoal.runtime.messages import LeaseOver
@@ -53,6 +56,7 @@ class Seated:
     last: Task | None = None  # the one before
     is_inside: bool = False  # whether the process's random streams are the trial's
     leaving: bool = False  # its tasks are through
+    is_out: bool = False  # its slot is empty again
     over: LeaseOver | None = None  # it is out of the array and in its region; what to say of it
 
     @property
@@ -73,7 +77,8 @@ class ArraySeat:
         guard: See ``Guard``; it calls ``dismiss`` for a trial that failed.
         fail: Called with a trial whose part of a step failed, and why.
         record: Called with what was computed, for the timeline.
-        decline: Called with a trial and the reason, when the array turns to slot by slot.
+        room: Called when a step needs more than ``unit_bytes``; raises CapacityError if there is
+            no room for that.
 
     Attributes:
         seated: Who is here, by trial.
@@ -91,19 +96,20 @@ class ArraySeat:
         guard: Guard,
         fail: Callable[[int, BaseException], None],
         record: Callable[[Issued], None],
-        decline: Callable[[Session, str], None],
+        room: Callable[[], None],
     ) -> None:
         assert job.array is not None
         self.place: ArrayPlace = job.array
         self.held_bytes, self.unit_bytes = job.held_bytes, job.unit_bytes
         self._recipe, self._device, self._ledger = recipe, device, ledger
-        self._guard, self._fail, self._record, self._decline = guard, fail, record, decline
+        self._guard, self._fail, self._record, self._room = guard, fail, record, room
         self._owner = f"array {self.place.group}"
         ledger.reserve(self._owner, job.held_bytes)
         self._array: Array | None = None
         self.seated: dict[int, Seated] = {}
         self.peak_bytes = 0
-        self._track = True  # count what the next step allocates
+        self._track = False  # count what the next step allocates
+        self._largest: dict[str, int] = {}  # bytes of all slots' batches
         self._has_evaluated = False
         self._began = time.perf_counter()
         self.share_s = 0.0
@@ -159,7 +165,7 @@ class ArraySeat:
     def dismiss(self, trial: int) -> None:
         """Take a trial out at once, whatever it is at; nothing of it is kept."""
         seated = self.seated.pop(trial)
-        if seated.over is None:
+        if not seated.is_out:
             self._retire(seated)
         seated.tasks = iter(())
         seated.session.leave()
@@ -175,6 +181,7 @@ class ArraySeat:
 
     def _retire(self, seated: Seated) -> Member:
         assert self._array is not None
+        seated.is_out = True
         return self._array.retire(seated.slot)
 
     def take(self, seated: Seated) -> checkpoint.Content:
@@ -228,11 +235,7 @@ class ArraySeat:
             self._has_evaluated = False
         rows = self._fetch(ready)
         began = time.time()
-        try:
-            stepped = self._counted(lambda: array.step(*rows))
-        except Declined as error:
-            self._go_on_slot_by_slot(ready, error)
-            stepped = array.step(*rows)
+        stepped = self._counted(lambda: array.step(*rows), rows, "training")
         self._note(ready, "B s0", began)
         now = time.perf_counter()
         self.share_s, self._began = (now - self._began) / len(ready), now
@@ -270,15 +273,6 @@ class ArraySeat:
             for i in range(most)
         ]
 
-    def _go_on_slot_by_slot(self, ready: Sequence[Seated], error: Declined) -> None:
-        """The pass cannot be run for all at once after all: each runs alone from here on."""
-        assert self._array is not None
-        if self._recipe.accumulate > 1:
-            raise error
-        self._array.use(LoopBackend())
-        for seated in ready:
-            self._decline(seated.session, f"its array trains slot by slot from here on: {error}")
-
     def _evaluate(self, evaluating: Sequence[Seated]) -> None:
         array, began = self._array, time.time()
         assert array is not None
@@ -288,9 +282,14 @@ class ArraySeat:
         for seated in evaluating:
             assert seated.task is not None
             batches[seated.slot] = seated.task.batches[0]
+        before = {seated.slot: array.rng(seated.slot) for seated in evaluating}
         try:
-            self._take_metrics(evaluating, array.evaluate(batches))
+            found = self._counted(lambda: array.evaluate(batches), [batches], "evaluation")
+            self._take_metrics(evaluating, found)
+        except CapacityError:
+            raise
         except Exception:
+            array.set_rng(before)
             for seated in evaluating:  # whose it was ends that trial alone
                 self._guard(
                     seated.trial,
@@ -317,15 +316,34 @@ class ArraySeat:
         """Have what the next step allocates counted, if it is time: steps are slower then."""
         self._track = self._track or is_sampled(step)
 
-    def _counted(self, work: Callable[[], Any]) -> Any:
-        """Run a step, and now and then count every byte that it allocates."""
-        if not self._track:
+    def _counted(self, work: Callable[[], Any], rows: Sequence[Sequence[Any]], what: str) -> Any:
+        """Run a pass; now and then, and when batches are larger than ever, count its bytes."""
+        size = sum(t.nbytes for batches in rows for t in tensors_of(list(batches)))
+        grew = size > self._largest.get(what, 0)
+        self._largest[what] = max(size, self._largest.get(what, 0))
+        if not (self._track or grew):
             return work()
         self._track = False
         with AllocationTracker() as tracker:
             result = work()
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes + tracker.peak_bytes)
+        more = tracker.peak_bytes - self._state_among(tracker)
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes + more)
+        if more > self.unit_bytes:
+            self.unit_bytes = Bytes(more)
+            self._room()
         return result
+
+    def _state_among(self, tracker: AllocationTracker) -> int:
+        """Bytes of optimizer state that a first step made: they are held from then on."""
+        storages = {storage.data_ptr(): storage.nbytes() for storage in tracker.alive()}
+        state = {
+            value.untyped_storage().data_ptr()
+            for seated in self.seated.values()
+            for entry in seated.session.optimizer.state.values()
+            for value in entry.values()
+            if isinstance(value, torch.Tensor)
+        }
+        return sum(size for pointer, size in storages.items() if pointer in state)
 
     def _note(self, some: Sequence[Seated], text: str, began: float) -> None:
         """One bar in the timeline, of the first of them."""
@@ -351,8 +369,12 @@ class _Span:
 
 
 def _usual_layout(session: Session, device: torch.device) -> Hashable:
-    """The layout of the first batch of the data, which is that of most: those run stacked."""
+    """The layout of the batches that run stacked: of the first one of a source as it was built.
+
+    That batch is part of the signature, so all trials of the group have this layout.
+    """
     outer = capture_rng(device)
+    restore_rng(session.before_data, device)
     try:
         train, _ = read_data(session.recipe, session.hp)
         return layout_of(to_device(first_batch(train), device))

@@ -28,7 +28,9 @@ def both_signatures(recipe: Recipe, trial: TrialSpec) -> tuple[str, Signature]:
     hp = HyperParameters(trial.hp)
     seed_all(trial.seed)
     found = _Described(recipe, hp, build_model(recipe, hp))
-    return _cost_signature(found), signature_of(recipe, found.model, found.optimizer, found.batch)
+    facts = signature_of(recipe, found.model, found.optimizer, found.batch).facts
+    length = "known" if epoch_length(found.train) is not None else "not known"
+    return _cost_signature(found), Signature((*facts, ("the length of the data", length)))
 
 
 class _Described:

@@ -232,23 +232,22 @@ class DeviceLoop:
         self._admit_pending()
 
     def _admit_pending(self) -> None:
-        """Admit what fits; alone on the device, what does not fit fails."""
-        for entry in list(self._pending):
-            grant, region = entry
-            place = grant.job.array
-            if place is not None and self._desk.has(place.group):
-                self._pending.remove(entry)
-                self._enter_array(grant, region)
-                continue
-            largest = max(grant.job.unit_bytes, self._unit_bytes)
-            needed = grant.job.held_bytes + largest - self._unit_bytes
-            if (self._stays or self._desk) and needed > self._ledger.free:
-                continue
+        """Admit what fits; alone on the device, what does not fit fails.
+
+        Who fails there leaves room for others, so the search begins anew after each.
+        """
+        while (entry := next(filter(self._fits, self._pending), None)) is not None:
             self._pending.remove(entry)
-            if place is not None:
-                self._enter_array(grant, region)
-            else:
-                self._enter_device(grant, region)
+            enter = self._enter_device if entry[0].job.array is None else self._enter_array
+            enter(*entry)
+
+    def _fits(self, entry: tuple[Grant, Region]) -> bool:
+        job = entry[0].job
+        if job.array is not None and self._desk.has(job.array.group):
+            return True
+        largest = max(job.unit_bytes, self._unit_bytes)
+        needed = job.held_bytes + largest - self._unit_bytes
+        return needed <= self._ledger.free or not (self._stays or self._desk)
 
     def _enter_device(self, grant: Grant, region: Region) -> None:
         trial = grant.job.trial

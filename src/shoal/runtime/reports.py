@@ -18,7 +18,6 @@ from shoal.core.event import (
     Packed,
     PeakMeasured,
     StepFinished,
-    TrialReplanned,
     pack_event,
 )
 from shoal.core.units import Bytes
@@ -135,21 +134,6 @@ class Reports:
     def array_peak(self, array: ArraySeat) -> None:
         """The most bytes that an array held in a step that was counted."""
         self._tell_peak(array.peak_bytes, array.held_bytes + array.unit_bytes)
-
-    def array_declined(self, session: Session, reason: str) -> None:
-        """A trial's array turned out to be none."""
-        job = session.job
-        self.tell(
-            TrialReplanned(
-                time=time.time(),
-                trial=job.trial,
-                step=session.step,
-                reason=reason,
-                technique=type(job.technique).__name__,
-                shards=1,
-                peak_bytes=job.peak_bytes,
-            )
-        )
 
     def emulation(self) -> None:
         """How well an emulated device kept up since this was told last, or since a warm-up."""

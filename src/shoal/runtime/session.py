@@ -78,7 +78,7 @@ class Session:
         seed_all(job.seed)
         self.model = build_model(recipe, self.hp)
         self.compiled = compiles(self.model)
-        before_data = capture_rng(device)
+        self.before_data = before_data = capture_rng(device)
         self.train, self.valid = read_data(recipe, self.hp)
         self.optimizer = build_optimizer(recipe, self.model.named_parameters(), self.hp)
         self.schedule = build_schedule(recipe, self.optimizer, self.hp)

@@ -47,6 +47,7 @@ class _Crowd:
         self._recipe, self._trials, self._device = recipe, trials, device
         self.members: list[Member] = []
         self.batches: list[list[Any]] = []  # a group for each
+        self.valid: list[Any] = []  # a batch to evaluate for each, None without such data
 
     def grow(self, count: int) -> None:
         for index in range(len(self.members), count):
@@ -54,7 +55,7 @@ class _Crowd:
             hp = HyperParameters(trial.hp)
             seed_all(trial.seed)
             model = build_model(self._recipe, hp).to(self._device)
-            train, _ = read_data(self._recipe, hp)
+            train, valid = read_data(self._recipe, hp)
             optimizer = build_optimizer(self._recipe, model.named_parameters(), hp)
             self.members.append(
                 Member(
@@ -68,6 +69,7 @@ class _Crowd:
             )
             batch = to_device(first_batch(train), self._device)
             self.batches.append([batch] * self._recipe.accumulate)
+            self.valid.append(to_device(next(iter(valid or ()), None), self._device))
 
 
 def measure_array(
@@ -121,11 +123,20 @@ def _timed(crowd: _Crowd, device: Device, widths: Sequence[int]) -> ArrayMeasure
         with AllocationTracker() as tracker:
             array.step(*rows)
         notes |= dict.fromkeys(backend.notes)
-        unit = Bytes(tracker.peak_bytes)
+        unit = Bytes(max(tracker.peak_bytes, _evaluated(array, crowd.valid[:width])))
         found.append(WidthMeasure(width=width, step_s=Seconds(race.best_s), unit_bytes=unit))
         if time.perf_counter() - began > PATIENCE_S:
             break
     return ArrayMeasure(alone_s=Seconds(alone.best_s), widths=tuple(found), notes=tuple(notes))
+
+
+def _evaluated(array: Array, batches: Sequence[Any]) -> int:
+    """The most bytes that an evaluation of one batch for each slot allocates."""
+    if all(batch is None for batch in batches):
+        return 0
+    with AllocationTracker() as tracker, array.evaluating():
+        array.evaluate(batches)
+    return int(tracker.peak_bytes)
 
 
 class _Race:
