@@ -47,6 +47,7 @@ class _Loop:
         hp = HyperParameters(hp)
         seed_all(seed)
         model = build_model(recipe, hp).to(device)
+        before_data = capture_rng(device)
         self._train, self._valid = read_data(recipe, hp)
         optimizer = build_optimizer(recipe, model.named_parameters(), hp)
         member = Member(
@@ -57,6 +58,7 @@ class _Loop:
             schedule=build_schedule(recipe, optimizer, hp),
             rng=capture_rng(device),
         )
+        restore_rng(before_data, device)
         first = next(iter(read_data(recipe, hp)[0]), None)
         usual = layout_of(to_device(first, device))
         self.array = Array([member], device=device, usual=usual)
