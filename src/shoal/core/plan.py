@@ -75,7 +75,7 @@ class Spilled:
             raise SpecError(f"optimizer is 'device' or 'host', got {self.optimizer!r}")
         if self.lookahead not in (None, 0, 1, 2):
             raise SpecError(f"lookahead is 0, 1 or 2, got {self.lookahead!r}")
-        if self.lookbehind not in (None, 0, 1):
+        if type(self.lookbehind) not in (type(None), int) or self.lookbehind not in (None, 0, 1):
             raise SpecError(f"lookbehind is 0 or 1, got {self.lookbehind!r}")
         if self.order not in (None, "micro", "shard"):
             raise SpecError(f"order is 'micro' or 'shard', got {self.order!r}")
@@ -135,17 +135,25 @@ class Spilled:
     def _check_head(self) -> None:
         if self.keep_head is None:
             return
+        if not _is_pair(self.keep_head):
+            raise SpecError(
+                f"keep_head is a shard and a number of bytes, as in (2, 65536), got "
+                f"{self.keep_head!r}"
+            )
         shard, num_bytes = self.keep_head
         object.__setattr__(self, "keep_head", (shard, num_bytes))
+        if self.keep is None:
+            object.__setattr__(self, "keep", ())
         if self.optimizer != "device":
             raise SpecError(
                 f"keep_head={self.keep_head} without the step on the device: it would be old "
                 "after each step. Add optimizer='device', or leave it out."
             )
-        if num_bytes < 0 or shard in (self.keep or ()) or shard not in range(self.shards or 0):
+        if num_bytes < 1 or shard in (self.keep or ()) or shard not in range(self.shards or 0):
             raise SpecError(
-                f"keep_head={self.keep_head} is a shard that is not in keep=, of as many as "
-                "shards= says, and bytes. Leave it out to keep what fits."
+                f"keep_head={self.keep_head} names a shard that is not in keep={self.keep}, of "
+                f"shards={self.shards}, and at least one byte of it. Leave it out to keep what "
+                "fits."
             )
 
     def _check_recompute(self) -> None:
@@ -322,6 +330,10 @@ class Job:
     why: tuple[str, ...]
     numerics: Mapping[str, Scalar]
     array: ArrayPlace | None = None
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, tuple | list) and [type(item) for item in value] == [int, int]
 
 
 NO_ARRAY = "none since step"

@@ -26,12 +26,14 @@ def turn_most(
     budget: Bytes,
     active: int,
     layout: TrialLayout | None = None,
+    *,
+    fewer: bool = True,
 ) -> tuple[Spilled, Need]:
     """``kept`` with as many shards held over the turn as fit; as it is if they were asked for.
 
     A byte saves the same either way, and parameters alone leave smaller gaps than whole shards: a
-    few of those less, or none, may move less. Where batches have been larger than what was
-    measured, what room is left is a reserve.
+    few of those less, or none, may move less; ``fewer`` tries that. Where batches have been larger
+    than what was measured, what room is left is a reserve.
     """
     asked = technique.keep_turn is not None or kept[0].optimizer != "host"
     if asked or request.varies:
@@ -44,12 +46,13 @@ def turn_most(
             return (technique, found) if fits([found], budget, active) else None
 
         many = turned_shards(replace(resolved, keep_turn=len(shards)), len(shards))
-        none = tried(0)
+        is_tried = resolved is kept[0] and not resolved.keep_turn
+        none = kept if is_tried else tried(0)
         return none and most_of(tried, none, 0, len(many))
 
-    is_open = technique.keep is None and not kept[0].keep_activations
-    fewer = _with_fewer(kept[0], shards) if is_open else ()
-    found = [one for one in map(used, (kept[0], *fewer)) if one is not None]
+    is_open = fewer and technique.keep is None and not kept[0].keep_activations
+    others = _with_fewer(kept[0], shards) if is_open else ()
+    found = [one for one in map(used, (kept[0], *others)) if one is not None]
     return min(found, key=lambda one: one[1].moved, default=kept)
 
 
@@ -138,10 +141,12 @@ def use_turn(
     budget: Bytes,
     active: int,
     layout: TrialLayout | None = None,
+    *,
+    fewer: bool = True,
 ) -> tuple[Spilled, Need]:
     """``kept`` with the room used that what stays leaves within a step, on either place."""
-    most = turn_most if kept[0].optimizer == "host" else wait_most
-    return most(measure, shards, kept, technique, request, budget, active, layout)
+    args = (measure, shards, kept, technique, request, budget, active, layout)
+    return turn_most(*args, fewer=fewer) if kept[0].optimizer == "host" else wait_most(*args)
 
 
 def most_of(

@@ -202,8 +202,9 @@ class Binding:
         """Let go of the memory that holds the shard's state; it is bound again with a step."""
         for name in self._stepped[shard]:
             state = self.optimizer.state.get(self.params[name], {})
-            for key in self.stateful.get(name, ()):
-                state[key] = _poison_like(state[key])
+            for key, value in state.items():
+                if is_stored(value):
+                    state[key] = _poison_like(value)
         self._bound.pop(shard, None)
         self._settled.pop(shard, None)
 

@@ -75,18 +75,30 @@ def best(found, budget, *, active=1, **options):
     return kept
 
 
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("place", ["host", "device"])
-def test_more_memory_never_moves_much_more(place, clip):
+RATIOS = [8 / 1.06**n for n in range(35)]  # of the state to the budget, down to 1.1
+
+
+def moved_with(place, clip, ratios):
     found = measure(24)
-    moved = [
-        best(found, state_of(found) / ratio, technique=Spilled(optimizer=place), clip=clip)[
-            1
-        ].moved
-        for ratio in (8, 6, 4, 3, 2, 1.5, 1.25, 1.1)
+    technique = Spilled(optimizer=place)
+    return [
+        best(found, state_of(found) / ratio, technique=technique, clip=clip)[1].moved
+        for ratio in ratios
     ]
-    # other shards and another lookbehind cost the same time and a little more or less
-    assert all(more <= 1.02 * less for less, more in itertools.pairwise(moved))
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_more_memory_never_moves_more_with_the_step_on_the_device(clip):
+    moved = moved_with("device", clip, RATIOS)
+    assert moved == sorted(moved, reverse=True)
+    assert moved[-1] < moved[0] / 4
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_more_memory_hardly_ever_moves_more_with_the_step_on_the_host(clip):
+    """Another number of shards may be as quick and move more: what is chosen by is time."""
+    moved = moved_with("host", clip, RATIOS)
+    assert all(more <= 1.12 * less for less, more in itertools.pairwise(moved))
     assert moved[-1] < moved[0] / 4
 
 
