@@ -288,12 +288,15 @@ def plain_2bw_loop(
     steps: int,
     predict: bool = False,
     threads: int = 1,
+    after_step: Callable[[int, nn.Module], None] | None = None,
 ) -> PlainResult:
     """The rule of 2BW in one process: W(t+1) = W(t) - step(grad f(W(max(t-1, 0)))).
 
     What a pipeline with ``schedule="2bw"`` must equal bit for bit. ``predict`` computes the
     gradients at the guess W(t-1) + (W(t-1) - W(t-2)) instead, where there has been a step.
-    Nothing is evaluated. The caller's random streams and thread count are put back.
+    Nothing is evaluated; ``after_step`` is called with the number of each step, from 1, and the
+    model with its newest weights, which it must not change. The caller's random streams and
+    thread count are put back.
 
     Raises:
         TrialError: a loss is not finite and the recipe does not ignore it.
@@ -322,6 +325,10 @@ def plain_2bw_loop(
             if schedule:
                 schedule.step()
             losses.append(loss)
+            if after_step:
+                with _restored_rng(where):
+                    after_step(len(losses), model)
+                model.train()
             before, newest = newest, _values_of(model)
             stale = next_stale
             next_stale = _guess(before, newest) if predict else newest

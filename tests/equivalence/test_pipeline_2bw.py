@@ -87,6 +87,22 @@ def test_a_guess_is_exact_where_steps_repeat(one_thread):
     assert stale.losses[2:] != pytest.approx(plain.losses[2:], rel=1e-6)
 
 
+def test_who_looks_after_a_step_sees_the_newest_weights_and_changes_nothing(one_thread):
+    recipe, seen = sequence(2), []
+
+    def look(step, model):
+        torch.rand(3)
+        model.eval()
+        seen.append((step, {name: p.clone() for name, p in model.named_parameters()}))
+
+    watched = plain_2bw_loop(recipe, LR, 5, steps=3, after_step=look)
+    assert watched.losses == plain_2bw_loop(recipe, LR, 5, steps=3).losses
+    assert [step for step, _ in seen] == [1, 2, 3]
+    for step, weights in seen:
+        alone = plain_2bw_loop(recipe, LR, 5, steps=step)
+        assert all(same_bits(weights[name], p) for name, p in alone.parameters.items())
+
+
 class Line(torch.nn.Module):
     def __init__(self, hp) -> None:
         super().__init__()
