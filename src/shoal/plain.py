@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import time
@@ -124,7 +125,8 @@ def plain_loop(
                 copy_model(source.result.model, model)
                 place = optimizer if where.type != "cpu" else "device"
                 stepper = make_stepper(recipe, model, source.hp, place)
-                copy_state(source.result.optimizer, source.result.parameters, stepper)
+                theirs = source.result.optimizer, source.result.parameters
+                copy_state(*theirs, stepper.optimizer, stepper.parameters)
                 rounding = rounding_of(recipe, stepper.parameters, seed)
                 schedule = build_schedule(recipe, stepper.optimizer, source.hp)
             with warnings.catch_warnings():
@@ -203,18 +205,23 @@ def array_loop(
     threads: int = 1,
     device: str | torch.device = "cpu",
     eval_every: int | None = None,
+    inherits: Mapping[int, PlainSource] = MappingProxyType({}),
 ) -> PlainResult:
     """The plain loop of a trial that trained in an array: in its slot, with nobody beside it.
 
     Its bits depend on the slot and the width, and on no neighbour. They are those of
-    ``plain_loop`` but for the rounding of other kernels.
+    ``plain_loop`` but for the rounding of other kernels. ``inherits`` is as there.
 
     Raises:
         Declined: the trial can be in no array.
     """
     _require_one_end(steps, epochs)
     where = torch.device(device)
-    ends: dict[str, int | None] = {"steps": steps, "epochs": epochs, "eval_every": eval_every}
+    ends: dict[str, Any] = {"steps": steps, "epochs": epochs, "eval_every": eval_every}
+    ends["inherits"] = {
+        step: (source.hp, functools.partial(_take_over, source.result))
+        for step, source in inherits.items()
+    }
     with _borrowed_process(threads, where):
         member, losses, history = train_in_slot(
             recipe, hp, seed, slot, width, device=where, **ends
@@ -232,6 +239,13 @@ def array_loop(
     )
 
 
+def _take_over(source: PlainResult, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Give a trial that was built anew what another one has learnt."""
+    copy_model(source.model, model)
+    own = dict(model.named_parameters())
+    copy_state(source.optimizer, source.parameters, optimizer, own)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlainSource:
     """What a training goes on from: ``result`` at the same step, and ``hp`` from there on."""
@@ -244,12 +258,17 @@ class PlainSource:
 class PlainTrial:
     """A trial of a population: how it began, and by step from which trial it went on, with what.
 
-    ``inherits`` is what ``TrialResult.inherited`` lists.
+    ``inherits`` is what ``TrialResult.inherited`` lists; ``place`` the slot and width of the
+    array that it trained in, if it did.
     """
 
     hp: HP
     seed: int
     inherits: Mapping[int, tuple[int, HP]] = field(default_factory=dict)
+    place: tuple[int, int] | None = None
+
+
+_NOT_IN_ARRAYS = ("optimizer", "on_nonfinite", "clock")  # options of ``plain_loop`` alone
 
 
 def plain_population(
@@ -258,7 +277,8 @@ def plain_population(
     """Train one trial of a population with plain loops: what a study's must equal bit for bit.
 
     Each trial that it went on from is trained alone up to that step, in the same way; nothing is
-    shared but trainings that are wanted twice. ``options`` are those of ``plain_loop``.
+    shared but trainings that are wanted twice. ``options`` are those of ``plain_loop``. Those that
+    trained in arrays are trained by ``array_loop``, each in its slot.
     """
     ends = {name: options.pop(name) for name in ("steps", "epochs") if name in options}
     known: dict[tuple[int, int], PlainResult] = {}
@@ -275,7 +295,12 @@ def plain_population(
             for step, (source, hp) in sorted(asked.inherits.items())
             if step < before
         }
-        return plain_loop(recipe, asked.hp, asked.seed, inherits=inherits, **end, **options)
+        told = {**options, **end, "inherits": inherits}
+        if asked.place is None:
+            return plain_loop(recipe, asked.hp, asked.seed, **told)
+        told = {name: value for name, value in told.items() if name not in _NOT_IN_ARRAYS}
+        slot, width = asked.place
+        return array_loop(recipe, asked.hp, asked.seed, slot=slot, width=width, **told)
 
     return run(number, math.inf, **ends)
 

@@ -86,14 +86,18 @@ def copy_model(source: nn.Module, model: nn.Module) -> None:
 
 
 def copy_state(
-    source: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], stepper: Stepper
+    source: torch.optim.Optimizer,
+    theirs: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    own: Mapping[str, nn.Parameter],
 ) -> None:
-    """Give a stepper what ``source`` keeps per parameter; its groups' options stay its own.
+    """Give an optimizer what ``source`` keeps per parameter; its groups' options stay its own.
 
     Args:
-        parameters: Those that ``source`` steps, by name.
+        theirs: The parameters that ``source`` steps, by name.
+        own: Those that ``optimizer`` steps.
     """
-    for name, parameter in stepper.parameters.items():
-        theirs = source.state.get(parameters[name])
-        if theirs:
-            stepper.optimizer.state[parameter] = copy.deepcopy(theirs)
+    for name, parameter in own.items():
+        state = source.state.get(theirs[name])
+        if state:
+            optimizer.state[parameter] = copy.deepcopy(state)

@@ -31,6 +31,18 @@ POLICIES = (LongestRemainingFirst, Fifo, lambda: Random(random.Random(1)))
 LEASE_S = 4.0
 
 
+def places(lanes):
+    """What trials of these lanes take of a device's places: an array one."""
+    return lanes.count(None) + len({lane[0] for lane in lanes if lane})
+
+
+def has_room(lane, lanes, active):
+    """Whether a device with trials of ``lanes`` has a place, or a slot, for one more."""
+    if lane and any(other and other[0] == lane[0] for other in lanes):
+        return lane not in lanes
+    return places(lanes) < active
+
+
 class LeaseMachine(RuleBasedStateMachine):
     """Sends any event that could happen; keeps the truth in plain dicts beside it.
 
@@ -45,6 +57,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.devices, self.left, self.leased, self.allowed = set(), {}, {}, {}
         self.log, self.replies, self.tickets, self.added = [], [], [], 0
         self.held = False
+        self.lanes = {}
 
     def send(self, event):
         orders = self.leases.handle(event)
@@ -60,6 +73,9 @@ class LeaseMachine(RuleBasedStateMachine):
         if isinstance(order, GrantLease):
             assert order.trial not in self.leased, "two leases for one trial"
             assert self.allowed[order.trial] is None or order.device in self.allowed[order.trial]
+            lane = self.lanes[order.trial]
+            here = [self.lanes[t] for t, (name, _) in self.leased.items() if name == order.device]
+            assert lane is None or lane not in here, "two trials in one slot"
             self.tickets.append(order.ticket)
             self.leased[order.trial] = [order.device, order.steps]
         else:
@@ -97,11 +113,15 @@ class LeaseMachine(RuleBasedStateMachine):
         step_s=st.sampled_from((0.1, 1.0, 9.0)),
         switch_s=st.sampled_from((0.0, 0.5)),
         devices=st.one_of(st.none(), st.frozensets(st.sampled_from(DEVICES), min_size=1)),
+        lane=st.one_of(st.none(), st.tuples(st.sampled_from("ab"), st.integers(0, 2))),
     )
-    def add(self, steps, step_s, switch_s, devices):
+    def add(self, steps, step_s, switch_s, devices, lane):
         number, self.added = self.added, self.added + 1
-        self.left[number], self.allowed[number] = steps, devices
-        self.send(TrialAdded(number, steps, step_s, switch_s, devices))
+        self.left[number], self.allowed[number], self.lanes[number] = steps, devices, lane
+        self.send(TrialAdded(number, steps, step_s, switch_s, devices, lane))
+
+    def lanes_on(self, device):
+        return [self.lanes[t] for t, (name, _) in self.leased.items() if name == device]
 
     @precondition(lambda self: any(lease[1] for lease in self.leased.values()))
     @rule(data=st.data(), seconds=st.sampled_from((0.0, 0.5, 2.0)), count=st.integers(1, 4))
@@ -142,7 +162,10 @@ class LeaseMachine(RuleBasedStateMachine):
         for device in self.devices:
             held = sorted(t for t, (name, _) in self.leased.items() if name == device)
             assert sorted(self.leases.leased[device]) == held
-            assert len(held) <= self.active
+            lanes = self.lanes_on(device)
+            assert places(lanes) <= self.active
+            slots = [lane for lane in lanes if lane]
+            assert len(slots) == len(set(slots))
         assert set(self.leases.leased) == self.devices
         assert self.tickets == sorted(set(self.tickets))
 
@@ -154,12 +177,10 @@ class LeaseMachine(RuleBasedStateMachine):
     @invariant()
     def no_device_has_room_while_a_trial_that_may_use_it_waits(self):
         for device in self.devices if not self.held else ():
-            held = sum(name == device for name, _ in self.leased.values())
-            if held < self.active:
-                assert not any(
-                    self.allowed[t] is None or device in self.allowed[t]
-                    for t in self.leases.waiting
-                )
+            lanes = self.lanes_on(device)
+            for trial in self.leases.waiting:
+                if self.allowed[trial] is None or device in self.allowed[trial]:
+                    assert not has_room(self.lanes[trial], lanes, self.active)
 
     def teardown(self):
         again = Leases(self.policy(), active=self.active, lease_s=LEASE_S)
@@ -170,7 +191,7 @@ TestLeaseMachine = LeaseMachine.TestCase
 TestLeaseMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
-def run_study(trials, *, devices, active=1, policy=None, step_s, seed):
+def run_study(trials, *, devices, active=1, policy=None, step_s, seed, lanes=None):
     """Makespan of a study whose devices take turns among their trials, step by step.
 
     ``trials`` are numbers of steps; ``step_s`` seconds each, give or take a fifth.
@@ -196,7 +217,7 @@ def run_study(trials, *, devices, active=1, policy=None, step_s, seed):
     for device in held:
         send(DeviceJoined(device))
     for trial, steps in enumerate(trials):
-        send(TrialAdded(trial, steps, step_s[trial]))
+        send(TrialAdded(trial, steps, step_s[trial], lane=lanes[trial] if lanes else None))
     while queue:
         now, device = heapq.heappop(queue)
         trial, seconds = busy.pop(device)
@@ -226,6 +247,35 @@ def test_every_trial_gets_all_its_steps(trials, devices, active, policy, seed):
     rng = random.Random(seed)
     step_s = [0.5 * 4 ** rng.random() for _ in trials]
     run_study(trials, devices=devices, active=active, policy=policy(), step_s=step_s, seed=seed)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    trials=st.lists(
+        st.tuples(
+            st.integers(1, 60),
+            st.one_of(st.none(), st.tuples(st.sampled_from("ab"), st.integers(0, 3))),
+        ),
+        min_size=1,
+        max_size=14,
+    ),
+    devices=st.integers(1, 4),
+    active=st.integers(1, 3),
+    policy=st.sampled_from(POLICIES),
+    seed=st.integers(0, 1000),
+)
+def test_every_trial_gets_all_its_steps_beside_arrays(trials, devices, active, policy, seed):
+    rng = random.Random(seed)
+    step_s = [0.5 * 4 ** rng.random() for _ in trials]
+    run_study(
+        [steps for steps, _ in trials],
+        devices=devices,
+        active=active,
+        policy=policy(),
+        step_s=step_s,
+        seed=seed,
+        lanes=[lane for _, lane in trials],
+    )
 
 
 @settings(max_examples=60, deadline=None)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ class Stepped(NamedTuple):
     """One step of all slots: mean losses, NaN where a slot waited, and errors by slot."""
 
     losses: tuple[float, ...]
-    failures: Mapping[int, Exception]
+    failures: Mapping[int, BaseException]
 
 
 class _Tally:
@@ -47,7 +47,7 @@ class _Tally:
 
     def __init__(self, width: int) -> None:
         self.totals, self.counts = [0.0] * width, [0] * width
-        self.failures: dict[int, Exception] = {}
+        self.failures: dict[int, BaseException] = {}
         self.together: set[int] = set()  # slots with gradients among the stacked ones
         self.apart: set[int] = set()  # slots with gradients of their own
 
@@ -142,12 +142,6 @@ class Array:
         self._require_occupied(slot)
         return current_rng(self._crew, slot)
 
-    def set_rng(self, states: Mapping[int, RngState]) -> None:
-        """Put slots' random streams into these states."""
-        for slot, state in states.items():
-            self._crew.members[slot].rng = state
-            self._crew.streams.set(slot, state)
-
     # -- training --------------------------------------------------------------------
 
     def step(self, *micro_batches: Sequence[Any]) -> Stepped:
@@ -175,7 +169,7 @@ class Array:
         return Stepped(means, tally.failures)
 
     def _taking_part(
-        self, batches: Sequence[Any], failures: Mapping[int, Exception]
+        self, batches: Sequence[Any], failures: Mapping[int, BaseException]
     ) -> list[bool]:
         if len(batches) != self.width:
             raise ValueError(f"{self.width} slots need a batch or None each, got {len(batches)}")
@@ -211,11 +205,11 @@ class Array:
         pairs = zip(batches, active, strict=True)
         return [to_device(batch, self.device) if is_active else None for batch, is_active in pairs]
 
-    def _nonfinite(self, means: Sequence[float], tally: _Tally) -> dict[int, Exception]:
+    def _nonfinite(self, means: Sequence[float], tally: _Tally) -> dict[int, BaseException]:
         """Errors of slots whose loss is not finite, where the recipe does not ignore that."""
         if all(map(math.isfinite, means)):
             return {}
-        failures: dict[int, Exception] = {}
+        failures: dict[int, BaseException] = {}
         for slot, mean in enumerate(means):
             member = self._crew.members[slot]
             counts = tally.counts[slot] and slot not in tally.failures
@@ -232,15 +226,23 @@ class Array:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Evaluation mode inside; whatever is drawn there is undone, as in the plain loop."""
-        kept = [current_rng(self._crew, slot) for slot in range(self.width)]
+        kept = self.drawn_until_now(range(self.width))
         self.set_training(False)
         try:
             yield
         finally:
             self.set_training(True)
-            for slot, state in enumerate(kept):
-                self._crew.members[slot].rng = state
-                self._crew.streams.set(slot, state)
+            self.draw_again(kept)
+
+    def drawn_until_now(self, slots: Iterable[int]) -> dict[int, RngState]:
+        """The states of these slots' random streams."""
+        return {slot: current_rng(self._crew, slot) for slot in slots}
+
+    def draw_again(self, states: Mapping[int, RngState]) -> None:
+        """Have slots draw what they have drawn since then once more."""
+        for slot, state in states.items():
+            self._crew.members[slot].rng = state
+            self._crew.streams.set(slot, state)
 
     def set_training(self, training: bool) -> None:
         """Put all slots' modules into training or evaluation mode."""

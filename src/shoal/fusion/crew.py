@@ -36,7 +36,7 @@ class Trained(NamedTuple):
     """
 
     losses: Tensor
-    failures: Mapping[int, Exception]
+    failures: Mapping[int, BaseException]
 
 
 class Evaluated(NamedTuple):

@@ -51,7 +51,7 @@ def dry_run(
     moved = [to_device(batch, where) for batch in batches]
     try:
         shared_signature(members)
-        side_effect = _side_effect(copies(members[:1])[0], moved[0], where)
+        side_effect = _first_side_effect(members, moved, where)
         if side_effect:
             return side_effect
         exact = _in_float64(members, moved, where)
@@ -203,6 +203,22 @@ def _close(alone: Tensor, found: Tensor, limit: float, scale: float) -> bool:
         return True
     largest = max(float(one.abs().max()), scale)
     return float((one - other).abs().max()) <= limit * largest
+
+
+def _first_side_effect(
+    members: Sequence[Member], batches: Sequence[Any], device: torch.device
+) -> str:
+    """That of the first trial whose own code does not raise.
+
+    Raises:
+        Declined: there is none.
+    """
+    for member, batch in zip(copies(members), batches, strict=True):
+        try:
+            return _side_effect(member, batch, device)
+        except Exception as error:
+            failure = error
+    raise Declined(f"none of the trials can do a step: {type(failure).__name__}: {failure}")
 
 
 def _side_effect(member: Member, batch: Any, device: torch.device) -> str:

@@ -35,7 +35,7 @@ class Finisher:
 
     def finish(
         self, slots: Sequence[int], apart: Set[int], mixed: Set[int]
-    ) -> dict[int, Exception]:
+    ) -> dict[int, BaseException]:
         """Clip, step, advance; returns the errors of slots whose optimizer or schedule raised.
 
         ``apart``: slots whose gradients are, also or only, their parameters' own; ``mixed``
@@ -58,8 +58,8 @@ class Finisher:
             self._fused.step(self._crew, gathered)
         return self._advance(slots, set(by_themselves))
 
-    def _advance(self, slots: Sequence[int], by_themselves: Set[int]) -> dict[int, Exception]:
-        failures: dict[int, Exception] = {}
+    def _advance(self, slots: Sequence[int], by_themselves: Set[int]) -> dict[int, BaseException]:
+        failures: dict[int, BaseException] = {}
         for slot in slots:
             member = self._crew.members[slot]
             try:
@@ -68,7 +68,7 @@ class Finisher:
                 if member.schedule:
                     member.schedule.step()
                 member.step += 1
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 failures[slot] = error
         return failures
 

@@ -64,18 +64,26 @@ class StackedBackend:
         self, crew: Crew, batches: Sequence[Any], active: Sequence[bool], scale: float
     ) -> Trained:
         """One forward and one backward for all slots."""
+        known = list(self._looped), list(self._notes), self._own_factories
         try:
             losses, _ = self._forward(crew, batches, active)
-        except Declined:
-            raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if is_out_of_memory(error):
                 raise
-            return self._without_those_that_fail(crew, batches, active, scale, error)
+            found = self._those_that_fail(crew, batches, active, error)
+            if not found:  # a passing trouble, maybe
+                return self._try_again(crew, batches, active, scale)
+            self._looped, self._notes, self._own_factories = known  # what was learnt from them
+            self.changed(crew)
+            return self._train_others(crew, batches, active, scale, found)
+        blocks = crew.stacked.parameters.values()
+        holds = scale != 1 and any(block.grad is not None for block in blocks)
         weights = torch.tensor(active, dtype=losses.dtype, device=losses.device) * scale
         try:
             torch.autograd.backward([losses], [weights])
         except RuntimeError as error:
+            if holds:  # gradients of the step's earlier micro-batches, which would be lost
+                raise
             self._take_back(crew)
             if is_out_of_memory(error):
                 raise
@@ -129,7 +137,7 @@ class StackedBackend:
             try:
                 result = self._pass(crew, filled, active)
                 break
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 crew.streams.undo()
                 undo.put_back(crew.stacked)
                 self._learn(error, crew)
@@ -165,7 +173,7 @@ class StackedBackend:
             outputs = [] if torch.is_grad_enabled() else _outputs(level, output)
         return losses, outputs
 
-    def _learn(self, error: Exception, crew: Crew) -> None:
+    def _learn(self, error: BaseException, crew: Crew) -> None:
         """Loop the part that failed, so that the pass can be run again; or let the error go up.
 
         An error that is not known to be about many slots may be: its part is looped on trial,
@@ -194,31 +202,52 @@ class StackedBackend:
         words = reason or f"{type(error).__name__}: {_first_line(error)}"
         self._notes.append(f"{part!r} runs slot by slot: {words}")
 
-    def _without_those_that_fail(
-        self,
-        crew: Crew,
-        batches: Sequence[Any],
-        active: Sequence[bool],
-        scale: float,
-        error: Exception,
-    ) -> Trained:
-        """Find the slots whose own code or data raise, and train the others as ever."""
+    def _those_that_fail(
+        self, crew: Crew, batches: Sequence[Any], active: Sequence[bool], error: BaseException
+    ) -> dict[int, BaseException]:
+        """Find the slots whose own code or data raise.
+
+        Also where the pass was declined: code that asks a tensor whether to raise answers
+        otherwise in the slot that does. None where it is worth another try.
+
+        Raises:
+            Declined: there is none.
+        """
         found = {
             slot: failure
             for slot, is_active in enumerate(active)
             if is_active and (failure := error_alone(crew, slot, batches[slot])) is not None
         }
-        if not found and not self._tries_again:  # it may have been a passing trouble
-            self._tries_again = True
-            try:
-                return self.train(crew, batches, active, scale)
-            finally:
-                self._tries_again = False
-        if not found:  # alone every slot can do it: the error was the array's
-            raise Declined(
-                "the trials run alone and fail as one array: "
-                f"{type(error).__name__}: {_first_line(error)}"
-            ) from error
+        if found:
+            return found
+        if isinstance(error, Declined):
+            raise error
+        if not self._tries_again:
+            return {}
+        # Alone every slot can do it: the error was the array's.
+        raise Declined(
+            "the trials run alone and fail as one array: "
+            f"{type(error).__name__}: {_first_line(error)}"
+        ) from error
+
+    def _try_again(
+        self, crew: Crew, batches: Sequence[Any], active: Sequence[bool], scale: float
+    ) -> Trained:
+        self._tries_again = True
+        try:
+            return self.train(crew, batches, active, scale)
+        finally:
+            self._tries_again = False
+
+    def _train_others(
+        self,
+        crew: Crew,
+        batches: Sequence[Any],
+        active: Sequence[bool],
+        scale: float,
+        found: dict[int, BaseException],
+    ) -> Trained:
+        """Train the slots that do not fail, as ever."""
         others = [is_active and slot not in found for slot, is_active in enumerate(active)]
         if not any(others):
             return Trained(torch.full((crew.width,), math.nan, dtype=torch.float64), found)
@@ -232,7 +261,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return found or "allocate memory" in str(error)
 
 
-def _reason(error: Exception) -> str | None:
+def _reason(error: BaseException) -> str | None:
     """Why code cannot run for all slots at once; None if the error is about something else."""
     if isinstance(error, Disagreement):
         return str(error)
@@ -247,7 +276,7 @@ def _is_about_writing(reason: str) -> bool:
     return "inplace" in reason or "all slots share" in reason or "is not possible" in reason
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0][:200]
 
 

@@ -31,11 +31,11 @@ class LoopBackend:
     ) -> Trained:
         """Forward and backward of each slot that takes part, in its own random streams."""
         losses = torch.full((crew.width,), math.nan, dtype=torch.float64)
-        failures: dict[int, Exception] = {}
+        failures: dict[int, BaseException] = {}
         for slot in _taking_part(active):
             try:
                 losses[slot] = _train_one(crew, slot, batches[slot], scale)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 failures[slot] = error
         return Trained(losses, failures)
 
@@ -90,14 +90,14 @@ def current_rng(crew: Crew, slot: int) -> RngState:
     return RngState(host, before.python, before.numpy, local)
 
 
-def error_alone(crew: Crew, slot: int, batch: Any) -> Exception | None:
+def error_alone(crew: Crew, slot: int, batch: Any) -> BaseException | None:
     """What a slot's forward raises alone, if it does; nothing is changed by it."""
     member, rng = crew.members[slot], current_rng(crew, slot)
     before = [(buffer, buffer.clone()) for buffer in member.module.buffers()]
     try:
         with torch.no_grad(), alone(crew, slot):
             lone_pass(member, batch, crew.device)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return error
     finally:
         for buffer, value in before:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from shoal.fusion.level import plainly
 from shoal.fusion.perslot import PerSlot
@@ -43,13 +44,21 @@ FACTORIES = frozenset((torch.empty, torch.zeros, torch.ones, torch.full))
 
 OPERATORS = (
     *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__"),
-    *("__rtruediv__", "__pow__", "__rpow__", "__lt__", "__le__", "__gt__", "__ge__"),
-    *("add", "sub", "mul", "div", "pow", "true_divide", "lt", "le", "gt", "ge"),
+    *("__rtruediv__", "__lt__", "__le__", "__gt__", "__ge__"),
+    *("add", "sub", "mul", "div", "true_divide", "lt", "le", "gt", "ge"),
 )
 LIFTED = frozenset(getattr(Tensor, name) for name in OPERATORS) | {
-    getattr(torch, name) for name in ("add", "sub", "mul", "div", "pow", "true_divide")
+    getattr(torch, name) for name in ("add", "sub", "mul", "div", "true_divide")
 }
-"""Operations for which a tensor of no dimensions is as good as a Python number."""
+"""Operations for which a tensor of no dimensions gives the bits of a Python number.
+
+Not in half precision, where torch computes with a number that is not rounded; and not powers,
+which have kernels of their own for some exponents.
+"""
+NORMS = frozenset((torch.layer_norm, torch.group_norm, torch.rms_norm))
+"""Run for all slots once for each value: the lone kernel sums in another order."""
+
+HALF = (torch.bfloat16, torch.float16)
 
 UNTOUCHED = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
@@ -102,14 +111,38 @@ class SlotMode(TorchFunctionMode):
         return self._slots.each(func, args, kwargs)
 
     def _with_numbers(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if func in NORMS:
+            return self._by_value(func, args, kwargs)
         if func not in LIFTED or _holds_per_slot((), kwargs):
             return self._slots.each(func, args, kwargs)
         like = next(x for x in args if isinstance(x, Tensor))
+        if like.dtype in HALF:
+            return self._slots.each(func, args, kwargs)
         lifted = [
             self._slots.slotted(self._slots.numbers(x, like)) if isinstance(x, PerSlot) else x
             for x in args
         ]
         return func(*lifted, **kwargs)
+
+    def _by_value(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What all slots would have with one slot's numbers, for each in turn."""
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        at = [index for index, leaf in enumerate(leaves) if type(leaf) is PerSlot]
+        found: dict[int, Tensor] = {}
+        groups: dict[tuple[float, ...], list[int]] = {}
+        for slot in range(self._slots.width):
+            groups.setdefault(tuple(leaves[i].values[slot] for i in at), []).append(slot)
+        for values, mine in groups.items():
+            numbers = dict(zip(at, values, strict=True))
+            plain = [numbers.get(index, leaf) for index, leaf in enumerate(leaves)]
+            own_args, own_kwargs = pytree.tree_unflatten(plain, tree)
+            stacked = self._slots.stacked(self._batched(func, own_args, own_kwargs))
+            with plainly():
+                rows = stacked.unbind(0)
+            found |= {slot: rows[slot] for slot in mine}
+        with plainly():
+            joined = torch.stack([found[slot] for slot in range(self._slots.width)])
+        return self._slots.slotted(joined)
 
     def _own(self, shared: Tensor) -> Tensor:
         with plainly():

@@ -7,10 +7,13 @@ bits of this loop, as one that trained alone ends on those of the plain loop.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from shoal.core.errors import SpecError
 from shoal.core.spec import HyperParameters
@@ -37,6 +40,13 @@ class Trained(NamedTuple):
     history: tuple[dict[str, Any], ...]
 
 
+TakeOver = Callable[[nn.Module, torch.optim.Optimizer], None]
+"""Gives a model and its optimizer what another training has learnt."""
+
+Inherits = Mapping[int, tuple[HP, TakeOver]]
+"""After which steps a trial goes on from another's state, with which hyperparameters."""
+
+
 class _Loop:
     """The plain loop, with each step done by an array."""
 
@@ -44,6 +54,7 @@ class _Loop:
         self, recipe: Recipe, hp: HP, seed: int, slot: int, width: int, device: torch.device
     ) -> None:
         self._recipe, self._slot, self._width = recipe, slot, width
+        self._seed, self._device = seed, device
         hp = HyperParameters(hp)
         seed_all(seed)
         model = build_model(recipe, hp).to(device)
@@ -66,13 +77,20 @@ class _Loop:
         self.losses: list[float] = []
         self.history: list[dict[str, Any]] = []
 
-    def run(self, steps: int | None, epochs: int | None, eval_every: int | None) -> None:
+    def run(
+        self,
+        steps: int | None,
+        epochs: int | None,
+        eval_every: int | None,
+        inherits: Inherits,
+    ) -> None:
         for epoch in itertools.count(1):
             before = len(self.losses)
             for group in self._groups():
                 self._step(group)
                 if eval_every and len(self.losses) % eval_every == 0:
                     self._record(epoch)
+                    self._go_on(inherits)
                 if len(self.losses) == steps:
                     break
             if len(self.losses) == before:
@@ -82,6 +100,37 @@ class _Loop:
                 self._record(epoch)
             if done:
                 return
+            if not eval_every:
+                self._go_on(inherits)
+
+    def _go_on(self, inherits: Inherits) -> None:
+        """From another trial's state, if that is what happened after this step."""
+        done = len(self.losses)
+        if done not in inherits:
+            return
+        hp, take_over = inherits[done]
+        before = self.array.retire(self._slot)
+        outer = capture_rng(self._device)
+        seed_all(self._seed)
+        model = build_model(self._recipe, hp).to(self._device)
+        optimizer = build_optimizer(self._recipe, model.named_parameters(), hp)
+        take_over(model, optimizer)
+        schedule = build_schedule(self._recipe, optimizer, hp)
+        restore_rng(outer, self._device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's advice on the order of the two steps
+            for _ in range(done if schedule else 0):
+                schedule.step()
+        member = Member(
+            recipe=self._recipe,
+            hp=hp,
+            module=model,
+            optimizer=optimizer,
+            schedule=schedule,
+            rng=before.rng,
+            step=done,
+        )
+        self.array.refill(self._slot, member)
 
     def _groups(self) -> Iterator[list[Any]]:
         """An epoch's batches, ``accumulate`` at a time, read in the trial's random streams."""
@@ -138,13 +187,14 @@ def train_in_slot(
     epochs: int | None = None,
     eval_every: int | None = None,
     device: str | torch.device = "cpu",
+    inherits: Inherits = MappingProxyType({}),
 ) -> Trained:
     """Train one trial in ``slot`` of ``width``; see ``shoal.testing.array_loop``."""
     where = torch.device(device)
     outer = capture_rng(where)
     try:
         loop = _Loop(recipe, hp, seed, slot, width, where)
-        loop.run(steps, epochs, eval_every)
+        loop.run(steps, epochs, eval_every, inherits)
         (member,) = loop.array.dissolve()
     finally:
         restore_rng(outer, where)

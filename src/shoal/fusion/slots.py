@@ -54,6 +54,14 @@ class Slots:
         with plainly():
             return torch.tensor(values, dtype=dtype, device=like.device)
 
+    def by_value(self, *numbers: float) -> dict[Any, list[int]]:
+        """The slots that have one value, or one of several numbers each, by that value."""
+        found: dict[Any, list[int]] = {}
+        columns = [values_of(number, self.width) for number in numbers]
+        for slot, values in enumerate(zip(*columns, strict=True)):
+            found.setdefault(values if len(values) > 1 else values[0], []).append(slot)
+        return found
+
     def each(self, function: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
         """``function`` slot by slot, each with its own numbers: right for anything.
 

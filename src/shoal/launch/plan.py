@@ -55,7 +55,7 @@ def plan_study(
     places = {key.get("optimizer_place") for key in before.values()}
     place = next((p for p in PLACES if places == {p}), None)
     args = (study.name, pool, hardware.devices, study.recipe, technique, place)
-    fusing = Fusing(_without_population(study, fuse), hardware.devices, recorded)
+    fusing = Fusing(_in_a_population(study, fuse, trials), hardware.devices, recorded)
     planner = Planner(*args, by_epochs=settings.steps is None, fusing=fusing)
     limits = study.limits()
     first = FirstPlan(planner, pool, limits.watchdog, slow_s=limits.slow_s, sink=sink)
@@ -69,18 +69,25 @@ def plan_study(
     return planner, replace(planned, plan=with_seconds(planned.plan, seconds))
 
 
-def _without_population(study: Asked, fuse: Wish) -> Wish:
-    """Trials that take over others' states with other settings train alone.
+def _in_a_population(study: Asked, fuse: Wish, trials: Sequence[TrialSpec]) -> Wish:
+    """Trials that change their settings on the way share an array if those are all floats.
+
+    Another one may be part of a shape, and its trial would fit its array no more.
 
     Raises:
-        PlanError: a width was asked for.
+        PlanError: a width was asked for, and there is another one.
     """
-    if not study.search.varied:
+    varied = study.search.varied
+    others = sorted(
+        {name for t in trials for name in varied if type(t.hp.get(name, 0.0)) is not float}
+    )
+    if not others or not fuse:
         return fuse
-    if isinstance(fuse, int) and fuse > 1:
+    if isinstance(fuse, int):
         raise PlanError(
-            f"fuse={fuse} with population-based training, whose trials change their "
-            "hyperparameters on the way, which an array's cannot. Leave one of them out."
+            f"fuse={fuse} with population-based training that varies {', '.join(others)}: of what "
+            "changes on the way an array takes floats alone. Name them in PBT(vary=...), or leave "
+            "fuse out."
         )
     return 0
 

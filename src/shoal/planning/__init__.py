@@ -11,7 +11,7 @@ of each is measured, on whichever worker is free, and speaks for the others.
 """
 
 from shoal.planning.asking import MAX_DEATHS, Abandoned, Receive
-from shoal.planning.fusing import ALONE, Fusing, Wish, array_place
+from shoal.planning.fusing import ALONE, Fusing, Wish, array_place, recorded_width
 from shoal.planning.planned import Planned, with_seconds
 from shoal.planning.planner import Planner
 
@@ -25,5 +25,6 @@ __all__ = [
     "Receive",
     "Wish",
     "array_place",
+    "recorded_width",
     "with_seconds",
 ]

@@ -282,14 +282,14 @@ class ArraySeat:
         for seated in evaluating:
             assert seated.task is not None
             batches[seated.slot] = seated.task.batches[0]
-        before = {seated.slot: array.rng(seated.slot) for seated in evaluating}
+        before = array.drawn_until_now(seated.slot for seated in evaluating)
         try:
             found = self._counted(lambda: array.evaluate(batches), [batches], "evaluation")
             self._take_metrics(evaluating, found)
         except CapacityError:
             raise
-        except Exception:
-            array.set_rng(before)
+        except (Exception, SystemExit):
+            array.draw_again(before)
             for seated in evaluating:  # whose it was ends that trial alone
                 self._guard(
                     seated.trial,

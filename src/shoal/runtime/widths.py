@@ -7,7 +7,10 @@ others use is only ever slower than it is.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,7 +47,9 @@ class _Crowd:
     """Trials with their batches, built one after the other as they are needed."""
 
     def __init__(self, recipe: Recipe, trials: Sequence[TrialSpec], device: torch.device) -> None:
-        self._recipe, self._trials, self._device = recipe, trials, device
+        # Timing takes many steps on one batch: what diverges is to take as long as ever.
+        self._recipe = dataclasses.replace(recipe, on_nonfinite="ignore")
+        self._trials, self._device = trials, device
         self.members: list[Member] = []
         self.batches: list[list[Any]] = []  # a group for each
         self.valid: list[Any] = []  # a batch to evaluate for each, None without such data
@@ -57,19 +62,34 @@ class _Crowd:
             model = build_model(self._recipe, hp).to(self._device)
             train, valid = read_data(self._recipe, hp)
             optimizer = build_optimizer(self._recipe, model.named_parameters(), hp)
+            schedule = build_schedule(self._recipe, optimizer, hp)
             self.members.append(
                 Member(
                     recipe=self._recipe,
                     hp=hp,
                     module=model,
                     optimizer=optimizer,
-                    schedule=build_schedule(self._recipe, optimizer, hp),
+                    schedule=_Endless(schedule) if schedule else None,
                     rng=capture_rng(self._device),
                 )
             )
             batch = to_device(first_batch(train), self._device)
             self.batches.append([batch] * self._recipe.accumulate)
             self.valid.append(to_device(next(iter(valid or ()), None), self._device))
+
+
+class _Endless:
+    """A schedule that begins anew where it ends, since timing takes more steps than a trial."""
+
+    def __init__(self, schedule: Any) -> None:
+        self._schedule, self._beginning = schedule, copy.deepcopy(schedule.state_dict())
+
+    def step(self) -> None:
+        """The schedule's own."""
+        try:
+            self._schedule.step()
+        except Exception:
+            self._schedule.load_state_dict(copy.deepcopy(self._beginning))
 
 
 def measure_array(
@@ -85,7 +105,9 @@ def measure_array(
     if declined:
         return ArrayMeasure(declined=declined)
     try:
-        return _timed(crowd, device, sorted(widths))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, of schedules of optimizers that are copies
+            return _timed(crowd, device, sorted(widths))
     except Declined as error:
         return ArrayMeasure(declined=str(error))
 
@@ -104,9 +126,9 @@ def _obstacle(recipe: Recipe, device: Device, trial: TrialSpec, member: Member) 
 
 
 def _timed(crowd: _Crowd, device: Device, widths: Sequence[int]) -> ArrayMeasure:
-    (lone,) = copies(crowd.members[:1])
     where = device.torch_device
-    alone = _Race(lambda: _step_alone(lone, crowd.batches[0], where), where)
+    lone, group = _one_that_can(crowd, where)
+    alone = _Race(lambda: _step_alone(lone, group, where), where)
     found: list[WidthMeasure] = []
     notes: dict[str, None] = {}
     began = time.perf_counter()
@@ -137,6 +159,23 @@ def _evaluated(array: Array, batches: Sequence[Any]) -> int:
     with AllocationTracker() as tracker, array.evaluating():
         array.evaluate(batches)
     return int(tracker.peak_bytes)
+
+
+def _one_that_can(crowd: _Crowd, device: torch.device) -> tuple[Member, list[Any]]:
+    """The first trial whose own code does not raise, with its batches.
+
+    Raises:
+        Declined: there is none.
+    """
+    for member, group in zip(crowd.members, crowd.batches, strict=True):
+        (lone,) = copies([member])
+        try:
+            _step_alone(lone, group, device)
+        except Exception as error:
+            failure = error
+        else:
+            return lone, group
+    raise Declined(f"none of the trials can do a step: {type(failure).__name__}: {failure}")
 
 
 class _Race:

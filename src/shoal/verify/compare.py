@@ -22,7 +22,7 @@ from shoal.observe.snapshot import Snapshot
 from shoal.planning import array_place
 from shoal.recipe import Recipe
 from shoal.report import TrialResult, read_report
-from shoal.testing import PlainResult, PlainTrial, array_loop, compare, plain_population
+from shoal.testing import PlainResult, PlainTrial, compare, plain_population
 from shoal.verify.choose import skip_reason, warm_clones, without_state
 from shoal.verify.record import Curve, read_curve, recorded_study
 
@@ -128,12 +128,7 @@ class _Case:
         epochs = row.epoch if self.by_epochs and ended and row.epoch else None
         told: dict[str, Any] = {"epochs": epochs, "steps": None if epochs else row.step}
         told |= {"eval_every": self.curve.eval_every, **_numerics(row)}
-        place = array_place(row.numerics)
-        if place is None:
-            return plain_population(self.recipe, self.population, row.number, **told)
-        told |= {"slot": place[0], "width": place[1]}
-        told.pop("optimizer")
-        return array_loop(self.recipe, row.hp, row.seed, **told)
+        return plain_population(self.recipe, self.population, row.number, **told)
 
     def _judge(
         self, plain: PlainResult, state: Mapping[str, Any], plain_s: float, notes: tuple[str, ...]
@@ -177,7 +172,8 @@ class _Case:
 def _as_plain(row: TrialRow) -> PlainTrial:
     first = row.inherited[0].before if row.inherited else row.hp
     inherits = {taken.step: (taken.source, taken.hp) for taken in row.inherited}
-    return PlainTrial(hp=first, seed=row.seed, inherits=inherits)
+    place = array_place(row.numerics)
+    return PlainTrial(hp=first, seed=row.seed, inherits=inherits, place=place)
 
 
 def _heritage(row: TrialRow) -> tuple[str, ...]:

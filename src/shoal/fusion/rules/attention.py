@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,27 +31,57 @@ def attention(
     """``scaled_dot_product_attention`` of q_NBHTD, with N times B rows."""
     if query.dim() not in (3, 4) or not slots.has_values(query, key, value):
         return NotImplemented
-    drops = any(values_of(dropout_p, slots.width))
-    if drops and (enable_gqa or query.device.type != "cpu"):
+    rates = values_of(dropout_p, slots.width)
+    if any(rates) and (enable_gqa or query.device.type != "cpu"):
         return slots.each(
             functional.scaled_dot_product_attention,
             (query, key, value, attn_mask, dropout_p, is_causal),
             {"scale": scale, "enable_gqa": enable_gqa},
         )
     rows = query.shape[0]
-    q, k, v = (slots.stacked(t) for t in (query, key, value))
+    q_k_v = [slots.stacked(t) for t in (query, key, value)]
     mask = None
     if attn_mask is not None:
         mask = slots.stacked(attn_mask.expand(rows, *_behind_rows(attn_mask, query.dim())))
+    kinds = (is_causal, scale)
     with plainly():
-        if drops:
-            return slots.slotted(_dropping(slots, (q, k, v), mask, dropout_p, is_causal, scale))
-        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
-        mask = None if mask is None else mask.flatten(0, 1)
-        out = functional.scaled_dot_product_attention(
-            q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    return slots.slotted(out.unflatten(0, (slots.width, -1)))
+        if all(rates):
+            return slots.slotted(_dropping(slots, q_k_v, mask, dropout_p, *kinds))
+        if not any(rates):
+            return slots.slotted(_keeping(q_k_v, mask, *kinds, enable_gqa=enable_gqa))
+        # Each kernel for the slots that would take it alone.
+        found: dict[int, Tensor] = {}
+        parts = [t.unbind(0) for t in (*q_k_v, *([] if mask is None else [mask]))]
+        for drops in (False, True):
+            mine = [slot for slot, rate in enumerate(rates) if bool(rate) is drops]
+            q, k, v, *m = (torch.stack([part[slot] for slot in mine]) for part in parts)
+            some = m[0] if m else None
+            if drops:
+                out = _dropping(slots, (q, k, v), some, dropout_p, *kinds, mine)
+            else:
+                out = _keeping((q, k, v), some, *kinds)
+            found |= dict(zip(mine, out.unbind(0), strict=True))
+        return slots.slotted(torch.stack([found[slot] for slot in range(slots.width)]))
+
+
+def _keeping(
+    q_k_v: Sequence[Tensor],
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    *,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Without dropout, by the kernel that a lone trial takes."""
+    q, k, v = (t.flatten(0, 1) for t in q_k_v)
+    out: Tensor = functional.scaled_dot_product_attention(
+        *(q, k, v),
+        None if mask is None else mask.flatten(0, 1),
+        *(0.0, is_causal),
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+    return torch.unflatten(out, 0, (len(q_k_v[0]), -1))
 
 
 def _behind_rows(mask: Tensor, dims: int) -> tuple[int, ...]:
@@ -61,14 +92,16 @@ def _behind_rows(mask: Tensor, dims: int) -> tuple[int, ...]:
 
 def _dropping(
     slots: Slots,
-    q_k_v: tuple[Tensor, Tensor, Tensor],
+    q_k_v: Sequence[Tensor],
     mask: Tensor | None,
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
+    mine: Sequence[int] | None = None,
 ) -> Tensor:
     """With dropout a lone trial on the CPU takes the kernel in plain steps, and so do slots.
 
+    ``mine`` are the slots that ``q_k_v`` is of, if not all.
     Source: torch's ``_scaled_dot_product_attention_math``, which scales queries and keys.
     """
     query, key, value = q_k_v
@@ -82,4 +115,5 @@ def _dropping(
     elif mask is not None:
         scores = scores + mask
     weights = scores.softmax(-1)
-    return torch.matmul(weights * masks(slots, weights[0], dropout_p), value)
+    drawn = masks(slots, weights[0], dropout_p)
+    return torch.matmul(weights * (drawn if mine is None else drawn[list(mine)]), value)

@@ -26,21 +26,28 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Per row by torch's kernel; with a smoothing of each slot's own, between two of those.
+    """Per row by torch's kernel; rows of slots with one smoothing together.
 
-    The loss is linear in the smoothing: what it is without any, and with nothing else.
+    So a row's bits depend on its own slot's smoothing, and not on whether others differ.
     """
-    if isinstance(label_smoothing, PerSlot):
-        args = (slots, input, target, weight, reduction, ignore_index)
-        share = slots.slotted(slots.numbers(label_smoothing, input))
-        hard, smooth = cross_entropy(*args, 0.0), cross_entropy(*args, 1.0)
-        return hard * (1 - share) + smooth * share
 
-    def per_row(rows: Tensor, targets: Tensor) -> Tensor:
+    def of(smoothing: float, rows: Tensor, targets: Tensor) -> Tensor:
         found: Tensor = _nn.cross_entropy_loss(
-            rows, targets, weight, NONE, ignore_index, label_smoothing
+            rows, targets, weight, NONE, ignore_index, smoothing
         )
         return found
+
+    def per_row(rows: Tensor, targets: Tensor) -> Tensor:
+        if not isinstance(label_smoothing, PerSlot):
+            return of(label_smoothing, rows, targets)
+        x, y = rows.chunk(slots.width), targets.chunk(slots.width)
+        found: dict[int, Tensor] = {}
+        for smoothing, mine in slots.by_value(label_smoothing).items():
+            losses = of(
+                smoothing, torch.cat([x[s] for s in mine]), torch.cat([y[s] for s in mine])
+            )
+            found |= dict(zip(mine, losses.chunk(len(mine)), strict=True))
+        return torch.cat([found[slot] for slot in range(slots.width)])
 
     every = (input, target, weight, reduction, ignore_index, label_smoothing)
     return _by_rows(slots, _nn.cross_entropy_loss, per_row, every)

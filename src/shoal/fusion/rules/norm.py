@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from shoal.fusion.level import plainly
-from shoal.fusion.perslot import PerSlot
 from shoal.fusion.slots import Slots
 
 
@@ -29,7 +28,7 @@ def batch_norm(
     Torch's own batching normalises without weights and multiplies afterwards, a pass more.
     """
     held = [t for t in (weight, bias, running_mean, running_var) if t is not None]
-    if isinstance(eps, PerSlot) or not slots.has_values(input, *held):
+    if not slots.has_values(input, *held):
         return NotImplemented
     if not all(slots.has_values(t) for t in (running_mean, running_var) if t is not None):
         return NotImplemented
@@ -38,19 +37,29 @@ def batch_norm(
         None if t is None else slots.stacked(t).reshape(-1)
         for t in (weight, bias, running_mean, running_var)
     )
+    writes = training and running_mean is not None
     with plainly():
         x_BMP = x.transpose(0, 1).flatten(1, 2)  # a view where slots lie beside channels
-        if isinstance(momentum, PerSlot) and training and mean is not None and var is not None:
-            rates = slots.numbers(momentum, mean).repeat_interleave(x.shape[2])
-            found_mean, found_var = torch.zeros_like(mean), torch.zeros_like(var)
-            out = torch.batch_norm(
-                x_BMP, w, b, found_mean, found_var, True, 1.0, eps, cudnn_enabled
-            )
-            mean.mul_(1 - rates).add_(found_mean * rates)
-            var.mul_(1 - rates).add_(found_var * rates)
-        else:
-            rate = momentum.values[0] if isinstance(momentum, PerSlot) else momentum
-            out = torch.batch_norm(x_BMP, w, b, mean, var, training, rate, eps, cudnn_enabled)
+        out = None
+        # By the kernel that all would take if they had one value, whatever the others have.
+        for (rate, small), mine in slots.by_value(momentum if writes else 0.0, eps).items():
+            if len(mine) == slots.width:
+                out = torch.batch_norm(
+                    *(x_BMP, w, b, mean, var), training, rate, small, cudnn_enabled
+                )
+                break
+            chosen = torch.zeros(slots.width, dtype=torch.bool, device=x.device)
+            chosen[mine] = True
+            chosen = chosen.repeat_interleave(x.shape[2])
+            new_mean, new_var = (None if t is None else t.clone() for t in (mean, var))
+            numbers = (rate, small, cudnn_enabled)
+            some = torch.batch_norm(x_BMP, w, b, new_mean, new_var, training, *numbers)
+            for t, new in ((mean, new_mean), (var, new_var)):
+                if writes and t is not None and new is not None:
+                    t[chosen] = new[chosen]
+            here = chosen.view(1, -1, *([1] * (some.dim() - 2)))
+            out = some if out is None else torch.where(here, some, out)
+        assert out is not None
         shape = (out.shape[0], slots.width, x.shape[2], *out.shape[2:])
         out = torch.ops.aten._unsafe_view(out, shape)  # no view: a ReLU may write into it
     return slots.slotted(out, 1)

@@ -1,0 +1,43 @@
+"""What ``fuse=`` and ``--fuse`` take, and what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+
+import shoal
+from shoal.core.errors import PlanError, SpecError
+from shoal.study import _fuse
+from shoal.ui.train import parse_fuse
+
+
+def test_what_is_asked_for():
+    known = {None: None, "auto": "auto", False: 0, 1: 1, 64: 64}
+    assert [_fuse(asked, None) for asked in known] == list(known.values())
+
+
+@pytest.mark.parametrize("fuse", [True, 0, -1, 65, 2.0, "4", "off", [2]])
+def test_other_widths_are_refused(fuse, tmp_path):
+    recipe = shoal.Recipe(model=dict, data=dict, loss=dict)
+    study = shoal.Study("k", recipe, space={"lr": 0.1}, trials=1, steps=1, directory=tmp_path)
+    for ask in (study.run, study.plan):
+        with pytest.raises(SpecError, match="the width of arrays from 1 to 64, got"):
+            ask(fuse=fuse)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("technique", ["spilled", shoal.Spilled(shards=2)])
+def test_an_array_of_spilled_trials_is_refused(technique):
+    with pytest.raises(PlanError, match="stays on the device"):
+        _fuse(2, technique)
+    assert _fuse(False, technique) == 0
+    assert _fuse("auto", technique) == "auto"
+
+
+def test_the_option_is_read():
+    assert [parse_fuse(text) for text in (None, "auto", "off", "4")] == [None, "auto", False, 4]
+
+
+@pytest.mark.parametrize("text", ["", "on", "-1", "2.5", "many"])
+def test_other_options_are_refused(text):
+    with pytest.raises(SpecError, match=r"--fuse is auto, off, or the width of arrays, got"):
+        parse_fuse(text)
