@@ -1,6 +1,6 @@
 """64 trials on real data, start-up included: shoal beside Ray Tune, joblib, and one by one.
 
-    python benchmarks/search/run.py --text FILE --write benchmarks/search/results.json
+    python benchmarks/search/run.py --text FILE --json benchmarks/search/results.json
 
 Each arm is a process of its own, from its first import to its best trial; arms take turns.
 Needs ray[tune], joblib and scikit-learn beside shoal. ``--text`` is any file of real text.
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--tasks", nargs="+", default=["digits", "table", "text"])
     parser.add_argument("--asha", action="store_true", help="with pruning, ours and Ray's alone")
-    parser.add_argument("--write")
+    parser.add_argument("--json")
     asked = parser.parse_args()
     arms = ("shoal", "unfused", "ray") if asked.asha else ARMS
     begun, rows = facts(), []
@@ -66,7 +66,7 @@ def main() -> None:
                 runs[arm].append(measured(arm, task, asked.text, asha=asked.asha))
                 print(task, arm, runs[arm][-1], file=sys.stderr, flush=True)
         rows += [_row(task, arm, runs[arm], runs["shoal"]) for arm in arms]
-    finish({"load_before": begun["load"], "asha": asked.asha, "rows": rows}, asked.write)
+    finish({"load_before": begun["load"], "asha": asked.asha, "rows": rows}, asked.json)
 
 
 def _row(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import traps
 import zoo
 from torch import nn
@@ -217,14 +218,66 @@ def test_tensors_that_cannot_stay_are_refused(tmp_path):
 def test_what_cannot_be_is_refused():
     with pytest.raises(SpecError, match=r"keep_head=\(1, 512\) without the step on the device"):
         shoal.Spilled(shards=3, optimizer="host", keep_head=(1, 512))
-    with pytest.raises(SpecError, match="is a shard that is not in keep="):
+    with pytest.raises(SpecError, match=r"names a shard that is not in keep=\(1,\)"):
         shoal.Spilled(shards=3, optimizer="device", keep=(1,), keep_head=(1, 512))
     with pytest.raises(SpecError, match="keep_gradients=2 with the step on the host"):
         shoal.Spilled(optimizer="host", keep_gradients=2)
     with pytest.raises(SpecError, match="keep_gradients is a number of shards"):
         shoal.Spilled(keep_gradients=-1)
-    with pytest.raises(SpecError, match="lookbehind is 0 or 1"):
-        shoal.Spilled(lookbehind=2)
+    for value in (2, True, 0.0):
+        with pytest.raises(SpecError, match="lookbehind is 0 or 1"):
+            shoal.Spilled(lookbehind=value)
+    for value in ((1,), (1, 2, 3), 5, (1, "x"), (2, 1024.0), (True, 512)):
+        with pytest.raises(SpecError, match="keep_head is a shard and a number of bytes"):
+            shoal.Spilled(shards=3, optimizer="device", keep_head=value)
+    with pytest.raises(SpecError, match="at least one byte"):
+        shoal.Spilled(shards=3, optimizer="device", keep_head=(1, 0))
+
+
+def test_a_head_that_is_asked_for_needs_no_other_shard_that_stays(train, head_sizes):
+    sizes = head_sizes(chain(), rates(1), "param", shards=3)
+    technique = shoal.Spilled(shards=3, optimizer="device", keep_head=(1, sizes[1][0]))
+    assert technique.keep == ()
+    train(chain(), rates(), technique)
+
+
+class Forgetful(torch.optim.AdamW):
+    """Keeps one more tensor after every second step: then it drops it, or sets it to None."""
+
+    how = "pop"
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._keep(self.state[parameter], parameter)
+        return result
+
+    def _keep(self, state: dict[str, Any], parameter: Any) -> None:
+        if not state:
+            return
+        if int(state["step"]) % 2:
+            state["extra"] = torch.zeros_like(parameter)
+        elif self.how == "pop":
+            state.pop("extra", None)
+        else:
+            state["extra"] = None
+
+
+class Unset(Forgetful):
+    """Sets it to None."""
+
+    how = "none"
+
+
+@pytest.mark.parametrize("kind", [Forgetful, Unset])
+def test_an_optimizer_that_drops_a_part_of_its_state(kind, train):
+    def optimizer(named: Any, hp: Any) -> Any:
+        return kind([parameter for _, parameter in named], lr=hp["lr"])
+
+    recipe = chain(optimizer=optimizer, clip_grad_norm=0.5)
+    technique = shoal.Spilled(shards=4, optimizer="device", keep=())
+    train(recipe, rates(), technique, poison=True)
 
 
 def plan_of(recipe, space, directory, technique, memory):
