@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import mishaps
+import breakdowns
 import pytest
 import squads
 from listening import Orders
@@ -23,7 +23,7 @@ def check(run_study):
 
     def run(kinds, recipe=None, *, survivors=("none",), extra=None, width=WIDTH, **options):
         space = shoal.grid(mishap=kinds, lr=[0.01, 0.003], drop=[0.1, 0.2]) | (extra or {})
-        recipe = recipe or mishaps.recipe()
+        recipe = recipe or breakdowns.recipe()
         report = run_study(recipe, space, **(LOOP | {"fuse": width} | options))
         alive = [trial for trial in report.trials if trial.hp["mishap"] in survivors]
         assert alive
@@ -35,44 +35,44 @@ def check(run_study):
     return run
 
 
-@pytest.mark.parametrize("mishap", mishaps.WORDS)
+@pytest.mark.parametrize("mishap", breakdowns.WORDS)
 def test_a_mishap_fails_its_trial_alone(mishap, check):
     for trial in check(["none", mishap]):
         assert trial.state == "FAILED"
-        assert mishaps.WORDS[mishap] in trial.error
+        assert breakdowns.WORDS[mishap] in trial.error
 
 
 @pytest.mark.parametrize("mishap", ["nan", "target", "loss", "inside", "shape", "data"])
 def test_so_it_is_in_a_step_of_several_batches(mishap, check):
-    recipe = mishaps.recipe(accumulate=2, clip_grad_norm=0.5)
+    recipe = breakdowns.recipe(accumulate=2, clip_grad_norm=0.5)
     for trial in check(["none", mishap], recipe, devices=2):
         assert trial.state == "FAILED"
 
 
 @pytest.mark.parametrize("mishap", ["nan", "target", "loss", "inside"])
 def test_so_it_is_where_one_kernel_steps_all(mishap, check):
-    recipe = mishaps.recipe(optimizer=squads.adam, clip_grad_norm=0.5, schedule=squads.cosine)
+    recipe = breakdowns.recipe(optimizer=squads.adam, clip_grad_norm=0.5, schedule=squads.cosine)
     for trial in check(["none", mishap], recipe):
         assert trial.state == "FAILED"
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_many_mishaps_at_once_leave_the_others_alone(devices, check):
-    kinds = [*mishaps.WORDS, "none"]
+    kinds = [*breakdowns.WORDS, "none"]
     for trial in check(kinds, devices=devices, width=31):
         assert trial.state == "FAILED"
-        assert mishaps.WORDS[trial.hp["mishap"]] in trial.error
+        assert breakdowns.WORDS[trial.hp["mishap"]] in trial.error
 
 
 def test_a_trial_that_fails_at_its_first_step_keeps_nobody_from_arrays(check):
     for trial in check(["first", "none"]):
         assert trial.state == "FAILED"
-        assert mishaps.WORDS["target"] in trial.error
+        assert breakdowns.WORDS["target"] in trial.error
 
 
 @pytest.mark.parametrize("mishap", ["nan"])
 def test_a_loss_that_is_no_number_may_be_trained_on(mishap, check):
-    recipe = mishaps.recipe(on_nonfinite="ignore")
+    recipe = breakdowns.recipe(on_nonfinite="ignore")
     check(["none", mishap], recipe, survivors=("none", mishap))
 
 
@@ -91,7 +91,7 @@ def test_a_trial_that_is_tried_again_goes_on_to_its_bits(check, tmp_path):
 
 def test_trials_that_take_too_long_stop_at_a_step_with_its_bits(run_study):
     space = shoal.grid(mishap=["slow"], lr=[0.01, 0.003], drop=[0.1, 0.2])
-    recipe = mishaps.recipe()
+    recipe = breakdowns.recipe()
     report = run_study(recipe, space, **LOOP, fuse=WIDTH, trial_time_limit=0.3)
     assert {str(trial.state) for trial in report.trials} == {"STOPPED"}
     for trial in report.trials:
@@ -103,7 +103,7 @@ def test_trials_that_take_too_long_stop_at_a_step_with_its_bits(run_study):
 
 def test_one_trial_can_be_stopped_and_the_others_go_on(run_study, tmp_path, monkeypatch):
     space = shoal.grid(mishap=["slow"], lr=[0.01, 0.003], drop=[0.1, 0.2])
-    recipe, orders = mishaps.recipe(), Orders(tmp_path / "study-0", monkeypatch)
+    recipe, orders = breakdowns.recipe(), Orders(tmp_path / "study-0", monkeypatch)
     orders.at(lambda e: isinstance(e, StepFinished) and e.step == 2, StopTrial(trial=1), "stop")
     report = run_study(recipe, space, **LOOP, fuse=WIDTH, callbacks=[orders])
     assert "stopped" in orders.join()["stop"]["text"]
