@@ -54,10 +54,11 @@ def main() -> None:
     parser.add_argument("--text", required=True)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--tasks", nargs="+", default=["digits", "table", "text"])
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
     parser.add_argument("--asha", action="store_true", help="with pruning, ours and Ray's alone")
     parser.add_argument("--json")
     asked = parser.parse_args()
-    arms = ("shoal", "unfused", "ray") if asked.asha else ARMS
+    arms = [arm for arm in asked.arms if not asked.asha or arm in ("shoal", "unfused", "ray")]
     begun, rows = facts(), []
     for task in asked.tasks:
         runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}

@@ -122,6 +122,7 @@ def test_a_search_in_arrays_comes_to_the_same_on_more_devices(tmp_path, warm_wor
     assert searches.outcome(study.directory) == undisturbed
 
 
+@pytest.mark.full
 def test_a_search_in_arrays_that_is_killed_comes_to_the_same(tmp_path, undisturbed):
     runner = Runner(tmp_path, maker="searches", devices=2)
     for hook, words in (
@@ -160,6 +161,7 @@ def test_a_population_in_arrays_comes_to_the_same_on_more_devices(
     assert populations.outcome(study.directory) == population
 
 
+@pytest.mark.full
 def test_a_population_in_arrays_that_is_killed_comes_to_the_same(tmp_path, population):
     runner = Runner(tmp_path, maker="populations", devices=2)
     for hook, words in (
@@ -171,7 +173,7 @@ def test_a_population_in_arrays_that_is_killed_comes_to_the_same(tmp_path, popul
     assert populations.outcome(runner.place) == population
 
 
-@pytest.mark.parametrize("length", ["epochs", "steps"])
+@pytest.mark.parametrize("length", ["steps", pytest.param("epochs", marks=pytest.mark.full)])
 def test_a_trial_of_a_population_is_verified_in_its_slot(length, tmp_path, warm_workers):
     loop = {"steps": 12, "eval_every": 3} if length == "steps" else {}
     study = populations.make(tmp_path, **loop)

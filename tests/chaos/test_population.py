@@ -56,6 +56,7 @@ def test_every_trial_ends_on_the_bits_of_a_plain_loop_of_its_lineage(
     assert populations.outcome(study.directory) == undisturbed
 
 
+@pytest.mark.full
 def test_in_the_middle_of_an_epoch_too_and_every_other_evaluation(tmp_path, warm_workers):
     options = {"steps": 19, "eval_every": 3, "pruner": shoal.PBT(interval=2, quantile=0.4)}
     study = populations.make(tmp_path, **options)
@@ -110,6 +111,7 @@ def test_a_population_killed_around_its_exploits_comes_to_the_same(tmp_path, und
     )
 
 
+@pytest.mark.full
 def test_a_population_killed_at_a_random_instant_comes_to_the_same(tmp_path, undisturbed):
     seed = random.SystemRandom().randrange(10**6)
     sys.stderr.write(f"seed {seed}\n")  # shown when it fails
@@ -157,6 +159,7 @@ def test_who_is_stopped_at_a_rung_is_copied_by_nobody(tmp_path, warm_workers, mo
     populations.assert_lineage(report, epochs=populations.EPOCHS)
 
 
+@pytest.mark.full
 def test_a_clone_is_copied_by_nobody_and_copies_nobody(
     tmp_path, warm_workers, monkeypatch, undisturbed
 ):
@@ -196,6 +199,7 @@ def test_where_the_host_has_no_room_for_all_some_wait_on_disk(
     assert populations.outcome(study.directory) == undisturbed
 
 
+@pytest.mark.full
 def test_a_full_disk_at_a_rung_stops_the_study_which_goes_on_later(
     tmp_path, warm_workers, monkeypatch, undisturbed
 ):
@@ -241,6 +245,7 @@ def _damage(place, trial, step=None):
             path.write_bytes(path.read_bytes()[:-20] + b"#" * 20)
 
 
+@pytest.mark.full
 def test_what_was_taken_over_and_is_damaged_is_taken_over_again(
     tmp_path, warm_workers, undisturbed
 ):
@@ -250,6 +255,7 @@ def test_what_was_taken_over_and_is_damaged_is_taken_over_again(
     assert populations.outcome(study.directory) == undisturbed
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["removed", "damaged"])
 def test_where_the_source_is_gone_too_the_trial_fails_and_says_why(tmp_path, warm_workers, how):
     study, exploit = _interrupted(tmp_path, warm_workers)
@@ -338,6 +344,7 @@ def test_a_changed_hyperparameter_that_changes_shapes_fails_its_trial(tmp_path, 
 # -- clones, a worker that dies over what is damaged, a source that cannot be saved ------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("warm", [True, False])
 def test_a_clone_has_the_hyperparameters_that_its_parent_has_then(tmp_path, warm_workers, warm):
     study = populations.make(tmp_path)
@@ -348,6 +355,7 @@ def test_a_clone_has_the_hyperparameters_that_its_parent_has_then(tmp_path, warm
     assert dict(more.trials[5].hp) == {**parent.hp, "dropout": 0.3}
 
 
+@pytest.mark.full
 def test_a_worker_that_dies_over_what_is_damaged_changes_nothing(
     tmp_path, monkeypatch, undisturbed
 ):
@@ -370,6 +378,7 @@ def test_a_worker_that_dies_over_what_is_damaged_changes_nothing(
     assert populations.outcome(study.directory) == undisturbed
 
 
+@pytest.mark.full
 def test_a_source_that_cannot_be_saved_stops_the_study_which_goes_on_later(
     tmp_path, monkeypatch, undisturbed
 ):

@@ -16,11 +16,18 @@ DEVICES = (1, 2)
 QUICK = ("mlp", "accumulate", "restless")  # the others are slow
 
 
+def marks_of(name, devices):
+    """The quickest alone are not slow, and on two devices the most are in the full product."""
+    if name in QUICK:
+        return () if devices == 1 else pytest.mark.slow
+    return pytest.mark.slow if devices == 1 else pytest.mark.full
+
+
 ROWS = [
     pytest.param(
         name,
         devices,
-        marks=() if name in QUICK and devices == 1 else pytest.mark.slow,
+        marks=marks_of(name, devices),
         id=f"{name}, {devices}",
     )
     for name in squads.CASES

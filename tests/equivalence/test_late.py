@@ -18,6 +18,8 @@ from shoal.memory.layout import head_sizes as layout_sizes
 from shoal.planning import Planner
 
 STEPS = 5
+FULL_STATE = pytest.param("state", None, marks=pytest.mark.full)
+FULL_1_1, FULL_2_0 = (pytest.param(*n, marks=pytest.mark.full) for n in ((1, 1), (2, 0)))
 
 
 @pytest.fixture
@@ -46,7 +48,7 @@ def space_of(model, optimizer="adamw"):
     return shoal.grid(model=[model], optimizer=[optimizer], lr=[1e-2, 3e-3])
 
 
-@pytest.mark.parametrize(("lookahead", "lookbehind"), [(0, 0), (1, 1), (2, 0)])
+@pytest.mark.parametrize(("lookahead", "lookbehind"), [(0, 0), FULL_1_1, FULL_2_0])
 @pytest.mark.parametrize("model", zoo.MODELS)
 def test_of_every_model_with_a_neighbour_under_poison(model, lookahead, lookbehind, train):
     technique = shoal.Spilled(
@@ -119,7 +121,7 @@ def test_gradients_and_inputs_that_are_waited_for(place, train):
     assert "STORE s2 m0 boundary" in actions
 
 
-@pytest.mark.parametrize(("of", "clip"), [("parameters", 0.5), ("state", None), ("state", 0.5)])
+@pytest.mark.parametrize(("of", "clip"), [("parameters", 0.5), ("state", 0.5), FULL_STATE])
 @pytest.mark.parametrize("model", zoo.MODELS)
 def test_some_tensors_of_a_shard_may_stay(model, of, clip, train, head_sizes):
     recipe, space = zoo.recipe(clip=clip), space_of(model)
