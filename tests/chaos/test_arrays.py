@@ -87,6 +87,7 @@ def test_arrays_killed_often_end_on_the_same_bits(tmp_path, seed):
     run_under_fire(tmp_path, kills=10, epochs=10, seed=seed)
 
 
+@pytest.mark.full
 def test_arrays_that_are_paused_go_on_to_the_same_bits(tmp_path):
     runner = Runner(tmp_path, epochs=3, checkpoint_every="1h", **OPTIONS)
     words = FUSED
@@ -153,6 +154,7 @@ def population(tmp_path_factory, warm_workers):
     return populations.outcome(study.directory)
 
 
+@pytest.mark.full
 def test_a_population_in_arrays_comes_to_the_same_on_more_devices(
     tmp_path, warm_workers, population
 ):
