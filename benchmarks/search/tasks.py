@@ -7,6 +7,7 @@ run differs.
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,18 @@ def settings(count: int = TRIALS) -> list[dict[str, float]]:
     ]
 
 
-class Task:
+class Task(ABC):
     """A data set, a model, a loss; ``epochs`` each."""
 
     epochs = 20
     batch = 64
 
-    def model(self, hp: Any) -> nn.Module:
-        raise NotImplementedError
+    @abstractmethod
+    def model(self, hp: Any) -> nn.Module: ...
 
+    @abstractmethod
     def tensors(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        raise NotImplementedError
+        """Examples and what they are, to train on and to validate with."""
 
     def data(self, hp: Any) -> tuple[Any, Any]:
         """Batches to train on, shuffled each epoch, and to validate with."""

@@ -137,11 +137,6 @@ class Array:
         with torch_streams_of(self._crew, slot, puts_back=puts_back):
             yield
 
-    def rng(self, slot: int) -> RngState:
-        """The slot's random streams as they are now; not to be asked for within ``streams``."""
-        self._require_occupied(slot)
-        return current_rng(self._crew, slot)
-
     # -- training --------------------------------------------------------------------
 
     def step(self, *micro_batches: Sequence[Any]) -> Stepped:
@@ -235,7 +230,7 @@ class Array:
             self.draw_again(kept)
 
     def drawn_until_now(self, slots: Iterable[int]) -> dict[int, RngState]:
-        """The states of these slots' random streams."""
+        """The states of these slots' random streams; not to be asked for within ``streams``."""
         return {slot: current_rng(self._crew, slot) for slot in slots}
 
     def draw_again(self, states: Mapping[int, RngState]) -> None:

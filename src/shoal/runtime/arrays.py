@@ -189,7 +189,9 @@ class ArraySeat:
         session = seated.session
         assert self._array is not None
         inside = seated.is_inside
-        session.rng = capture_rng(session.device) if inside else self._array.rng(seated.slot)
+        slot = seated.slot
+        drawn = self._array.drawn_until_now([slot])[slot]
+        session.rng = capture_rng(session.device) if inside else drawn
         _write_back(session)
         return checkpoint.content(session, copy=False)
 
@@ -234,9 +236,7 @@ class ArraySeat:
             array.set_training(True)
             self._has_evaluated = False
         rows = self._fetch(ready)
-        began = time.time()
-        stepped = self._counted(lambda: array.step(*rows), rows, "training")
-        self._note(ready, "B s0", began)
+        stepped = self._counted(lambda: array.step(*rows), rows, "training", ready)
         now = time.perf_counter()
         self.share_s, self._began = (now - self._began) / len(ready), now
         for seated in ready:
@@ -274,7 +274,7 @@ class ArraySeat:
         ]
 
     def _evaluate(self, evaluating: Sequence[Seated]) -> None:
-        array, began = self._array, time.time()
+        array = self._array
         assert array is not None
         array.set_training(False)
         self._has_evaluated = True
@@ -284,7 +284,9 @@ class ArraySeat:
             batches[seated.slot] = seated.task.batches[0]
         before = array.drawn_until_now(seated.slot for seated in evaluating)
         try:
-            found = self._counted(lambda: array.evaluate(batches), [batches], "evaluation")
+            found = self._counted(
+                lambda: array.evaluate(batches), [batches], "evaluation", evaluating
+            )
             self._take_metrics(evaluating, found)
         except CapacityError:
             raise
@@ -295,7 +297,6 @@ class ArraySeat:
                     seated.trial,
                     lambda seated=seated: self._evaluate_one(seated, batches),  # type: ignore[misc]
                 )
-        self._note(evaluating, "F s0", began)
 
     def _evaluate_one(self, seated: Seated, batches: Sequence[Any]) -> None:
         assert self._array is not None
@@ -316,22 +317,39 @@ class ArraySeat:
         """Have what the next step allocates counted, if it is time: steps are slower then."""
         self._track = self._track or is_sampled(step)
 
-    def _counted(self, work: Callable[[], Any], rows: Sequence[Sequence[Any]], what: str) -> Any:
+    def _counted(
+        self,
+        work: Callable[[], Any],
+        rows: Sequence[Sequence[Any]],
+        what: str,
+        some: Sequence[Seated],
+    ) -> Any:
         """Run a pass; now and then, and when batches are larger than ever, count its bytes."""
         size = sum(t.nbytes for batches in rows for t in tensors_of(list(batches)))
         grew = size > self._largest.get(what, 0)
         self._largest[what] = max(size, self._largest.get(what, 0))
         if not (self._track or grew):
-            return work()
+            return self._computed(work, what, some)
         self._track = False
         with AllocationTracker() as tracker:
-            result = work()
+            result = self._computed(work, what, some)
         more = tracker.peak_bytes - self._state_among(tracker)
         self.peak_bytes = max(self.peak_bytes, self.held_bytes + more)
         if more > self.unit_bytes:
             self.unit_bytes = Bytes(more)
             self._room()
         return result
+
+    def _computed(self, work: Callable[[], Any], what: str, some: Sequence[Seated]) -> Any:
+        """Run a pass on the device's compute stream; one bar in the timeline, of the first."""
+        results: list[Any] = []
+        event = self._device.compute(lambda: results.append(work()), [])
+        if event.error is not None:
+            raise event.error
+        session = some[0].session
+        text = "B s0" if what == "training" else "F s0"
+        self._record(Issued("compute", text, event, 0, session.step + 1, session.job.trial))
+        return results[0]
 
     def _state_among(self, tracker: AllocationTracker) -> int:
         """Bytes of optimizer state that a first step made: they are held from then on."""
@@ -344,28 +362,6 @@ class ArraySeat:
             if isinstance(value, torch.Tensor)
         }
         return sum(size for pointer, size in storages.items() if pointer in state)
-
-    def _note(self, some: Sequence[Seated], text: str, began: float) -> None:
-        """One bar in the timeline, of the first of them."""
-        session = some[0].session
-        span = _Span(began, time.time())
-        self._record(Issued("compute", text, span, 0, session.step + 1, session.job.trial))
-
-
-class _Span:
-    """The event of work that is over."""
-
-    done = startable = True
-
-    def __init__(self, start: float, end: float) -> None:
-        self.error: BaseException | None = None
-        self._span = start, end
-
-    def wait(self) -> None:
-        """It is over."""
-
-    def span(self) -> tuple[float, float]:
-        return self._span
 
 
 def _usual_layout(session: Session, device: torch.device) -> Hashable:
