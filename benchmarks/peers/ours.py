@@ -18,7 +18,8 @@ from task import Task
 
 import shoal
 from shoal.core.event import Event, PeakMeasured, StepFinished, WorkerStarted
-from shoal.core.plan import Job, Plan, Spilled
+from shoal.core.plan import Job, Plan
+from shoal.core.technique import Spilled
 from shoal.planning import deciding
 from shoal.runtime.pool import WorkerPool
 

@@ -22,9 +22,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from emulate import Kernels, run_ours, run_torch
 
 import common
+from shoal.core.technique import Schedule
 from shoal.core.units import Seconds
 from shoal.pipeline.processes import StageProcesses
-from shoal.pipeline.schedule import Pipeline, Schedule
+from shoal.pipeline.schedule import Pipeline
 from shoal.pipeline.stage import Ran
 from shoal.program.costs import JobCosts
 from shoal.program.ir import Action, Op

@@ -13,9 +13,9 @@ from plans import Case, Planned, even, finest, gpt, parameters_of, plan
 from rules import hydra, lru
 from touches import Step, fits, in_turns, one_trial
 
-from shoal.core.plan import turned_shards, waiting_gradients
 from shoal.core.profile import find_profile
 from shoal.core.spec import JobMeasure, Place, ShardSpec
+from shoal.core.technique import turned_shards, waiting_gradients
 from shoal.planning.speeds import speeds_of
 from shoal.testing import make_device
 

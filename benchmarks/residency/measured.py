@@ -19,16 +19,15 @@ from touches import one_trial
 
 import shoal
 from shoal.core.event import ActionFinished, Event, PeakMeasured
-from shoal.core.plan import (
-    Job,
-    Plan,
+from shoal.core.plan import Job, Plan
+from shoal.core.spec import Place
+from shoal.core.technique import (
     Spilled,
     kept_shards,
     kept_weights,
     turned_shards,
     waiting_gradients,
 )
-from shoal.core.spec import Place
 from shoal.examples.gpt import GPT, next_byte_loss
 from shoal.planner.need import Request, footprints
 from shoal.runtime.pool import WorkerPool

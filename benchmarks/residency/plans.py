@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shoal.core.plan import Spilled, kept_shards, kept_weights
 from shoal.core.profile import Profile
 from shoal.core.spec import ALIGNMENT, JobMeasure, LayerMeasure, Place, ShardSpec
+from shoal.core.technique import Spilled, kept_shards, kept_weights
 from shoal.core.units import Bytes, round_up
 from shoal.memory.layout import TensorSpec, TrialLayout, lay_out
 from shoal.planner.choose import choices

@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import common
 import shoal
 from shoal.core.event import ActionFinished, Event, PeakMeasured, StepFinished
-from shoal.core.plan import Job, Plan, Spilled
+from shoal.core.plan import Job, Plan
+from shoal.core.technique import Spilled
 from shoal.examples.gpt import GPT
 from shoal.program.costs import part_bytes
 from shoal.program.ir import Part

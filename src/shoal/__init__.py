@@ -22,7 +22,8 @@ if TYPE_CHECKING:
         TrialError,
         WorkerError,
     )
-    from shoal.core.plan import Plan, Resident, Spilled
+    from shoal.core.plan import Plan
+    from shoal.core.technique import Pipelined, Resident, Spilled
     from shoal.hardware import Hardware
     from shoal.recipe import Recipe
     from shoal.report import Report, TrialResult
@@ -36,6 +37,7 @@ __all__ = [
     "PBT",
     "CapacityError",
     "Hardware",
+    "Pipelined",
     "Plan",
     "PlanError",
     "ProgramError",
@@ -63,7 +65,8 @@ __all__ = [
 _HOMES = {
     "shoal.core": ("errors",),
     "shoal.core.errors": tuple(name for name in __all__ if name.endswith("Error")),
-    "shoal.core.plan": ("Plan", "Resident", "Spilled"),
+    "shoal.core.plan": ("Plan",),
+    "shoal.core.technique": ("Pipelined", "Resident", "Spilled"),
     "shoal.hardware": ("Hardware",),
     "shoal.recipe": ("Recipe",),
     "shoal.report": ("Report", "TrialResult"),

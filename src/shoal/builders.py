@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.core.plan import Job, Resident
+from shoal.core.plan import Job
 from shoal.core.spec import DeviceSpec, LayerMeasure, ShardSpec
+from shoal.core.technique import Resident
 from shoal.core.units import Bytes, Seconds
 
 

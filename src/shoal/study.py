@@ -18,8 +18,9 @@ import shoal
 from shoal.control import CloneTrial, ExtendTrials
 from shoal.core.errors import PlanError, SpecError
 from shoal.core.event import Event
-from shoal.core.plan import Plan, Resident, Spilled, Technique
+from shoal.core.plan import Plan
 from shoal.core.spec import TrialSpec
+from shoal.core.technique import Resident, Spilled, Technique
 from shoal.core.units import parse_bytes, parse_seconds
 from shoal.execution.floor import Sink
 from shoal.execution.run import Limits

@@ -13,7 +13,7 @@ from torch import nn
 import shoal
 from shoal.core.errors import PlanError, SpecError
 from shoal.core.event import ActionFinished, PeakMeasured
-from shoal.core.plan import waiting_gradients
+from shoal.core.technique import waiting_gradients
 from shoal.memory.layout import head_sizes as layout_sizes
 from shoal.planning import Planner
 

@@ -10,7 +10,7 @@ from torch import nn
 import shoal
 from shoal.core.errors import SpecError
 from shoal.core.event import ActionFinished, PeakMeasured
-from shoal.core.plan import turned_shards
+from shoal.core.technique import turned_shards
 
 STEPS = 5
 

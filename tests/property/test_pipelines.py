@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core.errors import ProgramError
+from shoal.core.technique import SCHEDULES
 from shoal.core.units import Seconds
 from shoal.pipeline.check import check_pipeline
-from shoal.pipeline.schedule import SCHEDULES, Pipeline
+from shoal.pipeline.schedule import Pipeline
 from shoal.program.costs import JobCosts
 from shoal.program.ir import Action, Op, Part, Program, parse_program
 from shoal.program.replay import Run, replay

@@ -6,8 +6,9 @@ import time
 from collections.abc import Iterable, Mapping
 
 from shoal.core import event as events
-from shoal.core.plan import Job, Plan, Spilled
+from shoal.core.plan import Job, Plan
 from shoal.core.spec import TrialSpec
+from shoal.core.technique import Spilled
 from shoal.execution.trial import total_steps
 from shoal.planning import Planned
 from shoal.runtime.messages import Settings

@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from shoal.core.plan import Resident, Spilled, Technique
 from shoal.core.spec import Place, Scalar
+from shoal.core.technique import Pipelined, Resident, Spilled, Technique
 from shoal.spill.generate import Route
 
 LEAST_GROWTH = 1.25
@@ -50,6 +50,12 @@ def techniques(
         if has_neighbours:
             yield technique
         yield Spilled(optimizer=place, keep_activations=())
+        return
+    if isinstance(technique, Pipelined):
+        if has_neighbours:
+            yield technique
+        if not technique.recompute:
+            yield replace(technique, recompute=True)
         return
     same = replace(
         technique,

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from shoal.core import event as events
 from shoal.core.errors import PlanError, ShoalError
-from shoal.core.plan import Job, Spilled, Technique
+from shoal.core.plan import Job
 from shoal.core.spec import TrialSpec
+from shoal.core.technique import Spilled, Technique
 from shoal.execution.floor import Floor
 from shoal.execution.ladder import MAX_RUNGS, grow, same_bits, techniques
 from shoal.execution.trial import TrialRun

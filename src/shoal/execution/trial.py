@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from shoal.core.plan import Job, Spilled
+from shoal.core.plan import Job
 from shoal.core.spec import Place, Scalar
+from shoal.core.technique import Spilled
 from shoal.memory.layout import TrialLayout
 from shoal.runtime.messages import Progress, Settings
 from shoal.search import Exploit

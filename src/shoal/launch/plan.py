@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shoal.core.errors import PlanError
-from shoal.core.plan import Job, Plan, Technique
+from shoal.core.plan import Job, Plan
 from shoal.core.spec import Place, Scalar, TrialSpec
+from shoal.core.technique import Technique
 from shoal.core.units import format_bytes
 from shoal.execution.announce import predict_seconds, steps_of
 from shoal.execution.firstplan import FirstPlan

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shoal.control import CloneTrial, ExtendTrials
-from shoal.core.plan import Technique
 from shoal.core.spec import TrialSpec
+from shoal.core.technique import Technique
 from shoal.execution.run import Limits
 from shoal.hardware import Hardware
 from shoal.launch.growing import Order

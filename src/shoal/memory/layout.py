@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shoal.core.plan import (
-    Resident,
+from shoal.core.spec import ALIGNMENT
+from shoal.core.technique import (
     Spilled,
     Technique,
     kept_heads,
@@ -28,7 +28,6 @@ from shoal.core.plan import (
     travels_narrow,
     waiting_gradients,
 )
-from shoal.core.spec import ALIGNMENT
 from shoal.core.units import round_up
 
 
@@ -236,7 +235,7 @@ def arena(layout: TrialLayout, technique: Technique, *, clip: bool, accumulate: 
         size = _size(layout.shards[shard], stays) + heads.get(shard, 0)
         kept[shard] = Spot(offset, size, stays)
         offset += size
-    if isinstance(technique, Resident):
+    if not isinstance(technique, Spilled):
         return Arena(kept, (), offset, 0, 0)
     parts = slot_parts(technique, clip=clip, accumulate=accumulate)
     weights = kept_weights(technique)
@@ -274,7 +273,7 @@ def _staying(technique: Technique) -> Mapping[int, tuple[str, ...]]:
 
 
 def _heads(technique: Technique) -> Mapping[int, int]:
-    if isinstance(technique, Resident) or technique.keep_head is None:
+    if not isinstance(technique, Spilled) or technique.keep_head is None:
         return {}
     return dict([technique.keep_head])
 

@@ -3,6 +3,7 @@
 The schedules are here, and load without torch; ``shoal.pipeline.run`` trains.
 """
 
-from shoal.pipeline.schedule import SCHEDULES, Pipeline, Schedule
+from shoal.core.technique import SCHEDULES, Schedule
+from shoal.pipeline.schedule import Pipeline
 
 __all__ = ["SCHEDULES", "Pipeline", "Schedule"]

@@ -12,6 +12,7 @@ from torch import nn
 
 from shoal.core.errors import PlanError, SpecError
 from shoal.core.spec import HyperParameters, LayerMeasure, Scalar
+from shoal.core.technique import Schedule
 from shoal.partition.build import build_chain
 from shoal.partition.chain import Chain
 from shoal.partition.cut import cut
@@ -21,7 +22,7 @@ from shoal.partition.preserve import preserved
 from shoal.pipeline.compute import Share
 from shoal.pipeline.feed import Feed, group_sizes
 from shoal.pipeline.foretell import Foretelling
-from shoal.pipeline.schedule import Pipeline, Schedule
+from shoal.pipeline.schedule import Pipeline
 from shoal.recipe import (
     Batch,
     Recipe,

@@ -11,9 +11,10 @@ from typing import Any
 from shoal import rounding
 from shoal.core.errors import PlanError, SpecError
 from shoal.core.spec import Scalar
+from shoal.core.technique import Schedule
 from shoal.pipeline.build import Training
 from shoal.pipeline.processes import HANG_S, StageProcesses
-from shoal.pipeline.schedule import Pipeline, Schedule
+from shoal.pipeline.schedule import Pipeline
 from shoal.pipeline.stage import Ran
 from shoal.pipeline.train import Part, train_stage
 from shoal.program.ir import Program

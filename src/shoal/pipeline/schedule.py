@@ -41,13 +41,11 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal, get_args
 
 from shoal.core.errors import SpecError
+from shoal.core.technique import SCHEDULES, Schedule
 from shoal.program.ir import Action, Op, Part, Program
 
-Schedule = Literal["naive", "gpipe", "flush", "zb-h1", "2bw"]
-SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 Order = Iterator[tuple[Op, int]]
 """What a stage computes, in order: F, B, I or W of a micro-batch."""
 

@@ -19,8 +19,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from shoal.core.plan import Spilled
 from shoal.core.spec import JobMeasure, Order, Place
+from shoal.core.technique import Spilled
 from shoal.core.units import Bytes, Seconds
 from shoal.planner.keep import ALIKE
 from shoal.planner.need import Request, place_asked, transfer_of

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shoal.core.errors import PlanError
-from shoal.core.plan import Job, Spilled, Technique, as_they_travel, kept_shards, travels_narrow
+from shoal.core.plan import Job
 from shoal.core.spec import NO_BYTES, JobMeasure, Scalar, ShardSpec, TrialSpec
+from shoal.core.technique import Spilled, Technique, as_they_travel, kept_shards, travels_narrow
 from shoal.core.units import Bytes, Seconds, format_bytes
 from shoal.memory.layout import TrialLayout
 from shoal.planner.need import Request, need, place_asked, transfer_of, waiting_bytes

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shoal.core.plan import Spilled, turned_shards
 from shoal.core.spec import JobMeasure, ShardSpec
+from shoal.core.technique import Spilled, turned_shards
 from shoal.core.units import Bytes
 from shoal.memory.layout import TrialLayout
 from shoal.planner.need import Need, Request, fits, need, waiting_bytes

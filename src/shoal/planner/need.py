@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shoal.core.plan import (
+from shoal.core.spec import JobMeasure, Place, ShardSpec, Transfer
+from shoal.core.technique import (
     Resident,
     Spilled,
     Technique,
@@ -14,7 +15,6 @@ from shoal.core.plan import (
     kept_shards,
     kept_weights,
 )
-from shoal.core.spec import JobMeasure, Place, ShardSpec, Transfer
 from shoal.core.units import Bytes
 from shoal.memory.layout import TrialLayout, arena, as_it_travels, lenders
 from shoal.program.check import check
@@ -69,7 +69,7 @@ def programs(
     shards: int, technique: Technique, request: Request, lent: tuple[int, ...] = ()
 ) -> tuple[Program, ...]:
     """The programs a job runs: a step, and an evaluation. ``lent``: see ``spilled_step``."""
-    if isinstance(technique, Resident):
+    if not isinstance(technique, Spilled):
         step = generate.resident_step(micro_batches=request.micro_batches, clip=request.clip)
         return step, generate.resident_evaluation()
     route = generate.route_of(technique, shards, lent)
@@ -78,7 +78,7 @@ def programs(
 
 def waiting_bytes(shards: Sequence[ShardSpec], technique: Technique, micro_batches: int) -> Bytes:
     """Host memory for the inputs of shards that wait there between forward and backward."""
-    if isinstance(technique, Resident):
+    if not isinstance(technique, Spilled):
         return Bytes(0)
     at_once = micro_batches if technique.order == "shard" else 1
     away = generate.route_of(technique, len(shards)).away

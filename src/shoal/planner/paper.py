@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from shoal.core.plan import Spilled, as_they_travel
 from shoal.core.spec import JobMeasure, LayerMeasure, ShardSpec
+from shoal.core.technique import Spilled, as_they_travel
 from shoal.core.units import Bytes, Seconds
 from shoal.partition.cut import cut, shard_cost
 from shoal.planner.keep import guess_most, guess_saves, keep_most

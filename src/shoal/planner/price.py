@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shoal.core.plan import (
+from shoal.core.spec import ShardSpec
+from shoal.core.technique import (
     Spilled,
     Technique,
     as_they_travel,
@@ -20,7 +21,6 @@ from shoal.core.plan import (
     kept_shards,
     kept_weights,
 )
-from shoal.core.spec import ShardSpec
 from shoal.core.units import Bytes, Seconds
 from shoal.planner.need import Request, programs
 from shoal.program.costs import JobCosts

@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 
 from shoal.core.errors import PlanError
-from shoal.core.plan import (
-    Job,
+from shoal.core.plan import Job
+from shoal.core.spec import DeviceSpec, Place, Scalar, TrialSpec
+from shoal.core.technique import (
     Resident,
     Spilled,
     Technique,
@@ -19,7 +20,6 @@ from shoal.core.plan import (
     turned_shards,
     waiting_gradients,
 )
-from shoal.core.spec import DeviceSpec, Place, Scalar, TrialSpec
 from shoal.core.units import Bytes, Seconds, format_bytes, format_seconds
 from shoal.memory.layout import as_it_travels, head_sizes, lenders
 from shoal.planner.choose import choices, may_go_by_shard

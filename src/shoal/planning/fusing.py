@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from shoal.core.plan import NO_ARRAY, ArrayPlace, Job, LoneNeed, Resident
+from shoal.core.plan import NO_ARRAY, ArrayPlace, Job, LoneNeed
 from shoal.core.spec import ArrayMeasure, DeviceSpec, Scalar, TrialSpec, WidthMeasure
+from shoal.core.technique import Resident
 from shoal.core.units import Bytes, Seconds
 from shoal.fusion.match import Signature, first_difference, groups, told_apart
 from shoal.planner.width import choose_width, widths_to_try, words_for

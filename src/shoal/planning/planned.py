@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from shoal.core.plan import Plan, Technique
+from shoal.core.plan import Plan
 from shoal.core.spec import JobMeasure
+from shoal.core.technique import Technique
 from shoal.core.units import Seconds
 from shoal.memory.layout import TrialLayout
 from shoal.planner.need import Need

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from shoal.core.plan import Plan, Technique
+from shoal.core.plan import Plan
 from shoal.core.spec import DeviceSpec, Place, TrialSpec
+from shoal.core.technique import Technique
 from shoal.core.units import Seconds
 from shoal.planning.asking import Asking, Receive
 from shoal.planning.deciding import Deciding

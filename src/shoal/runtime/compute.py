@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.core.plan import Resident
+from shoal.core.technique import Resident
 from shoal.program.ir import Action, Op
 from shoal.runtime.binding import Placed
 from shoal.runtime.session import Session, Task

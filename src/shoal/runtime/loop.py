@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from shoal.core.event import pack_event
-from shoal.core.plan import Spilled
 from shoal.core.seams import Candidate
+from shoal.core.technique import Spilled
 from shoal.core.units import Bytes
 from shoal.device import Device
 from shoal.memory.layout import arena

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import NarrowError, TrialError
-from shoal.core.plan import Job, Spilled, kept_shards
+from shoal.core.plan import Job
 from shoal.core.spec import HyperParameters
+from shoal.core.technique import Spilled, kept_shards
 from shoal.data import Feed
 from shoal.memory.layout import TrialLayout, lenders
 from shoal.memory.store import Region, state_views, views

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from shoal.core.plan import Technique, kept_heads, kept_shards, kept_weights
+from shoal.core.technique import Technique, kept_heads, kept_shards, kept_weights
 from shoal.runtime.interpret import Seat
 from shoal.runtime.messages import LeaseOver
 from shoal.runtime.session import Task

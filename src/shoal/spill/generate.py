@@ -57,8 +57,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from shoal.core.plan import Spilled, kept_shards, kept_weights, turned_shards, waiting_gradients
 from shoal.core.spec import Order, Place
+from shoal.core.technique import (
+    Spilled,
+    kept_shards,
+    kept_weights,
+    turned_shards,
+    waiting_gradients,
+)
 from shoal.program.ir import Action, Op, Part, Program, kept, single
 
 PARAM, STATE, GRAD = Part.PARAM, Part.STATE, Part.GRAD

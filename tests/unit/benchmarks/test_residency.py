@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.core.plan import Spilled
+from shoal.core.technique import Spilled
 from shoal.planner.need import Request, footprints
 from shoal.program.costs import JobCosts
 from shoal.program.footprint import footprint

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.core.plan import Resident, Spilled
 from shoal.core.spec import JobMeasure, LayerMeasure, ShardSpec
+from shoal.core.technique import Resident, Spilled
 from shoal.core.units import Bytes, Seconds
 from shoal.execution.ladder import LEAST_GROWTH, MAX_RUNGS, grow, same_bits, techniques
 from shoal.planner.growth import grown

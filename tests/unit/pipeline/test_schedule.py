@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shoal.core.errors import SpecError
-from shoal.pipeline.schedule import SCHEDULES, Pipeline
+from shoal.core.technique import SCHEDULES
+from shoal.pipeline.schedule import Pipeline
 from shoal.program.ir import Op
 
 

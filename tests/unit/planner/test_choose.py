@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.core.plan import Spilled, kept_shards
 from shoal.core.spec import JobMeasure
+from shoal.core.technique import Spilled, kept_shards
 from shoal.core.units import Bytes
 from shoal.planner.choose import choices
 from shoal.planner.keep import keep_best, keep_most

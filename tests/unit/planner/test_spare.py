@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shoal.core.plan import Spilled
 from shoal.core.spec import JobMeasure
+from shoal.core.technique import Spilled
 from shoal.core.units import Bytes
 from shoal.memory.layout import TensorSpec, head_sizes, lay_out
 from shoal.planner.keep import keep_most

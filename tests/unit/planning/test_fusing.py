@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from shoal.core.plan import ArrayPlace, LoneNeed, Plan, Spilled, alone, plan_from_dict
+from shoal.core.plan import ArrayPlace, LoneNeed, Plan, alone, plan_from_dict
 from shoal.core.spec import ArrayMeasure, TrialSpec, WidthMeasure
+from shoal.core.technique import Spilled
 from shoal.core.units import Bytes, Seconds
 from shoal.fusion.match import Signature
 from shoal.planning.fusing import ALONE, Fusing, array_place, recorded_width

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.core.plan import Spilled
 from shoal.core.spec import JobMeasure
+from shoal.core.technique import Spilled
 from shoal.core.units import Bytes, Seconds
 from shoal.memory.layout import TensorSpec, lay_out
 from shoal.planner.need import Request
