@@ -47,7 +47,7 @@ class LeaseMachine(RuleBasedStateMachine):
     """Sends any event that could happen; keeps the truth in plain dicts beside it.
 
     ``left`` are the true steps of each trial; ``leased`` maps a trial to
-    [device, steps of its lease that are left], built from instructions alone.
+    [its devices, steps of its lease that are left], built from instructions alone.
     """
 
     def __init__(self):
@@ -57,7 +57,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.devices, self.left, self.leased, self.allowed = set(), {}, {}, {}
         self.log, self.replies, self.tickets, self.added = [], [], [], 0
         self.held = False
-        self.lanes = {}
+        self.lanes, self.gangs = {}, {}
 
     def send(self, event):
         orders = self.leases.handle(event)
@@ -69,18 +69,19 @@ class LeaseMachine(RuleBasedStateMachine):
     def obey(self, order):
         assert not self.held, "an order while the study is paused"
         assert order.steps > 0
-        assert order.device in self.devices
         if isinstance(order, GrantLease):
             assert order.trial not in self.leased, "two leases for one trial"
-            assert self.allowed[order.trial] is None or order.device in self.allowed[order.trial]
+            assert order.device == order.devices[0]
+            assert len(set(order.devices)) == len(order.devices) == self.gangs[order.trial]
+            assert set(order.devices) <= self.devices
+            assert all(self.may_use(order.trial, device) for device in order.devices)
             lane = self.lanes[order.trial]
-            here = [self.lanes[t] for t, (name, _) in self.leased.items() if name == order.device]
-            assert lane is None or lane not in here, "two trials in one slot"
+            assert lane is None or lane not in self.lanes_on(order.device), "two in one slot"
             self.tickets.append(order.ticket)
-            self.leased[order.trial] = [order.device, order.steps]
+            self.leased[order.trial] = [order.devices, order.steps]
         else:
-            device, steps = self.leased[order.trial]
-            assert device == order.device
+            devices, steps = self.leased[order.trial]
+            assert devices[0] == order.device
             assert steps >= 1, "the worker had reached the end before it heard"
             self.leased[order.trial][1] += order.steps
         if self.left[order.trial] is not None:
@@ -100,7 +101,7 @@ class LeaseMachine(RuleBasedStateMachine):
             self.devices.add(device)
             self.send(DeviceJoined(device))
             return
-        lost = [t for t, (name, _) in self.leased.items() if name == device]
+        lost = self.trials_on(device)
         self.devices.discard(device)
         for trial in lost:
             del self.leased[trial]
@@ -114,14 +115,23 @@ class LeaseMachine(RuleBasedStateMachine):
         switch_s=st.sampled_from((0.0, 0.5)),
         devices=st.one_of(st.none(), st.frozensets(st.sampled_from(DEVICES), min_size=1)),
         lane=st.one_of(st.none(), st.tuples(st.sampled_from("ab"), st.integers(0, 2))),
+        gang=st.integers(1, 4),
     )
-    def add(self, steps, step_s, switch_s, devices, lane):
+    def add(self, steps, step_s, switch_s, devices, lane, gang):
         number, self.added = self.added, self.added + 1
-        self.left[number], self.allowed[number], self.lanes[number] = steps, devices, lane
-        self.send(TrialAdded(number, steps, step_s, switch_s, devices, lane))
+        gang = 1 if lane else min(gang, len(devices or range(gang)))
+        self.left[number], self.allowed[number] = steps, devices
+        self.lanes[number], self.gangs[number] = lane, gang
+        self.send(TrialAdded(number, steps, step_s, switch_s, devices, lane, gang))
+
+    def trials_on(self, device):
+        return [trial for trial, (devices, _) in self.leased.items() if device in devices]
 
     def lanes_on(self, device):
-        return [self.lanes[t] for t, (name, _) in self.leased.items() if name == device]
+        return [self.lanes[trial] for trial in self.trials_on(device)]
+
+    def may_use(self, trial, device):
+        return self.allowed[trial] is None or device in self.allowed[trial]
 
     @precondition(lambda self: any(lease[1] for lease in self.leased.values()))
     @rule(data=st.data(), seconds=st.sampled_from((0.0, 0.5, 2.0)), count=st.integers(1, 4))
@@ -133,14 +143,14 @@ class LeaseMachine(RuleBasedStateMachine):
             self.leased[trial][1] -= 1
             if self.left[trial] is not None:
                 self.left[trial] -= 1
-            self.send(StepFinished(trial, self.leased[trial][0], seconds))
+            self.send(StepFinished(trial, self.leased[trial][0][0], seconds))
 
     @precondition(lambda self: self.leased)
     @rule(data=st.data())
     def end_lease(self, data):
         trial = data.draw(st.sampled_from(sorted(self.leased)))
-        device, _ = self.leased.pop(trial)
-        self.send(LeaseEnded(trial, device, self.left[trial]))
+        devices, _ = self.leased.pop(trial)
+        self.send(LeaseEnded(trial, devices[0], self.left[trial]))
 
     @precondition(lambda self: self.left)
     @rule(data=st.data())
@@ -160,8 +170,7 @@ class LeaseMachine(RuleBasedStateMachine):
     @invariant()
     def leases_are_those_that_were_ordered(self):
         for device in self.devices:
-            held = sorted(t for t, (name, _) in self.leased.items() if name == device)
-            assert sorted(self.leases.leased[device]) == held
+            assert sorted(self.leases.leased[device]) == sorted(self.trials_on(device))
             lanes = self.lanes_on(device)
             assert places(lanes) <= self.active
             slots = [lane for lane in lanes if lane]
@@ -175,12 +184,26 @@ class LeaseMachine(RuleBasedStateMachine):
         assert to_do - set(self.leased) == set(self.leases.waiting)
 
     @invariant()
-    def no_device_has_room_while_a_trial_that_may_use_it_waits(self):
-        for device in self.devices if not self.held else ():
-            lanes = self.lanes_on(device)
-            for trial in self.leases.waiting:
-                if self.allowed[trial] is None or device in self.allowed[trial]:
-                    assert not has_room(self.lanes[trial], lanes, self.active)
+    def no_trial_waits_while_enough_devices_that_it_may_use_have_room(self):
+        for trial in self.leases.waiting if not self.held else ():
+            free = [name for name in self.devices if self.has_room(trial, name)]
+            assert len(free) < self.gangs[trial]
+
+    def has_room(self, trial, device):
+        """Whether it may go there, beside those that are there and a gang that is to come."""
+        lanes = self.lanes_on(device)
+        if self.leases.called.get(device, trial) != trial:
+            lanes.append(None)
+        return self.may_use(trial, device) and has_room(self.lanes[trial], lanes, self.active)
+
+    @invariant()
+    def places_are_kept_for_one_waiting_trial_and_only_where_it_may_run(self):
+        called = self.leases.called
+        assert set(called) <= self.devices
+        for trial in set(called.values()):
+            assert len(called) == self.gangs[trial]
+            assert trial in self.leases.waiting
+            assert all(self.may_use(trial, device) for device in called)
 
     def teardown(self):
         again = Leases(self.policy(), active=self.active, lease_s=LEASE_S)

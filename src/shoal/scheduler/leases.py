@@ -27,6 +27,38 @@ Trials of an array have a *lane*: the array and their slot in it. All trials of 
 on a device take one of its ``active`` places together, and no two of them have one slot. They
 leave at their ends only: an array that loses a slot costs as much as before.
 
+[Note: gangs]
+A gang is a trial that needs several devices at a time: a pipeline with a stage on each. It takes
+a place on each of them and has all or none: it is granted them together, leaves them together, and
+loses them together when one of them is lost. The first, where stage 0 is, is the leader and speaks
+for all. What a gang has left counts in full on each of its devices.
+
+Enough devices hardly ever have room at the same moment while others take each place that comes
+free. So a gang *calls*: a place is kept for it on as many devices as it needs, and where none is
+free one trial is not extended. Here a gang of two waits, and A ends:
+
+    d0   A A A . . . G G G      kept, empty for less than a lease
+    d1   B B B B B B G G G      B leaves at the end of its lease, and waits
+    d2   C C C C C C C C C      not called, goes on
+
+Rank decides, as it does between other trials. A gang calls when a place is free and it is the
+policy's first for it, or when it is the first of all and may preempt those who would leave. It
+calls away only trials that rank clearly after it: others would be the first to come back.
+As long as it may not call, others have the places. One gang calls at a time, or two would keep
+what the other waits for; it calls until it is granted, whatever the ranks are by then. On its
+devices a gang can be preempted like any trial.
+
+Where trials keep being added that rank first, rank alone would let a gang wait for ever: those
+on its devices hardly ever rank after it all at once. And gangs that keep coming would leave no
+place to a single trial. So a trial is *overdue* when later ones have passed it four times for
+each place on the devices that it needs: any later trial a gang, and a later gang a single trial.
+Then it goes first, calls anybody away although no place is free, and stays to its end. Only trials
+of arrays do not leave for it; and a gang of more devices than there are waits, and nobody waits
+for it.
+
+Who is where is in roster.py; who is next in placing.py, who is called in gathering.py, who leaves
+in leaving.py.
+
 The same events give the same instructions, always.
 """
 
@@ -37,7 +69,11 @@ from dataclasses import dataclass, field
 
 from shoal.core.errors import TransitionError
 from shoal.core.seams import LeasePolicy
-from shoal.scheduler.standing import TrialStanding
+from shoal.scheduler.gathering import find_urgent_call
+from shoal.scheduler.leaving import should_leave
+from shoal.scheduler.placing import find_turn
+from shoal.scheduler.roster import Call, Roster
+from shoal.scheduler.standing import LEAST_LEASE_S, TrialStanding
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +85,7 @@ class DeviceJoined:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLost:
-    """A worker died. Its trials wait again.
+    """A worker died. Its trials wait again; a gang with a stage there leaves all its devices.
 
     ``steps_left`` says from where they go on (their last stored state); a trial that
     is not named goes on from the last step that was reported.
@@ -65,7 +101,9 @@ class TrialAdded:
 
     ``steps_left`` None: not known yet. ``step_s`` is the predicted seconds of a step,
     ``switch_s`` what bringing the trial to another device costs. ``devices`` are those
-    it may run on, None for any. ``lane``: its array and its slot there.
+    it may run on, None for any. ``lane``: its array and its slot there. ``gang``: how many
+    devices it needs at once, each for all of ``step_s``. ``steady_s``: for so many seconds it
+    should run on where it can, because a stop costs it as much as steps do.
     """
 
     trial: int
@@ -74,6 +112,8 @@ class TrialAdded:
     switch_s: float = 0.0
     devices: frozenset[str] | None = None
     lane: tuple[str, int] | None = None
+    gang: int = 1
+    steady_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +121,7 @@ class StepFinished:
     """One step of a leased trial; ``seconds`` of device work that it took.
 
     ``steps_left`` tells the length of a trial whose length was not known until now;
-    it is ignored for others.
+    it is ignored for others. Of a gang the leader reports, the seconds of the whole step.
     """
 
     trial: int
@@ -95,6 +135,7 @@ class LeaseEnded:
     """The worker reached the end of the lease, or of the trial, and stored its state.
 
     With ``steps_left`` 0 the trial waits for its TrialEnded and is not granted again.
+    Of a gang the leader reports, when all its devices have let go of it.
     """
 
     trial: int
@@ -104,7 +145,7 @@ class LeaseEnded:
 
 @dataclass(frozen=True, slots=True)
 class TrialEnded:
-    """A trial finished, failed or was stopped; its device is free.
+    """A trial finished, failed or was stopped; its devices are free.
 
     What its worker had already sent about it may still arrive and is ignored.
     """
@@ -136,17 +177,24 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class GrantLease:
-    """Admit the trial on the device and run ``steps`` steps. Tickets count grants."""
+    """Admit the trial on the device and run ``steps`` steps. Tickets count grants.
+
+    ``devices`` are all that it has, stage by stage; ``device`` is the first.
+    """
 
     trial: int
     device: str
     steps: int
     ticket: int
+    devices: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "devices", self.devices or (self.device,))
 
 
 @dataclass(frozen=True, slots=True)
 class ExtendLease:
-    """Run ``steps`` more steps than were granted so far."""
+    """Run ``steps`` more steps than were granted so far. ``device`` is a gang's leader."""
 
     trial: int
     device: str
@@ -166,10 +214,8 @@ class Leases:
     def __init__(self, policy: LeasePolicy, *, active: int = 1, lease_s: float = 2.0) -> None:
         assert active >= 1
         assert lease_s > 0
-        self._policy, self._active, self._lease_s = policy, active, lease_s
-        self._devices: dict[str, list[TrialStanding]] = {}
-        self._trials: dict[int, TrialStanding] = {}  # not ended
-        self._waiting: dict[int, TrialStanding] = {}  # not ended, not leased, with steps to do
+        self._policy, self._lease_s = policy, lease_s
+        self._roster = Roster(active)
         self._ended: set[int] = set()
         self._arrivals = 0
         self._tickets = 0
@@ -177,13 +223,19 @@ class Leases:
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """Trials that could run if a device were free."""
-        return tuple(self._waiting)
+        """Trials that could run if devices were free, enough of them for a gang."""
+        return tuple(self._roster.waiting)
 
     @property
     def leased(self) -> dict[str, tuple[int, ...]]:
-        """For each device the trials that have a lease on it."""
-        return {name: tuple(t.trial for t in held) for name, held in self._devices.items()}
+        """For each device the trials that have a lease on it; a gang under each of its own."""
+        return {name: tuple(t.trial for t in held) for name, held in self._roster.devices.items()}
+
+    @property
+    def called(self) -> dict[str, int]:
+        """Devices with a place that is kept for a waiting trial, mostly a gang, and for which."""
+        call = self._roster.call
+        return dict.fromkeys(call.devices, call.trial.trial) if call else {}
 
     def handle(self, event: Event) -> list[Instruction]:
         """Take one event; returns what the workers are to do, in order.
@@ -211,19 +263,20 @@ class Leases:
     # Events
 
     def _device_joined(self, event: DeviceJoined) -> None:
-        if event.device in self._devices:
+        known = self._roster.devices
+        if event.device in known:
             raise TransitionError(
-                f"device {event.device!r} joined twice; {len(self._devices)} devices are known. "
+                f"device {event.device!r} joined twice; {len(known)} devices are known. "
                 "Report DeviceLost before it joins again."
             )
-        self._devices[event.device] = []
+        known[event.device] = []
 
     def _device_lost(self, event: DeviceLost) -> None:
-        held = self._devices.get(event.device)
+        held = self._roster.devices.get(event.device)
         if held is None:
             raise TransitionError(
                 f"device {event.device!r} was lost but is not known; known are "
-                f"{_names(self._devices)}."
+                f"{_names(self._roster.devices)}."
             )
         strangers = set(event.steps_left) - {trial.trial for trial in held}
         if strangers:
@@ -233,19 +286,16 @@ class Leases:
             )
         for trial, steps_left in event.steps_left.items():
             _check_steps(f"trial {trial} on the lost device {event.device!r}", steps_left)
-        del self._devices[event.device]
-        for lost in held:
+        for lost in self._roster.lose(event.device):
             lost.release(event.steps_left.get(lost.trial, lost.steps_left))
-            self._wait(lost)
-        for trial_ in self._trials.values():
-            if trial_.home == event.device:
-                trial_.home = None
+            self._roster.wait(lost)
 
     def _trial_added(self, event: TrialAdded) -> None:
-        if event.trial in self._trials:
+        known = self._roster.trials
+        if event.trial in known:
             raise TransitionError(
                 f"trial {event.trial} was added twice; it has "
-                f"{self._trials[event.trial].steps_left} steps left. Report TrialEnded first."
+                f"{known[event.trial].steps_left} steps left. Report TrialEnded first."
             )
         if event.step_s <= 0 or event.switch_s < 0 or event.steps_left == 0:
             raise TransitionError(
@@ -254,20 +304,22 @@ class Leases:
                 "(or None), positive seconds a step and no negative cost."
             )
         _check_steps(f"trial {event.trial}", event.steps_left)
+        _check_gang(event)
         trial = TrialStanding(
             trial=event.trial,
             steps_left=event.steps_left,
             step_s=event.step_s,
             switch_s=event.switch_s,
-            devices=event.devices,
+            allowed=event.devices,
             lane=event.lane,
+            gang=event.gang,
             arrival=self._arrivals,
-            lease_s=self._lease_s,
+            lease_s=max(self._lease_s, 2 * event.steady_s),
+            least_s=max(LEAST_LEASE_S, event.steady_s),
         )
         self._arrivals += 1
         self._ended.discard(event.trial)
-        self._trials[event.trial] = trial
-        self._wait(trial)
+        self._roster.add(trial)
 
     def _step_finished(self, event: StepFinished) -> list[Instruction]:
         if event.trial in self._ended:
@@ -294,198 +346,62 @@ class Leases:
                 f"trial {event.trial} ended its lease on {event.device!r} with "
                 f"{event.steps_left} steps left; it had {before} when the lease began."
             )
-        self._devices[event.device].remove(trial)
+        self._roster.clear(trial)
         trial.release(event.steps_left)
-        self._wait(trial)
+        self._roster.wait(trial)
 
     def _trial_ended(self, event: TrialEnded) -> None:
         if event.trial in self._ended:
             return
-        trial = self._known(event.trial, "ended")
-        if trial.device is not None:
-            self._devices[trial.device].remove(trial)
-        self._waiting.pop(event.trial, None)
-        del self._trials[event.trial]
+        self._roster.remove(self._known(event.trial, "ended"))
         self._ended.add(event.trial)
 
     # Decisions
 
     def _grant(self) -> Iterable[Instruction]:
         """Leases for waiting trials, until no device that one may use has room."""
-        while not self._held and (trial := self._next_trial()):
-            device = self._best_device(trial)
-            assert device is not None
-            del self._waiting[trial.trial]
-            self._devices[device].append(trial)
-            self._tickets += 1
-            yield GrantLease(trial.trial, device, trial.lease(device), self._tickets)
-
-    def _next_trial(self) -> TrialStanding | None:
-        """The waiting trial that goes first among those that a free device can take."""
-        free = {trial.trial: self._free(trial) for trial in self._waiting.values()}
-        able = [trial for trial in self._waiting.values() if free[trial.trial]]
-        if not able:
-            return None
-        able = self._in_time(able, free)
-        first = max(able, key=self._policy.rank)
-        if first.home in free[first.trial]:
-            return first
-        at_home = [t for t in able if t.home in free[t.trial] and self._policy.is_close(first, t)]
-        return max(at_home, key=self._policy.rank, default=first)
-
-    def _free(self, trial: TrialStanding) -> set[str]:
-        """The devices that have room for the trial."""
-        return {
-            name
-            for name, held in self._devices.items()
-            if trial.may_run_on(name) and self._has_room(trial, held)
-        }
-
-    def _has_room(self, trial: TrialStanding, held: Iterable[TrialStanding]) -> bool:
-        """Whether there is a place for it beside these trials, or its slot in their array."""
-        held = list(held)
-        mates = [other.lane for other in held if other.shares_array(trial)]
-        return trial.lane not in mates if mates else _places(held) < self._active
-
-    def _in_time(
-        self, able: list[TrialStanding], free: Mapping[int, set[str]]
-    ) -> list[TrialStanding]:
-        """Those that a free device can end in time beside its others; if none, the shortest."""
-        if self._active == 1:
-            return able
-        end_s = self._end_s()
-        fit = [t for t in able if any(self._fits(t, name, end_s) for name in free[t.trial])]
-        return fit or [min(able, key=_remaining_s)]
-
-    def _best_device(self, trial: TrialStanding) -> str | None:
-        """With fewest trials, then least to do, then where the trial was; None when full.
-
-        Counted without the trial itself, so a leased trial may find that it is well placed.
-        Trials of an array prefer the device with fewest of them.
-        """
-        best: tuple[int, float, bool] | None = None
-        device = None
-        for name, held in self._devices.items():
-            others = [other for other in held if other is not trial]
-            if not self._has_room(trial, others) or not trial.may_run_on(name):
+        while not self._held and (turn := find_turn(self._roster, self._policy)):
+            if not turn.has_room:
+                self._roster.call = Call(turn.trial, turn.devices)
                 continue
-            mates = sum(other.shares_array(trial) for other in others)
-            key = (mates if trial.lane else _places(others), _load_s(others), name != trial.home)
-            if best is None or key < best:
-                best, device = key, name
-        return device
+            steps = self._roster.lend(turn.trial, turn.devices)
+            self._tickets += 1
+            yield GrantLease(turn.trial.trial, turn.devices[0], steps, self._tickets, turn.devices)
 
     def _extend(self, trial: TrialStanding) -> list[Instruction]:
         """Top the lease up, or let it run out."""
         steps = trial.next_steps()
         if self._held or steps <= 0 or not 0 < trial.lease_left <= trial.lease_steps // 2:
             return []
-        trial.leaving = self._should_leave(trial)
+        self._find_call()
+        trial.leaving = should_leave(self._roster, self._policy, trial)
         if trial.leaving:
             return []
         trial.lease_left += steps
-        assert trial.device is not None
-        return [ExtendLease(trial.trial, trial.device, steps)]
+        return [ExtendLease(trial.trial, trial.devices[0], steps)]
 
-    def _should_leave(self, trial: TrialStanding) -> bool:
-        """One device alone ends at the same time in any order, so there nobody leaves."""
-        if len(self._devices) == 1 or trial.lane is not None:
-            return False
-        if not self._waiting:
-            return self._should_move(trial)
-        return self._is_preempted(trial) or self._is_misplaced(trial)
+    def _find_call(self) -> None:
+        """Let a waiting trial call before it is decided who leaves: who runs has less left now.
 
-    def _is_preempted(self, trial: TrialStanding) -> bool:
-        """Does a waiting trial need this one's place, and is it the right one to give it up?
-
-        Places that become free anyway go to the first in the queue; the next one asks.
+        Whoever can be granted has been, so a turn that is found here is a gang's that calls.
         """
-        rank, end_s = self._policy.rank, self._end_s()
-        running = [t for t in self._running() if t.lane is None]
-        staying = [t for t in running if t is trial or not t.is_promised]
-        promised = len(running) - len(staying)
-        queue = [t for t in self._waiting.values() if self._wants_place(t, trial.device or "")]
-        if promised >= len(queue):
-            return False
-        waiting = sorted(queue, key=rank, reverse=True)[promised]
-        if not self._policy.preempts(waiting, trial, end_s / self._active):
-            return False
-        victims = [t for t in staying if waiting.may_run_on(t.device or "")]
-        fit = [t for t in victims if self._fits(waiting, t.device or "", end_s, instead_of=t)]
-        return min(fit or victims, key=rank) is trial
-
-    def _wants_place(self, trial: TrialStanding, device: str) -> bool:
-        """Whether a waiting trial could do with a place there; one whose array is there cannot."""
-        has_array = any(other.shares_array(trial) for other in self._devices[device])
-        return trial.may_run_on(device) and not has_array
-
-    def _is_misplaced(self, trial: TrialStanding) -> bool:
-        """Has its device more to do than time, and would a waiting trial fit better?
-
-        The longest trial of a device stays; one leaves at a time.
-        """
-        mates = self._mates(trial)
-        if not mates or any(t.leaving for t in mates):
-            return False
-        assert trial.device is not None
-        if self._fits(trial, trial.device, self._end_s()):
-            return False
-        if trial.remaining_s >= max(map(_remaining_s, mates)):
-            return False
-        shortest_s = min(map(_remaining_s, self._waiting.values()))
-        return trial.remaining_s - shortest_s > trial.quantum_s
-
-    def _should_move(self, trial: TrialStanding) -> bool:
-        """Nothing waits: would the study end sooner with this trial on another device?
-
-        One trial at a time leaves a device; where it goes is decided when it comes free.
-        """
-        mates = self._mates(trial)
-        if not mates or any(t.leaving for t in mates):
-            return False
-        target = self._best_device(trial)
-        if target is None or target == trial.device:
-            return False
-        rest_s, there_s = _load_s(mates), _load_s(self._devices[target])
-        here_s = rest_s + trial.remaining_s
-        return here_s - max(rest_s, there_s + trial.remaining_s) > trial.quantum_s
-
-    def _end_s(self) -> float:
-        """Seconds until the earliest end of all: the work on all devices, or the longest trial."""
-        left_s = [trial.remaining_s for trial in self._trials.values()]
-        return max(sum(left_s) / len(self._devices), max(left_s))
-
-    def _fits(
-        self,
-        trial: TrialStanding,
-        device: str,
-        end_s: float,
-        *,
-        instead_of: TrialStanding | None = None,
-    ) -> bool:
-        """Could the device do this trial and its others by ``end_s``, give or take a lease?"""
-        others = [t for t in self._devices[device] if t is not trial and t is not instead_of]
-        load_s = trial.remaining_s + _load_s(others)
-        return trial.may_run_on(device) and load_s <= end_s + trial.quantum_s
+        roster = self._roster
+        if roster.call or not roster.gangs:
+            return
+        turn = find_turn(roster, self._policy)
+        if turn is None:
+            roster.call = find_urgent_call(roster, self._policy)
+        else:
+            roster.call = Call(turn.trial, turn.devices)
 
     # Lookups
 
-    def _mates(self, trial: TrialStanding) -> list[TrialStanding]:
-        """The others that share its device."""
-        return [t for t in self._devices[trial.device or ""] if t is not trial]
-
-    def _running(self) -> Iterable[TrialStanding]:
-        return (trial for held in self._devices.values() for trial in held)
-
-    def _wait(self, trial: TrialStanding) -> None:
-        if trial.steps_left != 0:
-            self._waiting[trial.trial] = trial
-
     def _known(self, number: int, what: str) -> TrialStanding:
-        trial = self._trials.get(number)
+        trial = self._roster.trials.get(number)
         if trial is None:
             raise TransitionError(
-                f"trial {number} {what} but was never added; {len(self._trials)} trials are known."
+                f"trial {number} {what} but was never added; "
+                f"{len(self._roster.trials)} trials are known."
             )
         return trial
 
@@ -493,6 +409,8 @@ class Leases:
         trial = self._known(number, what)
         if trial.device != device:
             where = "waits" if trial.device is None else f"has its lease on {trial.device!r}"
+            if trial.gang > 1 and trial.device:
+                where += f", the leader of its gang on {', '.join(trial.devices)},"
             raise TransitionError(
                 f"trial {number} {what} on {device!r}, but it {where} with "
                 f"{trial.steps_left} steps left."
@@ -505,18 +423,17 @@ def _check_steps(who: str, steps_left: int | None) -> None:
         raise TransitionError(f"{who} has {steps_left} steps left; there are at least 0.")
 
 
-def _remaining_s(trial: TrialStanding) -> float:
-    return trial.remaining_s
-
-
-def _load_s(trials: Iterable[TrialStanding]) -> float:
-    return sum(map(_remaining_s, trials))
-
-
-def _places(held: Iterable[TrialStanding]) -> int:
-    """Places that these trials take on a device: an array's trials one together."""
-    held = list(held)
-    return sum(t.lane is None for t in held) + len({t.lane[0] for t in held if t.lane})
+def _check_gang(event: TrialAdded) -> None:
+    if event.gang < 1 or (event.gang > 1 and event.lane is not None):
+        raise TransitionError(
+            f"trial {event.trial} was added with gang={event.gang} and lane={event.lane}: give at "
+            "least one device, and no lane to a trial that needs several."
+        )
+    if event.devices is not None and len(event.devices) < event.gang:
+        raise TransitionError(
+            f"trial {event.trial} was added with gang={event.gang}, but it may run on "
+            f"{_names(event.devices)} only: allow it as many devices as it needs at once."
+        )
 
 
 def _names(items: Iterable[object]) -> str:

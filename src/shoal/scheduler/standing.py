@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 _MEAN_OVER = 100  # steps that the running mean of a step's seconds remembers
 _TAPER = 10  # a lease is at most this part of the steps left, so that trials end together
-_LEAST_LEASE_S = 0.5  # but not shorter than this: many times a round trip to a worker
+LEAST_LEASE_S = 0.5  # but not shorter than this: many times a round trip to a worker
 
 
 @dataclass(slots=True, eq=False)
@@ -22,15 +22,18 @@ class TrialStanding:
     steps_left: int | None
     step_s: float
     switch_s: float
-    devices: frozenset[str] | None
+    allowed: frozenset[str] | None  # devices that it may run on; None for any
     arrival: int
     lease_s: float
+    least_s: float = LEAST_LEASE_S
     lane: tuple[str, int] | None = None  # its array and its slot there
+    gang: int = 1  # devices that it needs at a time
     measured: int = 1  # the prediction counts as one measurement
-    device: str | None = None  # None while it waits
-    home: str | None = None  # where it ran last
+    devices: tuple[str, ...] = ()  # where it has its lease, the leader first; none while it waits
+    homes: tuple[str | None, ...] = ()  # where it ran last, stage by stage; None for a lost one
     lease_left: int = 0
     leased_from: int | None = None  # steps_left when the lease was granted
+    passed_over: int = 0  # leases of trials added later, while this one waited for its devices
     leaving: bool = False  # will not be extended, as things are
     remaining_s: float = 0.0
     quantum_s: float = 0.0
@@ -39,11 +42,16 @@ class TrialStanding:
         self.estimate()
 
     @property
+    def device(self) -> str | None:
+        """Its device; of a gang the leader's, which reports for all. None while it waits."""
+        return self.devices[0] if self.devices else None
+
+    @property
     def lease_steps(self) -> int:
         """Steps of a full lease; at least two, to decide about the second during the first."""
         steps = round(self.lease_s / self.step_s)
         if self.steps_left is not None:
-            least = math.ceil(min(self.lease_s, _LEAST_LEASE_S) / self.step_s)
+            least = math.ceil(min(self.lease_s, self.least_s) / self.step_s)
             steps = min(steps, max(least, -(-self.steps_left // _TAPER)))
         return max(2, steps)
 
@@ -58,7 +66,11 @@ class TrialStanding:
         return self.leaving or self.lease_left == self.steps_left
 
     def may_run_on(self, device: str) -> bool:
-        return self.devices is None or device in self.devices
+        return self.allowed is None or device in self.allowed
+
+    def is_at_home(self, devices: set[str]) -> bool:
+        """Whether all that it ran on last are among these."""
+        return bool(self.homes) and devices.issuperset(self.homes)
 
     def shares_array(self, other: TrialStanding) -> bool:
         """Whether both have their slots in one array, wherever it is."""
@@ -94,15 +106,19 @@ class TrialStanding:
             full = min(full, self.steps_left)
         return full - self.lease_left
 
-    def lease(self, device: str) -> int:
-        """The trial goes to a device; returns the steps of its first lease there."""
-        self.device = self.home = device
+    def lease(self, devices: tuple[str, ...]) -> int:
+        """The trial goes to its devices; returns the steps of its first lease there."""
+        self.devices = self.homes = devices
         self.leased_from = self.steps_left
         self.lease_left = self.next_steps()
         return self.lease_left
 
     def release(self, steps_left: int | None) -> None:
         """The trial is on no device, with its state stored."""
-        self.device, self.lease_left, self.leaving = None, 0, False
+        self.devices, self.lease_left, self.leaving = (), 0, False
         self.steps_left = steps_left
         self.estimate()
+
+    def forget(self, device: str) -> None:
+        """A device was lost, and what the trial had there: it is nobody's home any more."""
+        self.homes = tuple(None if home == device else home for home in self.homes)
