@@ -29,6 +29,8 @@ PURE = (
     "shoal.memory.ledger",
     "shoal.pipeline.check",
     "shoal.pipeline.schedule",
+    "shoal.planner.pipeline",
+    "shoal.planner.stages",
     "shoal.hardware",
     "shoal.source",
     "shoal.ui.cli",

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from shoal.core.errors import SpecError
 from shoal.core.profile import PROFILES, Profile, find_profile
 from shoal.core.spec import DeviceSpec
+from shoal.core.technique import Pipelined, Technique
 from shoal.core.units import Bytes, format_bytes, parse_bytes
 
 FREE_SHARE = 0.8  # of what is free now; the rest is for the libraries and other processes
@@ -157,12 +158,14 @@ class Hardware:
         cores = None if threads is not None or device_memory is not None else hardware.shared_cores
         return Hardware(devices=specs, host_memory=limit, shared_cores=cores)
 
-    def fewer_trials(self, trials: int) -> Hardware:
-        """The hardware for ``trials`` trials: no more devices than those, and wider ones.
+    def fewer_trials(self, trials: int, technique: Technique | None = None) -> Hardware:
+        """The hardware for ``trials`` trials: no more devices than those have, and wider ones.
 
-        Only detected devices widen: they share the cores, and virtual ones the memory.
+        Only detected devices widen: they share the cores, and virtual ones the memory. A trial
+        has one device, with a ``technique`` of stages one for each, or as many as there are.
         """
         _check_count("trials", trials)
+        trials *= self._each(technique)
         if trials >= len(self.devices):
             return self
         kept = self.devices[:trials]
@@ -179,12 +182,32 @@ class Hardware:
             )
         return replace(self, devices=kept)
 
-    def with_threads(self, threads: int, trials: int) -> Hardware:
+    def idle(self, used: Hardware, technique: Technique | None) -> tuple[DeviceSpec, ...]:
+        """The devices that are not ``used`` and that trials may have all the same.
+
+        None where a technique is asked for, and where those that are used have their cores.
+        """
+        rest = self.devices[len(used.devices) :]
+        shared = self.shared_cores is not None and any(d.kind == "virtual" for d in rest)
+        if technique is not None or shared:
+            return ()
+        return tuple(replace(device, threads=used.devices[0].threads) for device in rest)
+
+    def _each(self, technique: Technique | None) -> int:
+        """Devices that one trial may use."""
+        if not isinstance(technique, Pipelined):
+            return 1
+        return technique.stages or len(self.devices)
+
+    def with_threads(
+        self, threads: int, trials: int, technique: Technique | None = None
+    ) -> Hardware:
         """Detected devices of a given width: as many as the cores allow and trials need.
 
         A trial goes on to the same bits only with the thread count that it began with.
         """
         assert self.shared_cores is not None
+        trials *= self._each(technique)
         count = max(1, min(trials, len(self.devices), self.shared_cores // threads))
         total = sum(device.memory for device in self.devices)
         kept = tuple(

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from shoal.core.errors import SpecError, TrialError
 from shoal.core.spec import HyperParameters, Place
 from shoal.fusion import train_in_slot
+from shoal.pieces import in_pieces
 from shoal.recipe import (
     HP,
     Batch,
@@ -38,7 +39,7 @@ from shoal.recipe import (
     to_device,
 )
 from shoal.rng import RngState, capture_rng, restore_rng, seed_all
-from shoal.steppers import copy_model, copy_state, make_stepper
+from shoal.steppers import WhichWeights, copy_model, copy_state, make_stepper, versions_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,9 @@ def plain_loop(
     on_nonfinite: Literal["fail", "ignore"] | None = None,
     clock: Callable[[], float] = time.perf_counter,
     inherits: Mapping[int, PlainSource] = MappingProxyType({}),
+    weights: WhichWeights = "newest",
+    pieces: int = 1,
+    after_step: Callable[[int, nn.Module], None] | None = None,
 ) -> PlainResult:
     """Train one model alone, as anyone would: what a trial of a study must equal bit for bit.
 
@@ -95,6 +99,9 @@ def plain_loop(
     memory, which off a GPU is the same thing. ``on_nonfinite`` overrides the recipe's.
     ``inherits`` says after which steps it goes on from another training's state, with other
     hyperparameters, as a trial of a population does: see ``plain_population``.
+    ``weights`` are what gradients are computed with: see ``plain_2bw_loop``. ``pieces`` is how
+    many micro-batches of equal rows each batch is cut into. ``after_step`` is called with the
+    number of each step, from 1, and the model, which it must not change.
     The caller's random streams and thread count are put back.
 
     Raises:
@@ -103,6 +110,7 @@ def plain_loop(
     """
     _require_one_end(steps, epochs)
     where = torch.device(device)
+    recipe = in_pieces(recipe, pieces)
     ignore_nonfinite = (on_nonfinite or recipe.on_nonfinite) == "ignore"
     losses: list[float] = []
     history: list[dict[str, Any]] = []
@@ -115,6 +123,7 @@ def plain_loop(
         stepper = make_stepper(recipe, model, hp, optimizer if where.type != "cpu" else "device")
         rounding = rounding_of(recipe, stepper.parameters, seed)
         schedule = build_schedule(recipe, stepper.optimizer, hp)
+        versions = versions_of(model, weights)
         started = clock()
 
         def go_on_from(source: PlainSource) -> None:
@@ -150,16 +159,23 @@ def plain_loop(
             steps_before = len(losses)
             for group in chunks(train, recipe.accumulate):
                 stepper.zero_grad()
+                versions.before_gradients()
                 loss = backward_group(recipe, model, group, where)
                 if not (ignore_nonfinite or math.isfinite(loss)):
                     raise TrialError(_nonfinite(loss, len(losses) + 1))
                 if recipe.clip_grad_norm:
                     nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_grad_norm)
+                versions.before_step()
                 with rounding.stepping(stepper.parameters, len(losses)):
                     stepper.step()
+                versions.after_step()
                 if schedule:
                     schedule.step()
                 losses.append(loss)
+                if after_step:
+                    with _restored_rng(where):
+                        after_step(len(losses), model)
+                    model.train()
                 if eval_every and len(losses) % eval_every == 0:
                     record(epoch)
                     if len(losses) in inherits:
@@ -268,7 +284,8 @@ class PlainTrial:
     place: tuple[int, int] | None = None
 
 
-_NOT_IN_ARRAYS = ("optimizer", "on_nonfinite", "clock")  # options of ``plain_loop`` alone
+_NOT_IN_ARRAYS = ("optimizer", "on_nonfinite", "clock", "weights", "pieces", "after_step")
+"""Options of ``plain_loop`` alone."""
 
 
 def plain_population(
@@ -306,84 +323,16 @@ def plain_population(
 
 
 def plain_2bw_loop(
-    recipe: Recipe,
-    hp: HP,
-    seed: int,
-    *,
-    steps: int,
-    predict: bool = False,
-    threads: int = 1,
-    after_step: Callable[[int, nn.Module], None] | None = None,
+    recipe: Recipe, hp: HP, seed: int, *, predict: bool = False, **options: Any
 ) -> PlainResult:
     """The rule of 2BW in one process: W(t+1) = W(t) - step(grad f(W(max(t-1, 0)))).
 
     What a pipeline with ``schedule="2bw"`` must equal bit for bit. ``predict`` computes the
     gradients at the guess W(t-1) + (W(t-1) - W(t-2)) instead, where there has been a step.
-    Nothing is evaluated; ``after_step`` is called with the number of each step, from 1, and the
-    model with its newest weights, which it must not change. The caller's random streams and
-    thread count are put back.
-
-    Raises:
-        TrialError: a loss is not finite and the recipe does not ignore it.
+    Evaluated are the newest weights. ``options`` are those of ``plain_loop``.
     """
-    where, losses = torch.device("cpu"), list[float]()
-    hp = HyperParameters(hp)
-    with _borrowed_process(threads, where):
-        seed_all(seed)
-        model = build_model(recipe, hp).train()
-        train, _ = read_data(recipe, hp)
-        stepper = make_stepper(recipe, model, hp, "device")
-        schedule = build_schedule(recipe, stepper.optimizer, hp)
-        newest = _values_of(model)
-        stale, next_stale = newest, newest
-        groups = (g for _ in itertools.count() for g in chunks(train, recipe.accumulate))
-        for group in itertools.islice(groups, steps):
-            stepper.zero_grad()
-            _set_values(model, stale)
-            loss = backward_group(recipe, model, group, where)
-            if not (recipe.on_nonfinite == "ignore" or math.isfinite(loss)):
-                raise TrialError(_nonfinite(loss, len(losses) + 1))
-            if recipe.clip_grad_norm:
-                nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_grad_norm)
-            _set_values(model, newest)
-            stepper.step()
-            if schedule:
-                schedule.step()
-            losses.append(loss)
-            if after_step:
-                with _restored_rng(where):
-                    after_step(len(losses), model)
-                model.train()
-            before, newest = newest, _values_of(model)
-            stale = next_stale
-            next_stale = _guess(before, newest) if predict else newest
-        rng = capture_rng(where)
-    return PlainResult(
-        model=model,
-        optimizer=stepper.optimizer,
-        schedule=schedule,
-        parameters=stepper.parameters,
-        losses=tuple(losses),
-        history=(),
-        metrics={"train_loss": sum(losses) / len(losses)},
-        rng=rng,
-        step=len(losses),
-    )
-
-
-def _values_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def _set_values(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(values[name])
-
-
-def _guess(before: Mapping[str, Tensor], newest: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Where the next step would lead if it were the last one again."""
-    return {name: torch.add(-before[name], value, alpha=2) for name, value in newest.items()}
+    weights: WhichWeights = "one step old, guessed" if predict else "one step old"
+    return plain_loop(recipe, hp, seed, weights=weights, **options)
 
 
 def backward_group(

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.core.spec import Place
 from shoal.recipe import HP, Recipe, build_optimizer
@@ -101,3 +101,61 @@ def copy_state(
         state = source.state.get(theirs[name])
         if state:
             optimizer.state[parameter] = copy.deepcopy(state)
+
+
+WhichWeights = Literal["newest", "one step old", "one step old, guessed"]
+"""What gradients are computed with; the last one guesses the newest from the two before it."""
+
+
+class Versions:
+    """The newest weights: those that the model has."""
+
+    def before_gradients(self) -> None:
+        """Have the model compute with what gradients are to be computed with."""
+
+    def before_step(self) -> None:
+        """Have the model's weights be the newest again."""
+
+    def after_step(self) -> None:
+        """The model's weights are a step newer."""
+
+
+class StaleVersions(Versions):
+    """Those of the step before, or a guess of the newest: see ``plain_2bw_loop``."""
+
+    def __init__(self, model: nn.Module, predict: bool) -> None:
+        self._model, self._predict = model, predict
+        self._newest = self._stale = self._next = _values_of(model)
+
+    def before_gradients(self) -> None:
+        _set_values(self._model, self._stale)
+
+    def before_step(self) -> None:
+        _set_values(self._model, self._newest)
+
+    def after_step(self) -> None:
+        before, self._newest = self._newest, _values_of(self._model)
+        self._stale = self._next
+        self._next = _guess(before, self._newest) if self._predict else self._newest
+
+
+def versions_of(model: nn.Module, weights: WhichWeights) -> Versions:
+    """What of a model's weights a loop computes gradients with."""
+    if weights == "newest":
+        return Versions()
+    return StaleVersions(model, weights != "one step old")
+
+
+def _values_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def _set_values(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(values[name])
+
+
+def _guess(before: Mapping[str, Tensor], newest: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Where the next step would lead if it were the last one again."""
+    return {name: torch.add(-before[name], value, alpha=2) for name, value in newest.items()}

@@ -20,7 +20,7 @@ from shoal.core.errors import PlanError, SpecError
 from shoal.core.event import Event
 from shoal.core.plan import Plan
 from shoal.core.spec import TrialSpec
-from shoal.core.technique import Resident, Spilled, Technique
+from shoal.core.technique import Pipelined, Resident, Spilled, Technique
 from shoal.core.units import parse_bytes, parse_seconds
 from shoal.execution.floor import Sink
 from shoal.execution.run import Limits
@@ -164,24 +164,28 @@ class Study:
         """Measure each distinct model on the hardware and decide; nothing is trained.
 
         Args:
-            fuse: As for ``run``.
+            technique, fuse: As for ``run``.
             progress: Say on standard error what takes long, and what hung or died.
 
         Raises:
             PlanError: a trial fits in no way, or what is forced cannot be done.
         """
+        forced = _technique(technique)
+        given = self._hardware(hardware)
+        used = given.fewer_trials(self.search.trials or len(self.trials), forced)
         with ExitStack() as stack:
             pool = workers or stack.enter_context(WorkerPool())
             stack.callback(pool.release)
             _, planned = plan_study(
                 self,
                 pool,
-                self._hardware(hardware).fewer_trials(self.search.trials or len(self.trials)),
-                _technique(technique),
+                used,
+                forced,
                 trials=self.trials,
                 settings=settings_of(self, timeline=False),
                 sink=_lines(progress),
                 fuse=_fuse(fuse, technique),
+                idle=given.idle(used, forced),
             )
         words = self.search.explain(len(self.trials))
         return replace(
@@ -215,7 +219,9 @@ class Study:
         Args:
             hardware: Default: the GPUs there are, else one virtual device per core.
             technique: Forces what the planner would choose: ``"resident"``, ``"spilled"``,
-                ``Resident()`` or ``Spilled(...)``.
+                ``"pipelined"``, or a ``shoal.Resident()``, ``shoal.Spilled(...)`` or
+                ``shoal.Pipelined(...)`` that says more. A pipelined trial has a device for each of
+                its stages. Its bits are those of training alone, but with ``schedule="2bw"``.
             callbacks: Called in this process with every event, in order. One that raises
                 is warned about and not called again.
             progress: Show a live table, or plain lines when not on a terminal.
@@ -305,18 +311,23 @@ def _script_source(study: Study) -> str:
 
 
 def _technique(technique: str | Technique | None) -> Technique | None:
-    if technique is None or isinstance(technique, Resident | Spilled):
+    if technique is None or isinstance(technique, Resident | Spilled | Pipelined):
         return technique
-    named: dict[str, Technique] = {"resident": Resident(), "spilled": Spilled()}
-    if technique in named:
+    named: dict[object, Technique] = {
+        "resident": Resident(),
+        "spilled": Spilled(),
+        "pipelined": Pipelined(),
+    }
+    if isinstance(technique, str) and technique in named:
         return named[technique]
-    if technique in ("pipelined", "data_parallel"):
+    if technique == "data_parallel":
         raise PlanError(
-            f"technique={technique!r} cannot be run yet; there are 'resident' and 'spilled'."
+            f"technique={technique!r} cannot be run yet; there are 'resident', 'spilled' and "
+            "'pipelined'."
         )
     raise SpecError(
-        f"technique is 'resident', 'spilled', shoal.Resident() or shoal.Spilled(...), got "
-        f"{technique!r}."
+        f"technique is 'resident', 'spilled', 'pipelined', shoal.Resident(), shoal.Spilled(...) "
+        f"or shoal.Pipelined(...), got {technique!r}."
     )
 
 
@@ -359,6 +370,11 @@ def _fuse(fuse: str | bool | int | None, technique: object) -> Wish:
         raise PlanError(
             f"fuse={fuse} with a spilled technique: what trains as an array stays on the device. "
             "Leave one of them out."
+        )
+    if fuse > 1 and (technique == "pipelined" or isinstance(technique, Pipelined)):
+        raise PlanError(
+            f"fuse={fuse} with a pipeline: what trains as an array has one device. Leave one of "
+            "them out."
         )
     return fuse
 

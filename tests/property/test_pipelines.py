@@ -40,6 +40,8 @@ def pipelines_of(draw, *, stages, steps, micros):
         draws=draw(st.booleans()),
         foretold=draw(st.booleans()),
         whole=tuple(sorted({stage for pair in ties for stage in pair})),
+        begun=draw(st.integers(0, 1)) if schedule == "2bw" else 0,
+        follows=draw(st.booleans()),
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 from shoal import hardware as hardware_module
 from shoal.core.errors import SpecError
 from shoal.core.profile import PROFILES
+from shoal.core.technique import Pipelined, Resident
 from shoal.hardware import Hardware, available_cores, free_memory
 
 GIB = 2**30
@@ -97,6 +98,42 @@ def test_fewer_trials_never_change_the_threads_somebody_chose():
 
     assert hardware.fewer_trials(2).devices == hardware.devices[:2]
     assert hardware.fewer_trials(9) is hardware
+
+
+def test_a_trial_of_stages_has_a_device_for_each():
+    hardware = Hardware.virtual(devices=4, memory="64MiB", threads=1)
+
+    assert hardware.fewer_trials(1, Pipelined(stages=3)).devices == hardware.devices[:3]
+    assert hardware.fewer_trials(1, Pipelined()) is hardware
+    assert hardware.fewer_trials(2, Pipelined(stages=2)) is hardware
+    assert hardware.fewer_trials(1, Resident()).devices == hardware.devices[:1]
+
+
+def test_detected_devices_are_as_wide_as_a_pipeline_leaves_them(machine):
+    hardware = Hardware.detect()
+
+    wider = hardware.fewer_trials(1, Pipelined(stages=2))
+    assert [device.threads for device in wider.devices] == [2, 2]
+    again = hardware.with_threads(2, 1, Pipelined(stages=2))
+    assert again.devices == wider.devices
+
+
+def test_devices_idle_that_no_trial_has_and_whose_cores_are_nobody_elses(machine):
+    hardware = Hardware.virtual(devices=3, memory="64MiB", threads=1)
+    used = hardware.fewer_trials(1)
+
+    assert hardware.idle(used, None) == hardware.devices[1:]
+    assert hardware.idle(used, Pipelined()) == ()
+    assert hardware.idle(hardware, None) == ()
+    assert Hardware.detect().idle(Hardware.detect().fewer_trials(1), None) == ()
+
+
+def test_a_second_gpu_idles(two_gpus):
+    hardware = Hardware.detect()
+    used = hardware.fewer_trials(1)
+
+    (idle,) = hardware.idle(used, None)
+    assert (idle.name, idle.threads) == ("cuda:1", used.devices[0].threads)
 
 
 def test_a_wider_gpu_keeps_its_own_memory(two_gpus):

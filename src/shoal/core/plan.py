@@ -74,6 +74,11 @@ class Job:
     array: ArrayPlace | None = None
 
     @property
+    def runs_on(self) -> bool:
+        """Whether its steps overlap, so that each stop costs it time."""
+        return isinstance(self.technique, Pipelined) and self.technique.schedule == "2bw"
+
+    @property
     def gang(self) -> int:
         """Devices that the trial has at a time."""
         return len(self.shards) if isinstance(self.technique, Pipelined) else 1
@@ -188,9 +193,11 @@ def _explain_job(job: Job, like: int) -> list[str]:
     if isinstance(job.technique, Pipelined):
         lines += _explain_pipeline(job, job.technique)
     lines.append("    " + ", ".join(f"{k} {format_bytes(v)}" for k, v in total.items() if v))
-    whose = ", the whole array" if job.array else ""
+    where = "on the device, the whole array" if job.array else "on the device"
+    if job.gang > 1:
+        where = "on each device"
     lines.append(
-        f"    on the device{whose}: up to {format_bytes(job.held_bytes)} held, up to "
+        f"    {where}: up to {format_bytes(job.held_bytes)} held, up to "
         f"{format_bytes(job.unit_bytes)} more inside a unit, {format_bytes(job.peak_bytes)} at "
         f"the peak; on the host {format_bytes(job.host_bytes)}; "
         f"{format_seconds(job.step_s)} a step"
@@ -201,20 +208,27 @@ def _explain_job(job: Job, like: int) -> list[str]:
 
 
 def _explain_pipeline(job: Job, technique: Pipelined) -> list[str]:
-    saves = "run again in the backward" if technique.recompute else "kept for the backward"
-    weights = ", with weights one step old" if technique.schedule == "2bw" else ""
-    guess = " and a guess of the newer ones" if technique.predict else ""
+    count, micros = job.gang, technique.micro_batches or job.micro_batches
+    step = f"{micros} micro-batches a step"
+    if micros != job.micro_batches:
+        step += f", {micros // job.micro_batches} of each batch"
+    saves = "forwards are run again in the backward"
+    if not technique.recompute:
+        saves = "what forwards save waits for the backward"
+    lag = f", {technique.lag} more in flight" if technique.lag else ""
+    weights = ", weights one step old" if technique.schedule == "2bw" else ""
+    guess = ", with a guess of the newer ones" if technique.predict else ""
     return [
-        f"    {job.gang} stages, a device each, schedule {technique.schedule}{weights}{guess}; "
-        f"{job.micro_batches} micro-batches a step, forwards are {saves}",
-        *(f"    {_explain_shard(shard)}" for shard in job.shards),
+        f"    {count} stages, a device each, schedule {technique.schedule}{lag}{weights}{guess}; "
+        f"{step}; {saves}",
+        *(f"    {_explain_shard(shard, 'stage')}" for shard in job.shards),
     ]
 
 
-def _explain_shard(shard: ShardSpec) -> str:
+def _explain_shard(shard: ShardSpec, name: str = "shard") -> str:
     first, stop = shard.layers
     return (
-        f"shard {shard.index}: layers {first}..{stop - 1}, parameters "
+        f"{name} {shard.index}: layers {first}..{stop - 1}, parameters "
         f"{format_bytes(shard.parameter_bytes)}, state {format_bytes(shard.state_bytes)}, "
         f"boundary {format_bytes(shard.boundary_bytes)}, inside a forward "
         f"{format_bytes(shard.forward_peak_bytes)}, inside a backward "

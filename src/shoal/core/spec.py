@@ -165,8 +165,9 @@ class ShardSpec:
     ``saving_peak_bytes`` is the peak inside of that forward. ``stash_bytes`` are buffers and
     parameters that a forward changes, as they were, kept for the recompute. ``narrow`` is what
     differs if its weights travel as bfloat16, None where they cannot; a job's shards have it
-    worked in (``plan.as_they_travel``), and so is the head: ``head_bytes`` of its parameters, or
-    where those stay of its state, stay on the device from step to step.
+    worked in (``as_they_travel``), and so is the head: ``head_bytes`` of its parameters, or
+    where those stay of its state, stay on the device from step to step. ``half_bytes`` are what
+    the first half of a backward leaves for the second one, None for what a forward saves.
     """
 
     index: int
@@ -191,6 +192,7 @@ class ShardSpec:
     narrow: Narrow | None = None
     head_bytes: Bytes = NO_BYTES
     head_of_state: bool = False
+    half_bytes: Bytes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,3 +245,6 @@ class JobMeasure:
     link: tuple[float, float] | None = None  # bytes per second up and down, just measured
     narrow: tuple[str, ...] = ()  # parameters that only autocast's cast reads
     compiled: int = 0  # modules that torch.compile has compiled
+    rows: int | None = None  # of the batch, where all its tensors have as many
+    trained: tuple[str, ...] = ()  # parameters
+    written: tuple[str, ...] = ()  # parameters that a forward writes to

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from shoal.core import event as events
 from shoal.core.plan import Job, Plan
 from shoal.core.spec import TrialSpec
-from shoal.core.technique import Spilled
 from shoal.execution.trial import total_steps
 from shoal.planning import Planned
 from shoal.runtime.messages import Settings
@@ -25,14 +24,13 @@ def planned_events(
 def _planned(
     trial: TrialSpec, job: Job | None, totals: Mapping[int, int | None]
 ) -> events.TrialPlanned:
-    spilled = job is not None and isinstance(job.technique, Spilled)
     return events.TrialPlanned(
         time=time.time(),
         trial=trial.number,
         hp=dict(trial.hp),
         seed=trial.seed,
         technique=type(job.technique).__name__ if job else "",
-        shards=len(job.shards) if job and spilled else 1,
+        shards=len(job.shards) if job else 1,
         steps=totals.get(trial.number),
         peak_bytes=job.peak_bytes if job else 0,
         numerics=dict(job.numerics) if job else {},
@@ -43,8 +41,9 @@ def _planned(
 
 def predict_seconds(plan: Plan, totals: Mapping[int, int | None]) -> float:
     """A bound on the study's duration: its work over its devices, or its longest trial."""
-    work = [float(job.step_s) * (totals[job.trial] or 0) for job in plan.jobs]
-    return max(sum(work) / max(1, len(plan.devices)), max(work, default=0.0))
+    longest = [float(job.step_s) * (totals[job.trial] or 0) for job in plan.jobs]
+    work = sum(seconds * job.gang for seconds, job in zip(longest, plan.jobs, strict=True))
+    return max(work / max(1, len(plan.devices)), max(longest, default=0.0))
 
 
 def steps_of(planned: Planned, settings: Settings) -> dict[int, int | None]:

@@ -19,9 +19,12 @@ plan (a lack of memory, more trials) waits in ``Execution.when_free``.
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import combinations
 
 from shoal.core import event as events
 from shoal.core.errors import CapacityError, ShoalError, StorageError
@@ -36,6 +39,7 @@ from shoal.scheduler import leases
 from shoal.scheduler.policy import LongestRemainingFirst
 
 LEASE_S = 2.0
+STEADY_S = 6.0
 Sink = Callable[[Sequence[events.Event]], None]
 
 
@@ -128,6 +132,8 @@ class Floor:
                 step_s=max(float(job.step_s), 1e-6),
                 switch_s=moved / 1e9 + float(job.step_s),
                 lane=(job.array.group, job.array.slot) if job.array else None,
+                gang=job.gang,
+                steady_s=STEADY_S if job.runs_on else 0.0,
             )
         )
 
@@ -164,12 +170,13 @@ class Floor:
             return
         assert state.descriptor is not None
         self._announce(state, device)
-        if state.home not in ("", device):
+        if state.homes not in ((), instruction.devices):
             self.forget(state)
         state.is_new_there = state.parked_at != device
         if state.is_new_there:
             state.parked_at = ""
         state.device = state.home = device
+        state.others = instruction.devices[1:]
         state.until = state.before_halt(state.step + instruction.steps)
         age_s = time.monotonic() - state.saved_at
         wait_s = interval_s(self.settings.checkpoint_every_s, state.save_s)
@@ -182,7 +189,20 @@ class Floor:
             save_in_s=max(0.0, wait_s - age_s),
             warm=state.warm,
         )
-        self.pool.workers[device].send(grant, (state.descriptor,))
+        self._send(grant, instruction.devices, state.descriptor)
+
+    def _send(self, grant: Grant, devices: Sequence[str], descriptor: int) -> None:
+        """A grant for each stage, with a socket to each of the others."""
+        with ExitStack() as ours:
+            ends: dict[tuple[int, int], int] = {}
+            for one, other in combinations(range(len(devices)), 2):
+                pair = socket.socketpair()
+                for stages, end in zip(((one, other), (other, one)), pair, strict=True):
+                    ends[stages] = ours.enter_context(end).fileno()
+            for stage, device in enumerate(devices):
+                links = [ends[stage, peer] for peer in range(len(devices)) if peer != stage]
+                of_stage = replace(grant, stage=stage)
+                self.pool.workers[device].send(of_stage, (descriptor, *links))
 
     def _has_region(self, state: TrialRun) -> bool:
         """Host memory for the trial; without room it waits until another trial ends."""
@@ -211,9 +231,10 @@ class Floor:
         return create_region(f"{self.plan.study}-{state.job.trial}", state.layout.num_bytes)
 
     def forget(self, state: TrialRun) -> None:
-        """Have the worker where the trial ran last let go of it."""
-        if state.home in self.pool.workers:
-            self.pool.workers[state.home].send(Stop(state.job.trial))
+        """Have the workers where the trial ran last let go of it."""
+        for home in state.homes:
+            if home in self.pool.workers:
+                self.pool.workers[home].send(Stop(state.job.trial))
 
     def _announce(self, state: TrialRun, device: str) -> None:
         now, trial = time.time(), state.job.trial

@@ -142,8 +142,8 @@ class Pausing:
             state = self._floor.states[trial]
             if state.device or state.is_dirty:
                 self.unsaved.setdefault(trial, "the time to save it was over.")
-            if state.device:
-                self._floor.pool.drop(state.device)
+            for device in state.devices:
+                self._floor.pool.drop(device)
 
     def _settle(self, state: TrialRun, trouble: str) -> None:
         trial = state.job.trial

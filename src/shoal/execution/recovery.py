@@ -97,6 +97,8 @@ class Recovery:
 
         Whoever waited for its state takes that one, so that it may have ended then.
         """
+        if state.others:
+            self._floor.forget(state)  # its other stages wait for the one that failed
         self._floor.leave(state)
         fall_back(self._floor, state, reason)
         self._pausing.lost(state)
@@ -113,7 +115,10 @@ class Recovery:
         if device is None:
             return
         words = f"{reason}\n{worker.last_words}".strip()
-        lost = [s for t, s in floor.states.items() if t in floor.open and s.home == device.name]
+        for state in floor.states.values():
+            if device.name in state.others and not state.device:  # its first stage has it all
+                state.others = ()
+        lost = [s for t, s in floor.states.items() if t in floor.open and device.name in s.homes]
         held = [state for state in lost if state.device]
         floor.tell(
             events.WorkerDied(
@@ -125,10 +130,14 @@ class Recovery:
             )
         )
         self._count_stillborn(worker, words)
+        for state in held:
+            if state.others:
+                floor.forget(state)  # its other stages wait for one that is gone
         self._bring_back(held, worker, reason)
         self._break_up(held)
         for state in lost:
-            state.device = state.home = state.parked_at = ""
+            state.device = ""
+            state.leave_home()
         self._replace_later(device)
         self._let_wait(device.name, lost, held, words)
 
@@ -200,8 +209,8 @@ class Recovery:
                 floor.do(leases.DeviceJoined(name))
         leased: dict[str, bool] = {}
         for state in floor.states.values():
-            if state.device and not state.is_parked:
-                leased[state.device] = leased.get(state.device, False) or state.is_new_there
+            for name in () if state.is_parked else state.devices:
+                leased[name] = leased.get(name, False) or state.is_new_there
         for name, worker in list(floor.pool.workers.items()):
             self._watch(worker, name, now, leased)
 

@@ -147,7 +147,7 @@ class Replanning:
                 step=state.step,
                 reason=error.strip().rpartition("\n")[2],
                 technique=type(job.technique).__name__,
-                shards=len(job.shards) if isinstance(job.technique, Spilled) else 1,
+                shards=len(job.shards),
                 peak_bytes=job.peak_bytes,
             )
         )

@@ -17,7 +17,8 @@ def fall_back(floor: Floor, state: TrialRun, reason: str) -> None:
     """Have the trial start from its newest generation, or anew; it has left its device."""
     trial, directory = state.job.trial, floor.settings.directory
     saved = checkpoint.latest(directory, trial, lambda path, why: damaged(floor, trial, path, why))
-    state.device = state.home = state.parked_at = ""
+    state.device = ""
+    state.leave_home()
     state.progress, state.until, state.is_parked = None, 0, False
     state.restore = str(saved.path) if saved else ""
     state.warm = saved is not None and checkpoint.is_warm(saved, trial)

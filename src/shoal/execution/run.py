@@ -309,8 +309,14 @@ class Execution:
         if reply.trial not in self._floor.open:
             return
         state = self._floor.states[reply.trial]
-        at = state.parked_at if isinstance(reply, Saved) else state.device
-        if self._pool.workers.get(at) is not worker:
+        match reply:
+            case Saved():
+                places: tuple[str, ...] = (state.parked_at,)
+            case Refused():
+                places = state.devices
+            case _:
+                places = (state.device,)
+        if worker not in map(self._pool.workers.get, places):
             return
         match reply:
             case LeaseOver():
@@ -325,7 +331,8 @@ class Execution:
     def _refused(self, worker: Worker, reply: Refused) -> None:
         """Its worker may have died, and the trial may have ended, while this waited."""
         state = self._floor.states[reply.trial]
-        if reply.trial in self._floor.open and self._pool.workers.get(state.device) is worker:
+        is_here = worker in map(self._pool.workers.get, state.devices)
+        if reply.trial in self._floor.open and is_here:
             self._recovery.refused(reply)
             self._recovery.planned()
 
@@ -346,6 +353,8 @@ class Execution:
 
     def _step_finished(self, event: events.StepFinished) -> None:
         floor, state = self._floor, self._floor.states[event.trial]
+        if state.others and event.step != state.step + 1:
+            return  # of a lease that ended when another stage was lost
         state.step, state.is_new_there = event.step, False
         state.device_s += event.seconds
         self._limits.same_failures.passed()

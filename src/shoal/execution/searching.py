@@ -223,7 +223,8 @@ class Searching:
         self._unsaved.clear()
         self._floor.forget(state)
         state.close()
-        state.progress, state.home, state.parked_at = None, "", ""
+        state.progress = None
+        state.leave_home()
         state.restore = str(Path(self._settings.directory) / state.saved_path)
         self._floor.begin_deferred()
 

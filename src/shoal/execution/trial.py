@@ -44,6 +44,7 @@ class TrialRun:
     device: str = ""  # that has it leased now
     is_parked: bool = False  # leased on paper only: it waits to be saved
     home: str = ""  # where it ran last
+    others: tuple[str, ...] = ()  # beside ``home``, where its later stages ran last
     parked_at: str = ""  # whose worker has its session, at a step boundary
     is_new_there: bool = False  # its worker has still to build it: no step has ended there
     descriptor: int | None = None
@@ -66,6 +67,16 @@ class TrialRun:
     saved_at: float = field(default_factory=time.monotonic)
     save_s: float = 0.0  # how long the last generation took
     after_save: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def homes(self) -> tuple[str, ...]:
+        """All devices that it ran on last, the first stage's first."""
+        return (self.home, *self.others) if self.home else ()
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """All devices that have it leased now."""
+        return (self.device, *self.others) if self.device else ()
 
     @property
     def steps_left(self) -> int | None:
@@ -113,9 +124,15 @@ class TrialRun:
         self.job = replace(self.job, hp=exploit.hp)
         self.inherits = {**self.inherits, self.step: exploit}
         self.inherited_at = self.saved_step = self.step
-        self.progress, self.home, self.parked_at = None, "", ""
+        self.progress = None
+        self.leave_home()
         self.restore, self.saved_path, self.warm = path, relative, True
         self.saved_at = time.monotonic()
+
+    def leave_home(self) -> None:
+        """No worker has its session any more."""
+        self.home = self.parked_at = ""
+        self.others = ()
 
     def rejob(self, job: Job, layout: TrialLayout) -> None:
         """Another job for the same trial; its region is of the old one's shape."""

@@ -11,6 +11,7 @@ from shoal.control import CloneTrial
 from shoal.core import event as events
 from shoal.core.errors import SpecError
 from shoal.core.spec import TrialSpec
+from shoal.core.technique import Technique
 from shoal.execution.hunt import Hunt
 from shoal.hardware import Hardware
 from shoal.launch.cloning import begin_warm, clear
@@ -24,6 +25,7 @@ from shoal.launch.starts import Restart, progress_of, restart
 from shoal.observe.reader import read_events
 from shoal.observe.rows import TrialState
 from shoal.observe.snapshot import Folder, Snapshot
+from shoal.planning import technique_on_record
 from shoal.resume import Merged, StudyRecord, describe_study, merge, with_points
 from shoal.search.sampler import sample
 
@@ -38,6 +40,7 @@ class Case:
         todo: The trials that have not ended.
         hardware: For so many, and those that a search will come to.
         hunt: The study's search as it stands.
+        technique: What is asked for, or what the bits of those that go on ask for.
     """
 
     place: StudyDirectory
@@ -48,6 +51,7 @@ class Case:
     todo: list[TrialSpec]
     hardware: Hardware
     hunt: Hunt
+    technique: Technique | None
 
     @property
     def to_come(self) -> int:
@@ -94,9 +98,10 @@ def take_up(study: Asked, request: Request, place: StudyDirectory) -> Case:
     hunt = begin_hunt(study, place, merged, found)
     merged = more_trials(hunt, place, merged, found)
     todo = [_as_it_is(trial, found) for trial in merged.trials if trial.number in found.starts]
-    hardware = _hardware_for(request.hardware, len(todo) + _to_come(hunt), found)
+    technique = request.technique or technique_on_record(found.numerics.values())
+    hardware = _hardware_for(request, technique, len(todo) + _to_come(hunt), found)
     sinks = Sinks(place.database, request.callbacks, check=place.check)
-    return Case(place, sinks, before, merged, found, todo, hardware, hunt)
+    return Case(place, sinks, before, merged, found, todo, hardware, hunt, technique)
 
 
 def _as_it_is(trial: TrialSpec, found: Restart) -> TrialSpec:
@@ -224,9 +229,12 @@ def _restart(
     return found
 
 
-def _hardware_for(hardware: Hardware, trials: int, found: Restart) -> Hardware:
+def _hardware_for(
+    request: Request, technique: Technique | None, trials: int, found: Restart
+) -> Hardware:
     """The devices for so many trials; as wide as those that began them, where that is open."""
+    hardware = request.hardware
     threads = {key["threads"] for key in found.numerics.values() if "threads" in key}
     if hardware.shared_cores is not None and len(threads) == 1:
-        return hardware.with_threads(int(threads.pop() or 1), max(1, trials))
-    return hardware.fewer_trials(max(1, trials))
+        return hardware.with_threads(int(threads.pop() or 1), max(1, trials), technique)
+    return hardware.fewer_trials(max(1, trials), technique)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from shoal.core.errors import PlanError
 from shoal.core.plan import Job, Plan
-from shoal.core.spec import Place, Scalar, TrialSpec
+from shoal.core.spec import DeviceSpec, Place, Scalar, TrialSpec
 from shoal.core.technique import Technique
 from shoal.core.units import format_bytes
 from shoal.execution.announce import predict_seconds, steps_of
@@ -18,7 +18,7 @@ from shoal.hardware import Hardware
 from shoal.launch.packing import pack_recipe
 from shoal.launch.policy import generation_bytes
 from shoal.launch.request import Asked
-from shoal.planning import Fusing, Planned, Planner, Wish, with_seconds
+from shoal.planning import Fusing, Planned, Planner, Wish, early, with_seconds
 from shoal.resume import list_some
 from shoal.runtime.messages import Settings
 from shoal.runtime.pool import WorkerPool
@@ -39,6 +39,7 @@ def plan_study(
     before: Mapping[int, Mapping[str, Scalar]] = NOTHING,
     fuse: Wish = None,
     recorded: Mapping[int, Mapping[str, Scalar]] = NOTHING,
+    idle: Sequence[DeviceSpec] = (),
 ) -> tuple[Planner, Planned]:
     """Measure and decide; the pool is configured for the study afterwards.
 
@@ -46,21 +47,26 @@ def plan_study(
         before: The numerics keys of trials that go on.
         fuse: How wide arrays are to be.
         recorded: The numerics keys of all trials that were planned before.
+        idle: Devices beside the hardware's, for a trial that is a pipeline over them too.
 
     Raises:
         PlanError: a trial fits in no way, what is forced cannot be done, a pruner has no
             known moments to prune at, or the trials of a population differ in shape.
         SpecError, WorkerError: no trial can be built at all.
     """
+    early(technique, study.recipe, hardware.devices)
     pool.configure(hardware.devices, pack_recipe(study.recipe), settings)
     places = {key.get("optimizer_place") for key in before.values()}
     place = next((p for p in PLACES if places == {p}), None)
     args = (study.name, pool, hardware.devices, study.recipe, technique, place)
     fusing = Fusing(_in_a_population(study, fuse, trials), hardware.devices, recorded)
-    planner = Planner(*args, by_epochs=settings.steps is None, fusing=fusing)
+    planner = Planner(*args, steps=settings.steps, fusing=fusing, idle=idle)
     limits = study.limits()
     first = FirstPlan(planner, pool, limits.watchdog, slow_s=limits.slow_s, sink=sink)
     planned = first.make(trials)
+    if more := planned.plan.devices[len(hardware.devices) :]:
+        pool.warm(len(planned.plan.devices))
+        pool.configure(more, pack_recipe(study.recipe), settings)
     if study.search.pruner is not None:
         check_rungs(planned, settings)
     if study.search.varied:

@@ -22,7 +22,7 @@ import torch
 from shoal.control import ControlServer
 from shoal.core import event as events
 from shoal.core.errors import StorageError
-from shoal.core.spec import TrialSpec
+from shoal.core.spec import DeviceSpec, TrialSpec
 from shoal.execution.announce import planned_events, steps_of
 from shoal.execution.floor import Tally
 from shoal.execution.run import Execution
@@ -121,14 +121,21 @@ class Run:
             self._study,
             self._pool,
             case.hardware,
-            self._request.technique,
+            case.technique,
             trials=case.todo,
             settings=self._settings,
             sink=case.sinks.write,
             before=case.found.numerics,
             fuse=self._request.fuse,
+            idle=self._idle(case),
             recorded={row.number: row.numerics for row in case.before.trials if row.numerics},
         )
+
+    def _idle(self, case: Case) -> tuple[DeviceSpec, ...]:
+        """Devices that no trial of a study that begins would have."""
+        if case.found.numerics:
+            return ()  # what goes on stays as it is
+        return self._request.hardware.idle(case.hardware, case.technique)
 
     def _check(self, case: Case, planned: Planned) -> list[str]:
         """Refuse what cannot fit on disk, and other bits than before."""

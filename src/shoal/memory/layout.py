@@ -30,6 +30,9 @@ from shoal.core.technique import (
 )
 from shoal.core.units import round_up
 
+PREVIOUS, GUESS = "previous", "guess"
+"""The state tensor that is a parameter's version before, where a technique needs that."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -155,6 +158,31 @@ def as_it_travels(
         made = _placed_at(offset, shard.param, shard.state, grad, copy)
         shards.append(replace(made, borrowed=shard.borrowed))
         offset = made.copy_at + (copy.num_bytes if copy else 0)
+    return TrialLayout(tuple(shards), layout.buffers, offset, offset + layout.buffers.num_bytes)
+
+
+def with_previous(
+    layout: TrialLayout, trained: Collection[str] | None = None, *, guess: bool = False
+) -> TrialLayout:
+    """``layout`` with one state tensor more, "previous", for each parameter that is trained.
+
+    And with a second one, "guess", if it is asked for.
+    It has the parameter's shape and type, and comes after its optimizer's. None: all are.
+    """
+    shards, offset = [], 0
+    for shard in layout.shards:
+        states: dict[str, list[TensorSpec]] = {}
+        for field in shard.state.fields:
+            states.setdefault(field.spec.name, []).append(field.spec)
+        for spec in (field.spec for field in shard.param.fields):
+            if trained is None or spec.name in trained:
+                keys = (PREVIOUS, GUESS) if guess else (PREVIOUS,)
+                states.setdefault(spec.name, []).extend(replace(spec, key=key) for key in keys)
+        names = [field.spec.name for field in shard.param.fields]
+        state = segment(spec for name in names for spec in states.get(name, ()))
+        made = _placed_at(offset, shard.param, state, shard.grad, shard.copy)
+        shards.append(replace(made, borrowed=shard.borrowed))
+        offset = made.copy_at + (shard.copy.num_bytes if shard.copy else 0)
     return TrialLayout(tuple(shards), layout.buffers, offset, offset + layout.buffers.num_bytes)
 
 

@@ -204,6 +204,10 @@ class Chain:
         """This chain for a model that has moved to ``device``."""
         return replace(self, skeleton=replace(self.skeleton, device=device))
 
+    def with_recipe(self, recipe: Recipe) -> Chain:
+        """This chain for a recipe that differs in no function."""
+        return replace(self, skeleton=replace(self.skeleton, recipe=recipe))
+
     def close(self) -> None:
         """Put back what was switched off on the model."""
         while self.on_close:

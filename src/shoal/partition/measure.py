@@ -254,6 +254,24 @@ def may_hold(chain: Chain, span: tuple[int, int]) -> bool:
     return span[1] < chain.num_layers and not written and not shared
 
 
+def written_parameters(chain: Chain) -> tuple[str, ...]:
+    """Parameters that a forward writes to."""
+    every = range(chain.num_layers)
+    return tuple(sorted({name for layer in every for name in chain.written_parameters(layer)}))
+
+
+def written_and_shared(chain: Chain) -> str:
+    """Whether a forward writes to a parameter that another layer reads; why that is not cut."""
+    borrowed = {n for layer in range(chain.num_layers) for n in chain.borrowed_by(layer)}
+    both = sorted(borrowed.intersection(written_parameters(chain)))
+    if not both:
+        return ""
+    return (
+        f"a forward writes to {both[0]!r}, as max_norm does, and another layer reads it: its copy "
+        "there could be the one of before"
+    )
+
+
 def _changing(chain: Chain, layers: Iterable[int]) -> set[int]:
     """Identities of the buffers that these layers' forwards change."""
     names = {name for layer in layers for name in chain.changing_buffers(layer)}

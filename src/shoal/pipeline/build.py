@@ -142,7 +142,7 @@ def find(
     chain = report.chain
     draws = training.draws
     if draws is None:
-        draws = _draws(built.model, training.recipe, batch)
+        draws = draws_numbers(chain, batch)
     cuts = training.cuts
     if cuts is None:
         cuts = choose_cuts(measure_layers(chain, batch, {}), training.stages)
@@ -192,14 +192,17 @@ def choose_cuts(layers: Sequence[LayerMeasure], stages: int) -> tuple[int, ...]:
     return cut(layers, stages, ticks)
 
 
-def _draws(model: nn.Module, recipe: Recipe, batch: Batch) -> bool:
+def draws_numbers(chain: Chain, batch: Batch) -> bool:
     """Does a training forward draw random numbers?"""
-    cpu = torch.device("cpu")
-    with preserved(model, cpu), torch.no_grad(), autocast(recipe, cpu):
-        before = capture_rng()
+    recipe, model, device = chain.recipe, chain.model, chain.device
+    was_training = model.training
+    with preserved(model, device), torch.no_grad(), autocast(recipe, device):
+        model.train()
+        before = capture_rng(device)
         args, kwargs = model_inputs(recipe, batch)
         compute_loss(recipe, model(*args, **kwargs), batch)
-        return not same_rng(before, capture_rng())
+        model.train(was_training)
+        return not same_rng(before, capture_rng(device))
 
 
 def shares_of(chain: Chain, cuts: tuple[int, ...], stages: int) -> tuple[Share, ...]:
@@ -279,7 +282,6 @@ def ties_of(shares: Sequence[Share]) -> tuple[tuple[int, int], ...]:
 
 def pipeline_of(training: Training, found: Found, shares: Sequence[Share]) -> Pipeline:
     """The pipeline that all stages run."""
-    ties = ties_of(shares)
     return Pipeline(
         schedule=training.schedule,
         stages=training.stages,
@@ -287,23 +289,21 @@ def pipeline_of(training: Training, found: Found, shares: Sequence[Share]) -> Pi
         recompute=training.recompute,
         lag=training.lag,
         clip=training.recipe.clip_grad_norm is not None,
-        ties=ties,
+        ties=ties_of(shares),
         draws=found.draws,
         foretold=found.foretold,
-        whole=_whole(training, shares, ties),
+        whole=whole_stages(shares, training.recompute),
     )
 
 
-def _whole(
-    training: Training, shares: Sequence[Share], ties: tuple[tuple[int, int], ...]
-) -> tuple[int, ...]:
+def whole_stages(shares: Sequence[Share], recompute: bool) -> tuple[int, ...]:
     """Stages whose backwards are not cut in two.
 
     Tied parameters' gradients travel with the first half. And where a forward is run again, the
     buffers that it changes are put back after it, which would be between the halves.
     """
-    tied = {stage for pair in ties for stage in pair}
-    changed = {share.stage for share in shares if share.buffers and training.recompute}
+    tied = {stage for pair in ties_of(shares) for stage in pair}
+    changed = {share.stage for share in shares if share.buffers and recompute}
     return tuple(sorted(tied | changed))
 
 

@@ -41,6 +41,7 @@ def check_pipeline(
         end=starts,
         versions=pipeline.versions,
         groups=pipeline.groups,
+        begun=pipeline.begun,
     )
     for device, actions in enumerate(program.devices):
         for index, complaint in _complaints(pipeline, device, actions):
@@ -117,7 +118,7 @@ def _old_weights(
 ) -> Iterator[tuple[int, str]]:
     """What is borrowed has the version of the unit that reads it."""
     for lender in sorted({owner for owner, borrower in pipeline.ties if borrower == stage}):
-        known = {0}
+        known = set(range(pipeline.begun + 1))
         for index, action in enumerate(actions):
             if action.op is Op.RECV and Part.PARAM in action.parts and action.peer == lender:
                 known = {v for v in known if v > action.version - pipeline.versions}

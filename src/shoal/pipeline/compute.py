@@ -84,6 +84,7 @@ class StageCompute:
         fetch: The next micro-batch; of the first stage only.
         foretelling: What later stages draw; of the first stage, where it can be foretold.
         after_step: Told when a step is done: the schedule of the learning rate.
+        on_loss: Told the loss of each step; of the last stage only.
     """
 
     def __init__(
@@ -96,8 +97,10 @@ class StageCompute:
         fetch: Callable[[int], Batch],
         after_step: Callable[[], None],
         foretelling: Foretelling | None = None,
+        on_loss: Callable[[float], None] = lambda loss: None,
     ) -> None:
         self._pipeline, self._chain, self._share = pipeline, chain, share
+        self._steps_before, self._on_loss = 0, on_loss
         self._weights, self._fetch, self._after_step = weights, fetch, after_step
         self._foretelling = foretelling
         self._foretold: dict[int, RngState] = {}
@@ -118,6 +121,13 @@ class StageCompute:
             Op.STEP: self._step,
             Op.SYNC: self._sync,
         }
+
+    def begin(self, pipeline: Pipeline, steps_before: int) -> None:
+        """Go on with another program, after so many steps; the one before is through."""
+        assert not self._flights
+        self._pipeline, self._steps_before = pipeline, steps_before
+        self._rng, self._newest = None, None
+        self._foretold.clear()
 
     def run(self, action: Action) -> None:
         """Compute one action."""
@@ -367,11 +377,13 @@ class StageCompute:
         found = self._losses.pop(group)
         mean = functools.reduce(operator.add, found, 0.0) / len(found)  # sum() compensates
         if not (math.isfinite(mean) or self._chain.recipe.on_nonfinite == "ignore"):
+            step = self._steps_before + group - self._pipeline.begun + 1
             raise TrialError(
-                f"the loss of step {group + 1} is {mean}. Lower the learning rate or clip the "
+                f"the loss of step {step} is {mean}. Lower the learning rate or clip the "
                 "gradients, or train on with Recipe(on_nonfinite='ignore')."
             )
         self.losses.append(mean)
+        self._on_loss(mean)
 
     # -- steps ----------------------------------------------------------------------------
 

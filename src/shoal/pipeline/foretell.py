@@ -18,6 +18,7 @@ draws from Python's or NumPy's streams), stage 0 waits for the real state instea
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,10 +96,17 @@ class Foretelling:
     Args:
         chain: The model's; its later parameters may be gone: what they compute is not looked at.
         stop: The layer at which the second stage begins.
+        whole: Has all of the model's weights there, of whatever values, while others' draws are
+            recorded.
     """
 
-    def __init__(self, chain: Chain, stop: int) -> None:
-        self._chain, self._stop = chain, stop
+    def __init__(
+        self,
+        chain: Chain,
+        stop: int,
+        whole: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._chain, self._stop, self._whole = chain, stop, whole
         self._known: dict[Form, list[_Draw]] = {}
 
     def works(self, batch: Batch) -> bool:
@@ -127,7 +135,7 @@ class Foretelling:
         form = _form_of(batch)
         if form not in self._known:
             recorder = _Recorder()
-            with preserved(self._chain.model, self._chain.device):
+            with self._whole(), preserved(self._chain.model, self._chain.device):
                 micro, wires = self._first_stage(batch)
                 with recorder:
                     self._others(micro, wires)

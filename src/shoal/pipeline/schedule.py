@@ -60,7 +60,9 @@ class Pipeline:
     hides the time that messages take. ``clip`` has one factor for all gradients. ``ties`` are
     pairs of stages, the owner of a parameter and one that borrows it. ``draws`` says that the
     model draws random numbers, ``foretold`` that stage 0 knows which. Stages in ``whole`` do not
-    cut their backward in two.
+    cut their backward in two. ``begun`` is 1 where "2bw" goes on after a step: version 1 is the
+    newest at the start, with version 0 beside it. ``follows`` says that another program goes on
+    from the end, so that all that is borrowed, and the random state, are where it begins.
 
     Raises:
         SpecError: no such pipeline; says what is too few, with the numbers.
@@ -76,6 +78,8 @@ class Pipeline:
     draws: bool = False
     foretold: bool = False
     whole: tuple[int, ...] = ()
+    begun: int = 0
+    follows: bool = False
     _ends: tuple[int, ...] = field(init=False, default=(), repr=False)
 
     def __post_init__(self) -> None:
@@ -106,8 +110,8 @@ class Pipeline:
         return self._ends[-1]
 
     def group_of(self, micro: int) -> int:
-        """The step that takes a micro-batch's gradients."""
-        return bisect_right(self._ends, micro)
+        """The step that takes a micro-batch's gradients: the version that it starts from."""
+        return self.begun + bisect_right(self._ends, micro)
 
     def version_of(self, micro: int) -> int:
         """The weight version of a micro-batch's forward and backward, at every stage."""
@@ -115,7 +119,7 @@ class Pipeline:
 
     def is_last_of_group(self, micro: int) -> bool:
         """Is it the last micro-batch of its step?"""
-        return micro + 1 == self._ends[self.group_of(micro)]
+        return micro + 1 == self._ends[self.group_of(micro) - self.begun]
 
     def ahead(self, stage: int) -> int:
         """Forwards that a stage runs before its first backward, not counting that one's."""
@@ -195,8 +199,10 @@ class _Stage:
         self._is_last = stage == pipeline.stages - 1
         self._lenders = sorted({a for a, b in pipeline.ties if b == stage})
         self._borrowers = sorted({b for a, b in pipeline.ties if a == stage})
-        self._newest_used = pipeline.version_of(pipeline.num_micros - 1)
-        self._known = 0  # the version of what is borrowed
+        self._end = pipeline.begun + len(pipeline.groups)  # the newest version then
+        last_used = pipeline.version_of(pipeline.num_micros - 1)
+        self._newest_used = self._end if pipeline.follows else last_used
+        self._known = pipeline.begun  # the version of what is borrowed
         self._late: list[int] = []  # steps that wait for the factor
 
     def actions(self) -> Iterator[Action]:
@@ -207,7 +213,11 @@ class _Stage:
             yield from self._after(op, micro)
             if op in (Op.B, Op.W) and self._pipeline.is_last_of_group(micro):
                 yield from self._end_of_group(self._pipeline.group_of(micro))
-        yield from self._late_steps(len(self._pipeline.groups))
+        yield from self._late_steps(self._end)
+        if self._pipeline.follows:
+            yield from self._borrow(self._end)
+            if not self._pipeline.foretold:
+                yield from self._rng_of(self._pipeline.num_micros - 1, True)
 
     def _unit(self, op: Op, micro: int) -> Action:
         keeps = not (self._pipeline.recompute or self._is_last or op is Op.W)
@@ -218,10 +228,7 @@ class _Stage:
         """What has to be here: weights, the random state, the boundary or the gradients."""
         version, stage = self._pipeline.version_of(micro), self._stage
         yield from self._late_steps(version)
-        if version > self._known:
-            self._known = version
-            for lender in self._lenders:
-                yield Action(Op.RECV, stage, None, version, (Part.PARAM,), peer=lender)
+        yield from self._borrow(version)
         is_first_unit = op is Op.F or self._is_last
         yield from self._rng_of(micro - 1 if op is Op.F else micro, is_first_unit)
         if is_first_unit and stage:
@@ -237,7 +244,14 @@ class _Stage:
             yield Action(Op.RECV, last, micro, version, (Part.RNG,), peer=last)
 
     def _goes_on(self, micro: int) -> bool:
-        return micro + 1 < self._pipeline.num_micros
+        return self._pipeline.follows or micro + 1 < self._pipeline.num_micros
+
+    def _borrow(self, newest: int) -> Iterator[Action]:
+        """Versions of borrowed parameters that are not here yet."""
+        while self._known < newest:
+            self._known += 1
+            for lender in self._lenders:
+                yield Action(Op.RECV, self._stage, None, self._known, (Part.PARAM,), peer=lender)
 
     def _after(self, op: Op, micro: int) -> Iterator[Action]:
         version, stage = self._pipeline.version_of(micro), self._stage

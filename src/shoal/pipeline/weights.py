@@ -39,6 +39,8 @@ class Weights:
         borrowed: Names that it reads, and another stage steps.
         versions: How many are kept: 1 or 2.
         predict: Compute with a guess of the next version; with two versions only.
+        places: Where versions of the stepped parameters lie beside the parameters themselves, if
+            it matters: one place with two versions, and one more with ``predict``.
     """
 
     def __init__(
@@ -50,16 +52,66 @@ class Weights:
         *,
         versions: int = 1,
         predict: bool = False,
+        places: Sequence[Mapping[str, Tensor]] = (),
     ) -> None:
         self._params, self._owned = params, list(owned)
         self._subsets = Subsets(optimizer, params, [owned])
+        self._home = {name: params[name].data for name in self._subsets.stepped[0]}
         here = {name: params[name].data for name in [*owned, *borrowed]}
+        self._masters = self._home if predict else {}
         self._banks = [here]
-        self._banks += [_copies(here) for _ in range(versions - 1)]
-        stepped = {name: here[name] for name in self._subsets.stepped[0]}
-        self._masters = _copies(stepped) if predict else {}
-        self._bound = 0
+        if versions > 1:
+            count = versions if predict else 1
+            own = places or [_copies(self._home) for _ in range(count)]
+            lent = {name: here[name] for name in borrowed}
+            beside = [{**here, **own[i], **_copies(lent)} for i in range(count)]
+            self._banks = beside if predict else [here, *beside]
+        self._newest_at_rest = self._banks[1] if predict else here
+        self._bound = -1
         self._summed: dict[int, Grads] = {}
+
+    def fill(self) -> None:
+        """Have all versions be what the parameters are: before the first step."""
+        for bank in self._banks:
+            for name, tensor in self._home.items():
+                if bank[name] is not tensor:
+                    bank[name].copy_(tensor)
+
+    def resume(self, borrowed: Sequence[Mapping[str, Tensor]] = ()) -> None:
+        """Call the newest version 1, and the older one 0, as ``rest`` left them.
+
+        ``borrowed`` are the versions of what is borrowed, the older one first.
+        """
+        self._order()
+        for version, values in enumerate(borrowed):
+            self.borrow(version, values)
+
+    def turn(self, newest: int) -> None:
+        """Call version ``newest`` 1 from now on, and the one before it 0."""
+        if newest % len(self._banks) != len(self._banks) - 1:
+            self._banks.reverse()
+        self._bound = -1
+
+    def rest(self) -> None:
+        """Bring versions 1 and 0 to where ``resume`` expects them.
+
+        The newest parameters are where they were at first. The older version is in the first
+        place; with predictions the older guess is, and the newer one in the second.
+        """
+        if self._banks[-1] is not self._newest_at_rest:
+            newest, older = self._banks[-1], self._banks[0]
+            for name in self._home:
+                kept = newest[name].clone()
+                newest[name].copy_(older[name])
+                older[name].copy_(kept)
+            self._order()
+        self._point(self._home)
+        self._bound = -1
+
+    def _order(self) -> None:
+        if self._banks[-1] is not self._newest_at_rest:
+            self._banks.reverse()
+        self._bound = -1
 
     def bind(self, version: int) -> None:
         """Have the parameters be of this version."""
@@ -67,6 +119,12 @@ class Weights:
         if bank != self._bound:
             self._point(self._banks[bank])
             self._bound = bank
+
+    def bind_newest(self) -> None:
+        """Have the parameters be the newest there are, as ``turn`` counts; guesses are none."""
+        self._point(self._banks[-1])
+        self._point(self._masters)
+        self._bound = -1
 
     def _point(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():

@@ -12,6 +12,7 @@ from shoal.core.technique import Spilled, Technique, as_they_travel, kept_shards
 from shoal.core.units import Bytes, Seconds, format_bytes
 from shoal.memory.layout import TrialLayout
 from shoal.planner.need import Request, need, place_asked, transfer_of, waiting_bytes
+from shoal.planner.pipeline import Staged
 from shoal.planner.predict import predict_shard, predict_shards
 
 
@@ -47,6 +48,39 @@ def make_job(
             + max(_for_a_step(shard, technique) for shard in shards)
         ),
         step_s=Seconds(max(units + forwards, 1e-6)),
+        micro_batches=request.micro_batches,
+        why=tuple(why),
+        numerics=numerics,
+    )
+
+
+def make_pipeline_job(
+    trial: TrialSpec,
+    measure: JobMeasure,
+    layout: TrialLayout,
+    staged: Staged,
+    request: Request,
+    why: Sequence[str],
+    numerics: Mapping[str, Scalar],
+) -> Job:
+    """The job of one trial whose stages have been measured; its bytes are enough on each device.
+
+    ``micro_batches`` are batches, as of every job; those of a technique may be pieces of them.
+    """
+    bytes_ = staged.need
+    return Job(
+        trial=trial.number,
+        hp=dict(trial.hp),
+        seed=trial.seed,
+        technique=staged.technique,
+        shards=staged.stages,
+        batch_bytes=measure.batch_bytes,
+        buffer_bytes=measure.buffer_bytes,
+        held_bytes=bytes_.held,
+        unit_bytes=bytes_.unit,
+        peak_bytes=bytes_.peak,
+        host_bytes=Bytes(layout.num_bytes + measure.loader_bytes),
+        step_s=staged.step_s,
         micro_batches=request.micro_batches,
         why=tuple(why),
         numerics=numerics,

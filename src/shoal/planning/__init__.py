@@ -6,12 +6,14 @@ of each is measured, on whichever worker is free, and speaks for the others.
     planner.py    Planner: trials in, a plan out
     asking.py     who is asked what, whose answer it is, and whom a worker's death is blamed on
     deciding.py   what is measured of one trial until its technique is settled, and why
+    pipelining.py  the same of one over several devices: its stages
     fusing.py     which trials share an array, and how wide it is
     planned.py    what comes of it
 """
 
 from shoal.planning.asking import MAX_DEATHS, Abandoned, Receive
 from shoal.planning.fusing import ALONE, Fusing, Wish, array_place, recorded_width
+from shoal.planning.pipelining import early, technique_on_record
 from shoal.planning.planned import Planned, with_seconds
 from shoal.planning.planner import Planner
 
@@ -25,6 +27,8 @@ __all__ = [
     "Receive",
     "Wish",
     "array_place",
+    "early",
     "recorded_width",
+    "technique_on_record",
     "with_seconds",
 ]

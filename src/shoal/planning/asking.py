@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from shoal.core.errors import ShoalError, WorkerError
 from shoal.core.spec import ArrayMeasure, TrialSpec
 from shoal.planner.growth import grown
-from shoal.planning.deciding import Question
+from shoal.planning.pipelining import Question
 from shoal.planning.planned import Settled
 from shoal.runtime.messages import (
     Describe,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from shoal.core.errors import PlanError
 from shoal.core.plan import Job
-from shoal.core.spec import DeviceSpec, Place, Scalar, TrialSpec
+from shoal.core.spec import DeviceSpec, JobMeasure, Place, Scalar, TrialSpec
 from shoal.core.technique import (
+    Pipelined,
     Resident,
     Spilled,
     Technique,
@@ -23,22 +24,22 @@ from shoal.core.technique import (
 from shoal.core.units import Bytes, Seconds, format_bytes, format_seconds
 from shoal.memory.layout import as_it_travels, head_sizes, lenders
 from shoal.planner.choose import choices, may_go_by_shard
-from shoal.planner.job import make_job, refuse
+from shoal.planner.job import make_job, make_pipeline_job, refuse
 from shoal.planner.keep import keep_best
 from shoal.planner.need import Need, Request, fits, need, waiting_bytes
-from shoal.planner.price import price
+from shoal.planner.pipeline import Alternative
+from shoal.planner.price import Price, price
+from shoal.planning.pipelining import Pipelining, Question
+from shoal.planning.pipelining import numerics as pipeline_numerics
 from shoal.planning.planned import Settled
 from shoal.planning.sharing import share
 from shoal.planning.speeds import corrected, speeds_of
 from shoal.recipe import Recipe
-from shoal.runtime.messages import Measure, Measured, MeasureShards, Order
+from shoal.runtime.messages import Measure, Measured, MeasureShards
 from shoal.spill.generate import route_of
 
 MOST_ACTIVE = 3
 """Trials that share a device at most: more would leave each too little of it."""
-
-Question = Generator[Order, Measured, Settled]
-"""Orders to measure, one after the other; it is sent the answer to each, and returns the end."""
 
 
 class Deciding:
@@ -47,8 +48,9 @@ class Deciding:
     Args:
         technique: Forced, or None to choose.
         place: Where the trials that go on stepped, if that is part of their bits.
-        by_epochs: Trials end after as many epochs, not steps.
+        steps: Of a trial; None where it ends after epochs.
         varies: There were batches larger than those that are measured.
+        idle: Devices beside these, which no trial would have.
     """
 
     def __init__(
@@ -58,10 +60,11 @@ class Deciding:
         technique: Technique | None,
         place: Place | None,
         *,
-        by_epochs: bool = False,
+        steps: int | None = None,
         varies: bool = False,
+        idle: Sequence[DeviceSpec] = (),
     ) -> None:
-        self._device, self._recipe, self._by_epochs = devices[0], recipe, by_epochs
+        self._device, self._recipe, self._by_epochs = devices[0], recipe, steps is None
         self._budget = Bytes(min(device.memory for device in devices))
         self._speeds = speeds_of(self._device)
         self._request = Request(
@@ -75,6 +78,7 @@ class Deciding:
             # less memory, must not change that.
             mixes=self._device.kind == "virtual",
         )
+        self._pipelining = Pipelining(devices, recipe, self._request, steps=steps, idle=idle)
 
     @property
     def _narrow(self) -> bool:
@@ -84,15 +88,17 @@ class Deciding:
             return forced.transfer == "bf16"
         return self._recipe.precision == "bf16" and self._request.place != "device"
 
-    def settle(self, trial: TrialSpec, crowd: bool) -> Question:
+    def settle(self, trial: TrialSpec, crowd: bool, trials: int = 1) -> Question:
         """Order measures until the technique of one trial is decided.
 
-        ``crowd``: there are more trials than devices.
+        ``crowd``: there are more trials than devices; ``trials``: how many there are.
 
         Raises:
             PlanError: it fits in no way, or what was forced cannot be done.
         """
         forced = self._request.technique
+        if isinstance(forced, Pipelined):
+            return (yield from self._pipelining.settle(trial, forced, trials, self._speeds))
         measured = yield Measure(trial, cut=isinstance(forced, Spilled), narrow=self._narrow)
         if not isinstance(forced, Spilled):
             whole = self._resident(measured)
@@ -109,7 +115,12 @@ class Deciding:
         whole = self._resident(measured)
         if not measured.measure.cuttable:
             return self._settle_uncut(trial, measured, whole)
-        return (yield from self._settle_spilled(trial, measured, whole, crowd))
+        settled = yield from self._settle_spilled(trial, measured, whole, crowd)
+        if forced is not None:
+            return settled
+        other = Alternative(name="spilled", step_s=self._price(settled).step_s)
+        args = (trial, measured, settled, other, trials, self._speeds)
+        return (yield from self._pipelining.instead(*args))
 
     def _settle_uncut(self, trial: TrialSpec, measured: Measured, whole: Need) -> Settled:
         """A model in one piece: it trains resident if it fits."""
@@ -247,20 +258,21 @@ class Deciding:
             )
         if self._request.micro_batches > 1:
             reasons.append(self._why_order(exact, technique))
-        found_price = price(
-            exact.measure.shards,
-            exact.measure.batch_bytes,
-            technique,
-            self._request,
-            self._speeds,
-            active,
-        )
+        found_price = self._price_of(exact.measure, technique, active)
         company = f"{active} such trials on a device" if active > 1 else "one trial on a device"
         reasons.append(
             f"with {company} a step of one takes {format_seconds(found_price.step_s)} of it and "
             f"it computes {found_price.busy:.0%} of the time, replayed with {self._speeds.source}"
         )
         return reasons
+
+    def _price(self, settled: Settled) -> Price:
+        assert isinstance(settled.technique, Spilled)
+        return self._price_of(settled.measure, settled.technique, settled.active)
+
+    def _price_of(self, measure: JobMeasure, technique: Spilled, active: int) -> Price:
+        args = (measure.shards, measure.batch_bytes, technique, self._request, self._speeds)
+        return price(*args, active)
 
     def _why_narrow(self, exact: Measured, technique: Spilled) -> str:
         shards = exact.measure.shards
@@ -324,8 +336,13 @@ class Deciding:
         """How many trials share a device: as many as is best for one kind, and as any fit."""
         all_ = list(settled)
         most = max((s.active for s in all_ if isinstance(s.technique, Spilled)), default=1)
+        if any(one.staged for one in all_):
+            most = MOST_ACTIVE  # one pipeline's stages compute while another's wait
         needs = [
-            need(s.measure, s.measure.shards, s.technique, self._request, s.layout) for s in all_
+            s.staged.need
+            if s.staged
+            else need(s.measure, s.measure.shards, s.technique, self._request, s.layout)
+            for s in all_
         ]
         fitting = (n for n in range(most, 1, -1) if fits(needs, self._budget, n))
         return next(fitting, 1)
@@ -375,6 +392,16 @@ class Deciding:
 
     def job(self, trial: TrialSpec, settled: Settled) -> Job:
         """The job of a trial of a signature that is settled."""
+        if settled.staged is not None:
+            return make_pipeline_job(
+                trial,
+                settled.measure,
+                settled.layout,
+                settled.staged,
+                self._request,
+                settled.why,
+                self._numerics(settled),
+            )
         return make_job(
             trial,
             settled.measure,
@@ -403,6 +430,7 @@ class Deciding:
             "matmul": torch.get_float32_matmul_precision(),
             "accumulate": self._recipe.accumulate,
             "cut": "bitwise in the pilot" if settled.measure.bitwise else "none",
+            **pipeline_numerics(technique, self._recipe.accumulate),
         }
 
 

@@ -11,6 +11,7 @@ from shoal.core.technique import Technique
 from shoal.core.units import Seconds
 from shoal.memory.layout import TrialLayout
 from shoal.planner.need import Need
+from shoal.planner.pipeline import Staged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,7 @@ class Settled:
     why: tuple[str, ...]
     active: int  # trials that share a device then
     whole: Need | None = None  # resident
+    staged: Staged | None = None  # of a pipeline
 
 
 def with_seconds(plan: Plan, seconds: float) -> Plan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from shoal.core.plan import Plan
@@ -25,8 +25,10 @@ class Planner:
         technique: Forced, or None to choose.
         place: Where trials that go on stepped before; they step there again.
         growth: Batches take so many times what the first one takes.
-        by_epochs: Trials end after as many epochs, not steps.
+        steps: Of a trial; None where it ends after epochs.
         fusing: Which trials train as arrays; None: none.
+        idle: Devices beside these, which no trial of the first plan would have: a trial may be
+            a pipeline over them, if nothing else is asked for. Then they are the plan's too.
     """
 
     def __init__(
@@ -39,14 +41,16 @@ class Planner:
         place: Place | None = None,
         growth: float = 1.0,
         *,
-        by_epochs: bool = False,
+        steps: int | None = None,
         fusing: Fusing | None = None,
+        idle: Sequence[DeviceSpec] = (),
     ) -> None:
         self._name, self._pool, self._devices, self._recipe = name, pool, tuple(devices), recipe
         self._deciding = Deciding(
-            devices, recipe, technique, place, by_epochs=by_epochs, varies=growth != 1.0
+            devices, recipe, technique, place, steps=steps, varies=growth != 1.0, idle=idle
         )
-        self._growth = growth
+        self._idle, self._others = tuple(idle), 0
+        self._growth, self._steps = growth, steps
         self._fusing = fusing or Fusing(0, devices, {})
         self._asking: Asking | None = None  # while it plans
 
@@ -56,7 +60,7 @@ class Planner:
         ``growth``: batches take so many times what the first one takes.
         """
         args = (self._name, self._pool, self._devices, self._recipe)
-        return Planner(*args, technique, growth=growth)
+        return Planner(*args, technique, growth=growth, steps=self._steps)
 
     @property
     def asked(self) -> Mapping[Worker, Order]:
@@ -87,14 +91,18 @@ class Planner:
             if trial.number in signatures:
                 alike.setdefault(signatures[trial.number], []).append(trial)
         crowd = len(signatures) > len(self._devices)
-        settled = asking.settle(alike, lambda trial: decide.settle(trial, crowd))
-        active = decide.active(settled.values()) if crowd else 1
+        count = len(signatures) + self._others
+        settled = asking.settle(alike, lambda trial: decide.settle(trial, crowd, count))
+        gang = max((len(f.staged.stages) for f in settled.values() if f.staged), default=1)
+        share = crowd or len(signatures) * gang > len(self._devices)
+        active = decide.active(settled.values()) if share else 1
         if active == 1:  # what was settled for several at a time may do better alone
             again = {s: alike[s] for s, found in settled.items() if found.active > 1}
-            settled |= asking.settle(again, lambda trial: decide.settle(trial, False))
-        elif len(settled) > 1:
+            settled |= asking.settle(again, lambda trial: decide.settle(trial, False, count))
+        elif len(settled) > 1 and gang == 1:
             present = [signatures[t.number] for t in trials if signatures.get(t.number) in settled]
             settled, active = decide.mix(settled, present[:: len(self._devices)], active)
+        self._take_idle(settled.values())
         able = [trial for trial in trials if trial.number not in asking.failures]
         found = [(trial, settled[signatures[trial.number]]) for trial in able]
         planned = self._collect(found, active, asking.failures)
@@ -103,6 +111,15 @@ class Planner:
         jobs = self._fusing.places(planned.plan.jobs, able, described.arrays, asking)
         notes = self._fusing.notes(able, described.arrays)
         return replace(planned, plan=replace(planned.plan, jobs=jobs, notes=notes))
+
+    def _take_idle(self, settled: Iterable[Settled]) -> None:
+        """The devices that would idle are the plan's where a pipeline is over them, or nobody's.
+
+        Later plans are of trials beside others, for which none idles.
+        """
+        if any(one.staged is not None for one in settled):
+            self._devices = (*self._devices, *self._idle)
+        self._idle, self._others = (), len(self._devices)
 
     def _collect(
         self,

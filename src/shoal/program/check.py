@@ -31,6 +31,7 @@ def check(
     end: Kept | tuple[Kept, ...] = NOTHING,
     versions: int = 1,
     groups: tuple[int, ...] = (),
+    begun: int = 0,
 ) -> Footprint:
     """Prove that the program is sound; what the device that needs most of it needs.
 
@@ -38,12 +39,15 @@ def check(
     every trial that a device's list names): those of a resident model, and of kept shards.
     A tuple has one for each device.
     ``versions`` is how many of the newest weight versions the runtime keeps. ``groups`` is how
-    many micro-batches each step takes, see [Note: several steps]; () for one step.
+    many micro-batches each step takes, see [Note: several steps]; () for one step. ``begun`` is
+    the newest version at the start.
 
     Raises:
         ProgramError: a rule is broken; shows the action, the rule and the way out.
     """
-    devices = check_devices(program, costs, start=start, end=end, versions=versions, groups=groups)
+    devices = check_devices(
+        program, costs, start=start, end=end, versions=versions, groups=groups, begun=begun
+    )
     return max(devices, key=lambda device: device.peak_bytes)
 
 
@@ -55,10 +59,11 @@ def check_devices(
     end: Kept | tuple[Kept, ...] = NOTHING,
     versions: int = 1,
     groups: tuple[int, ...] = (),
+    begun: int = 0,
 ) -> tuple[Footprint, ...]:
     """As ``check``, with the footprint of every device."""
     starts, ends = (_per_device(program, kept) for kept in (start, end))
-    world = World.of(program, costs, starts, versions, groups)
+    world = World.of(program, costs, starts, versions, (0,) * begun + groups, begun)
     _walk(program, world)
     _expect_tidy_end(program, world, ends)
     return tuple(

@@ -202,9 +202,10 @@ class _Memory:
         self._take_gradient(action)
 
     def _backward_of_inputs(self, action: Action) -> None:
-        """What the forward saved stays, also that of a forward that was run again."""
+        """What the forward saved stays, also that of a forward that was run again, and more."""
         shard = self.costs[action.trial].shards[action.shard]
-        self._take(("saved", *_of(action, action.shard)), shard.saved_bytes or Bytes(0))
+        kept = shard.saved_bytes if shard.half_bytes is None else shard.half_bytes
+        self._take(("saved", *_of(action, action.shard)), kept or Bytes(0))
         self._hand_back(action)
 
     def _hand_back(self, action: Action) -> None:

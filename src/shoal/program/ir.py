@@ -52,7 +52,8 @@ B may be cut in two: ``I s1 m0`` hands on the gradients of its boundary as B doe
 A program of several steps has ``groups``, how many micro-batches each takes; micro-batches
 count on from step to step. STEP v5 starts from version 5 and takes the gradients of group 5,
 also where some of group 6 are there already. With one version kept, group t runs with version
-t; with two, with the one before the newest there may be: max(t - 1, 0).
+t; with two, with the one before the newest there may be: max(t - 1, 0). A program that goes on
+where another one ended may have ``begun`` with a newer version than 0.
 """
 
 from __future__ import annotations

@@ -69,6 +69,7 @@ class World:
     has_sync: set[int]  # trials
     backwards_left: Counter[tuple[int, int, int]]  # (trial, shard, group)
     ends: tuple[int, ...] = ()  # of the groups, in micro-batches; () if versions say it all
+    begun: int = 0  # the newest version at the start
     copies: dict[tuple[int, int, int], Copy] = field(default_factory=dict)  # device, trial, shard
     homes: dict[tuple[int, int], Home] = field(default_factory=dict)  # trial, shard
     syncs: Counter[int] = field(default_factory=Counter)
@@ -92,7 +93,9 @@ class World:
         starts: tuple[Kept, ...],
         versions: int,
         groups: tuple[int, ...] = (),
+        begun: int = 0,
     ) -> World:
+        """``begun`` steps were before the program; their groups are empty."""
         world = cls(
             costs,
             versions,
@@ -101,7 +104,9 @@ class World:
             {action.trial for action in program if action.op is Op.SYNC},
             Counter(),
             tuple(accumulate(groups)),
+            begun,
         )
+        world.syncs.update(dict.fromkeys(world.has_sync, begun))
         world.backwards_left.update(
             (a.trial, a.shard, world.group_of(a)) for a in program if a.op in SUMMING
         )
@@ -132,7 +137,7 @@ class World:
         return self.copies.setdefault((device, action.trial, action.shard), Copy())
 
     def home(self, trial: int, shard: int) -> Home:
-        return self.homes.setdefault((trial, shard), Home())
+        return self.homes.setdefault((trial, shard), Home(version=self.begun))
 
     def is_last(self, action: Action) -> bool:
         return action.shard == len(self.costs[action.trial].shards) - 1

@@ -228,7 +228,7 @@ class Binding:
         finally:
             for name in placed.params:
                 self.params[name].grad = None
-        self._keep_state(shard, placed)
+        self.keep_state(shard, placed)
 
     def step_on_host(
         self, shard: int, host: Placed, grads: Mapping[str, Tensor], number: int = 0
@@ -255,9 +255,10 @@ class Binding:
         finally:
             for name in names:
                 self.params[name].grad = None
-        self._keep_state(shard, placed)
+        self.keep_state(shard, placed)
 
-    def _keep_state(self, shard: int, placed: Placed) -> None:
+    def keep_state(self, shard: int, placed: Placed) -> None:
+        """Copy state that a step made or replaced to its place."""
         if self._is_settled(shard, placed):
             return
         names = self._stepped[shard]
@@ -289,6 +290,10 @@ class Binding:
         """
         with self._rounding.stepping(self._stepped[shard], number):
             self._subsets.step(shard)
+
+    def stepped(self, shard: int) -> Sequence[str]:
+        """The parameters of a shard that the optimizer steps."""
+        return self._stepped[shard]
 
     def kept_beside(self) -> str:
         """The name of something that a step has left on a part, which is lost with the part."""
@@ -353,7 +358,17 @@ class Binding:
         Stored tensors are bound at each step. Scalars go to ``places``, where the steps
         run, for the kernels that want them there.
         """
-        self.stateful = {name: set(keys) for name, keys in stored.items()}
+        self.stateful = {}
+        self.take_over(scalars, stored, places)
+
+    def take_over(
+        self,
+        scalars: Mapping[str, Mapping[str, Any]],
+        stored: Mapping[str, Sequence[str]],
+        places: Mapping[str, torch.device],
+    ) -> None:
+        """As ``restore``, of some parameters; the state of the others stays."""
+        self.stateful |= {name: set(keys) for name, keys in stored.items()}
         there = any(g.get("fused") or g.get("capturable") for g in self.optimizer.param_groups)
         for name, values in scalars.items():
             state = self.optimizer.state[self.params[name]]

@@ -9,6 +9,7 @@ import struct
 import threading
 from typing import Any
 
+_MOST_SENT = 253  # that Linux sends at a time
 _HEADER = struct.Struct("!QI")  # bytes of the message, descriptors beside it
 
 
@@ -60,7 +61,7 @@ class Channel:
 
     def _read_header(self) -> tuple[bytes, list[int]]:
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._socket, _HEADER.size, 8)
+            data, descriptors, _, _ = socket.recv_fds(self._socket, _HEADER.size, _MOST_SENT)
         except OSError as error:
             raise EOFError(str(error)) from error
         if not data:

@@ -22,12 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import StorageError
+from shoal.core.plan import Job
+from shoal.core.technique import Pipelined
 from shoal.data import Position
 from shoal.memory.layout import TrialLayout
 from shoal.memory.store import Region, state_views, views
 from shoal.recipe import Recipe
 from shoal.runtime.messages import Grant, Progress, Settings
 from shoal.runtime.packing import Packer, unpack
+from shoal.runtime.pipelined import PipelineSession
 from shoal.runtime.session import Session
 from shoal.runtime.tensorfile import read_into, read_tensors, row
 from shoal.storage.files import sync_directory
@@ -290,13 +293,19 @@ def take_up(
         progress = restore(grant.restore, grant.layout, region)
     session = parked
     if session is None or progress is None or session.step != progress.step:
-        session = Session(recipe, grant.job, settings, device)
+        session = new_session(recipe, grant.job, settings, device)
     session.place(grant.layout, region, fresh=progress is None)
     if progress is None:
         check_rules(session)
     else:
         session.resume(progress, warm=grant.warm)
     return session
+
+
+def new_session(recipe: Recipe, job: Job, settings: Settings, device: torch.device) -> Session:
+    """A trial built from its seed, as its technique wants it."""
+    kind = PipelineSession if isinstance(job.technique, Pipelined) else Session
+    return kind(recipe, job, settings, device)
 
 
 def check_rules(session: Session) -> None:

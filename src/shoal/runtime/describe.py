@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -86,6 +86,23 @@ def first_batch(train: Any) -> Batch:
             "yields at least one batch each time it is read."
         )
     return batch
+
+
+def rows_of(batch: Batch) -> int | None:
+    """How many rows all tensors of a batch have; None where they differ, or there are none."""
+    rows = set(_rows_in(batch))
+    return rows.pop() if len(rows) == 1 else None
+
+
+def _rows_in(value: Any) -> Iterator[int | None]:
+    if isinstance(value, Tensor):
+        yield value.shape[0] if value.ndim else None
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _rows_in(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _rows_in(item)
 
 
 def _all_params(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

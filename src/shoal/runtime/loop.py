@@ -8,7 +8,6 @@ can start. One thread; it is the device's compute thread.
 from __future__ import annotations
 
 import functools
-import os
 import pickle
 import queue
 import time
@@ -26,8 +25,8 @@ from shoal.memory.store import Region
 from shoal.recipe import Recipe
 from shoal.rng import capture_rng, restore_rng
 from shoal.runtime import checkpoint
-from shoal.runtime.arraydesk import ArrayDesk
 from shoal.runtime.arrays import ArraySeat
+from shoal.runtime.desks import open_desks
 from shoal.runtime.interpret import Seat, is_sampled
 from shoal.runtime.measure import Measurer
 from shoal.runtime.messages import (
@@ -49,7 +48,7 @@ from shoal.runtime.output import TrialOutput
 from shoal.runtime.reports import Reports
 from shoal.runtime.saver import Saver
 from shoal.runtime.session import Session, Task
-from shoal.runtime.stay import Stay, here
+from shoal.runtime.stay import Arrival, Lobby, Stay, here
 from shoal.runtime.word import Word
 from shoal.scheduler.interleave import Interleaver
 from shoal.scheduler.policy import LongestLeftFirst
@@ -100,7 +99,7 @@ class DeviceLoop:
         )
         self._settings, self._orders, self._measurer = settings, orders, measurer
         measurer.note = self._word.note
-        self._pending: list[tuple[Grant, Region]] = []  # there is no room for them yet
+        self._lobby = Lobby()
         self._ledger = Ledger(device.spec.name, device.spec.memory)
         self._stays: dict[int, Stay] = {}
         self._parked: dict[int, Session] = {}
@@ -108,15 +107,16 @@ class DeviceLoop:
         self._unit_bytes = 0
         self._units_done = 0
         self._running = True
-        self._desk = ArrayDesk(
+        self._desk = open_desks(
             recipe,
             device,
             self._ledger,
             self._reports,
             self._saver,
+            settings,
             record=self._record,
             fail=self._fail,
-            room=self._array_came_or_went,
+            room=self._came_or_went,
             handed_over=self._handed_over,
         )
 
@@ -148,7 +148,7 @@ class DeviceLoop:
     def _obey(self, order: Order, descriptors: tuple[int, ...]) -> None:
         match order:
             case Grant():
-                self._admit(order, descriptors[0])
+                self._admit(order, *descriptors)
             case Extend():
                 self._extend(order.trial, order.until)
             case Park():
@@ -166,16 +166,13 @@ class DeviceLoop:
     def _extend(self, trial: int, until: int | None) -> None:
         if (session := self._session_of(trial)) is not None:
             session.until = until
-        self._pending = [
-            (replace(grant, until=until) if grant.job.trial == trial else grant, region)
-            for grant, region in self._pending
-        ]
+        self._lobby.extend(trial, until)
 
     def _park(self, trial: int) -> None:
         """End a lease at the next step boundary, or give it back before it began."""
         if (session := self._session_of(trial)) is not None:
             session.until = 0
-        elif self._withdraw(trial):
+        elif self._lobby.withdraw(trial):
             self._reports.reply(Returned(trial))
 
     def _session_of(self, trial: int) -> Session | None:
@@ -183,14 +180,6 @@ class DeviceLoop:
         if trial in self._stays:
             return self._stays[trial].seat.session
         return self._desk.session(trial)
-
-    def _withdraw(self, trial: int) -> bool:
-        """Drop a Grant that waits for room."""
-        waiting = [entry for entry in self._pending if entry[0].job.trial == trial]
-        self._pending = [entry for entry in self._pending if entry not in waiting]
-        for _, region in waiting:
-            region.unpin()
-        return bool(waiting)
 
     def _save_parked(self, trial: int) -> None:
         """Write a generation of a trial that is parked here; its region is current."""
@@ -212,23 +201,21 @@ class DeviceLoop:
     def _forget(self, trial: int) -> None:
         """The trial goes on elsewhere, or nowhere."""
         self._dismiss(trial)
-        self._withdraw(trial)
+        self._lobby.withdraw(trial)
         self._saver.forget(trial)
         parked = self._parked.pop(trial, None)
         if parked is not None:
             parked.close()
 
-    def _admit(self, grant: Grant, descriptor: int) -> None:
+    def _admit(self, grant: Grant, descriptor: int, *sockets: int) -> None:
         """Take up a lease, or keep it until those that are here leave room for it."""
         self._measurer.forget()
         try:
-            region = Region(descriptor, grant.layout.num_bytes, pin=self._pins)
+            pin = self._device.spec.kind == "cuda"
+            self._lobby.add(Arrival.of(grant, descriptor, sockets, pin=pin))
         except Exception as error:
             self._fail(grant.job.trial, error)
             return
-        finally:
-            os.close(descriptor)  # the mapping stays
-        self._pending.append((grant, region))
         self._admit_pending()
 
     def _admit_pending(self) -> None:
@@ -236,14 +223,16 @@ class DeviceLoop:
 
         Who fails there leaves room for others, so the search begins anew after each.
         """
-        while (entry := next(filter(self._fits, self._pending), None)) is not None:
-            self._pending.remove(entry)
-            enter = self._enter_device if entry[0].job.array is None else self._enter_array
-            enter(*entry)
+        while (entry := self._lobby.next(self._fits)) is not None:
+            job = entry.grant.job
+            if job.array is not None or job.gang > 1:
+                self._enter_desk(entry)
+            else:
+                self._enter_device(entry.grant, entry.region)
 
-    def _fits(self, entry: tuple[Grant, Region]) -> bool:
-        job = entry[0].job
-        if job.array is not None and self._desk.has(job.array.group):
+    def _fits(self, entry: Arrival) -> bool:
+        job = entry.grant.job
+        if job.array is not None and self._desk.arrays.has(job.array.group):
             return True
         largest = max(job.unit_bytes, self._unit_bytes)
         needed = job.held_bytes + largest - self._unit_bytes
@@ -278,10 +267,6 @@ class DeviceLoop:
         if trial in self._stays and any(stays):
             self._begin(stay, Task(generate.arrival(*stays), "arrival"))
 
-    @property
-    def _pins(self) -> bool:
-        return self._device.spec.kind == "cuda"
-
     def _session(self, grant: Grant, region: Region) -> Session:
         parked, where = self._parked.pop(grant.job.trial, None), self._device.torch_device
         return checkpoint.take_up(self._recipe, grant, region, self._settings, where, parked)
@@ -298,18 +283,24 @@ class DeviceLoop:
             record=self._reports.issue,
         )
 
-    def _enter_array(self, grant: Grant, region: Region) -> None:
+    def _enter_desk(self, entry: Arrival) -> None:
+        grant, region = entry.grant, entry.region
+        trial = grant.job.trial
         self._leave_streams()
         try:
-            self._record(grant.job.trial)
-            self._desk.admit(grant, self._session(grant, region))
+            self._record(trial)
+            if grant.job.array is not None:
+                self._desk.arrays.admit(grant, self._session(grant, region))
+            else:
+                parked = self._parked.pop(trial, None)
+                self._desk.stages.admit(grant, region, entry.links, parked)
         except (Exception, SystemExit) as error:
-            region.unpin()
-            self._fail(grant.job.trial, error)
+            entry.give_up()
+            self._fail(trial, error)
         finally:
             self._record(None)
 
-    def _array_came_or_went(self, went: bool) -> None:
+    def _came_or_went(self, went: bool) -> None:
         self._reserve_largest_unit()
         if went:
             self._admit_pending()
@@ -320,11 +311,11 @@ class DeviceLoop:
         self._leave_streams()  # an array puts in place what it needs
         while True:
             self._interleaver.started(number, 0)
-            self._desk.step(array)
+            self._desk.arrays.step(array)
             self._interleaver.step_finished(number)
             self._units_done += 1
             self._count_work()
-            others = self._stays or len(self._desk) > 1 or self._pending
+            others = self._stays or len(self._desk) > 1 or self._lobby
             if others or not self._orders.empty() or array.leaving or not array.active:
                 return
 
@@ -456,12 +447,13 @@ class DeviceLoop:
         self._admit_pending()
         return True
 
-    def _handed_over(self, session: Session, over: LeaseOver) -> None:
-        if over.checkpoint:
+    def _handed_over(self, session: Session, over: LeaseOver | None) -> None:
+        if over is not None and over.checkpoint:
             session.close()
         else:
-            self._parked[over.trial] = session
-        self._reports.reply(over)
+            self._parked[session.job.trial] = session
+        if over is not None:
+            self._reports.reply(over)
 
     def _settle(self, stay: Stay) -> LeaseOver:
         """Bring all of the trial to its region; the generation of one that ended is begun."""
@@ -486,15 +478,19 @@ class DeviceLoop:
             for stay in self._stays.values()
             if stay.seat.waits_for_compute and stay.seat.startable()
         }
-        arrays, ticket = self._desk.candidates, self._interleaver.ticket
-        ready |= {n: self._desk.candidate(array, ticket(n)) for n, array in arrays.items()}
+        at_desk, ticket = self._desk.candidates, self._interleaver.ticket
+        ready |= {number: self._desk.candidate(number, ticket(number)) for number in at_desk}
         if not ready:
             return False
         trial = next(iter(ready))
         if len(ready) > 1:
             trial = self._interleaver.choose(list(ready.values()))
-        if trial in arrays:
-            self._step_array(arrays[trial])
+        if trial in self._desk.arrays.candidates:
+            self._step_array(self._desk.arrays.candidates[trial])
+        elif trial in at_desk:
+            self._leave_streams()  # a stage puts in place what it needs
+            self._desk.stages.step(trial)
+            self._units_done += 1
         else:
             self._guard(trial, self._compute)
         return True
@@ -551,7 +547,8 @@ class DeviceLoop:
         with self._device.progress:
             idle = self._device.version == seen and not self._device.progress.wait(timeout=1.0)
         trials = [*self._stays, *self._desk.trials]
-        if idle and any(map(self._saver.is_writing, trials)):
+        waits = self._desk.stages.waits_for_others
+        if idle and (waits or any(map(self._saver.is_writing, trials))):
             self._saver.waits += 1
 
     # -- reports ------------------------------------------------------------------------

@@ -37,7 +37,13 @@ from shoal.memory.layout import TensorSpec, TrialLayout, lay_out
 from shoal.memory.store import describe
 from shoal.partition.chain import Chain
 from shoal.partition.compiled import compiled_modules, compiles, eagerly
-from shoal.partition.measure import faster_of_two, measure_layers, measure_shards
+from shoal.partition.measure import (
+    faster_of_two,
+    measure_layers,
+    measure_shards,
+    written_and_shared,
+    written_parameters,
+)
 from shoal.partition.narrow import find_narrow
 from shoal.partition.pilot import pilot
 from shoal.partition.track import AllocationTracker
@@ -57,7 +63,7 @@ from shoal.recipe import (
 )
 from shoal.rng import capture_rng, same_rng, seed_all
 from shoal.runtime.binding import Binding, state_specs
-from shoal.runtime.describe import both_signatures, first_batch, signature
+from shoal.runtime.describe import both_signatures, first_batch, rows_of, signature
 from shoal.runtime.messages import (
     Describe,
     Described,
@@ -276,6 +282,8 @@ class Measurer:
             loader_bytes=built.loader_bytes,
             draws=draws,
             compiled=max(len(compiled_modules(model)), compiles(model)),
+            rows=rows_of(built.batch),
+            trained=tuple(n for n, p in model.named_parameters() if p.requires_grad),
         )
 
     def _forward(self, built: _Built) -> None:
@@ -330,7 +338,7 @@ class Measurer:
         if report.chain is None:
             return replace(whole, cuttable=False, notes=(*whole.notes, *report.notes))
         coupled = (
-            _written_and_shared(report.chain)
+            written_and_shared(report.chain)
             or self._draws(built)
             or self._coupling(built, report.chain)
         )
@@ -354,6 +362,7 @@ class Measurer:
             bitwise=report.bitwise,
             notes=(*whole.notes, *report.notes),
             narrow=self._narrow,
+            written=written_parameters(self._chain),
         )
 
     def _chain_here(self) -> Chain:
@@ -461,19 +470,6 @@ class Measurer:
             f"stepping them a shard at a time changes {different[0]!r} and "
             f"{len(different) - 1} others"
         )
-
-
-def _written_and_shared(chain: Chain) -> str:
-    """Whether a forward writes to a parameter that another layer reads; why that is not cut."""
-    written = {n for layer in range(chain.num_layers) for n in chain.written_parameters(layer)}
-    borrowed = {n for layer in range(chain.num_layers) for n in chain.borrowed_by(layer)}
-    both = sorted(written & borrowed)
-    if not both:
-        return ""
-    return (
-        f"a forward writes to {both[0]!r}, as max_norm does, and another layer reads it: its copy "
-        "there could be the one of before"
-    )
 
 
 def _compiled_notes(model: nn.Module) -> tuple[str, ...]:

@@ -125,7 +125,9 @@ class Grant:
     """A lease begins: admit the trial and run it to step ``until``.
 
     The host region's descriptor travels with this order. ``progress`` is None for a
-    trial that has not run; then the worker builds it and fills the region.
+    trial that has not run; then the worker builds it and fills the region. Of a trial in stages
+    every one of its workers gets a grant, with a socket to each of the others, in their order;
+    what follows goes to stage 0 alone.
     """
 
     job: Job
@@ -135,6 +137,7 @@ class Grant:
     restore: str = ""  # a generation to take the state from
     save_in_s: float = 0.0  # when its next generation is due
     warm: bool = False  # the generation is a parent's: keep this trial's own hyperparameters
+    stage: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from shoal.core.event import (
     StepFinished,
     pack_event,
 )
+from shoal.core.plan import Job
 from shoal.core.units import Bytes
 from shoal.device import Device, EmulatedDevice, Ran
 from shoal.runtime.arrays import ArraySeat
@@ -130,6 +131,10 @@ class Reports:
                     predicted_bytes=Bytes(predicted),
                 )
             )
+
+    def stage_peak(self, peak: int, job: Job) -> None:
+        """The most bytes that a trial's stage held in steps that were counted."""
+        self._tell_peak(peak, job.held_bytes + job.unit_bytes)
 
     def array_peak(self, array: ArraySeat) -> None:
         """The most bytes that an array held in a step that was counted."""

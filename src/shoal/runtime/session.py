@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,14 +50,17 @@ class Task:
     """One program to run, and what its actions read and leave behind.
 
     ``micros`` are filled in by the first unit of each micro-batch. ``batches`` holds batches
-    that are fetched already; a training task fetches the others through ``fetch``.
+    that are fetched already; a training task fetches the others through ``fetch``. ``groups`` are
+    the steps of a pipeline's program, by how many micro-batches they take.
     """
 
     program: Program
-    kind: str  # "step", "micro" (a part of one), "evaluation", "arrival" or "departure"
+    kind: str  # "step", "micro" (a part of one), "evaluation", "arrival", "departure", and of a
+    # pipeline "save" and "metrics", which wait for other stages
     micros: dict[int, Micro] = field(default_factory=dict)
     batches: dict[int, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    groups: tuple[int, ...] = ()
 
 
 class Session:
@@ -141,7 +144,7 @@ class Session:
             self._write_initial()
         for parameter in self.model.parameters():
             parameter.grad = None
-        self._evict_everything()
+        self.evict_everything()
         self._take_buffers()
         self._sum_whole()
 
@@ -225,9 +228,10 @@ class Session:
             stored = state_views(self.region.bytes, shard.state, shard.state_at)
             for field_ in shard.param.fields:
                 self.binding.settle(field_.spec.name, stored.get(field_.spec.name, {}))
-        self._evict_everything()
+        self.evict_everything()
 
-    def _evict_everything(self) -> None:
+    def evict_everything(self) -> None:
+        """Poison all parameters."""
         for name, parameter in self.binding.params.items():
             parameter.data = self.binding.poison[name]
 
@@ -239,11 +243,12 @@ class Session:
             for owner, leaf in aliases:
                 owner._buffers[leaf] = here
 
-    def put_buffers_back(self) -> None:
-        """Write the device's buffers to the host region."""
+    def put_buffers_back(self, names: Collection[str] | None = None) -> None:
+        """Write the device's buffers, or those of these names, to the host region."""
         places = views(self.region.bytes, self.layout.buffers, self.layout.buffers_at)
         for name, place in places.items():
-            place.copy_(get(locate(self.model, name)))
+            if names is None or name in names:
+                place.copy_(get(locate(self.model, name)))
 
     def leave(self) -> None:
         """Let go of what the device loop hung on this trial."""
@@ -363,7 +368,7 @@ class Session:
                 yield from self._end_epoch()
             if self._evaluation_is_due() and self.evaluated_at != self.step:
                 yield from self._evaluate()
-            self.on_boundary()
+            yield from self._boundary()
         if self.ended and self.evaluated_at != self.step:
             yield from self._evaluate()
 
@@ -378,6 +383,11 @@ class Session:
         step, every, steps = self.step + 1, self.settings.eval_every, self.settings.steps
         evaluates = every is not None and step % every == 0
         return not (evaluates or step == steps) and self.feed.draws_nothing
+
+    def _boundary(self) -> Iterator[Task]:
+        """Between two steps."""
+        self.on_boundary()
+        return iter(())
 
     def _lease_lasts(self) -> bool:
         return self.until is None or self.step < self.until

@@ -2,14 +2,86 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from shoal.core.technique import Technique, kept_heads, kept_shards, kept_weights
+from shoal.memory.store import Region
 from shoal.runtime.interpret import Seat
-from shoal.runtime.messages import LeaseOver
+from shoal.runtime.messages import Grant, LeaseOver
 from shoal.runtime.session import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A grant that waits for room on the device, with the trial's region and its links."""
+
+    grant: Grant
+    region: Region
+    links: tuple[socket.socket, ...] = ()
+
+    @classmethod
+    def of(cls, grant: Grant, descriptor: int, sockets: Sequence[int], *, pin: bool) -> Arrival:
+        """A grant with the descriptors that came with it, which are taken over."""
+        links = tuple(socket.socket(fileno=number) for number in sockets)
+        try:
+            region = Region(descriptor, grant.layout.num_bytes, pin=pin)
+        except BaseException:
+            for link in links:
+                link.close()
+            raise
+        finally:
+            os.close(descriptor)  # the mapping stays
+        return cls(grant, region, links)
+
+    def until(self, step: int | None) -> Arrival:
+        """The same, to another step."""
+        return replace(self, grant=replace(self.grant, until=step))
+
+    def give_up(self) -> None:
+        """It will not be taken up."""
+        self.region.unpin()
+        for link in self.links:
+            link.close()
+
+
+class Lobby:
+    """Who waits for room on the device, first come first."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Arrival] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, arrival: Arrival) -> None:
+        """One more."""
+        self._waiting.append(arrival)
+
+    def next(self, fits: Callable[[Arrival], bool]) -> Arrival | None:
+        """The first that fits, which waits no more."""
+        found = next(filter(fits, self._waiting), None)
+        if found is not None:
+            self._waiting.remove(found)
+        return found
+
+    def extend(self, trial: int, until: int | None) -> None:
+        """Its lease is to go on to another step."""
+        self._waiting = [
+            entry.until(until) if entry.grant.job.trial == trial else entry
+            for entry in self._waiting
+        ]
+
+    def withdraw(self, trial: int) -> bool:
+        """Let one go that has not begun; False if it does not wait."""
+        leaving = [entry for entry in self._waiting if entry.grant.job.trial == trial]
+        self._waiting = [entry for entry in self._waiting if entry not in leaving]
+        for entry in leaving:
+            entry.give_up()
+        return bool(leaving)
 
 
 @dataclass(slots=True)

@@ -66,6 +66,14 @@ Fuse = Annotated[
         metavar="auto|off|N",
     ),
 ]
+TechniqueName = Annotated[
+    str | None,
+    typer.Option(
+        "--technique",
+        help="Have every trial train so, and not as is best: resident, spilled, pipelined.",
+        metavar="NAME",
+    ),
+]
 AcceptNumerics = Annotated[
     bool,
     typer.Option(
@@ -186,6 +194,7 @@ def run(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Delete what an earlier run of this study left.")
     ] = False,
+    technique: TechniqueName = None,
     fuse: Fuse = None,
     accept_numerics: AcceptNumerics = False,
     retry_failed: RetryFailed = False,
@@ -200,6 +209,7 @@ def run(
             file,
             flags,
             overwrite=overwrite,
+            technique=technique,
             fuse=fuse,
             as_json=json,
             accept_numerics=accept_numerics,
@@ -215,6 +225,7 @@ def plan(
     devices: Devices = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
+    technique: TechniqueName = None,
     fuse: Fuse = None,
     json: AsJson = False,
 ) -> None:
@@ -222,7 +233,7 @@ def plan(
     from shoal.ui.train import plan_file
 
     flags = (devices, device_memory, host_memory)
-    raise typer.Exit(plan_file(file, flags, fuse=fuse, as_json=json))
+    raise typer.Exit(plan_file(file, flags, technique=technique, fuse=fuse, as_json=json))
 
 
 @app.command()

@@ -43,6 +43,7 @@ def run_file(
     *,
     overwrite: bool,
     as_json: bool,
+    technique: str | None = None,
     fuse: str | None = None,
     accept_numerics: bool = False,
     retry_failed: bool = False,
@@ -54,6 +55,7 @@ def run_file(
     study.run(
         hardware=hardware,
         overwrite=overwrite,
+        technique=technique,
         fuse=parse_fuse(fuse),
         accept_numerics=accept_numerics,
         retry_failed=retry_failed,
@@ -129,6 +131,7 @@ def plan_file(
     file: str,
     flags: tuple[str | None, str | None, str | None],
     *,
+    technique: str | None = None,
     fuse: str | None = None,
     as_json: bool,
 ) -> int:
@@ -136,7 +139,7 @@ def plan_file(
     study = open_study(file)
     hardware = Hardware.parse(*HardwareFlags(*flags))
     print("measuring each distinct model once ...", file=sys.stderr)
-    plan = study.plan(hardware=hardware, fuse=parse_fuse(fuse))
+    plan = study.plan(hardware=hardware, technique=technique, fuse=parse_fuse(fuse))
     print(plan.to_json() if as_json else plan.explain())
     return ExitCode.DONE
 

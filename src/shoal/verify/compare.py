@@ -22,6 +22,7 @@ from shoal.observe.snapshot import Snapshot
 from shoal.planning import array_place
 from shoal.recipe import Recipe
 from shoal.report import TrialResult, read_report
+from shoal.runtime.pipelined import without_versions
 from shoal.testing import PlainResult, PlainTrial, compare, plain_population
 from shoal.verify.choose import skip_reason, warm_clones, without_state
 from shoal.verify.record import Curve, read_curve, recorded_study
@@ -127,7 +128,7 @@ class _Case:
         row, ended = self.row, self.row.state is TrialState.FINISHED
         epochs = row.epoch if self.by_epochs and ended and row.epoch else None
         told: dict[str, Any] = {"epochs": epochs, "steps": None if epochs else row.step}
-        told |= {"eval_every": self.curve.eval_every, **_numerics(row)}
+        told |= {"eval_every": self.curve.eval_every, **_numerics(row, self.recipe)}
         return plain_population(self.recipe, self.population, row.number, **told)
 
     def _judge(
@@ -187,9 +188,12 @@ def _has_weights_only(state: Mapping[str, Any]) -> bool:
 
 
 def _filled(plain: PlainResult, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state, with the plain loop's own in the place of what was not kept."""
+    """The state, with the plain loop's own in the place of what was not kept.
+
+    Without the older weights of a pipeline, from which it would go on.
+    """
     if not _has_weights_only(state):
-        return state
+        return without_versions(state)
     return plain.state() | {"model": state["model"], "step": state["step"]}
 
 
@@ -216,11 +220,14 @@ def _is_gpu(numerics: Mapping[str, Any]) -> bool:
     return bool(numerics.get("device", "cpu") != "cpu")
 
 
-def _numerics(row: TrialRow) -> dict[str, Any]:
+def _numerics(row: TrialRow, recipe: Recipe) -> dict[str, Any]:
     """What of the trial's numerics key the plain loop is told."""
     on_gpu = _is_gpu(row.numerics) and torch.cuda.is_available()
+    count = row.numerics.get("micro_batches")
     return {
         "threads": int(row.numerics.get("threads") or 1),
         "device": "cuda" if on_gpu else "cpu",
         "optimizer": "host" if row.numerics.get("optimizer_place") == "host" else "device",
+        "weights": row.numerics.get("weights", "newest"),
+        "pieces": int(count) // recipe.accumulate if count else 1,
     }

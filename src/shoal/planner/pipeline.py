@@ -1,0 +1,477 @@
+"""A pipeline on paper: what each of its stages needs, how long a step takes, which to choose.
+
+[Note: the choice of a pipeline]
+For each number of stages, with and without recompute, the cuts come from ``stages.Cutter``. What
+a closed formula leaves of these is replayed, with the seconds that were measured and the time
+that messages take. What counts is when all trials have done a step, each on as many devices as
+it has stages; of candidates that are about as quick the one with the fewest devices is taken.
+
+Layers say what should fit. The stages themselves are measured afterwards, and the same functions
+say for them what does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, inf
+
+from shoal.core.spec import JobMeasure, ShardSpec
+from shoal.core.technique import Pipelined, as_they_travel
+from shoal.core.units import Bytes, Seconds
+from shoal.memory.layout import TrialLayout
+from shoal.pipeline.check import check_pipeline
+from shoal.pipeline.schedule import Pipeline
+from shoal.planner.need import Need, Request
+from shoal.planner.price import Speeds
+from shoal.planner.stages import Cutter, Split, as_stages, drawing_ahead, predicted, with_halves
+from shoal.program.costs import JobCosts
+from shoal.program.footprint import Footprint
+from shoal.program.ir import Action, Op, Part
+from shoal.program.replay import Run, replay
+
+MESSAGE_S = 2e-4  # to pack a message, wake who waits for it, and unpack it
+MESSAGE_BYTES_PER_S = 1e9  # between two processes of a machine, through its memory
+FRAMES_AHEAD = 3  # messages of a line that nobody asked for yet, at most
+MOST_REPLAYED = 20
+MOST_LARGE = 6  # of those that should not fit, those with the most stages
+NEAR = 2.0  # times what the closed formula has as the least, of what is replayed
+MOST_MICROS = 24  # of a step that is replayed, or two a stage; longer ones go on as its end does
+MARGINS = (1.0, 0.98, 0.95, 0.9, 0.8)
+ALIKE = 1.03
+"""Candidates that take up to so many times as long as the quickest are as quick."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """A pipeline with all that is known of it. Where it is a choice yet, ``needs`` are guesses.
+
+    ``bubbles`` is the part of its devices' time in which none of its stages computes.
+    """
+
+    technique: Pipelined  # with nothing left open
+    stages: tuple[ShardSpec, ...]
+    needs: tuple[Need, ...]
+    step_s: Seconds
+    bubbles: float
+
+    @property
+    def need(self) -> Need:
+        """Bytes that are enough on every device: of the neediest stage, for each of them."""
+        held = max(need.held for need in self.needs)
+        total = max(need.total for need in self.needs)
+        peak = max(need.peak for need in self.needs)
+        return Need(held=held, unit=Bytes(max(total, peak) - held), peak=peak, moved=Bytes(0))
+
+    @property
+    def neediest(self) -> int:
+        """The stage that needs the most."""
+        return max(range(len(self.needs)), key=lambda stage: self.needs[stage].total)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What candidates have in common: the measure, and what the study asks of a step.
+
+    ``shortest`` is how many batches the shortest step has: of the last of an epoch, maybe.
+    """
+
+    measure: JobMeasure
+    request: Request
+    speeds: Speeds
+    casts: bool = False  # the model computes with copies of its weights
+    shortest: int | None = None
+
+    def split(self, micro_batches: int) -> Split:
+        return Split(pieces=micro_batches // self.request.micro_batches, casts=self.casts)
+
+    def batch(self, micro_batches: int) -> Bytes:
+        """Bytes of a micro-batch."""
+        return self.split(micro_batches).of(self.measure.batch_bytes)
+
+
+def candidates(
+    asked: Pipelined, terms: Terms, budget: Bytes, devices: int, trials: int
+) -> list[Staged]:
+    """Pipelines on paper, the best first; those that should not fit are last.
+
+    ``asked`` says what is open. Empty where the model has too few pieces for any.
+    """
+    quickest = _quickest(asked, terms, budget, devices, trials)
+    found = [_on_paper(technique, terms) for technique in quickest]
+    fitting = [one for one in found if one.need.total <= budget]
+    large = [one for one in found if one.need.total > budget]
+    return _ranked(fitting, devices, trials) + sorted(large, key=lambda one: one.need.total)
+
+
+def study_s(staged: Staged, devices: int, trials: int) -> float:
+    """Seconds until all trials have done a step, so many pipelines at a time as fit."""
+    return _rounds(len(staged.stages), devices, trials) * staged.step_s
+
+
+def _rounds(stages: int, devices: int, trials: int) -> int:
+    return ceil(trials / max(1, devices // stages))
+
+
+def _ranked(found: list[Staged], devices: int, trials: int) -> list[Staged]:
+    least = min((study_s(one, devices, trials) for one in found), default=0.0)
+
+    def rank(one: Staged) -> tuple[bool, float]:
+        seconds = study_s(one, devices, trials)
+        alike = seconds <= ALIKE * least
+        return (
+            not alike,
+            len(one.stages) + bool(one.technique.recompute) / 2 if alike else seconds,
+        )
+
+    return sorted(found, key=rank)
+
+
+def _quickest(
+    asked: Pipelined, terms: Terms, budget: Bytes, devices: int, trials: int
+) -> Iterator[Pipelined]:
+    """The candidates with their cuts, those that the closed formula has as the quickest."""
+    micros = asked.micro_batches or terms.request.micro_batches
+    open_ = replace(asked, micro_batches=micros)
+    most = devices
+    if asked.schedule == "2bw":
+        shortest = terms.shortest or terms.request.micro_batches
+        most = min(devices, shortest * terms.split(micros).pieces)
+    counts = [asked.stages] if asked.stages else range(2, most + 1)
+    fitting: list[tuple[float, Pipelined]] = []
+    large: list[Pipelined] = []
+    for stages in counts:
+        times = _rounds(stages, devices, trials)
+        for recompute in (False, True) if asked.recompute is None else (asked.recompute,):
+            one = _with_cuts(replace(open_, stages=stages, recompute=recompute), terms, budget)
+            if one is not None and one[1]:
+                fitting.append((times * closed_form_s(one[0], terms.measure), one[0]))
+                break  # forwards are not run again for nothing
+            if one is not None:
+                large.append(one[0])
+    fitting.sort(key=lambda one: one[0])
+    least = fitting[0][0] if fitting else 0.0
+    yield from (one for seconds, one in fitting[:MOST_REPLAYED] if seconds <= NEAR * least)
+    yield from large[-MOST_LARGE:]
+
+
+def _with_cuts(asked: Pipelined, terms: Terms, budget: Bytes) -> tuple[Pipelined, bool] | None:
+    """The technique with the cuts that fit on paper, or those that need the least; and which."""
+
+    def fits(technique: Pipelined) -> bool:
+        return max(need.total for need in _needs_on_paper(technique, terms)) <= budget
+
+    if asked.cuts is not None:
+        return asked, fits(asked)
+    measure, micros = terms.measure, asked.micro_batches or 1
+    split, batch = terms.split(micros), terms.batch(micros)
+    cutter = Cutter(measure.layers, batch, split, measure.buffer_bytes)
+    if (asked.stages or 1) > cutter.most:
+        return None
+    pipeline = pipeline_of(asked, (), terms, _bounding(asked))
+    for margin in MARGINS:  # a cutter's bytes are a little less than a program's
+        cuts = cutter.quickest(pipeline, Bytes(int(margin * budget)), predict=asked.predict)
+        if cuts is not None and fits(technique := replace(asked, cuts=cuts)):
+            return technique, True
+    cuts = cutter.smallest(pipeline, predict=asked.predict)
+    return None if cuts is None else (replace(asked, cuts=cuts), False)
+
+
+def closed_form_s(technique: Pipelined, measure: JobMeasure) -> float:
+    """About how long a step takes: the bubbles of the papers, with uneven stages."""
+    shards = predicted(measure.layers, technique.cuts or ())
+    micros, again = technique.micro_batches or 1, bool(technique.recompute)
+    each = [s.backward_s + again * s.forward_s for s in shards[:-1]] + [shards[-1].backward_s]
+    once, slowest = sum(each), max(each)
+    if technique.schedule == "naive":
+        return micros * once
+    filling = 0.0 if technique.schedule == "2bw" else once - slowest
+    if technique.schedule == "zb-h1":
+        filling /= 3
+    return micros * slowest + filling
+
+
+def _on_paper(technique: Pipelined, terms: Terms) -> Staged:
+    return staged(technique, _guessed(technique, terms.measure), terms, None)
+
+
+def _needs_on_paper(technique: Pipelined, terms: Terms) -> tuple[Need, ...]:
+    stages = _stages(technique, _guessed(technique, terms.measure), terms, None)
+    return _needs(technique, stages, (), terms.batch(technique.micro_batches or 1), terms)
+
+
+def _guessed(technique: Pipelined, measure: JobMeasure) -> tuple[ShardSpec, ...]:
+    """Its stages from what their layers measured, each with its part of the whole step's bytes."""
+    shards = predicted(measure.layers, technique.cuts or ())
+    if not measure.shards:
+        return shards
+    whole = measure.shards[0]
+    each = whole.step_peak_bytes / max(1, whole.owned_bytes)
+    return tuple(
+        replace(shard, step_peak_bytes=Bytes(ceil(each * shard.owned_bytes))) for shard in shards
+    )
+
+
+def staged(
+    technique: Pipelined,
+    shards: Sequence[ShardSpec],
+    terms: Terms,
+    layout: TrialLayout | None,
+) -> Staged:
+    """What a resolved technique needs and takes with these shards, guessed or measured."""
+    batch, ties = terms.batch(technique.micro_batches or 1), ties_of(layout)
+    stages = _stages(technique, shards, terms, layout)
+    step_s, bubbles = _replayed(technique, stages, ties, batch, terms)
+    return Staged(
+        technique=technique,
+        stages=stages,
+        needs=_needs(technique, stages, ties, batch, terms),
+        step_s=step_s,
+        bubbles=bubbles,
+    )
+
+
+def _stages(
+    technique: Pipelined,
+    shards: Sequence[ShardSpec],
+    terms: Terms,
+    layout: TrialLayout | None,
+) -> tuple[ShardSpec, ...]:
+    micros = technique.micro_batches or 1
+    travelling, tied = as_they_travel(shards, technique), tied_bytes(layout, len(shards))
+    stages = as_stages(travelling, terms.split(micros), tied)
+    if technique.schedule == "zb-h1":
+        stages = with_halves(stages, terms.measure.layers, terms.split(micros))
+    return drawing_ahead(stages, terms.batch(micros)) if terms.measure.draws else stages
+
+
+# -- ties -----------------------------------------------------------------------------------
+
+
+def ties_of(layout: TrialLayout | None) -> tuple[tuple[int, int], ...]:
+    """Pairs of stages: who owns a parameter, and who borrows it."""
+    shards = layout.shards if layout is not None else ()
+    return tuple(
+        sorted({(owner, index) for index, s in enumerate(shards) for owner, _ in s.borrowed})
+    )
+
+
+def tied_bytes(layout: TrialLayout | None, stages: int) -> list[int]:
+    """Bytes of tied weights' gradients that each stage hands back on their way to the owner."""
+    carried = [0] * stages
+    crossing: set[tuple[int, str]] = set()
+    for index, shard in enumerate(layout.shards if layout is not None else ()):
+        for owner, field in shard.borrowed:
+            for stage in range(owner + 1, index + 1):
+                if (stage, field.spec.name) not in crossing:
+                    crossing.add((stage, field.spec.name))
+                    carried[stage] += field.spec.num_bytes
+    return carried
+
+
+def pipeline_of(
+    technique: Pipelined,
+    stages: Sequence[ShardSpec],
+    terms: Terms,
+    groups: tuple[int, ...],
+    ties: tuple[tuple[int, int], ...] = (),
+) -> Pipeline:
+    """The program's parameters, for so many steps as there are ``groups``."""
+    tied = {stage for pair in ties for stage in pair}
+    changed = {s.index for s in stages if s.stash_bytes and technique.recompute}
+    return Pipeline(
+        schedule=technique.schedule,
+        stages=technique.stages or 1,
+        groups=groups,
+        recompute=bool(technique.recompute),
+        lag=technique.lag,
+        clip=terms.request.clip,
+        ties=ties,
+        draws=terms.measure.draws,
+        foretold=terms.measure.draws,
+        whole=tuple(sorted(tied | changed)),
+    )
+
+
+# -- bytes ----------------------------------------------------------------------------------
+
+
+def _bounding(technique: Pipelined) -> tuple[int, ...]:
+    """Steps that are as full as all of a training: with no more micro-batches than that takes."""
+    micros, stages = technique.micro_batches or 1, technique.stages or 1
+    if technique.schedule != "gpipe":
+        micros = min(micros, 2 * stages + 2)
+    return (micros,) * (3 if technique.schedule == "2bw" else 2)
+
+
+def _needs(
+    technique: Pipelined,
+    stages: Sequence[ShardSpec],
+    ties: tuple[tuple[int, int], ...],
+    batch: Bytes,
+    terms: Terms,
+) -> tuple[Need, ...]:
+    pipeline = pipeline_of(technique, stages, terms, _bounding(technique), ties)
+    costs = {0: JobCosts(shards=tuple(stages), batch_bytes=batch)}
+    prints = check_pipeline(pipeline, pipeline.program(), costs)
+    return tuple(
+        _need(pipeline, technique, stages, stage, found, batch, terms)
+        for stage, found in enumerate(prints)
+    )
+
+
+def _need(
+    pipeline: Pipeline,
+    technique: Pipelined,
+    stages: Sequence[ShardSpec],
+    stage: int,
+    found: Footprint,
+    batch: Bytes,
+    terms: Terms,
+) -> Need:
+    """A stage's bytes: its program's, messages on their way, and an evaluation's."""
+    here, guess = stages[stage], stages[stage].owned_bytes if technique.predict else 0
+    fixed = terms.measure.buffer_bytes + guess
+    waiting = _frames(pipeline, stages, stage, batch)
+    held, peak = found.held_bytes + waiting, found.peak_bytes + waiting
+    pieces = terms.split(technique.micro_batches or 1).pieces  # validation batches stay whole
+    seen, inside = _evaluating(stages, stage, batch, pieces * terms.measure.valid_scale)
+    held = max(held, found.kept_bytes + seen)
+    peak = max(peak, found.kept_bytes + seen + inside, held)
+    varies = max(found.unit_bytes, inside)  # the largest unit may come when little is held
+    unit = varies if terms.request.varies else peak - held
+    return Need(
+        held=Bytes(fixed + held),
+        unit=Bytes(unit),
+        peak=Bytes(fixed + peak),
+        moved=Bytes(here.boundary_bytes + here.carry_bytes),
+    )
+
+
+def _frames(pipeline: Pipeline, stages: Sequence[ShardSpec], stage: int, batch: Bytes) -> int:
+    """Messages that came before they are asked for, and one on its way out, of each line."""
+    size = 0
+    if stage:
+        ahead = pipeline.bound(stage - 1) - pipeline.bound(stage)
+        came = max(1, min(FRAMES_AHEAD, ahead))
+        size += came * (stages[stage].boundary_bytes + batch) + stages[stage].carry_bytes
+    if stage + 1 < len(stages):
+        size += stages[stage + 1].boundary_bytes + batch + stages[stage + 1].carry_bytes
+    return size
+
+
+def _evaluating(
+    stages: Sequence[ShardSpec], stage: int, batch: Bytes, scale: float
+) -> tuple[int, int]:
+    """What a stage holds for a validation batch, with one more on its way, and inside it."""
+    passing = stages[stage].boundary_bytes
+    if stage + 1 < len(stages):
+        passing = Bytes(max(passing, stages[stage + 1].boundary_bytes))
+    held = scale * (2 * (stages[stage].boundary_bytes + batch) + passing)
+    return ceil(held), ceil(scale * stages[stage].forward_peak_bytes)
+
+
+# -- seconds --------------------------------------------------------------------------------
+
+
+def _replayed(
+    technique: Pipelined,
+    stages: Sequence[ShardSpec],
+    ties: tuple[tuple[int, int], ...],
+    batch: Bytes,
+    terms: Terms,
+) -> tuple[Seconds, float]:
+    """Seconds of a step in the middle of a training, and the part of them that is bubbles."""
+    micros, count = technique.micro_batches or 1, len(stages)
+    some = min(micros, max(MOST_MICROS, 2 * count))
+    step_s, busy_s = _steady(technique, stages, ties, batch, terms, some)
+    if some < micros:
+        fewer = some // 2
+        before_s, busy_before_s = _steady(technique, stages, ties, batch, terms, fewer)
+        more = (micros - some) / (some - fewer)
+        step_s += more * (step_s - before_s)
+        busy_s += more * (busy_s - busy_before_s)
+    bubbles = 1.0 - busy_s / (count * step_s) if step_s > 0 else 0.0
+    return Seconds(max(step_s, 1e-6)), min(max(bubbles, 0.0), 1.0)
+
+
+def _steady(
+    technique: Pipelined,
+    stages: Sequence[ShardSpec],
+    ties: tuple[tuple[int, int], ...],
+    batch: Bytes,
+    terms: Terms,
+    micros: int,
+) -> tuple[float, float]:
+    """Seconds of a step with so many micro-batches, and those in which its devices compute."""
+    stepping = tuple(
+        replace(stage, step_s=Seconds(stage.step_s * terms.speeds.device_step)) for stage in stages
+    )
+    costs = {0: JobCosts(shards=stepping, batch_bytes=batch)}
+
+    def ran(steps: int) -> tuple[float, float]:
+        pipeline = pipeline_of(technique, stages, terms, (micros,) * steps, ties)
+        run = Run(program=pipeline.program(), costs=costs, devices=tuple(range(pipeline.stages)))
+        timeline = replay(
+            [run],
+            durations=lambda action: _message_s(action, stages, batch, terms.speeds),
+            keep_spans=False,
+        )
+        computes = [s for (_, stream), s in timeline.busy_s.items() if stream == "compute"]
+        return timeline.makespan_s, sum(computes)
+
+    few, many = (2, 4) if technique.schedule == "2bw" else (1, 2)
+    (first_s, first_busy_s), (all_s, all_busy_s) = ran(few), ran(many)
+    return (all_s - first_s) / (many - few), (all_busy_s - first_busy_s) / (many - few)
+
+
+def _message_s(
+    action: Action, stages: Sequence[ShardSpec], batch: Bytes, speeds: Speeds
+) -> Seconds | None:
+    """How long a message takes from device to device; None of what is none."""
+    if action.op is not Op.SEND:
+        return None
+    return Seconds(MESSAGE_S + _message_bytes(action, stages, batch) * _byte_s(speeds))
+
+
+def _message_bytes(action: Action, stages: Sequence[ShardSpec], batch: Bytes) -> int:
+    shard = stages[action.shard]
+    if Part.PARAM in action.parts:
+        return shard.parameter_bytes - shard.owned_bytes
+    if Part.NORM in action.parts or Part.RNG in action.parts:
+        return 0
+    return shard.carry_bytes if Part.GRAD in action.parts else shard.boundary_bytes + batch
+
+
+def _byte_s(speeds: Speeds) -> float:
+    """Down from one device, through the host's memory, and up to the next."""
+    links = (speeds.down_bytes_per_s, MESSAGE_BYTES_PER_S, speeds.up_bytes_per_s)
+    return sum(1 / link for link in links if link < inf)
+
+
+# -- against one device ---------------------------------------------------------------------
+
+
+WORTH = 0.9
+"""A pipeline that nobody asked for takes at most so much of what one device takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """What a step takes on one device, resident or spilled, and in which of the two ways."""
+
+    name: str
+    step_s: Seconds
+
+
+def is_worth(staged: Staged, other: Alternative, devices: int, trials: int) -> bool:
+    """Whether all trials are through with a step clearly sooner as pipelines than one a device."""
+    alone_s = ceil(trials / devices) * other.step_s
+    return study_s(staged, devices, trials) < WORTH * alone_s
+
+
+def resident_s(measure: JobMeasure, request: Request, speeds: Speeds) -> Seconds:
+    """A step of the whole model on one device, if it were large enough."""
+    whole = measure.layers
+    units = sum(layer.backward_s for layer in whole) * request.micro_batches
+    return Seconds(units + sum(layer.step_s for layer in whole) * speeds.device_step)

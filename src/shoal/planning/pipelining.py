@@ -1,0 +1,457 @@
+"""One trial over several devices: what is measured until its stages are settled, and why.
+
+``early`` says what can be seen to be impossible before anything is measured. That two stages
+would change one buffer, or that a forward writes to a parameter, the measure tells; what no first
+batch shows (other rows in a later batch, say) is the running trial's to refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from shoal import rounding
+from shoal.core.errors import PlanError
+from shoal.core.spec import DeviceSpec, JobMeasure, Scalar, TrialSpec
+from shoal.core.technique import Pipelined, Resident, Technique
+from shoal.core.units import Bytes, format_bytes, format_seconds
+from shoal.memory.layout import with_previous
+from shoal.planner.choose import choices
+from shoal.planner.need import Need, Request, need
+from shoal.planner.paper import Paper
+from shoal.planner.pipeline import (
+    MESSAGE_S,
+    Alternative,
+    Staged,
+    Terms,
+    candidates,
+    is_worth,
+    resident_s,
+    staged,
+)
+from shoal.planner.price import Speeds
+from shoal.planner.stages import legal_cuts
+from shoal.planning.planned import Settled
+from shoal.planning.speeds import corrected
+from shoal.recipe import Recipe
+from shoal.runtime.messages import Measure, Measured, MeasureShards, Order
+
+Question = Generator[Order, Measured, Settled]
+"""Orders to measure, one after the other; it is sent the answer to each, and returns the end."""
+
+MARGINS = (1.0, 0.9, 0.8)
+"""What should fit is tried, and if it did not what should leave so much of the budget."""
+MOST_MEASURED = 8
+NEARBY = 3
+
+
+def early(technique: Technique | None, recipe: Recipe, devices: Sequence[DeviceSpec]) -> None:
+    """Refuse a pipeline that is impossible whatever its model is.
+
+    Raises:
+        PlanError: says what was asked, what there is, and the way out.
+    """
+    if not isinstance(technique, Pipelined):
+        return
+    stages, names = technique.stages or 2, ", ".join(device.name for device in devices)
+    if stages > len(devices):
+        raise PlanError(
+            f"a pipeline of {stages} stages takes a device for each, and there "
+            f"{'is' if len(devices) == 1 else 'are'} {len(devices)}: {names}. Ask for fewer "
+            "stages, or give more devices."
+        )
+    if recipe.precision == rounding.NAME:
+        raise PlanError(
+            f"precision={rounding.NAME!r} cannot be pipelined: its steps round weights by chance, "
+            "which no test holds to the plain loop over stages yet. Use 'bf16' or 'fp32'."
+        )
+    _refuse_micro_batches(technique, recipe)
+
+
+def _refuse_micro_batches(technique: Pipelined, recipe: Recipe) -> None:
+    accumulate = recipe.accumulate
+    micros = technique.micro_batches or accumulate
+    if micros % accumulate:
+        near = max(1, micros // accumulate) * accumulate
+        raise PlanError(
+            f"micro_batches={micros} is no multiple of the {accumulate} batches of a step "
+            f"(accumulate={accumulate}): each batch is cut into as many pieces. Ask for {near} or "
+            f"{near + accumulate}."
+        )
+    if micros > accumulate and not recipe.splittable:
+        raise PlanError(
+            f"micro_batches={micros} cuts each of the {accumulate} batches of a step into "
+            f"{micros // accumulate}, and the recipe does not say that they may be: a split is "
+            "another experiment for BatchNorm, ignored labels and losses over a batch. Give "
+            f"Recipe(splittable=True), or ask for micro_batches={accumulate}."
+        )
+    least = technique.stages or 2
+    if technique.schedule == "2bw" and micros < least:
+        raise PlanError(
+            f"2bw with {least} stages needs {least} micro-batches a step or more, and a step has "
+            f"{micros} (accumulate={accumulate}). Give Recipe(accumulate={least}), fewer stages, "
+            "or schedule='flush'."
+        )
+
+
+def numerics(technique: Technique, accumulate: int) -> dict[str, Scalar]:
+    """What of a pipeline changes a trial's bits: nothing, unless weights are stale or cut rows.
+
+    How many stages there are changes none in any schedule: 2bw's weights are one step old at
+    every stage.
+    """
+    found: dict[str, Scalar] = {}
+    if not isinstance(technique, Pipelined):
+        return found
+    if technique.schedule == "2bw":
+        found["weights"] = "one step old" + (", guessed" if technique.predict else "")
+    if technique.micro_batches != accumulate:
+        found["micro_batches"] = technique.micro_batches
+    return found
+
+
+def technique_on_record(keys: Iterable[Mapping[str, Scalar]]) -> Technique | None:
+    """The technique that trials with such numerics keys go on with; None for any other one."""
+    for key in keys:
+        weights, micros = key.get("weights"), key.get("micro_batches")
+        if weights or micros:
+            return Pipelined(
+                schedule="2bw" if weights else "flush",
+                predict="guessed" in str(weights),
+                micro_batches=int(micros) if micros else None,
+            )
+    return None
+
+
+class Pipelining:
+    """Decides on pipelines, for devices of the smallest one's size.
+
+    Args:
+        steps: Of a trial; None where it ends after epochs.
+        idle: Devices beside these, which no trial has: only then a pipeline is chosen that
+            nobody asked for.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[DeviceSpec],
+        recipe: Recipe,
+        request: Request,
+        *,
+        steps: int | None = None,
+        idle: Sequence[DeviceSpec] = (),
+    ) -> None:
+        self._devices, self._recipe, self._request = len(devices) + len(idle), recipe, request
+        self._budget = Bytes(min(device.memory for device in (*devices, *idle)))
+        self._steps, self._may_choose = steps, bool(idle)
+
+    def settle(self, trial: TrialSpec, asked: Pipelined, trials: int, speeds: Speeds) -> Question:
+        """Order measures until the stages of one trial are settled, of ``trials`` that wait.
+
+        Raises:
+            PlanError: it cannot be cut so, or fits in no such way; names the stage.
+        """
+        measured = yield Measure(trial, cut=True)
+        self._refuse(trial, measured.measure, asked)
+        speeds = corrected(speeds, measured.measure.link)
+        terms = self._terms(measured.measure, speeds)
+        found = yield from self._exact(trial, asked, terms, trials)
+        if isinstance(found, PlanError):
+            raise found
+        exact, chosen = found
+        whole = self._resident(measured)
+        other = self._alone(measured.measure, whole, speeds)
+        why = [*self._why(whole, chosen, asked, terms), *_against(other)]
+        return self._settled(exact, chosen, why)
+
+    def instead(
+        self,
+        trial: TrialSpec,
+        measured: Measured,
+        settled: Settled,
+        other: Alternative,
+        trials: int,
+        speeds: Speeds,
+    ) -> Question:
+        """What is ``settled`` for one device, or a pipeline where that is clearly quicker.
+
+        Only over devices that would idle, and to the same bits. Says what the other takes.
+        """
+        measure, devices = measured.measure, self._devices
+        asked = Pipelined(micro_batches=self._request.micro_batches)
+        if devices < 2 or self._impossible(measure, asked):
+            return settled
+        terms = self._terms(measure, speeds)
+        best = next(self._fitting(asked, terms, trials, self._budget), None)
+        if best is None:
+            return settled
+        same_bits = measure.bitwise and self._request.place != "host"
+        may = self._may_choose and trials < devices and same_bits
+        if may and is_worth(best, other, devices, trials):
+            found = yield from self._exact(trial, asked, terms, trials)
+            if not isinstance(found, PlanError) and is_worth(found[1], other, devices, trials):
+                why = self._why(self._resident(measured), found[1], asked, terms)
+                return self._settled(*found, [*why, *_against(other)])
+        words = (
+            f"as a pipeline of {len(best.stages)} stages it would take about "
+            f"{format_seconds(best.step_s)} of {len(best.stages)} devices a step; {other.name} "
+            f"{format_seconds(other.step_s)} of one"
+        )
+        return replace(settled, why=(*settled.why, words))
+
+    # -- looking for it -------------------------------------------------------------------
+
+    def _terms(self, measure: JobMeasure, speeds: Speeds) -> Terms:
+        casts = self._recipe.precision != "fp32"
+        return Terms(
+            measure=measure,
+            request=self._request,
+            speeds=speeds,
+            casts=casts,
+            shortest=self._shortest(measure),
+        )
+
+    def _shortest(self, measure: JobMeasure) -> int:
+        """Batches of the shortest step that a trial comes to."""
+        accumulate = self._request.micro_batches
+        whole, rest = divmod(measure.num_batches or 0, accumulate)
+        reached = self._steps is None or self._steps > whole
+        return rest if rest and reached else accumulate
+
+    def _fitting(
+        self, asked: Pipelined, terms: Terms, trials: int, budget: Bytes
+    ) -> Iterator[Staged]:
+        all_ = candidates(asked, terms, budget, self._devices, trials)
+        return (one for one in all_ if one.need.total <= budget)
+
+    def _tries(self, asked: Pipelined, terms: Terms, trials: int) -> Iterator[Staged]:
+        """Candidates to measure: the best that should fit, then what leaves more room."""
+        for margin in MARGINS:
+            yield from self._fitting(asked, terms, trials, Bytes(int(margin * self._budget)))
+        most = (terms, self._budget, self._devices, trials)
+        yield from candidates(asked, *most)
+        if asked.recompute is None:
+            yield from candidates(replace(asked, recompute=True), *most)
+
+    def _exact(
+        self, trial: TrialSpec, asked: Pipelined, terms: Terms, trials: int
+    ) -> Generator[Order, Measured, tuple[Measured, Staged] | PlanError]:
+        """The first candidate whose measured stages fit; or the words for that none does."""
+        known: dict[tuple[int, ...], Measured] = {}
+        tried: dict[Pipelined, Staged] = {}
+        for one in self._tries(asked, terms, trials):
+            technique = one.technique
+            cuts = technique.cuts or ()
+            if technique in tried or (cuts not in known and len(known) >= MOST_MEASURED):
+                continue
+            if cuts not in known:
+                known[cuts] = yield MeasureShards(trial, cuts)
+            exact = known[cuts]
+            if shared := _shares_buffers(exact):
+                return PlanError(_head(trial, technique) + shared)
+            found = tried[technique] = staged(technique, exact.measure.shards, terms, exact.layout)
+            if found.need.total <= self._budget:
+                return exact, found
+        return self._too_large(trial, asked, terms.measure, list(tried.values()))
+
+    def _settled(self, exact: Measured, chosen: Staged, why: Sequence[str]) -> Settled:
+        assert exact.layout is not None
+        layout = exact.layout
+        if chosen.technique.schedule == "2bw":
+            layout = with_previous(layout, exact.measure.trained, guess=chosen.technique.predict)
+        return Settled(
+            measure=exact.measure,
+            layout=layout,
+            technique=chosen.technique,
+            why=(*why, *exact.measure.notes, exact.measure.data),
+            active=1,
+            staged=chosen,
+        )
+
+    def _resident(self, measured: Measured) -> Need:
+        measure = measured.measure
+        return need(measure, measure.shards, Resident(), self._request, measured.layout)
+
+    def _alone(self, measure: JobMeasure, whole: Need, speeds: Speeds) -> Alternative | None:
+        """What one device would take for a step; None where it cannot."""
+        if whole.total <= self._budget:
+            return Alternative(name="resident", step_s=resident_s(measure, self._request, speeds))
+        request = replace(self._request, technique=None)
+        choice = next(choices(measure, self._budget, (1,), request, speeds), None)
+        if choice is None:
+            return None
+        step_s = Paper(measure, request).step_s(choice, speeds, self._budget)
+        return Alternative(name="spilled", step_s=step_s)
+
+    # -- words ----------------------------------------------------------------------------
+
+    def _why(self, whole: Need, chosen: Staged, asked: Pipelined, terms: Terms) -> list[str]:
+        count, technique = len(chosen.stages), chosen.technique
+        each = ", ".join(
+            f"stage {stage} {format_bytes(n.total)}" for stage, n in enumerate(chosen.needs)
+        )
+        named = f"{count} stages were asked for"
+        if not asked.stages:
+            named = f"of 2 to {self._devices} stages {count} are the quickest that fit"
+        cut = "the cuts are those with the quickest slowest stage, of what fits"
+        if asked.cuts:
+            cut = "their cuts were asked for"
+        reasons = [
+            f"resident one device would need {format_bytes(whole.total)} of "
+            f"{format_bytes(self._budget)}; in stages it needs {each}",
+            f"{named}; {cut}",
+            f"a step takes {format_seconds(chosen.step_s)} of {count} devices, "
+            f"{chosen.bubbles:.0%} of it bubbles, replayed with "
+            f"{terms.speeds.source} and {1e3 * MESSAGE_S:g} ms a message",
+        ]
+        if asked.recompute is None:
+            reasons.append(
+                "forwards are run again, since what they save does not fit"
+                if technique.recompute
+                else "what forwards save is kept, for which there is room"
+            )
+        if terms.measure.draws:
+            reasons.append(
+                "the model draws random numbers: its first stage is taken to draw ahead what the "
+                "others draw, and waits for them where that cannot be done"
+            )
+        if technique.schedule == "2bw":
+            reasons.append(
+                "gradients are of weights that are one step old, as 2bw was asked for; the "
+                "version before is part of the trial's state"
+            )
+        return reasons
+
+    def _too_large(
+        self, trial: TrialSpec, asked: Pipelined, measure: JobMeasure, tried: Sequence[Staged]
+    ) -> PlanError:
+        """Which stage of what came closest does not fit, what it needs, and what would help."""
+        closest = min(tried, key=lambda one: one.need.total)
+        number, count = closest.neediest, len(closest.stages)
+        stage = closest.stages[number]
+        first, stop = stage.layers
+        names = f"layers {first}..{stop - 1}"
+        if measure.layers:
+            names += f" ({measure.layers[first].name} to {measure.layers[stop - 1].name})"
+        outs = ["give the devices more memory", "make the batch smaller"]
+        if asked.cuts is not None:
+            outs.append("leave cuts= out to have others tried")
+        if asked.recompute is False:
+            outs.append("leave recompute= out to have forwards run again")
+        if self._devices > count:
+            outs.append(f"ask for more stages, up to {self._devices}")
+        return PlanError(
+            f"{_head(trial, closest.technique)}stage {number}, {names}, needs "
+            f"{format_bytes(closest.needs[number].total)} on a device of "
+            f"{format_bytes(self._budget)}: {format_bytes(stage.parameter_bytes)} of parameters, "
+            f"{format_bytes(stage.state_bytes)} of optimizer state and "
+            f"{format_bytes(stage.backward_peak_bytes)} inside a backward among that. Of "
+            f"{len(tried)} that were measured none needs less. {'; '.join(outs).capitalize()}; or "
+            "use technique='spilled'."
+        )
+
+    # -- refusals -------------------------------------------------------------------------
+
+    def _refuse(self, trial: TrialSpec, measure: JobMeasure, asked: Pipelined) -> None:
+        if words := self._impossible(measure, asked):
+            raise PlanError(_head(trial, asked) + words)
+
+    def _impossible(self, measure: JobMeasure, asked: Pipelined) -> str:
+        """Why a model that was measured cannot be a pipeline as asked; empty if it can."""
+        if self._recipe.precision == rounding.NAME:
+            return f"its weights are rounded by chance ({rounding.NAME}). Use 'bf16' or 'fp32'."
+        if not measure.cuttable:
+            return (
+                f"its model cannot be cut: {'; '.join(measure.notes)}. Use technique='resident'."
+            )
+        if measure.written:
+            return (
+                f"a forward writes to the parameter {measure.written[0]!r}, as max_norm does, "
+                "while other micro-batches of a pipeline are between their forward and backward. "
+                "Train this model on one device."
+            )
+        return (
+            _too_few_pieces(measure, asked)
+            or _no_legal_cuts(measure, asked)
+            or self._uneven_rows(measure, asked)
+            or self._too_few_micros(measure, asked)
+        )
+
+    def _uneven_rows(self, measure: JobMeasure, asked: Pipelined) -> str:
+        accumulate = self._request.micro_batches
+        pieces = (asked.micro_batches or accumulate) // accumulate
+        if measure.rows is None or not measure.rows % pieces:
+            return ""
+        return (
+            f"micro_batches={asked.micro_batches} cuts each batch into {pieces} pieces of equal "
+            f"rows, and the first one has {measure.rows}. Ask for a number of pieces that divides "
+            "it, or change the batch size."
+        )
+
+    def _too_few_micros(self, measure: JobMeasure, asked: Pipelined) -> str:
+        """Whether a step of 2bw has fewer micro-batches than stages; the last of an epoch too."""
+        if asked.schedule != "2bw":
+            return ""
+        accumulate, count = self._request.micro_batches, measure.num_batches
+        if count is None:
+            return (
+                "its data does not say how many batches it has, so the last step of an epoch may "
+                "have fewer micro-batches than 2bw needs. Give data with a len(), or use "
+                "schedule='flush'."
+            )
+        shortest = self._shortest(measure)
+        pieces = (asked.micro_batches or accumulate) // accumulate
+        stages = asked.stages or 2
+        if shortest * pieces >= stages:
+            return ""
+        return (
+            f"2bw with {stages} stages needs {stages} micro-batches a step or more, and the last "
+            f"step of an epoch has {shortest * pieces}: {count} batches are {count // accumulate} "
+            f"steps of {accumulate} and {shortest} more. Drop the last batches, change "
+            "accumulate=, or use schedule='flush'."
+        )
+
+
+def _head(trial: TrialSpec, asked: Pipelined) -> str:
+    stages = f" of {asked.stages} stages" if asked.stages else ""
+    return f"trial {trial.number} was asked to train as a pipeline{stages}, but "
+
+
+def _too_few_pieces(measure: JobMeasure, asked: Pipelined) -> str:
+    pieces, stages = len(legal_cuts(measure.layers)) + 1, asked.stages or 2
+    if stages <= pieces:
+        return ""
+    return f"its model has {pieces} pieces that may stand alone. " + (
+        f"Ask for at most {pieces}." if pieces > 1 else "Use technique='resident'."
+    )
+
+
+def _no_legal_cuts(measure: JobMeasure, asked: Pipelined) -> str:
+    legal = legal_cuts(measure.layers)
+    wrong = [cut for cut in asked.cuts or () if cut not in legal]
+    if not wrong:
+        return ""
+    near = sorted(sorted(legal, key=lambda place: abs(place - wrong[0]))[:NEARBY])
+    reason = measure.layers[wrong[0] - 1].reason if 0 < wrong[0] < len(measure.layers) else ""
+    because = f" ({reason})" if reason else ""
+    return (
+        f"no stage may begin at layer {wrong[0]} of its {len(measure.layers)}{because}. Nearby "
+        f"are {', '.join(map(str, near))}; or leave cuts= out to have them chosen."
+    )
+
+
+def _shares_buffers(exact: Measured) -> str:
+    """Whether two stages would change one buffer: then a forward cannot wait for its backward."""
+    alone = [s.index for s in exact.measure.shards[:-1] if s.saved_bytes is None]
+    if not alone:
+        return ""
+    return (
+        f"stage {alone[0]} and another one would change the same buffer, and each has a copy. "
+        "Choose cuts= that keep its uses in one stage, or train this model on one device."
+    )
+
+
+def _against(other: Alternative | None) -> tuple[str, ...]:
+    if other is None:
+        return ("one device could train it in no way, spilled neither",)
+    return (f"{other.name} on one device a step would take {format_seconds(other.step_s)} of it",)

@@ -1,0 +1,198 @@
+"""A trial in stages, as its first stage reads its data and counts its steps.
+
+Every stage has a session of the trial, built from the same seed. That of the first stage leads:
+it has the data, the random streams, and how far the trial is. The others' read nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shoal.core.errors import TrialError
+from shoal.core.technique import Pipelined
+from shoal.memory.layout import GUESS, PREVIOUS
+from shoal.partition.build import clone_batch
+from shoal.partition.chain import Chain
+from shoal.pieces import cut_rows
+from shoal.pipeline.foretell import Foretelling
+from shoal.program.ir import Program
+from shoal.recipe import Batch, to_device
+from shoal.rng import capture_rng, restore_rng
+from shoal.runtime.messages import Progress
+from shoal.runtime.session import Session, Task
+
+Scalars = Mapping[str, Mapping[str, Any]]
+Stored = Mapping[str, Sequence[str]]
+
+
+def without_versions(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A trial's state without them: what a plain loop ends with."""
+    optimizer = state["optimizer"]
+    entries = {
+        name: {key: value for key, value in entry.items() if key not in (PREVIOUS, GUESS)}
+        for name, entry in optimizer["state"].items()
+        if not entry or set(entry) - {PREVIOUS, GUESS}
+    }
+    return {**state, "optimizer": {**optimizer, "state": entries}}
+
+
+MOST_S = 8.0
+"""Predicted seconds of steps that are run together."""
+
+
+class StageUnits:
+    """The chain of a model in stages; what computes is ``pipeline.compute``."""
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
+
+
+class PipelineSession(Session):
+    """A trial admitted to several devices, at one of its stages.
+
+    Attributes:
+        save_is_due: Asked between two steps, of the first stage.
+        pieces: Micro-batches that were read and not used yet.
+        draws: Whether the model draws random numbers while it trains; None: not known yet.
+        foretelling: What later stages draw, where the first one can know that.
+        has_ended: What a later stage was told of the trial's end.
+    """
+
+    save_is_due: Callable[[], bool] = staticmethod(lambda: False)
+    draws: bool | None = None
+    foretelling: Foretelling | None = None
+    has_ended = False
+
+    @property
+    def technique(self) -> Pipelined:
+        """How the trial is cut, with everything settled."""
+        assert isinstance(self.job.technique, Pipelined)
+        return self.job.technique
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return self.job.gang
+
+    def _units(self) -> Any:
+        count = self.recipe.accumulate * self._pieces_of_a_batch
+        recipe = replace(self.recipe, accumulate=count)
+        return StageUnits(self._chain().with_recipe(recipe))
+
+    def follow(self, progress: Progress) -> None:
+        """Take up, at a later stage, what the first one has; the tensors are in the region."""
+        self.step = progress.step
+        self._check_shapes()
+        self.binding.restore(progress.scalars, progress.stored, self._step_places())
+        self.binding.restore_groups(progress.groups)
+        if self.schedule and progress.schedule is not None:
+            self.schedule.load_state_dict(progress.schedule)
+        self.rng = progress.rng
+
+    def learn(self, scalars: Scalars, stored: Stored) -> None:
+        """Know of another stage's parameters what it knows, beside their tensors."""
+        self.binding.take_over(scalars, stored, self._step_places())
+
+    def known_of(self, stage: int) -> tuple[Scalars, Stored]:
+        """What ``learn`` takes, of a stage that is here."""
+        names = set(self.owned[stage])
+        scalars = {n: v for n, v in self.binding.scalars().items() if n in names}
+        return scalars, {n: k for n, k in self.binding.stored_keys().items() if n in names}
+
+    # -- steps --------------------------------------------------------------------------
+
+    def _train_group(self, first: Any) -> Iterator[Task]:
+        """Steps that stages run as one program: one, or with "2bw" all up to the next stop."""
+        self.epoch_number = self.epoch + 1
+        self.pieces: deque[Batch] = deque(self._cut(first))
+        groups = self._groups()
+        yield Task(Program(()), "step", groups=groups)
+
+    def _groups(self) -> tuple[int, ...]:
+        """How many micro-batches each of the next steps takes."""
+        accumulate, pieces = self.recipe.accumulate, self._pieces_of_a_batch
+        if self.feed.num_batches is None:
+            return (self._read_group() * pieces,)
+        left = self.feed.num_batches - (self.feed.batch - 1)
+        steps = min(-(-left // accumulate), self._steps_at_once())
+        sizes = (min(accumulate, left - step * accumulate) for step in range(steps))
+        return tuple(size * pieces for size in sizes)
+
+    def _steps_at_once(self) -> int:
+        """Between two of "2bw" nobody waits; so they are run together, up to the next stop."""
+        if not self.job.runs_on or not self.settings.checkpoint_every_s:
+            return 1
+        stops = [self.steps_left, round(MOST_S / self.job.step_s)]  # a stop is not waited for long
+        if self.until is not None:
+            stops.append(self.until - self.step)
+        if self.settings.eval_every is not None:
+            stops.append(self.settings.eval_every - self.step % self.settings.eval_every)
+        return max(1, min(stops))
+
+    def _read_group(self) -> int:
+        """Read a step's batches ahead, where nobody knows how many there are; their number."""
+        count = 1
+        while count < self.recipe.accumulate:
+            batch = self.feed.next()
+            if batch is None:
+                break
+            self.pieces += self._cut(batch)
+            count += 1
+        return count
+
+    def fetch_micro(self) -> Batch:
+        """The next micro-batch, the caller's own."""
+        if not self.pieces:
+            batch = self.feed.next()
+            if batch is None:
+                raise TrialError(
+                    f"the training data says len() = {self.feed.num_batches} batches but ended "
+                    "earlier. Correct its __len__, or leave it out."
+                )
+            self.pieces += self._cut(batch)
+        return self.pieces.popleft()
+
+    @property
+    def _pieces_of_a_batch(self) -> int:
+        return (self.technique.micro_batches or 1) // self.recipe.accumulate or 1
+
+    def _cut(self, batch: Any) -> Sequence[Batch]:
+        """A batch on the device, in pieces of equal rows if it is to be cut."""
+        moved = clone_batch(to_device(batch, self.device))  # a source may use its buffer again
+        count = self._pieces_of_a_batch
+        return [moved] if count == 1 else cut_rows(moved, count)
+
+    def count_step(self, loss: float) -> None:
+        """A step's loss is here."""
+        self.step += 1
+        self.on_step(loss)
+
+    def _boundary(self) -> Iterator[Task]:
+        if self.save_is_due():
+            yield Task(Program(()), "save")
+
+    # -- evaluation ---------------------------------------------------------------------
+
+    def _evaluate(self) -> Iterator[Task]:
+        """A validation pass, several batches at a time under way; whatever it draws is undone."""
+        self.evaluated_at = self.step
+        if self.valid_feed is None:
+            self.on_evaluated({})
+            return
+        saved = capture_rng(self.device)
+        tasks = []
+        while (batch := self.valid_feed.next()) is not None:
+            batch = to_device(batch, self.device)
+            tasks.append(Task(Program(()), "evaluation", batches={0: batch}))
+            yield tasks[-1]
+        yield Task(Program(()), "metrics")
+        restore_rng(saved, self.device)
+        sums: dict[str, float] = {}
+        for task in tasks:
+            for name, value in task.metrics.items():
+                sums[name] = sums.get(name, 0.0) + value
+        self.metrics = {name: total / len(tasks) for name, total in sums.items()}
+        self.on_evaluated(self.metrics)

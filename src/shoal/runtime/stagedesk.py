@@ -1,0 +1,264 @@
+"""The stages of one device: who comes with its sockets, computes when its messages are there, and
+leaves when its shard is in the region.
+
+What ``loop`` does for trials that are alone on their seats, for those that have several devices.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from shoal.core.seams import Candidate
+from shoal.core.units import Bytes
+from shoal.device import Device
+from shoal.memory.ledger import Ledger
+from shoal.memory.store import Region
+from shoal.pipeline.links import Links
+from shoal.pipeline.packing import Packer
+from shoal.recipe import Recipe
+from shoal.runtime import checkpoint
+from shoal.runtime.messages import Grant, LeaseOver, Progress, Settings
+from shoal.runtime.pipelined import PipelineSession
+from shoal.runtime.reports import Reports
+from shoal.runtime.saver import Saver
+from shoal.runtime.session import Session
+from shoal.runtime.stages import StageSeat
+
+
+class StageDesk:
+    """Seats stages and sees them out; used by the device's thread.
+
+    Args:
+        record: Leaves word whose code runs.
+        fail: Tells the study of a trial that cannot go on, and why.
+        room: Called when a stage came or went: units are reserved anew. True: it went.
+        handed_over: Called with a session that left, and what is said of it; None of a later
+            stage, which says nothing.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        device: Device,
+        ledger: Ledger,
+        reports: Reports,
+        saver: Saver,
+        settings: Settings,
+        *,
+        record: Callable[[int | None], None],
+        fail: Callable[[int, BaseException], None],
+        room: Callable[[bool], None],
+        handed_over: Callable[[Session, LeaseOver | None], None],
+    ) -> None:
+        self._recipe, self._device, self._ledger = recipe, device, ledger
+        self._reports, self._saver, self._settings = reports, saver, settings
+        self._record, self._tell_failure = record, fail
+        self._room, self._handed_over = room, handed_over
+        self._seats: dict[int, StageSeat] = {}
+        self._over: dict[int, LeaseOver] = {}  # of those that left, until they are written
+        self._step_began: dict[int, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._seats)
+
+    @property
+    def unit_bytes(self) -> list[Bytes]:
+        """What a unit of each stage needs on top of what it holds."""
+        return [seat.unit_bytes for seat in self._seats.values()]
+
+    @property
+    def trials(self) -> list[int]:
+        """The trials that have a stage here."""
+        return list(self._seats)
+
+    def session(self, trial: int) -> Session | None:
+        """The session of a trial that has its first stage here: the one that orders are for."""
+        seat = self._seats.get(trial)
+        return seat.session if seat is not None and seat.stage == 0 else None
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether a stage could go on if one elsewhere did: no hang of this device."""
+        return any(not seat.ready() for seat in self._seats.values())
+
+    @property
+    def candidates(self) -> list[int]:
+        """The trials whose stages could go on now."""
+        return [trial for trial, seat in self._seats.items() if seat.ready()]
+
+    def candidate(self, trial: int, ticket: int) -> Candidate:
+        """A stage as one trial among those that share the device."""
+        session = self._seats[trial].session
+        step_s = session.job.step_s
+        left_s = session.steps_left * step_s
+        return Candidate(trial=trial, ticket=ticket, remaining_s=left_s, warm=False, step_s=step_s)
+
+    # -- coming ---------------------------------------------------------------------------
+
+    def admit(
+        self,
+        grant: Grant,
+        region: Region,
+        sockets: Sequence[socket.socket],
+        parked: Session | None,
+    ) -> None:
+        """A stage takes its place; ``sockets`` are to the others, in their order.
+
+        Raises:
+            CapacityError: the device has no room for it.
+        """
+        trial, stage, where = grant.job.trial, grant.stage, self._device.torch_device
+        peers = [peer for peer in range(grant.job.gang) if peer != stage]
+        self.dismiss(trial)
+        if stage == 0:
+            session = checkpoint.take_up(
+                self._recipe, grant, region, self._settings, where, parked
+            )
+        else:
+            session = parked or self._new_session(grant)
+        assert isinstance(session, PipelineSession)
+        links = Links(
+            dict(zip(peers, sockets, strict=True)),
+            Packer(dict(session.model.named_parameters())),
+            self._device.notify,
+            where,
+        )
+        seat = StageSeat(
+            session,
+            stage,
+            self._device,
+            self._ledger,
+            region,
+            links,
+            place=functools.partial(self._join, grant, region),
+            record=self._reports.issue,
+            room=lambda: self._room(False),
+            on_peak=lambda peak: self._reports.stage_peak(peak, grant.job),
+        )
+        self._seats[trial] = seat
+        session.until = grant.until
+        if stage == 0:
+            self._lead(grant, seat, session)
+        self._room(False)
+
+    def _lead(self, grant: Grant, seat: StageSeat, session: PipelineSession) -> None:
+        """Of the first stage: it tells of steps, and saves."""
+        trial = grant.job.trial
+        self._saver.expect(trial, grant.save_in_s)
+        self._step_began[trial] = time.perf_counter()
+        session.on_step = lambda loss: self._report_step(session, loss)
+        session.on_evaluated = lambda metrics: self._reports.evaluation(session, metrics)
+        session.on_loader_lost = lambda reason: self._reports.loader_lost(session, reason)
+        session.save_is_due = lambda: self._saver.is_due(trial)
+        seat.save = lambda: self._save(session)
+
+    def _new_session(self, grant: Grant) -> Session:
+        where = self._device.torch_device
+        return checkpoint.new_session(self._recipe, grant.job, self._settings, where)
+
+    def _join(
+        self, grant: Grant, region: Region, session: PipelineSession, progress: Progress
+    ) -> PipelineSession:
+        """A later stage's session in the trial's region, built anew if it is of another step."""
+        if session.step != progress.step and session.step:
+            session.close()
+            built = self._new_session(grant)
+            assert isinstance(built, PipelineSession)
+            session = built
+        session.place(grant.layout, region, fresh=False)
+        session.follow(progress)
+        return session
+
+    # -- computing ------------------------------------------------------------------------
+
+    def step(self, trial: int) -> None:
+        """A unit of a trial's stage, or more of what waits for nobody."""
+        seat = self._seats[trial]
+        self._record(trial)
+        try:
+            seat.advance()
+            if seat.left:
+                self._see_out(trial, seat)
+        except (Exception, SystemExit) as error:
+            self._fail(trial, error)
+        finally:
+            self._record(None)
+
+    def _fail(self, trial: int, error: BaseException) -> None:
+        session = self._seats[trial].session
+        self.dismiss(trial)
+        self._saver.forget(trial)
+        session.close()
+        self._tell_failure(trial, error)
+
+    def dismiss(self, trial: int) -> bool:
+        """Take a stage off the device at once; False if it is not here."""
+        seat = self._seats.pop(trial, None)
+        self._over.pop(trial, None)
+        if seat is None:
+            return False
+        seat.session.leave()
+        seat.close()
+        self._room(True)
+        return True
+
+    # -- leaving --------------------------------------------------------------------------
+
+    def see_out(self) -> None:
+        """Hand over the trials whose last generation is written by now."""
+        for trial in list(self._over):
+            self._hand_over(trial, self._seats[trial])
+
+    def _see_out(self, trial: int, seat: StageSeat) -> None:
+        """Its shard is in the region, and if it is the first stage all others' are too."""
+        session = seat.session
+        if seat.stage:
+            self.dismiss(trial)
+            if session.has_ended:
+                session.close()
+            else:
+                self._handed_over(session, None)
+            return
+        self._reports.flush(of=trial)
+        self._over[trial] = LeaseOver(trial, session.progress(), session.ended)
+        if session.ended:
+            self._reports.send_events()
+            self._saver.save(functools.partial(checkpoint.content, session, copy=False))
+        self._hand_over(trial, seat)
+
+    def _hand_over(self, trial: int, seat: StageSeat) -> None:
+        """Tell the study, unless the region is what is being written."""
+        session = seat.session
+        if self._saver.is_writing(trial):
+            return
+        over = self._over[trial]
+        if session.ended:
+            outcome = self._saver.wait(trial)
+            assert outcome is not None
+            over = replace(over, checkpoint=outcome.path, trouble=outcome.trouble)
+        try:
+            pickle.dumps(over)  # a schedule that cannot travel fails its trial here, alone
+        except Exception as error:
+            self._fail(trial, error)
+            return
+        self.dismiss(trial)
+        self._handed_over(session, over)
+
+    # -- what is told and saved -------------------------------------------------------------
+
+    def _report_step(self, session: PipelineSession, loss: float) -> None:
+        trial, now = session.job.trial, time.perf_counter()
+        seconds, self._step_began[trial] = now - self._step_began[trial], now
+        self._reports.step(session, loss, seconds)
+        self._reports.flush()
+
+    def _save(self, session: PipelineSession) -> None:
+        """Between two steps; all shards are in the region, and stay as they are until copied."""
+        self._saver.wait(session.job.trial)
+        self._reports.send_events()  # whoever finds the generation has heard of its step
+        self._saver.save(functools.partial(checkpoint.content, session, copy=True))

@@ -1,0 +1,76 @@
+"""``--technique``: what the command line hands to a study, and how names are refused."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+import shoal
+from shoal.core.errors import PlanError, SpecError
+from shoal.core.technique import Pipelined, Resident, Spilled
+from shoal.study import _fuse, _technique
+from shoal.ui import train
+from shoal.ui.cli import app
+
+
+class Asked:
+    """A study that notes what it is asked."""
+
+    directory = "nowhere"
+
+    def __init__(self):
+        self.asked = []
+
+    def plan(self, **options):
+        self.asked.append(options["technique"])
+        raise PlanError("far enough")
+
+    def run(self, **options):
+        self.asked.append(options["technique"])
+        raise PlanError("far enough")
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    study = Asked()
+    monkeypatch.setattr(train, "open_study", lambda file: study)
+    return study.asked
+
+
+def test_plan_hands_it_to_the_study(asked):
+    for given in (["--technique", "pipelined"], ["--technique", "spilled"], []):
+        found = CliRunner().invoke(app, ["plan", "f.py", "--devices", "cpu:2", *given])
+        assert isinstance(found.exception, PlanError)
+    assert asked == ["pipelined", "spilled", None]
+
+
+def test_run_hands_it_to_the_study(asked):
+    flags = (None, None, None)
+    with pytest.raises(PlanError, match="far enough"):
+        train.run_file("f.py", flags, overwrite=False, as_json=False, technique="pipelined")
+    assert asked == ["pipelined"]
+
+
+def test_names_and_objects():
+    assert _technique("pipelined") == Pipelined()
+    assert _technique(Pipelined(stages=3)) == Pipelined(stages=3)
+    assert [_technique(t) for t in (None, "resident", "spilled")] == [None, Resident(), Spilled()]
+    assert shoal.Pipelined is Pipelined
+
+
+@pytest.mark.parametrize("technique", ["Pipelined", "", "2bw", ["pipelined"], {}, Pipelined])
+def test_what_is_none(technique):
+    with pytest.raises(SpecError, match=r"technique is 'resident', 'spilled', 'pipelined', "):
+        _technique(technique)
+
+
+def test_what_is_not_there_yet():
+    with pytest.raises(PlanError, match="there are 'resident', 'spilled' and 'pipelined'"):
+        _technique("data_parallel")
+
+
+@pytest.mark.parametrize("technique", ["pipelined", Pipelined(stages=2)])
+def test_an_array_of_pipelines_is_refused(technique):
+    with pytest.raises(PlanError, match="has one device"):
+        _fuse(2, technique)
+    assert [_fuse(f, technique) for f in (False, 1, "auto", None)] == [0, 1, "auto", None]
