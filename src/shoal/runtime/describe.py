@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from shoal.core.errors import ShoalError, SpecError
 from shoal.core.spec import HyperParameters, TrialSpec
@@ -15,6 +17,8 @@ from shoal.data import epoch_length
 from shoal.fusion import Signature, signature_of
 from shoal.recipe import Batch, Recipe, build_model, build_optimizer, read_data
 from shoal.rng import seed_all
+
+_RATE = re.compile(r"(Dropout\w*\()p=([\d.e-]+)")
 
 
 def signature(recipe: Recipe, trial: TrialSpec) -> str:
@@ -47,7 +51,7 @@ def _cost_signature(found: _Described) -> str:
     model, optimizer = found.model, found.optimizer
     names = {id(p): name for name, p in model.named_parameters()}
     parts = [
-        repr(model),
+        _RATE.sub(lambda found: f"{found[1]}p={float(found[2]) != 0}", repr(model)),
         [_scalars_of(module) for module in model.modules()],
         [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in _all_params(model)],
         [(n, tuple(b.shape), str(b.dtype)) for n, b in model.named_buffers()],
@@ -112,7 +116,10 @@ def _all_params(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def _scalars_of(module: nn.Module) -> dict[str, Any]:
     """A module's plain attributes: numbers of heads or passes cost bytes too."""
     plain = (bool, int, float, str, type(None))
-    return {k: v for k, v in vars(module).items() if type(v) in plain and k != "training"}
+    found = {k: v for k, v in vars(module).items() if type(v) in plain and k != "training"}
+    if isinstance(module, _DropoutNd):
+        found["p"] = found["p"] != 0  # how much is dropped costs the same
+    return found
 
 
 def _kind_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,35 @@
+"""Which trials are measured once."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shoal.core.spec import TrialSpec
+from shoal.recipe import Recipe
+from shoal.runtime.describe import signature
+
+
+def build(hp):
+    return nn.Sequential(
+        nn.Linear(4, hp.get("width", 8)), nn.Dropout(hp["drop"]), nn.Softplus(hp.get("beta", 1.0))
+    )
+
+
+def described(**hp) -> str:
+    recipe = Recipe(
+        model=build,
+        data=lambda hp: ([torch.zeros(2, 4)], None),
+        loss=lambda output, batch: output.sum(),
+    )
+    return signature(recipe, TrialSpec(number=0, hp={"lr": 0.1, **hp}, seed=0))
+
+
+def test_trials_that_differ_in_how_much_is_dropped_cost_the_same():
+    assert described(drop=0.1) == described(drop=0.25) == described(drop=1e-5)
+
+
+def test_whether_anything_is_dropped_counts_and_so_do_widths_and_other_floats():
+    assert described(drop=0.1) != described(drop=0.0)
+    assert described(drop=0.1) != described(drop=0.1, width=9)
+    assert described(drop=0.1) != described(drop=0.1, beta=2.0)
