@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,8 @@ from shoal.pieces import cut_rows
 from shoal.pipeline.foretell import Foretelling
 from shoal.program.ir import Program
 from shoal.recipe import Batch, to_device
-from shoal.rng import capture_rng, restore_rng
+from shoal.rng import capture_rng, restore_rng, same_rng
+from shoal.runtime.binding import place_on_host
 from shoal.runtime.messages import Progress
 from shoal.runtime.session import Session, Task
 
@@ -58,12 +60,14 @@ class PipelineSession(Session):
         pieces: Micro-batches that were read and not used yet.
         draws: Whether the model draws random numbers while it trains; None: not known yet.
         foretelling: What later stages draw, where the first one can know that.
+        drew_ahead: Whether reading a step's batches ahead drew random numbers.
         has_ended: What a later stage was told of the trial's end.
     """
 
     save_is_due: Callable[[], bool] = staticmethod(lambda: False)
     draws: bool | None = None
     foretelling: Foretelling | None = None
+    drew_ahead = False
     has_ended = False
 
     @property
@@ -102,6 +106,29 @@ class PipelineSession(Session):
         scalars = {n: v for n, v in self.binding.scalars().items() if n in names}
         return scalars, {n: k for n, k in self.binding.stored_keys().items() if n in names}
 
+    @contextmanager
+    def all_there(self) -> Iterator[None]:
+        """At the first stage the whole model's parameters, of others as the region has them.
+
+        Nothing of a lease is held on to: what foretells draws outlives it.
+        """
+        params = self.binding.params
+        here = place_on_host(self.region, self.layout, 0).params
+        elsewhere = {
+            name: tensor
+            for stage in range(1, self.stages)
+            for name, tensor in place_on_host(self.region, self.layout, stage).params.items()
+            if name not in here
+        }
+        before = {name: params[name].data for name in elsewhere}
+        for name, tensor in elsewhere.items():
+            params[name].data = tensor.to(self.device)
+        try:
+            yield
+        finally:
+            for name, tensor in before.items():
+                params[name].data = tensor
+
     # -- steps --------------------------------------------------------------------------
 
     def _train_group(self, first: Any) -> Iterator[Task]:
@@ -134,14 +161,29 @@ class PipelineSession(Session):
 
     def _read_group(self) -> int:
         """Read a step's batches ahead, where nobody knows how many there are; their number."""
-        count = 1
+        count, before = 1, capture_rng(self.device)
         while count < self.recipe.accumulate:
             batch = self.feed.next()
             if batch is None:
                 break
             self.pieces += self._cut(batch)
             count += 1
+        self.drew_ahead = not same_rng(before, capture_rng(self.device))
         return count
+
+    def refuse_mixed_draws(self) -> None:
+        """What was read ahead drew in the plain loop's order only if the model draws nothing.
+
+        Raises:
+            TrialError: both draw.
+        """
+        if self.drew_ahead and self.draws:
+            raise TrialError(
+                "the training data does not say how many batches it has, so the first stage "
+                "reads a step's batches ahead; and both they and the model draw random numbers, "
+                "which would come in another order than on one device. Give the data a __len__, "
+                "or train with technique='spilled'."
+            )
 
     def fetch_micro(self) -> Batch:
         """The next micro-batch, the caller's own."""

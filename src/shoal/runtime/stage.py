@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -168,6 +168,7 @@ class Stage:
         """What all stages run for the next steps; of the first stage."""
         session, technique = self._session, self._session.technique
         self._look_at_draws()
+        session.refuse_mixed_draws()
         return Pipeline(
             schedule=technique.schedule,
             stages=session.stages,
@@ -189,32 +190,12 @@ class Stage:
         if session.draws is not None:
             return
         batch, rng = session.pieces[0], capture_rng(session.device)
-        foretelling = Foretelling(self._chain, self._share.stop, whole=self._all_there)
-        with self._all_there():
+        foretelling = Foretelling(self._chain, self._share.stop, whole=session.all_there)
+        with session.all_there():
             session.draws = draws_numbers(self._chain, batch)
             if session.draws and foretelling.works(batch):
                 session.foretelling = foretelling
         restore_rng(rng, session.device)
-
-    @contextmanager
-    def _all_there(self) -> Iterator[None]:
-        """The whole model's parameters, of later stages as the region had them last."""
-        session, device = self._session, self._device.torch_device
-        params = session.binding.params
-        elsewhere = {
-            name: tensor
-            for stage in range(1, session.stages)
-            for name, tensor in place_on_host(session.region, session.layout, stage).params.items()
-            if name not in self._placed.params
-        }
-        before = {name: params[name].data for name in elsewhere}
-        for name, tensor in elsewhere.items():
-            params[name].data = tensor.to(device)
-        try:
-            yield
-        finally:
-            for name, tensor in before.items():
-                params[name].data = tensor
 
     def begin(self, pipeline: Pipeline, steps_before: int) -> StageCompute:
         """What computes this stage's list of a program."""

@@ -21,6 +21,7 @@ from shoal.memory.store import Region
 from shoal.pipeline.links import Links
 from shoal.pipeline.packing import Packer
 from shoal.recipe import Recipe
+from shoal.rng import capture_rng
 from shoal.runtime import checkpoint
 from shoal.runtime.messages import Grant, LeaseOver, Progress, Settings
 from shoal.runtime.pipelined import PipelineSession
@@ -261,4 +262,5 @@ class StageDesk:
         """Between two steps; all shards are in the region, and stay as they are until copied."""
         self._saver.wait(session.job.trial)
         self._reports.send_events()  # whoever finds the generation has heard of its step
+        session.rng = capture_rng(self._device.torch_device)  # where nobody was waited for
         self._saver.save(functools.partial(checkpoint.content, session, copy=True))
