@@ -10,9 +10,11 @@ import functools
 import pickle
 import socket
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from shoal.core.errors import ShoalError
 from shoal.core.seams import Candidate
 from shoal.core.units import Bytes
 from shoal.device import Device
@@ -23,12 +25,12 @@ from shoal.pipeline.packing import Packer
 from shoal.recipe import Recipe
 from shoal.rng import capture_rng
 from shoal.runtime import checkpoint
-from shoal.runtime.messages import Grant, LeaseOver, Progress, Settings
+from shoal.runtime.messages import Grant, LeaseOver, Progress, Refused, Settings
 from shoal.runtime.pipelined import PipelineSession
 from shoal.runtime.reports import Reports
 from shoal.runtime.saver import Saver
 from shoal.runtime.session import Session
-from shoal.runtime.stages import StageSeat
+from shoal.runtime.stages import StageError, StageSeat
 
 
 class StageDesk:
@@ -191,11 +193,18 @@ class StageDesk:
             self._record(None)
 
     def _fail(self, trial: int, error: BaseException) -> None:
-        session = self._seats[trial].session
+        """Dismiss it. The first stage tells the study, also of what a later one failed with."""
+        seat = self._seats[trial]
+        if seat.stage:
+            text = "".join(traceback.format_exception(error))
+            seat.tell_failure(text, error if isinstance(error, ShoalError) else None)
         self.dismiss(trial)
         self._saver.forget(trial)
-        session.close()
-        self._tell_failure(trial, error)
+        seat.session.close()
+        if isinstance(error, StageError):
+            self._reports.reply(Refused(trial, error.failed.error, error.failed.cause))
+        elif not seat.stage:
+            self._tell_failure(trial, error)
 
     def dismiss(self, trial: int) -> bool:
         """Take a stage off the device at once; False if it is not here."""

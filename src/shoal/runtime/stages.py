@@ -99,6 +99,22 @@ class Known:
     stored: Stored
 
 
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A later stage cannot go on; it has let go of everything."""
+
+    error: str  # the traceback
+    cause: Exception | None  # where it is shoal's own
+
+
+class StageError(Exception):
+    """What another stage failed with, as the first one hears it."""
+
+    def __init__(self, failed: Failed) -> None:
+        super().__init__(failed.error)
+        self.failed = failed
+
+
 class StageSeat:
     """A stage's place on a device for the time of a lease. Use from the device's own thread.
 
@@ -160,6 +176,14 @@ class StageSeat:
             self.left = True
         if leads:
             self.session.rng = capture_rng(self.device.torch_device)
+
+    def tell_failure(self, error: str, cause: Exception | None) -> None:
+        """Have the first stage say what happened here, after all that it has to say before."""
+        self.left = True
+        try:
+            self.links.send(0, NOTE, Failed(error, cause))
+        except Exception:  # an error that cannot travel
+            self.links.send(0, NOTE, Failed(error, None))
 
     def close(self) -> None:
         """Give everything back; stages that are still here see that this one is gone."""
@@ -245,6 +269,8 @@ class StageSeat:
                         self._metrics.popleft().metrics.update(note.values)
                     case Known():
                         self._known.append(note)
+                    case Failed():
+                        raise StageError(note)
 
     # -- the others ---------------------------------------------------------------------------
 
@@ -300,8 +326,7 @@ class StageSeat:
                 self._hear()
             if action.op is Op.RECV:
                 line = (action.peer or 0, message_kind(action))
-                if not self.links.has(*line):
-                    yield functools.partial(self.links.has, *line)
+                yield from self._await(*line)
                 with self._stage.counted():
                     compute.take(action, self.links.take(*line))
             elif action.op is Op.SEND:
@@ -309,6 +334,16 @@ class StageSeat:
             else:
                 self._compute(compute, action)
                 yield None
+
+    def _await(self, peer: int, kind: int) -> Iterator[Waiting]:
+        """Until a message is here; the first stage hears what else is said."""
+        came = functools.partial(self.links.has, peer, kind)
+        while not came():
+            if self.stage:
+                yield came
+            else:
+                yield lambda: came() or self._has_heard()
+                self._hear()
 
     def _compute(self, compute: Compute, action: Action) -> None:
         def work() -> None:
