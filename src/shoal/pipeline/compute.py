@@ -176,7 +176,7 @@ class StageCompute:
             raise TrialError(
                 f"the model drew other random numbers for micro-batch {micro} than for earlier "
                 "ones of its form: its draws depend on what it computes, and cannot be foretold. "
-                "Train it with foretell=False, where its stages wait for each other."
+                "Use foretell=False where its stages may wait for each other, or train it spilled."
             )
 
     def _foretell(self) -> None:

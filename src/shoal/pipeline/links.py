@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.core.errors import WorkerError
 from shoal.pipeline.packing import Packer
 
 _HEADER = struct.Struct("!BQQ")  # kind, bytes of the form (0: as before), bytes of the frame
@@ -47,6 +48,10 @@ class Links:
         self._packer, self._device = packer, device
         self._ends = {peer: _End(peer, sock, notify) for peer, sock in sockets.items()}
 
+    def know(self, packer: Packer) -> None:
+        """Parameters are of another module from now on."""
+        self._packer = packer
+
     def send(self, peer: int, kind: Kind, tree: Any) -> None:
         """Hand a structure of tensors over; they may be changed as soon as this returns."""
         packed = self._packer.pack(tree)
@@ -55,8 +60,15 @@ class Links:
         self._ends[peer].put(kind, packed.form, frame)
 
     def has(self, peer: int, kind: Kind) -> bool:
-        """Whether a message of this kind is here."""
-        return bool(self._ends[peer].came[kind])
+        """Whether a message of this kind is here.
+
+        Raises:
+            WorkerError: it could not be read.
+        """
+        end = self._ends[peer]
+        if end.error is not None:
+            raise WorkerError(f"what stage {peer} sent could not be read: {end.error}")
+        return bool(end.came[kind])
 
     def take(self, peer: int, kind: Kind) -> Any:
         """The next structure of this kind, which is here."""
@@ -78,6 +90,7 @@ class _End:
     """One socket, with its threads."""
 
     def __init__(self, peer: int, sock: socket.socket, notify: Callable[[], None]) -> None:
+        self.error: BaseException | None = None
         self.came: Mapping[Kind, deque[tuple[bytes, Tensor]]] = _Queues()
         self._socket, self._notify = sock, notify
         self._forms: dict[Kind, bytes] = {}
@@ -122,6 +135,9 @@ class _End:
                 self._notify()
         except (EOFError, OSError):
             return  # the study sees who is gone
+        except BaseException as error:  # there is no memory for a frame, say
+            self.error = error
+            self._notify()
 
     def _filled(self, buffer: Any) -> Any:
         left = memoryview(buffer)

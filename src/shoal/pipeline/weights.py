@@ -100,10 +100,11 @@ class Weights:
         """
         if self._banks[-1] is not self._newest_at_rest:
             newest, older = self._banks[-1], self._banks[0]
-            for name in self._home:
-                kept = newest[name].clone()
-                newest[name].copy_(older[name])
-                older[name].copy_(kept)
+            for name in newest:  # borrowed ones too
+                if newest[name] is not older[name]:
+                    kept = newest[name].clone()
+                    newest[name].copy_(older[name])
+                    older[name].copy_(kept)
             self._order()
         self._point(self._home)
         self._bound = -1

@@ -15,7 +15,7 @@ from shoal.core.errors import PlanError
 from shoal.core.spec import DeviceSpec, JobMeasure, Scalar, TrialSpec
 from shoal.core.technique import Pipelined, Resident, Technique
 from shoal.core.units import Bytes, format_bytes, format_seconds
-from shoal.memory.layout import with_previous
+from shoal.memory.layout import lenders, with_previous
 from shoal.planner.choose import choices
 from shoal.planner.need import Need, Request, need
 from shoal.planner.paper import Paper
@@ -159,6 +159,12 @@ class Pipelining:
         if isinstance(found, PlanError):
             raise found
         exact, chosen = found
+        if asked.predict and exact.layout is not None and lenders(exact.layout):
+            raise PlanError(
+                _head(trial, chosen.technique) + "stages have weights in common, and where they "
+                "are borrowed only the guess of them is known, which is not to be evaluated. "
+                "Leave predict=True out."
+            )
         whole = self._resident(measured)
         other = self._alone(measured.measure, whole, speeds)
         why = [*self._why(whole, chosen, asked, terms), *_against(other)]
@@ -186,6 +192,8 @@ class Pipelining:
         if best is None:
             return settled
         same_bits = measure.bitwise and self._request.place != "host"
+        # Where both data and model draw, batches must not be read ahead of their turn.
+        same_bits &= measure.num_batches is not None or not measure.draws
         may = self._may_choose and trials < devices and same_bits
         if may and is_worth(best, other, devices, trials):
             found = yield from self._exact(trial, asked, terms, trials)
@@ -369,6 +377,11 @@ class Pipelining:
                 f"a forward writes to the parameter {measure.written[0]!r}, as max_norm does, "
                 "while other micro-batches of a pipeline are between their forward and backward. "
                 "Train this model on one device."
+            )
+        if measure.draws_evaluating:
+            return (
+                "it, or a metric, draws random numbers while it is evaluated, which stages would "
+                "draw in another order than one device. Use technique='spilled'."
             )
         return (
             _too_few_pieces(measure, asked)

@@ -110,6 +110,7 @@ class Measurer:
         self._whole: JobMeasure | None = None
         self._narrow: tuple[str, ...] = ()  # of the chain
         self._loss_notes: tuple[str, ...] = ()
+        self._draws_evaluating = False
         self._states: Mapping[str, Sequence[TensorSpec]] = {}
         self._link: tuple[()] | tuple[float, float] | None = None  # not looked at yet
 
@@ -229,6 +230,7 @@ class Measurer:
         before = capture_rng(self._here)
         forward = _peak(lambda: self._forward(built))
         draws = not same_rng(before, capture_rng(self._here))
+        self._draws_evaluating = False
         if built.valid is not None:
             forward = max(forward, _peak(lambda: self._evaluate(built)))
         backward = _peak(lambda: self._backward(built))
@@ -281,6 +283,7 @@ class Measurer:
             data=built.data,
             loader_bytes=built.loader_bytes,
             draws=draws,
+            draws_evaluating=self._draws_evaluating,
             compiled=max(len(compiled_modules(model)), compiles(model)),
             rows=rows_of(built.batch),
             trained=tuple(n for n, p in model.named_parameters() if p.requires_grad),
@@ -292,7 +295,7 @@ class Measurer:
 
     def _evaluate(self, built: _Built) -> None:
         """A validation batch, with its metrics, as the trial will run it."""
-        recipe, batch = self._recipe, built.valid
+        recipe, batch, before = self._recipe, built.valid, capture_rng(self._here)
         built.model.eval()
         with torch.no_grad(), autocast(recipe, self._here):
             args, kwargs = model_inputs(recipe, batch)
@@ -300,6 +303,7 @@ class Measurer:
             loss = compute_loss(recipe, output, batch)
         evaluate_metrics(recipe, loss, output, batch)
         built.model.train()
+        self._draws_evaluating = not same_rng(before, capture_rng(self._here))
 
     def _backward(self, built: _Built) -> None:
         for parameter in built.model.parameters():

@@ -82,6 +82,17 @@ class PipelineSession(Session):
         return self.job.gang
 
     def _units(self) -> Any:
+        """The chain of the whole model.
+
+        Raises:
+            TrialError: modules keep more than tensors, and each stage would keep its own.
+        """
+        extra = [key for key in self.model.state_dict() if key.endswith("_extra_state")]
+        if extra:
+            raise TrialError(
+                f"the model keeps {extra[0]!r} beside its tensors, and every stage would have its "
+                "own. Train it with technique='spilled'."
+            )
         count = self.recipe.accumulate * self._pieces_of_a_batch
         recipe = replace(self.recipe, accumulate=count)
         return StageUnits(self._chain().with_recipe(recipe))

@@ -75,6 +75,7 @@ class Stage:
         for name, tensor in here.borrowed.items():
             copy(tensor, there.borrowed[name], "up")
         self._session.binding.bind(self._index, here)
+        self._buffers = {n: b.clone() for n, b in self._session.model.named_buffers()}
 
     def store(self, *, leaves: bool) -> None:
         """Bring all that changed to the host region; the device's memory is free if it leaves."""
@@ -83,14 +84,20 @@ class Stage:
         self._note_versions()
         copy(there.param_bytes, here.param_bytes, "down")
         copy(there.state_bytes, here.state_bytes, "down")
-        others = {n for s in self._shares if s.stage != self._index for n in s.buffers}
-        own = set(self._share.buffers)
-        everything = {name for name, _ in session.model.named_buffers()}
-        session.put_buffers_back(everything - others if self._index == 0 else own)
+        session.put_buffers_back(self._changed_buffers())
         if leaves:
             session.binding.bind(self._index, there)
             session.evict_everything()
             self._memory = self._memory[:0]
+
+    def _changed_buffers(self) -> set[str]:
+        """Those that this stage has changed since they were loaded or stored."""
+        found = set()
+        for name, buffer in self._session.model.named_buffers():
+            if not _same_bytes(buffer, self._buffers[name]):
+                self._buffers[name] = buffer.clone()
+                found.add(name)
+        return found
 
     def _made_weights(self) -> Weights:
         session, technique = self._session, self._session.technique
@@ -259,3 +266,12 @@ class Stage:
             return None
         buffers = sum(buffer.nbytes for buffer in self._session.model.buffers())
         return self._memory.nbytes + buffers + tracker.peak_bytes
+
+
+def _same_bytes(first: Tensor, second: Tensor) -> bool:
+    """Also where they are not numbers."""
+    return first.shape == second.shape and torch.equal(_as_bytes(first), _as_bytes(second))
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)

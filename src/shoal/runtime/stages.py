@@ -22,13 +22,14 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
-from shoal.core.errors import CapacityError
+from shoal.core.errors import CapacityError, WorkerError
 from shoal.core.units import Bytes, format_bytes
 from shoal.device import Device
 from shoal.device.flops import step_bytes
 from shoal.memory.ledger import Ledger
 from shoal.memory.store import Region
 from shoal.pipeline.links import Links
+from shoal.pipeline.packing import Packer
 from shoal.pipeline.schedule import Pipeline
 from shoal.pipeline.stage import Compute
 from shoal.pipeline.validate import validation
@@ -163,7 +164,10 @@ class StageSeat:
 
     def ready(self) -> bool:
         """Whether it could go on. What a lost stage owes never comes: the study sees to that."""
-        return not self.left and (self._waiting is None or self._waiting())
+        try:
+            return not self.left and (self._waiting is None or self._waiting())
+        except WorkerError:
+            return True  # whoever asks again fails
 
     def advance(self) -> None:
         """Go on to the end of a unit, or to where it waits for another stage."""
@@ -279,6 +283,7 @@ class StageSeat:
         yield self._is_told
         join = self.links.take(0, CONTROL)
         self.session = session = self._place(self.session, join.progress)
+        self.links.know(Packer(dict(session.model.named_parameters())))
         self._settled = Stage(
             session,
             self.stage,
