@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from shoal.core.units import format_bytes
 from shoal.execution.trial import TrialRun
 from shoal.memory.store import create_region
 from shoal.runtime.messages import Extend, Grant, Settings, Stop
-from shoal.runtime.pool import WorkerPool
+from shoal.runtime.pool import Worker, WorkerPool
 from shoal.runtime.saver import interval_s
 from shoal.scheduler import leases
 from shoal.scheduler.policy import LongestRemainingFirst
@@ -87,6 +88,7 @@ class Floor:
         self._write = sink
         self._happened: list[events.Event] = []
         self._deferred: list[TrialRun] = []  # the host has no room for them yet
+        self._unanswered: Counter[tuple[Worker, int]] = Counter()  # Stops of a trial
         self._leases = leases.Leases(LongestRemainingFirst(), active=plan.active, lease_s=LEASE_S)
 
     def tell(self, event: events.Event) -> None:
@@ -169,6 +171,9 @@ class Floor:
         if not self._has_region(state):
             return
         assert state.descriptor is not None
+        if state.is_parked:  # its lease on paper was lost with one of its devices
+            state.device, state.others = device, instruction.devices[1:]
+            return
         self._announce(state, device)
         if state.homes not in ((), instruction.devices):
             self.forget(state)
@@ -177,6 +182,7 @@ class Floor:
             state.parked_at = ""
         state.device = state.home = device
         state.others = instruction.devices[1:]
+        state.leases += 1
         state.until = state.before_halt(state.step + instruction.steps)
         age_s = time.monotonic() - state.saved_at
         wait_s = interval_s(self.settings.checkpoint_every_s, state.save_s)
@@ -232,9 +238,35 @@ class Floor:
 
     def forget(self, state: TrialRun) -> None:
         """Have the workers where the trial ran last let go of it."""
-        for home in state.homes:
-            if home in self.pool.workers:
-                self.pool.workers[home].send(Stop(state.job.trial))
+        self._forget_at(state.homes, state.job.trial)
+
+    def forget_others(self, state: TrialRun) -> None:
+        """Have its later stages' workers let go of it; the first one's has all there is."""
+        self._forget_at(state.others, state.job.trial)
+        state.others = ()
+
+    def _forget_at(self, homes: Sequence[str], trial: int) -> None:
+        for worker in filter(None, map(self.pool.workers.get, homes)):
+            self._unanswered[worker, trial] += 1
+            worker.send(Stop(trial))
+
+    def forgotten(self, worker: Worker, trial: int) -> None:
+        """A worker has let go of a trial; what it says of it from now on is of a new stay."""
+        self._unanswered[worker, trial] -= 1
+        self._unanswered += Counter()  # keeps what is above 0
+
+    def is_past(self, worker: Worker, trial: int | None) -> bool:
+        """Whether what a worker says of a trial crossed a Stop on its way.
+
+        The others of a gang do not know yet that one is gone. By the time that their words are
+        read the trial may have the same devices again.
+        """
+        return trial is not None and (worker, trial) in self._unanswered
+
+    def lost_worker(self, worker: Worker) -> None:
+        """It will answer nothing any more."""
+        for key in [key for key in self._unanswered if key[0] is worker]:
+            del self._unanswered[key]
 
     def _announce(self, state: TrialRun, device: str) -> None:
         now, trial = time.time(), state.job.trial

@@ -116,10 +116,11 @@ class Recovery:
             return
         words = f"{reason}\n{worker.last_words}".strip()
         for state in floor.states.values():
-            if device.name in state.others and not state.device:  # its first stage has it all
-                state.others = ()
+            if device.name in state.others and (state.is_parked or not state.device):
+                floor.forget_others(state)
+                state.device = ""  # if it was leased on paper, the lease machine loses it too
         lost = [s for t, s in floor.states.items() if t in floor.open and device.name in s.homes]
-        held = [state for state in lost if state.device]
+        held = [state for state in lost if device.name in state.devices]
         floor.tell(
             events.WorkerDied(
                 time=time.time(),
@@ -135,8 +136,9 @@ class Recovery:
                 floor.forget(state)  # its other stages wait for one that is gone
         self._bring_back(held, worker, reason)
         self._break_up(held)
-        for state in lost:
+        for state in held:
             state.device = ""
+        for state in lost:
             state.leave_home()
         self._replace_later(device)
         self._let_wait(device.name, lost, held, words)
@@ -194,8 +196,9 @@ class Recovery:
                     f"{WorkerError.__name__}: the worker died {state.deaths} times while it ran "
                     f"this trial, last: {words}",
                 )
-        for state in lost:
+        for state in held:
             state.is_parked = False
+        for state in lost:
             self._pausing.lost(state)
         self._floor.obey(instructions)
 

@@ -19,6 +19,8 @@ def fall_back(floor: Floor, state: TrialRun, reason: str) -> None:
     saved = checkpoint.latest(directory, trial, lambda path, why: damaged(floor, trial, path, why))
     state.device = ""
     state.leave_home()
+    if state.job.gang > 1:
+        state.close()  # a stage that has yet to hear of it may still write to the old region
     state.progress, state.until, state.is_parked = None, 0, False
     state.restore = str(saved.path) if saved else ""
     state.warm = saved is not None and checkpoint.is_warm(saved, trial)

@@ -31,6 +31,7 @@ from shoal.planning import Abandoned, Planned, Planner
 from shoal.runtime.messages import (
     Broken,
     Described,
+    Forgotten,
     Happened,
     LeaseOver,
     Measured,
@@ -284,6 +285,8 @@ class Execution:
         if worker is None:
             reply()  # somebody outside asks
             return None
+        if isinstance(reply, Refused) and self._floor.is_past(worker, reply.trial):
+            return None  # another stage of the trial failed too
         measured = isinstance(reply, Refused) and reply.trial in self._replanning.trials
         if measured or isinstance(reply, Described | Measured | MeasuredArray):
             return worker, reply
@@ -296,9 +299,12 @@ class Execution:
         match reply:
             case Happened():
                 for event in reply.events:
-                    self._take_event(event)
+                    self._take_event(worker, event)
+            case Forgotten():
+                self._floor.forgotten(worker, reply.trial)
             case Gone():
                 self._recovery.worker_gone(worker, reply.reason)
+                self._floor.lost_worker(worker)
             case Broken():
                 worker.last_words = reply.error  # its end arrives next
             case LeaseOver() | Returned() | Saved() | Refused():
@@ -306,7 +312,7 @@ class Execution:
 
     def _take_about(self, worker: Worker, reply: LeaseOver | Returned | Saved | Refused) -> None:
         """What a worker says of a trial counts while it has it, leased or parked."""
-        if reply.trial not in self._floor.open:
+        if reply.trial not in self._floor.open or self._floor.is_past(worker, reply.trial):
             return
         state = self._floor.states[reply.trial]
         match reply:
@@ -322,21 +328,25 @@ class Execution:
             case LeaseOver():
                 self._lease_over(state, reply)
             case Returned():
+                self._floor.forget_others(state)  # they may have begun
                 self._pausing.parked(state)
             case Saved():
                 self._pausing.saved(reply)
             case Refused():
-                self.when_free(lambda: self._refused(worker, reply))
+                lease = state.leases
+                self.when_free(lambda: self._refused(reply, lease))
 
-    def _refused(self, worker: Worker, reply: Refused) -> None:
-        """Its worker may have died, and the trial may have ended, while this waited."""
+    def _refused(self, reply: Refused, lease: int) -> None:
+        """A worker of it may have died, and the trial may have ended, while this waited."""
         state = self._floor.states[reply.trial]
-        is_here = worker in map(self._pool.workers.get, state.devices)
-        if reply.trial in self._floor.open and is_here:
+        if reply.trial in self._floor.open and state.device and state.leases == lease:
             self._recovery.refused(reply)
             self._recovery.planned()
 
-    def _take_event(self, event: events.Event) -> None:
+    def _take_event(self, worker: Worker, event: events.Event) -> None:
+        if self._floor.is_past(worker, getattr(event, "trial", None)):
+            self._floor.tell(event)  # it happened, and the trial will come there again
+            return
         match event:
             case events.StepFinished():
                 self._step_finished(event)
@@ -353,13 +363,12 @@ class Execution:
 
     def _step_finished(self, event: events.StepFinished) -> None:
         floor, state = self._floor, self._floor.states[event.trial]
-        if state.others and event.step != state.step + 1:
-            return  # of a lease that ended when another stage was lost
         state.step, state.is_new_there = event.step, False
         state.device_s += event.seconds
         self._limits.same_failures.passed()
         width = state.job.array.width if state.job.array else 1  # which step before work is seen
-        self._limits.watchdog.step(event.device, event.seconds * width)
+        for device in state.devices if event.device == state.device else (event.device,):
+            self._limits.watchdog.step(device, event.seconds * width)
         if state.total is None and self._settings.epochs and event.steps_per_epoch:
             state.total = self._settings.epochs * event.steps_per_epoch
         floor.tell(event)

@@ -42,6 +42,7 @@ class TrialRun:
     step: int = 0
     until: int = 0
     device: str = ""  # that has it leased now
+    leases: int = 0  # that it was granted
     is_parked: bool = False  # leased on paper only: it waits to be saved
     home: str = ""  # where it ran last
     others: tuple[str, ...] = ()  # beside ``home``, where its later stages ran last

@@ -110,6 +110,7 @@ class _End:
         self.cut()
 
     def cut(self) -> None:
+        self._frames.put(None)  # the writer fails at what it has to send, and ends
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

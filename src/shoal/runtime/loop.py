@@ -31,6 +31,7 @@ from shoal.runtime.interpret import Seat, is_sampled
 from shoal.runtime.measure import Measurer
 from shoal.runtime.messages import (
     Extend,
+    Forgotten,
     Grant,
     Happened,
     LeaseOver,
@@ -157,6 +158,7 @@ class DeviceLoop:
                 self._save_parked(order.trial)
             case Stop():
                 self._forget(order.trial)
+                self._reports.reply(Forgotten(order.trial))
             case Shutdown():
                 self._running = False
             case _:
@@ -200,12 +202,12 @@ class DeviceLoop:
 
     def _forget(self, trial: int) -> None:
         """The trial goes on elsewhere, or nowhere."""
+        session = self._session_of(trial)
         self._dismiss(trial)
         self._lobby.withdraw(trial)
         self._saver.forget(trial)
-        parked = self._parked.pop(trial, None)
-        if parked is not None:
-            parked.close()
+        for known in filter(None, (session, self._parked.pop(trial, None))):
+            known.close()
 
     def _admit(self, grant: Grant, descriptor: int, *sockets: int) -> None:
         """Take up a lease, or keep it until those that are here leave room for it."""
@@ -547,7 +549,7 @@ class DeviceLoop:
         with self._device.progress:
             idle = self._device.version == seen and not self._device.progress.wait(timeout=1.0)
         trials = [*self._stays, *self._desk.trials]
-        waits = self._desk.stages.waits_for_others
+        waits = not self._stays and self._desk.stages.waits_for_others  # a stay waits for this one
         if idle and (waits or any(map(self._saver.is_writing, trials))):
             self._saver.waits += 1
 

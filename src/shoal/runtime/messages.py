@@ -250,6 +250,13 @@ class LeaseOver:
 
 
 @dataclass(frozen=True, slots=True)
+class Forgotten:
+    """The answer to Stop: what was said of the trial before this is of a stay that is over."""
+
+    trial: int
+
+
+@dataclass(frozen=True, slots=True)
 class Returned:
     """A Grant that waited for room was parked before it began."""
 
@@ -290,6 +297,7 @@ Reply = (
     | MeasuredArray
     | Refused
     | LeaseOver
+    | Forgotten
     | Returned
     | Saved
     | Broken

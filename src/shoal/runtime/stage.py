@@ -196,6 +196,7 @@ class Stage:
         session = self._session
         if session.draws is not None:
             return
+        session.model.train()  # a lease may begin with an evaluation
         batch, rng = session.pieces[0], capture_rng(session.device)
         foretelling = Foretelling(self._chain, self._share.stop, whole=session.all_there)
         with session.all_there():

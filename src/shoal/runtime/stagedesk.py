@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from shoal.core.errors import ShoalError
+from shoal.core.errors import CapacityError, ShoalError
 from shoal.core.seams import Candidate
 from shoal.core.units import Bytes
 from shoal.device import Device
@@ -131,23 +131,31 @@ class StageDesk:
             self._device.notify,
             where,
         )
-        seat = StageSeat(
-            session,
-            stage,
-            self._device,
-            self._ledger,
-            region,
-            links,
-            place=functools.partial(self._join, grant, region),
-            record=self._reports.issue,
-            room=lambda: self._room(False),
-            on_peak=lambda peak: self._reports.stage_peak(peak, grant.job),
-        )
+        try:
+            seat = StageSeat(
+                session,
+                stage,
+                self._device,
+                self._ledger,
+                region,
+                links,
+                place=functools.partial(self._join, grant, region),
+                record=self._reports.issue,
+                room=lambda: self._room(False),
+                on_peak=lambda peak: self._reports.stage_peak(peak, grant.job),
+            )
+        except CapacityError:
+            links.cut()  # it has threads by now
+            raise
         self._seats[trial] = seat
         session.until = grant.until
         if stage == 0:
             self._lead(grant, seat, session)
-        self._room(False)
+        try:
+            self._room(False)
+        except CapacityError:
+            self.dismiss(trial)
+            raise
 
     def _lead(self, grant: Grant, seat: StageSeat, session: PipelineSession) -> None:
         """Of the first stage: it tells of steps, and saves."""
