@@ -24,7 +24,7 @@ INSTANTS = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["flush", "2bw"])
 def test_a_study_killed_at_each_delicate_instant_ends_on_the_same_bits(schedule, tmp_path):
     runner = Runner(tmp_path, maker="staged", schedule=schedule, lr=[1e-2])

@@ -46,6 +46,7 @@ from shoal.planning.deciding import Deciding
 from shoal.runtime import checkpoint
 from shoal.runtime.pool import WorkerPool
 
+OTHER_HANGS = [(0, "sleep"), (0, "stop"), (1, "stop")]
 pytestmark = pytest.mark.timeout(120)
 PAUSED = 75
 LIMIT_S = 2.5  # of a hang: a worker that waits for others says so each second
@@ -186,7 +187,7 @@ def test_steps_that_are_told_late_are_not_counted_for_the_next_lease(train, hunt
     assert len(heard.of(WorkerDied)) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_stage_that_dies_right_after_its_grant_costs_nothing(stage, train, hunter, heard):
     is_planned = lambda e: isinstance(e, TrialPlanned) and e.trial == 1  # noqa: E731
@@ -199,7 +200,7 @@ def test_a_stage_that_dies_right_after_its_grant_costs_nothing(stage, train, hun
     assert {event.step for event in heard.of(TrialRestarted)} == {0}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_stage_that_dies_while_it_builds_costs_nothing(stage, train, hunter, heard):
     is_planned = lambda e: isinstance(e, TrialPlanned) and e.trial == 1  # noqa: E731
@@ -210,7 +211,7 @@ def test_a_stage_that_dies_while_it_builds_costs_nothing(stage, train, hunter, h
     assert [event.device for event in heard.of(WorkerDied)] == [f"cpu:{stage}"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["flush", "2bw"])
 def test_both_stages_that_die_at_once_cost_the_steps_since_the_generation(
     schedule, train, hunter, heard
@@ -239,7 +240,7 @@ def test_pipelines_on_overlapping_devices_survive_a_death_and_are_not_blamed(
     assert len(blamed) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("device", ["cpu:0", "cpu:1"])
 def test_single_trials_beside_pipelines_survive_a_death_too(
     device, train, hunter, heard, monkeypatch
@@ -266,8 +267,13 @@ def test_single_trials_beside_pipelines_survive_a_death_too(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["sleep", "stop"])
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(
+    ("stage", "what"),
+    [
+        (1, "sleep"),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in OTHER_HANGS),
+    ],
+)
 def test_a_stage_that_hangs_is_found_and_those_that_wait_for_it_are_not_ended(
     stage, what, train, hunter, heard
 ):
@@ -285,7 +291,7 @@ def test_a_stage_that_hangs_is_found_and_those_that_wait_for_it_are_not_ended(
     assert ("in happen" if what == "sleep" else "(no answer)") in death.reason
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_stage_that_hangs_in_the_middle_of_a_store_is_found(train, hunter, heard):
     hunter.at(at_step(0, 4), lambda: hunter.lay("cpu:1", "store", "stop"))
     study = train()
@@ -297,7 +303,7 @@ def test_a_stage_that_hangs_in_the_middle_of_a_store_is_found(train, hunter, hea
 # -- stopped and paused -------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["flush", "2bw"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_every_pipeline_and_the_next_run_ends_on_the_same_bits(
@@ -314,7 +320,7 @@ def test_a_signal_saves_every_pipeline_and_the_next_run_ends_on_the_same_bits(
     staged.check_alone(tmp_path / "k", schedule, 8)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["flush", "2bw"])
 def test_a_paused_pipeline_goes_on_to_the_same_bits(
     schedule, train, hunter, heard, tmp_path, monkeypatch
@@ -332,7 +338,7 @@ def test_a_paused_pipeline_goes_on_to_the_same_bits(
     staged.check_alone(study.directory, schedule, 30)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_stage_that_dies_while_its_trial_is_parked_costs_nothing(
     stage, train, hunter, heard, tmp_path, monkeypatch
@@ -353,7 +359,7 @@ def test_a_stage_that_dies_while_its_trial_is_parked_costs_nothing(
     assert not heard.of(TrialRestarted)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_stopped_pipeline_keeps_its_state_and_the_other_goes_on(
     train, heard, tmp_path, monkeypatch
 ):
@@ -368,7 +374,7 @@ def test_a_stopped_pipeline_keeps_its_state_and_the_other_goes_on(
     staged.check_alone(study.directory, epochs=30, trials=[1])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_stage_that_dies_while_its_trial_is_stopped_loses_nothing_that_is_in_the_region(
     train, hunter, heard, tmp_path, monkeypatch
 ):
@@ -392,7 +398,7 @@ def test_a_stage_that_dies_while_its_trial_is_stopped_loses_nothing_that_is_in_t
     staged.check_alone(study.directory, epochs=30, trials=[1])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_time_limit_saves_every_pipeline(train, heard, tmp_path):
     options = {"epochs": 300, "checkpoint_every": "1h", "lr": [1e-2]}
     study = train(time_limit=2.0, **options)
@@ -405,7 +411,7 @@ def test_the_time_limit_saves_every_pipeline(train, heard, tmp_path):
 # -- disks ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_disk_that_is_full_at_the_last_save_loses_no_generation(train, traps, tmp_path):
     room = traps / "full"
 
@@ -420,7 +426,7 @@ def test_a_disk_that_is_full_at_the_last_save_loses_no_generation(train, traps, 
     staged.check_alone(study.directory)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_disk_that_has_room_for_some_saves_trains_to_the_end(train, hunter, traps):
     room = traps / "full"
 
@@ -431,7 +437,7 @@ def test_a_disk_that_has_room_for_some_saves_trains_to_the_end(train, hunter, tr
     staged.check_alone(study.directory, epochs=30)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["flush", "2bw"])
 def test_a_damaged_generation_costs_the_steps_since_the_one_before(
     schedule, train, hunter, heard, tmp_path
@@ -490,7 +496,7 @@ def test_a_stage_that_raises_each_time_fails_its_trial_and_no_other(train, hunte
     assert len(heard.of(TrialRestarted)) == 2  # the third time in the same way was the last
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_workers_that_never_begin_end_the_study_and_its_pipelines_stay(
     train, hunter, heard, monkeypatch, tmp_path
 ):
@@ -513,7 +519,7 @@ def test_workers_that_never_begin_end_the_study_and_its_pipelines_stay(
     staged.check_alone(study.directory)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_gang_waits_for_a_device_that_takes_long_to_come_back(train, hunter, heard, monkeypatch):
     def limits(study):
         return Limits(backoff=Backoff(first_s=1.5, most_s=1.5))
@@ -530,7 +536,7 @@ def test_a_gang_waits_for_a_device_that_takes_long_to_come_back(train, hunter, h
 # -- memory ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("memory", [100_000, 120_000])
 def test_a_pipeline_that_fits_in_no_way_fails_with_the_bytes_it_needs(memory, train, heard):
     """Both stages find it out at once, the second one while the first one's is planned."""
@@ -541,7 +547,7 @@ def test_a_pipeline_that_fits_in_no_way_fails_with_the_bytes_it_needs(memory, tr
     assert "it was planned again, and cannot be run" in trial.error
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_pipeline_that_outgrows_a_device_goes_on_with_recomputing(train, heard):
     study = train(lr=[1e-2], width=[staged.OUTGROWN], memory=240_000)
     (replanned,) = heard.of(TrialReplanned)
