@@ -170,6 +170,7 @@ def main() -> None:
         "three filled over one flush": best["flush, 3 trials at once"] / best["flush"],
     }
     result = {"load_before": begun["load"], "devices": devices, "micro_batches": micros}
+    result["rounds"] = asked.rounds
     common.finish({**result, "real": asked.real, "rows": rows, "ratios": ratios}, asked.json)
 
 

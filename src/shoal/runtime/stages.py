@@ -316,7 +316,7 @@ class StageSeat:
         counts = not self.session.compiled
         if counts and not (self._has_counted and not is_sampled(steps_before)):
             stage.count()
-        yield from self._play(stage.begin(pipeline, steps_before), pipeline.program())
+        yield from self._play(stage.begin(pipeline, steps_before), _program(pipeline))
         stage.end(pipeline)
         self._report_peak()
 
@@ -397,6 +397,12 @@ class StageSeat:
             )
             outgrown.growth = peak / planned
             raise outgrown from None
+
+
+@functools.lru_cache(maxsize=32)
+def _program(pipeline: Pipeline) -> Program:
+    """Made once for steps that are alike."""
+    return pipeline.program()
 
 
 def _nothing(value: object) -> None:
