@@ -46,7 +46,10 @@ def capture_rng(device: torch.device | None = None) -> RngState:
 
 def restore_rng(state: RngState, device: torch.device | None = None) -> None:
     """Put the streams back to ``state``."""
-    torch.set_rng_state(state.torch.clone())  # of a view torch reads its storage's beginning
+    words = state.torch
+    if words.storage_offset():  # of a view torch reads its storage's beginning
+        words = words.clone()
+    torch.set_rng_state(words)
     random.setstate(state.python)
     np.random.set_state(state.numpy)
     if state.cuda is not None and device is not None:

@@ -76,6 +76,7 @@ def run_under_fire(folder, kills: int, epochs: int, seed: int) -> None:
     assert sorted(finished) == list(range(TRIALS))
 
 
+@pytest.mark.full
 def test_arrays_killed_at_random_instants_end_on_the_same_bits(tmp_path):
     run_under_fire(tmp_path, kills=3, epochs=4, seed=random.SystemRandom().randrange(10**6))
 

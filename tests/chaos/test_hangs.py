@@ -99,6 +99,7 @@ def test_a_long_but_honest_step_is_not_killed(run, heard, monkeypatch):
     assert not heard.of(WorkerDied)
 
 
+@pytest.mark.full
 def test_building_a_model_may_take_as_long_as_a_first_step(run, heard):
     recipe = troubles.recipe(model=troubles.build_slowly)
     report = run([""], lr=(0.01, 0.003), recipe=recipe, steps=3)

@@ -88,6 +88,7 @@ def test_a_model_that_exits_fails_alone_and_takes_no_worker_along(check):
         assert "SystemExit: the model left" in trial.error
 
 
+@pytest.mark.full
 def test_a_trial_that_kills_every_worker_is_given_up(check):
     for trial in check(["kill again", "none"], "spilled", devices=2):
         assert trial.state == "FAILED"

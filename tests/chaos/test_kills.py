@@ -76,6 +76,7 @@ def check_clean(runner: Runner, shared: set[str]) -> None:
     until(lambda: shared_memory() <= shared, "shared memory is left", deadline_s=20.0)
 
 
+@pytest.mark.full
 def test_a_study_killed_at_random_instants_ends_on_the_same_bits(tmp_path):
     run_under_fire(tmp_path, kills=5, epochs=5, seed=random.SystemRandom().randrange(10**6))
 

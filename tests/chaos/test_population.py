@@ -99,6 +99,7 @@ def test_verify_trains_the_lineage_again_and_finds_the_same_bits(tmp_path, warm_
 # -- killed, disturbed ------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_population_killed_around_its_exploits_comes_to_the_same(tmp_path, undisturbed):
     runner = Runner(tmp_path, maker="populations")
     hooks = [f"kill {when} TrialExploited" for when in ("before", "after")]

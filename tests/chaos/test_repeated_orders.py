@@ -36,6 +36,7 @@ def numbers(runner: Runner, origin: str) -> list[int]:
     return [trial.number for trial in record.trials if trial.origin == origin]
 
 
+@pytest.mark.full
 def test_an_extension_killed_at_each_delicate_instant_adds_its_trials_once(tmp_path):
     runner = make(tmp_path)
     assert runner.run() == 0, runner.words()
@@ -75,6 +76,7 @@ def test_an_extension_to_a_number_killed_when_it_is_recorded_has_that_number(tmp
 @pytest.mark.parametrize(
     "words", [(), pytest.param(("--cold",), marks=pytest.mark.full)], ids=["warm", "cold"]
 )
+@pytest.mark.full
 def test_a_clone_killed_when_it_is_recorded_is_made_once(tmp_path, words):
     runner = make(tmp_path)
     assert runner.run(RUNNING) == -9

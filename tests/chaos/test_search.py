@@ -74,6 +74,7 @@ def test_a_search_killed_at_delicate_instants_comes_to_the_same_leaderboard(tmp_
         assert trial.load_state()["step"] == trial.history[-1]["step"]
 
 
+@pytest.mark.full
 def test_a_search_killed_at_a_random_instant_comes_to_the_same_leaderboard(tmp_path, undisturbed):
     seed = random.SystemRandom().randrange(10**6)
     sys.stderr.write(f"seed {seed}\n")  # shown when it fails
@@ -136,6 +137,7 @@ def test_a_lease_that_ends_before_its_first_step_loses_nothing(
     assert_alone(report, report.trials, searches.recipe(), epochs=searches.EPOCHS)
 
 
+@pytest.mark.full
 def test_a_pruned_trial_is_not_the_best_and_can_be_loaded(tmp_path, warm_workers):
     report = studies.run(searches.make(tmp_path), warm_workers)
 
@@ -150,6 +152,7 @@ def test_a_pruned_trial_is_not_the_best_and_can_be_loaded(tmp_path, warm_workers
 # -- short of memory, meddled with ------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_where_the_host_has_no_room_for_a_generation_one_waits_on_disk(
     tmp_path, warm_workers, monkeypatch, undisturbed
 ):
@@ -175,6 +178,7 @@ def test_where_the_host_has_no_room_for_a_generation_one_waits_on_disk(
     assert searches.outcome(study.directory) == undisturbed
 
 
+@pytest.mark.full
 def test_a_trial_that_waits_at_its_rung_can_be_stopped_and_the_others_go_on(
     tmp_path, warm_workers, monkeypatch
 ):
@@ -305,6 +309,7 @@ def _endless(hp):
     return _Stream(list(train)), valid
 
 
+@pytest.mark.full
 def test_a_study_that_keeps_the_best_keeps_no_state_of_the_pruned(tmp_path, warm_workers):
     heard = Heard()
     study = searches.make(tmp_path, keep_finished="best:1")
@@ -403,6 +408,7 @@ def test_a_generation_that_does_not_fit_the_host_waits_until_there_is_room(
     assert most == 1  # two of them do not fit
 
 
+@pytest.mark.full
 def test_where_those_that_wait_cannot_be_saved_the_study_ends_and_goes_on_later(
     tmp_path, monkeypatch, undisturbed
 ):

@@ -100,6 +100,7 @@ def test_a_model_that_hangs_once_is_built_again_and_trains_to_the_same_bits(
     assert states(report) == ["FINISHED"] * 2
 
 
+@pytest.mark.full
 def test_a_model_that_hangs_each_time_fails_with_the_place_and_alone(run, heard):
     report = run(["model", ""], hangs=3)
     assert states(report) == ["FAILED", "FINISHED"]
@@ -145,6 +146,7 @@ def test_a_recipe_that_hangs_when_it_is_loaded_is_the_fault_of_no_trial(run):
 # -- no hang ----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_many_trials_may_take_longer_than_a_hang_when_each_takes_less(run, heard):
     recipe = troubles.recipe(model=troubles.build_slowly)
     report = run(["", "a", "b"], recipe=recipe, trouble="", hangs=0)
@@ -201,6 +203,7 @@ study = Hasty(
 """
 
 
+@pytest.mark.full
 def test_a_plan_is_printed_though_a_loader_of_one_trial_never_answers(tmp_path):
     (tmp_path / "study.py").write_text(FILE)
     popen = subprocess.Popen(

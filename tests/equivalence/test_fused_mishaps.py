@@ -108,6 +108,7 @@ def test_trials_that_take_too_long_stop_at_a_step_with_its_bits(run_study):
         assert compare(plain, state).equal
 
 
+@pytest.mark.full
 def test_one_trial_can_be_stopped_and_the_others_go_on(run_study, tmp_path, monkeypatch):
     space = shoal.grid(mishap=["slow"], lr=[0.01, 0.003], drop=[0.1, 0.2])
     recipe, orders = breakdowns.recipe(), Orders(tmp_path / "study-0", monkeypatch)

@@ -244,8 +244,8 @@ class Cutter:
         held = flights * entering + (flights - 1) * (
             0.0 if is_last else self._stash if pipeline.recompute else self._saved
         )
-        if pipeline.schedule == "zb-h1":  # it is as many halves behind as there are stages before
-            held = held + stage * (HALF if is_last else HALF - 1) * self._saved
+        if pipeline.schedule == "zb-h1" and stage:  # it is as many halves behind as its number
+            held = held + (stage + 1) * (HALF if is_last else HALF - 1) * self._saved
         frames = 2.0 * (0 if is_last else self._entering[None, :] + self._batch) + entering
         found: _Table = self._fixed + weights + held + frames + self._inside
         return found

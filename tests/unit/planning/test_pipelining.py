@@ -374,7 +374,7 @@ def test_two_stages_may_not_change_one_buffer(plan):
 def test_many_trials_have_as_few_devices_each_as_do(plan):
     many = plan(devices=4, trials=9)
     assert {job.gang for job in many.jobs} == {2}
-    assert many.active == 1
+    assert many.active == 3  # one computes where another waits
     assert [job.trial for job in many.jobs] == list(range(9))
     one = many.jobs[0]
     assert all(replace(job, trial=0, hp=one.hp, seed=one.seed) == one for job in many.jobs)
