@@ -149,9 +149,6 @@ def main() -> None:
             arms[f"flush, {trials} trials at once"] = functools.partial(
                 run, staged("flush", devices), trials=trials
             )
-        arms[f"resident, {devices} trials alone"] = functools.partial(
-            run, shoal.Resident(), trials=devices
-        )
         found: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
         for _ in range(asked.rounds):
             for name, arm in arms.items():
