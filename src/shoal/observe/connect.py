@@ -87,7 +87,8 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
             version = check_format(connection, path)
             if version < newest_format():
                 connection = _in_memory(connection)
-                migrate(connection, version)
+                # its writer may have begun since the first look
+                migrate(connection, check_format(connection, path))
         except BaseException:
             connection.close()
             raise

@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 
 from shoal.core.errors import StorageError
-from shoal.observe import Database, read_events, schema
+from shoal.observe import Database, connect, read_events, schema
 
 
 @pytest.fixture
@@ -101,6 +101,20 @@ def test_an_empty_file_is_a_study_that_begins(tmp_path, tell):
     with Database(tmp_path) as database:
         database.write([tell.started(0)])
     assert len(list(read_events(tmp_path))) == 1
+
+
+def test_a_reader_meets_a_study_that_begins_while_it_looks(tmp_path, tell, monkeypatch):
+    (tmp_path / "study.db").touch()
+    event, copy = tell.study(), connect._in_memory
+
+    def late_copy(connection):
+        with Database(tmp_path) as database:
+            database.write([event])
+        return copy(connection)
+
+    monkeypatch.setattr(connect, "_in_memory", late_copy)
+
+    assert list(read_events(tmp_path)) == [event]
 
 
 # ---------------------------------------------------------------- what others made
