@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from shoal.builders import ManualClock, make_device, make_job, make_layer, make_shard
+from shoal.memory.store import same_bits
 from shoal.plain import (
     PlainResult,
     PlainSource,
@@ -134,17 +134,6 @@ def _valid_rows(history: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, flo
         for step, metrics in rows.items()
         if any(name.startswith("valid_") for name in metrics)
     }
-
-
-def same_bits(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors are equal in type, shape and every bit (NaN payloads and signs too)."""
-    if first.dtype != second.dtype or first.shape != second.shape:
-        return False
-    return torch.equal(_bytes(first), _bytes(second))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _compare_model(model: nn.Module, found: Mapping[str, Tensor], tally: _Tally) -> None:

@@ -76,7 +76,7 @@ class Job:
     @property
     def runs_on(self) -> bool:
         """Whether its steps overlap, so that each stop costs it time."""
-        return isinstance(self.technique, Pipelined) and self.technique.schedule == "2bw"
+        return isinstance(self.technique, Pipelined) and self.technique.is_stale
 
     @property
     def gang(self) -> int:
@@ -216,7 +216,7 @@ def _explain_pipeline(job: Job, technique: Pipelined) -> list[str]:
     if not technique.recompute:
         saves = "what forwards save waits for the backward"
     lag = f", {technique.lag} more in flight" if technique.lag else ""
-    weights = ", weights one step old" if technique.schedule == "2bw" else ""
+    weights = ", weights one step old" if technique.is_stale else ""
     guess = ", with a guess of the newer ones" if technique.predict else ""
     return [
         f"    {count} stages, a device each, schedule {technique.schedule}{lag}{weights}{guess}; "

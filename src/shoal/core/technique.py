@@ -249,6 +249,11 @@ class Pipelined:
                 "or for schedule='flush'."
             )
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether gradients are of weights that are one step old, and two versions are kept."""
+        return self.schedule == "2bw"
+
 
 Technique = Resident | Spilled | Pipelined
 

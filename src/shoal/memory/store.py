@@ -118,6 +118,17 @@ def describe(name: str, tensor: torch.Tensor, key: str = "") -> TensorSpec:
     )
 
 
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors are equal in type, shape and every bit (NaN payloads and signs too)."""
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    return torch.equal(_bytes(first), _bytes(second))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
 def _register(flat: torch.Tensor) -> None:
     """Pin existing memory for CUDA in its exact size; torch's own pinned pool rounds up."""
     runtime = torch.cuda.cudart()

@@ -70,13 +70,6 @@ class Weights:
         self._bound = -1
         self._summed: dict[int, Grads] = {}
 
-    def fill(self) -> None:
-        """Have all versions be what the parameters are: before the first step."""
-        for bank in self._banks:
-            for name, tensor in self._home.items():
-                if bank[name] is not tensor:
-                    bank[name].copy_(tensor)
-
     def resume(self, borrowed: Sequence[Mapping[str, Tensor]] = ()) -> None:
         """Call the newest version 1, and the older one 0, as ``rest`` left them.
 

@@ -103,7 +103,7 @@ def numerics(technique: Technique, accumulate: int) -> dict[str, Scalar]:
     found: dict[str, Scalar] = {}
     if not isinstance(technique, Pipelined):
         return found
-    if technique.schedule == "2bw":
+    if technique.is_stale:
         found["weights"] = "one step old" + (", guessed" if technique.predict else "")
     if technique.micro_batches != accumulate:
         found["micro_batches"] = technique.micro_batches
@@ -265,7 +265,7 @@ class Pipelining:
     def _settled(self, exact: Measured, chosen: Staged, why: Sequence[str]) -> Settled:
         assert exact.layout is not None
         layout = exact.layout
-        if chosen.technique.schedule == "2bw":
+        if chosen.technique.is_stale:
             layout = with_previous(layout, exact.measure.trained, guess=chosen.technique.predict)
         return Settled(
             measure=exact.measure,

@@ -12,44 +12,21 @@ from dataclasses import replace
 
 from shoal.core.seams import Candidate
 from shoal.core.units import Bytes
-from shoal.device import Device
-from shoal.memory.ledger import Ledger
-from shoal.recipe import Recipe
 from shoal.runtime import checkpoint
 from shoal.runtime.arrays import ArraySeat, Seated
+from shoal.runtime.house import House
 from shoal.runtime.messages import Grant, LeaseOver
-from shoal.runtime.reports import Reports
-from shoal.runtime.saver import Saver
 from shoal.runtime.session import Session
 
 
 class ArrayDesk:
-    """Seats trials in arrays and sees them out; used by the device's thread.
+    """Seats trials in arrays and sees them out; used by the device's thread."""
 
-    Args:
-        record: Leaves word whose code runs.
-        fail: Tells the study of a trial that cannot go on, and why.
-        room: Called when an array came or went: units are reserved anew. True: it went.
-        handed_over: Called with a session that left, and what is said of it.
-    """
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        device: Device,
-        ledger: Ledger,
-        reports: Reports,
-        saver: Saver,
-        *,
-        record: Callable[[int | None], None],
-        fail: Callable[[int, BaseException], None],
-        room: Callable[[bool], None],
-        handed_over: Callable[[Session, LeaseOver], None],
-    ) -> None:
-        self._recipe, self._device, self._ledger = recipe, device, ledger
-        self._reports, self._saver = reports, saver
-        self._record, self._tell_failure = record, fail
-        self._room, self._handed_over = room, handed_over
+    def __init__(self, house: House) -> None:
+        self._recipe, self._device, self._ledger = house.recipe, house.device, house.ledger
+        self._reports, self._saver = house.reports, house.saver
+        self._record, self._tell_failure = house.record, house.fail
+        self._room, self._handed_over = house.room, house.handed_over
         self._arrays: dict[str, ArraySeat] = {}
         self._stepping: int | None = None  # a trial of the array whose step runs
 

@@ -2,48 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from shoal.core.seams import Candidate
 from shoal.core.units import Bytes
-from shoal.device import Device
-from shoal.memory.ledger import Ledger
-from shoal.recipe import Recipe
 from shoal.runtime.arraydesk import ArrayDesk
-from shoal.runtime.messages import LeaseOver, Settings
-from shoal.runtime.reports import Reports
-from shoal.runtime.saver import Saver
+from shoal.runtime.house import House
 from shoal.runtime.session import Session
 from shoal.runtime.stagedesk import StageDesk
-
-
-def open_desks(
-    recipe: Recipe,
-    device: Device,
-    ledger: Ledger,
-    reports: Reports,
-    saver: Saver,
-    settings: Settings,
-    *,
-    record: Callable[[int | None], None],
-    fail: Callable[[int, BaseException], None],
-    room: Callable[[bool], None],
-    handed_over: Callable[[Session, LeaseOver | None], None],
-) -> Desks:
-    """The desks of a device, which share what the loop has."""
-    common = recipe, device, ledger, reports, saver
-    arrays = ArrayDesk(*common, record=record, fail=fail, room=room, handed_over=handed_over)
-    stages = StageDesk(
-        *common, settings, record=record, fail=fail, room=room, handed_over=handed_over
-    )
-    return Desks(arrays, stages)
 
 
 class Desks:
     """Both kinds, as the device's loop sees them."""
 
-    def __init__(self, arrays: ArrayDesk, stages: StageDesk) -> None:
-        self.arrays, self.stages = arrays, stages
+    def __init__(self, house: House) -> None:
+        self.arrays, self.stages = ArrayDesk(house), StageDesk(house)
 
     def __len__(self) -> int:
         return len(self.arrays) + len(self.stages)

@@ -26,7 +26,8 @@ from shoal.recipe import Recipe
 from shoal.rng import capture_rng, restore_rng
 from shoal.runtime import checkpoint
 from shoal.runtime.arrays import ArraySeat
-from shoal.runtime.desks import open_desks
+from shoal.runtime.desks import Desks
+from shoal.runtime.house import House
 from shoal.runtime.interpret import Seat, is_sampled
 from shoal.runtime.measure import Measurer
 from shoal.runtime.messages import (
@@ -108,18 +109,19 @@ class DeviceLoop:
         self._unit_bytes = 0
         self._units_done = 0
         self._running = True
-        self._desk = open_desks(
-            recipe,
-            device,
-            self._ledger,
-            self._reports,
-            self._saver,
-            settings,
+        house = House(
+            recipe=recipe,
+            device=device,
+            ledger=self._ledger,
+            reports=self._reports,
+            saver=self._saver,
+            settings=settings,
             record=self._record,
             fail=self._fail,
             room=self._came_or_went,
             handed_over=self._handed_over,
         )
+        self._desk = Desks(house)
 
     def run(self) -> None:
         """Until ``Shutdown``: orders, copies, units."""
@@ -487,14 +489,14 @@ class DeviceLoop:
         trial = next(iter(ready))
         if len(ready) > 1:
             trial = self._interleaver.choose(list(ready.values()))
-        if trial in self._desk.arrays.candidates:
-            self._step_array(self._desk.arrays.candidates[trial])
-        elif trial in at_desk:
+        if trial not in at_desk:
+            self._guard(trial, self._compute)
+        elif (array := self._desk.arrays.candidates.get(trial)) is not None:
+            self._step_array(array)
+        else:
             self._leave_streams()  # a stage puts in place what it needs
             self._desk.stages.step(trial)
             self._units_done += 1
-        else:
-            self._guard(trial, self._compute)
         return True
 
     def _candidate(self, stay: Stay) -> Candidate:

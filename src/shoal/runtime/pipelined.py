@@ -23,11 +23,12 @@ from shoal.program.ir import Program
 from shoal.recipe import Batch, to_device
 from shoal.rng import capture_rng, restore_rng, same_rng
 from shoal.runtime.binding import place_on_host
-from shoal.runtime.messages import Progress
 from shoal.runtime.session import Session, Task
 
 Scalars = Mapping[str, Mapping[str, Any]]
 Stored = Mapping[str, Sequence[str]]
+MOST_S = 8.0
+"""Predicted seconds of steps that are run together."""
 
 
 def without_versions(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,10 +40,6 @@ def without_versions(state: Mapping[str, Any]) -> dict[str, Any]:
         if not entry or set(entry) - {PREVIOUS, GUESS}
     }
     return {**state, "optimizer": {**optimizer, "state": entries}}
-
-
-MOST_S = 8.0
-"""Predicted seconds of steps that are run together."""
 
 
 class StageUnits:
@@ -96,16 +93,6 @@ class PipelineSession(Session):
         count = self.recipe.accumulate * self._pieces_of_a_batch
         recipe = replace(self.recipe, accumulate=count)
         return StageUnits(self._chain().with_recipe(recipe))
-
-    def follow(self, progress: Progress) -> None:
-        """Take up, at a later stage, what the first one has; the tensors are in the region."""
-        self.step = progress.step
-        self._check_shapes()
-        self.binding.restore(progress.scalars, progress.stored, self._step_places())
-        self.binding.restore_groups(progress.groups)
-        if self.schedule and progress.schedule is not None:
-            self.schedule.load_state_dict(progress.schedule)
-        self.rng = progress.rng
 
     def learn(self, scalars: Scalars, stored: Stored) -> None:
         """Know of another stage's parameters what it knows, beside their tensors."""
@@ -199,13 +186,7 @@ class PipelineSession(Session):
     def fetch_micro(self) -> Batch:
         """The next micro-batch, the caller's own."""
         if not self.pieces:
-            batch = self.feed.next()
-            if batch is None:
-                raise TrialError(
-                    f"the training data says len() = {self.feed.num_batches} batches but ended "
-                    "earlier. Correct its __len__, or leave it out."
-                )
-            self.pieces += self._cut(batch)
+            self.pieces += self._cut(self._next_of_group())
         return self.pieces.popleft()
 
     @property
@@ -243,9 +224,4 @@ class PipelineSession(Session):
             yield tasks[-1]
         yield Task(Program(()), "metrics")
         restore_rng(saved, self.device)
-        sums: dict[str, float] = {}
-        for task in tasks:
-            for name, value in task.metrics.items():
-                sums[name] = sums.get(name, 0.0) + value
-        self.metrics = {name: total / len(tasks) for name, total in sums.items()}
-        self.on_evaluated(self.metrics)
+        self._evaluated([task.metrics for task in tasks])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -272,10 +272,11 @@ class Session:
             schedule=self.schedule.state_dict() if self.schedule else None,
         )
 
-    def resume(self, progress: Progress, *, warm: bool = False) -> None:
+    def resume(self, progress: Progress, *, warm: bool = False, reads: bool = True) -> None:
         """Continue from ``progress``; the tensors are in the region already.
 
-        ``warm``: it is another trial's, and this one's own hyperparameters stay.
+        ``warm``: it is another trial's, and this one's own hyperparameters stay. One that reads
+        no data does not go where its next batch is.
         """
         self.step = progress.step
         self._check_shapes()
@@ -288,11 +289,15 @@ class Session:
             self.binding.restore_groups(progress.groups)
             if self.schedule and progress.schedule is not None:
                 self.schedule.load_state_dict(progress.schedule)
+        if reads:
+            self._seek(progress)
+        self.rng = progress.rng
+
+    def _seek(self, progress: Progress) -> None:
         if not self.feed.is_at(progress.position):
             self.feed.seek(progress.position)
         if self.valid_feed and progress.valid and not self.valid_feed.is_at(progress.valid):
             self.valid_feed.seek(progress.valid)
-        self.rng = progress.rng
 
     def _check_shapes(self) -> None:
         """The model is of the shapes that its state has: other hyperparameters give others."""
@@ -449,16 +454,25 @@ class Session:
         """The batch of one micro-batch, on the device, fetched when its first unit runs."""
         batch = task.batches.pop(micro, None)
         if batch is None:
-            batch = self.feed.next()
-            if batch is None:
-                raise TrialError(
-                    f"the training data says len() = {self.feed.num_batches} batches but ended "
-                    "earlier. Correct its __len__, or leave it out."
-                )
+            batch = self._next_of_group()
         moved = to_device(batch, self.device)
         if self._by_shard:
             return clone_batch(moved)  # a source may fill one buffer again and again
         return moved
+
+    def _next_of_group(self) -> Any:
+        """One more batch of a step that the data promised.
+
+        Raises:
+            TrialError: there is none.
+        """
+        batch = self.feed.next()
+        if batch is None:
+            raise TrialError(
+                f"the training data says len() = {self.feed.num_batches} batches but ended "
+                "earlier. Correct its __len__, or leave it out."
+            )
+        return batch
 
     def note_loss(self, loss: Tensor) -> None:
         """Keep a micro-batch's loss; a loss that is not finite fails the trial before its step."""
@@ -484,15 +498,20 @@ class Session:
             return
         saved = capture_rng(self.device)
         self.model.eval()
-        sums: dict[str, float] = {}
-        count = 0
+        found = []
         while (batch := self.valid_feed.next()) is not None:
             task = Task(self.units.evaluation_program(), "evaluation", batches={0: batch})
             yield task
-            count += 1
-            for name, value in task.metrics.items():
-                sums[name] = sums.get(name, 0.0) + value
+            found.append(task.metrics)
         self.model.train()
         restore_rng(saved, self.device)
-        self.metrics = {name: total / count for name, total in sums.items()}
+        self._evaluated(found)
+
+    def _evaluated(self, found: Sequence[Mapping[str, float]]) -> None:
+        """A validation pass found these metrics, one mapping a batch."""
+        sums: dict[str, float] = {}
+        for metrics in found:
+            for name, value in metrics.items():
+                sums[name] = sums.get(name, 0.0) + value
+        self.metrics = {name: total / len(found) for name, total in sums.items()}
         self.on_evaluated(self.metrics)

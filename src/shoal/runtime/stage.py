@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal.device import Device
 from shoal.memory.layout import GUESS, PREVIOUS
-from shoal.memory.store import state_views
+from shoal.memory.store import same_bits, state_views
 from shoal.partition.chain import Chain
 from shoal.partition.track import AllocationTracker
 from shoal.pipeline.build import draws_numbers, shares_of, ties_of, whole_stages
@@ -94,14 +94,14 @@ class Stage:
         """Those that this stage has changed since they were loaded or stored."""
         found = set()
         for name, buffer in self._session.model.named_buffers():
-            if not _same_bytes(buffer, self._buffers[name]):
+            if not same_bits(buffer, self._buffers[name]):
                 self._buffers[name] = buffer.clone()
                 found.add(name)
         return found
 
     def _made_weights(self) -> Weights:
         session, technique = self._session, self._session.technique
-        stale = technique.schedule == "2bw"
+        stale = technique.is_stale
         stepped = self._moving
         keys = (PREVIOUS, GUESS)[: stale + technique.predict]
         states = self._placed.states
@@ -157,7 +157,7 @@ class Stage:
         and looks whether there is any.
         """
         session, technique = self._session, self._session.technique
-        if technique.schedule != "2bw":
+        if not technique.is_stale:
             return
         binding, keys = session.binding, (PREVIOUS, GUESS)[: 1 + technique.predict]
         for name in self._moving:
@@ -187,7 +187,7 @@ class Stage:
             draws=bool(session.draws),
             foretold=session.foretelling is not None,
             whole=whole_stages(self._shares, bool(technique.recompute)),
-            begun=int(technique.schedule == "2bw" and session.step > 0),
+            begun=int(technique.is_stale and session.step > 0),
             follows=True,
         )
 
@@ -267,12 +267,3 @@ class Stage:
             return None
         buffers = sum(buffer.nbytes for buffer in self._session.model.buffers())
         return self._memory.nbytes + buffers + tracker.peak_bytes
-
-
-def _same_bytes(first: Tensor, second: Tensor) -> bool:
-    """Also where they are not numbers."""
-    return first.shape == second.shape and torch.equal(_as_bytes(first), _as_bytes(second))
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8)

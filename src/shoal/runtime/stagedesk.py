@@ -11,57 +11,33 @@ import pickle
 import socket
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from shoal.core.errors import CapacityError, ShoalError
+from shoal.core.plan import Job
 from shoal.core.seams import Candidate
 from shoal.core.units import Bytes
-from shoal.device import Device
-from shoal.memory.ledger import Ledger
 from shoal.memory.store import Region
 from shoal.pipeline.links import Links
 from shoal.pipeline.packing import Packer
-from shoal.recipe import Recipe
 from shoal.rng import capture_rng
 from shoal.runtime import checkpoint
-from shoal.runtime.messages import Grant, LeaseOver, Progress, Refused, Settings
+from shoal.runtime.house import House
+from shoal.runtime.messages import Grant, LeaseOver, Progress, Refused
 from shoal.runtime.pipelined import PipelineSession
-from shoal.runtime.reports import Reports
-from shoal.runtime.saver import Saver
 from shoal.runtime.session import Session
 from shoal.runtime.stages import StageError, StageSeat
 
 
 class StageDesk:
-    """Seats stages and sees them out; used by the device's thread.
+    """Seats stages and sees them out; used by the device's thread."""
 
-    Args:
-        record: Leaves word whose code runs.
-        fail: Tells the study of a trial that cannot go on, and why.
-        room: Called when a stage came or went: units are reserved anew. True: it went.
-        handed_over: Called with a session that left, and what is said of it; None of a later
-            stage, which says nothing.
-    """
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        device: Device,
-        ledger: Ledger,
-        reports: Reports,
-        saver: Saver,
-        settings: Settings,
-        *,
-        record: Callable[[int | None], None],
-        fail: Callable[[int, BaseException], None],
-        room: Callable[[bool], None],
-        handed_over: Callable[[Session, LeaseOver | None], None],
-    ) -> None:
-        self._recipe, self._device, self._ledger = recipe, device, ledger
-        self._reports, self._saver, self._settings = reports, saver, settings
-        self._record, self._tell_failure = record, fail
-        self._room, self._handed_over = room, handed_over
+    def __init__(self, house: House) -> None:
+        self._recipe, self._device, self._ledger = house.recipe, house.device, house.ledger
+        self._reports, self._saver, self._settings = house.reports, house.saver, house.settings
+        self._record, self._tell_failure = house.record, house.fail
+        self._room, self._handed_over = house.room, house.handed_over
         self._seats: dict[int, StageSeat] = {}
         self._over: dict[int, LeaseOver] = {}  # of those that left, until they are written
         self._step_began: dict[int, float] = {}
@@ -142,7 +118,7 @@ class StageDesk:
                 place=functools.partial(self._join, grant, region),
                 record=self._reports.issue,
                 room=lambda: self._room(False),
-                on_peak=lambda peak: self._reports.stage_peak(peak, grant.job),
+                on_peak=lambda peak: self._report_peak(peak, grant.job),
             )
         except CapacityError:
             links.cut()  # it has threads by now
@@ -182,7 +158,7 @@ class StageDesk:
             assert isinstance(built, PipelineSession)
             session = built
         session.place(grant.layout, region, fresh=False)
-        session.follow(progress)
+        session.resume(progress, reads=False)
         return session
 
     # -- computing ------------------------------------------------------------------------
@@ -235,6 +211,7 @@ class StageDesk:
     def _see_out(self, trial: int, seat: StageSeat) -> None:
         """Its shard is in the region, and if it is the first stage all others' are too."""
         session = seat.session
+        self._reports.emulation()
         if seat.stage:
             self.dismiss(trial)
             if session.has_ended:
@@ -268,6 +245,11 @@ class StageDesk:
         self._handed_over(session, over)
 
     # -- what is told and saved -------------------------------------------------------------
+
+    def _report_peak(self, peak: int, job: Job) -> None:
+        """Steps were counted: what they took of an emulated device's time counts for nothing."""
+        self._reports.stage_peak(peak, job)
+        self._reports.warmed_up()
 
     def _report_step(self, session: PipelineSession, loss: float) -> None:
         trial, now = session.job.trial, time.perf_counter()

@@ -1,0 +1,38 @@
+"""What the desks of a device share with its loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shoal.device import Device
+from shoal.memory.ledger import Ledger
+from shoal.recipe import Recipe
+from shoal.runtime.messages import LeaseOver, Settings
+from shoal.runtime.reports import Reports
+from shoal.runtime.saver import Saver
+from shoal.runtime.session import Session
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class House:
+    """The device and the study, and whom to tell of trials that come and go.
+
+    Attributes:
+        record: Leaves word whose code runs.
+        fail: Tells the study of a trial that cannot go on, and why.
+        room: Called when somebody came or went: units are reserved anew. True: it went.
+        handed_over: Called with a session that left, and what is said of it; None of a later
+            stage, which says nothing.
+    """
+
+    recipe: Recipe
+    device: Device
+    ledger: Ledger
+    reports: Reports
+    saver: Saver
+    settings: Settings
+    record: Callable[[int | None], None]
+    fail: Callable[[int, BaseException], None]
+    room: Callable[[bool], None]
+    handed_over: Callable[[Session, LeaseOver | None], None]
