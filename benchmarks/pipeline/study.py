@@ -69,11 +69,9 @@ class Watched:
             for spans in self.computed.values()
             for start, stop in spans
         )
-        return {
-            "steps_per_s": done / (end - begin),
-            "busy": inside / (end - begin) / len(self.computed),
-            "behind": self.behind_s / self.emulated_s if self.emulated_s else 0.0,
-        }
+        behind = {"behind": self.behind_s / self.emulated_s} if self.emulated_s else {}
+        busy = inside / (end - begin) / len(self.computed)
+        return {"steps_per_s": done / (end - begin), "busy": busy, **behind}
 
 
 def model(width: int, hp: Any) -> GPT:
