@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,14 +112,47 @@ SMALL = [
 ]
 
 
-def mobilenet(hp: Any) -> nn.Module:
+LARGE = [
+    (3, 16, 16, False, R, 1),
+    (3, 64, 24, False, R, 2),
+    (3, 72, 24, False, R, 1),
+    (5, 72, 40, True, R, 2),
+    (5, 120, 40, True, R, 1),
+    (5, 120, 40, True, R, 1),
+    (3, 240, 80, False, S, 2),
+    (3, 200, 80, False, S, 1),
+    (3, 184, 80, False, S, 1),
+    (3, 184, 80, False, S, 1),
+    (3, 480, 112, True, S, 1),
+    (3, 672, 112, True, S, 1),
+    (5, 672, 160, True, S, 2),
+    (5, 960, 160, True, S, 1),
+    (5, 960, 160, True, S, 1),
+]
+
+
+def mobilenet(rows: list[Any], last: int, hp: Any) -> nn.Module:
+    """Its published ``rows``, six times the last width on top, and a head of ``last``."""
     layers: list[nn.Module] = [conv_norm(3, 16, 3, 2, act=S)]
     inside = 16
-    for row in SMALL:
+    for row in rows:
         layers.append(Inverted(inside, row))
         inside = row[2]
-    head = [conv_norm(96, 576, 1, act=S), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    return nn.Sequential(*layers, *head, nn.Linear(576, 1024), S(), nn.Linear(1024, 10))
+    top = 6 * inside
+    head = [conv_norm(inside, top, 1, act=S), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers, *head, nn.Linear(top, last), S(), nn.Linear(last, 10))
+
+
+def discriminator(hp: Any) -> nn.Module:
+    """DCGAN's discriminator of 32 x 32 images, 16 channels wide."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 4, 2, 1, bias=False), nn.LeakyReLU(0.2)]
+    for inside, outside in ((16, 32), (32, 64)):
+        layers += [
+            nn.Conv2d(inside, outside, 4, 2, 1, bias=False),
+            nn.BatchNorm2d(outside),
+            nn.LeakyReLU(0.2),
+        ]
+    return nn.Sequential(*layers, nn.Conv2d(64, 2, 4), nn.Flatten())
 
 
 def generator(hp: Any) -> nn.Module:
@@ -180,18 +215,58 @@ class PointNet(nn.Module):
         return self.head(self.points(x).amax(-1))
 
 
-def words(rows: int, length: int) -> Any:
+class Segmentation(nn.Module):
+    """PointNet's segmenter: each point's features beside the cloud's; without transforms."""
+
+    def __init__(self, parts: int = 8) -> None:
+        super().__init__()
+        self.near = self._points(3, 64, 64)
+        self.far = self._points(64, 128, 1024)
+        self.head = nn.Sequential(self._points(1088, 256, 128), nn.Conv1d(128, parts, 1))
+
+    @staticmethod
+    def _points(*widths: int) -> nn.Sequential:
+        layers: list[nn.Module] = []
+        for inside, outside in itertools.pairwise(widths):
+            layers += [nn.Conv1d(inside, outside, 1), nn.BatchNorm1d(outside), nn.ReLU()]
+        return nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        near = self.near(x)
+        cloud = self.far(near).amax(-1, keepdim=True).expand(-1, -1, x.shape[-1])
+        return self.head(torch.cat([near, cloud], 1)).transpose(1, 2)
+
+
+class Masked(nn.Module):
+    """BERT of the size called mini: 4 layers of 256, GELU, learnt positions, a tied head."""
+
+    def __init__(self, vocabulary: int = 2048, width: int = 256, length: int = 32) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.places = nn.Embedding(length, width)
+        self.norm, self.drop = nn.LayerNorm(width), nn.Dropout(0.1)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.1, "gelu", batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.bias = nn.Parameter(torch.zeros(vocabulary))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = self.places.weight[: tokens.shape[1]]
+        hidden = self.body(self.drop(self.norm(self.tokens(tokens) + places)))
+        return F.linear(hidden, self.tokens.weight, self.bias)
+
+
+def words(rows: int, length: int, vocabulary: int = WORDS) -> Any:
     def batch(draws: torch.Generator) -> tuple[Tensor, Tensor]:
-        tokens = torch.randint(WORDS, (rows, length + 1), generator=draws)
+        tokens = torch.randint(vocabulary, (rows, length + 1), generator=draws)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     return batch
 
 
-def images(rows: int, size: int) -> Any:
+def images(rows: int, size: int, classes: int = 10) -> Any:
     def batch(draws: torch.Generator) -> tuple[Tensor, Tensor]:
         x = torch.randn(rows, 3, size, size, generator=draws)
-        return x, torch.randint(10, (rows,), generator=draws)
+        return x, torch.randint(classes, (rows,), generator=draws)
 
     return batch
 
@@ -206,6 +281,11 @@ def large_table(draws: torch.Generator) -> tuple[Tensor, Tensor]:
 
 def clouds(draws: torch.Generator) -> tuple[Tensor, Tensor]:
     return torch.randn(4, 3, 128, generator=draws), torch.randint(10, (4,), generator=draws)
+
+
+def parts(draws: torch.Generator) -> tuple[Tensor, Tensor]:
+    x = torch.randn(4, 3, 128, generator=draws)
+    return x, torch.randint(8, (4, 128), generator=draws)
 
 
 def noise(draws: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -224,11 +304,15 @@ WORKLOADS = {
     "tiny Transformer LM": Workload(lambda hp: Language(32, 0.0), words(2, 16), 5.0),
     "tiny Transformer LM, dropout 0.1": Workload(lambda hp: Language(32, 0.1), words(2, 16), 0.97),
     "small LSTM": Workload(lambda hp: Recurrent(), words(4, 10), 6.0),
-    "MobileNetV3-small": Workload(mobilenet, images(4, 32), 1.35),
+    "MobileNetV3-small": Workload(partial(mobilenet, SMALL, 1024), images(4, 32), 1.35),
+    "MobileNetV3-large": Workload(partial(mobilenet, LARGE, 1280), images(4, 32), 0.97),
     "small CNN": Workload(cnn, images(8, 16), 1.25),
     "DCGAN generator": Workload(generator, noise, 1.15),
+    "DCGAN discriminator": Workload(discriminator, images(8, 32, 2), 1.15),
     "wide MLP": Workload(wide, large_table, 0.97),
     "Transformer LM of width 128": Workload(lambda hp: Language(128, 0.0), words(4, 32), 0.97),
+    "BERT-mini": Workload(lambda hp: Masked(), words(2, 32, 2048), 0.97),
     "PointNet": Workload(lambda hp: PointNet(), clouds, 0.97),
+    "PointNet, segmentation": Workload(lambda hp: Segmentation(), parts, 0.97),
     "ResNet-18": Workload(resnet, images(2, 32), 0.97),
 }

@@ -1,0 +1,108 @@
+"""What a user would run instead of an array: loops, one after another or in two processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from workloads import WORKLOADS, Workload, loss
+
+Step = Callable[[], None]
+
+
+class Cost(NamedTuple):
+    """Seconds of one step of all models."""
+
+    cpu_s: float
+    wall_s: float
+
+    def times(self, models: int) -> Cost:
+        """Of so many models, one after another, from one model's."""
+        return Cost(self.cpu_s * models, self.wall_s * models)
+
+
+def cost(step: Step, repeats: int) -> Cost:
+    cpu, wall = time.process_time(), time.perf_counter()
+    for _ in range(repeats):
+        step()
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    return Cost(cpu / repeats, wall / repeats)
+
+
+def models(workload: Workload, slots: range) -> list[nn.Module]:
+    made = []
+    for seed in slots:
+        torch.manual_seed(seed)
+        made.append(workload.model({}))
+    return made
+
+
+def batches(workload: Workload, slots: range) -> list[Any]:
+    return [workload.batch(torch.Generator().manual_seed(seed)) for seed in slots]
+
+
+def rate(slot: int) -> float:
+    return 1e-4 * (1 + slot)
+
+
+def serial_step(
+    workload: Workload, slots: range, *, compiled: bool = False, **options: Any
+) -> Step:
+    """One step of each model in turn: the loop anyone would write, reading every loss."""
+    made, data = models(workload, slots), batches(workload, slots)
+    calls: list[Any] = [torch.compile(m, dynamic=False) if compiled else m for m in made]
+    optimizers = [
+        torch.optim.AdamW(model.parameters(), lr=rate(slot), **options)
+        for slot, model in zip(slots, made, strict=True)
+    ]
+
+    def step() -> None:
+        for model, call, optimizer, batch in zip(made, calls, optimizers, data, strict=True):
+            model.train()
+            optimizer.zero_grad(set_to_none=True)
+            value = loss(call(batch[0]), batch)
+            value.backward()
+            optimizer.step()
+            value.item()
+
+    return step
+
+
+class Processes:
+    """The serial loop in processes, each with its share of the models and a thread of its own."""
+
+    def __init__(self, name: str, width: int, count: int = 2) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for number in range(count):
+            ours, theirs = context.Pipe()
+            share = range(number * width // count, (number + 1) * width // count)
+            process = context.Process(target=_serve, args=(name, share, theirs), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def cost(self, repeats: int) -> Cost:
+        """Of all of them: seconds of every core's time, and until the last is through."""
+        for pipe in self._pipes:
+            pipe.send(repeats)
+        found = [pipe.recv() for pipe in self._pipes]
+        return Cost(sum(one.cpu_s for one in found), max(one.wall_s for one in found))
+
+    def close(self) -> None:
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            pipe.send(0)
+            process.join()
+
+
+def _serve(name: str, slots: range, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    step = serial_step(WORKLOADS[name], slots, fused=True)
+    while repeats := pipe.recv():
+        pipe.send(cost(step, repeats))
