@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
+from shoal.core.event import WorkerStarted
 from shoal.core.technique import Schedule
 from shoal.recipe import Recipe
 from shoal.runtime import loop, reports, saver, stage, stagedesk
@@ -91,11 +93,34 @@ def _with_traps(owner: Any, name: str, *, before: str = "", after: str = "") -> 
     setattr(owner, name, trapped)
 
 
+def break_device(folder: Path, device: str) -> None:
+    """From now on no worker can begin on a device, until the file is removed."""
+    (folder / f"broken {device}").touch()
+
+
+def _is_broken(device: str) -> bool:
+    return (Path(os.environ.get(TRAPS, "")) / f"broken {device}").exists()
+
+
+def _may_not_begin() -> None:
+    worker = sys.modules["__main__"]
+    pack = worker.pack_event
+
+    @functools.wraps(pack)
+    def trapped(event):
+        if isinstance(event, WorkerStarted) and _is_broken(event.device):
+            happen("kill")
+        return pack(event)
+
+    worker.pack_event = trapped
+
+
 def _lay_out() -> None:
     """The points of a lease, in a worker; which tells of steps only when it has to."""
     reports.TELL_EVERY_S = 5.0
     if studies.FULL in os.environ:
         studies.lack_space()
+    _may_not_begin()
     _with_traps(loop.DeviceLoop, "_admit", before="granted")
     _with_traps(stagedesk.StageDesk, "admit", after="seated")
     _with_traps(stagedesk.StageDesk, "_join", after="joined")

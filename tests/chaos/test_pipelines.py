@@ -102,7 +102,7 @@ def train(tmp_path, workers, hunter, heard, hasty):
     """Train a study of pipelines, and look that nothing is left of it in any process."""
     before = shared_memory()
 
-    def train(*, devices=STAGES, memory=studies.MEMORY, callbacks=(), **options):
+    def train(*, devices=STAGES, memory=studies.MEMORY, callbacks=(), technique=None, **options):
         study = staged.make(tmp_path, **options)
         workers.warm(devices)
         ours = sockets(os.getpid())
@@ -110,7 +110,13 @@ def train(tmp_path, workers, hunter, heard, hasty):
         hardware = shoal.Hardware.virtual(devices=devices, memory=memory)
         shown = {"progress": False, "timeline": False}
         try:
-            study.run(hardware=hardware, workers=workers, callbacks=callbacks, **shown)
+            study.run(
+                hardware=hardware,
+                workers=workers,
+                callbacks=callbacks,
+                technique=technique,
+                **shown,
+            )
         finally:
             check_nothing_left(workers, study.name)
             assert sockets(os.getpid()) <= ours + devices  # of a worker that was started anew
@@ -532,6 +538,44 @@ def test_a_gang_waits_for_a_device_that_takes_long_to_come_back(train, hunter, h
     hunter.check_over()
     staged.check_alone(study.directory)
     assert len(heard.of(WorkerDied)) == 2
+
+
+def _break(hunter: Hunter, device: str) -> None:
+    staged.break_device(hunter.folder, device)
+    hunter.kill(device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "devices", "then"),
+    [
+        ("zb-h1", 3, "Pipelined"),
+        pytest.param("2bw", 3, "Pipelined", marks=pytest.mark.full),
+        ("flush", 2, "Resident"),
+    ],
+)
+def test_a_pipeline_one_of_whose_devices_is_gone_goes_on_over_fewer(
+    schedule, devices, then, train, hunter, heard
+):
+    hunter.at(at_step(0, 4), lambda: _break(hunter, f"cpu:{devices - 1}"))
+    technique = shoal.Pipelined(stages=devices, schedule=schedule)
+    study = train(lr=[1e-2], devices=devices, schedule=schedule, technique=technique)
+    staged.check_alone(study.directory, schedule)
+    (replanned,) = heard.of(TrialReplanned)
+    assert (replanned.technique, replanned.shards) == (then, devices - 1)
+    assert f"cpu:{devices - 1} did not come back" in replanned.reason
+
+
+@pytest.mark.full
+def test_a_pipeline_that_cannot_do_with_fewer_waits_for_the_device(train, hunter, heard):
+    def mend(event) -> None:
+        if isinstance(event, WorkerDied) and len(heard.of(WorkerDied)) > recovery.GONE_AFTER + 2:
+            (hunter.folder / "broken cpu:1").unlink(missing_ok=True)
+
+    hunter.at(at_step(0, 4), lambda: _break(hunter, "cpu:1"))
+    study = train(lr=[1e-2], schedule="2bw", callbacks=[mend])
+    staged.check_alone(study.directory, "2bw")
+    assert not heard.of(TrialReplanned)
 
 
 # -- memory ---------------------------------------------------------------------------------------

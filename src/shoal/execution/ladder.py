@@ -12,6 +12,8 @@ these that fits is the trial's next job, and each time the growth is larger than
 
 No rung changes the numerics key: the optimizer steps where it did, micro-batches stay as they
 are, and how many shards there are is placement.
+
+A pipeline one of whose devices is gone has ``fewer_stages``.
 """
 
 from __future__ import annotations
@@ -79,6 +81,20 @@ def techniques(
         if technique.keep:
             yield replace(same, lookahead=0, boundaries="host")
     yield replace(fewer_kept, shards=None, lookahead=0, boundaries=None)
+
+
+def fewer_stages(technique: Pipelined, devices: int, accumulate: int) -> Iterator[Technique]:
+    """What a pipeline may go on as with so many devices, in order; all train to its bits.
+
+    Args:
+        technique: What it has been, for more devices.
+        accumulate: Batches of a step; pieces of them are no plain loop's micro-batches.
+    """
+    for stages in range(devices, 1, -1):
+        yield replace(technique, stages=stages, cuts=None)
+    if not technique.is_stale and technique.micro_batches in (None, accumulate):
+        yield Resident()
+        yield Spilled(optimizer="device")
 
 
 def same_bits(before: Mapping[str, Scalar], after: Mapping[str, Scalar]) -> bool:

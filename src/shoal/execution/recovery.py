@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from shoal.core import event as events
@@ -29,6 +30,9 @@ MAX_ARRAY_DEATHS = 2
 """An array whose step was running when its worker died this often is broken up."""
 MAX_STILLBORN = 5
 """When so many workers in a row died before they could work, the study stops."""
+GONE_AFTER = 4
+"""A device whose workers died before they could work, so many in a row, counts as gone until one
+begins: a pipeline that lacks it goes on over fewer devices."""
 
 
 class Recovery:
@@ -54,6 +58,9 @@ class Recovery:
         self._watchdog, self._backoff = watchdog, backoff
         self._rejoin: dict[str, tuple[float, DeviceSpec]] = {}
         self._stillborn = 0  # workers in a row that could not begin to work
+        self._stillborn_at: Counter[str] = Counter()  # the same of each device
+        self._on_probation: set[str] = set()  # devices whose next worker has yet to begin
+        self._tried: set[tuple[int, frozenset[str]]] = set()  # trials, and devices they lacked
 
     # -- trials ---------------------------------------------------------------------------
 
@@ -145,6 +152,8 @@ class Recovery:
 
     def _count_stillborn(self, worker: Worker, words: str) -> None:
         self._stillborn = 0 if worker.has_begun else self._stillborn + 1
+        at = worker.name
+        self._stillborn_at[at] = 0 if worker.has_begun else self._stillborn_at[at] + 1
         others = [w for w in self._floor.pool.workers.values() if w is not worker]
         if self._stillborn >= MAX_STILLBORN and not any(w.has_begun for w in others):
             reason = f"{self._stillborn} workers in a row ended before they could work"
@@ -188,7 +197,9 @@ class Recovery:
         """Have its trials wait for a device again, but for those that ended meanwhile."""
         # With no step left a trial still has to evaluate and be saved: one more lease.
         left = {state.job.trial: state.steps_left or None for state in held}
-        instructions = self._floor.lose_device(device, left)
+        was_lent = device not in self._on_probation
+        self._on_probation.discard(device)
+        instructions = self._floor.lose_device(device, left) if was_lent else ()
         for state in held:
             if state.deaths >= MAX_DEATHS:
                 self._floor.fail(
@@ -209,13 +220,50 @@ class Recovery:
             if now >= at:
                 del self._rejoin[name]
                 floor.pool.replace(device)
-                floor.do(leases.DeviceJoined(name))
+                self._on_probation.add(name)
+        self._let_join()
+        self._close_ranks()
         leased: dict[str, bool] = {}
         for state in floor.states.values():
             for name in () if state.is_parked else state.devices:
                 leased[name] = leased.get(name, False) or state.is_new_there
         for name, worker in list(floor.pool.workers.items()):
             self._watch(worker, name, now, leased)
+
+    def _let_join(self) -> None:
+        """Lend devices that were replaced; one that counts as gone when its worker has begun."""
+        workers = self._floor.pool.workers
+        for name in sorted(self._on_probation):
+            if self._stillborn_at[name] < GONE_AFTER or workers[name].has_begun:
+                self._on_probation.discard(name)
+                self._floor.do(leases.DeviceJoined(name))
+
+    def _close_ranks(self) -> None:
+        """Have pipelines that wait for a device that is gone go on over those that are there."""
+        workers = self._floor.pool.workers
+        begun = {name for name, worker in workers.items() if worker.has_begun}
+        gone = frozenset(n for n, c in self._stillborn_at.items() if c >= GONE_AFTER) - begun
+        if not gone or self._replanning.is_busy:
+            return
+        there = [device for device in self._floor.plan.devices if device.name not in gone]
+        for state in list(self._floor.states.values()):
+            trial = state.job.trial
+            lacks = state.job.gang > len(there) and not state.device
+            if trial in self._floor.open and lacks and (trial, gone) not in self._tried:
+                self._tried.add((trial, gone))
+                self._close_ranks_of(state, there, gone)
+
+    def _close_ranks_of(
+        self, state: TrialRun, there: Sequence[DeviceSpec], gone: Collection[str]
+    ) -> None:
+        """If it can: with stale weights it needs two devices. Else it waits for them."""
+        planned = self._replanning.over_fewer(state, there)
+        if planned is None or state.job.trial not in self._floor.open or state.device:
+            return
+        self._set_back(state, f"no worker can begin on {', '.join(sorted(gone))}")
+        if state.job.trial in self._floor.open:
+            reason = f"{', '.join(sorted(gone))} did not come back, {len(there)} are there"
+            self._replanning.take_job(state, planned, reason)
 
     def _watch(self, worker: Worker, name: str, now: float, leased: dict[str, bool]) -> None:
         order = self._replanning.asked(worker)

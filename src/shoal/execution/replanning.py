@@ -9,10 +9,10 @@ from dataclasses import replace
 from shoal.core import event as events
 from shoal.core.errors import PlanError, ShoalError
 from shoal.core.plan import Job
-from shoal.core.spec import TrialSpec
-from shoal.core.technique import Spilled, Technique
+from shoal.core.spec import DeviceSpec, TrialSpec
+from shoal.core.technique import Pipelined, Spilled, Technique
 from shoal.execution.floor import Floor
-from shoal.execution.ladder import MAX_RUNGS, grow, same_bits, techniques
+from shoal.execution.ladder import MAX_RUNGS, fewer_stages, grow, same_bits, techniques
 from shoal.execution.trial import TrialRun
 from shoal.planning import Abandoned, Planned, Planner, Receive
 from shoal.runtime.messages import Order
@@ -89,6 +89,19 @@ class Replanning:
         smaller = techniques(whole, len(job.shards), state.place, has_neighbours=True)
         self._replan(state, error, lambda: self._first_planned(state, [whole, *smaller]))
 
+    def over_fewer(self, state: TrialRun, devices: Sequence[DeviceSpec]) -> Planned | None:
+        """A job of the same bits for a pipeline that has only these devices; None: there is none.
+
+        It may be given a lease meanwhile, if another device comes back.
+        """
+        technique = state.job.technique
+        assert isinstance(technique, Pipelined)
+        options = fewer_stages(technique, len(devices), self._planner.accumulate)
+        try:
+            return self._first_planned(state, options, devices)
+        except ShoalError:
+            return None
+
     def _replan(self, state: TrialRun, error: str, plan: Callable[[], Planned]) -> None:
         floor, trial = self._floor, state.job.trial
         try:
@@ -98,7 +111,7 @@ class Replanning:
                 floor.fail(trial, f"{error.strip()}\n\n{_sentence(reason)}")
             return
         if trial in floor.open:
-            self._take_job(state, planned, error)
+            self.take_job(state, planned, error)
 
     def _planned_smaller(self, state: TrialRun, growth: float) -> Planned:
         """The first rung that fits.
@@ -119,25 +132,33 @@ class Replanning:
             state, techniques(job.technique, len(job.shards), state.place, has_neighbours=crowded)
         )
 
-    def _first_planned(self, state: TrialRun, options: Iterable[Technique]) -> Planned:
+    def _first_planned(
+        self,
+        state: TrialRun,
+        options: Iterable[Technique],
+        devices: Sequence[DeviceSpec] | None = None,
+    ) -> Planned:
         refusal: ShoalError = PlanError("there is nothing smaller to try.")
         for technique in options:
             try:
-                return self._planned_as(state, technique)
+                return self._planned_as(state, technique, devices)
             except PlanError as error:
                 refusal = error
         raise refusal
 
-    def _planned_as(self, state: TrialRun, technique: Technique) -> Planned:
+    def _planned_as(
+        self, state: TrialRun, technique: Technique, devices: Sequence[DeviceSpec] | None
+    ) -> Planned:
         job = state.job
         spec = TrialSpec(number=job.trial, hp=job.hp, seed=job.seed)
-        planned = self.plan([spec], self._planner.forced(technique, state.growth))
+        planned = self.plan([spec], self._planner.forced(technique, state.growth, devices))
         for failure in planned.failures.values():
             raise PlanError(f"it cannot be measured again:\n{failure}")
         _check_key(job, planned.plan.jobs[0])
         return planned
 
-    def _take_job(self, state: TrialRun, planned: Planned, error: str) -> None:
+    def take_job(self, state: TrialRun, planned: Planned, error: str) -> None:
+        """Have a trial that has no device go on with another job, as soon as there is one."""
         (job,) = planned.plan.jobs
         state.rejob(job, planned.layouts[job.trial])
         self._floor.tell(

@@ -54,13 +54,23 @@ class Planner:
         self._fusing = fusing or Fusing(0, devices, {})
         self._asking: Asking | None = None  # while it plans
 
-    def forced(self, technique: Technique, growth: float) -> Planner:
-        """The same, with a technique that is not to be chosen.
+    def forced(
+        self,
+        technique: Technique,
+        growth: float,
+        devices: Sequence[DeviceSpec] | None = None,
+    ) -> Planner:
+        """The same, with a technique that is not to be chosen, for some of the devices or all.
 
         ``growth``: batches take so many times what the first one takes.
         """
-        args = (self._name, self._pool, self._devices, self._recipe)
+        args = (self._name, self._pool, devices or self._devices, self._recipe)
         return Planner(*args, technique, growth=growth, steps=self._steps)
+
+    @property
+    def accumulate(self) -> int:
+        """Batches of a step."""
+        return self._recipe.accumulate
 
     @property
     def asked(self) -> Mapping[Worker, Order]:

@@ -7,9 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.core.spec import JobMeasure, LayerMeasure, ShardSpec
-from shoal.core.technique import Resident, Spilled
+from shoal.core.technique import Pipelined, Resident, Spilled
 from shoal.core.units import Bytes, Seconds
-from shoal.execution.ladder import LEAST_GROWTH, MAX_RUNGS, grow, same_bits, techniques
+from shoal.execution.ladder import (
+    LEAST_GROWTH,
+    MAX_RUNGS,
+    fewer_stages,
+    grow,
+    same_bits,
+    techniques,
+)
 from shoal.planner.growth import grown
 
 
@@ -147,3 +154,22 @@ def test_a_larger_batch_takes_more_of_what_depends_on_it_and_nothing_else(measur
 @given(measures())
 def test_a_batch_of_the_same_size_costs_the_same(measure):
     assert grown(measure, 1.0) is measure
+
+
+def test_a_pipeline_goes_on_over_as_many_devices_as_are_left_and_then_on_one():
+    technique = Pipelined(stages=4, schedule="flush", cuts=(1, 2, 3), recompute=True)
+    assert list(fewer_stages(technique, 3, accumulate=4)) == [
+        Pipelined(stages=3, schedule="flush", recompute=True),
+        Pipelined(stages=2, schedule="flush", recompute=True),
+        Resident(),
+        Spilled(optimizer="device"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "technique",
+    [Pipelined(stages=3, schedule="2bw"), Pipelined(stages=3, micro_batches=8)],
+)
+def test_a_pipeline_whose_bits_one_device_has_not_needs_two(technique):
+    assert [found.stages for found in fewer_stages(technique, 2, accumulate=4)] == [2]
+    assert not list(fewer_stages(technique, 1, accumulate=4))
