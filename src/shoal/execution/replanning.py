@@ -90,12 +90,13 @@ class Replanning:
         self._replan(state, error, lambda: self._first_planned(state, [whole, *smaller]))
 
     def over_fewer(self, state: TrialRun, devices: Sequence[DeviceSpec]) -> Planned | None:
-        """A job of the same bits for a pipeline that has only these devices; None: there is none.
+        """A job of the same bits for a gang that has only these devices; None: there is none.
 
         It may be given a lease meanwhile, if another device comes back.
         """
         technique = state.job.technique
-        assert isinstance(technique, Pipelined)
+        if not isinstance(technique, Pipelined):
+            return None
         options = fewer_stages(technique, len(devices), self._planner.accumulate)
         try:
             return self._first_planned(state, options, devices)

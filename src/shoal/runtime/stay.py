@@ -49,7 +49,12 @@ class Arrival:
 
 
 class Lobby:
-    """Who waits for room on the device, first come first."""
+    """Who waits for room on the device, first come first.
+
+    A gang overtakes no gang. Grants come in one order everywhere, so the first of those that
+    are not complete waits only for such as are, and these leave when their lease is over. With
+    overtaking two gangs could each have a device that the other one waits for.
+    """
 
     def __init__(self) -> None:
         self._waiting: list[Arrival] = []
@@ -63,10 +68,14 @@ class Lobby:
 
     def next(self, fits: Callable[[Arrival], bool]) -> Arrival | None:
         """The first that fits, which waits no more."""
-        found = next(filter(fits, self._waiting), None)
-        if found is not None:
-            self._waiting.remove(found)
-        return found
+        behind_gang = False
+        for entry in self._waiting:
+            is_gang = entry.grant.job.gang > 1
+            if not (is_gang and behind_gang) and fits(entry):
+                self._waiting.remove(entry)
+                return entry
+            behind_gang |= is_gang
+        return None
 
     def extend(self, trial: int, until: int | None) -> None:
         """Its lease is to go on to another step."""
