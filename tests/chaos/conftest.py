@@ -8,10 +8,17 @@ from pathlib import Path
 
 import pytest
 import studies
+from processes import reap_all
 
 from shoal.core.event import StepFinished
 
 _NO_SOCKETS = shutil.ignore_patterns("*.sock")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_running():
+    yield
+    reap_all()
 
 
 def _make(folder: Path):

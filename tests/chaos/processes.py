@@ -95,6 +95,15 @@ def die() -> None:
 # -- in the test's ----------------------------------------------------------------------------
 
 
+_STARTED: list[Process] = []
+
+
+def reap_all() -> None:
+    """End what a test that failed left running."""
+    while _STARTED:
+        _STARTED.pop().reap()
+
+
 def until(is_so: Callable[[], object], otherwise: str, deadline_s: float = DEADLINE_S) -> None:
     """Wait for a condition; a test that waits in vain says for what."""
     end = time.monotonic() + deadline_s
@@ -134,7 +143,9 @@ class Runner:
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
             )
-        return Process(process, self)
+        started = Process(process, self)
+        _STARTED.append(started)
+        return started
 
     def run(self, hook: str = "", **environment: str) -> int:
         """A process to its end; its exit code."""
@@ -187,6 +198,11 @@ class Process:
         """Kill -9 of the whole tree."""
         os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
+
+    def reap(self) -> None:
+        """Leave nothing of it behind, whatever became of its test."""
+        if self._process.poll() is None:
+            self.kill()
 
     def wait_for(self, kind: str, count: int = 1, *, or_end: bool = False) -> None:
         """Until so many events of a kind were written by this run, ``or_end`` of the run."""
