@@ -24,6 +24,7 @@ from listening import Heard, Orders
 from processes import shared_memory, until
 
 import shoal
+import shoal.launch.run as launch_run
 from shoal.control import CloneTrial, Continue, Pause, StopTrial, send
 from shoal.core.errors import StorageError, WorkerError
 from shoal.core.event import (
@@ -32,14 +33,17 @@ from shoal.core.event import (
     StepFinished,
     StorageFailed,
     TrialFailed,
+    TrialParked,
     TrialPlanned,
     TrialReplanned,
     TrialRestarted,
+    TrialResumed,
     TrialStopped,
+    TrialWaits,
     WorkerDied,
     WorkerStarted,
 )
-from shoal.execution import recovery
+from shoal.execution import floor, recovery
 from shoal.execution.run import Limits
 from shoal.execution.watchdog import Backoff, Watchdog
 from shoal.planning.deciding import Deciding
@@ -566,6 +570,68 @@ def test_a_pipeline_one_of_whose_devices_is_gone_goes_on_over_fewer(
     assert f"cpu:{devices - 1} did not come back" in replanned.reason
 
 
+def _in_turns(monkeypatch):
+    """Trials have the devices one after the other, in short leases."""
+    real = floor.leases.Leases
+    monkeypatch.setattr(floor, "LEASE_S", 0.15)
+    monkeypatch.setattr(floor.leases, "LEAST_LEASE_S", 0.1)
+    monkeypatch.setattr(
+        floor.leases, "Leases", lambda policy, active, lease_s: real(policy, lease_s=lease_s)
+    )
+
+
+def _when_other_runs(heard, waits: int):
+    """True when a trial has been parked after some steps, and the other one has a lease."""
+
+    def happens(event) -> bool:
+        parked = any(e.trial == waits and e.step >= 6 for e in heard.of(TrialParked))
+        return parked and isinstance(event, TrialResumed) and event.trial != waits
+
+    return happens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "devices", "dead", "every"),
+    [
+        pytest.param("zb-h1", 3, 0, 0, marks=pytest.mark.full),
+        pytest.param("zb-h1", 3, 2, 0, marks=pytest.mark.full),
+        pytest.param("flush", 2, 1, 0, marks=pytest.mark.full),
+        ("flush", 2, 1, "1h"),
+    ],
+)
+def test_a_pipeline_that_waits_when_a_device_goes_loses_no_step(
+    schedule, devices, dead, every, train, hunter, heard, monkeypatch
+):
+    """Workers that are there still have its session, of the old stages."""
+    _in_turns(monkeypatch)
+    hunter.at(_when_other_runs(heard, waits=0), lambda: _break(hunter, f"cpu:{dead}"))
+    study = train(
+        devices=devices,
+        schedule=schedule,
+        technique=shoal.Pipelined(stages=devices, schedule=schedule),
+        epochs=50,
+        checkpoint_every=every,
+    )
+    hunter.check_over()
+    staged.check_alone(study.directory, schedule, epochs=50)
+    assert {event.trial for event in heard.of(TrialReplanned)} == {0, 1}
+    if dead:  # the worker of the first stage lives, and has it
+        (restarted,) = [e for e in heard.of(TrialRestarted) if e.trial == 0]
+        assert restarted.step >= 6
+
+
+@pytest.mark.full
+def test_a_pipeline_that_waits_for_the_hosts_memory_is_begun_once(
+    train, hunter, heard, monkeypatch
+):
+    monkeypatch.setattr(launch_run, "fits_host", lambda jobs, plan, budget: len(jobs) <= 1)
+    hunter.at(at_step(0, 4), lambda: _break(hunter, "cpu:1"))
+    study = train()
+    hunter.check_over()
+    staged.check_alone(study.directory)
+
+
 @pytest.mark.full
 def test_a_pipeline_that_cannot_do_with_fewer_waits_for_the_device(train, hunter, heard):
     def mend(event) -> None:
@@ -576,6 +642,8 @@ def test_a_pipeline_that_cannot_do_with_fewer_waits_for_the_device(train, hunter
     study = train(lr=[1e-2], schedule="2bw", callbacks=[mend])
     staged.check_alone(study.directory, "2bw")
     assert not heard.of(TrialReplanned)
+    (waited,) = heard.of(TrialWaits)
+    assert "no worker can begin on cpu:1, and trial 0 takes 2 devices" in waited.reason
 
 
 # -- memory ---------------------------------------------------------------------------------------

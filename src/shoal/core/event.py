@@ -123,6 +123,16 @@ class TrialReplanned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrialWaits:
+    """A trial cannot go on with the devices that are there; it keeps what it has."""
+
+    time: float
+    trial: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrialStopped:
     """A trial was ended by hand or by a limit; its state is kept and it can be extended."""
 
@@ -363,6 +373,7 @@ Event = (
     | TrialResumed
     | TrialRestarted
     | TrialReplanned
+    | TrialWaits
     | TrialStopped
     | TrialPruned
     | TrialExploited

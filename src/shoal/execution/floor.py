@@ -125,6 +125,8 @@ class Floor:
 
     def begin(self, state: TrialRun) -> None:
         """Have the trial wait for a device."""
+        if self.is_deferred(state):
+            self._deferred.remove(state)
         job = state.job
         moved = sum(s.owned_bytes + s.state_bytes for s in job.shards)
         self.do(
@@ -240,6 +242,10 @@ class Floor:
         """Have the workers where the trial ran last let go of it."""
         self._forget_at(state.homes, state.job.trial)
 
+    def forget_everywhere(self, state: TrialRun) -> None:
+        """Have all workers let go of it: it may have run on more than those it ran on last."""
+        self._forget_at(tuple(self.pool.workers), state.job.trial)
+
     def forget_others(self, state: TrialRun) -> None:
         """Have its later stages' workers let go of it; the first one's has all there is."""
         self._forget_at(state.others, state.job.trial)
@@ -299,6 +305,10 @@ class Floor:
         self.leave(state)
         self._deferred += waiting
         self.begin_deferred()
+
+    def is_deferred(self, state: TrialRun) -> bool:
+        """Whether it waits for room in the host's memory."""
+        return any(other is state for other in self._deferred)
 
     @property
     def has_deferred(self) -> bool:

@@ -90,11 +90,13 @@ def fewer_stages(technique: Pipelined, devices: int, accumulate: int) -> Iterato
         technique: What it has been, for more devices.
         accumulate: Batches of a step; pieces of them are no plain loop's micro-batches.
     """
+    recompute = technique.recompute or None  # what fitted in more stages may not in fewer
     for stages in range(devices, 1, -1):
-        yield replace(technique, stages=stages, cuts=None)
-    if not technique.is_stale and technique.micro_batches in (None, accumulate):
+        yield replace(technique, stages=stages, cuts=None, recompute=recompute)
+    if devices and not technique.is_stale and technique.micro_batches in (None, accumulate):
         yield Resident()
         yield Spilled(optimizer="device")
+        yield Spilled(optimizer="host")
 
 
 def same_bits(before: Mapping[str, Scalar], after: Mapping[str, Scalar]) -> bool:

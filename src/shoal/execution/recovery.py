@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shoal.core import event as events
@@ -14,6 +14,7 @@ from shoal.execution.failures import is_out_of_memory, signature
 from shoal.execution.floor import Floor
 from shoal.execution.hangs import end_if_hung
 from shoal.execution.pausing import Pausing
+from shoal.execution.ranks import Ranks
 from shoal.execution.replanning import Replanning
 from shoal.execution.rewind import damaged, fall_back, leave_array
 from shoal.execution.trial import TrialRun
@@ -60,7 +61,7 @@ class Recovery:
         self._stillborn = 0  # workers in a row that could not begin to work
         self._stillborn_at: Counter[str] = Counter()  # the same of each device
         self._on_probation: set[str] = set()  # devices whose next worker has yet to begin
-        self._tried: set[tuple[int, frozenset[str]]] = set()  # trials, and devices they lacked
+        self._ranks = Ranks(floor, pausing, replanning)
 
     # -- trials ---------------------------------------------------------------------------
 
@@ -222,13 +223,15 @@ class Recovery:
                 floor.pool.replace(device)
                 self._on_probation.add(name)
         self._let_join()
-        self._close_ranks()
         leased: dict[str, bool] = {}
         for state in floor.states.values():
             for name in () if state.is_parked else state.devices:
                 leased[name] = leased.get(name, False) or state.is_new_there
+        leased |= dict.fromkeys(self._on_probation, True)  # a start may hang as well
         for name, worker in list(floor.pool.workers.items()):
             self._watch(worker, name, now, leased)
+        if self._ranks.close(self._gone()):
+            self.planned()
 
     def _let_join(self) -> None:
         """Lend devices that were replaced; one that counts as gone when its worker has begun."""
@@ -238,32 +241,10 @@ class Recovery:
                 self._on_probation.discard(name)
                 self._floor.do(leases.DeviceJoined(name))
 
-    def _close_ranks(self) -> None:
-        """Have pipelines that wait for a device that is gone go on over those that are there."""
+    def _gone(self) -> frozenset[str]:
         workers = self._floor.pool.workers
         begun = {name for name, worker in workers.items() if worker.has_begun}
-        gone = frozenset(n for n, c in self._stillborn_at.items() if c >= GONE_AFTER) - begun
-        if not gone or self._replanning.is_busy:
-            return
-        there = [device for device in self._floor.plan.devices if device.name not in gone]
-        for state in list(self._floor.states.values()):
-            trial = state.job.trial
-            lacks = state.job.gang > len(there) and not state.device
-            if trial in self._floor.open and lacks and (trial, gone) not in self._tried:
-                self._tried.add((trial, gone))
-                self._close_ranks_of(state, there, gone)
-
-    def _close_ranks_of(
-        self, state: TrialRun, there: Sequence[DeviceSpec], gone: Collection[str]
-    ) -> None:
-        """If it can: with stale weights it needs two devices. Else it waits for them."""
-        planned = self._replanning.over_fewer(state, there)
-        if planned is None or state.job.trial not in self._floor.open or state.device:
-            return
-        self._set_back(state, f"no worker can begin on {', '.join(sorted(gone))}")
-        if state.job.trial in self._floor.open:
-            reason = f"{', '.join(sorted(gone))} did not come back, {len(there)} are there"
-            self._replanning.take_job(state, planned, reason)
+        return frozenset(n for n, c in self._stillborn_at.items() if c >= GONE_AFTER) - begun
 
     def _watch(self, worker: Worker, name: str, now: float, leased: dict[str, bool]) -> None:
         order = self._replanning.asked(worker)

@@ -89,19 +89,20 @@ class Replanning:
         smaller = techniques(whole, len(job.shards), state.place, has_neighbours=True)
         self._replan(state, error, lambda: self._first_planned(state, [whole, *smaller]))
 
-    def over_fewer(self, state: TrialRun, devices: Sequence[DeviceSpec]) -> Planned | None:
-        """A job of the same bits for a gang that has only these devices; None: there is none.
+    def over_fewer(self, state: TrialRun, devices: Sequence[DeviceSpec]) -> Planned:
+        """A job of the same bits for a gang that has only these devices.
 
         It may be given a lease meanwhile, if another device comes back.
+
+        Raises:
+            PlanError: there is none.
+            SpecError, WorkerError: it cannot be measured now, or the run ends.
         """
         technique = state.job.technique
         if not isinstance(technique, Pipelined):
-            return None
+            raise PlanError("how many devices there are is part of its numerics key.")
         options = fewer_stages(technique, len(devices), self._planner.accumulate)
-        try:
-            return self._first_planned(state, options, devices)
-        except ShoalError:
-            return None
+        return self._first_planned(state, options, devices)
 
     def _replan(self, state: TrialRun, error: str, plan: Callable[[], Planned]) -> None:
         floor, trial = self._floor, state.job.trial

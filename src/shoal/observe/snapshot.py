@@ -50,6 +50,7 @@ from shoal.core.event import (
     TrialResumed,
     TrialStarted,
     TrialStopped,
+    TrialWaits,
     WorkerDied,
     WorkerStarted,
 )
@@ -334,6 +335,7 @@ _FOLDS: dict[type[Any], Callable[[Folder, Any], None]] = {
     TrialResumed: Folder._trial_resumed,
     TrialRestarted: Folder._trial_restarted,
     TrialReplanned: Folder._trial_replanned,
+    TrialWaits: Folder._noted,
     TrialStopped: Folder._trial_stopped,
     TrialPruned: Folder._trial_pruned,
     TrialExploited: Folder._trial_exploited,

@@ -64,7 +64,8 @@ class Planner:
 
         ``growth``: batches take so many times what the first one takes.
         """
-        args = (self._name, self._pool, devices or self._devices, self._recipe)
+        of = self._devices if devices is None else devices
+        args = (self._name, self._pool, of, self._recipe)
         return Planner(*args, technique, growth=growth, steps=self._steps)
 
     @property

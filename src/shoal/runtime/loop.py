@@ -178,6 +178,7 @@ class DeviceLoop:
             session.until = 0
         elif self._lobby.withdraw(trial):
             self._reports.reply(Returned(trial))
+            self._admit_pending()
 
     def _session_of(self, trial: int) -> Session | None:
         """The session of a trial that is on the device."""
@@ -206,10 +207,11 @@ class DeviceLoop:
         """The trial goes on elsewhere, or nowhere."""
         session = self._session_of(trial)
         self._dismiss(trial)
-        self._lobby.withdraw(trial)
         self._saver.forget(trial)
         for known in filter(None, (session, self._parked.pop(trial, None))):
             known.close()
+        if self._lobby.withdraw(trial):
+            self._admit_pending()  # who may not overtake it
 
     def _admit(self, grant: Grant, descriptor: int, *sockets: int) -> None:
         """Take up a lease, or keep it until those that are here leave room for it."""
@@ -223,10 +225,7 @@ class DeviceLoop:
         self._admit_pending()
 
     def _admit_pending(self) -> None:
-        """Admit what fits; alone on the device, what does not fit fails.
-
-        Who fails there leaves room for others, so the search begins anew after each.
-        """
+        """Admit what fits, when somebody leaves or waits no more; what fails leaves room again."""
         while (entry := self._lobby.next(self._fits)) is not None:
             job = entry.grant.job
             if job.array is not None or job.gang > 1:

@@ -36,6 +36,7 @@ from shoal.core.event import (
     TrialPruned,
     TrialRestarted,
     TrialStopped,
+    TrialWaits,
     WorkerDied,
 )
 from shoal.core.units import format_bytes, format_seconds
@@ -206,6 +207,8 @@ def describe(event: Event) -> str:
             )
         case TrialRestarted():
             return f"trial {event.trial} goes on from step {event.step}"
+        case TrialWaits():
+            return f"trial {event.trial} waits at step {event.step}: {_first_line(event.reason)}"
         case WorkerDied():
             trials = ", ".join(map(str, event.trials)) or "none"
             return f"the worker of {event.device} died ({event.reason}); trials on it: {trials}"

@@ -163,7 +163,9 @@ def test_a_pipeline_goes_on_over_as_many_devices_as_are_left_and_then_on_one():
         Pipelined(stages=2, schedule="flush", recompute=True),
         Resident(),
         Spilled(optimizer="device"),
+        Spilled(optimizer="host"),
     ]
+    assert not list(fewer_stages(technique, 0, accumulate=4))
 
 
 @pytest.mark.parametrize(
