@@ -63,7 +63,8 @@ def export_trial(
     """Write a trial's model and what is known of it into ``directory``.
 
     The weights of a plain module are ``model.safetensors``, under the module's own names, a
-    shared tensor once. A Hugging Face model is the folder that ``from_pretrained`` reads.
+    shared tensor once. A Hugging Face model is the folder that ``from_pretrained`` reads. Of
+    several models each has a file of its own, "generator.safetensors".
 
     Raises:
         SpecError: no checkpoint or recipe, a directory that holds something else, or a
@@ -74,9 +75,11 @@ def export_trial(
     _check_target(target, overwrite)
     model = trial.load()
     step = _step(trial)
-    kind = "transformers" if is_pretrained(model) else "torch"
+    several = isinstance(model, dict)
+    kind = "transformers" if not several and is_pretrained(model) else "torch"
     with _published(target) as scratch:
-        call = _save_pretrained(model, scratch) if kind != "torch" else _save(model, scratch)
+        save = _save_several if several else _save if kind == "torch" else _save_pretrained
+        call = save(model, scratch)
         history = [dict(row) for row in trial.history if row["step"] <= step]
         _write(scratch / HYPERPARAMETERS, dict(trial.hp))
         _write(scratch / METRICS, _metrics(trial, report, history, step))
@@ -135,6 +138,25 @@ from safetensors.torch import {how}
 hp = json.load(open("hyperparameters.json"))
 model = build(hp).eval()  # build: Recipe(model=...) of the study
 {call}"""
+
+
+def _save_several(models: Mapping[str, nn.Module], scratch: Path) -> str:
+    """A file for each model; returns how to read them, as code."""
+    for name, model in models.items():
+        state = model.state_dict()
+        _check_tensors(state)
+        whole = {key: tensor.detach().clone().contiguous() for key, tensor in state.items()}
+        save_file(whole, scratch / f"{name}.safetensors", metadata={"format": "pt"})
+    return _LOAD_SEVERAL
+
+
+_LOAD_SEVERAL = """import json
+from safetensors.torch import load_file
+
+hp = json.load(open("hyperparameters.json"))
+models = build(hp)  # build: Recipe(model=...) of the study
+for name, model in models.items():
+    model.eval().load_state_dict(load_file(f"{name}.safetensors"))"""
 
 
 def _check_tensors(state: Mapping[str, Any]) -> None:

@@ -23,6 +23,14 @@ from torch import Tensor, nn
 from shoal.core.errors import SpecError, TrialError
 from shoal.core.spec import HyperParameters, Place
 from shoal.fusion import train_in_slot
+from shoal.ownstep import (
+    Modes,
+    OwnStep,
+    Tally,
+    own_evaluation,
+    refuse_nonfinite,
+    require_evaluation,
+)
 from shoal.pieces import in_pieces
 from shoal.recipe import (
     HP,
@@ -110,6 +118,8 @@ def plain_loop(
     """
     _require_one_end(steps, epochs)
     where = torch.device(device)
+    if recipe.step is not None and (pieces > 1 or weights != "newest"):
+        raise SpecError("a step of one's own takes whole batches and the newest weights.")
     recipe = in_pieces(recipe, pieces)
     ignore_nonfinite = (on_nonfinite or recipe.on_nonfinite) == "ignore"
     losses: list[float] = []
@@ -119,18 +129,22 @@ def plain_loop(
     with _borrowed_process(threads, where):
         seed_all(seed)
         model = build_model(recipe, hp).to(where)
+        modes, tally = Modes(recipe, model), Tally()
         train, valid = read_data(recipe, hp)
+        require_evaluation(recipe, model, valid)
         stepper = make_stepper(recipe, model, hp, optimizer if where.type != "cpu" else "device")
         rounding = rounding_of(recipe, stepper.parameters, seed)
         schedule = build_schedule(recipe, stepper.optimizer, hp)
         versions = versions_of(model, weights)
+        own = OwnStep(recipe, model, stepper.optimizer, hp, modes) if recipe.step else None
         started = clock()
 
         def go_on_from(source: PlainSource) -> None:
-            nonlocal model, stepper, rounding, schedule
+            nonlocal model, modes, hp, own, stepper, rounding, schedule
             with _restored_rng(where):  # the trial's own streams and data go on as they were
                 seed_all(seed)
-                model = build_model(recipe, source.hp).to(where)
+                hp, model = source.hp, build_model(recipe, source.hp).to(where)
+                modes = Modes(recipe, model)
                 copy_model(source.result.model, model)
                 place = optimizer if where.type != "cpu" else "device"
                 stepper = make_stepper(recipe, model, source.hp, place)
@@ -138,44 +152,58 @@ def plain_loop(
                 copy_state(*theirs, stepper.optimizer, stepper.parameters)
                 rounding = rounding_of(recipe, stepper.parameters, seed)
                 schedule = build_schedule(recipe, stepper.optimizer, source.hp)
+                own = OwnStep(recipe, model, stepper.optimizer, hp, modes) if own else None
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch's advice on the order of the two steps
                 for _ in range(len(losses) if schedule else 0):
                     schedule.step()
-            model.train()
+            modes.train()
 
         def record(epoch: int) -> None:
             if history and history[-1]["step"] == len(losses):
                 return
             since = history[-1]["step"] if history else 0
-            metrics = {"train_loss": sum(losses[since:]) / len(losses[since:])}
-            metrics |= evaluate(recipe, model, valid, where) if valid is not None else {}
+            metrics = {"train_loss": sum(losses[since:]) / len(losses[since:]), **tally.take()}
+            metrics |= evaluate(recipe, model, valid, where, hp) if valid is not None else {}
             row = {"step": len(losses), "epoch": epoch, "seconds": clock() - started}
             history.append({**row, "metrics": metrics})
-            model.train()
+            modes.train()
+
+        def train_group(group: Iterable[Batch]) -> float:
+            stepper.zero_grad()
+            versions.before_gradients()
+            loss = backward_group(recipe, model, group, where)
+            if not (ignore_nonfinite or math.isfinite(loss)):
+                raise TrialError(_nonfinite(loss, len(losses) + 1))
+            if recipe.clip_grad_norm:
+                nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_grad_norm)
+            versions.before_step()
+            with rounding.stepping(stepper.parameters, len(losses)):
+                stepper.step()
+            versions.after_step()
+            return loss
+
+        def train_alone(group: Iterable[Batch]) -> float:
+            """A step of the recipe's own on the one batch of a group."""
+            (fetched,) = group
+            assert own is not None
+            found = own(to_device(fetched, where), len(losses))
+            refuse_nonfinite(recipe, found, len(losses) + 1, ignore=ignore_nonfinite)
+            tally.add(found.named)
+            return found.total
 
         for epoch in itertools.count(1):
-            model.train()
+            modes.train()
             steps_before = len(losses)
             for group in chunks(train, recipe.accumulate):
-                stepper.zero_grad()
-                versions.before_gradients()
-                loss = backward_group(recipe, model, group, where)
-                if not (ignore_nonfinite or math.isfinite(loss)):
-                    raise TrialError(_nonfinite(loss, len(losses) + 1))
-                if recipe.clip_grad_norm:
-                    nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_grad_norm)
-                versions.before_step()
-                with rounding.stepping(stepper.parameters, len(losses)):
-                    stepper.step()
-                versions.after_step()
+                loss = train_alone(group) if own else train_group(group)
                 if schedule:
                     schedule.step()
                 losses.append(loss)
                 if after_step:
                     with _restored_rng(where):
                         after_step(len(losses), model)
-                    model.train()
+                    modes.train()
                 if eval_every and len(losses) % eval_every == 0:
                     record(epoch)
                     if len(losses) in inherits:
@@ -354,31 +382,46 @@ def backward_group(
 
 
 def evaluate(
-    recipe: Recipe, model: nn.Module, valid: Iterable[Batch], device: torch.device
+    recipe: Recipe,
+    model: nn.Module,
+    valid: Iterable[Batch],
+    device: torch.device,
+    hp: HP = MappingProxyType({}),
 ) -> dict[str, float]:
     """Means over the validation batches, unweighted; leaves the random streams as they were.
 
-    The model is left in evaluation mode. The metrics are computed outside autocast.
+    The model is left in evaluation mode. The metrics are computed outside autocast. ``hp`` is
+    for a recipe that evaluates itself.
 
     Raises:
         TrialError: there is no batch.
     """
     model.eval()
-    sums = dict.fromkeys(["valid_loss", *(f"valid_{name}" for name in recipe.metrics)], 0.0)
+    sums: dict[str, float] = {}
     count = 0
     with _restored_rng(device), torch.no_grad():
         for fetched in valid:
-            batch = to_device(fetched, device)
-            with autocast(recipe, device):
-                arguments, keywords = model_inputs(recipe, batch)
-                output = model(*arguments, **keywords)
-                sums["valid_loss"] += float(compute_loss(recipe, output, batch))
-            for name, metric in recipe.metrics.items():
-                sums[f"valid_{name}"] += float(metric(output, batch))
+            found = _evaluate_batch(recipe, model, to_device(fetched, device), device, hp)
+            for name, value in found.items():
+                sums[name] = sums.get(name, 0.0) + value
             count += 1
     if count == 0:
         raise TrialError("validation data has no batches. Return None for it if there is none.")
     return {name: value / count for name, value in sums.items()}
+
+
+def _evaluate_batch(
+    recipe: Recipe, model: nn.Module, batch: Batch, device: torch.device, hp: HP
+) -> dict[str, float]:
+    if recipe.evaluate is not None:
+        return own_evaluation(recipe, model, batch, hp)
+    with autocast(recipe, device):
+        arguments, keywords = model_inputs(recipe, batch)
+        output = model(*arguments, **keywords)
+        found = {"valid_loss": float(compute_loss(recipe, output, batch))}
+    for name, metric in recipe.metrics.items():
+        found[f"valid_{name}"] = float(metric(output, batch))
+    return found
 
 
 def _require_one_end(steps: int | None, epochs: int | None) -> None:

@@ -21,6 +21,13 @@ from shoal.core.spec import HyperParameters as HyperParameters
 from shoal.core.spec import Scalar
 from shoal.rounding import Rounding
 from shoal.rowwise import LossByRows
+from shoal.several import (
+    Models,
+    as_one_optimizer,
+    as_one_schedule,
+    held_by_several,
+    optimizers_of,
+)
 
 Batch = Any
 Output = Any
@@ -39,9 +46,12 @@ class Recipe:
         inputs: ``(batch) -> args tuple or kwargs dict`` of the model's forward. Default: a
             Tensor is the one argument, of a tuple or list the first item, a mapping is
             the keyword arguments.
-        optimizer: ``(named_parameters, hp) -> Optimizer``. Default: fused AdamW with
-            ``hp["lr"]`` and ``hp.get("weight_decay", 0.01)``.
-        schedule: ``(optimizer, hp) -> LRScheduler``, stepped once per optimizer step.
+        optimizer: ``(named_parameters, hp) -> Optimizer``, or a list, tuple or mapping of
+            several, each over parameters of its own (Muon and AdamW). Default: fused AdamW with
+            ``hp["lr"]`` and ``hp.get("weight_decay", 0.01)``; where ``model`` returned a mapping,
+            one for each module that has something to train, by its name.
+        schedule: ``(optimizer, hp) -> LRScheduler``, stepped once per optimizer step; gets what
+            ``optimizer`` returned, and may return several too.
         metrics: name -> ``(output, batch) -> float``, averaged over the validation batches.
         clip_grad_norm: the largest global gradient norm, or None.
         accumulate: batches per optimizer step.
@@ -54,32 +64,43 @@ class Recipe:
             and part of the numerics key. See docs/design/0011-loss-by-rows.md.
         on_nonfinite: ``"fail"`` ends a trial whose loss is not finite before its step,
             ``"ignore"`` trains on as a plain loop would.
-        step: a step of one's own, ``(models, batch, optimizers, hp) -> loss``.
+        step: a step of one's own, ``(models, batch, optimizers, hp) -> loss``: forwards,
+            backwards, clipping and the optimizers' steps, called once for each batch with what
+            ``model`` and ``optimizer`` returned. ``model`` may return a mapping of modules then.
+            It returns a scalar, or a mapping name -> scalar: each is recorded as ``train_<name>``,
+            and ``train_loss`` is the one called "loss", or their sum. One that has an argument
+            ``number`` is told the number of the step, from 0. Gradients are cleared before each
+            call. A loss that is not finite fails the trial after the step that had it. See
+            docs/design/0019-a-step-of-ones-own.md.
+        evaluate: with ``step``, ``(models, batch, hp) -> value``, or a mapping name -> value, of
+            one validation batch; means are recorded as ``valid_<name>``, a bare value as
+            ``valid_loss``. In place of ``loss``, ``inputs`` and ``metrics``.
         splittable: may a batch be cut into micro-batches? No technique cuts one yet.
 
     Raises:
         SpecError: a value that no training could mean.
     """
 
-    model: Callable[[HP], nn.Module]
+    model: Callable[[HP], nn.Module | Mapping[str, nn.Module]]
     data: Callable[[HP], tuple[Iterable[Batch], Iterable[Batch] | None]]
     loss: Callable[[Output, Batch], Tensor] | None = None
     inputs: Callable[[Batch], tuple[Any, ...] | Mapping[str, Any]] | None = None
-    optimizer: Callable[[Any, HP], torch.optim.Optimizer] | None = None
-    schedule: Callable[[torch.optim.Optimizer, HP], Any] | None = None
+    optimizer: Callable[[Any, HP], Any] | None = None
+    schedule: Callable[[Any, HP], Any] | None = None
     metrics: Mapping[str, Callable[[Output, Batch], float]] = field(default_factory=dict)
     clip_grad_norm: float | None = None
     accumulate: int = 1
     precision: str = "fp32"
     loss_rows: int | None = None
     on_nonfinite: str = "fail"
-    step: Callable[..., Tensor] | None = None
+    step: Callable[..., Any] | None = None
+    evaluate: Callable[[Any, Batch, HP], Any] | None = None
     splittable: bool = False
 
     def __post_init__(self) -> None:
         for name in ("model", "data"):
             _require_callable(name, getattr(self, name))
-        for name in ("loss", "inputs", "optimizer", "schedule"):
+        for name in ("loss", "inputs", "optimizer", "schedule", "step", "evaluate"):
             if getattr(self, name) is not None:
                 _require_callable(name, getattr(self, name))
         for name, metric in self.metrics.items():
@@ -96,10 +117,34 @@ class Recipe:
             )
         if self.on_nonfinite not in ("fail", "ignore"):
             raise SpecError(f"on_nonfinite is 'fail' or 'ignore', got {self.on_nonfinite!r}")
-        if self.step is not None:
+        self._check_step()
+
+    def _check_step(self) -> None:
+        """What a step of one's own does itself is not to be asked for beside it."""
+        if self.step is None:
+            if self.evaluate is not None:
+                raise SpecError(
+                    "Recipe(evaluate=...) belongs to a step of one's own, Recipe(step=...). "
+                    "Without one validation is the recipe's loss and its metrics."
+                )
+            return
+        its_own = {
+            "accumulate": (1, "is called once for each batch. Give larger batches, or cut them"),
+            "clip_grad_norm": (None, "clips its gradients itself, with clip_grad_norm_"),
+            "precision": ("fp32", "opens torch.autocast around its forwards itself"),
+            "loss_rows": (None, "computes its losses itself"),
+        }
+        for name, (default, words) in its_own.items():
+            if getattr(self, name) != default:
+                raise SpecError(
+                    f"Recipe({name}={getattr(self, name)!r}) cannot be asked for with step=...: a "
+                    f"step of one's own {words}. Leave {name}= out."
+                )
+        unused = [name for name in ("loss", "inputs", "metrics") if getattr(self, name)]
+        if self.evaluate is not None and unused:
             raise SpecError(
-                "Recipe(step=...) cannot be run yet: only recipes with one model, one loss and "
-                "one optimizer train today. Give model, data and loss instead."
+                f"Recipe(evaluate=...) says what validation measures, so {', '.join(unused)} "
+                "would not be used. Leave out one or the other."
             )
 
 
@@ -113,17 +158,34 @@ def _require_callable(name: str, value: object) -> None:
 
 
 def build_model(recipe: Recipe, hp: HP) -> nn.Module:
-    """The recipe's model, with its weights in the recipe's precision.
+    """The recipe's model, with its weights in the recipe's precision; a mapping as ``Models``.
 
     Raises:
         SpecError: the factory returned something that is no module.
     """
     model: Any = recipe.model(hp)
+    if isinstance(model, Mapping) and not isinstance(model, nn.Module):
+        model = _several_models(recipe, model)
     if not isinstance(model, nn.Module):
         raise SpecError(f"Recipe(model=...) returned {type(model).__name__}; return an nn.Module.")
     if recipe.precision == rounding.NAME:
         rounding.lower(model)
     return model
+
+
+def _several_models(recipe: Recipe, given: Mapping[str, Any]) -> Models:
+    if recipe.step is None:
+        raise SpecError(
+            f"Recipe(model=...) returned a mapping of {len(given)} modules, which are trained by "
+            "a step of one's own. Give Recipe(step=...), or return one nn.Module."
+        )
+    unused = [name for name in ("loss", "inputs", "metrics") if getattr(recipe, name)]
+    if unused:
+        raise SpecError(
+            f"Recipe({unused[0]}=...) is about one model, and Recipe(model=...) returned a "
+            "mapping. Give Recipe(evaluate=...), (models, batch, hp) -> {name: value}."
+        )
+    return Models(given)
 
 
 def rounding_of(recipe: Recipe, parameters: Mapping[str, nn.Parameter], seed: int) -> Rounding:
@@ -134,31 +196,54 @@ def rounding_of(recipe: Recipe, parameters: Mapping[str, nn.Parameter], seed: in
 def build_optimizer(
     recipe: Recipe, named_parameters: Iterable[tuple[str, nn.Parameter]], hp: HP
 ) -> torch.optim.Optimizer:
-    """The recipe's optimizer over all parameters, or the default one.
+    """The recipe's optimizer over all parameters, several as one; or the default one.
 
     Raises:
         SpecError: the factory returned something that is no optimizer.
     """
     named = list(named_parameters)
     if recipe.optimizer is None:
-        return torch.optim.AdamW(
-            [parameter for _, parameter in named],
-            lr=hp["lr"],  # type: ignore[arg-type]  # a float by the recipe's contract
-            weight_decay=hp.get("weight_decay", 0.01),  # type: ignore[arg-type]
-            fused=True,
-        )
-    optimizer = recipe.optimizer(named, hp)
-    if not isinstance(optimizer, torch.optim.Optimizer):
+        return _default_optimizer([parameter for _, parameter in named], hp)
+    optimizer = as_one_optimizer(recipe.optimizer(named, hp))
+    twice = () if recipe.step is not None else held_by_several(optimizer, dict(named))
+    if twice:
         raise SpecError(
-            f"Recipe(optimizer=...) returned {type(optimizer).__name__}; return one "
-            "torch.optim.Optimizer over the named parameters it was given."
+            f"Recipe(optimizer=...) gave {len(twice)} parameters to more than one optimizer, the "
+            f"first {twice[0]!r}: each would step it. Give each parameter to one of them."
         )
     return optimizer
 
 
+def build_optimizer_of(recipe: Recipe, model: nn.Module, hp: HP) -> torch.optim.Optimizer:
+    """The recipe's optimizer of a model; by default one for each of several models."""
+    if recipe.optimizer is not None or not isinstance(model, Models):
+        return build_optimizer(recipe, model.named_parameters(), hp)
+    found: dict[str, torch.optim.Optimizer] = {}
+    held: set[int] = set()  # a module may be there under two names
+    for name, module in model.named().items():
+        own = [p for p in module.parameters() if id(p) not in held]
+        held |= set(map(id, own))
+        if any(parameter.requires_grad for parameter in own):
+            found[name] = _default_optimizer(own, hp)
+    if not found:
+        raise SpecError("none of the modules has a parameter that requires a gradient.")
+    return as_one_optimizer(found)
+
+
+def _default_optimizer(parameters: list[nn.Parameter], hp: HP) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        parameters,
+        lr=hp["lr"],  # type: ignore[arg-type]  # a float by the recipe's contract
+        weight_decay=hp.get("weight_decay", 0.01),  # type: ignore[arg-type]
+        fused=True,
+    )
+
+
 def build_schedule(recipe: Recipe, optimizer: torch.optim.Optimizer, hp: HP) -> Any:
-    """The recipe's schedule over ``optimizer``, or None."""
-    return recipe.schedule(optimizer, hp) if recipe.schedule else None
+    """The recipe's schedule over ``optimizer``, several as one; or None."""
+    if recipe.schedule is None:
+        return None
+    return as_one_schedule(recipe.schedule(optimizers_of(optimizer), hp))
 
 
 def read_data(recipe: Recipe, hp: HP) -> tuple[Iterable[Batch], Iterable[Batch] | None]:

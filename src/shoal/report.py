@@ -73,15 +73,23 @@ class TrialResult:
         names = {"after": "step", "hp": "hp", "source": "source"}
         return [begun, *({n: one[of] for n, of in names.items()} for one in self.inherited)]
 
-    def load(self) -> nn.Module:
+    def load(self) -> Any:
         """The user's own module with the weights of the last step, on CPU in eval mode.
 
+        A dict of modules, where ``Recipe(model=...)`` returned a mapping.
         The process's random streams are left as they were. In a study that was opened
         from its directory this imports the file that defined the study.
 
         Raises:
             SpecError: no checkpoint, no recipe, or a recipe whose model has other weights.
         """
+        from shoal.several import Models  # lazy: see ``_read_weights``
+
+        model = self._load_whole()
+        return dict(model.named()) if isinstance(model, Models) else model
+
+    def _load_whole(self) -> nn.Module:
+        """As one module, also of a mapping of several."""
         weights = _read_weights(self._checkpoint())
         model = _build_model(self._find_recipe(), self.hp, self.seed)
         try:
@@ -173,12 +181,16 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
 
 def _build_model(recipe: Recipe, hp: Mapping[str, Scalar], seed: int) -> nn.Module:
     """The module as the trial built it, without a trace in the random streams."""
-    from shoal.rng import capture_rng, restore_rng, seed_all  # lazy: see ``_read_weights``
+    from torch import nn  # lazy: see ``_read_weights``
+
+    from shoal.rng import capture_rng, restore_rng, seed_all
+    from shoal.several import Models
 
     before = capture_rng()
     seed_all(seed)
     try:
-        return recipe.model(HyperParameters(hp))
+        model = recipe.model(HyperParameters(hp))
+        return model if isinstance(model, nn.Module) else Models(model)
     finally:
         restore_rng(before)
 

@@ -12,8 +12,9 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from shoal.core.errors import SpecError
 from shoal.core.spec import Place
-from shoal.recipe import HP, Recipe, build_optimizer
+from shoal.recipe import HP, Recipe, build_optimizer, build_optimizer_of
 
 
 class Stepper(Protocol):
@@ -27,7 +28,13 @@ class Stepper(Protocol):
 
 
 def make_stepper(recipe: Recipe, model: nn.Module, hp: HP, place: Place) -> Stepper:
-    """The recipe's optimizer over the model's parameters, or over copies of them on the host."""
+    """The recipe's optimizer over the model's parameters, or over copies of them on the host.
+
+    Raises:
+        SpecError: a step of one's own on the host: it steps where its models are.
+    """
+    if recipe.step is not None and place == "host":
+        raise SpecError("a step of one's own, Recipe(step=...), steps on the device.")
     kind = _HostStepper if place == "host" else _DeviceStepper
     return kind(recipe, model, hp)
 
@@ -37,7 +44,7 @@ class _DeviceStepper:
 
     def __init__(self, recipe: Recipe, model: nn.Module, hp: HP) -> None:
         self.parameters = dict(model.named_parameters())
-        self.optimizer = build_optimizer(recipe, self.parameters.items(), hp)
+        self.optimizer = build_optimizer_of(recipe, model, hp)
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)

@@ -115,7 +115,8 @@ class Study:
         if mode not in ("min", "max"):
             raise SpecError(f"mode is 'min' or 'max', got {mode!r}")
         known = {"train_loss", "valid_loss", *(f"valid_{name}" for name in recipe.metrics)}
-        if metric not in known:
+        its_own = recipe.step is not None and metric.startswith(("train_", "valid_"))
+        if metric not in known and not its_own:  # a step names its losses when it runs
             raise SpecError(
                 f"metric={metric!r} is not measured by this recipe; it has "
                 f"{', '.join(sorted(known))}. Add it to Recipe(metrics=...)."

@@ -13,16 +13,46 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import SpecError
+from shoal.several import members_of
 
 
 class Subsets:
     """An optimizer's parameters by name, and one part of it for each of ``owned``.
 
-    Two parts may step at a time, on two threads: each takes the options of the user's groups
-    before its step, and hands back what the step changed in them.
+    Of several optimizers as one, each has its parts, which step in the order of the optimizers.
 
     Raises:
         SpecError: the optimizer holds a tensor that is no parameter of the model.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        params: Mapping[str, nn.Parameter],
+        owned: Sequence[Sequence[str]],
+    ) -> None:
+        self._each = [_Subsets(member, params, owned) for member in members_of(optimizer)]
+        self.grouped = [names for each in self._each for names in each.grouped]
+        self.stepped = [
+            list(dict.fromkeys(name for each in self._each for name in each.stepped[index]))
+            for index in range(len(owned))
+        ]
+
+    def step(self, index: int) -> None:
+        """``optimizer.step()`` as if the parameters of one part were all it had."""
+        for each in self._each:
+            each.step(index)
+
+    def kept_beside(self) -> str:
+        """The name of something that a step has left on a part, which is lost with the part."""
+        return next((found for each in self._each if (found := each.kept_beside())), "")
+
+
+class _Subsets:
+    """Those of one optimizer.
+
+    Two parts may step at a time, on two threads: each takes the options of the user's groups
+    before its step, and hands back what the step changed in them.
     """
 
     def __init__(

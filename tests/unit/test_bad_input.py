@@ -182,7 +182,7 @@ def test_an_empty_grid_names_the_key():
         ({"clip_grad_norm": -1.0}, r"clip_grad_norm is positive or None, got -1\.0"),
         ({"precision": "fp8"}, "precision is 'fp32', 'bf16' or 'bf16-sr', got 'fp8'"),
         ({"on_nonfinite": "stop"}, "on_nonfinite is 'fail' or 'ignore', got 'stop'"),
-        ({"step": loss}, r"Recipe\(step=\.\.\.\) cannot be run yet"),
+        ({"evaluate": loss}, r"Recipe\(evaluate=\.\.\.\) belongs to a step of one's own"),
     ],
 )
 def test_a_recipe_that_no_training_could_mean_is_refused_when_it_is_made(changes, words):

@@ -247,7 +247,10 @@ class StepFinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """A validation pass ended; names are ``valid_loss`` and ``valid_<metric>``."""
+    """A validation pass ended; names are ``valid_loss`` and ``valid_<metric>``.
+
+    And ``train_<name>``, of what a step of one's own returns by name.
+    """
 
     time: float
     trial: int

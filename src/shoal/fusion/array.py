@@ -17,6 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,10 +28,12 @@ from shoal.fusion.batches import layout_of
 from shoal.fusion.crew import ArrayBackend, Crew, Trained
 from shoal.fusion.finish import Finisher, names_held
 from shoal.fusion.fused import StackedBackend
-from shoal.fusion.loop import LoopBackend, current_rng, torch_streams_of
+from shoal.fusion.loop import LoopBackend, alone, current_rng, lone_pass, torch_streams_of
 from shoal.fusion.member import Member
+from shoal.fusion.ownsteps import OwnSteps
 from shoal.fusion.stacked import stack
 from shoal.fusion.streams import SlotStreams
+from shoal.ownstep import own_evaluation, refuse_nonfinite
 from shoal.recipe import to_device
 from shoal.rng import RngState
 
@@ -40,6 +43,7 @@ class Stepped(NamedTuple):
 
     losses: tuple[float, ...]
     failures: Mapping[int, BaseException]
+    named: Mapping[int, Mapping[str, float]] = MappingProxyType({})  # of a step of one's own
 
 
 class _Tally:
@@ -94,6 +98,7 @@ class Array:
         self.backend: ArrayBackend = StackedBackend() if backend is None else backend
         self.epoch = 0
         self._lone = LoopBackend()
+        self._own = None if members[0].recipe.step is None else OwnSteps()
         self._signature = shared_signature(members)
         self._names_held = names_held(members[0])
         self._form(members)
@@ -102,7 +107,7 @@ class Array:
         self._occupied = [True] * len(members)
         self._failed: set[int] = set()
         for member in members:
-            member.module.train()
+            member.train()
         self._crew = Crew(
             members=list(members),
             stacked=stack([member.module for member in members]),
@@ -111,7 +116,17 @@ class Array:
         )
         self._finisher = Finisher(self._crew, self.backend, self._names_held)
         self._usual = self._known_usual  # the layout of batches that run stacked
+        self._changed()
+
+    def _changed(self) -> None:
         self.backend.changed(self._crew)
+        if self._own is not None:
+            self._own.changed(self._crew)
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """In words, what runs slot by slot and why."""
+        return self.backend.notes if self._own is None else self._own.notes
 
     @property
     def width(self) -> int:
@@ -149,6 +164,9 @@ class Array:
             Declined: the models cannot run as one array after all; nothing has changed, if
                 it was the step's first micro-batch.
         """
+        if self._own is not None:
+            (batches,) = micro_batches
+            return self._step_their_own(self._own, batches)
         self._finisher.drop_gradients(self.occupied)
         tally = _Tally(self.width)
         for batches in micro_batches:
@@ -162,6 +180,26 @@ class Array:
         tally.failures.update(self._finisher.finish(stepping, tally.apart, mixed))
         self._failed |= set(tally.failures)
         return Stepped(means, tally.failures)
+
+    def _step_their_own(self, own: OwnSteps, batches: Sequence[Any]) -> Stepped:
+        """A call of the recipe's step in each slot, and what follows it."""
+        active = self._taking_part(batches, {})
+        found = own.step(self._crew, self._moved(batches, active), active)
+        failures = dict(found.failures)
+        for slot, losses in found.losses.items():
+            member = self._crew.members[slot]
+            try:
+                refuse_nonfinite(member.recipe, losses, member.step + 1)
+                if member.schedule:
+                    member.schedule.step()
+                member.step += 1
+            except (Exception, SystemExit) as error:
+                failures[slot] = error
+        self._failed |= set(failures)
+        losses_of = found.losses
+        totals = [losses_of[s].total if s in losses_of else math.nan for s in range(self.width)]
+        named = {slot: losses.named for slot, losses in losses_of.items()}
+        return Stepped(tuple(totals), failures, named)
 
     def _taking_part(
         self, batches: Sequence[Any], failures: Mapping[int, BaseException]
@@ -242,7 +280,7 @@ class Array:
     def set_training(self, training: bool) -> None:
         """Put all slots' modules into training or evaluation mode."""
         for member in self._crew.members:
-            member.module.train(training)
+            member.train(training)
 
     def evaluate(self, batches: Sequence[Any]) -> list[dict[str, float] | None]:
         """Loss and metrics of one validation batch per slot, in evaluation mode.
@@ -252,6 +290,10 @@ class Array:
         active = self._taking_part(batches, {})
         moved = self._moved(batches, active)
         results: list[dict[str, float] | None] = [None] * self.width
+        if self._own is not None:
+            for slot in (s for s, is_active in enumerate(active) if is_active):
+                results[slot] = self._evaluate_alone(slot, moved[slot])
+            return results
         layouts = [layout_of(b) if a else None for b, a in zip(moved, active, strict=True)]
         for layout in {layout for layout in layouts if layout is not None}:
             taking = [mine == layout for mine in layouts]
@@ -266,6 +308,17 @@ class Array:
                             values[f"valid_{name}"] = float(value)
                 results[slot] = values
         return results
+
+    def _evaluate_alone(self, slot: int, batch: Any) -> dict[str, float]:
+        """As the plain loop does it, on the slot's rows."""
+        with torch.no_grad(), alone(self._crew, slot) as member:
+            if member.recipe.evaluate is not None:
+                return own_evaluation(member.recipe, member.module, batch, member.hp)
+            output, loss = lone_pass(member, batch, self.device)
+            values = {"valid_loss": float(loss)}
+            for name, metric in member.recipe.metrics.items():
+                values[f"valid_{name}"] = float(metric(output, batch))
+            return values
 
     # -- the life of a slot ----------------------------------------------------------------
 
@@ -286,7 +339,7 @@ class Array:
         self._finisher.let_go(member)
         self._occupied[slot] = False
         self._failed.discard(slot)
-        self.backend.changed(self._crew)
+        self._changed()
         return member
 
     def refill(self, slot: int, member: Member) -> None:
@@ -298,7 +351,7 @@ class Array:
         if self._occupied[slot]:
             raise ValueError(f"slot {slot} has a trial; retire it first")
         require_signature(self._signature, member)
-        member.module.train()
+        member.train()
         self._crew.members = [
             member if at == slot else m for at, m in enumerate(self._crew.members)
         ]
@@ -307,7 +360,7 @@ class Array:
         self._occupied[slot] = True
         self.epoch += 1
         self._usual = self._known_usual
-        self.backend.changed(self._crew)
+        self._changed()
 
     def keep(self, slots: Sequence[int]) -> None:
         """Become as wide as ``slots``, in their order; the others must be empty. A new epoch."""

@@ -98,10 +98,10 @@ class Undo:
         return cls({k: b.clone() for k, b in stacked.buffers.items() if k not in leave_out})
 
     def put_back(self, stacked: Stacked, slots: Sequence[int] | None = None) -> None:
-        """For ``slots``, or for all."""
+        """For ``slots``, or for all; autograd, which may have saved them, does not notice."""
         for name, before in self.kept.items():
             if slots is None:
-                stacked.buffers[name].copy_(before)
+                stacked.buffers[name].data.copy_(before)
             else:
                 for slot in slots:
-                    stacked.buffers[name][slot] = before[slot]
+                    stacked.buffers[name].data[slot] = before[slot]

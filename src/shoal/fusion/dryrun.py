@@ -7,13 +7,11 @@ random streams; what a forward changes in Python is found on the way.
 
 from __future__ import annotations
 
-import copy
 import random
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -24,8 +22,10 @@ from shoal.fusion.blend import HIDDEN
 from shoal.fusion.crew import ArrayBackend
 from shoal.fusion.declined import Declined
 from shoal.fusion.fused import StackedBackend
+from shoal.fusion.likeness import as_double, close, copies, numpy_stream
 from shoal.fusion.loop import lone_pass
 from shoal.fusion.member import Member, in_streams
+from shoal.fusion.owndryrun import own_dry_run
 from shoal.fusion.signature import DEEPEST, described
 from shoal.recipe import to_device
 from shoal.rng import same_rng
@@ -51,6 +51,8 @@ def dry_run(
     moved = [to_device(batch, where) for batch in batches]
     try:
         shared_signature(members)
+        if members[0].recipe.step is not None:
+            return own_dry_run(members, moved, where)
         side_effect = _first_side_effect(members, moved, where)
         if side_effect:
             return side_effect
@@ -60,22 +62,13 @@ def dry_run(
         return str(error)
 
 
-def copies(members: Sequence[Member]) -> list[Member]:
-    """Independent copies; recipes are shared."""
-    shared = {id(member.recipe): member.recipe for member in members}
-    try:
-        return [copy.deepcopy(member, dict(shared)) for member in members]
-    except Exception as error:
-        raise Declined(f"the model cannot be copied: {error}") from error
-
-
 def _in_float64(
     members: Sequence[Member], batches: Sequence[Any], device: torch.device
 ) -> tuple[list[Member], list[Any]] | None:
     """Copies with float64 weights and batches, if the first one's code runs on them."""
     if members[0].recipe.precision != "fp32":
         return None
-    wide = [_as_double(batch) for batch in batches]
+    wide = [as_double(batch) for batch in batches]
     try:
         trial = copies(members[:1])[0]
         trial.module.double()
@@ -104,19 +97,6 @@ class _Watch(TorchFunctionMode):
         if isinstance(result, Tensor) and result.dtype in NARROW:
             self.has_seen_narrow = True
         return result
-
-
-def _as_double(batch: Any) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.double() if batch.is_floating_point() else batch
-    if isinstance(batch, Mapping):
-        values = {key: _as_double(value) for key, value in batch.items()}
-        return values if type(batch) is dict else type(batch)(values)  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_as_double(value) for value in batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)(_as_double(value) for value in batch)
-    return batch
 
 
 def _difference(
@@ -160,7 +140,7 @@ def _first_unequal(slot: int, alone: Member, found: Member, losses: tuple[float,
     if alone.recipe.precision != "fp32":
         dtype = torch.bfloat16
     limit = TOLERANCE.get(dtype, 1e-3)
-    if not _close(torch.tensor(losses[0]), torch.tensor(losses[1]), limit, 1.0):
+    if not close(torch.tensor(losses[0]), torch.tensor(losses[1]), limit, 1.0):
         return f"slot {slot}: the loss is {losses[1]!r}, alone {losses[0]!r}"
     scale = max(
         (
@@ -176,7 +156,7 @@ def _first_unequal(slot: int, alone: Member, found: Member, losses: tuple[float,
             return f"slot {slot}: the gradient of {name!r} {words}"
     buffers = dict(found.module.named_buffers())
     for name, buffer in alone.module.named_buffers():
-        if not _close(buffer, buffers[name], limit, 1e-3):
+        if not close(buffer, buffers[name], limit, 1e-3):
             return f"slot {slot}: the buffer {name!r} is another one"
     return ""
 
@@ -186,23 +166,7 @@ def _gradient_difference(
 ) -> str:
     if alone is None or found is None:
         return "" if alone is found else "exists in one only: optimizers pass over what has none"
-    return "" if _close(alone, found, limit, scale) else "is another one"
-
-
-def _close(alone: Tensor, found: Tensor, limit: float, scale: float) -> bool:
-    """Equal where not numbers, and else up to ``limit`` times the largest, at least ``scale``."""
-    if alone.shape != found.shape or alone.dtype != found.dtype:
-        return False
-    if not alone.is_floating_point():
-        return torch.equal(alone, found)
-    finite = alone.isfinite()
-    if not torch.equal(finite, found.isfinite()):
-        return False
-    one, other = alone[finite].double(), found[finite].double()
-    if not one.numel():
-        return True
-    largest = max(float(one.abs().max()), scale)
-    return float((one - other).abs().max()) <= limit * largest
+    return "" if close(alone, found, limit, scale) else "is another one"
 
 
 def _first_side_effect(
@@ -227,11 +191,11 @@ def _side_effect(member: Member, batch: Any, device: torch.device) -> str:
     with in_streams(member, device):
         lone_pass(member, batch, device)  # what a first forward lays up for all that follow
         before = _settings(member)
-        python, numpy = random.getstate(), _numpy_stream()
+        python, numpy = random.getstate(), numpy_stream()
         lone_pass(member, batch, device)
         drew = [
             *(["random"] if random.getstate() != python else []),
-            *(["NumPy"] if _numpy_stream() != numpy else []),
+            *(["NumPy"] if numpy_stream() != numpy else []),
         ]
     if drew:
         return f"the model's forward draws from {drew[0]}, which has one stream for all slots."
@@ -243,11 +207,6 @@ def _side_effect(member: Member, batch: Any, device: torch.device) -> str:
             "Make it a buffer of the model."
         )
     return ""
-
-
-def _numpy_stream() -> str:
-    state: Any = np.random.get_state()
-    return f"{state[1].tobytes()!r} {state[2:]}"
 
 
 def _settings(member: Member) -> dict[str, str]:

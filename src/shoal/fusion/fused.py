@@ -89,7 +89,7 @@ class StackedBackend:
                 raise
             raise Declined(
                 "the model's code runs again in the backward (checkpointing, or a hook), where it "
-                f"cannot for all slots at once: {_first_line(error)}"
+                f"cannot for all slots at once: {first_line(error)}"
             ) from error
         self._keep_idle(crew, active)
         return Trained(_masked(losses.detach(), active), {})
@@ -121,7 +121,7 @@ class StackedBackend:
             rows = block.grad.unbind(0)
             for slot in slots:
                 parameter = crew.members[slot].module.get_parameter(name)
-                _give(parameter, rows[slot])
+                give(parameter, rows[slot])
 
     # -- a pass, and what to do when it fails ------------------------------------------
 
@@ -199,7 +199,7 @@ class StackedBackend:
         template.loop(part)
         self._looped.append(part)
         self._doubted = part if reason is None else None
-        words = reason or f"{type(error).__name__}: {_first_line(error)}"
+        words = reason or f"{type(error).__name__}: {first_line(error)}"
         self._notes.append(f"{part!r} runs slot by slot: {words}")
 
     def _those_that_fail(
@@ -227,7 +227,7 @@ class StackedBackend:
         # Alone every slot can do it: the error was the array's.
         raise Declined(
             "the trials run alone and fail as one array: "
-            f"{type(error).__name__}: {_first_line(error)}"
+            f"{type(error).__name__}: {first_line(error)}"
         ) from error
 
     def _try_again(
@@ -265,7 +265,7 @@ def _reason(error: BaseException) -> str | None:
     """Why code cannot run for all slots at once; None if the error is about something else."""
     if isinstance(error, Disagreement):
         return str(error)
-    text = _first_line(error)
+    text = first_line(error)
     words = ("vmap", "atching rule", "functorch", "BatchedTensor", "Batched", "PerSlot")
     if isinstance(error, Declined) or not any(word in str(error) for word in words):
         return None
@@ -276,7 +276,8 @@ def _is_about_writing(reason: str) -> bool:
     return "inplace" in reason or "all slots share" in reason or "is not possible" in reason
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """An error's words, or their beginning."""
     return (str(error).splitlines() or [""])[0][:200]
 
 
@@ -304,7 +305,8 @@ def _outputs(level: Level, output: Any) -> Sequence[Any]:
     ]
 
 
-def _give(parameter: Tensor, row: Tensor) -> None:
+def give(parameter: Tensor, row: Tensor) -> None:
+    """Add a row of stacked gradients to a parameter's gradient."""
     held = parameter.grad
     if held is None:
         parameter.grad = row

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.ownstep import Modes
 from shoal.recipe import HP, Recipe
 from shoal.rng import RngState, capture_rng, restore_rng
 
@@ -30,6 +31,14 @@ class Member:
     schedule: Any
     rng: RngState
     step: int = 0
+    modes: Modes | None = None  # where the recipe has a step of its own
+
+    def train(self, training: bool = True) -> None:
+        """Put the module into the modes in which it trains, or into evaluation mode."""
+        if training and self.modes is not None:
+            self.modes.train()
+        else:
+            self.module.train(training)
 
     def state(self) -> dict[str, Any]:
         """Everything by parameter name, in the layout of ``PlainResult.state()``."""

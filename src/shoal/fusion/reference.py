@@ -20,11 +20,12 @@ from shoal.core.spec import HyperParameters
 from shoal.fusion.array import Array
 from shoal.fusion.batches import layout_of
 from shoal.fusion.member import Member
+from shoal.ownstep import Modes, Tally, require_evaluation
 from shoal.recipe import (
     HP,
     Recipe,
     build_model,
-    build_optimizer,
+    build_optimizer_of,
     build_schedule,
     read_data,
     to_device,
@@ -58,9 +59,10 @@ class _Loop:
         hp = HyperParameters(hp)
         seed_all(seed)
         model = build_model(recipe, hp).to(device)
+        modes = Modes(recipe, model) if recipe.step else None
         before_data = capture_rng(device)
         self._train, self._valid = read_data(recipe, hp)
-        optimizer = build_optimizer(recipe, model.named_parameters(), hp)
+        optimizer = build_optimizer_of(recipe, model, hp)
         member = Member(
             recipe=recipe,
             hp=hp,
@@ -68,13 +70,16 @@ class _Loop:
             optimizer=optimizer,
             schedule=build_schedule(recipe, optimizer, hp),
             rng=capture_rng(device),
+            modes=modes,
         )
+        require_evaluation(recipe, model, self._valid)
         restore_rng(before_data, device)
         first = next(iter(read_data(recipe, hp)[0]), None)
         usual = layout_of(to_device(first, device))
         self.array = Array([member], device=device, usual=usual)
         self.array.widen(slot, width)
         self.losses: list[float] = []
+        self._tally = Tally()
         self.history: list[dict[str, Any]] = []
 
     def run(
@@ -113,7 +118,8 @@ class _Loop:
         outer = capture_rng(self._device)
         seed_all(self._seed)
         model = build_model(self._recipe, hp).to(self._device)
-        optimizer = build_optimizer(self._recipe, model.named_parameters(), hp)
+        modes = Modes(self._recipe, model) if self._recipe.step else None
+        optimizer = build_optimizer_of(self._recipe, model, hp)
         take_over(model, optimizer)
         schedule = build_schedule(self._recipe, optimizer, hp)
         restore_rng(outer, self._device)
@@ -129,6 +135,7 @@ class _Loop:
             schedule=schedule,
             rng=before.rng,
             step=done,
+            modes=modes,
         )
         self.array.refill(self._slot, member)
 
@@ -156,13 +163,15 @@ class _Loop:
         for failure in stepped.failures.values():
             raise failure
         self.losses.append(stepped.losses[self._slot])
+        self._tally.add(stepped.named.get(self._slot, {}))
 
     def _record(self, epoch: int) -> None:
         if self.history and self.history[-1]["step"] == len(self.losses):
             return
         since = self.history[-1]["step"] if self.history else 0
         some = self.losses[since:]
-        metrics = {"train_loss": sum(some) / len(some), **self._evaluate()}
+        named = self._tally.take()
+        metrics = {"train_loss": sum(some) / len(some), **named, **self._evaluate()}
         self.history.append({"step": len(self.losses), "epoch": epoch, "metrics": metrics})
 
     def _evaluate(self) -> dict[str, float]:

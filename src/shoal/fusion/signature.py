@@ -20,6 +20,7 @@ from shoal.fusion.blend import HIDDEN
 from shoal.fusion.match import Signature
 from shoal.fusion.stacked import owners
 from shoal.recipe import Recipe
+from shoal.several import each_kind
 
 DEEPEST = 6  # objects within objects that are looked into
 
@@ -63,6 +64,8 @@ def kind_of(batch: Any) -> str:
 def _recipe_facts(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for name in ("loss", "inputs"):
         yield f"the recipe's {name}", described(getattr(recipe, name))
+    for name in ("step", "evaluate") if recipe.step is not None else ():
+        yield f"the recipe's {name}", described(getattr(recipe, name))
     for name, metric in recipe.metrics.items():
         yield f"the recipe's metric {name!r}", described(metric)
     for name in ("accumulate", "precision", "loss_rows"):
@@ -100,7 +103,7 @@ def _tensor_facts(module: nn.Module) -> Iterator[tuple[str, str]]:
 def _optimizer_facts(
     module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, str]]:
-    yield "the optimizer", _class(optimizer)
+    yield "the optimizer", each_kind(optimizer, _class)
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     names = [name for name, p in module.named_parameters() if id(p) not in held]
     yield "parameters that the optimizer leaves alone", repr(names)

@@ -35,6 +35,13 @@ class Stacked:
         for name, parameter in first.named_parameters():
             self.parameters[name].requires_grad_(parameter.requires_grad)
 
+    def part(self, parameters: Mapping[str, str], buffers: Mapping[str, str]) -> Stacked:
+        """Some of the tensors, under other names: theirs there -> theirs here."""
+        found: Stacked = object.__new__(Stacked)
+        found.parameters = {name: self.parameters[here] for name, here in parameters.items()}
+        found.buffers = {name: self.buffers[here] for name, here in buffers.items()}
+        return found
+
     def take(self, slot: int, module: nn.Module) -> None:
         """Copy a module's tensors into a row, where they live from now on."""
         with torch.no_grad():
@@ -43,6 +50,16 @@ class Stacked:
                 row.copy_(parameter)
                 parameter.data = row
             self.put_buffers(slot, module)
+
+    def settle(self, slot: int, module: nn.Module) -> None:
+        """Have tensors that a module's code replaced by others live in their row again."""
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                row = self.parameters[name].data[slot]
+                if parameter.data_ptr() != row.data_ptr():
+                    row.copy_(parameter)
+                    parameter.data = row
+        self.put_buffers(slot, module)
 
     def put_buffers(self, slot: int, module: nn.Module) -> None:
         """Copy a module's buffers into their row, also ones that its forward made anew."""

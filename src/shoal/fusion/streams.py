@@ -59,6 +59,13 @@ class SlotStreams:
         with _swapped(host, torch.default_generator), _swapped_device(local, self.device):
             yield
 
+    @contextmanager
+    def turn(self, slot: int) -> Iterator[None]:
+        """The process's generators are the slot's inside; what is drawn there stays drawn."""
+        host, local = self._host[slot], self._local[slot]
+        with _swapped(host, torch.default_generator), _swapped_device(local, self.device):
+            yield
+
     def states(self, slot: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The slot's states, as ``RngState.torch`` and ``RngState.cuda`` keep them."""
         local = self._local[slot]

@@ -88,4 +88,5 @@ def settings_of(study: Asked, *, timeline: bool) -> Settings:
         keep=policy.keep,
         keep_finished="weights" if policy.keep_finished == "weights" else "all",
         varied=study.search.varied,
+        metric=study.metric,
     )

@@ -28,7 +28,7 @@ from shoal.recipe import (
     Recipe,
     autocast,
     build_model,
-    build_optimizer,
+    build_optimizer_of,
     build_schedule,
     compute_loss,
     model_inputs,
@@ -92,7 +92,7 @@ def build(training: Training, stage: int) -> tuple[Built, tuple[int, ...]]:
     seed_all(training.seed)
     model = build_model(recipe, hp).train()
     train, _ = read_data(recipe, hp)
-    optimizer = build_optimizer(recipe, model.named_parameters(), hp)
+    optimizer = build_optimizer_of(recipe, model, hp)
     schedule = build_schedule(recipe, optimizer, hp)
     groups: tuple[int, ...] = ()
     feed = None

@@ -97,6 +97,8 @@ class Deciding:
             PlanError: it fits in no way, or what was forced cannot be done.
         """
         forced = self._request.technique
+        if self._recipe.step is not None:
+            return (yield from self._settle_own_step(trial))
         if isinstance(forced, Pipelined):
             return (yield from self._pipelining.settle(trial, forced, trials, self._speeds))
         measured = yield Measure(trial, cut=isinstance(forced, Spilled), narrow=self._narrow)
@@ -121,6 +123,31 @@ class Deciding:
         other = Alternative(name="spilled", step_s=self._price(settled).step_s)
         args = (trial, measured, settled, other, trials, self._speeds)
         return (yield from self._pipelining.instead(*args))
+
+    def _settle_own_step(self, trial: TrialSpec) -> Question:
+        """A step of one's own trains resident or not at all."""
+        forced = self._request.technique
+        if forced is not None and not isinstance(forced, Resident):
+            raise PlanError(
+                f"trial {trial.number} was asked to train {type(forced).__name__.lower()}, but "
+                "its recipe has a step of its own: that is one unit, and what of it a shard or a "
+                "stage would run is not known. Use technique='resident', or leave technique= out."
+            )
+        measured = yield Measure(trial, cut=False, narrow=False)
+        whole = self._resident(measured)
+        if whole.total > self._budget:
+            measure = measured.measure
+            raise PlanError(
+                f"trial {trial.number} does not fit a device of {format_bytes(self._budget)}: "
+                f"with all its models and optimizers it needs {format_bytes(whole.total)}, of "
+                f"them {format_bytes(measure.shards[0].owned_bytes)} parameters, "
+                f"{format_bytes(measure.shards[0].state_bytes)} of the optimizers' state and "
+                f"{format_bytes(measure.shards[0].backward_peak_bytes)} inside the step. A step "
+                "of one's own, Recipe(step=...), cannot be spilled or cut into stages. Give the "
+                "device that much memory, or make the batch or the models smaller."
+            )
+        why = self._why_resident(whole)
+        return _settled(measured, Resident(), 1, [*why, *measured.measure.notes])
 
     def _settle_uncut(self, trial: TrialSpec, measured: Measured, whole: Need) -> Settled:
         """A model in one piece: it trains resident if it fits."""

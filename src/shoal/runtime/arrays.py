@@ -149,6 +149,7 @@ class ArraySeat:
             schedule=session.schedule,
             rng=session.rng,
             step=session.step,
+            modes=session.modes if session.recipe.step else None,
         )
         if self._array is None:
             where = self._device.torch_device
@@ -247,6 +248,7 @@ class ArraySeat:
                 self._fail(seated.trial, failure)
             else:
                 seated.session.micro_losses = [stepped.losses[seated.slot]]
+                seated.session.tally.add(stepped.named.get(seated.slot, {}))
                 seated.task = None
 
     def _fetch(self, ready: Sequence[Seated]) -> list[list[Any]]:

@@ -230,6 +230,28 @@ class Binding:
                 self.params[name].grad = None
         self.keep_state(shard, placed)
 
+    def take_stock(self, shard: int, placed: Placed) -> None:
+        """After a step of one's own: parameters and state that it replaced go to their places.
+
+        Raises:
+            TrialError: a parameter or its state has no longer the shape or type that it had.
+        """
+        with torch.no_grad():
+            for name, place in placed.params.items():
+                parameter = self.params[name]
+                parameter.grad = None
+                if parameter.data_ptr() == place.data_ptr() and parameter.shape == place.shape:
+                    continue
+                if parameter.shape != place.shape or parameter.dtype != place.dtype:
+                    raise TrialError(
+                        f"the step made {name!r} {parameter.dtype} {tuple(parameter.shape)}, "
+                        f"which was {place.dtype} {tuple(place.shape)}. A trial's parameters "
+                        "keep their shapes and types."
+                    )
+                place.copy_(parameter.data)
+                parameter.data = place
+        self.keep_state(shard, placed)
+
     def step_on_host(
         self, shard: int, host: Placed, grads: Mapping[str, Tensor], number: int = 0
     ) -> None:
@@ -369,12 +391,18 @@ class Binding:
     ) -> None:
         """As ``restore``, of some parameters; the state of the others stays."""
         self.stateful |= {name: set(keys) for name, keys in stored.items()}
-        there = any(g.get("fused") or g.get("capturable") for g in self.optimizer.param_groups)
+        pairs = zip(self.optimizer.param_groups, self._subsets.grouped, strict=True)
+        there = {
+            name
+            for group, names in pairs
+            if group.get("fused") or group.get("capturable")
+            for name in names
+        }
         for name, values in scalars.items():
             state = self.optimizer.state[self.params[name]]
             state.clear()
             for key, value in values.items():
-                moves = there and isinstance(value, Tensor)
+                moves = name in there and isinstance(value, Tensor)
                 state[key] = value.to(places[name]) if moves else value
 
     def groups(self) -> list[dict[str, Any]]:

@@ -350,6 +350,7 @@ def progress_record(progress: Progress) -> dict[str, Any]:
         "stored": progress.stored,
         "groups": list(progress.groups),
         "schedule": progress.schedule,
+        **({"tally": progress.tally} if progress.tally else {}),
     }
 
 
@@ -364,4 +365,5 @@ def _read_progress(generation: Generation, tensors: Mapping[str, Tensor]) -> Pro
         stored=record["stored"],
         groups=record["groups"],
         schedule=record["schedule"],
+        tally=record.get("tally", {}),
     )

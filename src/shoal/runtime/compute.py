@@ -73,7 +73,10 @@ class Compute:
         self._session.binding.bind(action.shard, self.placed[action.shard])
         result = self._session.units.forward(action.shard, micro)
         self._put_written(action.shard)
-        if result is not None:
+        if micro.metrics is not None:
+            task.metrics = micro.metrics
+            task.micros.clear()
+        elif result is not None:
             loss, output = result
             task.metrics = evaluate_metrics(self._session.recipe, loss, output, micro.batch)
             task.micros.clear()
@@ -96,6 +99,8 @@ class Compute:
             self._norms |= self._norms_of(self.grads_of(shard))
         if loss is not None:
             session.note_loss(loss)
+        if micro.losses is not None:
+            session.note_losses(micro.losses)
         if shard == 0:
             del task.micros[action.micro or 0]
 
@@ -133,6 +138,9 @@ class Compute:
 
     def _step(self, task: Task, action: Action) -> None:
         shard, binding = action.shard, self._session.binding
+        if self._session.recipe.step is not None:  # it has stepped already
+            binding.take_stock(shard, self.placed[shard])
+            return
         if self._clip is not None and (grads := self.grads_of(shard)):
             torch._foreach_mul_(list(grads.values()), self._clip)
         if self._resident:

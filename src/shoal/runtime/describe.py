@@ -15,8 +15,9 @@ from shoal.core.errors import ShoalError, SpecError
 from shoal.core.spec import HyperParameters, TrialSpec
 from shoal.data import epoch_length
 from shoal.fusion import Signature, signature_of
-from shoal.recipe import Batch, Recipe, build_model, build_optimizer, read_data
+from shoal.recipe import Batch, Recipe, build_model, build_optimizer_of, read_data
 from shoal.rng import seed_all
+from shoal.several import each_kind
 
 _RATE = re.compile(r"(Dropout\w*\()p=([\d.e-]+)")
 
@@ -41,10 +42,10 @@ class _Described:
     """A trial's objects, to be looked at."""
 
     def __init__(self, recipe: Recipe, hp: HyperParameters, model: nn.Module) -> None:
-        self.model = model
+        self.model, self.choices = model, _choices(recipe, hp)
         self.train, _ = read_data(recipe, hp)
         self.batch = first_batch(self.train)
-        self.optimizer = build_optimizer(recipe, model.named_parameters(), hp)
+        self.optimizer = build_optimizer_of(recipe, model, hp)
 
 
 def _cost_signature(found: _Described) -> str:
@@ -57,11 +58,20 @@ def _cost_signature(found: _Described) -> str:
         [(n, tuple(b.shape), str(b.dtype)) for n, b in model.named_buffers()],
         _shape_of(found.batch),
         epoch_length(found.train),  # how many steps there are, and whether that is known
-        type(optimizer).__qualname__,
+        each_kind(optimizer, lambda each: type(each).__qualname__),
         [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups],
         [_kind_of(group) for group in optimizer.param_groups],
     ]
+    parts += [found.choices] if found.choices else []
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _choices(recipe: Recipe, hp: HyperParameters) -> dict[str, Any]:
+    """What a step of one's own may cost more by: it may read any hyperparameter, as a count."""
+    if recipe.step is None:
+        return {}
+    kinds = (bool, int, str)
+    return {name: hp[name] for name in hp if type(hp[name]) in kinds and name != "seed"}
 
 
 def _skeleton(recipe: Recipe, hp: HyperParameters, seed: int) -> nn.Module:

@@ -22,19 +22,18 @@ from shoal.core.spec import (
     ALIGNMENT,
     HyperParameters,
     JobMeasure,
-    LayerMeasure,
-    Narrow,
     ShardSpec,
     TrialSpec,
 )
 from shoal.core.units import Bytes, Seconds, round_up
 from shoal.data import epoch_length, host_bytes, rule_of
 from shoal.device import Device
-from shoal.device.flops import host_step_bytes, narrow_step_factor, stopwatch_of
+from shoal.device.flops import host_step_bytes, stopwatch_of
 from shoal.device.pace import SystemClock
 from shoal.fusion import Signature
 from shoal.memory.layout import TensorSpec, TrialLayout, lay_out
 from shoal.memory.store import describe
+from shoal.ownstep import Modes, require_evaluation
 from shoal.partition.chain import Chain
 from shoal.partition.compiled import compiled_modules, compiles, eagerly
 from shoal.partition.measure import (
@@ -46,13 +45,12 @@ from shoal.partition.measure import (
 )
 from shoal.partition.narrow import find_narrow
 from shoal.partition.pilot import pilot
-from shoal.partition.track import AllocationTracker
 from shoal.recipe import (
     Batch,
     Recipe,
     autocast,
     build_model,
-    build_optimizer,
+    build_optimizer_of,
     build_schedule,
     compute_loss,
     loss_notes,
@@ -63,6 +61,13 @@ from shoal.recipe import (
 )
 from shoal.rng import capture_rng, same_rng, seed_all
 from shoal.runtime.binding import Binding, state_specs
+from shoal.runtime.counting import (
+    fill_gradients,
+    fill_missing_gradients,
+    peak_of,
+    with_step,
+    with_step_seconds,
+)
 from shoal.runtime.describe import both_signatures, first_batch, rows_of, signature
 from shoal.runtime.messages import (
     Describe,
@@ -76,8 +81,10 @@ from shoal.runtime.messages import (
     Refused,
     Reply,
 )
+from shoal.runtime.stepmeasure import OWN_STEP, StepMeasure
 from shoal.runtime.units import evaluate_metrics
 from shoal.runtime.widths import measure_array
+from shoal.several import each_kind
 
 
 class _Built(NamedTuple):
@@ -91,6 +98,21 @@ class _Built(NamedTuple):
     num_batches: int | None
     data: str  # how it is led to a position
     loader_bytes: Bytes
+    modes: Modes
+
+
+class _Costs(NamedTuple):
+    """Of a model as one shard: the most bytes of each kind of unit, and seconds."""
+
+    forward: Bytes
+    backward: Bytes
+    step: Bytes
+    backward_s: Seconds
+    step_s: Seconds
+    draws: bool
+    draws_evaluating: bool
+    states: Mapping[str, Sequence[TensorSpec]]
+    notes: tuple[str, ...] = ()
 
 
 class Measurer:
@@ -185,23 +207,27 @@ class Measurer:
         hp = HyperParameters(trial.hp)
         seed_all(trial.seed)
         model = build_model(self._recipe, hp)
+        modes = Modes(self._recipe, model)
         self._here = self._place(model)
         model.to(self._here)
         train, valid = read_data(self._recipe, hp)
-        optimizer = build_optimizer(self._recipe, model.named_parameters(), hp)
+        require_evaluation(self._recipe, model, valid)
+        optimizer = build_optimizer_of(self._recipe, model, hp)
         build_schedule(self._recipe, optimizer, hp)
         self._refuse_forgotten(model, optimizer)
         batch = to_device(first_batch(train), self._here)
         first_valid = to_device(next(iter(valid or ()), None), self._here)
+        modes.train()
         return _Built(
             trial=trial,
-            model=model.train(),
+            model=model,
             optimizer=optimizer,
             batch=batch,
             valid=first_valid,
             num_batches=epoch_length(train),
             data=str(rule_of(train)),
             loader_bytes=host_bytes(train, batch),
+            modes=modes,
         )
 
     def _place(self, model: nn.Module) -> torch.device:
@@ -227,25 +253,8 @@ class Measurer:
     def _measure_whole(self, built: _Built) -> JobMeasure:
         """One shard that is everything: bytes by the tracker, seconds of a second step."""
         model = built.model
-        before = capture_rng(self._here)
-        forward = _peak(lambda: self._forward(built))
-        draws = not same_rng(before, capture_rng(self._here))
-        self._draws_evaluating = False
-        if built.valid is not None:
-            forward = max(forward, _peak(lambda: self._evaluate(built)))
-        backward = _peak(lambda: self._backward(built))
-        _fill_missing_gradients(model)  # a branch that this batch does not take has state too
-        first_step = _peak(lambda: self._step(built))  # makes the state, then it is moved
-        binding = Binding(model, built.optimizer, [[]], self._here)
-        self._states = state_specs(binding)
-        backward_s = self._timed(lambda: self._backward(built))
-        step_peak = _peak(lambda: self._step(built))
-        self._backward(built)
-        _fill_missing_gradients(model)
-        step_begin = time.perf_counter()
-        self._step(built)
-        step_s = time.perf_counter() - step_begin
-        self._states = state_specs(binding)
+        costs = (self._own_costs if self._recipe.step else self._costs)(built)
+        self._states = costs.states
         params = [describe(name, p) for name, p in model.named_parameters()]
         state = [spec for specs in self._states.values() for spec in specs]
         shard = ShardSpec(
@@ -257,11 +266,11 @@ class Measurer:
             gradient_bytes=Bytes(sum(s.num_bytes for s in _grads_of(model))),
             boundary_bytes=Bytes(0),
             carry_bytes=Bytes(0),
-            forward_peak_bytes=forward,
-            backward_peak_bytes=backward,
-            step_peak_bytes=Bytes(max(step_peak, first_step)),
-            backward_s=Seconds(backward_s),
-            step_s=Seconds(step_s),
+            forward_peak_bytes=costs.forward,
+            backward_peak_bytes=costs.backward,
+            step_peak_bytes=costs.step,
+            backward_s=costs.backward_s,
+            step_s=costs.step_s,
         )
         profile = self._device.spec.profile
         if profile is not None:
@@ -272,21 +281,66 @@ class Measurer:
             batch_bytes=Bytes(_batch_bytes(built.batch)),
             buffer_bytes=Bytes(sum(b.nbytes for b in model.buffers())),
             resident_bytes=Bytes(
-                shard.parameter_bytes + shard.state_bytes + backward + shard.step_peak_bytes
+                shard.parameter_bytes + shard.state_bytes + costs.backward + costs.step
             ),
-            notes=(*self._loss_notes, *_compiled_notes(model)),
+            notes=(*self._loss_notes, *costs.notes, *_compiled_notes(model)),
             num_batches=built.num_batches,
             valid_scale=_batch_bytes(built.valid) / max(1, _batch_bytes(built.batch)),
             optimizer=_name_of(built.optimizer),
-            cuttable=True,
+            cuttable=self._recipe.step is None,
             bitwise=False,
             data=built.data,
             loader_bytes=built.loader_bytes,
-            draws=draws,
-            draws_evaluating=self._draws_evaluating,
+            draws=costs.draws,
+            draws_evaluating=costs.draws_evaluating,
             compiled=max(len(compiled_modules(model)), compiles(model)),
             rows=rows_of(built.batch),
             trained=tuple(n for n, p in model.named_parameters() if p.requires_grad),
+        )
+
+    def _own_costs(self, built: _Built) -> _Costs:
+        hp = HyperParameters(built.trial.hp)
+        step = StepMeasure(self._recipe, built.model, built.optimizer, hp, built.modes)
+        found = step.run(built.batch, built.valid, self._timed)
+        return _Costs(
+            forward=found.evaluation,
+            backward=found.step,
+            step=Bytes(0),
+            backward_s=found.step_s,
+            step_s=Seconds(0.0),
+            draws=found.draws,
+            draws_evaluating=found.draws_evaluating,
+            states=found.states,
+            notes=(OWN_STEP, *found.notes),
+        )
+
+    def _costs(self, built: _Built) -> _Costs:
+        model = built.model
+        before = capture_rng(self._here)
+        forward = peak_of(lambda: self._forward(built))
+        draws = not same_rng(before, capture_rng(self._here))
+        self._draws_evaluating = False
+        if built.valid is not None:
+            forward = max(forward, peak_of(lambda: self._evaluate(built)))
+        backward = peak_of(lambda: self._backward(built))
+        fill_missing_gradients(model)  # a branch that this batch does not take has state too
+        first_step = peak_of(lambda: self._step(built))  # makes the state, then it is moved
+        backward_s = self._timed(lambda: self._backward(built))
+        step_peak = peak_of(lambda: self._step(built))
+        self._backward(built)
+        fill_missing_gradients(model)
+        step_begin = time.perf_counter()
+        self._step(built)
+        step_s = time.perf_counter() - step_begin
+        return _Costs(
+            forward=forward,
+            backward=backward,
+            step=Bytes(max(step_peak, first_step)),
+            backward_s=Seconds(backward_s),
+            step_s=Seconds(step_s),
+            draws=draws,
+            draws_evaluating=self._draws_evaluating,
+            states=state_specs(Binding(model, built.optimizer, [[]], self._here)),
         )
 
     def _forward(self, built: _Built) -> None:
@@ -362,7 +416,7 @@ class Measurer:
         )
         return replace(
             whole,
-            layers=_with_step_seconds(layers, whole, self._device.spec.profile is not None),
+            layers=with_step_seconds(layers, whole, self._device.spec.profile is not None),
             bitwise=report.bitwise,
             notes=(*whole.notes, *report.notes),
             narrow=self._narrow,
@@ -407,7 +461,7 @@ class Measurer:
         layout = _layout(bounds, self._chain, self._built.model, self._states)
         peaks = self._step_peaks(self._built, layout)
         emulated = self._device.spec.profile is not None
-        finished = [_with_step(s, whole, p, emulated) for s, p in zip(shards, peaks, strict=True)]
+        finished = [with_step(s, whole, p, emulated) for s, p in zip(shards, peaks, strict=True)]
         measure = replace(
             self._whole,
             shards=tuple(finished),
@@ -421,22 +475,22 @@ class Measurer:
         """What the step of each shard allocates: the first one, which makes state, and later."""
         hp = HyperParameters(built.trial.hp)
         model = built.model
-        optimizer = build_optimizer(self._recipe, model.named_parameters(), hp)
+        optimizer = build_optimizer_of(self._recipe, model, hp)
         owned = [[f.spec.name for f in shard.param.fields] for shard in layout.shards]
         rounding = rounding_of(self._recipe, dict(model.named_parameters()), 0)
         here = next(model.parameters()).device
         binding = Binding(model, optimizer, owned, here, rounding)
         peaks = []
         for index in range(len(owned)):
-            _fill_gradients(model, index)
-            rounds = [_peak(lambda i=index: binding.step_part(i)) for _ in range(3)]  # type: ignore[misc]
+            fill_gradients(model, index)
+            rounds = [peak_of(lambda i=index: binding.step_part(i)) for _ in range(3)]  # type: ignore[misc]
             peaks.append(max(rounds))
         return peaks
 
     def _draws(self, built: _Built) -> str:
         """Whether the optimizer's step draws random numbers; why that cannot be spilled."""
         before = capture_rng(self._here)
-        _fill_gradients(built.model, 0)
+        fill_gradients(built.model, 0)
         self._step(built)
         if same_rng(before, capture_rng(self._here)):
             return ""
@@ -453,11 +507,11 @@ class Measurer:
         for parts in ([[name for names in owned for name in names]], owned):
             seed_all(built.trial.seed)
             model = build_model(self._recipe, hp)
-            optimizer = build_optimizer(self._recipe, model.named_parameters(), hp)
+            optimizer = build_optimizer_of(self._recipe, model, hp)
             rounding = rounding_of(self._recipe, dict(model.named_parameters()), 0)
             binding = Binding(model, optimizer, parts, torch.device("cpu"), rounding)
             for round_ in range(2):
-                _fill_gradients(model, round_)
+                fill_gradients(model, round_)
                 for index in reversed(range(len(parts))):  # as a backward comes by
                     binding.step_part(index)
             if kept := binding.kept_beside():
@@ -493,7 +547,11 @@ def _own(error: BaseException) -> Exception | None:
 
 
 def _name_of(optimizer: torch.optim.Optimizer) -> str:
-    """An optimizer's class and which of torch's implementations it uses."""
+    """The class of each optimizer and which of torch's implementations it uses."""
+    return each_kind(optimizer, _kind_of)
+
+
+def _kind_of(optimizer: torch.optim.Optimizer) -> str:
     group = optimizer.param_groups[0]
     chosen = [kind for kind in ("fused", "foreach", "capturable") if group.get(kind)]
     return " ".join([*chosen, type(optimizer).__name__])
@@ -509,62 +567,8 @@ def _batch_bytes(value: Any) -> int:
     return 0
 
 
-def _peak(work: Callable[[], None]) -> Bytes:
-    with AllocationTracker() as tracker:
-        work()
-    return Bytes(tracker.peak_bytes)
-
-
 def _aligned(specs: Sequence[TensorSpec]) -> Bytes:
     return Bytes(sum(round_up(spec.num_bytes, ALIGNMENT) for spec in specs))
-
-
-def _fill_missing_gradients(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.grad is None:
-            dtype = parameter.grad_dtype or parameter.dtype
-            parameter.grad = torch.zeros_like(parameter, dtype=dtype)
-
-
-def _fill_gradients(model: nn.Module, round_: int) -> None:
-    generator = torch.Generator().manual_seed(round_)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            gradient = torch.randn(parameter.shape, generator=generator)
-            dtype = parameter.grad_dtype or parameter.dtype
-            parameter.grad = gradient.to(parameter.device, dtype)
-
-
-def _with_step(shard: ShardSpec, whole: ShardSpec, peak: Bytes, emulated: bool) -> ShardSpec:
-    """A shard with its part of the whole step's seconds, and its own step's peak."""
-    step_s = Seconds(whole.step_s * shard.owned_bytes / max(1, whole.owned_bytes))
-    narrow = _narrow_with_step(
-        shard.narrow, shard.owned_bytes, shard.state_bytes, step_s, emulated
-    )
-    return replace(shard, step_s=step_s, step_peak_bytes=peak, narrow=narrow)
-
-
-def _with_step_seconds(
-    layers: Sequence[LayerMeasure], whole: JobMeasure, emulated: bool
-) -> tuple[LayerMeasure, ...]:
-    """A step's seconds, shared out by parameter bytes."""
-    each = whole.shards[0].step_s / max(1, whole.shards[0].owned_bytes)
-    found = []
-    for layer in layers:
-        step_s, owned = Seconds(each * layer.parameter_bytes), layer.parameter_bytes
-        narrow = _narrow_with_step(layer.narrow, owned, layer.state_bytes, step_s, emulated)
-        found.append(replace(layer, step_s=step_s, narrow=narrow))
-    return tuple(found)
-
-
-def _narrow_with_step(
-    narrow: Narrow | None, owned: Bytes, state: Bytes, step_s: Seconds, emulated: bool
-) -> Narrow | None:
-    """With the seconds of its step; emulated ones follow from the bytes that a step touches."""
-    if narrow is None:
-        return None
-    times = narrow_step_factor(owned, state, narrow) if emulated else 1.0
-    return replace(narrow, step_s=Seconds(step_s * times))
 
 
 def _grads_of(model: nn.Module) -> list[TensorSpec]:

@@ -36,6 +36,7 @@ class Settings:
     keep: int = 2  # generations of a trial that is not finished
     keep_finished: str = "all"  # or "weights"
     varied: tuple[str, ...] = ()  # hyperparameters that change while a trial trains
+    metric: str = ""  # the study's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,7 @@ class Progress:
     stored: Mapping[str, Sequence[str]]
     groups: Sequence[Mapping[str, Any]]
     schedule: Mapping[str, Any] | None
+    tally: Mapping[str, Any] = field(default_factory=dict)  # of a step's named losses
 
 
 RECORDER = struct.Struct("qqqq")

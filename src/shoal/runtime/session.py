@@ -24,6 +24,15 @@ from shoal.core.technique import Spilled, kept_shards
 from shoal.data import Feed
 from shoal.memory.layout import TrialLayout, lenders
 from shoal.memory.store import Region, state_views, views
+from shoal.ownstep import (
+    Losses,
+    Modes,
+    OwnStep,
+    Tally,
+    refuse_nonfinite,
+    require_evaluation,
+    require_metric,
+)
 from shoal.partition.build import build_chain, clone_batch
 from shoal.partition.chain import Chain
 from shoal.partition.compiled import compiles, eagerly
@@ -32,7 +41,7 @@ from shoal.program.ir import Program
 from shoal.recipe import (
     Recipe,
     build_model,
-    build_optimizer,
+    build_optimizer_of,
     build_schedule,
     read_data,
     rounding_of,
@@ -41,7 +50,16 @@ from shoal.recipe import (
 from shoal.rng import RngState, capture_rng, restore_rng, seed_all
 from shoal.runtime.binding import Binding
 from shoal.runtime.messages import Progress, Settings
-from shoal.runtime.units import Buffer, ChainUnits, Micro, ResidentUnits, Units, get, locate
+from shoal.runtime.units import (
+    Buffer,
+    ChainUnits,
+    Micro,
+    OwnUnits,
+    ResidentUnits,
+    Units,
+    get,
+    locate,
+)
 from shoal.spill.generate import route_of
 
 
@@ -81,10 +99,12 @@ class Session:
         self.hp = HyperParameters(job.hp)
         seed_all(job.seed)
         self.model = build_model(recipe, self.hp)
+        self.modes = Modes(recipe, self.model)
         self.compiled = compiles(self.model)
         self.before_data = before_data = capture_rng(device)
         self.train, self.valid = read_data(recipe, self.hp)
-        self.optimizer = build_optimizer(recipe, self.model.named_parameters(), self.hp)
+        require_evaluation(recipe, self.model, self.valid)
+        self.optimizer = build_optimizer_of(recipe, self.model, self.hp)
         self.schedule = build_schedule(recipe, self.optimizer, self.hp)
         self.rng = capture_rng(device)
         self.feed = self._feed(before_data, "training")
@@ -92,6 +112,7 @@ class Session:
         self.step = 0
         self.until: int | None = 0
         self.micro_losses: list[float] = []
+        self.tally = Tally()  # of what a step of one's own returns by name
         self.on_step: Callable[[float], None] = lambda loss: None
         self.on_boundary: Callable[[], None] = lambda: None
         self.on_loader_lost: Callable[[str], None] = lambda reason: None
@@ -105,7 +126,7 @@ class Session:
         for name, buffer in self.model.named_buffers(remove_duplicate=False):
             owner = first.setdefault(id(buffer), name)
             self._buffer_aliases.setdefault(owner, []).append(locate(self.model, name))
-        self.model.train()
+        self.modes.train()
 
     def _feed(self, before_data: RngState, what: str) -> Feed:
         index = ("training", "validation").index(what)
@@ -158,6 +179,10 @@ class Session:
 
     def _units(self) -> Units:
         technique = self.job.technique
+        if self.recipe.step is not None:
+            step = OwnStep(self.recipe, self.model, self.optimizer, self.hp, self.modes)
+            number = functools.partial(getattr, self, "step")
+            return OwnUnits(self.model, self.recipe, self.device, step, number, self.hp)
         if not isinstance(technique, Spilled):
             return ResidentUnits(self.model, self.recipe, self.device)
         spans = [shard.layers for shard in self.job.shards]
@@ -270,6 +295,7 @@ class Session:
             stored=self.binding.stored_keys(),
             groups=self.binding.groups(),
             schedule=self.schedule.state_dict() if self.schedule else None,
+            tally=self.tally.pack(),
         )
 
     def resume(self, progress: Progress, *, warm: bool = False, reads: bool = True) -> None:
@@ -279,6 +305,7 @@ class Session:
         no data does not go where its next batch is.
         """
         self.step = progress.step
+        self.tally = Tally() if warm else Tally.unpack(progress.tally)
         self._check_shapes()
         self.binding.restore(progress.scalars, progress.stored, self._step_places())
         if warm:
@@ -485,6 +512,12 @@ class Session:
             )
         self.micro_losses.append(value)
 
+    def note_losses(self, losses: Losses) -> None:
+        """The same of a step of one's own, which has stepped already."""
+        refuse_nonfinite(self.recipe, losses, self.step + 1)
+        self.tally.add(losses.named)
+        self.micro_losses.append(losses.total)
+
     def advance_schedule(self) -> None:
         """Step the schedule, once per optimizer step."""
         if self.schedule:
@@ -494,7 +527,7 @@ class Session:
         """A validation pass; whatever it draws is undone."""
         self.evaluated_at = self.step
         if self.valid_feed is None:
-            self.on_evaluated({})
+            self._evaluated([])
             return
         saved = capture_rng(self.device)
         self.model.eval()
@@ -503,7 +536,7 @@ class Session:
             task = Task(self.units.evaluation_program(), "evaluation", batches={0: batch})
             yield task
             found.append(task.metrics)
-        self.model.train()
+        self.modes.train()
         restore_rng(saved, self.device)
         self._evaluated(found)
 
@@ -513,5 +546,9 @@ class Session:
         for metrics in found:
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0.0) + value
-        self.metrics = {name: total / len(found) for name, total in sums.items()}
+        means = {name: total / len(found) for name, total in sums.items()}
+        self.metrics = {**self.tally.take(), **means}
+        if self.recipe.step is not None:
+            has_valid = self.valid_feed is not None
+            require_metric(self.settings.metric, self.metrics, has_valid=has_valid)
         self.on_evaluated(self.metrics)

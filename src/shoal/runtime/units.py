@@ -7,7 +7,7 @@ streams are in place when they are called.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import NarrowError, TrialError
+from shoal.ownstep import Losses, OwnStep, own_evaluation
 from shoal.partition.chain import Chain
 from shoal.partition.measure import private_wires
 from shoal.partition.narrow import UseWatch
@@ -29,7 +30,7 @@ from shoal.partition.units import (
     run_held_forward,
 )
 from shoal.program.ir import Program
-from shoal.recipe import Recipe, autocast, compute_loss, model_inputs
+from shoal.recipe import HP, Recipe, autocast, compute_loss, model_inputs
 from shoal.rng import RngState, capture_rng, restore_rng, same_rng
 from shoal.spill import generate
 
@@ -48,6 +49,8 @@ class Micro:
     rng: dict[int, RngState] = field(default_factory=dict)  # before each shard's forward
     buffers: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
     written: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)  # parameters
+    losses: Losses | None = None  # of a step of one's own
+    metrics: dict[str, float] | None = None  # of an evaluation of one's own
 
     def tensors(self) -> list[Tensor]:
         """Everything held, for the byte count."""
@@ -140,6 +143,33 @@ class ResidentUnits:
 
     def evaluation_program(self) -> Program:
         return generate.resident_evaluation()
+
+
+class OwnUnits(ResidentUnits):
+    """A step of one's own in one unit, with the optimizers' steps; see ``shoal.ownstep``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        device: torch.device,
+        step: OwnStep,
+        number: Callable[[], int],
+        hp: HP,
+    ) -> None:
+        super().__init__(model, recipe, device)
+        self._step, self._number, self._hp = step, number, hp
+
+    def forward(self, shard: int, micro: Micro) -> tuple[Tensor, Any] | None:
+        if self._recipe.evaluate is None:
+            return super().forward(shard, micro)
+        with torch.no_grad():
+            micro.metrics = own_evaluation(self._recipe, self._model, micro.batch, self._hp)
+        return None
+
+    def backward(self, shard: int, micro: Micro) -> Tensor | None:
+        micro.losses = self._step(micro.batch, self._number())
+        return None
 
 
 class ChainUnits:

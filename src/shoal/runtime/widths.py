@@ -20,16 +20,17 @@ from shoal.core.spec import ArrayMeasure, HyperParameters, TrialSpec, WidthMeasu
 from shoal.core.units import Bytes, Seconds
 from shoal.data import epoch_length
 from shoal.device import Device
-from shoal.fusion import Array, Declined, Member, StackedBackend, dry_run
-from shoal.fusion.dryrun import copies
+from shoal.fusion import Array, Declined, Member, dry_run
 from shoal.fusion.finish import clip_alone
+from shoal.fusion.likeness import copies
 from shoal.fusion.loop import lone_pass
+from shoal.ownstep import Modes, OwnStep
 from shoal.partition.compiled import compiles
 from shoal.partition.track import AllocationTracker
 from shoal.recipe import (
     Recipe,
     build_model,
-    build_optimizer,
+    build_optimizer_of,
     build_schedule,
     read_data,
     to_device,
@@ -60,8 +61,9 @@ class _Crowd:
             hp = HyperParameters(trial.hp)
             seed_all(trial.seed)
             model = build_model(self._recipe, hp).to(self._device)
+            modes = Modes(self._recipe, model) if self._recipe.step else None
             train, valid = read_data(self._recipe, hp)
-            optimizer = build_optimizer(self._recipe, model.named_parameters(), hp)
+            optimizer = build_optimizer_of(self._recipe, model, hp)
             schedule = build_schedule(self._recipe, optimizer, hp)
             self.members.append(
                 Member(
@@ -71,6 +73,7 @@ class _Crowd:
                     optimizer=optimizer,
                     schedule=_Endless(schedule) if schedule else None,
                     rng=capture_rng(self._device),
+                    modes=modes,
                 )
             )
             batch = to_device(first_batch(train), self._device)
@@ -134,8 +137,7 @@ def _timed(crowd: _Crowd, device: Device, widths: Sequence[int]) -> ArrayMeasure
     began = time.perf_counter()
     for width in widths:
         crowd.grow(width)
-        backend = StackedBackend()
-        array = Array(copies(crowd.members[:width]), device=where, backend=backend)
+        array = Array(copies(crowd.members[:width]), device=where)
         rows = list(zip(*crowd.batches[:width], strict=True))
         array.step(*rows)
         race = _Race(lambda array=array, rows=rows: array.step(*rows), where)  # type: ignore[misc]
@@ -144,7 +146,7 @@ def _timed(crowd: _Crowd, device: Device, widths: Sequence[int]) -> ArrayMeasure
             race.run()
         with AllocationTracker() as tracker:
             array.step(*rows)
-        notes |= dict.fromkeys(backend.notes)
+        notes |= dict.fromkeys(array.notes)
         unit = Bytes(max(tracker.peak_bytes, _evaluated(array, crowd.valid[:width])))
         found.append(WidthMeasure(width=width, step_s=Seconds(race.best_s), unit_bytes=unit))
         if time.perf_counter() - began > PATIENCE_S:
@@ -205,6 +207,12 @@ class _Race:
 
 def _step_alone(member: Member, group: Sequence[Any], device: torch.device) -> None:
     """An optimizer step as the plain loop does it."""
+    if member.modes is not None:
+        own = OwnStep(member.recipe, member.module, member.optimizer, member.hp, member.modes)
+        own(group[0], member.step)
+        if member.schedule:
+            member.schedule.step()
+        return
     member.optimizer.zero_grad(set_to_none=True)
     accumulate = member.recipe.accumulate
     for batch in group:

@@ -1,0 +1,109 @@
+"""One step of the users' own as an array beside one of each alone, before an array is trusted.
+
+In float64: tensors that a step makes are float64 too, where it does not ask for another type.
+Compared is what outlives a step: losses, parameters, buffers, random streams.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from shoal.fusion.array import Array
+from shoal.fusion.declined import Declined
+from shoal.fusion.likeness import as_double, close, copies, numpy_stream
+from shoal.fusion.member import Member, in_streams
+from shoal.ownstep import Losses, OwnStep
+from shoal.rng import same_rng
+
+LIMIT = 1e-9  # of a tensor's largest element, and of 1
+
+
+def own_dry_run(members: Sequence[Member], batches: Sequence[Any], device: torch.device) -> str:
+    """In words, why these trials should not train as one array; empty if they may.
+
+    The trials are not touched.
+
+    Raises:
+        Declined: they cannot be compared, or cannot run as one.
+    """
+    alone, together = _wide(members), _wide(members)
+    wide = [as_double(batch) for batch in batches]
+    with _in_float64():
+        found = [_step_alone(m, b, device) for m, b in zip(alone, wide, strict=True)]
+        if all(isinstance(one, Exception) for one in found):
+            kind = type(found[0]).__name__
+            raise Declined(
+                "none of the trials can do a step in float64, in which an array is compared with "
+                f"each alone: {kind}: {found[0]}"
+            )
+        array = Array(together, device=device)
+        stepped = array.step(wide)
+    for slot, one in enumerate(found):
+        if isinstance(one, Exception):
+            continue  # its own code raises, alone too
+        if slot in stepped.failures:
+            error = stepped.failures[slot]
+            return f"slot {slot} fails as part of an array: {type(error).__name__}: {error}"
+        words = _difference(slot, one, alone[slot], stepped.losses[slot], array)
+        if words:
+            return f"one step as an array is not the step alone: slot {slot}: {words}."
+    return ""
+
+
+def _wide(members: Sequence[Member]) -> list[Member]:
+    made = copies(members)
+    for member in made:
+        member.module.double()
+        member.schedule = None  # of an optimizer that is not the copy
+    return made
+
+
+@contextmanager
+def _in_float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _step_alone(member: Member, batch: Any, device: torch.device) -> Losses | Exception:
+    """What the step returns, or raises.
+
+    Raises:
+        Declined: it draws from what the slots of an array have in common.
+    """
+    assert member.modes is not None
+    own = OwnStep(member.recipe, member.module, member.optimizer, member.hp, member.modes)
+    with in_streams(member, device):
+        python, numpy = random.getstate(), numpy_stream()
+        try:
+            found = own(batch, member.step)
+        except Exception as error:
+            return error
+        if random.getstate() != python or numpy_stream() != numpy:
+            raise Declined(
+                "the step draws from random or NumPy, which have one stream for all slots."
+            )
+    return found
+
+
+def _difference(slot: int, losses: Losses, alone: Member, total: float, array: Array) -> str:
+    if not close(torch.tensor(losses.total), torch.tensor(total), LIMIT, 1.0):
+        return f"the loss is {total!r}, alone {losses.total!r}"
+    with array.streams(slot):
+        pass
+    found = array.member(slot)
+    if not same_rng(found.rng, alone.rng):
+        return "the array draws other random numbers"
+    theirs = {**dict(found.module.named_parameters()), **dict(found.module.named_buffers())}
+    for name, tensor in (*alone.module.named_parameters(), *alone.module.named_buffers()):
+        if not close(tensor.detach(), theirs[name].detach(), LIMIT, 1.0):
+            return f"{name!r} is another one"
+    return ""

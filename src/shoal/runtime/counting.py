@@ -1,0 +1,71 @@
+"""Aids for measuring: bytes that work allocates, and gradients where there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from shoal.core.spec import JobMeasure, LayerMeasure, Narrow, ShardSpec
+from shoal.core.units import Bytes, Seconds
+from shoal.device.flops import narrow_step_factor
+from shoal.partition.track import AllocationTracker
+
+
+def peak_of(work: Callable[[], object]) -> Bytes:
+    """The most bytes that were allocated at a time while ``work`` ran."""
+    with AllocationTracker() as tracker:
+        work()
+    return Bytes(tracker.peak_bytes)
+
+
+def fill_missing_gradients(model: nn.Module) -> None:
+    """Zeros where a backward left none."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            dtype = parameter.grad_dtype or parameter.dtype
+            parameter.grad = torch.zeros_like(parameter, dtype=dtype)
+
+
+def fill_gradients(model: nn.Module, round_: int) -> None:
+    """Random numbers, the same for the same round."""
+    generator = torch.Generator().manual_seed(round_)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            gradient = torch.randn(parameter.shape, generator=generator)
+            dtype = parameter.grad_dtype or parameter.dtype
+            parameter.grad = gradient.to(parameter.device, dtype)
+
+
+def with_step(shard: ShardSpec, whole: ShardSpec, peak: Bytes, emulated: bool) -> ShardSpec:
+    """A shard with its part of the whole step's seconds, and its own step's peak."""
+    step_s = Seconds(whole.step_s * shard.owned_bytes / max(1, whole.owned_bytes))
+    narrow = _narrow_with_step(
+        shard.narrow, shard.owned_bytes, shard.state_bytes, step_s, emulated
+    )
+    return replace(shard, step_s=step_s, step_peak_bytes=peak, narrow=narrow)
+
+
+def with_step_seconds(
+    layers: Sequence[LayerMeasure], whole: JobMeasure, emulated: bool
+) -> tuple[LayerMeasure, ...]:
+    """A step's seconds, shared out by parameter bytes."""
+    each = whole.shards[0].step_s / max(1, whole.shards[0].owned_bytes)
+    found = []
+    for layer in layers:
+        step_s, owned = Seconds(each * layer.parameter_bytes), layer.parameter_bytes
+        narrow = _narrow_with_step(layer.narrow, owned, layer.state_bytes, step_s, emulated)
+        found.append(replace(layer, step_s=step_s, narrow=narrow))
+    return tuple(found)
+
+
+def _narrow_with_step(
+    narrow: Narrow | None, owned: Bytes, state: Bytes, step_s: Seconds, emulated: bool
+) -> Narrow | None:
+    """With the seconds of its step; emulated ones follow from the bytes that a step touches."""
+    if narrow is None:
+        return None
+    times = narrow_step_factor(owned, state, narrow) if emulated else 1.0
+    return replace(narrow, step_s=Seconds(step_s * times))

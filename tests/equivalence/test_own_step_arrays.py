@@ -1,0 +1,300 @@
+"""Trials with a step of their own in arrays: each slot's bits, and what cannot be an array."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import ownsteps
+import pytest
+import squads
+import torch
+from listening import Heard
+from processes import Runner
+from test_own_step import nan_in_step_3, with_short_leases
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+from shoal.core.event import PeakMeasured, TrialParked, TrialReplanned
+from shoal.core.spec import HyperParameters
+from shoal.fusion import Member, dry_run
+from shoal.ownstep import Modes
+from shoal.recipe import build_model, build_optimizer_of, build_schedule, read_data
+from shoal.rng import capture_rng, seed_all
+from shoal.testing import array_loop, plain_loop, same_bits
+
+KINDS = (*ownsteps.KINDS, "penalty")
+FULL = [pytest.param(kind, marks=pytest.mark.full) for kind in ("distillation", "target")]
+SOME = ["gan", "actor-critic", "penalty", *FULL]
+RATES = (1e-2, 2e-2, 3e-2)
+
+
+@pytest.fixture
+def train(run_study):
+    """Run a study as arrays of three, and hold each trial to its slot's loop."""
+
+    def run(kind, *, recipe=None, space=None, loop=None, width=3, **options):
+        recipe = recipe or ownsteps.recipe(kind)
+        loop = loop or {"epochs": 2}
+        metric = ownsteps.METRICS.get(kind, "valid_loss")
+        space = space or shoal.grid(lr=list(RATES))
+        report = run_study(recipe, space, metric=metric, fuse=width, **loop, **options)
+        squads.assert_arrayed(report, report.trials, recipe, width, **loop)
+        return report
+
+    return run
+
+
+# -- bits ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", SOME)
+def test_each_slot_ends_on_its_own_bits(kind, train):
+    heard = Heard()
+    train(kind, loop={"steps": 7, "eval_every": 3}, callbacks=[heard])
+    peaks = heard.of(PeakMeasured)
+    assert peaks
+    assert all(peak.peak_bytes <= peak.predicted_bytes for peak in peaks)
+    assert not heard.of(TrialReplanned)
+
+
+def test_more_trials_than_slots_in_short_leases_on_two_devices(train, monkeypatch):
+    with_short_leases(monkeypatch)
+    heard = Heard()
+    rates = [1e-2 * (i + 1) for i in range(5)]
+    train("gan", space=shoal.grid(lr=rates), width=2, devices=2, callbacks=[heard])
+    assert heard.of(TrialParked)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("slot", [0, 2])
+def test_but_for_rounding_it_is_the_plain_loop(kind, slot, one_thread):
+    """In float64, to 1e-9 of the largest."""
+    recipe = widened(ownsteps.recipe(kind))
+    loop = {"steps": 7, "eval_every": 3}
+    alone = plain_loop(recipe, {"lr": 0.01}, 4, **loop)
+    found = array_loop(recipe, {"lr": 0.01}, 4, slot=slot, width=3, **loop)
+    assert torch.equal(alone.rng.torch, found.rng.torch)
+    for name, tensor in alone.model.state_dict().items():
+        torch.testing.assert_close(
+            found.model.state_dict()[name], tensor, rtol=1e-9, atol=1e-9, msg=name
+        )
+    for mine, its in zip(alone.history, found.history, strict=True):
+        assert mine["metrics"] == pytest.approx(its["metrics"], rel=1e-7, abs=1e-9)
+
+
+def widened(recipe):
+    """The recipe in float64."""
+
+    def model(hp):
+        found = recipe.model(hp)
+        for module in found.values() if isinstance(found, dict) else [found]:
+            module.double()
+        return found
+
+    def data(hp):
+        train, valid = ownsteps.pictures(hp)
+        tensors = [source.dataset.tensors for source in (train, valid)]
+        sets = [TensorDataset(x.double(), y) for x, y in tensors]
+        return DataLoader(sets[0], 8, shuffle=True), DataLoader(sets[1], 4)
+
+    evaluate = Wide(recipe.evaluate) if recipe.evaluate else None
+    return replace(recipe, model=model, data=data, step=Wide(recipe.step), evaluate=evaluate)
+
+
+class Wide:
+    """A step that makes float64 tensors."""
+
+    def __init__(self, function):
+        self.function = function
+        self.__wrapped__ = function  # its arguments are the function's
+
+    def __call__(self, *args, **kwargs):
+        torch.set_default_dtype(torch.float64)
+        try:
+            return self.function(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+# -- slots that differ --------------------------------------------------------------------
+
+
+def test_slots_that_do_different_things_are_right_all_the_same(train):
+    """The generators step in every, every second and every third step."""
+    space = shoal.grid(lr=[0.01], every=[1, 2, 3])
+    train("penalty", space=space, width=3, loop={"steps": 7}, recipe=by_floats())
+
+
+def by_floats():
+    """What differs in a step's counts is told apart in planning; as a float it is not."""
+    recipe = ownsteps.recipe("penalty")
+    return replace(recipe, step=every_as_a_float)
+
+
+def every_as_a_float(models, batch, optimizers, hp, number):
+    times = {"every": round(hp["lr"] * 100)}
+    return ownsteps.penalty_step(models, batch, optimizers, times, number)
+
+
+def test_a_slot_whose_loss_is_no_number_leaves_its_neighbours_alone(run_study):
+    recipe = replace(ownsteps.recipe("distillation"), step=nan_in_step_3)
+    report = run_study(recipe, shoal.grid(lr=[1e-2, 0.5, 3e-2]), steps=5, fuse=3)
+    first, bad, last = report.trials
+    assert bad.state == "FAILED"
+    assert "the loss is nan in step 3" in bad.error
+    squads.assert_arrayed(report, [first, last], recipe, 3, steps=5)
+
+
+def raises_in_step_3(models, batch, optimizers, hp, number):
+    if hp["lr"] == 0.5 and number == 2:
+        models.student(batch[0][:, :, :3])  # inside a pass of the model
+    return ownsteps.distillation_step(models, batch, optimizers, hp)
+
+
+def test_a_slot_whose_call_of_a_model_raises_fails_alone(run_study):
+    recipe = replace(ownsteps.recipe("distillation"), step=raises_in_step_3)
+    report = run_study(recipe, shoal.grid(lr=[1e-2, 0.5, 3e-2]), steps=5, fuse=3)
+    first, bad, last = report.trials
+    assert bad.state == "FAILED"
+    assert "shapes cannot be multiplied" in bad.error
+    squads.assert_arrayed(report, [first, last], recipe, 3, steps=5)
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_killed_and_run_again_in_arrays(tmp_path):
+    runner = Runner(tmp_path, maker="ownsteps", kind="gan", lr=RATES)
+    words = ("--fuse", "3")
+    for instant in ("kill after CheckpointWritten", "kill before TrialFinished"):
+        process = runner.start(instant, words=words, SHOAL_TEST_PACE_S="0.05")
+        assert process.wait() == -9, runner.words()
+    assert runner.start(words=words).wait() == 0, runner.words()
+    recipe = ownsteps.recipe("gan")
+    report = shoal.open(runner.place, recipe)
+    squads.assert_arrayed(report, report.trials, recipe, 3, epochs=3)
+
+
+# -- what is declined ---------------------------------------------------------------------
+
+
+def members_of(recipe, count=2):
+    """Trials as they begin, and a batch for each."""
+    members, batches = [], []
+    for number in range(count):
+        hp = HyperParameters({"lr": 0.01 * (number + 1)})
+        seed_all(number)
+        model = build_model(recipe, hp)
+        modes = Modes(recipe, model)
+        train, _ = read_data(recipe, hp)
+        optimizer = build_optimizer_of(recipe, model, hp)
+        member = Member(
+            recipe=recipe, hp=hp, module=model, optimizer=optimizer, modes=modes,
+            schedule=build_schedule(recipe, optimizer, hp), rng=capture_rng(torch.device("cpu")),
+        )  # fmt: skip
+        members.append(member)
+        batches.append(next(iter(train)))
+    return members, batches
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dry_run_trusts_them(kind, one_thread):
+    members, batches = members_of(ownsteps.recipe(kind))
+    before = [p.clone() for member in members for p in member.module.parameters()]
+    assert dry_run(members, batches) == ""
+    after = [p for member in members for p in member.module.parameters()]
+    assert all(map(same_bits, before, after))
+
+
+def with_graph(models, batch, optimizers, hp):
+    loss = models.student(batch[0]).square().mean()
+    optimizers.student.zero_grad()
+    loss.backward(create_graph=True)
+    optimizers.student.step()
+    return loss.detach()
+
+
+def draws_from_numpy(models, batch, optimizers, hp):
+    x = batch[0] + float(np.random.rand())
+    return ownsteps.distillation_step(models, (x, batch[1]), optimizers, hp)
+
+
+def writes_into_an_output(models, batch, optimizers, hp):
+    output = models.student(batch[0])
+    output.mul_(2)
+    loss = output.square().mean()
+    optimizers.student.zero_grad()
+    loss.backward()
+    optimizers.student.step()
+    return loss
+
+
+def imports_grad(models, batch, optimizers, hp):
+    loss = models.student(batch[0]).square().mean()
+    parameters = list(models.student.parameters())
+    for parameter, gradient in zip(parameters, grad(loss, parameters), strict=True):
+        parameter.grad = gradient
+    optimizers.student.step()
+    return loss
+
+
+grad = torch.autograd.grad  # before anybody looks
+
+
+def keeps_to_float32(models, batch, optimizers, hp):
+    models.student(torch.ones(2, 1, 8, 8, dtype=torch.float32))
+    return ownsteps.distillation_step(models, batch, optimizers, hp)
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (with_graph, "a backward with create_graph= or inputs= cannot be done for all slots"),
+        (draws_from_numpy, "draws from random or NumPy, which have one stream for all slots"),
+        (writes_into_an_output, "slot 0 fails as part of an array: RuntimeError: Output 0 of"),
+        (imports_grad, "slot 0 fails as part of an array: RuntimeError: The differe"),
+        (keeps_to_float32, "none of the trials can do a step in float64"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_what_is_declined_in_words(step, words, one_thread):
+    recipe = replace(ownsteps.recipe("distillation"), step=step)
+    assert words in dry_run(*members_of(recipe))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_what_is_declined_trains_unfused(run_study, assert_alone):
+    recipe = replace(ownsteps.recipe("distillation"), step=writes_into_an_output)
+    report = run_study(recipe, shoal.grid(lr=list(RATES)), steps=3, fuse=3)
+    assert_alone(report, report.trials, recipe, steps=3)
+
+
+def late(models, batch, optimizers, hp):
+    """What cannot be done in an array comes with a batch of its own."""
+    if batch[1].min() >= 0:
+        return ownsteps.distillation_step(models, batch, optimizers, hp)
+    loss = models.student(batch[0]).square().mean()
+    optimizers.student.zero_grad()
+    loss.backward(inputs=list(models.student.parameters()))
+    nn.utils.clip_grad_norm_(models.student.parameters(), 1.0)
+    optimizers.student.step()
+    return loss
+
+
+def with_one_such_batch(hp):
+    generator = torch.Generator().manual_seed(3)
+    x, y = torch.rand(7, 8, 1, 8, 8, generator=generator), torch.arange(8) % 3
+    return [(x[i], y if i != 4 else y - 9) for i in range(6)], None
+
+
+def test_what_turns_out_later_sends_the_trials_home(run_study):
+    heard = Heard()
+    recipe = ownsteps.recipe("distillation")
+    recipe = replace(recipe, step=late, data=with_one_such_batch, evaluate=None)
+    options = {"fuse": 3, "metric": "train_loss", "checkpoint_every": 0, "callbacks": [heard]}
+    report = run_study(recipe, shoal.grid(lr=list(RATES)), steps=6, **options)
+    assert [trial.state for trial in report.trials] == ["FINISHED"] * 3, report
+    moved = heard.of(TrialReplanned)
+    assert len(moved) == 3
+    assert "a backward with create_graph= or inputs=" in moved[0].reason

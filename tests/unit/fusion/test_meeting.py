@@ -1,0 +1,142 @@
+"""Code that runs in turns: who runs when, who is answered together, and what ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import time
+
+import pytest
+
+from shoal.fusion.meeting import Abandoned, Lanes, Run, current_run, in_turns
+
+
+def ask(key, asked=None):
+    return current_run().ask(key, asked)
+
+
+def together(works, answer, turn=lambda slot: contextlib.nullcontext()):
+    lanes = Lanes()
+    runs = [Run(i, work, contextlib.nullcontext, lanes) for i, work in enumerate(works)]
+    in_turns(runs, answer, turn)
+    return runs
+
+
+def test_one_runs_at_a_time_in_the_order_of_slots():
+    heard, here = [], []
+
+    def work(name):
+        for round_ in range(2):
+            here.append(name)
+            time.sleep(0.001)
+            assert here == [name]
+            heard.append((round_, name))
+            here.clear()
+            ask("round")
+
+    def answer(group, are_all):
+        assert are_all
+
+    together([lambda: work("a"), lambda: work("b")], answer)
+    assert heard == [(0, "a"), (0, "b"), (1, "a"), (1, "b")]
+
+
+def test_those_that_ask_for_the_same_are_answered_together():
+    groups = []
+
+    def answer(group, are_all):
+        groups.append(([run.slot for run in group], are_all))
+        for run in group:
+            run.answer(run.asked * 10)
+
+    works = [lambda: ask("x", 1) + ask("y", 2), lambda: ask("x", 3), lambda: ask("z", 4)]
+    runs = together(works, answer)
+    assert [run.result for run in runs] == [30, 30, 40]
+    assert groups == [([0, 1], False), ([2], False), ([0], True)]
+
+
+def test_those_that_asked_for_other_things_before_are_not():
+    groups = []
+
+    def answer(group, are_all):
+        groups.append([run.slot for run in group])
+
+    together([lambda: (ask("x"), ask("z")), lambda: (ask("y"), ask("z"))], answer)
+    assert groups == [[0], [1], [0], [1]]
+
+
+def test_what_one_raises_is_its_own():
+    def answer(group, are_all):
+        for run in group:
+            if run.asked == "bad":
+                run.fail(KeyError("told so"))
+            else:
+                run.answer("fine")
+
+    def raises():
+        raise ValueError("mine")
+
+    runs = together([raises, lambda: ask("x", "bad"), lambda: ask("x", "good")], answer)
+    assert [type(run.failure) for run in runs] == [ValueError, KeyError, type(None)]
+    assert runs[2].result == "fine"
+
+
+def test_when_the_driver_fails_all_leave_their_code():
+    left = []
+
+    def work():
+        try:
+            ask("x")
+        except Exception:  # what it is left by is no Exception
+            left.append("caught")
+        finally:
+            left.append("left")
+
+    def answer(group, are_all):
+        raise RuntimeError("no room")
+
+    with pytest.raises(RuntimeError, match="no room"):
+        together([work, work], answer)
+    assert left == ["left", "left"]
+
+
+def test_code_that_asks_while_it_is_left_is_left_again():
+    def work():
+        try:
+            ask("x")
+        finally:
+            with contextlib.suppress(Abandoned):
+                ask("y")
+
+    def answer(group, are_all):
+        raise RuntimeError("no room")
+
+    with pytest.raises(RuntimeError, match="no room"):
+        together([work], answer)
+
+
+def test_turns_are_entered_around_each():
+    heard = []
+
+    @contextlib.contextmanager
+    def turn(slot):
+        heard.append(("in", slot))
+        yield
+        heard.append(("out", slot))
+
+    together([lambda: ask("x")], lambda group, are_all: None, turn)
+    assert heard == [("in", 0), ("out", 0)] * 2
+
+
+def test_threads_are_kept_and_end_with_their_owner():
+    lanes, names = Lanes(), []
+    for _ in range(3):
+        run = Run(0, lambda: names.append(threading.get_ident()), contextlib.nullcontext, lanes)
+        in_turns([run], lambda group, are_all: None, lambda slot: contextlib.nullcontext())
+    assert len(set(names)) == 1
+    (thread,) = (t for t in threading.enumerate() if t.ident == names[0])
+    del lanes, run
+    gc.collect()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
