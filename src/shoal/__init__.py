@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         WorkerError,
     )
     from shoal.core.plan import Plan
-    from shoal.core.technique import Pipelined, Resident, Spilled
+    from shoal.core.technique import DataParallel, Pipelined, Resident, Spilled
     from shoal.hardware import Hardware
     from shoal.recipe import Recipe
     from shoal.report import Report, TrialResult
@@ -36,6 +36,7 @@ __version__ = "0.1.0"
 __all__ = [
     "PBT",
     "CapacityError",
+    "DataParallel",
     "Hardware",
     "Pipelined",
     "Plan",
@@ -66,7 +67,7 @@ _HOMES = {
     "shoal.core": ("errors",),
     "shoal.core.errors": tuple(name for name in __all__ if name.endswith("Error")),
     "shoal.core.plan": ("Plan",),
-    "shoal.core.technique": ("Pipelined", "Resident", "Spilled"),
+    "shoal.core.technique": ("DataParallel", "Pipelined", "Resident", "Spilled"),
     "shoal.hardware": ("Hardware",),
     "shoal.recipe": ("Recipe",),
     "shoal.report": ("Report", "TrialResult"),

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from shoal.core.errors import SpecError
 from shoal.core.profile import PROFILES, Profile, find_profile
 from shoal.core.spec import DeviceSpec
-from shoal.core.technique import Pipelined, Technique
+from shoal.core.technique import DataParallel, Pipelined, Technique
 from shoal.core.units import Bytes, format_bytes, parse_bytes
 
 FREE_SHARE = 0.8  # of what is free now; the rest is for the libraries and other processes
@@ -162,7 +162,8 @@ class Hardware:
         """The hardware for ``trials`` trials: no more devices than those have, and wider ones.
 
         Only detected devices widen: they share the cores, and virtual ones the memory. A trial
-        has one device, with a ``technique`` of stages one for each, or as many as there are.
+        has one device, with a ``technique`` of stages or replicas one for each, or as many as
+        there are.
         """
         _check_count("trials", trials)
         trials *= self._each(technique)
@@ -195,6 +196,8 @@ class Hardware:
 
     def _each(self, technique: Technique | None) -> int:
         """Devices that one trial may use."""
+        if isinstance(technique, DataParallel):
+            return technique.width or len(self.devices)
         if not isinstance(technique, Pipelined):
             return 1
         return technique.stages or len(self.devices)

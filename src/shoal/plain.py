@@ -46,8 +46,9 @@ from shoal.recipe import (
     rounding_of,
     to_device,
 )
+from shoal.replicas import Replicas
 from shoal.rng import RngState, capture_rng, restore_rng, seed_all
-from shoal.steppers import WhichWeights, copy_model, copy_state, make_stepper, versions_of
+from shoal.steppers import Stepper, WhichWeights, copy_model, copy_state, make_stepper, versions_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +98,8 @@ def plain_loop(
     inherits: Mapping[int, PlainSource] = MappingProxyType({}),
     weights: WhichWeights = "newest",
     pieces: int = 1,
+    replicas: int = 1,
+    sharded: bool = False,
     after_step: Callable[[int, nn.Module], None] | None = None,
 ) -> PlainResult:
     """Train one model alone, as anyone would: what a trial of a study must equal bit for bit.
@@ -108,8 +111,9 @@ def plain_loop(
     ``inherits`` says after which steps it goes on from another training's state, with other
     hyperparameters, as a trial of a population does: see ``plain_population``.
     ``weights`` are what gradients are computed with: see ``plain_2bw_loop``. ``pieces`` is how
-    many micro-batches of equal rows each batch is cut into. ``after_step`` is called with the
-    number of each step, from 1, and the model, which it must not change.
+    many micro-batches of equal rows each batch is cut into. ``replicas`` and ``sharded`` are
+    those of ``plain_data_parallel_loop``. ``after_step`` is called with the number of each step,
+    from 1, and the model, which it must not change.
     The caller's random streams and thread count are put back.
 
     Raises:
@@ -136,16 +140,18 @@ def plain_loop(
         rounding = rounding_of(recipe, stepper.parameters, seed)
         schedule = build_schedule(recipe, stepper.optimizer, hp)
         versions = versions_of(model, weights)
+        take = _gradients(recipe, model, seed, where, replicas, sharded)
         own = OwnStep(recipe, model, stepper.optimizer, hp, modes) if recipe.step else None
         started = clock()
 
         def go_on_from(source: PlainSource) -> None:
-            nonlocal model, modes, hp, own, stepper, rounding, schedule
+            nonlocal model, modes, hp, own, stepper, rounding, schedule, take
             with _restored_rng(where):  # the trial's own streams and data go on as they were
                 seed_all(seed)
                 hp, model = source.hp, build_model(recipe, source.hp).to(where)
                 modes = Modes(recipe, model)
                 copy_model(source.result.model, model)
+                take = _gradients(recipe, model, seed, where, replicas, sharded)
                 place = optimizer if where.type != "cpu" else "device"
                 stepper = make_stepper(recipe, model, source.hp, place)
                 theirs = source.result.optimizer, source.result.parameters
@@ -172,14 +178,14 @@ def plain_loop(
         def train_group(group: Iterable[Batch]) -> float:
             stepper.zero_grad()
             versions.before_gradients()
-            loss = backward_group(recipe, model, group, where)
+            loss = take.backward_group(group, len(losses))
             if not (ignore_nonfinite or math.isfinite(loss)):
                 raise TrialError(_nonfinite(loss, len(losses) + 1))
             if recipe.clip_grad_norm:
-                nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_grad_norm)
+                take.clip(recipe.clip_grad_norm)
             versions.before_step()
             with rounding.stepping(stepper.parameters, len(losses)):
-                stepper.step()
+                take.step(stepper)
             versions.after_step()
             return loss
 
@@ -312,7 +318,10 @@ class PlainTrial:
     place: tuple[int, int] | None = None
 
 
-_NOT_IN_ARRAYS = ("optimizer", "on_nonfinite", "clock", "weights", "pieces", "after_step")
+_NOT_IN_ARRAYS = (
+    *("optimizer", "on_nonfinite", "clock", "weights", "pieces", "replicas", "sharded"),
+    "after_step",
+)
 """Options of ``plain_loop`` alone."""
 
 
@@ -361,6 +370,43 @@ def plain_2bw_loop(
     """
     weights: WhichWeights = "one step old, guessed" if predict else "one step old"
     return plain_loop(recipe, hp, seed, weights=weights, **options)
+
+
+def plain_data_parallel_loop(
+    recipe: Recipe, hp: HP, seed: int, *, width: int, sharded: bool = False, **options: Any
+) -> PlainResult:
+    """The rule of data-parallel training in one process, replica after replica.
+
+    What a trial with ``technique=shoal.DataParallel(width)`` must equal bit for bit, and
+    ``plain_loop`` to rounding where no row's result depends on other rows, or on random numbers:
+    see ``shoal.replicas``. ``sharded`` adds up as FSDP2 does, which is another order where
+    gradients are clipped or accumulated. ``options`` are those of ``plain_loop``.
+    """
+    return plain_loop(recipe, hp, seed, replicas=width, sharded=sharded, **options)
+
+
+class _Alone:
+    """Gradients of whole batches, as anyone would take them."""
+
+    def __init__(self, recipe: Recipe, model: nn.Module, device: torch.device) -> None:
+        self._recipe, self._model, self._device = recipe, model, device
+
+    def backward_group(self, group: Iterable[Batch], step: int) -> float:
+        return backward_group(self._recipe, self._model, group, self._device)
+
+    def step(self, stepper: Stepper) -> None:
+        stepper.step()
+
+    def clip(self, limit: float) -> None:
+        nn.utils.clip_grad_norm_(self._model.parameters(), limit)
+
+
+def _gradients(
+    recipe: Recipe, model: nn.Module, seed: int, device: torch.device, width: int, sharded: bool
+) -> _Alone | Replicas:
+    if width == 1:
+        return _Alone(recipe, model, device)
+    return Replicas(recipe, model, seed, device, width=width, sharded=sharded)
 
 
 def backward_group(

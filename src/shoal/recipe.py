@@ -75,7 +75,8 @@ class Recipe:
         evaluate: with ``step``, ``(models, batch, hp) -> value``, or a mapping name -> value, of
             one validation batch; means are recorded as ``valid_<name>``, a bare value as
             ``valid_loss``. In place of ``loss``, ``inputs`` and ``metrics``.
-        splittable: may a batch be cut into micro-batches? No technique cuts one yet.
+        splittable: may a batch be cut by rows? ``Pipelined(micro_batches=...)`` does so, and
+            ``DataParallel``.
 
     Raises:
         SpecError: a value that no training could mean.

@@ -20,7 +20,7 @@ from shoal.core.errors import PlanError, SpecError
 from shoal.core.event import Event
 from shoal.core.plan import Plan
 from shoal.core.spec import TrialSpec
-from shoal.core.technique import Pipelined, Resident, Spilled, Technique
+from shoal.core.technique import DataParallel, Pipelined, Resident, Spilled, Technique
 from shoal.core.units import parse_bytes, parse_seconds
 from shoal.execution.floor import Sink
 from shoal.execution.run import Limits
@@ -220,9 +220,11 @@ class Study:
         Args:
             hardware: Default: the GPUs there are, else one virtual device per core.
             technique: Forces what the planner would choose: ``"resident"``, ``"spilled"``,
-                ``"pipelined"``, or a ``shoal.Resident()``, ``shoal.Spilled(...)`` or
-                ``shoal.Pipelined(...)`` that says more. A pipelined trial has a device for each of
-                its stages. Its bits are those of training alone, but with ``schedule="2bw"``.
+                ``"pipelined"``, ``"data_parallel"``, or a ``shoal.Resident()``,
+                ``shoal.Spilled(...)``, ``shoal.Pipelined(...)``, ``shoal.DataParallel(...)`` that
+                says more. A pipelined trial has a device for each of its stages. Its bits are
+                those of training alone, but with ``schedule="2bw"``. A data-parallel one has a
+                device for each of its replicas, and adds up in another order.
             callbacks: Called in this process with every event, in order. One that raises
                 is warned about and not called again.
             progress: Show a live table, or plain lines when not on a terminal.
@@ -312,23 +314,19 @@ def _script_source(study: Study) -> str:
 
 
 def _technique(technique: str | Technique | None) -> Technique | None:
-    if technique is None or isinstance(technique, Resident | Spilled | Pipelined):
+    if technique is None or isinstance(technique, Technique):
         return technique
     named: dict[object, Technique] = {
         "resident": Resident(),
         "spilled": Spilled(),
         "pipelined": Pipelined(),
+        "data_parallel": DataParallel(),
     }
     if isinstance(technique, str) and technique in named:
         return named[technique]
-    if technique == "data_parallel":
-        raise PlanError(
-            f"technique={technique!r} cannot be run yet; there are 'resident', 'spilled' and "
-            "'pipelined'."
-        )
     raise SpecError(
-        f"technique is 'resident', 'spilled', 'pipelined', shoal.Resident(), shoal.Spilled(...) "
-        f"or shoal.Pipelined(...), got {technique!r}."
+        f"technique is 'resident', 'spilled', 'pipelined', 'data_parallel', shoal.Resident(), "
+        f"shoal.Spilled(...), shoal.Pipelined(...) or shoal.DataParallel(...), got {technique!r}."
     )
 
 
@@ -376,6 +374,11 @@ def _fuse(fuse: str | bool | int | None, technique: object) -> Wish:
         raise PlanError(
             f"fuse={fuse} with a pipeline: what trains as an array has one device. Leave one of "
             "them out."
+        )
+    if fuse > 1 and (technique == "data_parallel" or isinstance(technique, DataParallel)):
+        raise PlanError(
+            f"fuse={fuse} with a data-parallel technique: what trains as an array has one device. "
+            "Leave one of them out."
         )
     return fuse
 

@@ -28,6 +28,7 @@ from shoal.plain import (
     evaluate,
     optimizer_state,
     plain_2bw_loop,
+    plain_data_parallel_loop,
     plain_loop,
     plain_population,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "make_shard",
     "optimizer_state",
     "plain_2bw_loop",
+    "plain_data_parallel_loop",
     "plain_loop",
     "plain_population",
     "same_bits",

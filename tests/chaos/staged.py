@@ -26,7 +26,7 @@ import shoal
 from shoal.core.event import WorkerStarted
 from shoal.core.technique import Schedule
 from shoal.recipe import Recipe
-from shoal.runtime import loop, reports, saver, stage, stagedesk
+from shoal.runtime import loop, replica, reports, saver, stage, stagedesk
 from shoal.runtime.pipelined import without_versions
 from shoal.testing import assert_same, plain_2bw_loop, plain_loop
 from shoal.verify import read_losses
@@ -124,7 +124,9 @@ def _lay_out() -> None:
     _with_traps(loop.DeviceLoop, "_admit", before="granted")
     _with_traps(stagedesk.StageDesk, "admit", after="seated")
     _with_traps(stagedesk.StageDesk, "_join", after="joined")
-    _with_traps(stage.Stage, "store", before="store", after="stored")
+    for part in (stage.Stage, replica.Replica):
+        _with_traps(part, "store", before="store", after="stored")
+    _with_traps(replica.Replica, "finish", before="finish", after="finished")
     _with_traps(stagedesk.StageDesk, "_see_out", before="left")
     _with_traps(stagedesk.StageDesk, "_hand_over", before="over")
     _with_traps(saver.Saver, "_write", before="save", after="saved")

@@ -9,6 +9,7 @@ from typing import Any
 
 from shoal.core.spec import DeviceSpec, Scalar, ShardSpec
 from shoal.core.technique import (
+    DataParallel,
     Pipelined,
     Resident,
     Spilled,
@@ -53,7 +54,8 @@ class Job:
     ``unit_bytes`` is the most one unit needs on top while it runs, ``peak_bytes`` the most
     at any moment of its programs: less than the sum where the two do not coincide. Where the
     trial has a place in an array, all three are the whole array's; where it is a pipeline, of
-    the stage that needs most, and ``shards`` are its stages.
+    the stage that needs most, and ``shards`` are its stages; where there are replicas of it, of
+    the one that needs most, and the only shard is what a replica of it computes.
     """
 
     trial: int
@@ -81,6 +83,8 @@ class Job:
     @property
     def gang(self) -> int:
         """Devices that the trial has at a time."""
+        if isinstance(self.technique, DataParallel):
+            return self.technique.width or 1
         return len(self.shards) if isinstance(self.technique, Pipelined) else 1
 
 
@@ -192,6 +196,8 @@ def _explain_job(job: Job, like: int) -> list[str]:
         lines += [f"    {_explain_shard(shard)}" for shard in shards]
     if isinstance(job.technique, Pipelined):
         lines += _explain_pipeline(job, job.technique)
+    if isinstance(job.technique, DataParallel):
+        lines.append(f"    {_explain_replicas(job, job.technique)}")
     lines.append("    " + ", ".join(f"{k} {format_bytes(v)}" for k, v in total.items() if v))
     where = "on the device, the whole array" if job.array else "on the device"
     if job.gang > 1:
@@ -225,6 +231,16 @@ def _explain_pipeline(job: Job, technique: Pipelined) -> list[str]:
     ]
 
 
+def _explain_replicas(job: Job, technique: DataParallel) -> str:
+    how = "DDP: each holds and steps all of the model"
+    if technique.shard:
+        how = "FSDP2: each holds and steps its part of every parameter"
+    cut = f"each batch cut in {job.gang} by rows"
+    if job.micro_batches > 1:
+        cut = f"each of {job.micro_batches} batches a step cut in {job.gang} by rows"
+    return f"{job.gang} replicas, a device each, {how}; {cut}"
+
+
 def _explain_shard(shard: ShardSpec, name: str = "shard") -> str:
     first, stop = shard.layers
     return (
@@ -247,7 +263,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
 def plan_from_dict(record: Mapping[str, Any]) -> Plan:
     """The inverse of ``plan_to_dict``."""
-    kinds = {kind.__name__: kind for kind in (Resident, Spilled, Pipelined)}
+    kinds = {kind.__name__: kind for kind in (Resident, Spilled, Pipelined, DataParallel)}
     jobs = []
     for entry in record["jobs"]:
         technique = dict(entry["technique"])

@@ -220,6 +220,27 @@ class ArrayMeasure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaMeasure:
+    """What one of ``width`` replicas costs, of the first batch's rows, and what was compared.
+
+    ``held_bytes`` are there between steps, ``unit_bytes`` come inside a step or an evaluation.
+    ``whole_loss`` is that of the first batch, in evaluation mode, and ``pieces_loss`` the mean of
+    its pieces', weighted by rows; None where it cannot be computed so. ``problem`` says why the
+    model cannot be divided over devices, if it cannot. ``steps_alike``: stepping shards of
+    parameters gives the bits of stepping them whole. ``blocks`` are gathered one after another.
+    """
+
+    shard: ShardSpec
+    held_bytes: Bytes
+    unit_bytes: Bytes
+    whole_loss: float | None
+    pieces_loss: float | None
+    problem: str
+    steps_alike: bool
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobMeasure:
     """A model as a worker measured it: what a plan is decided from.
 
@@ -247,5 +268,6 @@ class JobMeasure:
     narrow: tuple[str, ...] = ()  # parameters that only autocast's cast reads
     compiled: int = 0  # modules that torch.compile has compiled
     rows: int | None = None  # of the batch, where all its tensors have as many
+    replica: ReplicaMeasure | None = None  # of what was asked for
     trained: tuple[str, ...] = ()  # parameters
     written: tuple[str, ...] = ()  # parameters that a forward writes to

@@ -255,7 +255,34 @@ class Pipelined:
         return self.schedule == "2bw"
 
 
-Technique = Resident | Spilled | Pipelined
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataParallel:
+    """Replicas of the model, one on each of several devices; each trains on a part of every batch.
+
+    ``width`` is how many, None for as many as there are devices, and rows in a batch. Each
+    computes with its rows, and the gradients are added up: the step is that of the whole batch,
+    but for the order of sums, as ``shoal.testing.plain_data_parallel_loop`` says. ``shard`` False
+    is PyTorch's DDP: each device holds all of the model and steps it. True is FSDP2: parameters,
+    gradients and optimizer state are divided over the devices, and each block's parameters are
+    gathered while it computes. Batches are cut, so the recipe has to say ``splittable=True``.
+    """
+
+    width: int | None = None
+    shard: bool = False
+
+    def __post_init__(self) -> None:
+        if self.width is not None and (type(self.width) is not int or self.width < 2):
+            raise SpecError(
+                f"DataParallel(width=...) is 2 or more, got {self.width!r}. One device trains "
+                "with technique='resident'."
+            )
+        if type(self.shard) is not bool:
+            raise SpecError(
+                f"DataParallel(shard=...) is False for DDP or True for FSDP2, got {self.shard!r}."
+            )
+
+
+Technique = Resident | Spilled | Pipelined | DataParallel
 
 
 def kept_shards(technique: Technique) -> tuple[int, ...]:

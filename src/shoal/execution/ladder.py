@@ -10,6 +10,8 @@ these that fits is the trial's next job, and each time the growth is larger than
     boundaries on the host     what enters a shard waits there between forward and backward
     spilled, as many shards as it takes
 
+Of a pipeline, forwards run again in the backward; of replicas, FSDP2 for DDP.
+
 No rung changes the numerics key: the optimizer steps where it did, micro-batches stay as they
 are, and how many shards there are is placement.
 
@@ -22,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from shoal.core.spec import Place, Scalar
-from shoal.core.technique import Pipelined, Resident, Spilled, Technique
+from shoal.core.technique import DataParallel, Pipelined, Resident, Spilled, Technique
 from shoal.spill.generate import Route
 
 LEAST_GROWTH = 1.25
@@ -52,6 +54,10 @@ def techniques(
         if has_neighbours:
             yield technique
         yield Spilled(optimizer=place, keep_activations=())
+        return
+    if isinstance(technique, DataParallel):
+        if not technique.shard:
+            yield replace(technique, shard=True)
         return
     if isinstance(technique, Pipelined):
         if has_neighbours:

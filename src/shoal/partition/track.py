@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from shoal.core.units import Bytes
 
 _FRESH = ("aten::lift_fresh", "aten::lift_fresh_copy")  # how torch.tensor(...) shows itself
 
@@ -82,3 +84,10 @@ class AllocationTracker(TorchDispatchMode):
     def _remove(self, key: int) -> None:
         _, size = self._alive.pop(key)
         self.current_bytes -= size
+
+
+def peak_of(work: Callable[[], object]) -> Bytes:
+    """The most bytes that something allocates while it runs."""
+    with AllocationTracker() as tracker:
+        work()
+    return Bytes(tracker.peak_bytes)

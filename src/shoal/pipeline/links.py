@@ -70,6 +70,10 @@ class Links:
             raise WorkerError(f"what stage {peer} sent could not be read: {end.error}")
         return bool(end.came[kind])
 
+    def gone(self, peer: int) -> bool:
+        """Whether nothing more comes; what came before is there."""
+        return self._ends[peer].is_over
+
     def take(self, peer: int, kind: Kind) -> Any:
         """The next structure of this kind, which is here."""
         form, frame = self._ends[peer].came[kind].popleft()
@@ -91,6 +95,7 @@ class _End:
 
     def __init__(self, peer: int, sock: socket.socket, notify: Callable[[], None]) -> None:
         self.error: BaseException | None = None
+        self.is_over = False
         self.came: Mapping[Kind, deque[tuple[bytes, Tensor]]] = _Queues()
         self._socket, self._notify = sock, notify
         self._forms: dict[Kind, bytes] = {}
@@ -135,7 +140,8 @@ class _End:
                 self.came[kind].append((forms[kind], frame))
                 self._notify()
         except (EOFError, OSError):
-            return  # the study sees who is gone
+            self.is_over = True  # the study sees who is gone
+            self._notify()
         except BaseException as error:  # there is no memory for a frame, say
             self.error = error
             self._notify()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil
 
-from shoal.core.spec import JobMeasure, LayerMeasure, Narrow, ShardSpec
+from shoal.core.spec import JobMeasure, LayerMeasure, Narrow, ReplicaMeasure, ShardSpec
 from shoal.core.units import Bytes
 
 
@@ -23,7 +23,15 @@ def grown(measure: JobMeasure, growth: float) -> JobMeasure:
             measure.resident_bytes + _times(whole.backward_peak_bytes, growth - 1.0)
         ),
         valid_scale=measure.valid_scale / growth,
+        replica=_grown_replica(measure.replica, growth),
     )
+
+
+def _grown_replica(replica: ReplicaMeasure | None, growth: float) -> ReplicaMeasure | None:
+    if replica is None:
+        return None
+    unit, shard = _times(replica.unit_bytes, growth), _grown_shard(replica.shard, growth)
+    return replace(replica, unit_bytes=unit, shard=shard)
 
 
 def _grown_layer(layer: LayerMeasure, growth: float) -> LayerMeasure:

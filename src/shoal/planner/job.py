@@ -14,6 +14,7 @@ from shoal.memory.layout import TrialLayout
 from shoal.planner.need import Request, need, place_asked, transfer_of, waiting_bytes
 from shoal.planner.pipeline import Staged
 from shoal.planner.predict import predict_shard, predict_shards
+from shoal.planner.replicas import Replicated
 
 
 def make_job(
@@ -81,6 +82,35 @@ def make_pipeline_job(
         peak_bytes=bytes_.peak,
         host_bytes=Bytes(layout.num_bytes + measure.loader_bytes),
         step_s=staged.step_s,
+        micro_batches=request.micro_batches,
+        why=tuple(why),
+        numerics=numerics,
+    )
+
+
+def make_replicated_job(
+    trial: TrialSpec,
+    measure: JobMeasure,
+    layout: TrialLayout,
+    found: Replicated,
+    request: Request,
+    why: Sequence[str],
+    numerics: Mapping[str, Scalar],
+) -> Job:
+    """The job of one trial with replicas; its only shard is what one of them computes."""
+    return Job(
+        trial=trial.number,
+        hp=dict(trial.hp),
+        seed=trial.seed,
+        technique=found.technique,
+        shards=(found.replica.shard,),
+        batch_bytes=measure.batch_bytes,
+        buffer_bytes=measure.buffer_bytes,
+        held_bytes=found.need.held,
+        unit_bytes=found.need.unit,
+        peak_bytes=found.need.peak,
+        host_bytes=Bytes(layout.num_bytes + measure.loader_bytes),
+        step_s=found.step_s,
         micro_batches=request.micro_batches,
         why=tuple(why),
         numerics=numerics,

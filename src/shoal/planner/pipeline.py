@@ -431,7 +431,7 @@ def _message_s(
     """How long a message takes from device to device; None of what is none."""
     if action.op is not Op.SEND:
         return None
-    return Seconds(MESSAGE_S + _message_bytes(action, stages, batch) * _byte_s(speeds))
+    return Seconds(MESSAGE_S + _message_bytes(action, stages, batch) * byte_s(speeds))
 
 
 def _message_bytes(action: Action, stages: Sequence[ShardSpec], batch: Bytes) -> int:
@@ -443,7 +443,7 @@ def _message_bytes(action: Action, stages: Sequence[ShardSpec], batch: Bytes) ->
     return shard.carry_bytes if Part.GRAD in action.parts else shard.boundary_bytes + batch
 
 
-def _byte_s(speeds: Speeds) -> float:
+def byte_s(speeds: Speeds) -> float:
     """Down from one device, through the host's memory, and up to the next."""
     links = (speeds.down_bytes_per_s, MESSAGE_BYTES_PER_S, speeds.up_bytes_per_s)
     return sum(1 / link for link in links if link < inf)

@@ -7,18 +7,22 @@ of each is measured, on whichever worker is free, and speaks for the others.
     asking.py     who is asked what, whose answer it is, and whom a worker's death is blamed on
     deciding.py   what is measured of one trial until its technique is settled, and why
     pipelining.py  the same of one over several devices: its stages
+    replicating.py  and its replicas
+    gangs.py      what can be said of both before anything is measured
     fusing.py     which trials share an array, and how wide it is
     planned.py    what comes of it
 """
 
 from shoal.planning.asking import MAX_DEATHS, Abandoned, Receive
 from shoal.planning.fusing import ALONE, Fusing, Wish, array_place, recorded_width
-from shoal.planning.pipelining import early, technique_on_record
+from shoal.planning.gangs import early, technique_on_record
 from shoal.planning.planned import Planned, with_seconds
 from shoal.planning.planner import Planner
+from shoal.planning.replicating import BY_SHARDS
 
 __all__ = [
     "ALONE",
+    "BY_SHARDS",
     "MAX_DEATHS",
     "Abandoned",
     "Fusing",

@@ -11,6 +11,7 @@ from shoal.core.errors import PlanError
 from shoal.core.plan import Job
 from shoal.core.spec import DeviceSpec, JobMeasure, Place, Scalar, TrialSpec
 from shoal.core.technique import (
+    DataParallel,
     Pipelined,
     Resident,
     Spilled,
@@ -24,7 +25,7 @@ from shoal.core.technique import (
 from shoal.core.units import Bytes, Seconds, format_bytes, format_seconds
 from shoal.memory.layout import as_it_travels, head_sizes, lenders
 from shoal.planner.choose import choices, may_go_by_shard
-from shoal.planner.job import make_job, make_pipeline_job, refuse
+from shoal.planner.job import make_job, make_pipeline_job, make_replicated_job, refuse
 from shoal.planner.keep import keep_best
 from shoal.planner.need import Need, Request, fits, need, waiting_bytes
 from shoal.planner.pipeline import Alternative
@@ -32,6 +33,8 @@ from shoal.planner.price import Price, price
 from shoal.planning.pipelining import Pipelining, Question
 from shoal.planning.pipelining import numerics as pipeline_numerics
 from shoal.planning.planned import Settled
+from shoal.planning.replicating import Replicating
+from shoal.planning.replicating import numerics as replica_numerics
 from shoal.planning.sharing import share
 from shoal.planning.speeds import corrected, speeds_of
 from shoal.recipe import Recipe
@@ -78,6 +81,7 @@ class Deciding:
             # less memory, must not change that.
             mixes=self._device.kind == "virtual",
         )
+        self._replicating = Replicating(devices, recipe, self._request)
         self._pipelining = Pipelining(devices, recipe, self._request, steps=steps, idle=idle)
 
     @property
@@ -99,6 +103,8 @@ class Deciding:
         forced = self._request.technique
         if self._recipe.step is not None:
             return (yield from self._settle_own_step(trial))
+        if isinstance(forced, DataParallel):
+            return (yield from self._replicating.settle(trial, forced, self._speeds))
         if isinstance(forced, Pipelined):
             return (yield from self._pipelining.settle(trial, forced, trials, self._speeds))
         measured = yield Measure(trial, cut=isinstance(forced, Spilled), narrow=self._narrow)
@@ -362,6 +368,8 @@ class Deciding:
     def active(self, settled: Iterable[Settled]) -> int:
         """How many trials share a device: as many as is best for one kind, and as any fit."""
         all_ = list(settled)
+        if any(one.replicated for one in all_):
+            return 1  # replicas hold their devices up for each other
         most = max((s.active for s in all_ if isinstance(s.technique, Spilled)), default=1)
         if any(one.staged for one in all_):
             most = MOST_ACTIVE  # one pipeline's stages compute while another's wait
@@ -419,6 +427,16 @@ class Deciding:
 
     def job(self, trial: TrialSpec, settled: Settled) -> Job:
         """The job of a trial of a signature that is settled."""
+        if settled.replicated is not None:
+            return make_replicated_job(
+                trial,
+                settled.measure,
+                settled.layout,
+                settled.replicated,
+                self._request,
+                settled.why,
+                self._numerics(settled),
+            )
         if settled.staged is not None:
             return make_pipeline_job(
                 trial,
@@ -458,6 +476,7 @@ class Deciding:
             "accumulate": self._recipe.accumulate,
             "cut": "bitwise in the pilot" if settled.measure.bitwise else "none",
             **pipeline_numerics(technique, self._recipe.accumulate),
+            **replica_numerics(technique, settled.measure, self._request),
         }
 
 

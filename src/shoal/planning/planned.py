@@ -12,6 +12,7 @@ from shoal.core.units import Seconds
 from shoal.memory.layout import TrialLayout
 from shoal.planner.need import Need
 from shoal.planner.pipeline import Staged
+from shoal.planner.replicas import Replicated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,14 @@ class Settled:
     active: int  # trials that share a device then
     whole: Need | None = None  # resident
     staged: Staged | None = None  # of a pipeline
+    replicated: Replicated | None = None  # of replicas
+
+    @property
+    def gang(self) -> int:
+        """Devices that a trial of it has at a time."""
+        if self.staged is not None:
+            return len(self.staged.stages)
+        return self.replicated.technique.width or 1 if self.replicated is not None else 1
 
 
 def with_seconds(plan: Plan, seconds: float) -> Plan:

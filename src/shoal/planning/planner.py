@@ -104,7 +104,7 @@ class Planner:
         crowd = len(signatures) > len(self._devices)
         count = len(signatures) + self._others
         settled = asking.settle(alike, lambda trial: decide.settle(trial, crowd, count))
-        gang = max((len(f.staged.stages) for f in settled.values() if f.staged), default=1)
+        gang = max((found.gang for found in settled.values()), default=1)
         share = crowd or len(signatures) * gang > len(self._devices)
         active = decide.active(settled.values()) if share else 1
         if active == 1:  # what was settled for several at a time may do better alone

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from shoal.core.errors import StorageError
 from shoal.core.plan import Job
-from shoal.core.technique import Pipelined
+from shoal.core.technique import DataParallel, Pipelined
 from shoal.data import Position
 from shoal.memory.layout import TrialLayout
 from shoal.memory.store import Region, state_views, views
@@ -31,6 +31,7 @@ from shoal.recipe import Recipe
 from shoal.runtime.messages import Grant, Progress, Settings
 from shoal.runtime.packing import Packer, unpack
 from shoal.runtime.pipelined import PipelineSession
+from shoal.runtime.replicated import ReplicaSession
 from shoal.runtime.session import Session
 from shoal.runtime.tensorfile import read_into, read_tensors, row
 from shoal.storage.files import sync_directory
@@ -304,7 +305,8 @@ def take_up(
 
 def new_session(recipe: Recipe, job: Job, settings: Settings, device: torch.device) -> Session:
     """A trial built from its seed, as its technique wants it."""
-    kind = PipelineSession if isinstance(job.technique, Pipelined) else Session
+    kinds = {Pipelined: PipelineSession, DataParallel: ReplicaSession}
+    kind = kinds.get(type(job.technique), Session)
     return kind(recipe, job, settings, device)
 
 

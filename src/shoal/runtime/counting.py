@@ -1,8 +1,8 @@
-"""Aids for measuring: bytes that work allocates, and gradients where there are none."""
+"""Aids for measuring: gradients where there are none, and seconds of a step, shared out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -11,14 +11,6 @@ from torch import nn
 from shoal.core.spec import JobMeasure, LayerMeasure, Narrow, ShardSpec
 from shoal.core.units import Bytes, Seconds
 from shoal.device.flops import narrow_step_factor
-from shoal.partition.track import AllocationTracker
-
-
-def peak_of(work: Callable[[], object]) -> Bytes:
-    """The most bytes that were allocated at a time while ``work`` ran."""
-    with AllocationTracker() as tracker:
-        work()
-    return Bytes(tracker.peak_bytes)
 
 
 def fill_missing_gradients(model: nn.Module) -> None:

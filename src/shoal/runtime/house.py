@@ -22,6 +22,7 @@ class House:
         record: Leaves word whose code runs.
         fail: Tells the study of a trial that cannot go on, and why.
         room: Called when somebody came or went: units are reserved anew. True: it went.
+        waits: Called now and then while a unit is held up by other devices: no hang of this one.
         handed_over: Called with a session that left, and what is said of it; None of a later
             stage, which says nothing.
     """
@@ -35,4 +36,5 @@ class House:
     record: Callable[[int | None], None]
     fail: Callable[[int, BaseException], None]
     room: Callable[[bool], None]
+    waits: Callable[[], None]
     handed_over: Callable[[Session, LeaseOver | None], None]

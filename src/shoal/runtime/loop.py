@@ -117,8 +117,9 @@ class DeviceLoop:
             saver=self._saver,
             settings=settings,
             record=self._record,
-            fail=self._fail,
+            fail=self._reports.refuse,
             room=self._came_or_went,
+            waits=functools.partial(self._count_work, 1),
             handed_over=self._handed_over,
         )
         self._desk = Desks(house)
@@ -197,7 +198,7 @@ class DeviceLoop:
             try:
                 self._saver.save(lambda: checkpoint.content(session, copy=False))
             except Exception as error:  # what the model added to its state
-                self._fail(trial, error)
+                self._reports.refuse(trial, error)
                 return
             outcome = self._saver.wait(trial)
         assert outcome is not None
@@ -220,7 +221,7 @@ class DeviceLoop:
             pin = self._device.spec.kind == "cuda"
             self._lobby.add(Arrival.of(grant, descriptor, sockets, pin=pin))
         except Exception as error:
-            self._fail(grant.job.trial, error)
+            self._reports.refuse(grant.job.trial, error)
             return
         self._admit_pending()
 
@@ -250,7 +251,7 @@ class DeviceLoop:
             seat = self._seat(grant, region)
         except (Exception, SystemExit) as error:
             region.unpin()
-            self._fail(trial, error)
+            self._reports.refuse(trial, error)
             return
         finally:
             self._record(None)
@@ -299,7 +300,7 @@ class DeviceLoop:
                 self._desk.stages.admit(grant, region, entry.links, parked)
         except (Exception, SystemExit) as error:
             entry.give_up()
-            self._fail(trial, error)
+            self._reports.refuse(trial, error)
         finally:
             self._record(None)
 
@@ -338,15 +339,13 @@ class DeviceLoop:
             self._dismiss(trial)
             self._saver.forget(trial)  # the region is what it may still be writing
             stay.seat.session.close()
-            self._fail(trial, error)
+            self._reports.refuse(trial, error)
             self._admit_pending()
 
-    def _count_work(self) -> None:
-        """Grows with every unit, copy and host step, and while the disk is waited for."""
+    def _count_work(self, waited: int = 0) -> None:
+        """Grows with every unit, copy and host step, and while disk or devices are waited for."""
+        self._saver.waits += waited
         self._word.work_done(self._units_done + self._device.version + self._saver.waits)
-
-    def _fail(self, trial: int, error: BaseException) -> None:
-        self._reports.refuse(trial, error)
 
     def _dismiss(self, trial: int) -> None:
         """Take a trial off the device at once, in the middle of whatever it does."""
@@ -552,7 +551,7 @@ class DeviceLoop:
         trials = [*self._stays, *self._desk.trials]
         waits = not self._stays and self._desk.stages.waits_for_others  # a stay waits for this one
         if idle and (waits or any(map(self._saver.is_writing, trials))):
-            self._saver.waits += 1
+            self._count_work(1)
 
     # -- reports ------------------------------------------------------------------------
 

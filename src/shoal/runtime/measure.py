@@ -6,7 +6,6 @@ nothing behind. A model that is measured again (with finer cuts) is not built ag
 
 from __future__ import annotations
 
-import itertools
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +30,7 @@ from shoal.device import Device
 from shoal.device.flops import host_step_bytes, stopwatch_of
 from shoal.device.pace import SystemClock
 from shoal.fusion import Signature
-from shoal.memory.layout import TensorSpec, TrialLayout, lay_out
+from shoal.memory.layout import TensorSpec, TrialLayout
 from shoal.memory.store import describe
 from shoal.ownstep import Modes, require_evaluation
 from shoal.partition.chain import Chain
@@ -45,6 +44,7 @@ from shoal.partition.measure import (
 )
 from shoal.partition.narrow import find_narrow
 from shoal.partition.pilot import pilot
+from shoal.partition.track import peak_of
 from shoal.recipe import (
     Batch,
     Recipe,
@@ -59,16 +59,17 @@ from shoal.recipe import (
     rounding_of,
     to_device,
 )
+from shoal.replicas import cut_for_replicas
 from shoal.rng import capture_rng, same_rng, seed_all
 from shoal.runtime.binding import Binding, state_specs
 from shoal.runtime.counting import (
     fill_gradients,
     fill_missing_gradients,
-    peak_of,
     with_step,
     with_step_seconds,
 )
 from shoal.runtime.describe import both_signatures, first_batch, rows_of, signature
+from shoal.runtime.layouts import grads_of, layout_of
 from shoal.runtime.messages import (
     Describe,
     Described,
@@ -76,11 +77,13 @@ from shoal.runtime.messages import (
     MeasureArray,
     Measured,
     MeasuredArray,
+    MeasureReplica,
     MeasureShards,
     Order,
     Refused,
     Reply,
 )
+from shoal.runtime.probe import Probe
 from shoal.runtime.stepmeasure import OWN_STEP, StepMeasure
 from shoal.runtime.units import evaluate_metrics
 from shoal.runtime.widths import measure_array
@@ -149,13 +152,15 @@ class Measurer:
         """The reply to one order; what a trial's own code raises is part of it."""
         if isinstance(order, Describe):
             return self._describe(order.trials, arrays=order.arrays)
-        assert isinstance(order, Measure | MeasureShards | MeasureArray)
+        assert isinstance(order, Measure | MeasureShards | MeasureReplica | MeasureArray)
         trial = order.trial
         self.note(trial.number)
         try:
             if isinstance(order, MeasureArray):
                 found = measure_array(self._recipe, self._device, order.trials, order.widths)
                 return MeasuredArray(trial.number, found)
+            if isinstance(order, MeasureReplica):
+                return self._measure_replica(trial, order.width, order.shard)
             if isinstance(order, MeasureShards):
                 return self._measure_shards(trial, order.cuts, narrow=order.narrow)
             return self._measure(trial, cut=order.cut, narrow=order.narrow)
@@ -193,7 +198,7 @@ class Measurer:
             with eagerly():
                 self._whole = self._measure_whole(self._built)
         assert self._whole is not None
-        layout = _layout([0, 0], None, self._built.model, self._states)
+        layout = layout_of([0, 0], None, self._built.model, self._states)
         if not cut:
             return Measured(trial.number, self._whole, layout)
         with eagerly():
@@ -263,7 +268,7 @@ class Measurer:
             parameter_bytes=_aligned(params),
             owned_bytes=_aligned(params),
             state_bytes=_aligned(state),
-            gradient_bytes=Bytes(sum(s.num_bytes for s in _grads_of(model))),
+            gradient_bytes=Bytes(sum(s.num_bytes for s in grads_of(model))),
             boundary_bytes=Bytes(0),
             carry_bytes=Bytes(0),
             forward_peak_bytes=costs.forward,
@@ -384,6 +389,18 @@ class Measurer:
                 "steps each parameter by its own gradient, such as AdamW or SGD."
             ) from error
 
+    def _measure_replica(self, trial: TrialSpec, width: int, shard: bool) -> Measured:
+        """The measure of the whole model, with what a replica takes beside it."""
+        whole = self._measure(trial, cut=False, narrow=False)
+        assert self._built is not None
+        piece = cut_for_replicas(self._built.batch, width)[0].batch
+        alone = self._measure_whole(self._built._replace(batch=piece)).shards[0]
+        first = whole.measure.shards[0].step_peak_bytes  # which has made the state
+        alone = replace(alone, step_peak_bytes=max(first, alone.step_peak_bytes))
+        kind = Probe(self._recipe, trial, self._here, width=width, shard=shard)
+        replica = kind.measure(self._built.model, self._built.batch, self._built.valid, alone)
+        return replace(whole, measure=replace(whole.measure, replica=replica))
+
     # -- cut ------------------------------------------------------------------------------
 
     def _measure_cut(self, built: _Built, whole: JobMeasure, *, narrow: bool) -> JobMeasure:
@@ -458,7 +475,7 @@ class Measurer:
             )
         whole = self._whole.shards[0]
         bounds = [0, *cuts, self._chain.num_layers]
-        layout = _layout(bounds, self._chain, self._built.model, self._states)
+        layout = layout_of(bounds, self._chain, self._built.model, self._states)
         peaks = self._step_peaks(self._built, layout)
         emulated = self._device.spec.profile is not None
         finished = [with_step(s, whole, p, emulated) for s, p in zip(shards, peaks, strict=True)]
@@ -569,32 +586,3 @@ def _batch_bytes(value: Any) -> int:
 
 def _aligned(specs: Sequence[TensorSpec]) -> Bytes:
     return Bytes(sum(round_up(spec.num_bytes, ALIGNMENT) for spec in specs))
-
-
-def _grads_of(model: nn.Module) -> list[TensorSpec]:
-    """What the parameters' gradients look like: float32, where weights are rounded."""
-    return [
-        describe(name, p if p.grad_dtype in (None, p.dtype) else p.to("meta", p.grad_dtype))
-        for name, p in model.named_parameters()
-    ]
-
-
-def _layout(
-    bounds: Sequence[int],
-    chain: Chain | None,
-    model: nn.Module,
-    states: Mapping[str, Sequence[TensorSpec]],
-) -> TrialLayout:
-    """The host region of a model in shards; one shard when there is no chain."""
-    parameters = {name: describe(name, p) for name, p in model.named_parameters()}
-    grads = {spec.name: spec for spec in _grads_of(model)}
-    buffers = [describe(name, b) for name, b in model.named_buffers()]
-    if chain is None:
-        return lay_out([list(parameters)], [[]], parameters, states, buffers, grads)
-    spans = list(itertools.pairwise(bounds))
-    owned = [[n for layer in range(*span) for n in chain.parameters_of(layer)] for span in spans]
-    borrowed = []
-    for span, own in zip(spans, owned, strict=True):
-        names = [n for layer in range(*span) for n in chain.borrowed_by(layer)]
-        borrowed.append([n for n in dict.fromkeys(names) if n not in own])
-    return lay_out(owned, borrowed, parameters, states, buffers, grads)

@@ -101,6 +101,15 @@ class Measure:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasureReplica:
+    """Measure one of ``width`` replicas of a trial's model, as DDP or FSDP2 has it."""
+
+    trial: TrialSpec
+    width: int
+    shard: bool
+
+
+@dataclass(frozen=True, slots=True)
 class MeasureShards:
     """Measure the units of the measured trial's model cut at ``cuts``."""
 
@@ -181,6 +190,7 @@ Order = (
     | Describe
     | Measure
     | MeasureShards
+    | MeasureReplica
     | MeasureArray
     | Grant
     | Extend

@@ -1,13 +1,9 @@
-"""A trial in stages, as its first stage reads its data and counts its steps.
-
-Every stage has a session of the trial, built from the same seed. That of the first stage leads:
-it has the data, the random streams, and how far the trial is. The others' read nothing.
-"""
+"""A trial in stages, as its first stage reads its data: see ``gangs``."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,12 +17,10 @@ from shoal.pieces import cut_rows
 from shoal.pipeline.foretell import Foretelling
 from shoal.program.ir import Program
 from shoal.recipe import Batch, to_device
-from shoal.rng import capture_rng, restore_rng, same_rng
 from shoal.runtime.binding import place_on_host
-from shoal.runtime.session import Session, Task
+from shoal.runtime.gangs import GangSession
+from shoal.runtime.session import Task
 
-Scalars = Mapping[str, Mapping[str, Any]]
-Stored = Mapping[str, Sequence[str]]
 MOST_S = 8.0
 """Predicted seconds of steps that are run together."""
 
@@ -49,23 +43,15 @@ class StageUnits:
         self.chain = chain
 
 
-class PipelineSession(Session):
+class PipelineSession(GangSession):
     """A trial admitted to several devices, at one of its stages.
 
     Attributes:
-        save_is_due: Asked between two steps, of the first stage.
         pieces: Micro-batches that were read and not used yet.
-        draws: Whether the model draws random numbers while it trains; None: not known yet.
         foretelling: What later stages draw, where the first one can know that.
-        drew_ahead: Whether reading a step's batches ahead drew random numbers.
-        has_ended: What a later stage was told of the trial's end.
     """
 
-    save_is_due: Callable[[], bool] = staticmethod(lambda: False)
-    draws: bool | None = None
     foretelling: Foretelling | None = None
-    drew_ahead = False
-    has_ended = False
 
     @property
     def technique(self) -> Pipelined:
@@ -76,7 +62,7 @@ class PipelineSession(Session):
     @property
     def stages(self) -> int:
         """How many there are."""
-        return self.job.gang
+        return self.members
 
     def _units(self) -> Any:
         """The chain of the whole model.
@@ -93,16 +79,6 @@ class PipelineSession(Session):
         count = self.recipe.accumulate * self._pieces_of_a_batch
         recipe = replace(self.recipe, accumulate=count)
         return StageUnits(self._chain().with_recipe(recipe))
-
-    def learn(self, scalars: Scalars, stored: Stored) -> None:
-        """Know of another stage's parameters what it knows, beside their tensors."""
-        self.binding.take_over(scalars, stored, self._step_places())
-
-    def known_of(self, stage: int) -> tuple[Scalars, Stored]:
-        """What ``learn`` takes, of a stage that is here."""
-        names = set(self.owned[stage])
-        scalars = {n: v for n, v in self.binding.scalars().items() if n in names}
-        return scalars, {n: k for n, k in self.binding.stored_keys().items() if n in names}
 
     @contextmanager
     def all_there(self) -> Iterator[None]:
@@ -157,31 +133,8 @@ class PipelineSession(Session):
             stops.append(self.settings.eval_every - self.step % self.settings.eval_every)
         return max(1, min(stops))
 
-    def _read_group(self) -> int:
-        """Read a step's batches ahead, where nobody knows how many there are; their number."""
-        count, before = 1, capture_rng(self.device)
-        while count < self.recipe.accumulate:
-            batch = self.feed.next()
-            if batch is None:
-                break
-            self.pieces += self._cut(batch)
-            count += 1
-        self.drew_ahead = not same_rng(before, capture_rng(self.device))
-        return count
-
-    def refuse_mixed_draws(self) -> None:
-        """What was read ahead drew in the plain loop's order only if the model draws nothing.
-
-        Raises:
-            TrialError: both draw.
-        """
-        if self.drew_ahead and self.draws:
-            raise TrialError(
-                "the training data does not say how many batches it has, so the first stage "
-                "reads a step's batches ahead; and both they and the model draw random numbers, "
-                "which would come in another order than on one device. Give the data a __len__, "
-                "or train with technique='spilled'."
-            )
+    def keep_ahead(self, batch: Any) -> None:
+        self.pieces += self._cut(batch)
 
     def fetch_micro(self) -> Batch:
         """The next micro-batch, the caller's own."""
@@ -198,30 +151,3 @@ class PipelineSession(Session):
         moved = clone_batch(to_device(batch, self.device))  # a source may use its buffer again
         count = self._pieces_of_a_batch
         return [moved] if count == 1 else cut_rows(moved, count)
-
-    def count_step(self, loss: float) -> None:
-        """A step's loss is here."""
-        self.step += 1
-        self.on_step(loss)
-
-    def _boundary(self) -> Iterator[Task]:
-        if self.save_is_due():
-            yield Task(Program(()), "save")
-
-    # -- evaluation ---------------------------------------------------------------------
-
-    def _evaluate(self) -> Iterator[Task]:
-        """A validation pass, several batches at a time under way; whatever it draws is undone."""
-        self.evaluated_at = self.step
-        if self.valid_feed is None:
-            self.on_evaluated({})
-            return
-        saved = capture_rng(self.device)
-        tasks = []
-        while (batch := self.valid_feed.next()) is not None:
-            batch = to_device(batch, self.device)
-            tasks.append(Task(Program(()), "evaluation", batches={0: batch}))
-            yield tasks[-1]
-        yield Task(Program(()), "metrics")
-        restore_rng(saved, self.device)
-        self._evaluated([task.metrics for task in tasks])

@@ -1,5 +1,5 @@
-"""The stages of one device: who comes with its sockets, computes when its messages are there, and
-leaves when its shard is in the region.
+"""The members of gangs on one device, stages and replicas: who comes with its sockets, computes
+when its messages are there, and leaves when its part is in the region.
 
 What ``loop`` does for trials that are alone on their seats, for those that have several devices.
 """
@@ -17,28 +17,32 @@ from dataclasses import replace
 from shoal.core.errors import CapacityError, ShoalError
 from shoal.core.plan import Job
 from shoal.core.seams import Candidate
+from shoal.core.technique import DataParallel
 from shoal.core.units import Bytes
 from shoal.memory.store import Region
 from shoal.pipeline.links import Links
 from shoal.pipeline.packing import Packer
 from shoal.rng import capture_rng
 from shoal.runtime import checkpoint
+from shoal.runtime.gangs import GangSession
+from shoal.runtime.gangseat import GangSeat, Hands, MemberError
 from shoal.runtime.house import House
 from shoal.runtime.messages import Grant, LeaseOver, Progress, Refused
-from shoal.runtime.pipelined import PipelineSession
+from shoal.runtime.replicaseat import ReplicaSeat
 from shoal.runtime.session import Session
-from shoal.runtime.stages import StageError, StageSeat
+from shoal.runtime.stages import StageSeat
 
 
 class StageDesk:
-    """Seats stages and sees them out; used by the device's thread."""
+    """Seats members and sees them out; used by the device's thread."""
 
     def __init__(self, house: House) -> None:
         self._recipe, self._device, self._ledger = house.recipe, house.device, house.ledger
         self._reports, self._saver, self._settings = house.reports, house.saver, house.settings
         self._record, self._tell_failure = house.record, house.fail
         self._room, self._handed_over = house.room, house.handed_over
-        self._seats: dict[int, StageSeat] = {}
+        self._waits = house.waits
+        self._seats: dict[int, GangSeat] = {}
         self._over: dict[int, LeaseOver] = {}  # of those that left, until they are written
         self._step_began: dict[int, float] = {}
 
@@ -100,7 +104,7 @@ class StageDesk:
             )
         else:
             session = parked or self._new_session(grant)
-        assert isinstance(session, PipelineSession)
+        assert isinstance(session, GangSession)
         links = Links(
             dict(zip(peers, sockets, strict=True)),
             Packer(dict(session.model.named_parameters())),
@@ -108,18 +112,7 @@ class StageDesk:
             where,
         )
         try:
-            seat = StageSeat(
-                session,
-                stage,
-                self._device,
-                self._ledger,
-                region,
-                links,
-                place=functools.partial(self._join, grant, region),
-                record=self._reports.issue,
-                room=lambda: self._room(False),
-                on_peak=lambda peak: self._report_peak(peak, grant.job),
-            )
+            seat = self._made(grant, session, region, links)
         except CapacityError:
             links.cut()  # it has threads by now
             raise
@@ -133,7 +126,19 @@ class StageDesk:
             self.dismiss(trial)
             raise
 
-    def _lead(self, grant: Grant, seat: StageSeat, session: PipelineSession) -> None:
+    def _made(self, grant: Grant, session: GangSession, region: Region, links: Links) -> GangSeat:
+        hands = Hands(
+            place=functools.partial(self._join, grant, region),
+            record=self._reports.issue,
+            room=lambda: self._room(False),
+            on_peak=lambda peak: self._report_peak(peak, grant.job),
+            waits=self._waits,
+        )
+        replicas = isinstance(grant.job.technique, DataParallel)
+        kind = ReplicaSeat if replicas else StageSeat
+        return kind(session, grant.stage, self._device, self._ledger, region, links, hands)
+
+    def _lead(self, grant: Grant, seat: GangSeat, session: GangSession) -> None:
         """Of the first stage: it tells of steps, and saves."""
         trial = grant.job.trial
         self._saver.expect(trial, grant.save_in_s)
@@ -149,13 +154,13 @@ class StageDesk:
         return checkpoint.new_session(self._recipe, grant.job, self._settings, where)
 
     def _join(
-        self, grant: Grant, region: Region, session: PipelineSession, progress: Progress
-    ) -> PipelineSession:
+        self, grant: Grant, region: Region, session: GangSession, progress: Progress
+    ) -> GangSession:
         """A later stage's session in the trial's region, built anew if it is of another step."""
         if session.step != progress.step and session.step:
             session.close()
             built = self._new_session(grant)
-            assert isinstance(built, PipelineSession)
+            assert isinstance(built, GangSession)
             session = built
         session.place(grant.layout, region, fresh=False)
         session.resume(progress, reads=False)
@@ -185,7 +190,7 @@ class StageDesk:
         self.dismiss(trial)
         self._saver.forget(trial)
         seat.session.close()
-        if isinstance(error, StageError):
+        if isinstance(error, MemberError):
             self._reports.reply(Refused(trial, error.failed.error, error.failed.cause))
         elif not seat.stage:
             self._tell_failure(trial, error)
@@ -208,7 +213,7 @@ class StageDesk:
         for trial in list(self._over):
             self._hand_over(trial, self._seats[trial])
 
-    def _see_out(self, trial: int, seat: StageSeat) -> None:
+    def _see_out(self, trial: int, seat: GangSeat) -> None:
         """Its shard is in the region, and if it is the first stage all others' are too."""
         session = seat.session
         self._reports.emulation()
@@ -226,7 +231,7 @@ class StageDesk:
             self._saver.save(functools.partial(checkpoint.content, session, copy=False))
         self._hand_over(trial, seat)
 
-    def _hand_over(self, trial: int, seat: StageSeat) -> None:
+    def _hand_over(self, trial: int, seat: GangSeat) -> None:
         """Tell the study, unless the region is what is being written."""
         session = seat.session
         if self._saver.is_writing(trial):
@@ -251,13 +256,13 @@ class StageDesk:
         self._reports.stage_peak(peak, job)
         self._reports.warmed_up()
 
-    def _report_step(self, session: PipelineSession, loss: float) -> None:
+    def _report_step(self, session: GangSession, loss: float) -> None:
         trial, now = session.job.trial, time.perf_counter()
         seconds, self._step_began[trial] = now - self._step_began[trial], now
         self._reports.step(session, loss, seconds)
         self._reports.flush()
 
-    def _save(self, session: PipelineSession) -> None:
+    def _save(self, session: GangSession) -> None:
         """Between two steps; all shards are in the region, and stay as they are until copied."""
         self._saver.wait(session.job.trial)
         self._reports.send_events()  # whoever finds the generation has heard of its step

@@ -269,10 +269,13 @@ def describe_trial(snapshot: Snapshot, row: TrialRow, place: Path) -> str:
     """A trial as text: settings, learning curve, error."""
     settings = ", ".join(f"{name}={format_value(value)}" for name, value in row.hp.items())
     parts = "stages" if row.technique == "Pipelined" else "shards"
+    count = row.shards
+    if row.technique == "DataParallel":
+        parts, count = "replicas", int(row.numerics.get("replicas") or 1)
     lines = [
         f"trial {row.number} of {snapshot.study} ({settings}; seed {row.seed}): "
         f"{row.state.lower()} at step {format_steps(row.step, row.steps)}",
-        f"{row.technique.lower() or 'not planned'}, {row.shards} {parts}, predicted peak "
+        f"{row.technique.lower() or 'not planned'}, {count} {parts}, predicted peak "
         f"{format_bytes(row.predicted_bytes)}; last on {row.device or 'no device'}; "
         f"{format_seconds(row.seconds)}, {row.restarts} restarts",
         "numerics: " + ", ".join(f"{name}={value}" for name, value in row.numerics.items()),

@@ -19,7 +19,7 @@ from shoal.core.errors import ShoalError, SpecError
 from shoal.observe.reader import read_outline
 from shoal.observe.rows import TrialRow, TrialState
 from shoal.observe.snapshot import Snapshot
-from shoal.planning import array_place
+from shoal.planning import BY_SHARDS, array_place
 from shoal.recipe import Recipe
 from shoal.report import TrialResult, read_report
 from shoal.runtime.pipelined import without_versions
@@ -108,6 +108,8 @@ class _Case:
         notes = environment_notes(self.row.numerics, self.recipe) + _heritage(self.row)
         if array_place(self.row.numerics):
             notes += (f"in its array, {self.row.numerics['array']}, with nobody beside it",)
+        if width := self.row.numerics.get("replicas"):
+            notes += (f"by the rule of {width} replicas, one after the other in one process",)
         try:
             state = self.trial.load_state()
         except SpecError as error:  # nothing is there to compare
@@ -229,5 +231,7 @@ def _numerics(row: TrialRow, recipe: Recipe) -> dict[str, Any]:
         "device": "cuda" if on_gpu else "cpu",
         "optimizer": "host" if row.numerics.get("optimizer_place") == "host" else "device",
         "weights": row.numerics.get("weights", "newest"),
+        "replicas": int(row.numerics.get("replicas") or 1),
+        "sharded": row.numerics.get("sums") == BY_SHARDS,
         "pieces": int(count) // recipe.accumulate if count else 1,
     }

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 import shoal
 from shoal.core.errors import PlanError, SpecError
-from shoal.core.technique import Pipelined, Resident, Spilled
+from shoal.core.technique import DataParallel, Pipelined, Resident, Spilled
 from shoal.study import _fuse, _technique
 from shoal.ui import train
 from shoal.ui.cli import app
@@ -38,10 +38,11 @@ def asked(monkeypatch):
 
 
 def test_plan_hands_it_to_the_study(asked):
-    for given in (["--technique", "pipelined"], ["--technique", "spilled"], []):
+    names = ("pipelined", "spilled", "data_parallel")
+    for given in (*(["--technique", name] for name in names), []):
         found = CliRunner().invoke(app, ["plan", "f.py", "--devices", "cpu:2", *given])
         assert isinstance(found.exception, PlanError)
-    assert asked == ["pipelined", "spilled", None]
+    assert asked == [*names, None]
 
 
 def test_run_hands_it_to_the_study(asked):
@@ -56,6 +57,7 @@ def test_names_and_objects():
     assert _technique(Pipelined(stages=3)) == Pipelined(stages=3)
     assert [_technique(t) for t in (None, "resident", "spilled")] == [None, Resident(), Spilled()]
     assert shoal.Pipelined is Pipelined
+    assert _technique("data_parallel") == shoal.DataParallel() == DataParallel(shard=False)
 
 
 @pytest.mark.parametrize("technique", ["Pipelined", "", "2bw", ["pipelined"], {}, Pipelined])
@@ -64,13 +66,10 @@ def test_what_is_none(technique):
         _technique(technique)
 
 
-def test_what_is_not_there_yet():
-    with pytest.raises(PlanError, match="there are 'resident', 'spilled' and 'pipelined'"):
-        _technique("data_parallel")
-
-
-@pytest.mark.parametrize("technique", ["pipelined", Pipelined(stages=2)])
-def test_an_array_of_pipelines_is_refused(technique):
+@pytest.mark.parametrize(
+    "technique", ["pipelined", Pipelined(stages=2), "data_parallel", DataParallel(width=2)]
+)
+def test_an_array_of_what_has_several_devices_is_refused(technique):
     with pytest.raises(PlanError, match="has one device"):
         _fuse(2, technique)
     assert [_fuse(f, technique) for f in (False, 1, "auto", None)] == [0, 1, "auto", None]

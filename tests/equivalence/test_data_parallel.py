@@ -1,0 +1,303 @@
+"""Trials with replicas end on the bits of their rule in one process, and near training alone."""
+
+from __future__ import annotations
+
+import pytest
+import staging
+import torch
+import traps
+import twins
+from listening import Heard
+
+import shoal
+from shoal import DataParallel
+from shoal.core.errors import PlanError
+from shoal.core.event import PeakMeasured, TrialMoved, TrialReplanned
+from shoal.observe import read_timeline
+from shoal.testing import plain_data_parallel_loop, plain_loop
+from shoal.verify import verify_trials
+
+DDP, FSDP = DataParallel(width=2), DataParallel(width=2, shard=True)
+BOTH = pytest.mark.parametrize("technique", [DDP, FSDP], ids=["ddp", "fsdp"])
+
+
+@pytest.fixture
+def run_replicas(run_study):
+    """Run a study with replicas, hold all its trials to the rule, and return the report."""
+
+    seen = []
+
+    def run(recipe, technique, space=None, *, devices=None, options=None, **loop):
+        heard = Heard()
+        loop = loop or {"epochs": 2}
+        report = run_study(
+            recipe,
+            space or twins.LR,
+            technique=technique,
+            devices=devices or technique.width,
+            **{"callbacks": [heard], **loop, **(options or {})},
+        )
+        twins.assert_replicated(report, recipe, technique, **loop)
+        assert not heard.of(TrialReplanned)
+        seen.append(heard)
+        return report
+
+    run.heard = seen
+    return run
+
+
+def parameters_of(result):
+    return dict(result.model.named_parameters())
+
+
+def furthest(one, other) -> float:
+    theirs = parameters_of(other)
+    return max((p - theirs[n]).abs().max().item() for n, p in parameters_of(one).items())
+
+
+# -- the rule -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_the_rule_is_training_alone_but_for_rounding(width, sharded):
+    """In float64 to 1e-12; without dropout and BatchNorm, of which it has its own."""
+    settings = {"data": twins.doubled, "clip_grad_norm": 0.9, "optimizer": traps.momentum}
+    recipe = twins.recipe(twins.InDouble, 2, **settings)
+    alone = plain_loop(recipe, twins.LR, 0, epochs=3)
+    rule = plain_data_parallel_loop(recipe, twins.LR, 0, width=width, sharded=sharded, epochs=3)
+    assert furthest(alone, rule) < 1e-12
+    assert rule.losses == pytest.approx(alone.losses, abs=1e-12)
+
+
+def test_in_float32_it_is_within_a_millionth():
+    recipe = twins.recipe(twins.Still, optimizer=traps.momentum)
+    alone = plain_loop(recipe, twins.LR, 0, epochs=2)
+    assert furthest(alone, plain_data_parallel_loop(recipe, twins.LR, 0, width=2, epochs=2)) < 1e-6
+
+
+def test_of_even_rows_two_replicas_are_two_pieces_to_the_bit():
+    recipe = twins.recipe(twins.Still, data=staging.even)
+    pieces = plain_loop(recipe, twins.LR, 0, pieces=2, epochs=1)
+    rule = plain_data_parallel_loop(recipe, twins.LR, 0, width=2, epochs=1)
+    assert furthest(pieces, rule) == 0.0
+
+
+# -- in a study ---------------------------------------------------------------------------
+
+
+@BOTH
+def test_dropout_clipping_accumulation_a_falling_rate_and_validation(technique, run_replicas):
+    recipe = twins.rich()
+    report = run_replicas(recipe, technique, shoal.grid(lr=[1e-2, 3e-3]))
+    found = verify_trials(report.directory, staging.rows(report), recipe=recipe)
+    verdicts = list(found)
+    assert all(v.equal for v in verdicts)
+    assert "by the rule of 2 replicas" in verdicts[0].notes[0]
+    assert [key["replicas"] for key in staging.numerics(report)] == [2, 2]
+
+
+@BOTH
+def test_rows_that_do_not_divide_and_a_replica_without_any(technique, run_replicas):
+    run_replicas(twins.recipe(data=twins.uneven, clip_grad_norm=0.01), technique)
+
+
+def test_the_fourth_of_four_replicas_has_no_rows(run_replicas):
+    technique = DataParallel(width=4)
+    run_replicas(twins.rich(data=twins.uneven), technique, shoal.grid(lr=[1e-2]), epochs=1)
+
+
+@pytest.mark.full
+def test_four_shards_of_parameters_that_do_not_divide(run_replicas):
+    technique = DataParallel(width=4, shard=True)
+    run_replicas(twins.rich(data=twins.uneven), technique, shoal.grid(lr=[1e-2]), epochs=1)
+
+
+MODELS = (
+    twins.Tied,
+    twins.Normal,
+    twins.Rebinding,
+    traps.Unused,
+    traps.LateGradient,
+    traps.Scaled,
+    traps.FrozenStart,
+    traps.Recurrent,
+    traps.Stochastic,
+    traps.Structured,
+    traps.Skips,
+    traps.InPlace,
+    traps.InnerCheckpoint,
+    traps.ChannelsLast,
+)
+NOT_BY_ROWS = (traps.Scaled, traps.Stochastic, traps.InPlace, traps.ChannelsLast)
+SOON = (twins.Tied, twins.Normal, traps.Unused)
+
+
+def models():
+    """Every model with both; FSDP2 does not take them all."""
+    for kind in MODELS:
+        for technique, name in ((DDP, "ddp"), (FSDP, "fsdp")):
+            if technique is FSDP and kind in NOT_BY_ROWS:
+                continue
+            marks = () if kind in SOON else pytest.mark.full
+            yield pytest.param(kind, technique, marks=marks, id=f"{kind.__name__}, {name}")
+
+
+@pytest.mark.parametrize(("kind", "technique"), list(models()))
+def test_models_that_break_a_careless_engine(kind, technique, run_replicas):
+    data = traps.image_data if kind is traps.ChannelsLast else staging.even
+    run_replicas(twins.recipe(kind, 2, clip_grad_norm=0.01, data=data), technique, epochs=1)
+
+
+def test_replicas_may_use_different_parameters(run_replicas):
+    run_replicas(twins.recipe(twins.Branching, data=staging.even), DDP)
+
+
+@pytest.mark.parametrize("kind", [twins.Branching, traps.Stochastic])
+def test_with_fsdp_they_may_not_and_their_trial_fails_alone(kind, run_study):
+    """Blocks of one size; a replica waits for a gathering that another one has no use for."""
+    recipe = twins.recipe(kind, 2, data=staging.even)
+    report = run_study(recipe, twins.LR, technique=FSDP, devices=2, epochs=8)
+    (trial,) = report.trials
+    assert trial.state == "FAILED"
+    assert "did not use the same parameters" in trial.error
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (traps.Scaled, "'scale' has no dimension"),
+        (traps.InPlace, "FSDP2 fails with it"),
+        (traps.ChannelsLast, "is not contiguous"),
+    ],
+)
+def test_models_that_fsdp_cannot_have_are_refused_with_the_reason(kind, words, run_study):
+    data = traps.image_data if kind is traps.ChannelsLast else staging.even
+    recipe = twins.recipe(kind, data=data)
+    with pytest.raises(PlanError, match=words):
+        run_study(recipe, twins.LR, technique=FSDP, devices=2, epochs=1)
+
+
+def test_data_without_a_length(run_replicas):
+    run_replicas(twins.recipe(twins.Still, 3, data=staging.quiet), DDP, epochs=1)
+
+
+def test_data_that_draws_and_has_no_length_is_refused_where_the_model_draws(run_study):
+    recipe = twins.recipe(accumulate=3, data=staging.nameless)
+    report = run_study(recipe, shoal.grid(lr=[1e-2]), technique=DDP, devices=2, epochs=1)
+    assert "read ahead" in report.trials[0].error
+
+
+@BOTH
+def test_the_smallest_kernels_of_other_optimizers(technique, run_replicas):
+    run_replicas(twins.recipe(optimizer=traps.two_rates, data=twins.uneven), technique, epochs=1)
+
+
+def test_in_bfloat16(run_replicas):
+    run_replicas(twins.rich(precision="bf16"), FSDP, shoal.grid(lr=[1e-2]), epochs=1)
+
+
+def test_all_devices_are_used_where_no_width_is_asked_for(run_study):
+    recipe = twins.rich()
+    report = run_study(recipe, twins.LR, technique="data_parallel", devices=3, epochs=1)
+    twins.assert_replicated(report, recipe, DataParallel(width=3), epochs=1)
+
+
+# -- with other trials, and in other techniques ---------------------------------------------
+
+
+@pytest.fixture
+def go_on(tmp_path, warm_workers):
+    """Run one study again, for longer, and return its report."""
+
+    def run(recipe, technique, epochs, **options):
+        study = shoal.Study("twins", recipe, space=twins.LR, directory=tmp_path, epochs=epochs)
+        hardware = shoal.Hardware.virtual(devices=3, memory="64MiB")
+        shown = {"progress": False, "workers": warm_workers}
+        return study.run(hardware=hardware, technique=technique, **shown, **options)
+
+    return run
+
+
+def test_trials_take_turns_where_each_needs_the_devices(run_replicas):
+    space = shoal.grid(lr=[1e-2, 3e-3, 1e-3])
+    report = run_replicas(twins.rich(), DDP, space, devices=2, options={"checkpoint_every": 0})
+    names = {device for device, *_ in _actions(report)}
+    assert names <= {"cpu:0", "cpu:1"}
+
+
+def _actions(report):
+    return [(row.device, row.action) for row in read_timeline(report.directory)]
+
+
+def test_two_gangs_of_two_on_four_devices_at_a_time(run_replicas):
+    run_replicas(twins.rich(), FSDP, shoal.grid(lr=[1e-2, 3e-3, 1e-3]), devices=4)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [(DDP, FSDP), (FSDP, DDP)], ids=["ddp to fsdp", "fsdp to ddp"]
+)
+def test_it_goes_on_as_the_other_kind_to_the_same_bits(first, then, go_on):
+    """Of a step that neither clips nor accumulates, with an optimizer of element-wise kernels."""
+    recipe = twins.recipe(optimizer=traps.momentum, data=staging.even)
+    report = go_on(recipe, first, 1)
+    report = go_on(recipe, then, 3)
+    twins.assert_replicated(report, recipe, DDP, epochs=3)
+
+
+OTHERS = ("resident", *(pytest.param(n, marks=pytest.mark.full) for n in ("spilled", "pipelined")))
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_what_it_saved_goes_on_in_other_techniques(other, go_on):
+    """To other bits, which has to be accepted; near what training alone gives."""
+    recipe = twins.recipe(twins.Still, optimizer=traps.momentum, data=staging.even)
+    go_on(recipe, FSDP, 1)
+    report = go_on(recipe, other, 2, accept_numerics=True)
+    report = go_on(recipe, DataParallel(width=3), 3, accept_numerics=True)
+    (trial,) = report.trials
+    assert trial.state == "FINISHED", trial.error
+    alone = plain_loop(recipe, trial.hp, trial.seed, epochs=3)
+    weights = trial.load_state()["model"]
+    for name, parameter in parameters_of(alone).items():
+        assert torch.allclose(parameter, weights[name], atol=1e-6), name
+
+
+def test_who_goes_on_without_saying_how_has_as_many_replicas_as_before(go_on):
+    recipe = twins.rich()
+    go_on(recipe, FSDP, 1)
+    twins.assert_replicated(go_on(recipe, None, 2), recipe, FSDP, epochs=2)
+
+
+@pytest.mark.full
+@BOTH
+def test_trials_that_are_parked_are_saved_and_go_on(technique, tmp_path, warm_workers):
+    recipe = twins.rich()
+    options = {"directory": tmp_path, "epochs": 40, "checkpoint_every": "1h"}
+    study = shoal.Study("p", recipe, space=shoal.grid(lr=[1e-2, 3e-3]), time_limit=1.0, **options)
+    asked = {
+        "hardware": shoal.Hardware.virtual(devices=2, memory="64MiB"),
+        "technique": technique,
+        "progress": False,
+        "workers": warm_workers,
+    }
+    report, runs = study.run(**asked), 1
+    while runs < 40 and any(trial.state != "FINISHED" for trial in report.trials):
+        report, runs = study.run(**asked), runs + 1
+    assert runs > 1
+    twins.assert_replicated(report, recipe, technique, epochs=40)
+
+
+# -- bytes --------------------------------------------------------------------------------
+
+
+@BOTH
+def test_a_replica_holds_no_more_than_was_predicted(technique, run_replicas):
+    large = twins.rich(1, model=staging.wide, data=staging.many_rows)
+    run_replicas(large, technique, epochs=1)
+    (heard,) = run_replicas.heard
+    peaks = heard.of(PeakMeasured)
+    assert {peak.device for peak in peaks} == {"cpu:0", "cpu:1"}
+    for peak in peaks:
+        assert 0.5 * peak.predicted_bytes < peak.peak_bytes <= peak.predicted_bytes
+    assert not heard.of(TrialMoved)
