@@ -1,14 +1,17 @@
 """A full step of N models as one array, beside loops that train them one after another.
 
-python benchmarks/fusion/run.py [--rounds 5] [--widths 4,16,64] [--only NAME] [--compiled]
-    [--json FILE]
+python benchmarks/fusion/run.py [--rounds 5] [--widths 4,16,64] [--only NAME] [--json FILE]
+    [--kinds eager,traced,compiled] [--serial-compiled]
+
+Arrays are run in each of their ways; ``--serial-compiled`` adds a loop over compiled models.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,9 @@ from rivals import Cost, Processes, Step, batches, cost, models, rate, serial_st
 from workloads import WORKLOADS, Workload, loss
 
 import common
-from shoal.fusion import Array, Member
+from shoal.core.spec import PassKind
+from shoal.fusion import Array, Declined, Member, backend_of
+from shoal.fusion.compiled import compiler
 from shoal.recipe import Recipe
 from shoal.rng import capture_rng
 
@@ -32,10 +37,15 @@ WIDEST = {  # 64 unless said: wider ones take long and gain no more
     **{"MobileNetV3-large": 4, "DCGAN discriminator": 16, "BERT-mini": 4},
     **{"PointNet, segmentation": 4},
 }
+Arm = Callable[[int], Cost]
 
 
-def array_step(workload: Workload, width: int) -> Step:
-    """One step of an array; every slot has a learning rate of its own."""
+def array_step(workload: Workload, width: int, kind: PassKind = "eager") -> Step:
+    """One step of an array; every slot has a learning rate of its own.
+
+    Raises:
+        Declined: its passes cannot be run in this way.
+    """
     recipe = Recipe(model=workload.model, data=lambda hp: ([], None), loss=loss)
     members = [
         Member(
@@ -48,7 +58,7 @@ def array_step(workload: Workload, width: int) -> Step:
         )
         for slot, model in enumerate(models(workload, range(width)))
     ]
-    array, data = Array(members), batches(workload, range(width))
+    array, data = Array(members, backend=backend_of(kind)), batches(workload, range(width))
 
     def step() -> None:
         stepped = array.step(data)
@@ -57,18 +67,41 @@ def array_step(workload: Workload, width: int) -> Step:
     return step
 
 
-def measure(name: str, width: int, rounds: int, *, compiled: bool) -> dict[str, Any]:
+def arrays_of(
+    workload: Workload, width: int, kinds: Sequence[PassKind]
+) -> tuple[dict[str, Arm], dict[str, Any]]:
+    """The arms by name; for each way seconds until it ran, or why it does not."""
+    arms: dict[str, Arm] = {}
+    made: dict[str, Any] = {}
+    for kind in dict.fromkeys(("eager", *kinds)):
+        name = "array" if kind == "eager" else f"array, {kind}"
+        if kind == "compiled" and not compiler():
+            made[name] = "there is no C++ compiler"
+            continue
+        began = time.perf_counter()
+        try:
+            step = array_step(workload, width, kind)
+            step()
+        except Declined as error:
+            made[name] = str(error)
+        else:
+            arms[name] = partial(cost, step)
+            made[name] = time.perf_counter() - began
+    return arms, made
+
+
+def measure(
+    name: str, width: int, rounds: int, kinds: Sequence[PassKind], *, serial_compiled: bool
+) -> dict[str, Any]:
     """Milliseconds of each arm, and how many times the array's step the others take."""
     workload, slots = WORKLOADS[name], range(width)
-    arms: dict[str, Callable[[int], Cost]] = {
-        "array": partial(cost, array_step(workload, width)),
-        BEST: partial(cost, serial_step(workload, slots, fused=True)),
-        "serial, default AdamW": partial(cost, serial_step(workload, slots)),
-    }
-    if compiled:
-        torch.compiler.reset()
-        step = serial_step(workload, range(1), compiled=True, fused=True)
-        arms["serial, compiled"] = lambda repeats: cost(step, repeats).times(width)
+    torch.compiler.reset()
+    arms, made = arrays_of(workload, width, kinds)
+    arms[BEST] = partial(cost, serial_step(workload, slots, fused=True))
+    arms["serial, default AdamW"] = partial(cost, serial_step(workload, slots))
+    if serial_compiled:
+        one = serial_step(workload, range(1), compiled=True, fused=True)
+        arms["serial, compiled"] = lambda repeats: cost(one, repeats).times(width)
     processes = Processes(name, width)
     arms["two processes"] = processes.cost
     figures = _interleaved(arms, rounds)
@@ -78,6 +111,14 @@ def measure(name: str, width: int, rounds: int, *, compiled: bool) -> dict[str, 
         "ms_wall": {n: common.spread([c.wall_s * 1e3 for c in f]) for n, f in figures.items()},
         "times_cpu": _times(figures, "cpu_s"),
         "times_wall": _times(figures, "wall_s"),
+        "best_serial_times": {
+            name: common.spread(
+                [b.cpu_s / c.cpu_s for b, c in zip(figures[BEST], found, strict=True)]
+            )
+            for name, found in figures.items()
+            if name.startswith("array")
+        },
+        "until_it_ran": made,
     }
 
 
@@ -110,7 +151,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--widths", default="4,16,64")
     parser.add_argument("--only", default="")
-    parser.add_argument("--compiled", action="store_true", help="the serial loop compiled, too")
+    parser.add_argument("--kinds", default="eager,traced,compiled")
+    parser.add_argument("--serial-compiled", action="store_true")
     parser.add_argument("--json")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -121,12 +163,19 @@ def main() -> None:
         found: dict[str, Any] = {"bar": workload.bar}
         for width in map(int, options.widths.split(",")):
             if width <= WIDEST.get(name, width):
-                found[str(width)] = measure(name, width, options.rounds, compiled=options.compiled)
-                best = found[str(width)]["times_cpu"][BEST]["median"]
-                print(
-                    f"{name}, {width} models: {best:.2f} times the best serial loop",
-                    file=sys.stderr,
+                figures = found[str(width)] = measure(
+                    name,
+                    width,
+                    options.rounds,
+                    options.kinds.split(","),
+                    serial_compiled=options.serial_compiled,
                 )
+                told = [
+                    f"{arm} {times['median']:.2f}"
+                    for arm, times in figures["best_serial_times"].items()
+                ]
+                words = f"{name}, {width} models, times the best serial loop: {', '.join(told)}"
+                print(words, figures["until_it_ran"], file=sys.stderr, flush=True)
         found["best"] = max(found[w]["times_cpu"][BEST]["median"] for w in found if w.isdigit())
         result["workloads"][name] = found
     common.finish(result, options.json)

@@ -25,7 +25,12 @@ def main() -> None:
     parser.add_argument("--text", default="")
     parser.add_argument("--directory", required=True)
     parser.add_argument("--asha", action="store_true")
+    parser.add_argument("--trials", type=int, default=0, help="of the 64, the first so many")
     asked = parser.parse_args()
+    if asked.trials:
+        import tasks
+
+        tasks.TRIALS = asked.trials
     found = ARMS[asked.arm](asked)
     print(json.dumps(found))
 
@@ -115,11 +120,13 @@ def shoal(asked: Any, fuse: Any = "auto") -> dict[str, Any]:
     # What Ray Tune and joblib are given: two workers of one thread.
     hardware = library.Hardware.virtual(devices=2, memory="4GiB")
     widths: set[int] = set()
+    kinds: set[str] = set()
     told: dict[int, float] = {}
 
     def see(event: Any) -> None:
         if type(event).__name__ == "TrialPlanned":
             widths.add(int(str(event.numerics.get("array", "1")).split()[-1]))
+            kinds.add(str(event.numerics.get("array_pass", "eager")).split(",")[0])
         if type(event).__name__ in ("TrialFinished", "TrialPruned"):
             told[event.trial] = event.time
 
@@ -128,14 +135,21 @@ def shoal(asked: Any, fuse: Any = "auto") -> dict[str, Any]:
     )
     values = [trial.metrics.get("valid_loss", float("inf")) for trial in report.trials]
     ends = [told[trial.number] for trial in report.trials]
-    return _told(values, ends, widths=sorted(widths))
+    return _told(values, ends, widths=sorted(widths), kinds=sorted(kinds))
+
+
+def compiled(asked: Any) -> dict[str, Any]:
+    return shoal(asked, fuse="32 compiled")
 
 
 def unfused(asked: Any) -> dict[str, Any]:
     return shoal(asked, fuse=False)
 
 
-ARMS = {"serial": serial, "joblib": joblib, "ray": ray, "shoal": shoal, "unfused": unfused}
+ARMS = {
+    **{"serial": serial, "joblib": joblib, "ray": ray},
+    **{"shoal": shoal, "compiled": compiled, "unfused": unfused},
+}
 
 if __name__ == "__main__":
     main()

@@ -25,14 +25,15 @@ sys.path.insert(0, str(HERE.parent))
 
 from common import facts, finish, spread
 
-ARMS = ("shoal", "unfused", "ray", "joblib", "serial")
+ARMS = ("shoal", "unfused", "compiled", "ray", "joblib", "serial")
+USUAL = tuple(arm for arm in ARMS if arm != "compiled")
 
 
-def measured(arm: str, task: str, text: str, *, asha: bool) -> dict[str, Any]:
+def measured(arm: str, task: str, text: str, *, asha: bool, trials: int) -> dict[str, Any]:
     """One arm: wall and CPU seconds with all its processes, and what it found."""
     place = tempfile.mkdtemp()
     command = [sys.executable, str(HERE / "arm.py"), arm, task, "--directory", place]
-    command += ["--text", text] + ["--asha"] * asha
+    command += ["--text", text, "--trials", str(trials)] + ["--asha"] * asha
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     try:
         done = subprocess.run(
@@ -54,7 +55,8 @@ def main() -> None:
     parser.add_argument("--text", required=True)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--tasks", nargs="+", default=["digits", "table", "text"])
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
+    parser.add_argument("--arms", nargs="+", default=list(USUAL), choices=ARMS)
+    parser.add_argument("--trials", type=int, default=0, help="of the 64, the first so many")
     parser.add_argument("--asha", action="store_true", help="with pruning, ours and Ray's alone")
     parser.add_argument("--json")
     asked = parser.parse_args()
@@ -64,7 +66,9 @@ def main() -> None:
         runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
         for _ in range(asked.rounds):
             for arm in arms:
-                runs[arm].append(measured(arm, task, asked.text, asha=asked.asha))
+                runs[arm].append(
+                    measured(arm, task, asked.text, asha=asked.asha, trials=asked.trials)
+                )
                 print(task, arm, runs[arm][-1], file=sys.stderr, flush=True)
         rows += [_row(task, arm, runs[arm], runs["shoal"]) for arm in arms]
     finish({"load_before": begun["load"], "asha": asked.asha, "rows": rows}, asked.json)
@@ -89,6 +93,7 @@ def _row(
         "best": last["best"],
         "loss": last["loss"],
         "widths": last.get("widths"),
+        "kinds": last.get("kinds"),
     }
 
 

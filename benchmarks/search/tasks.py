@@ -17,9 +17,9 @@ from torch import Tensor, nn
 TRIALS = 64
 
 
-def settings(count: int = TRIALS) -> list[dict[str, float]]:
+def settings(count: int | None = None) -> list[dict[str, float]]:
     """The settings to try, drawn once."""
-    draw = random.Random(7)
+    draw, count = random.Random(7), TRIALS if count is None else count
     return [
         {"lr": 10 ** draw.uniform(-4, -1.5), "weight_decay": 10 ** draw.uniform(-5, -1)}
         for _ in range(count)

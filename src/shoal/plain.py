@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import SpecError, TrialError
-from shoal.core.spec import HyperParameters, Place
-from shoal.fusion import train_in_slot
+from shoal.core.spec import HyperParameters, PassKind, Place
+from shoal.fusion import SlotPlace, train_in_slot
 from shoal.ownstep import (
     Modes,
     OwnStep,
@@ -250,6 +250,7 @@ def array_loop(
     *,
     slot: int,
     width: int,
+    kind: PassKind = "eager",
     steps: int | None = None,
     epochs: int | None = None,
     threads: int = 1,
@@ -260,7 +261,8 @@ def array_loop(
     """The plain loop of a trial that trained in an array: in its slot, with nobody beside it.
 
     Its bits depend on the slot and the width, and on no neighbour. They are those of
-    ``plain_loop`` but for the rounding of other kernels. ``inherits`` is as there.
+    ``plain_loop`` but for the rounding of other kernels. ``kind`` is how the array's passes run;
+    traced ones have the bits of eager ones. ``inherits`` is as there.
 
     Raises:
         Declined: the trial can be in no array.
@@ -273,9 +275,8 @@ def array_loop(
         for step, source in inherits.items()
     }
     with _borrowed_process(threads, where):
-        member, losses, history = train_in_slot(
-            recipe, hp, seed, slot, width, device=where, **ends
-        )
+        place = SlotPlace(slot, width, kind)
+        member, losses, history = train_in_slot(recipe, hp, seed, place, device=where, **ends)
     return PlainResult(
         model=member.module,
         optimizer=member.optimizer,
@@ -309,13 +310,14 @@ class PlainTrial:
     """A trial of a population: how it began, and by step from which trial it went on, with what.
 
     ``inherits`` is what ``TrialResult.inherited`` lists; ``place`` the slot and width of the
-    array that it trained in, if it did.
+    array that it trained in, if it did, and ``kind`` how that array's passes ran.
     """
 
     hp: HP
     seed: int
     inherits: Mapping[int, tuple[int, HP]] = field(default_factory=dict)
     place: tuple[int, int] | None = None
+    kind: PassKind = "eager"
 
 
 _NOT_IN_ARRAYS = (
@@ -354,6 +356,7 @@ def plain_population(
             return plain_loop(recipe, asked.hp, asked.seed, **told)
         told = {name: value for name, value in told.items() if name not in _NOT_IN_ARRAYS}
         slot, width = asked.place
+        told["kind"] = asked.kind
         return array_loop(recipe, asked.hp, asked.seed, slot=slot, width=width, **told)
 
     return run(number, math.inf, **ends)

@@ -31,7 +31,7 @@ from shoal.launch.request import Request, settings_of
 from shoal.launch.run import Run
 from shoal.launch.sinks import Callback
 from shoal.planner.width import MOST
-from shoal.planning import Wish
+from shoal.planning import Wish, width_wished
 from shoal.recipe import Recipe
 from shoal.report import Report, read_report
 from shoal.runtime.pool import WorkerPool
@@ -240,8 +240,9 @@ class Study:
                 to other bits; the change is recorded.
             timeline: Record every action for ``shoal trace``.
             fuse: ``"auto"`` trains trials of one shape as arrays, as wide as was measured to
-                be quickest; a number is that width; False is none. Trials that trained before
-                stay what they were. None: as the study did before, and a new one not at all,
+                be quickest; a number is that width; False is none. ``"16 compiled"`` also says
+                how passes run: eager, traced or compiled. Trials that trained before stay what
+                they were. None: as the study did before, and a new one not at all,
                 since an array's kernels round in other ways than a trial's alone.
             plan, exact: Only None and ``"auto"``: following a plan made before and the strict
                 mode are refused until they are there.
@@ -361,21 +362,26 @@ def _fuse(fuse: str | bool | int | None, technique: object) -> Wish:
         return fuse
     if fuse is False:
         return 0
-    if type(fuse) is not int or not 1 <= fuse <= MOST:
+    try:
+        width, _ = width_wished(fuse) or (0, None)
+    except (SpecError, AttributeError):
+        width = 0
+    if isinstance(fuse, bool) or not 1 <= width <= MOST:
         raise SpecError(
-            f"fuse is 'auto', False, or the width of arrays from 1 to {MOST}, got {fuse!r}."
+            f"fuse is 'auto', False, or the width of arrays from 1 to {MOST}, which may say how "
+            f"passes run ('16 compiled'), got {fuse!r}."
         )
-    if fuse > 1 and (technique == "spilled" or isinstance(technique, Spilled)):
+    if width > 1 and (technique == "spilled" or isinstance(technique, Spilled)):
         raise PlanError(
             f"fuse={fuse} with a spilled technique: what trains as an array stays on the device. "
             "Leave one of them out."
         )
-    if fuse > 1 and (technique == "pipelined" or isinstance(technique, Pipelined)):
+    if width > 1 and (technique == "pipelined" or isinstance(technique, Pipelined)):
         raise PlanError(
             f"fuse={fuse} with a pipeline: what trains as an array has one device. Leave one of "
             "them out."
         )
-    if fuse > 1 and (technique == "data_parallel" or isinstance(technique, DataParallel)):
+    if width > 1 and (technique == "data_parallel" or isinstance(technique, DataParallel)):
         raise PlanError(
             f"fuse={fuse} with a data-parallel technique: what trains as an array has one device. "
             "Leave one of them out."

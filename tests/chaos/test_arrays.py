@@ -17,6 +17,7 @@ from processes import Runner
 
 import shoal
 from shoal.core.event import TrialFinished, WorkerDied
+from shoal.fusion.compiled import compiler
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
 from shoal.testing import array_loop, assert_same
@@ -103,6 +104,27 @@ def test_arrays_that_are_paused_go_on_to_the_same_bits(tmp_path):
     assert runner.start(verb="resume").wait() == 0, runner.words()
     assert not any(isinstance(event, WorkerDied) for event in runner.events())
     check_arrayed(runner.place, 3)
+
+
+@pytest.mark.skipif(not compiler(), reason="there is no C++ compiler")
+@pytest.mark.full
+def test_compiled_arrays_that_are_killed_go_on_compiled_to_the_same_bits(tmp_path):
+    runner = Runner(tmp_path, epochs=3, checkpoint_every=0.05, **OPTIONS)
+    words = ("--fuse", f"{WIDTH}-compiled")
+    for count in (3, 9):
+        process = runner.start(words=words, **{studies.PACE_S: "0.02"})
+        process.wait_for("StepFinished", count)
+        process.kill()
+        process.check_nothing_left()
+        words = ()  # as it did before
+    assert runner.start(verb="resume").wait() == 0, runner.words()
+    report, losses = shoal.open(runner.place, studies.recipe()), read_losses(runner.place)
+    assert squads.kinds(report) == ["compiled"] * TRIALS
+    slots = squads.slots_of(report)
+    for trial in report.trials[:2]:
+        told = {"slot": slots[trial.number][0], "width": WIDTH, "kind": "compiled", "epochs": 3}
+        plain = array_loop(studies.recipe(), trial.hp, trial.seed, **told)
+        assert_same(plain, trial, losses=losses[trial.number])
 
 
 # -- search -----------------------------------------------------------------------------------

@@ -15,9 +15,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import shoal
+from shoal.core.spec import PassKind
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
-from shoal.planning import array_place, recorded_width
+from shoal.planning import array_kind, array_place, recorded_width
 from shoal.recipe import Recipe
 from shoal.testing import array_loop, assert_same, plain_loop
 from shoal.verify import read_losses
@@ -301,15 +302,20 @@ CASES = {
 }
 
 
-def assert_arrayed(report, trials, recipe: Recipe, width: int, **loop: int) -> None:
-    """These trials ended on the bits of their slots in an array of nobody else."""
+def assert_arrayed(
+    report, trials, recipe: Recipe, width: int, kind: PassKind = "eager", **loop: int
+) -> None:
+    """These trials ended on the bits of their slots in an array of nobody else.
+
+    Traced passes are held against eager ones.
+    """
     losses, slots = read_losses(report.directory), slots_of(report)
     for trial in trials:
         if trial.error:
             pytest.fail(f"{trial.error_line}\ntrial {trial.number}, {trial.hp}: {trial.error}")
         slot, wide = slots[trial.number]
         assert wide == width
-        plain = array_loop(recipe, trial.hp, trial.seed, slot=slot, width=width, **loop)
+        plain = array_loop(recipe, trial.hp, trial.seed, slot=slot, width=width, kind=kind, **loop)
         assert_same(plain, trial, losses=losses[trial.number])
 
 
@@ -334,3 +340,9 @@ def widths(report) -> list[int]:
     """How wide the array of each trial was; 1 for those that were in none."""
     trials = Snapshot.of(read_outline(report.directory)).trials
     return [recorded_width(row.numerics) for row in trials]
+
+
+def kinds(report) -> list[str]:
+    """How the array of each trial ran its passes."""
+    trials = Snapshot.of(read_outline(report.directory)).trials
+    return [array_kind(row.numerics) for row in trials]

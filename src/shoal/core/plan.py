@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from shoal.core.spec import DeviceSpec, Scalar, ShardSpec
+from shoal.core.spec import DeviceSpec, PassKind, Scalar, ShardSpec
 from shoal.core.technique import (
     DataParallel,
     Pipelined,
@@ -36,14 +36,17 @@ class LoneNeed:
 class ArrayPlace:
     """A trial's slot in an array of ``width``; trials of one ``group`` may share an array.
 
-    On a device two trials never have one slot at a time. A trial's bits depend on ``slot`` and
-    ``width``, and on nobody else in the array.
+    On a device two trials never have one slot at a time. A trial's bits depend on ``slot``,
+    ``width`` and ``kind``, how the array's passes run, and on nobody else in the array.
+    ``constants`` are those of its code, where it is compiled.
     """
 
     group: str
     slot: int
     width: int
     alone: LoneNeed
+    kind: PassKind = "eager"
+    constants: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +91,8 @@ class Job:
         return len(self.shards) if isinstance(self.technique, Pipelined) else 1
 
 
+ARRAY_KEYS = frozenset(("array", "array_pass", "array_floats"))
+"""What a numerics key says of a trial's array."""
 NO_ARRAY = "none since step"
 """How the numerics key of a trial begins that left its array for good, with the step."""
 
@@ -95,7 +100,8 @@ NO_ARRAY = "none since step"
 def alone(job: Job, step: int, why: str) -> Job:
     """The job of a trial that leaves its array after ``step`` steps and trains by itself."""
     assert job.array is not None
-    need, key = job.array.alone, {k: v for k, v in job.numerics.items() if k != "array"}
+    need = job.array.alone
+    key = {k: v for k, v in job.numerics.items() if k not in ARRAY_KEYS}
     return replace(
         job,
         array=None,
@@ -155,7 +161,8 @@ def _explain_job(job: Job, like: int) -> list[str]:
     """A job in full, or that it is like the first job of its shape."""
     name = type(job.technique).__name__
     if job.array:
-        name += f", slot {job.array.slot} of an array of {job.array.width}"
+        way = "" if job.array.kind == "eager" else f", {job.array.kind}"
+        name += f", slot {job.array.slot} of an array of {job.array.width}{way}"
     settings = ", ".join(f"{k}={v}" for k, v in job.hp.items())
     lines = [f"  trial {job.trial} ({settings}; seed {job.seed}): {name}"]
     if like != job.trial:

@@ -17,6 +17,8 @@ ALIGNMENT = 512  # bytes of every tensor in a flat store or slot, as device allo
 Scalar = bool | int | float | str | None
 DeviceKind = Literal["virtual", "cuda"]
 Place = Literal["device", "host"]
+PassKind = Literal["eager", "traced", "compiled"]
+"""How an array's pass runs: the model's code each time, a graph of it, or compiled code."""
 Transfer = Literal["bf16", "fp32"]
 """How weights travel that autocast casts: as the bfloat16 it makes of them, or as they are."""
 Order = Literal["micro", "shard"]
@@ -197,26 +199,48 @@ class ShardSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WidthMeasure:
-    """One step of an array of ``width`` trials: seconds, and the most bytes that it allocates."""
+    """An array of ``width`` trials whose passes run in one way, and one of them alone beside it.
+
+    Seconds of a step and of a validation batch, of all slots together; all devices of the study
+    were at it at once, and it is the slowest one's. ``alone_s`` and ``alone_valid_s`` are of one
+    trial in the same rounds. ``build_s`` is what the array costs until it steps as measured, with
+    its graph and its compiling, and ``refill_s`` what it costs that a slot gets another trial.
+    ``noise`` is by what part rounds differed. ``declined``: why there is no such array.
+    """
 
     width: int
-    step_s: Seconds
-    unit_bytes: Bytes
+    kind: PassKind = "eager"
+    step_s: Seconds = NO_SECONDS
+    unit_bytes: Bytes = NO_BYTES
+    valid_s: Seconds = NO_SECONDS
+    alone_s: Seconds = NO_SECONDS
+    alone_valid_s: Seconds = NO_SECONDS
+    build_s: Seconds = NO_SECONDS
+    refill_s: Seconds = NO_SECONDS
+    noise: float = 0.0
+    declined: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayMeasure:
-    """What trials of one shape take as arrays, and alone beside them in the same rounds.
+    """What trials of one shape take as arrays, each beside one of them alone.
 
-    ``declined`` says in words why they can be no array; empty if they can. ``alone_s`` are the
-    seconds of one trial's step, with the same kernel for its optimizer. ``notes`` say what runs
-    slot by slot.
+    ``declined`` says in words why they can be no array; empty if they can. ``notes`` say what runs
+    slot by slot. ``valid_batches`` are those of one evaluation, ``took_s`` what measuring took,
+    ``first_s`` what of that the first candidate did, with the comparison of array and trials, and
+    ``last_s`` what the last one did.
+    ``compiler``: what compiles here; ``nodes``: operations of a step's graph.
     """
 
     declined: str = ""
-    alone_s: Seconds = NO_SECONDS
     widths: tuple[WidthMeasure, ...] = ()
     notes: tuple[str, ...] = ()
+    valid_batches: int = 0
+    took_s: Seconds = NO_SECONDS
+    first_s: Seconds = NO_SECONDS
+    last_s: Seconds = NO_SECONDS
+    compiler: str = ""
+    nodes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,7 @@ from shoal.runtime.messages import (
     Returned,
     Saved,
     Settings,
+    TimedArray,
 )
 from shoal.runtime.pool import Gone, Worker, WorkerPool
 from shoal.runtime.saver import interval_s
@@ -288,7 +289,7 @@ class Execution:
         if isinstance(reply, Refused) and self._floor.is_past(worker, reply.trial):
             return None  # another stage of the trial failed too
         measured = isinstance(reply, Refused) and reply.trial in self._replanning.trials
-        if measured or isinstance(reply, Described | Measured | MeasuredArray):
+        if measured or isinstance(reply, Described | Measured | MeasuredArray | TimedArray):
             return worker, reply
         self._take(worker, reply)
         return (worker, reply) if isinstance(reply, Gone) else None

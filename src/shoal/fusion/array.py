@@ -101,6 +101,8 @@ class Array:
         self._own = None if members[0].recipe.step is None else OwnSteps()
         self._signature = shared_signature(members)
         self._names_held = names_held(members[0])
+        for member in members:
+            self.backend.require(member)
         self._form(members)
 
     def _form(self, members: Sequence[Member]) -> None:
@@ -351,6 +353,7 @@ class Array:
         if self._occupied[slot]:
             raise ValueError(f"slot {slot} has a trial; retire it first")
         require_signature(self._signature, member)
+        self.backend.require(member)
         member.train()
         self._crew.members = [
             member if at == slot else m for at, m in enumerate(self._crew.members)

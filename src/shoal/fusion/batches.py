@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,21 +11,51 @@ from torch import Tensor
 from shoal.fusion.blend import blend
 
 
+def stacked_leaves(batches: Sequence[Any]) -> list[Tensor]:
+    """The tensors of ``combined``, stacked, in its order."""
+    found: list[Tensor] = []
+
+    def keep(stacked: Tensor) -> Tensor:
+        found.append(stacked)
+        return stacked
+
+    combined(batches, keep)
+    return found
+
+
+def holds_floats(batch: Any) -> bool:
+    """Whether a batch has floats beside its tensors, which may be others in the next one."""
+    if isinstance(batch, Mapping):
+        return any(map(holds_floats, batch.values()))
+    if isinstance(batch, tuple | list):
+        return any(map(holds_floats, batch))
+    return isinstance(batch, float)
+
+
 def combined(batches: Sequence[Any], join: Callable[[Tensor], Tensor]) -> Any:
     """A batch of the first one's structure; its tensors are ``join`` of the stacked ones.
 
     The batches are of one kind (``signature.kind_of``).
     """
+    return _built(batches, lambda tensors: join(torch.stack(list(tensors))))
+
+
+def rebuilt(batch: Any, leaves: Iterator[Tensor]) -> Any:
+    """A batch of this one's structure, with the next of ``leaves`` for each of its tensors."""
+    return _built([batch], lambda _: next(leaves))
+
+
+def _built(batches: Sequence[Any], leaf: Callable[[Sequence[Tensor]], Tensor]) -> Any:
     first = batches[0]
     if isinstance(first, Tensor):
-        return join(torch.stack(list(batches)))
+        return leaf(batches)
     if isinstance(first, Mapping):
-        values = {key: combined([b[key] for b in batches], join) for key in first}
+        values = {key: _built([b[key] for b in batches], leaf) for key in first}
         return values if type(first) is dict else type(first)(values)  # type: ignore[call-arg]
     if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*(combined(items, join) for items in zip(*batches, strict=True)))
+        return type(first)(*(_built(items, leaf) for items in zip(*batches, strict=True)))
     if isinstance(first, tuple | list):
-        return type(first)(combined(items, join) for items in zip(*batches, strict=True))
+        return type(first)(_built(items, leaf) for items in zip(*batches, strict=True))
     return blend(batches, "a value in the batch")
 
 

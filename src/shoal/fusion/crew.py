@@ -76,6 +76,14 @@ class ArrayBackend(Protocol):
         """The crew has other members than before."""
         ...
 
+    def require(self, member: Member) -> None:
+        """Look at a trial that is to join.
+
+        Raises:
+            Declined: this backend cannot run it among the others.
+        """
+        ...
+
     def hand_out(self, crew: Crew, slots: Sequence[int]) -> None:
         """Put these slots' gradients where their optimizers look, if they are not there."""
         ...

@@ -11,3 +11,7 @@ class Declined(PlanError):
 
 class Disagreement(Declined):
     """The slots of an array would take different paths through the model's Python code."""
+
+
+class Untraceable(Declined):
+    """A pass that cannot be kept as a graph; operation by operation it runs."""

@@ -57,7 +57,7 @@ def dry_run(
         if side_effect:
             return side_effect
         exact = _in_float64(members, moved, where)
-        return _difference(*(exact or (copies(members), moved)), where, backend)
+        return difference(*(exact or (copies(members), moved)), where, backend)
     except Declined as error:
         return str(error)
 
@@ -99,12 +99,19 @@ class _Watch(TorchFunctionMode):
         return result
 
 
-def _difference(
+def difference(
     members: Sequence[Member],
     batches: Sequence[Any],
     device: torch.device,
     backend: ArrayBackend | None,
 ) -> str:
+    """One step of these trials as an array beside one of each alone; the first difference.
+
+    They are used up. ``batches`` are on the device.
+
+    Raises:
+        Declined: they cannot be run as an array at all.
+    """
     array = Array(copies(members), device=device, backend=backend or StackedBackend())
     crew = array._crew
     trained = array.backend.train(crew, batches, [True] * len(members), 1.0)

@@ -12,7 +12,7 @@ by one, and the pass is run without those that fail.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,9 @@ from shoal.fusion.crew import Crew, Evaluated, Trained, Undo
 from shoal.fusion.declined import Declined, Disagreement
 from shoal.fusion.level import Level, entered
 from shoal.fusion.loop import error_alone
+from shoal.fusion.member import Member
 from shoal.fusion.mode import SlotMode
+from shoal.fusion.outside import Outside
 from shoal.fusion.slots import Slots
 from shoal.fusion.template import Template
 from shoal.recipe import autocast, compute_loss, model_inputs
@@ -41,7 +43,7 @@ class StackedBackend:
         self._template: Template | None = None
         self._looped: list[str] = []
         self._own_factories = False
-        self._constant: tuple[str, ...] = ()
+        self._constant: dict[bool, tuple[str, ...]] = {}  # by whether it trains
         self._notes: list[str] = []
         self._undo = Undo()
         self._doubted: str | None = None
@@ -54,6 +56,9 @@ class StackedBackend:
     def changed(self, crew: Crew) -> None:
         """The next pass makes the template anew; what was learnt to be looped stays so."""
         self._template = None
+
+    def require(self, member: Member) -> None:
+        """Any trial of the array's signature will do."""
 
     def _current(self, crew: Crew) -> Template:
         if self._template is None:
@@ -92,7 +97,7 @@ class StackedBackend:
                 f"cannot for all slots at once: {first_line(error)}"
             ) from error
         self._keep_idle(crew, active)
-        return Trained(_masked(losses.detach(), active), {})
+        return Trained(masked(losses.detach(), active), {})
 
     def _keep_idle(self, crew: Crew, active: Sequence[bool]) -> None:
         """Buffers of slots that took no part; autograd needs them as they are until now."""
@@ -111,7 +116,7 @@ class StackedBackend:
         with torch.no_grad():
             losses, outputs = self._forward(crew, batches, active)
             self._keep_idle(crew, active)
-        return Evaluated(_masked(losses, active), outputs)
+        return Evaluated(masked(losses, active), outputs)
 
     def hand_out(self, crew: Crew, slots: Sequence[int]) -> None:
         """Gradients' rows become the parameters' gradients; what is there already is added."""
@@ -128,50 +133,66 @@ class StackedBackend:
     def _forward(
         self, crew: Crew, batches: Sequence[Any], active: Sequence[bool]
     ) -> tuple[Tensor, Sequence[Any]]:
-        self._current(crew).train(crew.members[0].module.training)
-        filled = _filled(batches, active)
-        undo = self._undo = Undo.of(crew.stacked, self._constant)
+        trains = crew.members[0].module.training
+        self._current(crew).train(trains)
+        full = filled(batches, active)
+        undo = self._undo = Undo.of(crew.stacked, self._constant.get(trains, ()))
         versions = {name: b._version for name, b in crew.stacked.buffers.items()}
         while True:
             crew.streams.begin(active)
             try:
-                result = self._pass(crew, filled, active)
+                result = self._pass(crew, full, active)
                 break
             except (Exception, SystemExit) as error:
                 crew.streams.undo()
                 undo.put_back(crew.stacked)
                 self._learn(error, crew)
         self._doubted = None
-        self._constant = tuple(
+        self._constant[trains] = tuple(
             name
             for name, b in crew.stacked.buffers.items()
-            if b._version == versions[name] and b.numel() > SMALL
+            # BatchNorm's kernel writes its statistics and does not say so.
+            if b.numel() > SMALL and b._version == versions[name]
+            if name not in undo.kept or torch.equal(b, undo.kept[name])
         )
         return result
 
     def _pass(
         self, crew: Crew, batches: Sequence[Any], active: Sequence[bool]
     ) -> tuple[Tensor, Sequence[Any]]:
-        template = self._current(crew)
-        recipe = template.recipe
+        blocks = {**crew.stacked.parameters, **crew.stacked.buffers}
         with entered(crew.width) as level:
-            slots = Slots(level, crew.streams, active)
-            blocks = {**crew.stacked.parameters, **crew.stacked.buffers}
-            tensors = {name: level.slotted(block) for name, block in blocks.items()}
+            slots = Slots(level, crew.streams, active, self._outside(crew))
             batch = combined(batches, level.slotted)
-            with (
-                template.running(slots, crew.stacked, tensors) as replaced,
-                SlotMode(slots, own_factories=self._own_factories),
-                autocast(recipe, crew.device),
-            ):
-                arguments, keywords = model_inputs(recipe, batch)
-                output = template.module(*arguments, **keywords)
-                loss = compute_loss(recipe, output, batch)
-            for name, value in replaced.items():
-                crew.stacked.buffers[name].copy_(level.stacked(value.detach()))
-            losses = level.stacked(loss)
+            output, losses = self._code(crew, slots, blocks, batch)
             outputs = [] if torch.is_grad_enabled() else _outputs(level, output)
         return losses, outputs
+
+    def _outside(self, crew: Crew) -> Outside | None:
+        """Where the next pass has its masks from."""
+        return None
+
+    def _code(
+        self, crew: Crew, slots: Slots, blocks: Mapping[str, Tensor], batch: Any
+    ) -> tuple[Any, Tensor]:
+        """Run the model's code on ``blocks``, its stacked tensors by name: output and losses [N].
+
+        Buffers that it makes anew are copied into their blocks.
+        """
+        template, level = self._current(crew), slots.level
+        recipe = template.recipe
+        tensors = {name: level.slotted(block) for name, block in blocks.items()}
+        with (
+            template.running(slots, crew.stacked, tensors) as replaced,
+            SlotMode(slots, own_factories=self._own_factories),
+            autocast(recipe, crew.device),
+        ):
+            arguments, keywords = model_inputs(recipe, batch)
+            output = template.module(*arguments, **keywords)
+            loss = compute_loss(recipe, output, batch)
+        for name, value in replaced.items():
+            blocks[name].copy_(level.stacked(value.detach()))
+        return output, level.stacked(loss)
 
     def _learn(self, error: BaseException, crew: Crew) -> None:
         """Loop the part that failed, so that the pass can be run again; or let the error go up.
@@ -281,14 +302,14 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0][:200]
 
 
-def _filled(batches: Sequence[Any], active: Sequence[bool]) -> Sequence[Any]:
-    """Slots that take no part see the batch of one that does."""
+def filled(batches: Sequence[Any], active: Sequence[bool]) -> Sequence[Any]:
+    """For all slots: those that take no part see the batch of one that does."""
     some = next(batch for batch, is_active in zip(batches, active, strict=True) if is_active)
     pairs = zip(batches, active, strict=True)
     return [batch if is_active else some for batch, is_active in pairs]
 
 
-def _masked(losses: Tensor, active: Sequence[bool]) -> Tensor:
+def masked(losses: Tensor, active: Sequence[bool]) -> Tensor:
     """Off the device, with NaN where a slot took no part."""
     found = losses.double().cpu()
     if not all(active):

@@ -52,6 +52,9 @@ class LoopBackend:
     def changed(self, crew: Crew) -> None:
         """Nothing is kept between calls."""
 
+    def require(self, member: Member) -> None:
+        """Any trial will do."""
+
     def hand_out(self, crew: Crew, slots: Sequence[int]) -> None:
         """Gradients are where autograd put them."""
 

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from shoal.core.errors import SpecError
-from shoal.core.spec import HyperParameters
+from shoal.core.spec import HyperParameters, PassKind
 from shoal.fusion.array import Array
 from shoal.fusion.batches import layout_of
+from shoal.fusion.kinds import backend_of
 from shoal.fusion.member import Member
 from shoal.ownstep import Modes, Tally, require_evaluation
 from shoal.recipe import (
@@ -48,12 +49,21 @@ Inherits = Mapping[int, tuple[HP, TakeOver]]
 """After which steps a trial goes on from another's state, with which hyperparameters."""
 
 
+class SlotPlace(NamedTuple):
+    """A slot of an array of ``width``, and how its passes run."""
+
+    slot: int
+    width: int
+    kind: PassKind = "eager"
+
+
 class _Loop:
     """The plain loop, with each step done by an array."""
 
     def __init__(
-        self, recipe: Recipe, hp: HP, seed: int, slot: int, width: int, device: torch.device
+        self, recipe: Recipe, hp: HP, seed: int, place: SlotPlace, device: torch.device
     ) -> None:
+        slot, width, kind = place
         self._recipe, self._slot, self._width = recipe, slot, width
         self._seed, self._device = seed, device
         hp = HyperParameters(hp)
@@ -76,7 +86,7 @@ class _Loop:
         restore_rng(before_data, device)
         first = next(iter(read_data(recipe, hp)[0]), None)
         usual = layout_of(to_device(first, device))
-        self.array = Array([member], device=device, usual=usual)
+        self.array = Array([member], device=device, backend=backend_of(kind), usual=usual)
         self.array.widen(slot, width)
         self.losses: list[float] = []
         self._tally = Tally()
@@ -189,8 +199,7 @@ def train_in_slot(
     recipe: Recipe,
     hp: HP,
     seed: int,
-    slot: int,
-    width: int,
+    place: SlotPlace,
     *,
     steps: int | None = None,
     epochs: int | None = None,
@@ -198,11 +207,11 @@ def train_in_slot(
     device: str | torch.device = "cpu",
     inherits: Inherits = MappingProxyType({}),
 ) -> Trained:
-    """Train one trial in ``slot`` of ``width``; see ``shoal.testing.array_loop``."""
+    """Train one trial in its slot, with nobody beside it; see ``shoal.testing.array_loop``."""
     where = torch.device(device)
     outer = capture_rng(where)
     try:
-        loop = _Loop(recipe, hp, seed, slot, width, where)
+        loop = _Loop(recipe, hp, seed, place, where)
         loop.run(steps, epochs, eval_every, inherits)
         (member,) = loop.array.dissolve()
     finally:

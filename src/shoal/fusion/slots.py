@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.fusion.declined import Disagreement
 from shoal.fusion.level import Level, plainly
+from shoal.fusion.outside import AtOnce, Outside
 from shoal.fusion.perslot import PerSlot, values_of
 from shoal.fusion.streams import SlotStreams
 
@@ -28,11 +29,19 @@ NUMBERS = (bool, int, float, complex, str)
 class Slots:
     """One pass of a model's code for all slots; ``active`` are those whose results count.
 
+    ``outside`` draws and checks for it; at once, if nothing else is said.
     Shapes in the rules: N slots, B rows of a batch, C channels, T time, H heads or hidden.
     """
 
-    def __init__(self, level: Level, streams: SlotStreams, active: Sequence[bool]) -> None:
+    def __init__(
+        self,
+        level: Level,
+        streams: SlotStreams,
+        active: Sequence[bool],
+        outside: Outside | None = None,
+    ) -> None:
         self.level, self.streams, self.width = level, streams, level.width
+        self.outside: Outside = outside or AtOnce(streams)
         self._active = active
 
     def has_values(self, *values: object) -> bool:
@@ -74,6 +83,7 @@ class Slots:
         self, functions: Sequence[Callable[..., Any]], args: Any = (), kwargs: Any = None
     ) -> Any:
         """The same with another function for every slot."""
+        self.outside.loops(_name(functions[0]))
         leaves, tree = pytree.tree_flatten((args, kwargs or {}))
         opened = [self.level.open(x) if isinstance(x, Tensor) else (x, None) for x in leaves]
         self._refuse_shared_target(functions[0], leaves, kwargs or {})
@@ -148,18 +158,3 @@ def _name(function: Callable[..., Any]) -> str:
 
 Rule = Callable[..., Any]
 """``(slots, *args, **kwargs) -> result``; ``NotImplemented`` where it does not apply."""
-
-
-def require_range(index: Tensor, size: int) -> None:
-    """Refuse an index that would read a neighbour's rows in a table of all slots.
-
-    Raises:
-        IndexError: as torch does for one trial.
-    """
-    if not index.numel():
-        return
-    least, most = torch.aminmax(index)
-    if index.is_cuda:  # no wait for the device
-        torch._assert_async((least >= 0) & (most < size))
-    elif least < 0 or most >= size:
-        raise IndexError(f"index out of range: {int(least)} to {int(most)}, of {size} rows")

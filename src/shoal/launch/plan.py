@@ -14,14 +14,25 @@ from shoal.execution.announce import predict_seconds, steps_of
 from shoal.execution.firstplan import FirstPlan
 from shoal.execution.floor import Sink
 from shoal.execution.rungs import check_population, check_rungs
+from shoal.execution.trial import total_steps
 from shoal.hardware import Hardware
 from shoal.launch.packing import pack_recipe
 from shoal.launch.policy import generation_bytes
 from shoal.launch.request import Asked
-from shoal.planning import Fusing, Planned, Planner, Wish, early, with_seconds
+from shoal.planning import (
+    Fusing,
+    Planned,
+    Planner,
+    Times,
+    Wish,
+    early,
+    width_wished,
+    with_seconds,
+)
 from shoal.resume import list_some
 from shoal.runtime.messages import Settings
 from shoal.runtime.pool import WorkerPool
+from shoal.search.rules import ETA
 
 PLACES: tuple[Place, ...] = ("device", "host")
 NOTHING: Mapping[int, Mapping[str, Scalar]] = {}
@@ -59,7 +70,15 @@ def plan_study(
     places = {key.get("optimizer_place") for key in before.values()}
     place = next((p for p in PLACES if places == {p}), None)
     args = (study.name, pool, hardware.devices, study.recipe, technique, place)
-    fusing = Fusing(_in_a_population(study, fuse, trials), hardware.devices, recorded)
+    times = Times(
+        total=lambda batches, each: total_steps(settings, batches, each),
+        eval_every=settings.eval_every,
+        by_epochs=settings.epochs is not None,
+        eta=ETA if study.search.pruner in ("asha", "hyperband") else None,
+        changes=bool(study.search.varied),
+    )
+    wish = _in_a_population(study, fuse, trials)
+    fusing = Fusing(wish, hardware.devices, recorded, times)
     planner = Planner(*args, steps=settings.steps, fusing=fusing, idle=idle)
     limits = study.limits()
     first = FirstPlan(planner, pool, limits.watchdog, slow_s=limits.slow_s, sink=sink)
@@ -90,7 +109,7 @@ def _in_a_population(study: Asked, fuse: Wish, trials: Sequence[TrialSpec]) -> W
     )
     if not others or not fuse:
         return fuse
-    if isinstance(fuse, int):
+    if width_wished(fuse) is not None:
         raise PlanError(
             f"fuse={fuse} with population-based training that varies {', '.join(others)}: of what "
             "changes on the way an array takes floats alone. Name them in PBT(vary=...), or leave "

@@ -1,76 +1,382 @@
-"""How wide an array is to be, so that it never loses against its trials one by one. Pure.
+"""How wide an array is to be, and how its passes run, so that it never loses. Pure.
 
-The trials of one shape take a device in turns of ``width``; the last turn costs as much as a full
-one. So what counts is how long all of them take, and not how quick a trial is in the widest array.
+[Note: what is compared]
+Not the step of a trial in the widest array, but when the last trial of the shape is through, on
+all devices: with slots that stay empty, trials that end early, validation, and what it costs to
+build arrays, to fill slots again, to trace and to compile. The trials one by one are always among
+what is compared, measured in the same rounds, and win a tie.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from shoal.core.spec import ArrayMeasure, WidthMeasure
-from shoal.core.units import Seconds, format_seconds
+from shoal.core.spec import ArrayMeasure, PassKind, WidthMeasure
+from shoal.core.units import Seconds, format_bytes, format_seconds
 
 MOST = 64  # slots
 WORTH = 0.95
 """An array has to take less than this part of the time; what it costs in the bits' class, and in
 waiting for each other, is not for nothing."""
 
+MIDDLE = 16  # slots
+CLOSE = 0.7
+"""Narrower arrays are looked at where the best so far take more than this part of the time."""
+HOPELESS = 1.6
+"""No other way to run passes is tried where arrays take so many times the trials one by one."""
+COMPILE_S = 0.08
+"""Seconds to be reckoned with to compile an operation of a graph, forward and backward."""
+PAYS = 10.0
+"""Nothing is compiled, not even to see, for less than so many times what compiling takes."""
+SPENDS = 0.04
+"""Part of the trials' time one by one that measuring may take, beyond its first candidate."""
+LEAST_S, MOST_S = 2.0, 20.0  # what it may take at least, and at most
+ORDER: tuple[PassKind, ...] = ("eager", "traced", "compiled")  # of two as quick, the first
+MANY = 20_000
+"""Evaluations of which the moments are not looked at one by one."""
+
 Fits = Callable[[WidthMeasure], bool]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What is to be trained: steps of each trial, on how many devices.
+
+    ``every``: steps between two evaluations, the last one at the end; None: at the end alone.
+    """
+
+    steps: tuple[int, ...]
+    devices: int
+    every: int | None = None
+    is_known: bool = True  # how long trials are; else only that they are alike
+    varies: bool = False  # floats in the trials' code differ, or change on the way
+
+    def evaluations(self, steps: int) -> int:
+        """Of one trial of so many steps."""
+        return math.ceil(steps / self.every) if self.every else 1
+
+
+class Candidate(NamedTuple):
+    """What may be measured next."""
+
+    width: int
+    kind: PassKind
+
+
+def shortened(steps: int, trials: int, every: int | None, eta: int) -> tuple[int, ...]:
+    """Steps of trials of which after 1, eta, eta**2, ... evaluations one of eta goes on.
+
+    Those that go on are spread over the numbers: who it will be is not known.
+    """
+    found = [steps] * trials
+    if not every:
+        return tuple(found)
+    for trial in range(trials):
+        rung, place = 1, trial
+        while rung * every < steps:
+            if place % eta:
+                found[trial] = rung * every
+                break
+            rung, place = rung * eta, place // eta
+    return tuple(found)
+
+
 def widths_to_try(trials: int, devices: int) -> tuple[int, ...]:
-    """Powers of two, and all of a device's trials, for ``trials`` on ``devices``."""
+    """A few: powers of four, and all of a device's trials, for ``trials`` on ``devices``."""
     each = min(MOST, math.ceil(trials / devices))
-    powers = [1 << n for n in range(1, 7) if 1 << n < each]
+    powers = [width for width in (4, 16) if 3 * width <= 2 * each]
     return (*powers, each) if each > 1 else ()
 
 
-def choose_width(measure: ArrayMeasure, trials: int, devices: int, fits: Fits) -> tuple[int, str]:
-    """The width with which all trials end first, 1 for none; and why, in words."""
-    if measure.declined:
-        return 1, f"unfused: {measure.declined}"
-    each = math.ceil(trials / devices)
-    able = [found for found in measure.widths if fits(found)]
-    if not able:
-        return 1, "unfused: no array of its shape fits the device"
-    best = min(able, key=lambda found: (_all_s(found, each), found.width))
-    alone_s = each * measure.alone_s
-    tried = describe(measure)
-    if _all_s(best, each) > WORTH * alone_s:
-        return 1, f"unfused: arrays were measured and gain nothing ({tried})"
-    return best.width, _praise(best, measure, tried)
+# -- how long it takes ------------------------------------------------------------------
 
 
-def words_for(measure: ArrayMeasure, width: int) -> str:
-    """What an array of a width that is settled already takes, in words."""
-    found = next(found for found in measure.widths if found.width == width)
-    return _praise(found, measure, describe(measure))
-
-
-def describe(measure: ArrayMeasure) -> str:
-    """How many times as fast as alone the widths are."""
-    ratios = [
-        f"{found.width} wide {found.width * measure.alone_s / found.step_s:.2f} times"
-        for found in measure.widths
+def serial_s(found: WidthMeasure, load: Load, valid_batches: int) -> float:
+    """Seconds until all trials are through one by one, a process for each device."""
+    costs = [
+        steps * found.alone_s + load.evaluations(steps) * valid_batches * found.alone_valid_s
+        for steps in load.steps
     ]
-    return ", ".join(ratios)
+    return _spread(costs, load.devices)
 
 
-def _praise(found: WidthMeasure, measure: ArrayMeasure, tried: str) -> str:
-    alone = format_seconds(Seconds(found.width * measure.alone_s))
-    slow = _some(measure.notes)
-    return (
-        f"a step of {found.width} as one array takes {format_seconds(found.step_s)}, one after "
-        f"another {alone} ({tried}){slow}"
+def array_s(found: WidthMeasure, load: Load, valid_batches: int) -> float:
+    """Seconds until all trials are through in arrays of this width, one on each device."""
+    lanes = _lanes(load, found.width)
+    longest = 0.0
+    for device in lanes:
+        if not any(device):
+            continue
+        steps = max(sum(lane) for lane in device)
+        rounds = _evaluation_rounds(device, load)
+        refills = sum(max(0, len(lane) - 1) for lane in device)
+        seconds = found.build_s + steps * found.step_s + refills * found.refill_s
+        longest = max(longest, seconds + rounds * valid_batches * found.valid_s)
+    return longest
+
+
+def _spread(costs: Sequence[float], devices: int) -> float:
+    """When the last is through, each in turn taken by the device that is free first."""
+    free = [0.0] * devices
+    for cost in costs:
+        heapq.heapreplace(free, free[0] + cost)
+    return max(free)
+
+
+def _lanes(load: Load, width: int) -> list[list[list[int]]]:
+    """For each device and slot, the steps of the trials that follow each other there.
+
+    Trials are given slots in turn; of each slot, each is taken by the device that is free first.
+    """
+    lanes: list[list[list[int]]] = [[[] for _ in range(width)] for _ in range(load.devices)]
+    counts = [0] * load.devices
+    for rank, steps in enumerate(load.steps):
+        slot = rank % width
+        device = min(range(load.devices), key=lambda d: (sum(lanes[d][slot]), counts[d], d))
+        lanes[device][slot].append(steps)
+        counts[device] += 1
+    return lanes
+
+
+def _evaluation_rounds(device: Sequence[Sequence[int]], load: Load) -> int:
+    """Evaluations that are not at the same time: those who are evaluated make the others wait."""
+    if len(set(load.steps)) == 1:  # all lanes in step
+        return max(len(lane) for lane in device) * load.evaluations(load.steps[0])
+    if sum(map(load.evaluations, load.steps)) > MANY:
+        return min(
+            max(sum(lane) for lane in device),
+            sum(load.evaluations(steps) for lane in device for steps in lane),
+        )
+    moments: set[int] = set()
+    for lane in device:
+        at = 0
+        for steps in lane:
+            moments.update(range(at + (load.every or steps), at + steps, load.every or steps))
+            at += steps
+            moments.add(at)
+    return len(moments)
+
+
+# -- what is measured -------------------------------------------------------------------
+
+
+def next_candidate(measure: ArrayMeasure, load: Load, fits: Fits) -> Candidate | None:
+    """What is worth a look after what was measured so far; None: it is enough.
+
+    Widths first, from ``MIDDLE``: wider while that gains, narrower where it does not. Then a graph
+    of the best one, or of the best two, and compiled code where it may bring back its price.
+    """
+    if measure.declined:
+        return None
+    batches, tried = measure.valid_batches, {(f.width, f.kind) for f in measure.widths}
+    eager = [found for found in measure.widths if found.kind == "eager"]
+    width = _next_width(eager, measure, load, fits)
+    if eager and _is_dear(width, measure, load):
+        return None
+    if width is not None:
+        return Candidate(width, "eager")
+    able = [found for found in eager if not found.declined and fits(found)]
+    ranked = sorted(able, key=lambda found: _part(found, load, batches))
+    if not ranked or _part(ranked[0], load, batches) > HOPELESS:
+        return None
+    for found in ranked[:2]:
+        if (found.width, "traced") not in tried:
+            return Candidate(found.width, "traced")
+    if any(kind == "compiled" for _, kind in tried) or why_not_compiled(measure, load):
+        return None
+    quick = [found for found in measure.widths if not found.declined and fits(found)]
+    return Candidate(min(quick, key=lambda f: _part(f, load, batches)).width, "compiled")
+
+
+def _next_width(
+    eager: Sequence[WidthMeasure], measure: ArrayMeasure, load: Load, fits: Fits
+) -> int | None:
+    widths = widths_to_try(len(load.steps), load.devices)
+    done = {found.width: found for found in eager}
+    if not done:
+        return max((w for w in widths if w <= MIDDLE), default=min(widths, default=None))
+    parts = {
+        width: _part(found, load, measure.valid_batches) if fits(found) else math.inf
+        for width, found in done.items()
+    }
+    best = min(parts, key=lambda width: (parts[width], width))
+    wider = [width for width in widths if width > max(done)]
+    if wider and best == max(done) and parts[best] < 1:
+        return wider[0]
+    narrower = [width for width in widths if width < min(done)]
+    if narrower and best == min(done) and parts[best] > CLOSE:
+        return narrower[-1]
+    return None
+
+
+def _part(found: WidthMeasure, load: Load, valid_batches: int) -> float:
+    """What the trials take as arrays, as a part of what they take one by one, beside them.
+
+    Candidates are compared by this: a machine is not as quick in one minute as in the next.
+    """
+    alone = serial_s(found, load, valid_batches)
+    return array_s(found, load, valid_batches) / alone if alone > 0 else math.inf
+
+
+def why_not_compiled(measure: ArrayMeasure, load: Load) -> str:
+    """In words, why nothing is compiled to see what it takes; empty if it may be."""
+    if not measure.compiler:
+        return "there is no C++ compiler (g++ or clang++), or the device is no CPU"
+    if not measure.nodes:
+        return "there is no graph of a step to compile"
+    if not load.is_known:
+        return "how long the trials are is not known"
+    if load.varies:
+        return (
+            "floats in the trials' code differ or change on the way, and compiled code holds them"
+        )
+    usable = [found for found in measure.widths if not found.declined]
+    shortest = min(
+        min(array_s(f, load, measure.valid_batches), serial_s(f, load, measure.valid_batches))
+        for f in usable
     )
+    price = COMPILE_S * measure.nodes
+    if shortest < PAYS * price:
+        return (
+            f"compiling is reckoned at {format_seconds(Seconds(price))}, which trials that are "
+            f"through in {format_seconds(Seconds(shortest))} do not bring back"
+        )
+    return ""
+
+
+def _is_dear(width: int | None, measure: ArrayMeasure, load: Load) -> bool:
+    """Whether the next candidate, taken to take as the last one, slot by slot, is too much."""
+    last = measure.widths[-1]
+    next_s = measure.last_s * (width or last.width) / last.width
+    usable = next((found for found in measure.widths if not found.declined), last)
+    return measure.took_s - measure.first_s + next_s > _allowance(usable, measure, load)
+
+
+def _allowance(found: WidthMeasure, measure: ArrayMeasure, load: Load) -> float:
+    """Seconds after the first candidate, after which no other one is measured."""
+    if not load.is_known:
+        return LEAST_S * 2
+    return min(MOST_S, max(LEAST_S, SPENDS * serial_s(found, load, measure.valid_batches)))
+
+
+# -- the choice ---------------------------------------------------------------------------
+
+
+class Choice(NamedTuple):
+    """Width 1 stands for the trials one by one."""
+
+    width: int
+    kind: PassKind
+    why: tuple[str, ...]
+
+
+def choose(measure: ArrayMeasure, load: Load, fits: Fits) -> Choice:
+    """With what all trials end first; the trials one by one, unless an array is sure to gain."""
+    if measure.declined:
+        return Choice(1, "eager", (f"unfused: {measure.declined}",))
+    best = _best(measure, load, fits)
+    lines = (*_table(measure, load, fits, best), *_costs(measure, load))
+    able = [found for found in measure.widths if not found.declined and fits(found)]
+    if not able:
+        told = next((f.declined for f in measure.widths if f.declined), "")
+        words = told or "no array of its shape fits the device"
+        return Choice(1, "eager", (f"unfused: {words}", *lines))
+    if best is None:
+        words = "unfused: arrays were measured and gain nothing"
+        return Choice(1, "eager", (words, *lines))
+    took, alone = (of(best, load, measure.valid_batches) for of in (array_s, serial_s))
+    words = (
+        f"as arrays of {best.width}, {best.kind}: all are through in "
+        f"{format_seconds(Seconds(took))}, one by one in {format_seconds(Seconds(alone))}"
+        f"{_some(measure.notes)}"
+    )
+    return Choice(best.width, best.kind, (words, *lines))
+
+
+def praise(found: WidthMeasure, notes: Sequence[str]) -> str:
+    """What an array that was asked for takes, in words."""
+    alone = format_seconds(Seconds(found.width * found.alone_s))
+    return (
+        f"a step of {found.width} as one array, {found.kind}, takes "
+        f"{format_seconds(found.step_s)}, one after another {alone}{_some(notes)}"
+    )
+
+
+def gains(found: WidthMeasure, load: Load, valid_batches: int) -> bool:
+    """Whether it ends so much sooner than the trials one by one that noise cannot be why."""
+    took = array_s(found, load, valid_batches) * (1 + found.noise)
+    return took < WORTH * serial_s(found, load, valid_batches)
+
+
+def _best(measure: ArrayMeasure, load: Load, fits: Fits) -> WidthMeasure | None:
+    """The candidate that ends first; of the compiled ones, one that is sure to be sooner."""
+    batches = measure.valid_batches
+    able = [
+        found
+        for found in measure.widths
+        if not found.declined and fits(found) and gains(found, load, batches)
+    ]
+
+    def score(found: WidthMeasure) -> tuple[float, int, int]:
+        sure = (1 + max(found.noise, 1 - WORTH)) if found.kind == "compiled" else 1.0
+        return _part(found, load, batches) * sure, found.width, ORDER.index(found.kind)
+
+    return min(able, key=score, default=None)
+
+
+def _table(measure: ArrayMeasure, load: Load, fits: Fits, best: WidthMeasure | None) -> list[str]:
+    lines = []
+    for found in measure.widths:
+        name = f"{found.width} wide, {found.kind}"
+        if found.declined:
+            lines.append(f"{name}: none, {found.declined}")
+            continue
+        took, alone = (of(found, load, measure.valid_batches) for of in (array_s, serial_s))
+        figures = (
+            f"{format_seconds(Seconds(found.step_s / found.width))} a step and trial (alone "
+            f"{format_seconds(found.alone_s)}), {format_bytes(found.unit_bytes)} a unit, "
+            f"all through in {format_seconds(Seconds(took))} (one by one "
+            f"{format_seconds(Seconds(alone))})"
+        )
+        lines.append(f"{name}: {figures}: {_verdict(found, measure, load, fits, best)}")
+    return lines
+
+
+def _verdict(
+    found: WidthMeasure, measure: ArrayMeasure, load: Load, fits: Fits, best: WidthMeasure | None
+) -> str:
+    took, alone = (of(found, load, measure.valid_batches) for of in (array_s, serial_s))
+    if found is best:
+        return "taken"
+    if not fits(found):
+        return "over the device's budget"
+    if took >= alone:
+        return f"slower than one by one by {100 * (took / alone - 1):.0f} %"
+    if not gains(found, load, measure.valid_batches):
+        noise = max(found.noise, 1 - WORTH)
+        return (
+            f"sooner by {100 * (1 - took / alone):.0f} %, which is not surely more than the noise "
+            f"({100 * noise:.0f} %)"
+        )
+    return "not the soonest"
+
+
+def _costs(measure: ArrayMeasure, load: Load) -> list[str]:
+    """What was not measured and why, and what measuring took."""
+    lines = []
+    if measure.widths and not any(found.kind == "compiled" for found in measure.widths):
+        lines.append(f"compiled: not tried, {why_not_compiled(measure, load) or NOT_WORTH}")
+    if measure.took_s:
+        lines.append(f"measuring this took {format_seconds(measure.took_s)}")
+    return lines
+
+
+NOT_WORTH = "measuring more would cost more than it could bring, or arrays lose by far"
 
 
 def _some(notes: Sequence[str]) -> str:
     return f"; {'; '.join(notes[:3])}" if notes else ""
-
-
-def _all_s(found: WidthMeasure, trials: int) -> float:
-    """Seconds in which ``trials`` trials have done one step each."""
-    return math.ceil(trials / found.width) * found.step_s

@@ -14,7 +14,16 @@ of each is measured, on whichever worker is free, and speaks for the others.
 """
 
 from shoal.planning.asking import MAX_DEATHS, Abandoned, Receive
-from shoal.planning.fusing import ALONE, Fusing, Wish, array_place, recorded_width
+from shoal.planning.fusing import (
+    ALONE,
+    Fusing,
+    Times,
+    Wish,
+    array_kind,
+    array_place,
+    recorded_width,
+    width_wished,
+)
 from shoal.planning.gangs import early, technique_on_record
 from shoal.planning.planned import Planned, with_seconds
 from shoal.planning.planner import Planner
@@ -29,10 +38,13 @@ __all__ = [
     "Planned",
     "Planner",
     "Receive",
+    "Times",
     "Wish",
+    "array_kind",
     "array_place",
     "early",
     "recorded_width",
     "technique_on_record",
+    "width_wished",
     "with_seconds",
 ]

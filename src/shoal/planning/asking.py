@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.core.errors import ShoalError, WorkerError
-from shoal.core.spec import ArrayMeasure, TrialSpec
+from shoal.core.spec import TrialSpec
 from shoal.planner.growth import grown
 from shoal.planning.pipelining import Question
 from shoal.planning.planned import Settled
@@ -18,6 +18,8 @@ from shoal.runtime.messages import (
     MeasuredArray,
     Order,
     Refused,
+    TimeArray,
+    TimedArray,
 )
 from shoal.runtime.pool import Gone, Worker, WorkerPool
 
@@ -29,7 +31,7 @@ Receive = Callable[[], tuple[Worker | None, object] | None]
 """The next message of a worker, or None when there was none for a moment. Whoever gives it
 has looked after the worker: one that is gone is replaced, now or later."""
 
-_ANSWERS = (Described, Measured, MeasuredArray, Refused, Gone)
+_ANSWERS = (Described, Measured, MeasuredArray, TimedArray, Refused, Gone)
 
 
 class Abandoned(WorkerError):
@@ -86,15 +88,25 @@ class Asking:
             raise self._none_can_run(trials)
         return reply
 
-    def measure_array(self, order: MeasureArray) -> ArrayMeasure:
-        """What arrays of these trials take, or why there are none."""
-        _, reply = self._ask_one(order)
-        if isinstance(reply, MeasuredArray):
-            return reply.measure
-        if isinstance(reply, Refused):
-            return ArrayMeasure(declined=reply.error.strip().rpartition("\n")[2])
-        assert isinstance(reply, Gone)
-        return ArrayMeasure(declined=f"a worker ended while arrays were measured: {reply.reason}")
+    def measure_arrays(
+        self, order: MeasureArray | TimeArray, count: int, only: Iterable[Worker] = ()
+    ) -> dict[Worker, object]:
+        """What so many workers answer to an order that they are given at once, by worker.
+
+        ``only``: those, if they are there still.
+        """
+        while not self._pool.workers:
+            self._receive()
+        there = list(self._pool.workers.values())
+        asked = [w for w in there if w in set(only)] if only else there[:count]
+        for worker in asked:
+            self._ask(worker, order)
+        found: dict[Worker, object] = {}
+        while len(found) < len(asked):
+            answer = self._receive()
+            if answer and answer[0] in asked:
+                found[answer[0]] = answer[1]
+        return found
 
     def settle(
         self, alike: Mapping[str, Sequence[TrialSpec]], question: Callable[[TrialSpec], Question]

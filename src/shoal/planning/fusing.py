@@ -9,33 +9,84 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
+from shoal.core.errors import SpecError
 from shoal.core.plan import NO_ARRAY, ArrayPlace, Job, LoneNeed
-from shoal.core.spec import ArrayMeasure, DeviceSpec, Scalar, TrialSpec, WidthMeasure
+from shoal.core.spec import DeviceSpec, PassKind, Scalar, TrialSpec, WidthMeasure
 from shoal.core.technique import Resident
 from shoal.core.units import Bytes, Seconds
 from shoal.fusion.match import Signature, first_difference, groups, told_apart
-from shoal.planner.width import choose_width, widths_to_try, words_for
+from shoal.planner.width import (
+    Candidate,
+    Load,
+    choose,
+    next_candidate,
+    praise,
+    shortened,
+    widths_to_try,
+)
 from shoal.planning.asking import Asking
-from shoal.runtime.messages import MeasureArray
+from shoal.planning.trying import try_arrays
 
 Wish = str | int | None
-"""``"auto"`` measures, a number is a width, 0 is none; None is what the study has on record."""
+"""``"auto"`` measures, a number is a width, 0 is none; None is what the study has on record.
+A width may say how passes run: ``"16 compiled"``."""
 
 ALONE = 1
+KINDS: tuple[PassKind, ...] = ("eager", "traced", "compiled")
+LIKELY = 1000
+"""Steps that a trial is taken to have, where nobody can say."""
+NOTHING: Mapping[int, str] = MappingProxyType({})
+
+
+def width_wished(wish: Wish) -> tuple[int, PassKind | None] | None:
+    """The width that was asked for, and how passes are to run; None if neither was.
+
+    Raises:
+        SpecError: the words are none of these.
+    """
+    if wish is None or wish == "auto":
+        return None
+    if isinstance(wish, int):
+        return wish, None
+    width, _, kind = wish.partition(" ")
+    if not width.isdecimal() or kind not in KINDS:
+        raise SpecError(f"fuse is 'auto', False, a width, or '16 compiled', got {wish!r}.")
+    return int(width), next(known for known in KINDS if known == kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """What of a study says how long its trials are.
+
+    ``total`` gives the steps of a trial, of the batches of an epoch and those of a step.
+    ``eta``: of so many trials one goes on at a rung; None: all do. ``changes``: settings of a
+    trial may change on the way.
+    """
+
+    total: Callable[[int | None, int], int | None] = lambda batches, each: None
+    eval_every: int | None = None
+    by_epochs: bool = False
+    eta: int | None = None
+    changes: bool = False
 
 
 @dataclass(slots=True)
 class _Shape:
-    """Trials of one signature: what was measured of them, and the width of those that come."""
+    """Trials of one signature: what was measured of them, and what those that come train as."""
 
     group: str  # its name
-    measures: dict[int, ArrayMeasure] = field(default_factory=dict)  # by width
+    found: dict[Candidate, WidthMeasure] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    compiler: str = ""
     width: int = 0  # not settled yet
-    why: str = ""
+    kind: PassKind | None = None  # None: traced, if there is a graph
+    constants: str = ""  # of the code that is compiled
+    why: tuple[str, ...] = ()
 
 
 class Fusing:
@@ -44,6 +95,7 @@ class Fusing:
     Args:
         wish: See ``Wish``.
         recorded: The numerics keys of all trials that were planned before.
+        times: How long trials are; None: nobody knows.
     """
 
     def __init__(
@@ -51,8 +103,10 @@ class Fusing:
         wish: Wish,
         devices: Sequence[DeviceSpec],
         recorded: Mapping[int, Mapping[str, Scalar]],
+        times: Times | None = None,
     ) -> None:
         self._wish, self._recorded, self._devices = wish, dict(recorded), len(devices)
+        self._wished, self._times = width_wished(wish), times or Times()
         self._budget = min(device.memory for device in devices)
         self._shapes: dict[Signature, _Shape] = {}
 
@@ -67,8 +121,14 @@ class Fusing:
         trials: Sequence[TrialSpec],
         facts: Mapping[int, Signature],
         asking: Asking,
+        *,
+        constants: Mapping[int, str] = NOTHING,
+        num_batches: Mapping[int, int | None] = MappingProxyType({}),
     ) -> tuple[Job, ...]:
-        """The jobs, with places for those that train in arrays."""
+        """The jobs, with places for those that train in arrays.
+
+        ``constants``: by trial, of its code (``Described``); ``num_batches``: of an epoch.
+        """
         able = {j.trial: j for j in jobs if isinstance(j.technique, Resident) and j.trial in facts}
         specs = [trial for trial in trials if trial.number in able]
         done = {job.trial: job for job in jobs}
@@ -76,12 +136,39 @@ class Fusing:
             some = [specs[index] for index in members]
             signature = facts[some[0].number]
             shape = self._shapes.setdefault(signature, _Shape(_digest(signature)))
-            self._settle(shape, some, able[some[0].number], asking)
+            mine = [able[trial.number] for trial in some]
+            varies = len({constants.get(trial.number) for trial in some}) > 1
+            load = self._load(mine, num_batches, varies)
+            self._settle(shape, some, mine[0], asking, load, constants)
+            told = {trial.number: constants.get(trial.number, "") for trial in some}
             for trial in some:
-                job = self._place(able[trial.number], shape, some, asking)
+                job = self._place(able[trial.number], shape, some, asking, told)
                 self._recorded[trial.number] = job.numerics
                 done[trial.number] = job
         return tuple(done[job.trial] for job in jobs)
+
+    def _load(
+        self, jobs: Sequence[Job], num_batches: Mapping[int, int | None], varies: bool
+    ) -> Load:
+        """What the trials of a shape that have none yet are to train."""
+        fresh = [job for job in jobs if job.trial not in self._recorded] or list(jobs)
+        times, each = self._times, fresh[0].micro_batches
+        batches = [num_batches.get(job.trial) for job in fresh]
+        totals = [times.total(count, each) for count in batches]
+        every = times.eval_every
+        if every is None and times.by_epochs and batches[0]:
+            every = -(-batches[0] // each)
+        steps = tuple(total or LIKELY for total in totals)
+        if times.eta and len(set(steps)) == 1:
+            steps = shortened(steps[0], len(steps), every, times.eta)
+        is_known = all(total is not None for total in totals)
+        return Load(
+            steps=steps,
+            devices=self._devices,
+            every=every,
+            is_known=is_known,
+            varies=varies or times.changes,
+        )
 
     def notes(
         self, trials: Sequence[TrialSpec], facts: Mapping[int, Signature]
@@ -109,74 +196,127 @@ class Fusing:
     # -- one shape --------------------------------------------------------------------
 
     def _settle(
-        self, shape: _Shape, trials: Sequence[TrialSpec], job: Job, asking: Asking
+        self,
+        shape: _Shape,
+        trials: Sequence[TrialSpec],
+        job: Job,
+        asking: Asking,
+        load: Load,
+        constants: Mapping[int, str],
     ) -> None:
-        """The width of this shape's trials that have none yet."""
+        """What this shape's trials that have no place yet train as."""
         fresh = [trial for trial in trials if trial.number not in self._recorded]
         if shape.width or not fresh:
             return
-        widths = [recorded_width(key) for key in self._of(shape)]
+        usual = Counter(constants.get(trial.number, "") for trial in fresh)
+        shape.constants = usual.most_common(1)[0][0]
+        places = [recorded_place(key) for key in self._of(shape)]
         if self._wish == 0:
             shape.width = ALONE
-        elif widths:  # what its trials trained in
-            shape.width = max(widths)
+        elif places:  # what its trials trained in
+            shape.width, shape.kind = max(places, key=lambda place: place[0])
+            shape.constants = self._recorded_constants(shape) or shape.constants
         elif self._wish is None:
             shape.width = ALONE
-        elif isinstance(self._wish, int):
-            shape.width = self._wish
+        elif self._wished is not None:
+            shape.width, shape.kind = self._wished
         else:
-            self._measure_widths(shape, fresh, job, asking)
+            self._measure_widths(shape, fresh, job, asking, load)
 
     def _of(self, shape: _Shape) -> list[Mapping[str, Scalar]]:
         """The keys on record of this shape's trials."""
         return [k for k in self._recorded.values() if k.get("array_group") == shape.group]
 
-    def _measure_widths(
-        self, shape: _Shape, trials: Sequence[TrialSpec], job: Job, asking: Asking
-    ) -> None:
-        widths = widths_to_try(len(trials), self._devices)
-        if not widths:
-            shape.width, shape.why = ALONE, ""
-            return
-        measure = self._ask(shape, trials, widths, asking)
-        shape.width, shape.why = choose_width(
-            measure, len(trials), self._devices, lambda found: self._fits(job, found)
-        )
+    def _recorded_constants(self, shape: _Shape) -> str:
+        return next((str(k["array_floats"]) for k in self._of(shape) if "array_floats" in k), "")
 
-    def _ask(
-        self,
-        shape: _Shape,
-        trials: Sequence[TrialSpec],
-        widths: Sequence[int],
-        asking: Asking,
-    ) -> ArrayMeasure:
-        measure = asking.measure_array(MeasureArray(tuple(trials[: max(widths)]), tuple(widths)))
-        shape.measures |= dict.fromkeys(widths, measure)
-        return measure
+    def _measure_widths(
+        self, shape: _Shape, trials: Sequence[TrialSpec], job: Job, asking: Asking, load: Load
+    ) -> None:
+        """Try arrays of several widths, on as many devices as the trials would occupy."""
+        if not widths_to_try(len(trials), self._devices):
+            shape.width = ALONE
+            return
+
+        def fits(found: WidthMeasure) -> bool:
+            return self._fits(job, found)
+
+        measure = try_arrays(
+            asking,
+            trials,
+            min(self._devices, len(trials)),
+            lambda measure: next_candidate(measure, load, fits),
+        )
+        shape.width, shape.kind, shape.why = choose(measure, load, fits)
+        shape.notes, shape.compiler = measure.notes, measure.compiler
+        for found in measure.widths:
+            shape.found[Candidate(found.width, found.kind)] = found
+
+    def _look_at(
+        self, shape: _Shape, trials: Sequence[TrialSpec], candidate: Candidate, asking: Asking
+    ) -> WidthMeasure:
+        """What an array that is settled already takes."""
+        if candidate not in shape.found:
+            todo = [candidate]
+            measure = try_arrays(
+                asking, trials, 1, lambda _: todo.pop() if todo else None, briefly=True
+            )
+            declined = WidthMeasure(
+                width=candidate.width, kind=candidate.kind, declined=measure.declined
+            )
+            shape.found[candidate] = next(iter(measure.widths), declined)
+            if measure.declined:  # however its passes run
+                shape.found[Candidate(candidate.width, "eager")] = declined
+            shape.notes = (*shape.notes, *measure.notes)
+            shape.compiler = measure.compiler or shape.compiler
+        return shape.found[candidate]
 
     def _fits(self, job: Job, found: WidthMeasure) -> bool:
         return _held_bytes(job, found.width) + found.unit_bytes <= self._budget
 
-    def _place(self, job: Job, shape: _Shape, trials: Sequence[TrialSpec], asking: Asking) -> Job:
+    def _kind(
+        self,
+        shape: _Shape,
+        before: Mapping[str, Scalar] | None,
+        constants: str,
+    ) -> PassKind | None:
+        """How a trial's array is to run; None: traced, if there is a graph."""
+        if before is not None:
+            return recorded_place(before)[1]
+        if shape.kind == "compiled" and constants != shape.constants:
+            return None  # its code would be another one: an array beside the compiled one
+        return shape.kind
+
+    def _place(
+        self,
+        job: Job,
+        shape: _Shape,
+        trials: Sequence[TrialSpec],
+        asking: Asking,
+        told: Mapping[int, str],
+    ) -> Job:
         """The job in its array, if that is where it trains."""
         before = self._recorded.get(job.trial)
         known = array_place(before) if before else None
         width = shape.width if before is None else recorded_width(before)
         job = replace(job, numerics={**job.numerics, **_since(before), "array_group": shape.group})
         if width == ALONE:
-            return replace(job, why=(*job.why, shape.why)) if shape.why else job
-        if width not in shape.measures:
-            self._ask(shape, trials, (width,), asking)
-        measure = shape.measures[width]
-        found = next((found for found in measure.widths if found.width == width), None)
-        if found is None:
-            why = f"unfused: {measure.declined or 'its array could not be measured'}"
-            return replace(job, why=(*job.why, why))
+            return replace(job, why=(*job.why, *shape.why))
+        kind = self._kind(shape, before, told[job.trial])
+        if kind == "compiled":  # of those that share its code
+            mine = str((before or {}).get("array_floats", shape.constants))
+            trials = [trial for trial in trials if told[trial.number] == mine]
+        found = self._look_at(shape, trials, Candidate(width, kind or "traced"), asking)
+        if found.declined and kind in (None, "traced"):  # the same bits, operation by operation
+            found = self._look_at(shape, trials, Candidate(width, "eager"), asking)
+        if found.declined:
+            return replace(job, why=(*job.why, f"unfused: {found.declined}"))
         if not self._fits(job, found):
             return replace(job, why=(*job.why, f"unfused: {width} of them do not fit the device"))
         slot = known[0] if known else self._free_slot(shape, width)
-        place = ArraySlot(shape.group, slot, width)
-        return _in_array(job, place, found, words_for(measure, width))
+        place = ArraySlot(shape.group, slot, told[job.trial])
+        why = shape.why or (praise(found, shape.notes),)
+        return _in_array(job, place, found, why, shape.compiler)
 
     def _free_slot(self, shape: _Shape, width: int) -> int:
         """The slot that fewest trials of the shape have; they follow each other there."""
@@ -186,31 +326,47 @@ class Fusing:
 
 
 class ArraySlot(NamedTuple):
-    """Which array, and where in it."""
+    """Which array, where in it, and the floats of the trial's code."""
 
     group: str
     slot: int
-    width: int
+    constants: str
 
 
-def _in_array(job: Job, place: ArraySlot, found: WidthMeasure, why: str) -> Job:
-    held = _held_bytes(job, place.width)
+def _in_array(
+    job: Job, place: ArraySlot, found: WidthMeasure, why: tuple[str, ...], compiler: str
+) -> Job:
+    held, width = _held_bytes(job, found.width), found.width
     alone = LoneNeed(
         held_bytes=job.held_bytes,
         unit_bytes=job.unit_bytes,
         peak_bytes=job.peak_bytes,
         step_s=job.step_s,
     )
-    group = f"{place.group}x{place.width}"
+    group, constants = f"{place.group}x{width}", ""
+    key: dict[str, Scalar] = {"array": f"slot {place.slot} of {width}"}
+    if found.kind == "traced":
+        key["array_pass"] = found.kind
+    elif found.kind == "compiled":
+        constants = place.constants
+        key |= {"array_pass": f"compiled, {compiler}", "array_floats": constants}
+        group = f"{group} compiled {constants}"
     return replace(
         job,
-        array=ArrayPlace(group=group, slot=place.slot, width=place.width, alone=alone),
+        array=ArrayPlace(
+            group=group,
+            slot=place.slot,
+            width=width,
+            alone=alone,
+            kind=found.kind,
+            constants=constants,
+        ),
         held_bytes=held,
         unit_bytes=found.unit_bytes,
         peak_bytes=Bytes(held + found.unit_bytes),
-        step_s=Seconds(found.step_s / place.width),
-        why=(*job.why, why),
-        numerics={**job.numerics, "array": f"slot {place.slot} of {place.width}"},
+        step_s=Seconds(found.step_s / width),
+        why=(*job.why, *why),
+        numerics={**job.numerics, **key},
     )
 
 
@@ -224,6 +380,17 @@ def array_place(numerics: Mapping[str, object]) -> tuple[int, int] | None:
     """Slot and width that a numerics key tells of; None of a trial that is in no array."""
     words = str(numerics.get("array", "")).split()
     return (int(words[1]), int(words[3])) if words[:1] == ["slot"] else None
+
+
+def array_kind(numerics: Mapping[str, object]) -> PassKind:
+    """How the passes of its array run, as a numerics key tells; a study of old says nothing."""
+    told = str(numerics.get("array_pass", "eager")).partition(",")[0]
+    return next((kind for kind in KINDS if kind == told), "eager")
+
+
+def recorded_place(numerics: Mapping[str, object]) -> tuple[int, PassKind]:
+    """The width and the kind that a numerics key tells of."""
+    return recorded_width(numerics), array_kind(numerics)
 
 
 def recorded_width(numerics: Mapping[str, object]) -> int:

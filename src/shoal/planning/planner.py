@@ -119,7 +119,14 @@ class Planner:
         planned = self._collect(found, active, asking.failures)
         if not described.arrays:
             return planned
-        jobs = self._fusing.places(planned.plan.jobs, able, described.arrays, asking)
+        jobs = self._fusing.places(
+            planned.plan.jobs,
+            able,
+            described.arrays,
+            asking,
+            constants=described.constants,
+            num_batches=planned.num_batches,
+        )
         notes = self._fusing.notes(able, described.arrays)
         return replace(planned, plan=replace(planned.plan, jobs=jobs, notes=notes))
 

@@ -29,7 +29,7 @@ from shoal.core.errors import CapacityError
 from shoal.core.plan import ArrayPlace, Job
 from shoal.core.units import Bytes
 from shoal.device import Device
-from shoal.fusion import Array, Member
+from shoal.fusion import Array, Member, backend_of
 from shoal.fusion.batches import layout_of
 from shoal.memory.ledger import Ledger
 from shoal.partition.track import AllocationTracker
@@ -153,7 +153,12 @@ class ArraySeat:
         )
         if self._array is None:
             where = self._device.torch_device
-            array = Array([member], device=where, usual=_usual_layout(session, where))
+            array = Array(
+                [member],
+                device=where,
+                backend=backend_of(self.place.kind, self.place.constants),
+                usual=_usual_layout(session, where),
+            )
             array.widen(slot, self.place.width)
             self._array = array
         else:
@@ -326,7 +331,12 @@ class ArraySeat:
         what: str,
         some: Sequence[Seated],
     ) -> Any:
-        """Run a pass; now and then, and when batches are larger than ever, count its bytes."""
+        """Run a pass; now and then, and when batches are larger than ever, count its bytes.
+
+        Not of compiled code, whose allocations nothing sees: they are taken for the eager pass's.
+        """
+        if self.place.kind == "compiled":
+            return self._computed(work, what, some)
         size = sum(t.nbytes for batches in rows for t in tensors_of(list(batches)))
         grew = size > self._largest.get(what, 0)
         self._largest[what] = max(size, self._largest.get(what, 0))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from shoal.core.errors import ShoalError, SpecError
 from shoal.core.spec import HyperParameters, TrialSpec
 from shoal.data import epoch_length
 from shoal.fusion import Signature, signature_of
+from shoal.fusion.constants import constants_of
 from shoal.recipe import Batch, Recipe, build_model, build_optimizer_of, read_data
 from shoal.rng import seed_all
+from shoal.runtime.messages import Describe, Described
 from shoal.several import each_kind
 
 _RATE = re.compile(r"(Dropout\w*\()p=([\d.e-]+)")
@@ -28,14 +31,42 @@ def signature(recipe: Recipe, trial: TrialSpec) -> str:
     return _cost_signature(_Described(recipe, hp, _skeleton(recipe, hp, trial.seed)))
 
 
-def both_signatures(recipe: Recipe, trial: TrialSpec) -> tuple[str, Signature]:
-    """The same, and all that has to be equal in the trials of one array, in words."""
+def described(recipe: Recipe, trial: TrialSpec) -> tuple[str, Signature, str]:
+    """The same; all that has to be equal in the trials of one array, in words; and what has to be
+    where its code is compiled."""
     hp = HyperParameters(trial.hp)
     seed_all(trial.seed)
     found = _Described(recipe, hp, build_model(recipe, hp))
     facts = signature_of(recipe, found.model, found.optimizer, found.batch).facts
     length = "known" if epoch_length(found.train) is not None else "not known"
-    return _cost_signature(found), Signature((*facts, ("the length of the data", length)))
+    signature = Signature((*facts, ("the length of the data", length)))
+    return _cost_signature(found), signature, constants_of(recipe, found.model)
+
+
+def describe(recipe: Recipe, order: Describe, note: Callable[[int | None], None]) -> Described:
+    """The answer to Describe; ``note`` is called with the trial whose code runs."""
+    signatures, errors = {}, {}
+    facts: dict[int, Signature] = {}
+    constants: dict[int, str] = {}
+    cause: Exception | None = None
+    for trial in order.trials:
+        note(trial.number)
+        try:
+            if order.arrays:
+                found, facts[trial.number], constants[trial.number] = described(recipe, trial)
+            else:
+                found = signature(recipe, trial)
+            signatures[trial.number] = found
+        except (Exception, SystemExit) as error:
+            errors[trial.number] = traceback.format_exc()
+            cause = cause or own_error(error)
+    note(None)
+    return Described(signatures, errors, cause, facts, constants)
+
+
+def own_error(error: BaseException) -> Exception | None:
+    """The error when it is shoal's own and says all there is to say."""
+    return error if isinstance(error, ShoalError) else None
 
 
 class _Described:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.bench.link import glance
-from shoal.core.errors import ShoalError, SpecError
+from shoal.core.errors import SpecError
 from shoal.core.spec import (
     ALIGNMENT,
     HyperParameters,
@@ -29,7 +29,6 @@ from shoal.data import epoch_length, host_bytes, rule_of
 from shoal.device import Device
 from shoal.device.flops import host_step_bytes, stopwatch_of
 from shoal.device.pace import SystemClock
-from shoal.fusion import Signature
 from shoal.memory.layout import TensorSpec, TrialLayout
 from shoal.memory.store import describe
 from shoal.ownstep import Modes, require_evaluation
@@ -68,11 +67,12 @@ from shoal.runtime.counting import (
     with_step,
     with_step_seconds,
 )
-from shoal.runtime.describe import both_signatures, first_batch, rows_of, signature
+from shoal.runtime.describe import describe as describe_trials
+from shoal.runtime.describe import first_batch, own_error, rows_of
 from shoal.runtime.layouts import grads_of, layout_of
 from shoal.runtime.messages import (
+    ArrayTry,
     Describe,
-    Described,
     Measure,
     MeasureArray,
     Measured,
@@ -82,11 +82,13 @@ from shoal.runtime.messages import (
     Order,
     Refused,
     Reply,
+    TimeArray,
+    TimedArray,
 )
 from shoal.runtime.probe import Probe
 from shoal.runtime.stepmeasure import OWN_STEP, StepMeasure
 from shoal.runtime.units import evaluate_metrics
-from shoal.runtime.widths import measure_array
+from shoal.runtime.widths import ArrayBench
 from shoal.several import each_kind
 
 
@@ -137,13 +139,14 @@ class Measurer:
         self._loss_notes: tuple[str, ...] = ()
         self._draws_evaluating = False
         self._states: Mapping[str, Sequence[TensorSpec]] = {}
+        self._bench: ArrayBench | None = None
         self._link: tuple[()] | tuple[float, float] | None = None  # not looked at yet
 
     def forget(self) -> None:
         """Let go of what was measured: the trials need the memory now."""
-        if self._built is None:
+        if self._built is None and self._bench is None:
             return
-        self._built = self._chain = self._whole = None
+        self._built = self._chain = self._whole = self._bench = None
         if self._device.spec.kind == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._device.torch_device)
@@ -151,43 +154,33 @@ class Measurer:
     def answer(self, order: Order) -> Reply:
         """The reply to one order; what a trial's own code raises is part of it."""
         if isinstance(order, Describe):
-            return self._describe(order.trials, arrays=order.arrays)
-        assert isinstance(order, Measure | MeasureShards | MeasureReplica | MeasureArray)
+            return describe_trials(self._recipe, order, self.note)
+        assert isinstance(
+            order, Measure | MeasureShards | MeasureReplica | MeasureArray | TimeArray
+        )
         trial = order.trial
         self.note(trial.number)
         try:
             if isinstance(order, MeasureArray):
-                found = measure_array(self._recipe, self._device, order.trials, order.widths)
-                return MeasuredArray(trial.number, found)
+                return MeasuredArray(trial.number, self._measure_array(order))
+            if isinstance(order, TimeArray):
+                assert self._bench is not None, "an array is built before it is timed"
+                return TimedArray(trial.number, self._bench.time(order))
+            self._bench = None
             if isinstance(order, MeasureReplica):
                 return self._measure_replica(trial, order.width, order.shard)
             if isinstance(order, MeasureShards):
                 return self._measure_shards(trial, order.cuts, narrow=order.narrow)
             return self._measure(trial, cut=order.cut, narrow=order.narrow)
         except (Exception, SystemExit) as error:
-            return Refused(trial.number, traceback.format_exc(), _own(error))
+            return Refused(trial.number, traceback.format_exc(), own_error(error))
         finally:
             self.note(None)
 
-    # -- describe -------------------------------------------------------------------------
-
-    def _describe(self, trials: Sequence[TrialSpec], *, arrays: bool) -> Described:
-        signatures, errors = {}, {}
-        facts: dict[int, Signature] = {}
-        cause: Exception | None = None
-        for trial in trials:
-            self.note(trial.number)
-            try:
-                if arrays:
-                    found, facts[trial.number] = both_signatures(self._recipe, trial)
-                else:
-                    found = signature(self._recipe, trial)
-                signatures[trial.number] = found
-            except (Exception, SystemExit) as error:
-                errors[trial.number] = traceback.format_exc()
-                cause = cause or _own(error)
-        self.note(None)
-        return Described(signatures, errors, cause, facts)
+    def _measure_array(self, order: MeasureArray) -> ArrayTry:
+        if self._bench is None or not self._bench.is_of(order.trial):
+            self._bench = ArrayBench(self._recipe, self._device, order.trials)
+        return self._bench.build(order.trials, order.width, order.kind)
 
     # -- measure --------------------------------------------------------------------------
 
@@ -556,11 +549,6 @@ def _compiled_notes(model: nn.Module) -> tuple[str, ...]:
         f"{what} compiled: measured as if they were not, and nothing counts allocations while "
         "they train",
     )
-
-
-def _own(error: BaseException) -> Exception | None:
-    """The error when it is shoal's own and says all there is to say."""
-    return error if isinstance(error, ShoalError) else None
 
 
 def _name_of(optimizer: torch.optim.Optimizer) -> str:

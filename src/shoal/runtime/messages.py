@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.core.event import Event, Packed, unpack_event
 from shoal.core.plan import Job
-from shoal.core.spec import ArrayMeasure, DeviceSpec, JobMeasure, TrialSpec
+from shoal.core.spec import NO_BYTES, NO_SECONDS, DeviceSpec, JobMeasure, PassKind, TrialSpec
+from shoal.core.units import Bytes, Seconds
 from shoal.memory.layout import TrialLayout
 
 if TYPE_CHECKING:  # this module is read before torch is: a worker starts while it loads
@@ -120,15 +121,31 @@ class MeasureShards:
 
 @dataclass(frozen=True, slots=True)
 class MeasureArray:
-    """Measure arrays of the first so many of these trials, which are of one shape."""
+    """Build an array of so many of these trials, which are of one shape, to be timed."""
 
     trials: tuple[TrialSpec, ...]
-    widths: tuple[int, ...]
+    width: int
+    kind: PassKind = "eager"
 
     @property
     def trial(self) -> TrialSpec:
         """The one whose measure it is."""
         return self.trials[0]
+
+
+@dataclass(frozen=True, slots=True)
+class TimeArray:
+    """Time the array that was built, and a trial alone: for so many rounds, each in slices.
+
+    ``slices_s``: seconds of each contender's (``TimedArray``). One of 0 is left out, and a long
+    one is in the first round alone. All workers begin at ``begin`` of ``time.monotonic``, the
+    clock of all processes here.
+    """
+
+    trial: TrialSpec
+    begin: float
+    slices_s: tuple[float, ...]
+    rounds: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +209,7 @@ Order = (
     | MeasureShards
     | MeasureReplica
     | MeasureArray
+    | TimeArray
     | Grant
     | Extend
     | Park
@@ -218,6 +236,7 @@ class Described:
     errors: Mapping[int, str]
     cause: Exception | None = None  # the first, when it is shoal's own
     arrays: Mapping[int, Signature] = field(default_factory=dict)  # where they were asked for
+    constants: Mapping[int, str] = field(default_factory=dict)  # floats of the code, as a digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,12 +248,41 @@ class Measured:
     layout: TrialLayout | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrayTry:
+    """An array that was built; as in ``WidthMeasure`` and ``ArrayMeasure``.
+
+    ``declined``: why there is none; ``is_kind``: other ways to run passes may do.
+    ``once_s``: seconds of each contender (``TimedArray``), roughly; 0 if there is none.
+    """
+
+    declined: str = ""
+    is_kind: bool = False
+    unit_bytes: Bytes = NO_BYTES
+    build_s: Seconds = NO_SECONDS
+    refill_s: Seconds = NO_SECONDS
+    once_s: tuple[float, ...] = ()
+    valid_batches: int = 0
+    notes: tuple[str, ...] = ()
+    nodes: int = 0
+    compiler: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class MeasuredArray:
     """The answer to MeasureArray."""
 
     trial: int
-    measure: ArrayMeasure
+    found: ArrayTry
+
+
+@dataclass(frozen=True, slots=True)
+class TimedArray:
+    """The answer to TimeArray: for each round, seconds of a step alone and of the array, and of
+    a validation batch alone and of the array; 0 where one was left out."""
+
+    trial: int
+    rounds: tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +355,7 @@ Reply = (
     | Described
     | Measured
     | MeasuredArray
+    | TimedArray
     | Refused
     | LeaseOver
     | Forgotten

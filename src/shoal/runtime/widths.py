@@ -1,8 +1,13 @@
 """What an array of so many trials takes, and one of them alone: built, compared, timed.
 
-Everything happens outside the device's budget, on copies, before a trial trains. Both are timed
-in the same rounds, on batches that are there already, each by its best round: a machine that
-others use is only ever slower than it is.
+Everything happens outside the device's budget, on copies, before a trial trains.
+
+[Note: all at once]
+Alone on a machine an array has caches and memory to itself that it will share with the arrays of
+the other devices. So all workers of a study build the same, and are then told a moment on the
+clock that all processes of a machine share, from which on all of them do the same for the same
+slices of time, in rounds: a step alone, a step of the array, a validation batch alone, one of the
+array. What counts is the median of a worker's rounds, and of the workers the slowest.
 """
 
 from __future__ import annotations
@@ -16,15 +21,18 @@ from typing import Any
 
 import torch
 
-from shoal.core.spec import ArrayMeasure, HyperParameters, TrialSpec, WidthMeasure
+from shoal.core.spec import HyperParameters, PassKind, TrialSpec
 from shoal.core.units import Bytes, Seconds
 from shoal.data import epoch_length
 from shoal.device import Device
-from shoal.fusion import Array, Declined, Member, dry_run
+from shoal.fusion import Array, Declined, Member, backend_of, dry_run
+from shoal.fusion.compiled import compiler
+from shoal.fusion.dryrun import difference
 from shoal.fusion.finish import clip_alone
 from shoal.fusion.likeness import copies
 from shoal.fusion.loop import lone_pass
-from shoal.ownstep import Modes, OwnStep
+from shoal.fusion.traced import TracedBackend
+from shoal.ownstep import Modes, OwnStep, own_evaluation
 from shoal.partition.compiled import compiles
 from shoal.partition.track import AllocationTracker
 from shoal.recipe import (
@@ -37,11 +45,146 @@ from shoal.recipe import (
 )
 from shoal.rng import capture_rng, seed_all
 from shoal.runtime.describe import first_batch
+from shoal.runtime.messages import ArrayTry, TimeArray
 
 TRIED = 4  # trials that are compared, one step as an array with one step of each alone
-ROUNDS = 5
-ROUND_S = 0.05  # a round repeats a step that is quicker
-PATIENCE_S = 20.0  # no wider array is tried when one round of all takes so long
+LONG_S = 0.2  # a contender with longer slices is timed in one round
+
+
+class ArrayBench:
+    """The array that is looked at now, and a trial alone beside it; of one shape of trials."""
+
+    def __init__(self, recipe: Recipe, device: Device, trials: Sequence[TrialSpec]) -> None:
+        self._recipe, self._device, self._where = recipe, device, device.torch_device
+        self._first = trials[0]
+        self._crowd = _Crowd(recipe, trials, self._where)
+        self._declined: str | None = None  # not looked at yet
+        self._alone: tuple[Member, list[Any]] | None = None
+        self._works: tuple[Callable[[], Any] | None, ...] = ()
+        self._valid_batches = 0
+
+    def is_of(self, trial: TrialSpec) -> bool:
+        """Whether these are the trials of the one of that number."""
+        return self._first == trial
+
+    def build(self, trials: Sequence[TrialSpec], width: int, kind: PassKind) -> ArrayTry:
+        """Compare a few of the trials with themselves alone, and build an array."""
+        self._works = ()
+        self._crowd.trials = trials
+        self._crowd.grow(min(TRIED, max(2, width)))
+        if self._declined is None:
+            self._declined = self._first_look()
+        if self._declined:
+            return ArrayTry(declined=self._declined)
+        if self._recipe.step is not None and kind != "eager":
+            return ArrayTry(declined="a step of one's own is no graph", is_kind=True)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's, of schedules of copied optimizers
+                return self._built(width, kind)
+        except Declined as error:
+            return ArrayTry(declined=str(error), is_kind=kind != "eager")
+
+    def _first_look(self) -> str:
+        crowd = self._crowd
+        declined = _obstacle(self._recipe, self._device, self._first, crowd.members[0])
+        declined = declined or dry_run(
+            crowd.members, [group[0] for group in crowd.batches], device=self._where
+        )
+        if not declined:
+            try:
+                self._alone = _one_that_can(crowd, self._where)
+            except Declined as error:
+                declined = str(error)
+        hp = HyperParameters(self._first.hp)
+        self._valid_batches = 0 if declined else _count(read_data(self._recipe, hp)[1])
+        return declined
+
+    def _built(self, width: int, kind: PassKind) -> ArrayTry:
+        crowd, where = self._crowd, self._where
+        crowd.grow(width)
+        backend = backend_of(kind)
+        array = Array(copies(crowd.members[:width]), device=where, backend=backend)
+        rows = list(zip(*crowd.batches[:width], strict=True))
+        valid = crowd.valid[:width]
+        has_valid = any(batch is not None for batch in valid)
+        began = time.perf_counter()
+        _settle(array, rows, valid if has_valid and kind == "traced" else ())
+        build_s = time.perf_counter() - began
+        if isinstance(backend, TracedBackend) and kind == "traced" and backend.why_eager:
+            return ArrayTry(declined=backend.why_eager, is_kind=True)
+        if kind == "compiled":
+            words = difference(
+                copies(crowd.members[:width]), crowd.first_batches(width), where, backend
+            )
+            if words:
+                return ArrayTry(declined=words, is_kind=True)
+        assert self._alone is not None
+        lone, group = self._alone
+        alone_s = _seconds(lambda: _step_alone(lone, group, where), where)
+        step_s = _seconds(lambda: array.step(*rows), where)
+        unit, alone_valid_s, valid_s = self._allocated(width, kind, rows), 0.0, 0.0
+        if has_valid:
+            alone_valid_s = _seconds(lambda: _evaluate_alone(lone, valid[0], where), where)
+            began = time.perf_counter()
+            unit = Bytes(max(unit, _evaluated(array, valid)))
+            valid_s = time.perf_counter() - began
+        refill_s = self._refilled(array, rows) - step_s
+        self._works = (
+            lambda: _step_alone(lone, group, where),
+            lambda: array.step(*rows),
+            (lambda: _evaluate_alone(lone, valid[0], where)) if has_valid else None,
+            (lambda: _evaluate_array(array, valid)) if has_valid else None,
+        )
+        return ArrayTry(
+            notes=tuple(array.notes),
+            unit_bytes=unit,
+            build_s=Seconds(build_s),
+            refill_s=Seconds(max(0.0, refill_s)),
+            once_s=(alone_s, step_s, alone_valid_s, valid_s),
+            valid_batches=self._valid_batches,
+            nodes=getattr(backend, "nodes", 0),
+            compiler=compiler() if where.type == "cpu" else "",
+        )
+
+    def _allocated(self, width: int, kind: PassKind, rows: Sequence[Sequence[Any]]) -> Bytes:
+        """The most bytes that a step allocates, where it makes its graph too.
+
+        Compiled code, whose allocations nothing sees, is taken to need what the eager pass does.
+        """
+        backend = backend_of("eager" if kind == "compiled" else kind)
+        array = Array(copies(self._crowd.members[:width]), device=self._where, backend=backend)
+        array.step(*rows)  # its optimizers' states are there from now on
+        if isinstance(backend, TracedBackend):
+            backend.forget()
+        with AllocationTracker() as tracker:
+            array.step(*rows)
+        return Bytes(tracker.peak_bytes)
+
+    def _refilled(self, array: Array, rows: Sequence[Sequence[Any]]) -> float:
+        """Seconds in which a slot gets another trial, and a step is done."""
+        began = time.perf_counter()
+        member = array.retire(0)
+        array.refill(0, member)
+        array.step(*rows)
+        _wait(self._where)
+        return time.perf_counter() - began
+
+    def time(self, order: TimeArray) -> tuple[tuple[float, ...], ...]:
+        """For each round, seconds of each of the four contenders; 0 for one that is left out."""
+        found = []
+        until = order.begin
+        for at in range(order.rounds):
+            row = []
+            for work, slice_s in zip(self._works, order.slices_s, strict=True):
+                if work is None or not slice_s or (at and slice_s > LONG_S):
+                    row.append(0.0)
+                    continue
+                time.sleep(max(0.0, until - time.monotonic()))
+                until = max(until, time.monotonic()) + slice_s
+                row.append(_in_slice(work, until, self._where))
+            found.append(tuple(row))
+        return tuple(found)
 
 
 class _Crowd:
@@ -50,14 +193,14 @@ class _Crowd:
     def __init__(self, recipe: Recipe, trials: Sequence[TrialSpec], device: torch.device) -> None:
         # Timing takes many steps on one batch: what diverges is to take as long as ever.
         self._recipe = dataclasses.replace(recipe, on_nonfinite="ignore")
-        self._trials, self._device = trials, device
+        self.trials, self._device = trials, device
         self.members: list[Member] = []
         self.batches: list[list[Any]] = []  # a group for each
         self.valid: list[Any] = []  # a batch to evaluate for each, None without such data
 
     def grow(self, count: int) -> None:
         for index in range(len(self.members), count):
-            trial = self._trials[index % len(self._trials)]  # some twice, if there are too few
+            trial = self.trials[index % len(self.trials)]  # some twice, if there are too few
             hp = HyperParameters(trial.hp)
             seed_all(trial.seed)
             model = build_model(self._recipe, hp).to(self._device)
@@ -80,6 +223,10 @@ class _Crowd:
             self.batches.append([batch] * self._recipe.accumulate)
             self.valid.append(to_device(next(iter(valid or ()), None), self._device))
 
+    def first_batches(self, count: int) -> list[Any]:
+        """One for each of the first ``count``."""
+        return [group[0] for group in self.batches[:count]]
+
 
 class _Endless:
     """A schedule that begins anew where it ends, since timing takes more steps than a trial."""
@@ -95,26 +242,6 @@ class _Endless:
             self._schedule.load_state_dict(copy.deepcopy(self._beginning))
 
 
-def measure_array(
-    recipe: Recipe, device: Device, trials: Sequence[TrialSpec], widths: Sequence[int]
-) -> ArrayMeasure:
-    """Compare a few of the trials with themselves alone, and time ``widths`` of them."""
-    crowd = _Crowd(recipe, trials, device.torch_device)
-    crowd.grow(min(TRIED, max(widths)))
-    declined = _obstacle(recipe, device, trials[0], crowd.members[0])
-    declined = declined or dry_run(
-        crowd.members, [group[0] for group in crowd.batches], device=device.torch_device
-    )
-    if declined:
-        return ArrayMeasure(declined=declined)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's, of schedules of optimizers that are copies
-            return _timed(crowd, device, sorted(widths))
-    except Declined as error:
-        return ArrayMeasure(declined=str(error))
-
-
 def _obstacle(recipe: Recipe, device: Device, trial: TrialSpec, member: Member) -> str:
     """What keeps any trial of this study from an array; empty if nothing does."""
     if device.spec.profile is not None:
@@ -128,39 +255,77 @@ def _obstacle(recipe: Recipe, device: Device, trial: TrialSpec, member: Member) 
     return ""
 
 
-def _timed(crowd: _Crowd, device: Device, widths: Sequence[int]) -> ArrayMeasure:
-    where = device.torch_device
-    lone, group = _one_that_can(crowd, where)
-    alone = _Race(lambda: _step_alone(lone, group, where), where)
-    found: list[WidthMeasure] = []
-    notes: dict[str, None] = {}
-    began = time.perf_counter()
-    for width in widths:
-        crowd.grow(width)
-        array = Array(copies(crowd.members[:width]), device=where)
-        rows = list(zip(*crowd.batches[:width], strict=True))
+def _settle(array: Array, rows: Sequence[Sequence[Any]], valid: Sequence[Any]) -> None:
+    """Steps and evaluations until the array runs as it will from then on."""
+    for _ in range(3):
         array.step(*rows)
-        race = _Race(lambda array=array, rows=rows: array.step(*rows), where)  # type: ignore[misc]
-        for _ in range(ROUNDS):
-            alone.run()
-            race.run()
-        with AllocationTracker() as tracker:
-            array.step(*rows)
-        notes |= dict.fromkeys(array.notes)
-        unit = Bytes(max(tracker.peak_bytes, _evaluated(array, crowd.valid[:width])))
-        found.append(WidthMeasure(width=width, step_s=Seconds(race.best_s), unit_bytes=unit))
-        if time.perf_counter() - began > PATIENCE_S:
-            break
-    return ArrayMeasure(alone_s=Seconds(alone.best_s), widths=tuple(found), notes=tuple(notes))
+        if valid:
+            _evaluate_array(array, valid)
+        if not isinstance(array.backend, TracedBackend):
+            return
+
+
+def _count(valid: Any) -> int:
+    """Batches of one evaluation; 1 where the data does not say."""
+    if valid is None:
+        return 0
+    return epoch_length(valid) or 1
 
 
 def _evaluated(array: Array, batches: Sequence[Any]) -> int:
     """The most bytes that an evaluation of one batch for each slot allocates."""
-    if all(batch is None for batch in batches):
-        return 0
-    with AllocationTracker() as tracker, array.evaluating():
-        array.evaluate(batches)
+    with AllocationTracker() as tracker:
+        _evaluate_array(array, batches)
     return int(tracker.peak_bytes)
+
+
+def _evaluate_array(array: Array, batches: Sequence[Any]) -> None:
+    array.set_training(False)
+    array.evaluate(batches)
+    array.set_training(True)
+
+
+def _evaluate_alone(member: Member, batch: Any, device: torch.device) -> None:
+    """A validation batch as the plain loop does it."""
+    member.train(False)
+    with torch.no_grad():
+        if member.recipe.evaluate is not None:
+            own_evaluation(member.recipe, member.module, batch, member.hp)
+        else:
+            output, loss = lone_pass(member, batch, device)
+            float(loss)
+            for metric in member.recipe.metrics.values():
+                float(metric(output, batch))
+    member.train()
+
+
+def _seconds(work: Callable[[], Any], device: torch.device) -> float:
+    """Of doing it once."""
+    _wait(device)
+    began = time.perf_counter()
+    work()
+    _wait(device)
+    return max(1e-9, time.perf_counter() - began)
+
+
+def _in_slice(work: Callable[[], Any], until: float, device: torch.device) -> float:
+    """Seconds of one, of as many as are over at about ``until``; at least one."""
+    began = last = time.monotonic()
+    count = 0
+    while True:
+        work()
+        count += 1
+        now = time.monotonic()
+        if now + (now - last) / 2 > until:
+            break
+        last = now
+    _wait(device)
+    return (time.monotonic() - began) / count
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _one_that_can(crowd: _Crowd, device: torch.device) -> tuple[Member, list[Any]]:
@@ -178,31 +343,6 @@ def _one_that_can(crowd: _Crowd, device: torch.device) -> tuple[Member, list[Any
         else:
             return lone, group
     raise Declined(f"none of the trials can do a step: {type(failure).__name__}: {failure}")
-
-
-class _Race:
-    """One contender: how long its work takes at best."""
-
-    def __init__(self, work: Callable[[], Any], device: torch.device) -> None:
-        self._work, self._device = work, device
-        self.best_s = float("inf")
-        self._count = max(1, min(50, round(ROUND_S / self._seconds(2))))
-
-    def run(self) -> None:
-        """One round."""
-        self.best_s = min(self.best_s, self._seconds(self._count))
-
-    def _seconds(self, count: int) -> float:
-        """Of one of ``count``."""
-        began = self._clock()
-        for _ in range(count):
-            self._work()
-        return max(1e-9, (self._clock() - began) / count)
-
-    def _clock(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
 
 
 def _step_alone(member: Member, group: Sequence[Any], device: torch.device) -> None:

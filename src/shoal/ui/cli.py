@@ -62,8 +62,9 @@ SourceFile = Annotated[
 Fuse = Annotated[
     str | None,
     typer.Option(
-        help="Train trials of one shape as arrays: auto (measured), off, or how wide.",
-        metavar="auto|off|N",
+        help="Train trials of one shape as arrays: auto (measured), off, or how wide, and how "
+        "passes run: 16, 16-compiled.",
+        metavar="auto|off|N[-KIND]",
     ),
 ]
 TechniqueName = Annotated[

@@ -65,18 +65,21 @@ def run_file(
 
 
 def parse_fuse(text: str | None) -> str | bool | int | None:
-    """``--fuse`` as ``Study.run`` takes it.
+    """``--fuse`` as ``Study.run`` takes it: auto, off, 16, or 16-compiled.
 
     Raises:
-        SpecError: it is neither auto, off, nor a number.
+        SpecError: it is none of these.
     """
     if text is None or text == "auto":
         return text
     if text == "off":
         return False
-    if not text.isdecimal():
-        raise SpecError(f"--fuse is auto, off, or the width of arrays, got {text!r}.")
-    return int(text)
+    width, dash, kind = text.partition("-")
+    if not width.isdecimal() or bool(dash) != bool(kind):
+        raise SpecError(
+            f"--fuse is auto, off, or the width of arrays (16, 16-compiled), got {text!r}."
+        )
+    return f"{width} {kind}" if kind else int(width)
 
 
 def resume_study(

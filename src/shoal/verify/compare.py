@@ -19,7 +19,7 @@ from shoal.core.errors import ShoalError, SpecError
 from shoal.observe.reader import read_outline
 from shoal.observe.rows import TrialRow, TrialState
 from shoal.observe.snapshot import Snapshot
-from shoal.planning import BY_SHARDS, array_place
+from shoal.planning import BY_SHARDS, array_kind, array_place
 from shoal.recipe import Recipe
 from shoal.report import TrialResult, read_report
 from shoal.runtime.pipelined import without_versions
@@ -107,7 +107,9 @@ class _Case:
         number, steps = self.row.number, self.row.step
         notes = environment_notes(self.row.numerics, self.recipe) + _heritage(self.row)
         if array_place(self.row.numerics):
-            notes += (f"in its array, {self.row.numerics['array']}, with nobody beside it",)
+            way = self.row.numerics.get("array_pass")
+            where = f"{self.row.numerics['array']}{f', {way}' if way else ''}"
+            notes += (f"in its array, {where}, with nobody beside it",)
         if width := self.row.numerics.get("replicas"):
             notes += (f"by the rule of {width} replicas, one after the other in one process",)
         try:
@@ -176,7 +178,10 @@ def _as_plain(row: TrialRow) -> PlainTrial:
     first = row.inherited[0].before if row.inherited else row.hp
     inherits = {taken.step: (taken.source, taken.hp) for taken in row.inherited}
     place = array_place(row.numerics)
-    return PlainTrial(hp=first, seed=row.seed, inherits=inherits, place=place)
+    kind = array_kind(row.numerics)
+    if kind == "traced":
+        kind = "eager"  # whose bits it has: the operations themselves, and no graph of them
+    return PlainTrial(hp=first, seed=row.seed, inherits=inherits, place=place, kind=kind)
 
 
 def _heritage(row: TrialRow) -> tuple[str, ...]:

@@ -33,9 +33,10 @@ def test_an_array_and_the_serial_loop_take_the_same_steps(run, name, monkeypatch
         made.append(right(*args))
         return made[-1]
 
-    monkeypatch.setattr(run, "models", remembered)
+    for module in (run, sys.modules["rivals"]):
+        monkeypatch.setattr(module, "models", remembered)
 
-    for step in (run.array_step(workload, 2), run.serial_step(workload, 2, fused=True)):
+    for step in (run.array_step(workload, 2), run.serial_step(workload, range(2), fused=True)):
         step()
 
     for mine, theirs in zip(*made, strict=True):

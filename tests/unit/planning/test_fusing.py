@@ -6,16 +6,27 @@ import json
 
 import pytest
 
+from shoal.core.errors import SpecError
 from shoal.core.plan import ArrayPlace, LoneNeed, Plan, alone, plan_from_dict
-from shoal.core.spec import ArrayMeasure, TrialSpec, WidthMeasure
+from shoal.core.spec import TrialSpec
 from shoal.core.technique import Spilled
 from shoal.core.units import Bytes, Seconds
 from shoal.fusion.match import Signature
-from shoal.planning.fusing import ALONE, Fusing, array_place, recorded_width
+from shoal.planning.fusing import (
+    ALONE,
+    Fusing,
+    Times,
+    array_kind,
+    array_place,
+    recorded_width,
+    width_wished,
+)
+from shoal.runtime.messages import ArrayTry, MeasuredArray, TimeArray, TimedArray
 from shoal.testing import make_device, make_job
 
 ONE, OTHER = Signature((("the model", "one"),)), Signature((("the model", "other"),))
 NEED = LoneNeed(held_bytes=Bytes(1), unit_bytes=Bytes(2), peak_bytes=Bytes(3), step_s=Seconds(0.1))
+NONE: dict[int, str] = {}
 QUICK = 0.002  # of an array's step; three trials alone take longer
 
 
@@ -28,31 +39,54 @@ def key(number, width, signature=ONE):
 
 
 class Asked:
-    """Answers as a worker would, and counts."""
+    """Answers as workers would, and counts the arrays that were asked for."""
 
-    def __init__(self, declined: str = "", step_s: float = QUICK) -> None:
-        self.declined, self.step_s = declined, step_s
+    def __init__(
+        self, declined: str = "", step_s: float = QUICK, workers: int = 1, graphs: bool = False
+    ) -> None:
+        self.declined, self.step_s, self.graphs = declined, step_s, graphs
+        self.workers = [object() for _ in range(workers)]
         self.orders = []
 
-    def measure_array(self, order):
+    def measure_arrays(self, order, count, only=()):
+        there = [w for w in self.workers if w in list(only)] if only else self.workers[:count]
+        return {worker: self.answer(order) for worker in there}
+
+    def answer(self, order):
+        if isinstance(order, TimeArray):
+            return TimedArray(order.trial.number, ((0.001, self.step_s, 0.0, 0.0),) * order.rounds)
         self.orders.append(order)
-        if self.declined:
-            return ArrayMeasure(declined=self.declined)
-        widths = tuple(
-            WidthMeasure(width=w, step_s=Seconds(self.step_s), unit_bytes=Bytes(4096))
-            for w in order.widths
+        declined, is_kind = self.declined, False
+        if not declined and order.kind != "eager" and not self.graphs:
+            declined, is_kind = "no graph of this", True
+        found = ArrayTry(
+            declined=declined,
+            is_kind=is_kind,
+            unit_bytes=Bytes(4096),
+            once_s=(0.001, self.step_s, 0.0, 0.0),
+            compiler="g++ 1",
+            nodes=1,
         )
-        return ArrayMeasure(alone_s=Seconds(0.001), widths=widths)
+        return MeasuredArray(order.trial.number, found)
 
 
 def place(
-    wish, numbers=range(6), *, recorded=None, facts=None, asked=None, memory=2**28, fusing=None
+    wish,
+    numbers=range(6),
+    *,
+    recorded=None,
+    facts=None,
+    asked=None,
+    memory=2**28,
+    fusing=None,
+    constants=NONE,
 ):
     """The jobs of trials with these numbers."""
     specs = [TrialSpec(number=n, hp={"lr": 0.1}, seed=n) for n in numbers]
     fusing = fusing or Fusing(wish, [make_device(memory=memory)], recorded or {})
     facts = facts or dict.fromkeys(numbers, ONE)
-    return fusing.places([make_job(n) for n in numbers], specs, facts, asked or Asked())
+    jobs = [make_job(n) for n in numbers]
+    return fusing.places(jobs, specs, facts, asked or Asked(), constants=constants)
 
 
 def widths(jobs):
@@ -81,14 +115,17 @@ def test_automatic_is_measured_once_for_each_shape():
     facts = dict.fromkeys(range(4), ONE) | dict.fromkeys(range(4, 8), OTHER)
     jobs = place("auto", range(8), facts=facts, asked=asked)
     assert widths(jobs) == [4] * 8
-    assert len(asked.orders) == 2
+    assert [(order.width, order.kind) for order in asked.orders] == 2 * [
+        (4, "eager"),
+        (4, "traced"),
+    ]
     assert len({job.array.group for job in jobs}) == 2
 
 
 def test_automatic_takes_none_that_gains_nothing():
     jobs = place("auto", asked=Asked(step_s=1.0))
     assert widths(jobs) == [ALONE] * 6
-    assert all("gain nothing" in job.why[-1] for job in jobs)
+    assert all("gain nothing" in " ".join(job.why) for job in jobs)
 
 
 @pytest.mark.parametrize("wish", [None, 0, 2, "auto"])
@@ -109,7 +146,7 @@ def test_what_was_settled_holds_for_trials_that_come_in_the_same_run():
     first = place("auto", range(3), fusing=fusing, asked=asked)
     later = place("auto", range(3, 9), fusing=fusing, asked=asked)
     assert widths(first + later) == [3] * 9
-    assert len(asked.orders) == 1
+    assert len(asked.orders) == 2  # as it is, and as a graph
 
 
 @pytest.mark.parametrize("wish", [4, "auto"])
@@ -125,7 +162,7 @@ def test_what_is_declined_trains_alone_and_is_asked_for_once(wish):
 def test_what_does_not_fit_the_device_trains_alone(wish):
     jobs = place(wish, memory=4200)
     assert widths(jobs) == [ALONE] * 6
-    assert all("fit" in job.why[-1] for job in jobs)
+    assert all("fit" in " ".join(job.why) or "budget" in " ".join(job.why) for job in jobs)
 
 
 def test_spilled_trials_and_those_without_a_signature_are_in_none():
@@ -192,3 +229,88 @@ def test_a_trial_that_leaves_its_array_says_since_when_and_stays_out():
     assert again.array is None
     assert again.numerics["array"] == "none since step 7"
     assert "array" not in alone(job, 0, "it is odd").numerics
+
+
+# ------------------------------------------------------------------ how passes run
+
+
+def kinds(jobs):
+    return [job.array.kind if job.array else None for job in jobs]
+
+
+def test_words_for_a_width_may_say_how_passes_run():
+    assert width_wished(16) == (16, None)
+    assert width_wished("16 compiled") == (16, "compiled")
+    assert width_wished("auto") is None
+    for odd in ("16 quick", "compiled", "", "16"):
+        with pytest.raises(SpecError, match="a width"):
+            width_wished(odd)
+
+
+def test_a_width_that_is_asked_for_runs_as_a_graph_where_there_is_one():
+    assert kinds(place(4, asked=Asked(graphs=True))) == ["traced"] * 6
+    assert kinds(place(4, asked=Asked())) == ["eager"] * 6
+    assert kinds(place("4 eager", asked=Asked(graphs=True))) == ["eager"] * 6
+
+
+def test_a_graph_is_on_record_and_a_compiler_in_the_numerics_key():
+    (job, *_) = place(4, asked=Asked(graphs=True))
+    assert job.numerics["array_pass"] == "traced"
+    (job, *_) = place(
+        "4 compiled", asked=Asked(graphs=True), constants=dict.fromkeys(range(6), "a")
+    )
+    assert job.numerics["array_pass"] == "compiled, g++ 1"
+    assert (job.numerics["array_floats"], job.array.constants) == ("a", "a")
+    assert job.numerics["array"] == "slot 0 of 4"
+    assert array_kind(job.numerics) == "compiled"
+    assert array_kind({"array": "slot 0 of 4"}) == "eager"  # of a study of old
+    assert "array_pass" not in alone(job, 3, "it is odd").numerics
+
+
+def test_what_cannot_be_compiled_trains_alone_and_says_so():
+    jobs = place("4 compiled", asked=Asked())
+    assert widths(jobs) == [ALONE] * 6
+    assert jobs[0].why[-1] == "unfused: no graph of this"
+
+
+@pytest.mark.parametrize("wish", [None, 0, 2, "auto", "2 eager"])
+@pytest.mark.parametrize("kind", ["eager", "traced", "compiled"])
+def test_trials_that_go_on_run_as_they_did(wish, kind):
+    graphs = Asked(graphs=True)
+    before = place(f"3 {kind}", range(3), asked=graphs)
+    recorded = {job.trial: job.numerics for job in before}
+    again = place(wish, range(4), recorded=recorded, asked=graphs)
+    assert kinds(again)[:3] == [kind] * 3
+    assert [job.array.group for job in again[:3]] == [job.array.group for job in before]
+    if wish != 0:
+        assert kinds(again)[3] == kind
+
+
+def test_a_trial_with_other_floats_is_in_another_array_than_the_compiled_one():
+    constants = dict.fromkeys(range(5), "a") | {5: "b"}
+    jobs = place("4 compiled", asked=Asked(graphs=True), constants=constants)
+    assert kinds(jobs) == ["compiled"] * 5 + ["traced"]
+    assert len({job.array.group for job in jobs}) == 2
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_as_many_devices_are_asked_as_the_trials_would_occupy(workers):
+    asked = Asked(workers=workers)
+    devices = [make_device() for _ in range(workers)]
+    place("auto", range(8), asked=asked, fusing=Fusing("auto", devices, {}))
+    assert len([o for o in asked.orders if o.kind == "eager"]) % workers == 0
+    assert len(asked.orders) >= workers
+
+
+def test_compiled_code_is_tried_and_taken_where_trials_are_long():
+    class Quick(Asked):
+        def answer(self, order):
+            if isinstance(order, TimeArray):
+                self.step_s = QUICK / 2 if self.orders[-1].kind == "compiled" else QUICK
+            return super().answer(order)
+
+    for steps, kind in ((100, "eager"), (10**6, "compiled")):
+        times = Times(total=lambda batches, each, steps=steps: steps)
+        fusing = Fusing("auto", [make_device()], {}, times)
+        jobs = place("auto", asked=Quick(graphs=True), fusing=fusing)
+        assert kinds(jobs) == [kind] * 6

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from shoal.fusion.level import like_alone, plainly
+from shoal.fusion.level import plainly
+from shoal.fusion.outside import Mask
 from shoal.fusion.perslot import values_of
 from shoal.fusion.slots import Slots
 
@@ -58,30 +58,5 @@ def _one_per_channel(x_BC: Tensor) -> Tensor:
 
 
 def masks(slots: Slots, one: Tensor, p: float) -> Tensor:
-    """Zeros and 1 / (1 - p) in the shape of ``one``, for every slot: [N, ...].
-
-    On the CPU what ``torch.dropout`` draws; elsewhere its kernel draws itself, once per slot.
-    A slot whose rate is 0 draws nothing, as alone.
-    """
-    rates = values_of(p, slots.width)
-    drawn = like_alone(slots.width, one)
-    for slot, rate in enumerate(rates):
-        if rate == 0:
-            drawn[slot].fill_(1)
-        elif one.device.type == "cpu":
-            drawn[slot].bernoulli_(1 - rate, generator=slots.streams.generator(slot))
-        else:
-            with slots.streams.as_default(slot):
-                drawn[slot] = torch.dropout(torch.ones_like(one), rate, True)
-    if one.device.type == "cpu":
-        _scale(drawn, rates)
-    return drawn
-
-
-def _scale(drawn: Tensor, rates: tuple[float, ...]) -> None:
-    if len(set(rates)) == 1:
-        drawn.div_(1 - rates[0]) if rates[0] < 1 else None
-        return
-    for slot, rate in enumerate(rates):
-        if 0 < rate < 1:
-            drawn[slot].div_(1 - rate)
+    """Zeros and 1 / (1 - p) in the shape of ``one``, for every slot: [N, ...]."""
+    return slots.outside.masks(Mask.like(one, p, slots.width))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.fusion.level import plainly
-from shoal.fusion.slots import Slots, require_range
+from shoal.fusion.slots import Slots
 
 
 def embedding(
@@ -28,7 +28,7 @@ def embedding(
     table, index = slots.stacked(weight), slots.stacked(indices)
     with plainly():
         size = table.shape[1]
-        require_range(index, size)
+        slots.outside.require_range(index, size)
         first = torch.arange(slots.width, device=index.device) * size
         rows = index + first.view(-1, *([1] * (index.dim() - 1)))
         out = torch.embedding(table.flatten(0, 1), rows)

@@ -1,0 +1,174 @@
+"""A step's pass as compiled code: its graph, compiled by torch's Inductor.
+
+[Note: what compiled bits depend on]
+Compiled code sums in other orders than the eager pass, so a trial trains by it from its first step
+to its last, or not at all: which it is, and the compiler, are in its numerics key. One graph holds
+for all slots, so that its code depends on no neighbour: the floats of the slots' code have to be
+equal (rates of dropouts aside, whose masks are drawn outside), and a trial with others is declined
+when it comes. Evaluations, and batches of another layout than the usual one, run as in any array.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import subprocess
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shoal.fusion.constants import constants_of
+from shoal.fusion.crew import Crew, Trained
+from shoal.fusion.declined import Declined, Untraceable
+from shoal.fusion.fused import filled, is_out_of_memory, masked
+from shoal.fusion.graph import Graph, Inputs
+from shoal.fusion.member import Member
+from shoal.fusion.traced import Kept, TracedBackend, add_gradients
+
+
+class CompiledBackend(TracedBackend):
+    """Steps by compiled code; evaluates as ``TracedBackend`` does.
+
+    ``constants``: the floats that every trial's code has to have (``constants_of``); those of the
+    first that comes, if nothing is said.
+
+    Attributes:
+        compile_s: seconds that compiling took, all in all.
+    """
+
+    def __init__(self, constants: str = "") -> None:
+        super().__init__()
+        self._wanted = constants
+        self._steps = Kept()
+        self.compile_s = 0.0
+
+    def require(self, member: Member) -> None:
+        """Refuse a trial whose code has other floats, or a step of one's own.
+
+        Raises:
+            Declined: it has.
+        """
+        if member.recipe.step is not None:
+            raise Declined("its recipe has a step of its own, which is no graph to compile.")
+        found = constants_of(member.recipe, member.module)
+        self._wanted = self._wanted or found
+        if found != self._wanted:
+            raise Declined(
+                "the code of its array is compiled, with floats (an eps, a momentum, a smoothing) "
+                "that are others in this trial."
+            )
+
+    def train(
+        self, crew: Crew, batches: Sequence[Any], active: Sequence[bool], scale: float
+    ) -> Trained:
+        """By compiled code, always.
+
+        Raises:
+            Declined: there is none for this model, or its floats differ between the slots.
+        """
+        kept, full = self._steps, filled(batches, active)
+        if kept.graph is None or (kept.masks and kept.crew != self._crews):
+            try:
+                self._make_ready(kept, crew, batches, active)
+            except Untraceable as error:
+                raise Declined(f"its steps cannot be compiled: {error}") from error
+            except (Exception, SystemExit) as error:
+                return self._without_those_that_fail(crew, batches, active, scale, error)
+        inputs = self._inputs(crew, kept.masks, full, active, scale)
+        ran = self._replay(kept, crew, inputs, active)
+        if ran is None:
+            lost = IndexError("an index that no row has, or an operation that raised")
+            return self._without_those_that_fail(crew, batches, active, scale, lost)
+        add_gradients(crew.stacked.parameters, ran.gradients)
+        return Trained(masked(ran.losses, active), {})
+
+    def _without_those_that_fail(
+        self,
+        crew: Crew,
+        batches: Sequence[Any],
+        active: Sequence[bool],
+        scale: float,
+        error: BaseException,
+    ) -> Trained:
+        if is_out_of_memory(error):
+            raise error
+        self._tries_again = True  # nothing here is a passing trouble
+        try:
+            found = self._those_that_fail(crew, batches, active, error)
+        finally:
+            self._tries_again = False
+        return self._train_others(crew, batches, active, scale, found)
+
+    def _make_ready(
+        self, kept: Kept, crew: Crew, batches: Sequence[Any], active: Sequence[bool]
+    ) -> None:
+        """Hear which masks a pass draws, and compile it if that was not done yet."""
+        for member in crew.members:
+            self.require(member)
+        with torch.no_grad(), self._listening(crew) as heard:
+            self._forward(crew, batches, active)
+            crew.streams.undo()
+            self._undo.put_back(crew.stacked)
+        if self._looped:
+            raise Untraceable(f"{self._looped[0]!r} runs slot by slot, which no graph holds")
+        masks = tuple(heard.asked)
+        if kept.graph is None:
+            inputs = self._inputs(crew, (), batches, active, 1.0)
+            inputs = Inputs(
+                inputs.parameters, inputs.buffers, inputs.leaves, heard.drawn, inputs.weights
+            )
+            with torch.enable_grad():
+                graph, _ = self._captured(crew, inputs, filled(batches, active)[0], active)
+            began = time.perf_counter()
+            kept.graph = _compiled(graph, inputs)
+            self.compile_s += time.perf_counter() - began
+        elif [m.shape for m in masks] != [m.shape for m in kept.masks]:
+            raise Untraceable("which masks it draws depends on more than its settings")
+        kept.masks, kept.crew = masks, self._crews
+
+
+def _compiled(graph: Graph, inputs: Inputs) -> Graph:
+    """The same with compiled code.
+
+    One process compiles, since those of a pool would outlive a study in a worker's name.
+    """
+    options = {"compile_threads": 1}
+    try:
+        some: Any = inputs.copied().flat()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch about itself
+            import torch._inductor as inductor  # seconds that nobody else need spend
+
+            run: Any = inductor.compile(graph.module, some, options=options)
+        found = Graph(run, graph.module, graph.names, graph.checks, graph.writes, graph.nodes)
+        found.look(inputs)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        words = (str(error).strip().splitlines() or [""])[0][:160]
+        raise Untraceable(f"the compiler says {type(error).__name__}: {words}") from error
+    return found
+
+
+@functools.cache
+def compiler() -> str:
+    """What compiles for the CPU of this machine, in words; empty if nothing does."""
+    command = next((name for name in ("g++", "clang++") if shutil.which(name)), "")
+    if not command:
+        return ""
+    try:
+        told = subprocess.run(
+            [command, "-dumpfullversion", "-dumpversion"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    version = (told.stdout.split() or [""])[0]
+    width = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "")
+    return f"{command} {version}, {width}" if version else ""

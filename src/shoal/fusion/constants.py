@@ -1,0 +1,74 @@
+"""The floats that a graph of a trial's code would hold as they are.
+
+Two trials with the same ones have one graph. A dropout rate is none of them: masks are drawn
+outside, so that all a graph holds is whether there are any.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal.fusion.blend import HIDDEN
+from shoal.fusion.signature import DEEPEST, NUMBERS
+from shoal.recipe import Recipe
+
+_RATES: dict[type[nn.Module], str] = {
+    **dict.fromkeys((nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d), "p"),
+    **dict.fromkeys((nn.LSTM, nn.GRU, nn.MultiheadAttention), "dropout"),
+}
+"""Modules of torch's own whose rate goes nowhere but to the masks."""
+
+
+def constants_of(recipe: Recipe, module: nn.Module) -> str:
+    """All of them, as a digest that two processes agree on."""
+    told = hashlib.sha256()
+    for path, child in module.named_modules():
+        rate = _RATES.get(type(child))
+        for name, value in vars(child).items():
+            if name in HIDDEN or name.endswith("_hooks"):
+                continue
+            told.update(f"{path}.{name}={_words(name, value, rate)};".encode())
+    for name in ("loss", "inputs"):
+        told.update(f"{name}={' '.join(_floats(getattr(recipe, name)))};".encode())
+    return told.hexdigest()[:12]
+
+
+def _words(name: str, value: Any, rate: str | None) -> str:
+    if name == rate and isinstance(value, int | float):
+        return "drops" if value else "keeps"
+    if name in NUMBERS and type(value) is int:
+        value = float(value)
+    return " ".join(_floats(value))
+
+
+def _floats(value: Any, depth: int = 0) -> Iterator[str]:
+    """Every float inside, in order."""
+    if isinstance(value, float):
+        yield repr(value)
+        return
+    if depth > DEEPEST or isinstance(value, Tensor | type | types.ModuleType | str | bytes):
+        return
+    inside: list[Any] = []
+    if isinstance(value, dict):
+        inside = list(value.values())
+    elif isinstance(value, list | tuple):
+        inside = list(value)
+    elif isinstance(value, functools.partial):
+        inside = [value.func, value.args, value.keywords]
+    elif isinstance(value, types.MethodType):
+        inside = [value.__func__, value.__self__]
+    elif isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        inside = [cells, value.__defaults__, value.__kwdefaults__]
+    elif isinstance(value, nn.Module):  # beside the model, such as a loss
+        inside = [item for name, item in vars(value).items() if name not in HIDDEN]
+    elif hasattr(value, "__dict__"):
+        inside = list(vars(value).values())
+    for item in inside:
+        yield from _floats(item, depth + 1)

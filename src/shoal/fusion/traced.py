@@ -1,0 +1,337 @@
+"""The eager pass without the Python between its operations: a graph of it, run again and again.
+
+[Note: traced and eager are one]
+A graph runs the kernels of the eager pass in the eager order, so its bits are the eager pass's.
+That is looked at, not believed: a graph is made beside an eager pass, and it and a second eager
+pass have to be equal in every bit before graphs take over. So whoever trains here may at any step
+go back to the eager pass, and nobody can tell: where a check fails, an operation raises, the slots
+have other floats in their code, or a graph cannot be made at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shoal.fusion.batches import holds_floats, layout_of, rebuilt, stacked_leaves
+from shoal.fusion.constants import constants_of
+from shoal.fusion.crew import Crew, Evaluated, Trained, Undo
+from shoal.fusion.declined import Untraceable
+from shoal.fusion.fused import StackedBackend, filled, is_out_of_memory, masked
+from shoal.fusion.graph import Graph, Inputs, Left, Ran, capture, same_bits
+from shoal.fusion.level import entered
+from shoal.fusion.outside import Given, Heard, Mask, Outside, draw
+from shoal.fusion.slots import Slots
+
+MOST = 6
+"""Graphs that are kept: of steps, and of evaluations of batches of a few layouts."""
+PATIENCE = 32
+"""Eager passes between two tries to make a graph again, where slots' floats have changed."""
+
+
+@dataclass(slots=True)
+class Kept:
+    """One pass's graph, and how far it is trusted."""
+
+    constants: tuple[str, ...] = ()  # of the slots it was made for
+    graph: Graph | None = None
+    tree: Any = None  # of its output: a structure, and leaves that are no tensors
+    masks: tuple[Mask, ...] = ()
+    crew: int = -1  # the members whose rates the masks have
+    proven: bool = False  # equal to a second eager pass
+    waits: int = 0  # eager passes until the next try
+    declined: str = ""
+
+    def forget(self) -> None:
+        """Begin anew, after a while."""
+        self.graph, self.proven, self.waits = None, False, PATIENCE
+
+
+class TracedBackend(StackedBackend):
+    """Runs graphs of its own eager passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: dict[Hashable, Kept] = {}
+        self._crews = 0
+        self._constants: tuple[str, ...] = ()  # of the slots' code now
+        self._known: dict[int, tuple[Any, str]] = {}  # the same by id of a module
+        self._listener: Heard | None = None
+        self._dtype = torch.float32  # of losses
+
+    def changed(self, crew: Crew) -> None:
+        """Rates may be others now; graphs stay good where the floats of the code are the same."""
+        super().changed(crew)
+        self._crews += 1
+        known = {
+            id(m.module): self._known.get(id(m.module))
+            or (m.module, constants_of(m.recipe, m.module))
+            for m in crew.members
+        }
+        self._known = known  # keeps the modules, so that no other gets one's id
+        self._constants = tuple(known[id(m.module)][1] for m in crew.members)
+
+    @property
+    def why_eager(self) -> str:
+        """Why some pass has no graph; empty if all have one, or may get one yet."""
+        return next((kept.declined for kept in self._kept.values() if kept.declined), "")
+
+    @property
+    def nodes(self) -> int:
+        """Of the largest graph there is."""
+        return max((k.graph.nodes for k in self._kept.values() if k.graph is not None), default=0)
+
+    def forget(self) -> None:
+        """Make all graphs again."""
+        self._kept.clear()
+
+    def train(
+        self, crew: Crew, batches: Sequence[Any], active: Sequence[bool], scale: float
+    ) -> Trained:
+        """By a graph where there is one, else eagerly."""
+        kept = self._kept_for(crew, filled(batches, active))
+        if kept is not None and self._is_ready(kept):
+            inputs = self._inputs(crew, kept.masks, batches, active, scale)
+            ran = self._replay(kept, crew, inputs, active)
+            if ran is not None:
+                add_gradients(crew.stacked.parameters, ran.gradients)
+                return Trained(masked(ran.losses, active), {})
+        is_first = all(block.grad is None for block in crew.stacked.parameters.values())
+        with self._listening(crew) as heard:
+            trained = super().train(crew, batches, active, scale)
+        if kept is not None and is_first and not trained.failures:
+            blocks = crew.stacked.parameters
+            gradients = {k: b.grad for k, b in blocks.items() if b.grad is not None}
+            inputs = self._inputs(crew, (), batches, active, scale)
+            eager = Ran(trained.losses, gradients, (), True)
+            self._learn_from(kept, crew, inputs, filled(batches, active)[0], active, heard, eager)
+        return trained
+
+    def evaluate(self, crew: Crew, batches: Sequence[Any], active: Sequence[bool]) -> Evaluated:
+        """By a graph where there is one, else eagerly."""
+        with torch.no_grad():
+            kept = self._kept_for(crew, filled(batches, active))
+            if kept is not None and self._is_ready(kept):
+                inputs = self._inputs(crew, kept.masks, batches, active, None)
+                ran = self._replay(kept, crew, inputs, active)
+                if ran is not None:
+                    outputs = _unstacked(kept.tree, ran.others, crew.width)
+                    return Evaluated(masked(ran.losses, active), outputs)
+            with self._listening(crew) as heard:
+                found = super().evaluate(crew, batches, active)
+            if kept is not None:
+                inputs = self._inputs(crew, (), batches, active, None)
+                others = _stacked(found.outputs) if crew.members[0].recipe.metrics else ()
+                eager = Ran(found.losses, {}, others, True)
+                one = filled(batches, active)[0]
+                self._learn_from(kept, crew, inputs, one, active, heard, eager)
+        return found
+
+    # -- which graph ----------------------------------------------------------------------
+
+    def _kept_for(self, crew: Crew, batches: Sequence[Any]) -> Kept | None:
+        """What is known of a pass over such batches; None where there can be no graph."""
+        if holds_floats(batches[0]):
+            return None
+        is_training = crew.members[0].module.training
+        key = (torch.is_grad_enabled(), is_training, layout_of(batches[0]))
+        if key not in self._kept and len(self._kept) >= MOST:
+            return None
+        return self._kept.setdefault(key, Kept())
+
+    def _is_ready(self, kept: Kept) -> bool:
+        if kept.graph is None or not kept.proven or kept.constants != self._constants:
+            return False
+        return kept.crew == self._crews or not kept.masks
+
+    def _inputs(
+        self,
+        crew: Crew,
+        masks: Sequence[Mask],
+        batches: Sequence[Any],
+        active: Sequence[bool],
+        scale: float | None,
+    ) -> Inputs:
+        """What a graph runs on; draws the masks. ``scale``: of losses, None without a backward."""
+        crew.streams.begin(active) if masks else None
+        weights = None
+        if scale is not None:
+            weights = torch.tensor(active, dtype=self._dtype, device=crew.device) * scale
+        return Inputs(
+            crew.stacked.parameters,
+            crew.stacked.buffers,
+            stacked_leaves(filled(batches, active)),
+            [draw(crew.streams, mask) for mask in masks],
+            weights,
+        )
+
+    def _replay(
+        self, kept: Kept, crew: Crew, inputs: Inputs, active: Sequence[bool]
+    ) -> Ran | None:
+        """Run the graph; None where it cannot say what the eager pass would, and all is undone."""
+        assert kept.graph is not None
+        writes = kept.graph.writes
+        undo = Undo.of(crew.stacked, [name for name in crew.stacked.buffers if name not in writes])
+        try:
+            ran = kept.graph(inputs)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            ran = None
+        if ran is None or not ran.holds:
+            crew.streams.undo()
+            undo.put_back(crew.stacked)
+            return None
+        if not all(active):
+            undo.put_back(
+                crew.stacked, [s for s, takes_part in enumerate(active) if not takes_part]
+            )
+        return ran
+
+    # -- how one is made ------------------------------------------------------------------
+
+    @contextmanager
+    def _listening(self, crew: Crew) -> Iterator[Heard]:
+        heard = self._listener = Heard(crew.streams)
+        try:
+            yield heard
+        finally:
+            self._listener = None
+
+    def _outside(self, crew: Crew) -> Outside | None:
+        if self._listener is not None:
+            self._listener.restart()  # what an earlier try drew was undone
+        return self._listener
+
+    def _learn_from(
+        self,
+        kept: Kept,
+        crew: Crew,
+        inputs: Inputs,
+        batch: Any,
+        active: Sequence[bool],
+        heard: Heard,
+        eager: Ran,
+    ) -> None:
+        """Make a graph beside this eager pass, or hold the one that there is against it."""
+        if kept.declined:
+            return
+        if kept.waits and kept.constants != self._constants:
+            kept.waits -= 1
+            return
+        before = {**crew.stacked.buffers, **self._undo.kept}
+        inputs = Inputs(inputs.parameters, before, inputs.leaves, heard.drawn, inputs.weights)
+        try:
+            if kept.graph is not None and kept.constants != self._constants:
+                kept.forget()
+                return
+            if kept.graph is None:
+                self._make(kept, crew, inputs, batch, active)
+            elif kept.proven:  # for other members
+                self._require_masks(kept, heard)
+            if not kept.proven:
+                self._hold_against(kept, crew, inputs, active, eager)
+        except Untraceable as error:
+            kept.declined, kept.graph = str(error), None
+        kept.masks, kept.crew = tuple(heard.asked), self._crews
+
+    def _make(
+        self, kept: Kept, crew: Crew, inputs: Inputs, batch: Any, active: Sequence[bool]
+    ) -> None:
+        kept.constants, kept.waits = self._constants, 0
+        kept.graph, kept.tree = self._captured(crew, inputs, batch, active)
+        kept.crew = -1
+
+    def _captured(
+        self, crew: Crew, inputs: Inputs, batch: Any, active: Sequence[bool]
+    ) -> tuple[Graph, Any]:
+        """A graph of the pass, and the structure of its output.
+
+        Raises:
+            Untraceable: there is none.
+        """
+        tree: list[Any] = [None]
+        wants_outputs = inputs.weights is None and bool(crew.members[0].recipe.metrics)
+
+        def code(
+            blocks: Mapping[str, Tensor], leaves: Sequence[Tensor], masks: Sequence[Tensor]
+        ) -> Left:
+            outside, others = Given(masks), []
+            with entered(crew.width) as level:
+                slots = Slots(level, crew.streams, active, outside)
+                mine = rebuilt(batch, iter([level.slotted(leaf) for leaf in leaves]))
+                output, losses = self._code(crew, slots, blocks, mine)
+                if wants_outputs:
+                    found, spec = pytree.tree_flatten(output)
+                    others = [level.stacked(x) for x in found if isinstance(x, Tensor)]
+                    tree[0] = spec, [None if isinstance(x, Tensor) else x for x in found]
+            return Left(losses, outside.checks, others)
+
+        graph = capture(code, inputs)
+        graph.look(inputs)
+        return graph, tree[0]
+
+    def _code(self, crew: Crew, slots: Slots, blocks: Any, batch: Any) -> tuple[Any, Tensor]:
+        output, losses = super()._code(crew, slots, blocks, batch)
+        self._dtype = losses.dtype
+        return output, losses
+
+    def _require_masks(self, kept: Kept, heard: Heard) -> None:
+        if [mask.shape for mask in kept.masks] != [mask.shape for mask in heard.asked]:
+            raise Untraceable("which masks it draws depends on more than its settings")
+
+    def _hold_against(
+        self, kept: Kept, crew: Crew, inputs: Inputs, active: Sequence[bool], eager: Ran
+    ) -> None:
+        """Run the graph from where the eager pass began; both have to leave the same bits."""
+        assert kept.graph is not None
+        copies = inputs.copied()
+        ran = kept.graph(copies)
+        rows = [slot for slot, takes_part in enumerate(active) if takes_part]
+        pairs = [(masked(ran.losses, active), eager.losses)]
+        pairs += list(zip(ran.others, eager.others, strict=True))
+        pairs += [
+            (copies.buffers[name][rows], crew.stacked.buffers[name][rows])
+            for name in copies.buffers
+        ]
+        if ran.gradients.keys() != eager.gradients.keys() or not ran.holds:
+            raise Untraceable("its graph finds other gradients than the pass")
+        pairs += [(ran.gradients[name], eager.gradients[name]) for name in ran.gradients]
+        if not all(same_bits(*pair) for pair in pairs):
+            raise Untraceable("its graph comes to other bits than the pass")
+        kept.proven = kept.crew != -1  # the second time
+
+
+def add_gradients(blocks: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+    """As autograd does: a gradient that is there already is added to."""
+    for name, gradient in gradients.items():
+        held = blocks[name].grad
+        if held is None:
+            blocks[name].grad = gradient
+        else:
+            held.add_(gradient)
+
+
+def _stacked(outputs: Sequence[Any]) -> list[Tensor]:
+    """The tensors of all slots' outputs, put back into one for each."""
+    columns = zip(*(pytree.tree_leaves(output) for output in outputs), strict=True)
+    return [torch.stack(column) for column in columns if isinstance(column[0], Tensor)]
+
+
+def _unstacked(tree: Any, leaves: Sequence[Tensor], width: int) -> Sequence[Any]:
+    """Each slot's output; nothing where nobody reads it."""
+    if tree is None:
+        return [None] * width
+    spec, others = tree
+    found: list[Any] = []
+    for slot in range(width):
+        rows = iter([leaf[slot] for leaf in leaves])
+        mine = [next(rows) if other is None else other for other in others]
+        found.append(pytree.tree_unflatten(mine, spec))
+    return found

@@ -1,0 +1,156 @@
+"""Arrays of one shape are tried: which, ``planner/width.py`` decides; here they are asked for.
+
+All workers that the study's trials would occupy build the same array and time it at the same
+moments, since that is how it will be ([Note: all at once] in ``runtime/widths.py``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+
+from shoal.core.spec import ArrayMeasure, TrialSpec, WidthMeasure
+from shoal.core.units import Bytes, Seconds
+from shoal.planner.width import MOST, Candidate
+from shoal.planning.asking import Asking
+from shoal.runtime.messages import (
+    ArrayTry,
+    MeasureArray,
+    MeasuredArray,
+    Refused,
+    TimeArray,
+    TimedArray,
+)
+
+ROUNDS = 5
+SLICE_S = 0.04  # of a contender in a round; as long as what takes longer
+FEWER_S = 0.25  # with slices so long a round less will do
+LEAD_S = 0.02  # until all workers have heard
+
+Next = Callable[[ArrayMeasure], Candidate | None]
+
+
+def try_arrays(
+    asking: Asking,
+    trials: Sequence[TrialSpec],
+    devices: int,
+    next_candidate: Next,
+    *,
+    briefly: bool = False,
+) -> ArrayMeasure:
+    """Measure candidates until ``next_candidate`` has no other, on so many devices at once.
+
+    ``briefly``: by one round, where nothing is chosen by it.
+    """
+    began = time.monotonic()
+    measure = ArrayMeasure()
+    most = 1 if briefly else ROUNDS
+    while (candidate := next_candidate(measure)) is not None:
+        measure = _with(measure, candidate, asking, trials, devices, most)
+        took_s = Seconds(time.monotonic() - began)
+        last_s = Seconds(took_s - measure.took_s)
+        first_s = measure.first_s or took_s
+        measure = replace(measure, took_s=took_s, first_s=first_s, last_s=last_s)
+    return measure
+
+
+def _with(
+    measure: ArrayMeasure,
+    candidate: Candidate,
+    asking: Asking,
+    trials: Sequence[TrialSpec],
+    devices: int,
+    most: int,
+) -> ArrayMeasure:
+    """The measure with one candidate more."""
+    width, kind = candidate
+    built_for = trials[0]
+    built = asking.measure_arrays(MeasureArray(tuple(trials[:MOST]), width, kind), devices)
+    tries: list[ArrayTry] = []
+    for reply in built.values():
+        if not isinstance(reply, MeasuredArray):
+            words = f"a worker ended while arrays were measured: {getattr(reply, 'reason', '')}"
+            if isinstance(reply, Refused):
+                words = reply.error.strip().rpartition("\n")[2]
+            return _declined(measure, candidate, words, is_kind=kind != "eager")
+        if reply.found.declined:
+            return _declined(measure, candidate, reply.found.declined, is_kind=reply.found.is_kind)
+        tries.append(reply.found)
+    slices = slices_of(tries, SLICE_S if most > 1 else 0.0)
+    if most == 1:
+        slices = (*slices[:2], 0.0, 0.0)
+    rounds = min(most, ROUNDS if max(slices[:2]) < FEWER_S else ROUNDS - 2)
+    order = TimeArray(built_for, time.monotonic() + LEAD_S, slices, rounds)
+    timed = asking.measure_arrays(order, devices, only=built)
+    told = [reply.rounds for reply in timed.values() if isinstance(reply, TimedArray)]
+    if len(told) < len(built):
+        return _declined(
+            measure, candidate, "a worker ended while arrays were timed", is_kind=True
+        )
+    notes = dict.fromkeys((*measure.notes, *(note for found in tries for note in found.notes)))
+    return replace(
+        measure,
+        widths=(*measure.widths, found_of(candidate, tries, told)),
+        notes=tuple(notes),
+        valid_batches=max(found.valid_batches for found in tries),
+        nodes=max(measure.nodes, *(found.nodes for found in tries)),
+        compiler=next((found.compiler for found in tries if found.compiler), measure.compiler),
+    )
+
+
+def _declined(
+    measure: ArrayMeasure, candidate: Candidate, words: str, *, is_kind: bool
+) -> ArrayMeasure:
+    if not is_kind:
+        return replace(measure, declined=words)
+    found = WidthMeasure(width=candidate.width, kind=candidate.kind, declined=words)
+    return replace(measure, widths=(*measure.widths, found))
+
+
+def slices_of(tries: Sequence[ArrayTry], least_s: float) -> tuple[float, ...]:
+    """Seconds of each contender's slice: room for one on the slowest device; 0 for none."""
+    longest = [max(column) for column in zip(*(found.once_s for found in tries), strict=True)]
+    return tuple(max(least_s, 1.2 * once) if once else 0.0 for once in longest)
+
+
+def found_of(
+    candidate: Candidate,
+    tries: Sequence[ArrayTry],
+    told: Sequence[Sequence[Sequence[float]]],
+) -> WidthMeasure:
+    """Of each worker the median of its rounds, and of the workers the slowest.
+
+    ``told``: for each worker, round and contender (``TimedArray``), seconds.
+    """
+    columns = [[_median([row[at] for row in rounds]) for rounds in told] for at in range(4)]
+    alone_s, step_s, alone_valid_s, valid_s = (Seconds(max(column)) for column in columns)
+    return WidthMeasure(
+        width=candidate.width,
+        kind=candidate.kind,
+        step_s=step_s,
+        alone_s=alone_s,
+        valid_s=valid_s,
+        alone_valid_s=alone_valid_s,
+        unit_bytes=Bytes(max(found.unit_bytes for found in tries)),
+        build_s=Seconds(max(found.build_s for found in tries)),
+        refill_s=Seconds(max(found.refill_s for found in tries)),
+        noise=max(noise_of(rounds) for rounds in told),
+    )
+
+
+def _median(seconds: Sequence[float]) -> float:
+    """Of those rounds in which there was something."""
+    there = [one for one in seconds if one]
+    return median(there) if there else 0.0
+
+
+def noise_of(rounds: Sequence[Sequence[float]]) -> float:
+    """By what part the median of a worker's rounds may be off, of array to lone step."""
+    ratios = [row[1] / row[0] for row in rounds if row[0] > 0]
+    if len(ratios) < 2:
+        return 0.0
+    middle = median(ratios)
+    spread = median(abs(ratio - middle) for ratio in ratios)
+    return min(0.5, 1.5 * spread / middle / len(ratios) ** 0.5) if middle else 0.0

@@ -1,0 +1,64 @@
+"""Trials of a study whose arrays are traced or compiled: their bits, on record and verified."""
+
+from __future__ import annotations
+
+import pytest
+import squads
+
+import shoal
+from shoal.core.event import TrialReplanned
+from shoal.fusion.compiled import compiler
+from shoal.observe import read_outline
+from shoal.observe.snapshot import Snapshot
+from shoal.verify import verify_trials
+
+compiles = pytest.mark.skipif(not compiler(), reason="there is no C++ compiler")
+FLOATS = {"recipe": squads.recipe(model=squads.single, data=squads.floats)}
+
+
+def rows(report):
+    return Snapshot.of(read_outline(report.directory)).trials
+
+
+def left(report):
+    return [e for e in read_outline(report.directory) if isinstance(e, TrialReplanned)]
+
+
+@pytest.mark.parametrize(("fuse", "kind"), [(4, "traced"), ("4 eager", "eager")])
+def test_a_width_is_traced_unless_it_is_said_otherwise(fuse, kind, run_study):
+    case = squads.CASES["mlp"]
+    report = run_study(case.recipe, case.space, **case.loop, fuse=fuse, devices=1)
+    assert set(squads.kinds(report)) == {kind}
+    squads.assert_arrayed(report, report.trials, case.recipe, 4, **case.loop)
+
+
+@compiles
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_compiled_trials_end_on_the_bits_of_their_slots_and_are_verified(devices, run_study):
+    """Of several rates of dropout, with a short last batch, and more trials than slots."""
+    recipe = FLOATS["recipe"]
+    space = shoal.grid(lr=[0.01, 0.003], drop=[0.2, 0.1, 0.4])
+    report = run_study(recipe, space, epochs=2, fuse="4 compiled", devices=devices)
+    assert set(squads.kinds(report)) == {"compiled"}
+    assert not left(report)
+    squads.assert_arrayed(report, report.trials[:2], recipe, 4, "compiled", epochs=2)
+    squads.assert_near(report.trials, recipe, 0.01, epochs=2)
+    assert all("g++" in str(row.numerics["array_pass"]) for row in rows(report))
+    for verdict in verify_trials(report.directory, rows(report)[2:4], recipe=recipe):
+        assert verdict.equal, verdict
+        assert any("compiled" in note for note in verdict.notes)
+
+
+@compiles
+@pytest.mark.slow
+def test_trials_whose_code_holds_other_floats_are_in_another_array(run_study):
+    """A rate of none is another code; the trials of it are traced."""
+    recipe = FLOATS["recipe"]
+    space = shoal.grid(lr=[0.01, 0.003, 0.001], drop=[0.2, 0.0])
+    report = run_study(recipe, space, epochs=1, fuse="3 compiled", devices=1)
+    expected = ["compiled" if trial.hp["drop"] else "traced" for trial in report.trials]
+    assert squads.kinds(report) == expected
+    assert not left(report)
+    for kind, some in (("compiled", report.trials[:1]), ("eager", report.trials[1:2])):
+        squads.assert_arrayed(report, some, recipe, 3, kind, epochs=1)

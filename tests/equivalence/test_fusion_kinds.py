@@ -1,0 +1,307 @@
+"""However an array's passes run, a slot ends on the bits that its kind has with nobody beside it.
+
+A graph has the bits of the eager pass; compiled code has its own.
+"""
+
+from __future__ import annotations
+
+import math
+
+import fusing
+import pytest
+import torch
+from torch import nn
+
+from shoal.fusion import Array, Declined, StackedBackend
+from shoal.fusion.batches import layout_of
+from shoal.fusion.compiled import CompiledBackend, compiler
+from shoal.fusion.traced import TracedBackend
+from shoal.testing import same_bits
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NAMES = [
+    pytest.param(
+        name, marks=() if name in ("mlp", "generator", "language", "gru") else pytest.mark.slow
+    )
+    for name in fusing.MODELS
+]
+GRAPHLESS = ("cnn", "discriminator", "bert")
+"""They make a Python value of a tensor, or have a slope that differs."""
+compiles = pytest.mark.skipif(not compiler(), reason="there is no C++ compiler")
+STEPS = 6
+
+
+def make(name, backend, width=3, hps=None, **changes):
+    recipe = fusing.recipe(name, **changes)
+    made = fusing.trials(recipe, hps or fusing.hps(name, width))
+    return Array([trial.member for trial in made], backend=backend), made
+
+
+def bits(array, slot):
+    return {name: t.clone() for name, t in fusing.tensors(array.extract(slot)).items()}
+
+
+def assert_same_bits(one, other):
+    assert one.keys() == other.keys()
+    assert [name for name, tensor in one.items() if not same_bits(tensor, other[name])] == []
+
+
+def alone_in_slot(name, backend, slot, steps, hps, width=3, **changes):
+    """The trial of a slot with nobody beside it, after so many steps."""
+    recipe = fusing.recipe(name, **changes)
+    trial = fusing.trials(recipe, hps)[slot]
+    array = Array([trial.member], backend=backend)
+    array.widen(slot, width)
+    made = [trial if at == slot else None for at in range(width)]
+    for _ in range(steps):
+        fusing.step(array, made)
+    return bits(array, slot)
+
+
+# ------------------------------------------------------------------ traced
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_graph_has_the_bits_of_the_eager_pass(name):
+    eager, made = make(name, StackedBackend())
+    traced, also = make(name, TracedBackend())
+    for _ in range(STEPS):
+        assert fusing.step(eager, made).losses == fusing.step(traced, also).losses
+    assert bool(traced.backend.why_eager) == (name in GRAPHLESS)
+    for slot in range(3):
+        assert_same_bits(bits(eager, slot), bits(traced, slot))
+        assert torch.equal(eager.extract(slot)["rng"].torch, traced.extract(slot)["rng"].torch)
+
+
+def test_a_graph_is_what_runs(monkeypatch):
+    traced, made = make("language", TracedBackend())
+    for _ in range(3):
+        fusing.step(traced, made)
+    monkeypatch.setattr(StackedBackend, "_pass", None)  # no eager pass from here on
+    for _ in range(3):
+        fusing.step(traced, made)
+
+
+@pytest.mark.parametrize("name", ["mlp", "generator"])
+def test_slots_that_wait_fail_leave_and_come_do_not_show_in_a_graph(name):
+    found = []
+    for backend in (StackedBackend(), TracedBackend()):
+        array, made = make(name, backend, 4, on_nonfinite="fail")
+        _live(array, made, name)
+        found.append([bits(array, slot) for slot in (0, 1, 3)])
+    for one, other in zip(*found, strict=True):
+        assert_same_bits(one, other)
+
+
+def _live(array, made, name):
+    """A life with everything in it; other rates of dropout come with the trial that comes."""
+    for at in range(14):
+        if at == 5:
+            with torch.no_grad():
+                next(array.member(2).module.parameters()).fill_(math.nan)
+        if at == 8:
+            array.retire(2)
+        if at == 10:
+            (last,) = fusing.trials(fusing.recipe(name), fusing.hps(name, 1, drop=0.7), 9)
+            array.refill(2, last.member)
+            made[2] = last
+        if at in (3, 9):
+            groups = [[None] * array.width]
+            with array.streams(0):
+                (groups[0][0],) = next(made[0].groups)
+            array.step(*groups)
+            continue
+        fusing.step(array, made)
+
+
+@pytest.mark.parametrize("width", [2])
+def test_a_graph_adds_up_micro_batches_and_evaluates_as_the_eager_pass(width):
+    found = []
+    for backend in (StackedBackend(), TracedBackend()):
+        array, made = make("generator", backend, width, accumulate=3)
+        told = []
+        for _ in range(4):
+            told.append(fusing.step(array, made).losses)
+            with array.evaluating():
+                batches = [next(iter(next(made[slot].groups))) for slot in range(width)]
+                told.append(array.evaluate(batches))
+        found.append((told, bits(array, 1)))
+    assert found[0][0] == found[1][0]
+    assert_same_bits(found[0][1], found[1][1])
+
+
+class Turning(nn.Module):
+    """Its way depends on its data."""
+
+    def __init__(self, limit):
+        super().__init__()
+        self.body, self.limit = nn.Linear(12, 5), limit
+
+    def forward(self, x):
+        y = self.body(x)
+        return y if bool((x.abs().sum() > self.limit).item()) else -y
+
+
+class Leaky(nn.Module):
+    """A float of its own, which a graph would hold."""
+
+    def __init__(self, slope):
+        super().__init__()
+        self.enter, self.slope, self.leave = nn.Linear(12, 8), slope, nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.leave(torch.tanh(self.enter(x)) * self.slope)
+
+
+def leaky(hp):
+    return Leaky(hp["slope"]).double()
+
+
+def test_what_depends_on_the_data_runs_eagerly_and_says_so():
+    def turning(hp):
+        return nn.Sequential(nn.Identity(), Turning(0.0)).double()
+
+    traced, made = make("mlp", TracedBackend(), model=turning)
+    eager, also = make("mlp", StackedBackend(), model=turning)
+    for _ in range(4):
+        assert fusing.step(traced, made).losses == fusing.step(eager, also).losses
+    assert traced.backend.why_eager
+
+
+def test_a_trial_with_other_floats_is_not_given_the_graph_of_those_before_it():
+    found = []
+    for backend in (StackedBackend(), TracedBackend()):
+        array, made = make("mlp", backend, hps=_sloped(0.5, 0.5, 0.5), model=leaky)
+        for _ in range(4):
+            fusing.step(array, made)
+        array.retire(1)
+        (made[1],) = fusing.trials(fusing.recipe("mlp", model=leaky), _sloped(2.0), 7)
+        array.refill(1, made[1].member)
+        for _ in range(40):
+            fusing.step(array, made)
+        found.append([bits(array, slot) for slot in range(3)])
+    for one, other in zip(*found, strict=True):
+        assert_same_bits(one, other)
+
+
+def _sloped(*slopes):
+    hps = fusing.hps("mlp", len(slopes))
+    return [type(hp)({**hp, "slope": slope}) for hp, slope in zip(hps, slopes, strict=True)]
+
+
+@pytest.mark.parametrize("backend", [StackedBackend, TracedBackend])
+def test_wide_statistics_of_a_slot_that_waits_stay(backend):
+    """More of them than are kept by default: BatchNorm writes them and does not say so."""
+
+    def wide(hp):
+        layers = (nn.Linear(12, 2100), nn.BatchNorm1d(2100), nn.ReLU(), nn.Linear(2100, 5))
+        return nn.Sequential(*layers).double()
+
+    array, made = make("mlp", backend(), model=wide, clip_grad_norm=None)
+    for at in range(4):
+        fusing.step(array, made)
+        if at == 2:  # where they do not change
+            with array.evaluating():
+                array.evaluate([next(iter(next(trial.groups))) for trial in made])
+    before = array.extract(1)["model"]["1.running_mean"].clone()
+    for _ in range(3):
+        batches = [None] * 3
+        with array.streams(0):
+            (batches[0],) = next(made[0].groups)
+        array.step(batches)
+    assert same_bits(array.extract(1)["model"]["1.running_mean"], before)
+
+
+def test_an_index_out_of_range_is_its_own_slots_alone():
+    found = []
+    for backend in (StackedBackend(), TracedBackend()):
+        array, made = make("language", backend)
+        for at in range(5):
+            batches = []
+            for slot, trial in enumerate(made):
+                with array.streams(slot):
+                    (batch,) = next(trial.groups)
+                batches.append(batch)
+            if at == 4:
+                batches[1] = [batches[1][0].clone().fill_(fusing.WORDS + 1), batches[1][1]]
+            stepped = array.step(batches)
+        assert set(stepped.failures) == {1}
+        found.append([bits(array, slot) for slot in (0, 2)])
+    for one, other in zip(*found, strict=True):
+        assert_same_bits(one, other)
+
+
+# ------------------------------------------------------------------ compiled
+
+
+@compiles
+@pytest.mark.parametrize(
+    "name", [pytest.param("mlp"), pytest.param("generator", marks=pytest.mark.slow)]
+)
+def test_compiled_slots_have_their_own_bits_whoever_is_beside_them(name):
+    hps = fusing.hps(name, 3, dtype="float32")
+    backend = CompiledBackend()
+    array, made = make(name, backend, hps=hps)
+    for at in range(STEPS):
+        if at == 3:
+            array.retire(2)
+        fusing.step(array, made)
+    for slot in (0, 1):
+        lone = alone_in_slot(name, CompiledBackend(), slot, STEPS, hps)
+        assert_same_bits(bits(array, slot), lone)
+
+
+@compiles
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["language", "lstm", "generator"])
+def test_compiled_code_comes_to_what_the_eager_pass_comes_to(name):
+    """In float64, where rounding is no excuse."""
+    eager, made = make(name, StackedBackend())
+    compiled, also = make(name, CompiledBackend())
+    for _ in range(3):
+        one, other = fusing.step(eager, made), fusing.step(compiled, also)
+        assert other.losses == pytest.approx(one.losses, rel=1e-9)
+    for slot in range(3):
+        mine, theirs = eager.extract(slot)["model"], compiled.extract(slot)["model"]
+        for key, tensor in mine.items():
+            torch.testing.assert_close(theirs[key], tensor, rtol=1e-6, atol=1e-9, msg=key)
+        assert torch.equal(eager.extract(slot)["rng"].torch, compiled.extract(slot)["rng"].torch)
+
+
+@compiles
+def test_other_floats_are_declined_where_code_is_compiled():
+    array, _ = make("mlp", CompiledBackend(), hps=_sloped(0.5, 0.5), model=leaky)
+    array.retire(1)
+    (other,) = fusing.trials(fusing.recipe("mlp", model=leaky), _sloped(2.0), 7)
+    with pytest.raises(Declined, match="compiled, with floats"):
+        array.refill(1, other.member)
+    (same,) = fusing.trials(fusing.recipe("mlp", model=leaky), _sloped(0.5), 7)
+    array.refill(1, same.member)
+    with pytest.raises(Declined, match="compiled, with floats"):
+        make("mlp", CompiledBackend(), hps=_sloped(0.5, 2.0), model=leaky)
+
+
+@compiles
+def test_what_cannot_be_compiled_is_declined_and_nothing_is_changed():
+    def turning(hp):
+        return nn.Sequential(nn.Identity(), Turning(0.0)).double()
+
+    array, made = make("mlp", CompiledBackend(), model=turning)
+    before = bits(array, 1)
+    with pytest.raises(Declined, match="compiled"):
+        fusing.step(array, made)
+    after = bits(array, 1)
+    assert_same_bits(before, after)
+
+
+def test_without_a_compiler_there_is_none_to_name(monkeypatch):
+    compiler.cache_clear()
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert compiler() == ""
+    compiler.cache_clear()
+
+
+def test_a_batch_of_another_layout_is_no_graphs_business():
+    one, other = torch.zeros(2, 3), torch.zeros(2, 4)
+    assert layout_of((one,)) != layout_of((other,))

@@ -1,0 +1,117 @@
+"""Arrays are tried on all devices at the same moments, and the slowest of them counts."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from shoal.core.spec import TrialSpec
+from shoal.core.units import Bytes, Seconds
+from shoal.planner.width import Candidate
+from shoal.planning.trying import LEAD_S, SLICE_S, found_of, noise_of, try_arrays
+from shoal.runtime.messages import (
+    ArrayTry,
+    MeasuredArray,
+    Refused,
+    TimeArray,
+    TimedArray,
+)
+from shoal.runtime.pool import Gone
+
+TRIALS = [TrialSpec(number=n, hp={}, seed=n) for n in range(8)]
+BUILT = ArrayTry(unit_bytes=Bytes(7), build_s=Seconds(0.5), once_s=(0.01, 0.02, 0.0, 0.0), nodes=3)
+
+
+class Workers:
+    """Answer in turn; ``built`` and ``rounds`` by worker."""
+
+    def __init__(self, built, rounds=((1.0, 2.0, 0.0, 0.0),)):
+        self.built, self.rounds, self.asked = built, rounds, []
+
+    def measure_arrays(self, order, count, only=()):
+        self.asked.append((order, count))
+        names = list(only) or range(min(count, len(self.built)))
+        if isinstance(order, TimeArray):
+            return {n: TimedArray(0, self.rounds) for n in names}
+        return {
+            n: MeasuredArray(0, self.built[n])
+            if isinstance(self.built[n], ArrayTry)
+            else self.built[n]
+            for n in names
+        }
+
+
+def tried(workers, *candidates, **options):
+    todo = list(candidates)
+    return try_arrays(
+        workers, TRIALS, len(workers.built), lambda _: todo.pop(0) if todo else None, **options
+    )
+
+
+def test_all_workers_are_told_the_same_moment_which_is_still_to_come():
+    workers = Workers([BUILT, BUILT])
+    before = time.monotonic()
+    tried(workers, Candidate(4, "eager"))
+    (built, two), (timed, also) = workers.asked
+    assert (built.width, built.kind, two, also) == (4, "eager", 2, 2)
+    assert before + LEAD_S <= timed.begin <= time.monotonic() + LEAD_S
+    assert timed.slices_s == (SLICE_S, SLICE_S, 0.0, 0.0)
+
+
+def test_a_slice_is_as_long_as_what_takes_longest_on_any_device():
+    workers = Workers([BUILT, ArrayTry(once_s=(0.01, 2.0, 0.1, 9.0))])
+    tried(workers, Candidate(4, "eager"))
+    timed = workers.asked[1][0]
+    assert timed.slices_s == pytest.approx((SLICE_S, 2.4, 0.12, 10.8))
+    assert timed.rounds == 3
+
+
+def test_briefly_is_one_round():
+    workers = Workers([BUILT])
+    tried(workers, Candidate(4, "eager"), briefly=True)
+    assert workers.asked[1][0].rounds == 1
+
+
+def test_the_median_of_a_workers_rounds_counts_and_the_slowest_worker():
+    quick = [(1.0, 2.0, 0.1, 0.4)] * 3
+    slow = [(1.5, 9.0, 0.2, 0.3), (1.5, 4.0, 0.0, 0.0), (1.4, 4.0, 0.2, 0.3)]
+    found = found_of(Candidate(8, "traced"), [BUILT, BUILT], [quick, slow])
+    assert (found.width, found.kind) == (8, "traced")
+    assert (found.alone_s, found.step_s) == (1.5, 4.0)
+    assert (found.alone_valid_s, found.valid_s) == (0.2, 0.4)
+    assert (found.unit_bytes, found.build_s) == (7, 0.5)
+
+
+def test_noise_is_by_what_rounds_differ():
+    assert noise_of([(1.0, 2.0, 0, 0)] * 5) == 0
+    assert noise_of([(1.0, 2.0, 0, 0)]) == 0
+    some = noise_of([(1.0, 2.0, 0, 0), (1.0, 2.4, 0, 0), (1.0, 1.6, 0, 0)])
+    assert 0.1 < some < 0.3
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (Gone("it was killed"), "it was killed"),
+        (Refused(0, "Traceback\nValueError: no", None), "ValueError: no"),
+        (ArrayTry(declined="it is odd"), "it is odd"),
+    ],
+)
+def test_what_keeps_one_worker_from_it_declines_all(answer, words):
+    measure = tried(Workers([BUILT, answer]), Candidate(4, "eager"))
+    assert words in measure.declined
+
+
+def test_what_keeps_a_graph_from_being_made_leaves_the_others():
+    odd = ArrayTry(declined="no graph", is_kind=True)
+    measure = tried(Workers([odd]), Candidate(4, "traced"))
+    assert measure.declined == ""
+    assert [(f.width, f.kind, f.declined) for f in measure.widths] == [(4, "traced", "no graph")]
+
+
+def test_what_it_took_is_told():
+    measure = tried(Workers([BUILT]), Candidate(4, "eager"), Candidate(8, "eager"))
+    assert 0 < measure.first_s <= measure.took_s
+    assert [found.width for found in measure.widths] == [4, 8]
+    assert measure.nodes == 3
