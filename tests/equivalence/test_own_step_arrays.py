@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -125,6 +126,26 @@ def test_slots_that_do_different_things_are_right_all_the_same(train):
     """The generators step in every, every second and every third step."""
     space = shoal.grid(lr=[0.01], every=[1, 2, 3])
     train("penalty", space=space, width=3, loop={"steps": 7}, recipe=by_floats())
+
+
+@pytest.mark.parametrize("nodes", [0, 700, 20_000])
+def test_bits_do_not_depend_on_what_a_thread_has_computed_before(nodes):
+    """Of equally ready nodes autograd runs first what its thread has numbered higher."""
+    found = []
+
+    def work(before: int) -> None:
+        weight = torch.ones((), requires_grad=True)
+        for _ in range(before):
+            weight.view(())
+        hp = {"lr": 0.01, "every": 1}
+        found.append(array_loop(by_floats(), hp, 0, slot=0, width=3, steps=4).model)
+
+    for before in (0, nodes):  # each in a thread that has no number yet
+        thread = threading.Thread(target=work, args=(before,))
+        thread.start()
+        thread.join()
+    first, second = (model.state_dict() for model in found)
+    assert all(same_bits(first[name], second[name]) for name in first)
 
 
 def by_floats():

@@ -25,7 +25,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from shoal.core.errors import TrialError
 from shoal.fusion.batches import combined, layout_of
@@ -41,6 +44,9 @@ from shoal.fusion.stacked import owners
 from shoal.fusion.template import Template
 from shoal.ownstep import Losses, OwnStep
 from shoal.several import Models
+
+NODES = 1 << 15
+"""More nodes of autograd than a slot's own code makes in a step."""
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a model's forward."""
@@ -79,6 +85,7 @@ class OwnSteps:
         self._seats: list[_Seat] = []
         self._crew: Crew | None = None
         self._lanes = Lanes()
+        self._numbers = _Numbers()
 
     @property
     def notes(self) -> Sequence[str]:
@@ -110,7 +117,8 @@ class OwnSteps:
             Declined: the models cannot run as one array; some optimizers may have stepped.
         """
         self._take(crew)
-        inside = _like_this_thread(crew.device)
+        self._numbers.lead()
+        inside = _like_this_thread(crew.device, self._numbers)
         taking = [seat for seat in self._seats if active[seat.slot]]
         with ExitStack() as stack:
             stack.enter_context(_backwards_seen(self._seats))
@@ -476,7 +484,33 @@ def _backwards_seen(seats: Sequence[_Seat]) -> Iterator[None]:
         torch.autograd.backward, torch.autograd.grad = backward, grad
 
 
-def _like_this_thread(device: torch.device) -> Callable[[], Any]:
+class _Numbers:
+    """Keeps the nodes of shared passes ahead of those of the slots' own code.
+
+    Of the nodes that are ready a backward runs the one with the highest number first, and each
+    thread numbers by itself. So in which order the gradients of one tensor are summed would
+    depend on how much each thread had computed before. Here the driver is always ahead.
+    """
+
+    def __init__(self) -> None:
+        self._most = 0  # of any slot's thread
+
+    def note(self) -> None:
+        """A slot's thread has come so far; called by it."""
+        self._most = max(self._most, torch._C._autograd._get_sequence_nr())
+
+    def lead(self) -> None:
+        """Be further than any slot will be in the next step."""
+        behind = self._most + NODES - torch._C._autograd._get_sequence_nr()
+        if behind <= 0:
+            return
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.enable_grad():
+            none = torch.ones((), requires_grad=True)
+            for _ in range(-(-(behind + NODES) // 1024)):
+                torch.atleast_1d(*[none] * 1024)  # a node for each
+
+
+def _like_this_thread(device: torch.device, numbers: _Numbers) -> Callable[[], Any]:
     """What a thread of a run has of the one that drives it: threads, stream, who is counting."""
     threads, modes = torch.get_num_threads(), list(_get_current_dispatch_mode_stack())
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -490,6 +524,7 @@ def _like_this_thread(device: torch.device) -> Callable[[], Any]:
             if stream is not None:
                 stack.enter_context(torch.cuda.device(device))
                 stack.enter_context(torch.cuda.stream(stream))
+            stack.callback(numbers.note)
             for mode in modes:
                 stack.enter_context(mode)
             yield
