@@ -113,7 +113,7 @@ def _run(
         )
         report = study.run(
             hardware=shoal.Hardware.virtual(devices=1, memory=budget),
-            technique=Spilled(optimizer=place),
+            technique=Spilled(optimizer=place, spill_activations=()),  # bytes of weights
             callbacks=[watch],
             progress=False,
             workers=pool,

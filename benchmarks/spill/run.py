@@ -31,6 +31,7 @@ from shoal.core.event import ActionFinished, Event, PeakMeasured, StepFinished
 from shoal.core.plan import Job, Plan
 from shoal.core.technique import Spilled
 from shoal.examples.gpt import GPT
+from shoal.planner.need import moved_saved_bytes
 from shoal.program.costs import part_bytes
 from shoal.program.ir import Part
 
@@ -169,10 +170,11 @@ def formula(job: Job) -> dict[str, int]:
         down += job.shards[0].owned_bytes
     if technique.boundaries == "host":
         nearest = last - 1 - (technique.lookahead or 0)  # from there on they stay
-        recomputed = set(range(1, nearest)) - set(technique.keep_activations or ())
+        recomputed = set(range(1, nearest)) - set(technique.keep_activations or ())  # or moved
         waiting = sum(job.shards[shard].private_bytes for shard in recomputed)
         up, down = up + waiting, down + waiting
-    return {"up": up, "down": down}
+    saved = moved_saved_bytes(job.shards, technique)
+    return {"up": up + saved, "down": down + saved}
 
 
 def stays(job: Job) -> int:
@@ -230,6 +232,7 @@ def shoal_run(
         "kept": len(job.technique.keep or ()),
         "weights_kept": len(job.technique.keep_weights),
         "activations_kept": len(job.technique.keep_activations or ()),
+        "activations_moved": len(job.technique.spill_activations or ()),
         "boundaries": job.technique.boundaries,
         "transfer": job.technique.transfer,
         "bytes_a_step": watch.moved[STEPS],

@@ -20,6 +20,7 @@ TECHNIQUES = {
     "resident": "resident",
     "host": shoal.Spilled(shards=3, optimizer="host", lookahead=0, keep_turn=1),
     "device": shoal.Spilled(shards=3, optimizer="device", keep=(0, 1)),
+    "moved": shoal.Spilled(shards=5, optimizer="host", keep=(), spill_activations=(0, 1, 2)),
 }
 
 

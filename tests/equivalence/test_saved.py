@@ -166,7 +166,7 @@ def remembers(hp):
 def test_recomputing_all_and_keeping_some_contradict_each_other():
     with pytest.raises(SpecError, match="Leave one of them out"):
         shoal.Spilled(shards=3, recompute=True, keep_activations=(0,))
-    with pytest.raises(SpecError, match="True or 'auto', got 1"):
+    with pytest.raises(SpecError, match="True, False or 'auto', got 1"):
         shoal.Spilled(shards=3, recompute=1)
     with pytest.raises(SpecError, match="names shards, as in"):
         shoal.Spilled(shards=3, keep_activations=3)

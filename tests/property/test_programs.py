@@ -15,7 +15,17 @@ from shoal.core.spec import ShardSpec
 from shoal.program.check import check
 from shoal.program.costs import Costs, JobCosts, unit_peak_bytes
 from shoal.program.footprint import Footprint
-from shoal.program.ir import Action, Kept, Op, Part, Program, kept, parse_program, single
+from shoal.program.ir import (
+    Action,
+    Kept,
+    Op,
+    Part,
+    Program,
+    kept,
+    lone_part,
+    parse_program,
+    single,
+)
 from shoal.program.replay import Run, replay
 from shoal.program.slots import assign_slots, is_unit
 from shoal.spill.generate import (
@@ -44,6 +54,7 @@ class Shape:
     weights: tuple[int, ...] = ()
     boundaries: str = "device"
     saves: tuple[int, ...] = ()
+    spills: tuple[int, ...] = ()
     turn: tuple[int, ...] = ()
     waits: tuple[int, ...] = ()
     lookbehind: int = 1
@@ -60,6 +71,7 @@ class Shape:
             weights=self.weights,
             boundaries=self.boundaries,
             saves=self.saves,
+            spills=self.spills,
             turn=self.turn,
             waits=self.waits,
             lookbehind=self.lookbehind,
@@ -104,7 +116,9 @@ def shapes_of(draw, *, shards, micros, lookahead):
     shape = dataclasses.replace(shape, heads=tuple(sorted(heads)))
     able = shape.route.may_save
     saves = draw(st.sets(st.sampled_from(able))) if able else ()
-    return dataclasses.replace(shape, saves=tuple(sorted(saves)))
+    able = sorted(set(shape.route.may_spill) - set(saves))
+    spills = draw(st.sets(st.sampled_from(able))) if able else ()
+    return dataclasses.replace(shape, saves=tuple(sorted(saves)), spills=tuple(sorted(spills)))
 
 
 shapes = shapes_of(shards=6, micros=4, lookahead=3)
@@ -122,6 +136,7 @@ def costs_of(draw, num_shards):
             if field.name.endswith("_bytes")
         }
         numbers["backward_peak_bytes"] += numbers["saved_bytes"]
+        numbers["movable_bytes"] = min(numbers["movable_bytes"], numbers["saved_bytes"])
         numbers["private_bytes"] = min(numbers["private_bytes"], numbers["boundary_bytes"])
         numbers["head_bytes"] = 0
         seconds = {name: draw(st.floats(0, 10)) for name in ("forward_s", "backward_s", "step_s")}
@@ -244,6 +259,7 @@ def test_the_bytes_moved_are_those_of_the_formula(case):
         up += states + (params + gradients if shape.clip else 0)
         down += updated - (0 if shape.clip else gradients)
     inputs = sum(costs[0].shards[shard].private_bytes for shard in shape.route.away)
+    inputs += sum(costs[0].shards[shard].movable_bytes for shard in shape.spills)
     inputs *= shape.micro_batches
     heads = Counter(_moves_of_heads(shape))
     footprint = shape.check(costs)
@@ -296,7 +312,7 @@ def _visits(shape):
 def test_a_kept_shard_moves_nothing_in_a_step(case):
     shape, costs = case
     moved = [a for a in shape.program if a.op in (Op.LOAD, Op.STORE, Op.DROP)]
-    moved = [action for action in moved if Part.BOUNDARY not in action.parts]
+    moved = [action for action in moved if lone_part(action) is None]
     assert not [action for action in moved if action.shard in shape.keep]
     of = costs[0].shards
     whole = sum(of[s].parameter_bytes + of[s].state_bytes for s in shape.keep)
@@ -376,7 +392,7 @@ class _Paper:
     """
 
     def __init__(self, shape: Shape) -> None:
-        self.last = shape.num_shards - 1
+        self.last, self.spills = shape.num_shards - 1, shape.spills
         self.home: dict[tuple[int, Part], Any] = {
             (s, part): (part, s) for s in range(shape.num_shards) for part in RESIDENT[0]
         }
@@ -395,8 +411,8 @@ class _Paper:
     def act(self, action: Action) -> None:
         shard, micro = action.shard, action.micro
         keys = [(shard, part) for part in action.parts]
-        if Part.BOUNDARY in action.parts:
-            self.move(action.op, ("boundary", shard, micro))
+        if (lone := lone_part(action)) is not None:
+            self.move(action.op, (str(lone), shard, micro))
         elif action.op is Op.LOAD:
             self.device.update({key: self.home.get(key) for key in keys})
         elif action.op is Op.STORE:
@@ -425,8 +441,12 @@ class _Paper:
         boundary = self.tensors.get(("boundary", shard, micro))
         if saves and op is Op.F:
             self.tensors["saved", shard, micro] = (weights, boundary)
-        elif saves:
-            weights, boundary = self.tensors.pop(("saved", shard, micro), (None, None))
+        elif saves:  # what waited on the host finds parameters and inputs again where they are
+            was = self.tensors.pop(("saved", shard, micro), (None, None))
+            if shard not in self.spills:
+                weights, boundary = was
+            elif was != (weights, boundary):
+                weights, boundary = None, None
         if op is Op.F:
             self.tensors["boundary", shard + 1, micro] = (weights, boundary)
             return
@@ -548,6 +568,124 @@ def test_what_forwards_save_is_held_until_their_backward(case):
         if action.op is Op.F and action.shard in shape.saves:
             after = [a.op for a in list(shape.program)[index:]].index(Op.B) + index
             assert running[after] >= costs[0].shards[action.shard].saved_bytes
+
+
+@pytest.mark.parametrize("spills", [(0,), (0, 1, 2, 3), (1, 3)])
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_where_what_was_saved_waits_changes_no_weight(lookahead, place, spills):
+    none = Shape(6, 2, True, place, lookahead, (2,), boundaries="host")
+    some = dataclasses.replace(none, spills=spills)
+    assert result_of(some.program, some) == result_of(none.program, none)
+
+
+@quick
+@given(shapes)
+def test_what_was_saved_has_left_before_it_comes_back_and_two_at_most_are_on_their_way(shape):
+    actions = list(shape.program)
+    slots = assign_slots(actions, start=shape.kept)
+    waited, dropped, coming = set(), {}, set()
+    for index, action in enumerate(actions):
+        waited |= set(slots.waits[index])
+        if lone_part(action) is Part.SAVED:
+            key = (action.shard, action.micro)
+            if action.op is Op.DROP:
+                dropped[key] = actions.index(Action(Op.STORE, *key, parts=(Part.SAVED,)))
+            elif action.op is Op.LOAD:
+                assert dropped[key] in waited
+                coming.add(key)
+            on_the_way = [store for store in dropped.values() if store not in waited]
+            assert len(on_the_way) <= 2
+        elif action.op is Op.B:
+            coming.discard((action.shard, action.micro))
+        assert len(coming) <= 2
+
+
+@st.composite
+def shapes_that_hold_activations_alone(draw):
+    """Bytes of inputs and of what is saved, and nothing else; outputs may be saved too."""
+    shape = draw(shapes)
+    names = [f.name for f in dataclasses.fields(ShardSpec) if f.name.endswith("_bytes")]
+    shards = []
+    for index in range(shape.num_shards):
+        stays, moves, output, more = (draw(st.integers(0, 1000)) for _ in range(4))
+        saved = stays + moves + output
+        numbers = dict.fromkeys(names, 0) | {
+            "saved_bytes": saved,
+            "movable_bytes": moves + output,
+            "saved_output_bytes": output,
+            "backward_peak_bytes": saved,
+        }
+        if index:
+            before = shards[-1].saved_output_bytes
+            numbers["boundary_bytes"] = numbers["private_bytes"] = before + more
+        shards.append(ShardSpec(index=index, layers=(index, index + 1), **numbers))
+    return shape, {0: JobCosts(shards=tuple(shards))}
+
+
+class _Storages:
+    """Who holds which storage, as the runtime has it: each is on the device once."""
+
+    def __init__(self, shards):
+        self.shards, self.sizes, self.holders = shards, {}, {}
+        self.made = itertools.count()
+
+    def new(self, size):
+        name = next(self.made)
+        self.sizes[name] = size
+        return name
+
+    def total(self):
+        held = {name for names in self.holders.values() for name in names}
+        return sum(self.sizes[name] for name in held)
+
+    def act(self, index, action):
+        key, shard = (action.shard, action.micro), self.shards[action.shard]
+        part = lone_part(action)
+        if action.op is Op.F:
+            self.forward(action, shard)
+        elif action.op is Op.B:
+            for kind in ("saved", "boundary"):
+                self.holders.pop((kind, *key), None)
+        elif action.op is Op.STORE and part:
+            self.holders["stored", index] = list(self.holders[str(part), *key])
+            if part is Part.SAVED:  # what stays is not copied
+                self.holders["stored", index].pop(0)
+        elif action.op is Op.DROP and part is Part.BOUNDARY:
+            del self.holders["boundary", *key]
+        elif action.op is Op.DROP and part is Part.SAVED:
+            del self.holders["saved", *key][1:]
+        elif action.op is Op.LOAD and part is Part.BOUNDARY:
+            self.holders["boundary", *key] = [self.new(shard.boundary_bytes)]
+        elif action.op is Op.LOAD and part is Part.SAVED:
+            self.holders["saved", *key].append(self.new(shard.movable_bytes))
+
+    def forward(self, action, shard):
+        following = self.shards[action.shard + 1].boundary_bytes
+        output = [self.new(following)]
+        if Part.SAVED in action.parts:
+            stays = self.new(shard.saved_bytes - shard.movable_bytes)
+            moves = self.new(shard.movable_bytes - shard.saved_output_bytes)
+            saved = self.new(shard.saved_output_bytes)
+            output = [saved, self.new(following - shard.saved_output_bytes)]
+            self.holders["saved", action.shard, action.micro] = [stays, moves, saved]
+        self.holders["boundary", action.shard + 1, action.micro] = output
+
+
+@settings(max_examples=200, deadline=None)
+@given(shapes_that_hold_activations_alone())
+def test_activations_are_counted_as_the_storages_that_somebody_holds(case):
+    shape, costs = case
+    storages = _Storages(costs[0].shards)
+    slots = assign_slots(shape.program.devices[0], start=shape.kept)
+    running = shape.check(costs).running_bytes
+    for index, action in enumerate(shape.program):
+        for store in slots.waits[index]:
+            storages.holders.pop(("stored", store), None)
+        before = storages.total()
+        storages.act(index, action)
+        inside = unit_peak_bytes(action, costs[0].shards[action.shard])
+        assert running[index] - inside == (before if is_unit(action) else storages.total())
 
 
 @quick

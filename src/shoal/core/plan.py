@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from shoal.core.spec import DeviceSpec, PassKind, Scalar, ShardSpec
+from shoal.core.spec import NO_BYTES, DeviceSpec, PassKind, Scalar, ShardSpec
 from shoal.core.technique import (
     DataParallel,
     Pipelined,
@@ -55,7 +55,9 @@ class Job:
 
     ``held_bytes`` stay reserved between units while the trial is leased to a device,
     ``unit_bytes`` is the most one unit needs on top while it runs, ``peak_bytes`` the most
-    at any moment of its programs: less than the sum where the two do not coincide. Where the
+    at any moment of its programs: less than the sum where the two do not coincide. Of
+    ``host_bytes`` the trial takes ``waiting_bytes`` on a device alone: what waits there between
+    forward and backward. Where the
     trial has a place in an array, all three are the whole array's; where it is a pipeline, of
     the stage that needs most, and ``shards`` are its stages; where there are replicas of it, of
     the one that needs most, and the only shard is what a replica of it computes.
@@ -77,6 +79,7 @@ class Job:
     why: tuple[str, ...]
     numerics: Mapping[str, Scalar]
     array: ArrayPlace | None = None
+    waiting_bytes: Bytes = NO_BYTES
 
     @property
     def runs_on(self) -> bool:
@@ -200,6 +203,9 @@ def _explain_job(job: Job, like: int) -> list[str]:
         if saves := job.technique.keep_activations:
             names = ", ".join(map(str, saves))
             lines.append(f"    {len(saves)} do not recompute their forward: {names}")
+        if spills := job.technique.spill_activations:
+            names = ", ".join(map(str, spills))
+            lines.append(f"    of {len(spills)} what the forward saved waits on the host: {names}")
         lines += [f"    {_explain_shard(shard)}" for shard in shards]
     if isinstance(job.technique, Pipelined):
         lines += _explain_pipeline(job, job.technique)

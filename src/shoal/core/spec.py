@@ -123,6 +123,7 @@ class Narrow:
     forward_s: Seconds
     backward_s: Seconds
     step_s: Seconds = NO_TIME
+    movable_bytes: Bytes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +165,8 @@ class ShardSpec:
     of ``boundary_bytes`` that no other shard reads, so that it can wait on the host.
     ``saved_bytes`` are what a forward with gradients leaves for its backward, None where the
     shard must recompute; ``saved_output_bytes`` of them are the next shard's boundary, and
-    ``saving_peak_bytes`` is the peak inside of that forward. ``stash_bytes`` are buffers and
+    ``saving_peak_bytes`` is the peak inside of that forward. ``movable_bytes`` of what it saved
+    can wait on the host, None where nothing may. ``stash_bytes`` are buffers and
     parameters that a forward changes, as they were, kept for the recompute. ``narrow`` is what
     differs if its weights travel as bfloat16, None where they cannot; a job's shards have it
     worked in (``as_they_travel``), and so is the head: ``head_bytes`` of its parameters, or
@@ -190,6 +192,7 @@ class ShardSpec:
     saved_bytes: Bytes | None = None
     saved_output_bytes: Bytes = NO_BYTES
     saving_peak_bytes: Bytes = NO_BYTES
+    movable_bytes: Bytes | None = None
     stash_bytes: Bytes = NO_BYTES
     narrow: Narrow | None = None
     head_bytes: Bytes = NO_BYTES

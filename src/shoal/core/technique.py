@@ -42,9 +42,11 @@ class Spilled:
     device: of how many shards, the first ones that are not kept, the gradients stay there while
     they wait, for clipping or for more micro-batches; None for as many as fit. ``recompute`` True
     runs every shard's forward
-    again before its backward; "auto" leaves that out where there is room for what the forward
-    saved, for the shards named in ``keep_activations`` if that is not None. They are shards
-    whose parameters stay on the device. ``transfer`` "bf16" has weights travel as the
+    again before its backward; "auto" leaves that out where that is quicker, False wherever it can
+    be left out. What the forward saved stays on the device meanwhile, of the shards named in
+    ``keep_activations`` if that is not None, which are shards whose parameters stay there; or it
+    waits on the host, of those in ``spill_activations`` if that is not None, all but the
+    last two. ``transfer`` "bf16" has weights travel as the
     bfloat16 that autocast makes of them, where nothing else reads them: half the bytes and the
     same bits, with the step on the host; None does so where it can, "fp32" never. A forward that
     reads such a weight otherwise than the measured one has its trial planned again, with whole
@@ -66,6 +68,7 @@ class Spilled:
     offload: str = "host"
     recompute: bool | str = "auto"
     keep_activations: tuple[int, ...] | None = None
+    spill_activations: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.shards is not None and self.shards < 1:
@@ -156,23 +159,27 @@ class Spilled:
             )
 
     def _check_recompute(self) -> None:
-        if self.recompute is False:
-            raise PlanError(
-                "recompute=False cannot be done for every shard: of those that travel the "
-                "parameters are gone when the backward comes. Use recompute='auto', or name "
-                "shards that stay in keep_activations=."
-            )
-        if self.recompute is not True and self.recompute != "auto":
-            raise SpecError(f"recompute is True or 'auto', got {self.recompute!r}")
-        if self.recompute is True:
-            if self.keep_activations:
+        names = ("keep_activations", "spill_activations")
+        if self.recompute not in (True, False, "auto") or type(self.recompute) is int:
+            raise SpecError(f"recompute is True, False or 'auto', got {self.recompute!r}")
+        for name in names:
+            named = getattr(self, name)
+            if self.recompute is True and named:
                 raise SpecError(
-                    f"recompute=True recomputes every shard, and keep_activations="
-                    f"{self.keep_activations} names some that shall not. Leave one of them out."
+                    f"recompute=True recomputes every shard, and {name}={named} names some that "
+                    "shall not. Leave one of them out."
                 )
-            object.__setattr__(self, "keep_activations", ())
-        elif self.keep_activations is not None:
-            self._check_keep("keep_activations", self.keep_activations)
+            if self.recompute is True:
+                object.__setattr__(self, name, ())
+            elif named is not None:
+                self._check_keep(name, named)
+        both = set(self.keep_activations or ()) & set(self.spill_activations or ())
+        if both:
+            raise SpecError(
+                f"keep_activations={self.keep_activations} and spill_activations="
+                f"{self.spill_activations} both name shard {min(both)}: what its forward saved "
+                "either stays on the device or waits on the host. Name it once."
+            )
 
     def _check_keep(self, name: str, shards: Iterable[int]) -> None:
         if not isinstance(shards, Iterable):
@@ -364,6 +371,7 @@ def _as_it_travels(shard: ShardSpec, technique: Technique) -> ShardSpec:
         saved_bytes=None if shard.saved_bytes is None else narrow.saved_bytes,
         saved_output_bytes=narrow.saved_output_bytes,
         saving_peak_bytes=narrow.saving_peak_bytes,
+        movable_bytes=None if shard.movable_bytes is None else narrow.movable_bytes,
         forward_s=narrow.forward_s,
         backward_s=narrow.backward_s,
         step_s=narrow.step_s,

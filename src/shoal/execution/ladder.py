@@ -53,7 +53,7 @@ def techniques(
     if isinstance(technique, Resident):
         if has_neighbours:
             yield technique
-        yield Spilled(optimizer=place, keep_activations=())
+        yield Spilled(optimizer=place, recompute=True)
         return
     if isinstance(technique, DataParallel):
         if not technique.shard:
@@ -73,10 +73,13 @@ def techniques(
         keep_turn=None,
         keep_gradients=None,
         keep_head=None,
+        recompute=True,
         keep_activations=(),
+        spill_activations=(),
     )
     fewer_kept = replace(same, keep=None, keep_weights=(), order=None)
-    if has_neighbours or technique.keep or technique.keep_weights or technique.keep_activations:
+    stays = technique.keep or technique.keep_weights or technique.keep_activations
+    if has_neighbours or stays or technique.spill_activations:
         yield fewer_kept
     if technique.lookahead != 0:
         yield replace(fewer_kept, lookahead=0)

@@ -85,6 +85,7 @@ class Replanning:
             keep_gradients=None,
             keep_head=None,
             keep_activations=None,
+            spill_activations=None,
         )
         smaller = techniques(whole, len(job.shards), state.place, has_neighbours=True)
         self._replan(state, error, lambda: self._first_planned(state, [whole, *smaller]))

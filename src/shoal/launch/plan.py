@@ -79,7 +79,13 @@ def plan_study(
     )
     wish = _in_a_population(study, fuse, trials)
     fusing = Fusing(wish, hardware.devices, recorded, times)
-    planner = Planner(*args, steps=settings.steps, fusing=fusing, idle=idle)
+    planner = Planner(
+        *args,
+        steps=settings.steps,
+        fusing=fusing,
+        idle=idle,
+        host_memory=hardware.host_memory,
+    )
     limits = study.limits()
     first = FirstPlan(planner, pool, limits.watchdog, slow_s=limits.slow_s, sink=sink)
     planned = first.make(trials)
@@ -151,6 +157,8 @@ def fits_host(jobs: Sequence[Job], plan: Plan, budget: int | None) -> bool:
 
 
 def _host_bytes(jobs: Sequence[Job], at_once: int) -> int:
-    """The trials' states, and copies of the largest that are being written."""
+    """The trials' states, copies of the largest that are being written, and what waits."""
     copies = sorted((generation_bytes(job) for job in jobs), reverse=True)
-    return sum(job.host_bytes for job in jobs) + sum(copies[:at_once])
+    waits = sorted((job.waiting_bytes for job in jobs), reverse=True)
+    states = sum(job.host_bytes - job.waiting_bytes for job in jobs)
+    return states + sum(copies[:at_once]) + sum(waits[:at_once])

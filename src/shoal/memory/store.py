@@ -59,6 +59,24 @@ class Region:
         return self.bytes[at : at + num_bytes]
 
 
+class Staging:
+    """Private host memory in its exact size, for what comes back soon; ``pin`` as of a region."""
+
+    def __init__(self, num_bytes: int, *, pin: bool = False) -> None:
+        self._map = mmap.mmap(-1, max(num_bytes, 1))
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)[:num_bytes]
+        self._pinned = pin and num_bytes > 0
+        if self._pinned:
+            _register(self.bytes)
+
+    def unpin(self) -> None:
+        """Let CUDA forget the memory, when no copy is in flight any more."""
+        if self._pinned:
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
+            self._pinned = False
+
+
 def view(flat: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
     """The tensor of ``spec`` at byte ``offset`` of a flat byte tensor's storage.
 

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from shoal.partition.chain import Chain, Micro
 from shoal.partition.preserve import read_buffers, write_buffers
-from shoal.partition.units import AfterForward, BackwardResult, run_backward, run_forward
+from shoal.partition.units import (
+    AfterForward,
+    BackwardResult,
+    NoteSaved,
+    run_backward,
+    run_forward,
+)
 from shoal.partition.wires import Wires
 from shoal.recipe import Batch, Output, autocast
 from shoal.rng import RngState, capture_rng, restore_rng
@@ -63,6 +69,7 @@ def recompute(
     *,
     accumulate: int = 1,
     after_forward: AfterForward | None = None,
+    note_saved: NoteSaved | None = None,
 ) -> BackwardResult:
     """A shard's backward, from the state its forward saw; that state is put back afterwards."""
     rng = capture_rng(chain.device)
@@ -78,6 +85,7 @@ def recompute(
         tied=after.tied,
         accumulate=accumulate,
         after_forward=after_forward,
+        note_saved=note_saved,
     )
     write_buffers(chain.model, buffers)
     restore_rng(rng, chain.device)

@@ -28,6 +28,7 @@ from shoal.partition.drive import (
 )
 from shoal.partition.narrow import narrowed
 from shoal.partition.preserve import drop_gradients, preserved
+from shoal.partition.savedset import Cell
 from shoal.partition.ties import cast_key
 from shoal.partition.track import AllocationTracker
 from shoal.partition.units import BackwardResult, run_forward
@@ -54,6 +55,7 @@ class _Cost:
     backward_s: float
     private_bytes: int = 0  # what enters it from the range before and no later one reads
     stash_bytes: int = 0  # what its forward changes, as it was
+    movable_bytes: int | None = None  # of what is saved, what can wait on the host
 
 
 def measure_layers(
@@ -140,11 +142,16 @@ def measure_shards(
                 saved_bytes=Bytes(cost.saved_bytes) if may_hold(chain, span) else None,
                 saved_output_bytes=Bytes(cost.saved_output_bytes),
                 saving_peak_bytes=Bytes(cost.saving_peak_bytes),
+                movable_bytes=_movable(cost),
                 stash_bytes=Bytes(cost.stash_bytes),
                 narrow=narrows[index],
             )
         )
     return tuple(specs)
+
+
+def _movable(cost: _Cost) -> Bytes | None:
+    return None if cost.movable_bytes is None else Bytes(cost.movable_bytes)
 
 
 def _measure_narrow(
@@ -169,6 +176,7 @@ def _measure_narrow(
                 saved_bytes=Bytes(cost.saved_bytes),
                 saved_output_bytes=Bytes(cost.saved_output_bytes),
                 saving_peak_bytes=Bytes(cost.saving_peak_bytes),
+                movable_bytes=_movable(cost),
                 forward_s=Seconds(cost.forward_s),
                 backward_s=Seconds(cost.backward_s),
             )
@@ -361,6 +369,7 @@ def _measure_backward(
     peak_bytes = max(tracker.peak_bytes, tracker.current_bytes + norm_bytes)
     del result
     drop_gradients(chain.model)
+    movable_bytes = _movable_bytes(chain, micro, span, visit, after)
     seconds = timed(lambda: recompute(chain, micro, span, visit, after))
     drop_gradients(chain.model)
     written = [name for layer in range(*span) for name in chain.written_parameters(layer)]
@@ -373,10 +382,39 @@ def _measure_backward(
         saved_bytes=saved_bytes,
         saved_output_bytes=saved_output_bytes,
         saving_peak_bytes=saving_peak_bytes,
+        movable_bytes=movable_bytes,
         backward_peak_bytes=peak_bytes + written_bytes,
         forward_s=forward.seconds,
         backward_s=seconds,
     )
+
+
+def _movable_bytes(
+    chain: Chain, micro: Micro, span: tuple[int, int], visit: Visit, after: BackwardResult
+) -> int | None:
+    """Of what a range's forward saves, what can wait on the host; None where nothing may.
+
+    It has been there and back: what cannot bear that (code that allows no hooks on what autograd
+    saves, as ``torch.func`` does) is not asked for again.
+    """
+    if not may_hold(chain, span):
+        return None
+    found: list[int] = []
+
+    def there_and_back(cells: Sequence[Cell]) -> None:
+        found.append(sum(cell.num_bytes for cell in cells))
+        copies = [cell.bytes_now().clone() for cell in cells]
+        for cell, copy in zip(cells, copies, strict=True):
+            cell.leave()
+            cell.memory = copy
+
+    try:
+        recompute(chain, micro, span, visit, after, note_saved=there_and_back)
+    except RuntimeError:
+        return None
+    finally:
+        drop_gradients(chain.model)
+    return sum(found)  # nothing where nothing goes backwards
 
 
 def _stand_in_result(chain: Chain, boundary: int, visits: Mapping[int, Visit]) -> BackwardResult:

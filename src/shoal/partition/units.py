@@ -16,8 +16,9 @@ taken in plain autograd's order, the latest use first:
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,12 +29,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from shoal.core.errors import TrialError
 from shoal.partition.chain import Chain, Micro
 from shoal.partition.halves import Half, backward_of_inputs
+from shoal.partition.savedset import Cell, SavedSet
 from shoal.partition.ties import Root, TiedParts
 from shoal.partition.wires import Wire, Wires, storage_key
 from shoal.recipe import autocast
 
 AfterForward = Callable[[Collection[int]], None]
 """Told the storages of what a forward made."""
+NoteSaved = Callable[[Sequence[Cell]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,32 +98,50 @@ class Held:
 
     ``made`` are its new wires, for later shards; ``edges`` is where the gradients of wires
     enter its graph, which refers to the shard's parameters where they are: they must stay there
-    until the backward.
+    until the backward. Where it has a ``saved`` set that may wait on the host, and they may leave.
     """
 
     entries: dict[Wire, _Boundary]
     edges: dict[Wire, GradientEdge]
     parts: TiedParts
     made: Wires
+    saved: SavedSet | None = None
 
 
 def run_held_forward(
-    chain: Chain, micro: Micro, start: int, stop: int, wires: Mapping[Wire, Tensor]
+    chain: Chain,
+    micro: Micro,
+    start: int,
+    stop: int,
+    wires: Mapping[Wire, Tensor],
+    *,
+    spills: bool = False,
 ) -> Held:
     """Layers [start, stop), not the last, with gradients; the backward is ``run_held_backward``.
 
-    ``wires`` are those alive at ``start``.
+    ``wires`` are those alive at ``start``. What it saves may wait on the host if it ``spills``.
     """
     entries = {wire: _Boundary(tensor, chain.needs_grad(wire)) for wire, tensor in wires.items()}
     inside = {wire: entry.tensor for wire, entry in entries.items()}
     parts = TiedParts(chain, start, stop)
-    with torch.enable_grad(), autocast(chain.recipe, chain.device):
+    saved = _saved_set(chain, start, stop, wires) if spills else None
+    saving = saved.saving(chain.device) if saved else contextlib.nullcontext()
+    with torch.enable_grad(), autocast(chain.recipe, chain.device), saving:
         parts.watch_casts()
         made = chain.forward(micro, start, stop, inside)
         _require_known_gradients(chain, made)
     edges = {w: get_gradient_edge(t) for w, t in (inside | made).items() if t.requires_grad}
     handed = {wire: tensor.detach() for wire, tensor in made.items()}
-    return Held(entries=entries, edges=edges, parts=parts, made=handed)
+    if saved:
+        for entry in entries.values():
+            entry.forget()  # its input may leave too
+    return Held(entries=entries, edges=edges, parts=parts, made=handed, saved=saved)
+
+
+def _saved_set(chain: Chain, start: int, stop: int, wires: Mapping[Wire, Tensor]) -> SavedSet:
+    layers = range(start, stop)
+    names = [n for i in layers for n in (*chain.parameters_of(i), *chain.borrowed_by(i))]
+    return SavedSet(chain.model, names, dict(wires))
 
 
 def run_held_backward(
@@ -132,10 +153,12 @@ def run_held_backward(
     *,
     grads: Mapping[Wire, Tensor] | None = None,
     tied: Mapping[str, Tensor] | None = None,
+    wires: Mapping[Wire, Tensor] | None = None,
     on_begin: Callable[[], None] | None = None,
 ) -> BackwardResult:
     """The backward of a forward that was held, from ``grads`` and ``tied`` as ``run_backward``.
 
+    ``wires`` are those alive at ``start``, where what it saved may have been on the host.
     ``on_begin`` is told when nothing but what the graph saved is left of the forward.
     """
     if not grads and not tied:
@@ -143,7 +166,8 @@ def run_held_backward(
     roots = _arrive(chain, micro, (start, stop), held, grads or {}, tied or {})
     if on_begin is not None:
         on_begin()
-    with held.parts:
+    using = held.saved.using(wires or {}) if held.saved else contextlib.nullcontext()
+    with held.parts, using:
         _backward(roots)
     return BackwardResult(grads=_handed_on(held.entries), tied=held.parts.carried)
 
@@ -220,6 +244,7 @@ def run_backward(
     tied: Mapping[str, Tensor] | None = None,
     accumulate: int = 1,
     after_forward: AfterForward | None = None,
+    note_saved: NoteSaved | None = None,
 ) -> BackwardResult:
     """Layers [start, stop) again with gradients, then their backward.
 
@@ -229,18 +254,22 @@ def run_backward(
     recompute the caller puts back the random state and the changing buffers of the
     shard's forward, and afterwards what they were before: the buffers not earlier than
     the end of this call. ``after_forward`` is told when the backward begins, with the
-    storages of the wires that the forward made, which only what the graph saved still holds.
+    storages of the wires that the forward made, which only what the graph saved still holds;
+    ``note_saved`` is given what could wait on the host meanwhile.
     """
     if stop == chain.num_layers:
         return _run_last(chain, micro, start, wires, accumulate, after_forward)
     if not grads and not tied:
         return BackwardResult()
-    held = run_held_forward(chain, micro, start, stop, wires)
+    spills = note_saved is not None
+    held = run_held_forward(chain, micro, start, stop, wires, spills=spills)
     made = {storage_key(tensor) for tensor in held.made.values()}
     held.made.clear()
+    if note_saved is not None and held.saved is not None:
+        note_saved(held.saved.movable())
     begin = functools.partial(after_forward, made) if after_forward is not None else None
     return run_held_backward(
-        chain, micro, start, stop, held, grads=grads, tied=tied, on_begin=begin
+        chain, micro, start, stop, held, grads=grads, tied=tied, wires=wires, on_begin=begin
     )
 
 
@@ -320,6 +349,10 @@ class _Boundary:
         if needs_grad:
             self.anchor = torch.zeros((), device=tensor.device, requires_grad=True)
             self.tensor = _Entry.apply(self.anchor, tensor, self.box)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    def forget(self) -> None:
+        """Let go of the tensor; where its gradient falls is known."""
+        self.tensor = torch.empty(0)
 
 
 class _Entry(torch.autograd.Function):

@@ -54,6 +54,7 @@ def _grown_shard(shard: ShardSpec, growth: float) -> ShardSpec:
         private_bytes=Bytes(int(shard.private_bytes * growth)),
         saved_output_bytes=Bytes(int(shard.saved_output_bytes * growth)),
         saving_peak_bytes=_times(shard.saving_peak_bytes, growth),
+        movable_bytes=_movable(shard.movable_bytes, growth),
         saved_bytes=None if shard.saved_bytes is None else _times(shard.saved_bytes, growth),
         carry_bytes=_times(shard.carry_bytes, growth),
         forward_peak_bytes=_times(shard.forward_peak_bytes, growth),
@@ -69,10 +70,15 @@ def _grown_narrow(narrow: Narrow | None, growth: float) -> Narrow | None:
         narrow,
         saved_output_bytes=Bytes(int(narrow.saved_output_bytes * growth)),
         saving_peak_bytes=_times(narrow.saving_peak_bytes, growth),
+        movable_bytes=_movable(narrow.movable_bytes, growth),
         saved_bytes=_times(narrow.saved_bytes, growth),
         forward_peak_bytes=_times(narrow.forward_peak_bytes, growth),
         backward_peak_bytes=_times(narrow.backward_peak_bytes, growth),
     )
+
+
+def _movable(size: Bytes | None, growth: float) -> Bytes | None:
+    return None if size is None else Bytes(int(size * growth))  # no more than what is saved
 
 
 def _times(size: Bytes, growth: float) -> Bytes:

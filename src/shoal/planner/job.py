@@ -29,6 +29,7 @@ def make_job(
     """The job of one trial whose shards have been measured."""
     bytes_ = need(measure, measure.shards, technique, request, layout)
     shards = as_they_travel(measure.shards, technique)
+    waits = waiting_bytes(measure.shards, technique, request.micro_batches)
     units = sum(s.backward_s + s.step_s for s in shards) * request.micro_batches
     forwards = sum(s.forward_s for s in shards[:-1]) * request.micro_batches
     return Job(
@@ -42,10 +43,11 @@ def make_job(
         held_bytes=bytes_.held,
         unit_bytes=bytes_.unit,
         peak_bytes=bytes_.peak,
+        waiting_bytes=waits,
         host_bytes=Bytes(
             layout.num_bytes
             + measure.loader_bytes
-            + waiting_bytes(shards, technique, request.micro_batches)
+            + waits
             + max(_for_a_step(shard, technique) for shard in shards)
         ),
         step_s=Seconds(max(units + forwards, 1e-6)),

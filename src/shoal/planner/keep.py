@@ -5,20 +5,23 @@ What room there is can be given to shards, whose bytes then do not move, and to 
 forwards then do not run twice. At the turn from forward to backward gradients are not there yet,
 which leaves room for the parameters of a few more shards, or for more activations. Copies may hide
 behind computing and computing hides behind nothing; but a shard's activations can stay only where
-its parameters do. So a few divisions of the room are replayed with measured times, and the
-cheapest is taken; of those that cost about the same, the one that moves the fewest bytes.
+its parameters do. So a few divisions of the room are replayed with measured times, also with more
+or fewer shards whose activations go to the host (``away``), which takes a little room and time of
+the links; and the cheapest is taken, of those that cost about the same the one that moves the
+fewest bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from shoal.core.spec import JobMeasure, ShardSpec
 from shoal.core.technique import Spilled, turned_shards
-from shoal.core.units import Bytes
+from shoal.core.units import Bytes, Seconds
 from shoal.memory.layout import TrialLayout
-from shoal.planner.need import Need, Request, fits, need, waiting_bytes
+from shoal.planner.away import with_none_recomputed, with_some_moved
+from shoal.planner.need import Need, Request, fits, need, waiting_bytes, waiting_input_bytes
 from shoal.planner.price import Speeds, price
 from shoal.planner.spare import head_most, most_of, use_turn
 from shoal.spill.generate import kept_of, route_of
@@ -26,6 +29,9 @@ from shoal.spill.generate import kept_of, route_of
 ALIKE = 1.03
 """Prices that differ by no more are the same: a replay is not that good."""
 SHARES = (1.0, 2 / 3, 1 / 3, 0.0)
+
+
+Option = tuple[Spilled, Need]
 
 
 def keep_best(
@@ -37,29 +43,87 @@ def keep_best(
     active: int,
     speeds: Speeds,
     layout: TrialLayout | None = None,
-) -> tuple[Spilled, Need] | None:
+) -> Option | None:
     """The technique with the room divided as it costs the least; None if it does not fit."""
-    options: list[tuple[Spilled, Need]] = []
+    args = (technique, request, budget, active, layout)
+    options = _divisions(measure, shards, *args)
+    if technique.recompute is False:
+        options = [
+            o for kept in options for o in with_none_recomputed(measure, shards, kept, *args)
+        ]
+
+    def priced(some: Iterable[Option]) -> list[tuple[Seconds, Option]]:
+        batch = measure.batch_bytes
+        return [(price(shards, batch, t, request, speeds, active).step_s, (t, n)) for t, n in some]
+
+    bases = list(dict.fromkeys(_bare(t, technique) for t, _ in options))
+    moved = priced(o for base in bases for o in with_some_moved(measure, shards, base, *args))
+    for _, some in sorted(moved, key=lambda one: one[0])[:FILLED]:
+        options += [_filled(measure, shards, some, order, *args) for order in ORDERS]
+    if len(options) < 2:
+        return options[0] if options else None
+    prices = priced(options)
+    least = min(step_s for step_s, _ in prices)
+    cheapest = [one for one in prices if one[0] <= ALIKE * least]
+    return min(cheapest, key=lambda one: (one[1][1].moved, one[0]))[1]
+
+
+def _divisions(
+    measure: JobMeasure,
+    shards: Sequence[ShardSpec],
+    technique: Spilled,
+    request: Request,
+    budget: Bytes,
+    active: int,
+    layout: TrialLayout | None,
+) -> list[Option]:
+    """The room for shards, for the turn and for activations, divided in a few ways."""
+    args = (technique, request, budget, active, layout)
+    options: list[Option] = []
     none_named = not technique.keep_activations and technique.optimizer == "host"
     open_ = technique.keep is None and (technique.keep_activations is None or none_named)
     for share in SHARES if open_ else SHARES[:1]:
-        kept = keep_most(measure, shards, technique, request, budget, active, layout, share)
+        kept = keep_most(measure, shards, *args, share)
         if kept is None:
             break
         for order in ORDERS if technique.optimizer == "host" else ORDERS[:1]:
-            found = kept
-            for most in order:
-                found = most(measure, shards, found, technique, request, budget, active, layout)
-            if not waiting_bytes(shards, found[0], request.micro_batches):
+            found = _filled(measure, shards, kept, order, *args)
+            if not waiting_input_bytes(shards, found[0], request.micro_batches):
                 found = (replace(found[0], boundaries="device"), found[1])  # nothing would wait
             if found not in options:
                 options.append(found)
-    if len(options) < 2:
-        return options[0] if options else None
-    batch = measure.batch_bytes
-    prices = [price(shards, batch, t, request, speeds, active).step_s for t, _ in options]
-    cheapest = [o for o, s in zip(options, prices, strict=True) if s <= ALIKE * min(prices)]
-    return min(cheapest, key=lambda option: option[1].moved)
+    return options
+
+
+FILLED = 2
+"""Of so many that move activations it is tried what the room is good for that they leave."""
+
+
+def _bare(resolved: Spilled, technique: Spilled) -> Spilled:
+    """The shards that stay, and of what else room is used for only what was asked for."""
+    named = technique.keep_activations or ()
+    bare = replace(resolved, keep_activations=named)
+    if technique.keep is None:
+        bare = replace(bare, keep_head=None)
+    turn, gradients = technique.keep_turn or 0, technique.keep_gradients or 0
+    return replace(bare, keep_turn=turn, keep_gradients=gradients)
+
+
+def _filled(
+    measure: JobMeasure,
+    shards: Sequence[ShardSpec],
+    found: Option,
+    order: Sequence[Callable[..., Option]],
+    technique: Spilled,
+    request: Request,
+    budget: Bytes,
+    active: int,
+    layout: TrialLayout | None,
+) -> Option:
+    """With the room used that is left."""
+    for most in order:
+        found = most(measure, shards, found, technique, request, budget, active, layout)
+    return found
 
 
 def _save_most(
@@ -92,8 +156,11 @@ ORDERS = ((use_turn, head_most, _save_most), (_save_most, use_turn, head_most))
 
 def _savers(shards: Sequence[ShardSpec], technique: Spilled) -> list[int]:
     """Shards whose activations may stay, those first that save the most time for their bytes."""
+    moved = technique.spill_activations or ()
     able = [
-        s for s in route_of(technique, len(shards)).may_save if shards[s].saved_bytes is not None
+        s
+        for s in route_of(technique, len(shards)).may_save
+        if shards[s].saved_bytes is not None and s not in moved
     ]
 
     def bytes_a_second(shard: int) -> float:
@@ -129,6 +196,7 @@ def keep_most(
             shards=len(shards),
             keep_head=technique.keep_head if technique.keep is not None else None,
             keep_activations=saves,
+            spill_activations=technique.spill_activations or (),
             keep_turn=technique.keep_turn or 0,
             keep_gradients=technique.keep_gradients or 0,
         )

@@ -35,6 +35,9 @@ class Request:
     place: Place | None = None  # where trials that go on stepped before
     mixes: bool = True  # may some shards step on the device and others on the host?
     varies: bool = False  # have batches been larger than what was measured?
+    waiting_room: Bytes | None = (
+        None  # host memory for what waits there; None: as much as it takes
+    )
 
 
 def place_asked(forced: Spilled, request: Request) -> Place | None:
@@ -77,12 +80,26 @@ def programs(
 
 
 def waiting_bytes(shards: Sequence[ShardSpec], technique: Technique, micro_batches: int) -> Bytes:
-    """Host memory for the inputs of shards that wait there between forward and backward."""
+    """Host memory for what waits there between forward and backward: inputs, and saved tensors."""
     if not isinstance(technique, Spilled):
         return Bytes(0)
+    inputs = waiting_input_bytes(shards, technique, micro_batches)
+    return Bytes(inputs + moved_saved_bytes(shards, technique))
+
+
+def waiting_input_bytes(
+    shards: Sequence[ShardSpec], technique: Spilled, micro_batches: int
+) -> Bytes:
+    """Of that the inputs of shards."""
     at_once = micro_batches if technique.order == "shard" else 1
     away = generate.route_of(technique, len(shards)).away
     return Bytes(at_once * sum(shards[shard].private_bytes for shard in away))
+
+
+def moved_saved_bytes(shards: Sequence[ShardSpec], technique: Spilled) -> Bytes:
+    """What goes to the host in a micro-batch of what forwards saved."""
+    moving = as_they_travel(shards, technique)
+    return Bytes(sum(moving[s].movable_bytes or 0 for s in technique.spill_activations or ()))
 
 
 def footprints(

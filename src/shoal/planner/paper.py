@@ -108,6 +108,7 @@ class Paper:
         """Bytes a step with as much kept as fits."""
         shards = self._of(choice.cuts)
         technique = replace(choice.technique, keep_activations=())  # they may be impossible ones
+        technique = replace(technique, spill_activations=())
         request, active = self._request, choice.active
         kept = keep_most(self._measure, shards, technique, request, budget, active)
         if kept is None:
@@ -162,6 +163,7 @@ class Paper:
             keep_turn=technique.keep_turn or 0,
             keep_gradients=technique.keep_gradients or 0,
             keep_activations=(),
+            spill_activations=(),
         )
         if (cuts, least) not in self._needs:
             found = need(self._measure, self._of(cuts), least, self._request)

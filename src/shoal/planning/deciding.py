@@ -27,9 +27,16 @@ from shoal.memory.layout import as_it_travels, head_sizes, lenders
 from shoal.planner.choose import choices, may_go_by_shard
 from shoal.planner.job import make_job, make_pipeline_job, make_replicated_job, refuse
 from shoal.planner.keep import keep_best
-from shoal.planner.need import Need, Request, fits, need, waiting_bytes
+from shoal.planner.need import (
+    Need,
+    Request,
+    fits,
+    need,
+    waiting_input_bytes,
+)
 from shoal.planner.pipeline import Alternative
 from shoal.planner.price import Price, price
+from shoal.planning.moving import refuse_moved, why_moved
 from shoal.planning.pipelining import Pipelining, Question
 from shoal.planning.pipelining import numerics as pipeline_numerics
 from shoal.planning.planned import Settled
@@ -54,6 +61,7 @@ class Deciding:
         steps: Of a trial; None where it ends after epochs.
         varies: There were batches larger than those that are measured.
         idle: Devices beside these, which no trial would have.
+        host_memory: What the study may use of it, in bytes; None for any number.
     """
 
     def __init__(
@@ -66,7 +74,9 @@ class Deciding:
         steps: int | None = None,
         varies: bool = False,
         idle: Sequence[DeviceSpec] = (),
+        host_memory: int | None = None,
     ) -> None:
+        self._host_memory, self._num_devices, self._trials = host_memory, len(devices), 1
         self._device, self._recipe, self._by_epochs = devices[0], recipe, steps is None
         self._budget = Bytes(min(device.memory for device in devices))
         self._speeds = speeds_of(self._device)
@@ -123,7 +133,7 @@ class Deciding:
         whole = self._resident(measured)
         if not measured.measure.cuttable:
             return self._settle_uncut(trial, measured, whole)
-        settled = yield from self._settle_spilled(trial, measured, whole, crowd)
+        settled = yield from self._settle_spilled(trial, measured, whole, crowd, trials)
         if forced is not None:
             return settled
         other = Alternative(name="spilled", step_s=self._price(settled).step_s)
@@ -170,7 +180,7 @@ class Deciding:
         return _settled(measured, Resident(), 1, [*why, *measured.measure.notes])
 
     def _settle_spilled(
-        self, trial: TrialSpec, measured: Measured, whole: Need, crowd: bool
+        self, trial: TrialSpec, measured: Measured, whole: Need, crowd: bool, trials: int
     ) -> Question:
         forced = self._request.technique
         _refuse_too_many(trial, measured, forced)
@@ -178,6 +188,8 @@ class Deciding:
         self._refuse_transfer(trial, measured)
         self._speeds = corrected(self._speeds, measured.measure.link)
         request, closest = self._spilled_request(whole), None
+        at_once = MOST_ACTIVE if crowd else 1
+        request = replace(request, waiting_room=self._waiting_room(measured, trials, at_once))
         actives = range(1, MOST_ACTIVE + 1) if crowd else (1,)
         for choice in choices(measured.measure, self._budget, actives, request, self._speeds):
             exact = yield MeasureShards(trial, choice.cuts, narrow=self._narrow)
@@ -185,6 +197,7 @@ class Deciding:
             _refuse_head(trial, exact, choice.technique)
             active = choice.active
             _refuse_activations(trial, exact, choice.technique)
+            refuse_moved(trial, exact.measure.shards, choice.technique)
             found = self._keep_best(exact, choice.technique, request, active)
             if found:
                 return self._spilled(exact, whole, *found, active)
@@ -208,10 +221,21 @@ class Deciding:
             turn, gradients = forced.keep_turn or 0, forced.keep_gradients or 0
             travels = replace(forced, keep=(), keep_weights=(), keep_turn=turn)
             travels = replace(travels, keep_gradients=gradients)
-            if forced.keep_activations is None:
+            named = forced.keep_activations is not None or forced.spill_activations is not None
+            if not named and forced.recompute == "auto":
                 travels = replace(travels, recompute=True)
             return replace(self._request, technique=travels)
         return self._request
+
+    def _waiting_room(self, measured: Measured, trials: int, active: int) -> Bytes | None:
+        """Host memory for what waits there of one trial, if all are about as large as this one."""
+        self._trials = trials
+        if self._host_memory is None or measured.layout is None:
+            return None
+        at_once = self._num_devices * active
+        states = (trials + min(trials, at_once)) * measured.layout.num_bytes  # copies are written
+        loads = trials * measured.measure.loader_bytes
+        return Bytes(max(self._host_memory - states - loads, 0) // at_once)
 
     def _keep_best(
         self, exact: Measured, technique: Spilled, request: Request, active: int
@@ -279,7 +303,8 @@ class Deciding:
             )
         if technique.transfer == "bf16":
             reasons.append(self._why_narrow(exact, technique))
-        if waits := waiting_bytes(exact.measure.shards, technique, self._request.micro_batches):
+        args = (exact.measure.shards, technique, self._request.micro_batches)
+        if waits := waiting_input_bytes(*args):
             reasons.append(
                 f"{format_bytes(waits)} of inputs wait on the host between forward and backward"
             )
@@ -289,6 +314,12 @@ class Deciding:
                 f"{len(saves)} shards keep what their forward saved, for which there is room: "
                 f"running it again would take {format_seconds(Seconds(seconds))} a micro-batch"
             )
+        if technique.spill_activations:
+            recomputes = replace(technique, spill_activations=(), recompute="auto")
+            prices = [self._price_of(exact.measure, t, active) for t in (technique, recomputes)]
+            moves_s, recomputes_s = (found.step_s for found in prices)
+            shards = exact.measure.shards
+            reasons.append(why_moved(shards, technique, moves_s, recomputes_s))
         if self._request.micro_batches > 1:
             reasons.append(self._why_order(exact, technique))
         found_price = self._price_of(exact.measure, technique, active)
@@ -408,9 +439,13 @@ class Deciding:
         turn, gradients = asked.keep_turn, asked.keep_gradients
         technique = replace(technique, keep_turn=turn, keep_gradients=gradients)
         if technique.recompute is not True:
-            technique = replace(technique, keep_activations=asked.keep_activations)
+            keeps, moved = asked.keep_activations, asked.spill_activations
+            technique = replace(technique, keep_activations=None, spill_activations=moved)
+            technique = replace(technique, keep_activations=keeps)
         exact = Measured(0, settled.measure, settled.layout)
-        found = self._keep_best(exact, technique, self._request, active)
+        room = self._waiting_room(exact, self._trials, max(active, MOST_ACTIVE))
+        request = replace(self._request, waiting_room=room)
+        found = self._keep_best(exact, technique, request, active)
         if found is None or settled.whole is None:
             return None
         return self._spilled(exact, settled.whole, *found, active)
@@ -482,20 +517,20 @@ class Deciding:
 
 def _as_named(technique: Spilled) -> Spilled:
     """With nothing kept but what was asked for by name."""
-    saves = technique.keep_activations or ()
     return replace(
         technique,
         keep=technique.keep or (),
         keep_turn=technique.keep_turn or 0,
         keep_gradients=technique.keep_gradients or 0,
-        keep_activations=saves,
+        keep_activations=technique.keep_activations or (),
+        spill_activations=technique.spill_activations or (),
     )
 
 
 def _all_travel(technique: Spilled) -> Spilled:
     none = replace(technique, keep=(), keep_weights=(), keep_head=None)
     none = replace(none, keep_turn=0, keep_gradients=0)
-    return replace(none, keep_activations=())
+    return replace(none, keep_activations=(), spill_activations=())
 
 
 def _refuse_borrowers(trial: TrialSpec, exact: Measured, technique: Spilled) -> None:

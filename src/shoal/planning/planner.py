@@ -44,10 +44,19 @@ class Planner:
         steps: int | None = None,
         fusing: Fusing | None = None,
         idle: Sequence[DeviceSpec] = (),
+        host_memory: int | None = None,
     ) -> None:
+        self._host_memory = host_memory
         self._name, self._pool, self._devices, self._recipe = name, pool, tuple(devices), recipe
         self._deciding = Deciding(
-            devices, recipe, technique, place, steps=steps, varies=growth != 1.0, idle=idle
+            devices,
+            recipe,
+            technique,
+            place,
+            steps=steps,
+            varies=growth != 1.0,
+            idle=idle,
+            host_memory=host_memory,
         )
         self._idle, self._others = tuple(idle), 0
         self._growth, self._steps = growth, steps
@@ -65,8 +74,8 @@ class Planner:
         ``growth``: batches take so many times what the first one takes.
         """
         of = self._devices if devices is None else devices
-        args = (self._name, self._pool, of, self._recipe)
-        return Planner(*args, technique, growth=growth, steps=self._steps)
+        args, host = (self._name, self._pool, of, self._recipe), self._host_memory
+        return Planner(*args, technique, growth=growth, steps=self._steps, host_memory=host)
 
     @property
     def accumulate(self) -> int:

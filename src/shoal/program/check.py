@@ -113,6 +113,7 @@ def _leftovers(
     for (device, made), maker in world.tensors.items():
         user = "F" if made.kind == "boundary" and made.trial not in world.has_backward else "B"
         unit = f"{user} s{made.shard - (made.kind == 'carry')} m{made.micro}"
+        unit += " saved" * (made.kind == "saved")
         index = program.devices[device].index(maker)
         yield device, index, f"{made} is never used. Add {unit}."
     for moved, store in world.away.items():

@@ -44,6 +44,8 @@ def part_bytes(shard: ShardSpec, part: Part) -> Bytes:
         return Bytes(shard.state_bytes - _head_bytes(shard, part))
     if part is Part.BOUNDARY:
         return shard.private_bytes
+    if part is Part.SAVED:
+        return shard.movable_bytes or NO_BYTES
     return shard.head_bytes if part is Part.HEAD else shard.gradient_bytes
 
 

@@ -10,7 +10,7 @@
                 without backward until F(s); less what of it waits on the host, from its DROP,
                 or rather the unit that waits for its STORE, until its LOAD
     saved       by F(s) with gradients, until its B(s); where that is the boundary into s + 1 too,
-                it is counted here
+                it is counted here; less what of it waits on the host, likewise
     stash       by any other F(s), until its B(s): what the recompute must find as it was
     carries     out of shard s: from B(s) or RECV until B(s - 1) or SEND
     gradients   not loaded into a slot: from B until STEP; or, when they are stored and
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 from shoal.core.units import Bytes
 from shoal.program.costs import Costs, moved_bytes, part_bytes, unit_peak_bytes
-from shoal.program.ir import Action, Kept, Op, Part
+from shoal.program.ir import Action, Kept, Op, Part, lone_part
 from shoal.program.needs import message_kind
 from shoal.program.slots import (
     NOTHING,
@@ -109,6 +109,7 @@ class _Memory:
     kept_bytes: int = 0
     slot_bytes: int = 0
     outside: dict[Hashable, Bytes] = field(default_factory=dict)
+    gone: set[Hashable] = field(default_factory=set)  # of that, what waits on the host
     total: int = 0
     most: int = 0
 
@@ -142,8 +143,8 @@ class _Memory:
 
     def _move(self, index: int, action: Action) -> None:
         key = (action.trial, action.shard)
-        if Part.BOUNDARY in action.parts and action.op not in (Op.SEND, Op.RECV):
-            self._move_boundary(index, action)
+        if (part := lone_part(action)) is not None:
+            self._move_lone(index, action, part)
         elif action.op is Op.LOAD:
             self._enter(key, action)
         elif action.op is Op.STORE and Part.GRAD in action.parts:
@@ -165,24 +166,51 @@ class _Memory:
         elif action.op in (Op.SEND, Op.RECV):
             self._exchange(action)
 
-    def _move_boundary(self, index: int, action: Action) -> None:
-        """What of a boundary waits on the host: the rest of it stays."""
+    def _move_lone(self, index: int, action: Action, part: Part) -> None:
+        """What of a boundary, or of what was saved, waits on the host: the rest of it stays."""
         shard = self.costs[action.trial].shards[action.shard]
-        key = ("boundary", *_of(action, action.shard))
+        key = (str(part), *_of(action, action.shard))
         if action.op is Op.STORE:
             self.stores[outside(action)] = index
-            return
-        held = self.outside[key]
-        self._give(key)
-        if action.op is Op.LOAD:
-            self._take_boundary(action, action.shard)
-        else:
-            freed = shard.private_bytes
-            if ("saved", *_of(action, action.shard - 1)) in self.outside:  # it holds its output
-                before = self.costs[action.trial].shards[action.shard - 1]
-                freed = Bytes(max(freed - before.saved_output_bytes, 0))
-            self._take(key, Bytes(max(held - freed, 0)))
+        elif action.op is Op.DROP:
+            is_boundary = part is Part.BOUNDARY
+            freed = self._boundary_freed(action) if is_boundary else self._saved_freed(action)
+            self.gone.add(key)
             self._take(("stored", self.stores.pop(outside(action))), freed)
+        else:
+            self._give(key)
+            self.gone.discard(key)
+            if part is Part.BOUNDARY:
+                self._take_boundary(action, action.shard)
+            else:
+                self._take(key, shard.saved_bytes or Bytes(0))
+
+    def _boundary_freed(self, action: Action) -> Bytes:
+        """Take the boundary to be gone; what that frees."""
+        freed = self.costs[action.trial].shards[action.shard].private_bytes
+        maker = ("saved", *_of(action, action.shard - 1))
+        if maker in self.outside and maker not in self.gone:  # it holds its output
+            before = self.costs[action.trial].shards[action.shard - 1]
+            freed = Bytes(max(freed - before.saved_output_bytes, 0))
+        self._resize(("boundary", *_of(action, action.shard)), -freed)
+        return freed
+
+    def _saved_freed(self, action: Action) -> Bytes:
+        """Take what was saved to be gone; what that frees. The next shard's input stays there."""
+        shard = self.costs[action.trial].shards[action.shard]
+        freed, output = shard.movable_bytes or 0, ("boundary", *_of(action, action.shard + 1))
+        self._resize(("saved", *_of(action, action.shard)), -freed)
+        if output in self.outside and output not in self.gone:
+            held = self.outside[output]
+            self._give(output)
+            self._take_boundary(action, action.shard + 1)
+            freed -= self.outside[output] - held
+        return Bytes(max(freed, 0))
+
+    def _resize(self, key: Hashable, more: int) -> None:
+        size = self.outside[key]
+        self._give(key)
+        self._take(key, Bytes(max(size + more, 0)))
 
     def _forward(self, action: Action) -> None:
         shard, counted = self.costs[action.trial].shards[action.shard], 0
@@ -287,6 +315,7 @@ class _Memory:
 
     def _give(self, key: Hashable) -> None:
         self.total -= self.outside.pop(key, 0)
+        self.gone.discard(key)
 
 
 def _largest_late(actions: Iterable[Action], costs: Costs) -> int:

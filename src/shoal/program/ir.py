@@ -21,12 +21,14 @@ optimizer's), ``grad``. A shard may have a ``head``: tensors of its parameters, 
 state, that stay on the device, while ``param`` or ``state`` is the rest. ``boundary`` is what
 enters a shard for one micro-batch, as far as no later shard reads it: it may wait on the host
 between F and B (``STORE s1 m0 boundary``, after F(s - 1); DROP, after F(s); LOAD, before B(s)),
-and is moved by itself. F(s, m) runs a shard's
+and is moved by itself. So is ``saved``, what one forward saved for its backward (``STORE s1 m0
+saved``, after F(s); DROP; LOAD, before B(s)). F(s, m) runs a shard's
 forward for micro-batch m under no_grad and leaves the boundary into shard s + 1. B(s, m) runs
 the forward again with gradients and then the backward; for the last shard, which has no F,
 this is the first forward and includes the loss. K shards give 2K - 1 units a micro-batch. B
 makes or adds to ``grad``. ``F s1 m0 saved`` keeps what autograd saved until ``B s1 m0 saved``,
-which does not run the forward again; the parameters stay meanwhile. ``LOAD s1 param own`` loads
+which does not run the forward again; the parameters stay meanwhile, or leave once what was saved
+is stored, and come back for B. ``LOAD s1 param own`` loads
 into memory of its own and not into a slot; it is given back with the DROP. ``LOAD s1 state late``
 takes a late slot, beside the parameters: there are none before the first such LOAD, and none
 after the program. ``DROP s1 grad now`` has the next unit wait for the STORE, and not the one
@@ -147,6 +149,16 @@ class Action:
         if self.trial:
             words.append(f"t{self.trial}")
         return " ".join(words)
+
+
+def lone_part(action: Action) -> Part | None:
+    """What of one micro-batch a LOAD, STORE or DROP moves, if it does: a boundary, what F saved.
+
+    It lives outside the slots.
+    """
+    if action.op not in (Op.LOAD, Op.STORE, Op.DROP):
+        return None
+    return next((part for part in (Part.BOUNDARY, Part.SAVED) if part in action.parts), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shoal.program.ir import Action, Op, Part, Program
+from shoal.program.ir import Action, Op, Part, Program, lone_part
 from shoal.program.slots import SlotMap, is_unit
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W, Op.STEP, Op.SYNC})
@@ -112,10 +112,10 @@ def _reads(action: Action) -> list[_Name]:
     trial, shard = action.trial, action.shard
     if action.op is Op.DROP:
         return []
-    if Part.BOUNDARY in action.parts:
+    if (part := lone_part(action)) is not None:
         if action.op is Op.STORE:
-            return [_made(action)]
-        return [_away(action), ("compute", trial)]  # whose memory it may be given
+            return [_lone(action, part)]
+        return [_away(action, part), ("compute", trial)]  # whose memory it may be given
     if action.op is Op.LOAD:
         home: list[_Name] = [("home", trial, shard, part) for part in action.parts]
         is_new = action.own or action.late  # memory that a unit may have had
@@ -139,8 +139,8 @@ def _reads(action: Action) -> list[_Name]:
 
 def _writes(action: Action) -> list[_Name]:
     trial, shard = action.trial, action.shard
-    if Part.BOUNDARY in action.parts and action.op is not Op.DROP:
-        return [_made(action) if action.op is Op.LOAD else _away(action)]
+    if (part := lone_part(action)) is not None and action.op is not Op.DROP:
+        return [_lone(action, part) if action.op is Op.LOAD else _away(action, part)]
     if action.op is Op.LOAD:
         return [("device", trial, shard, part) for part in action.parts]
     if action.op is Op.STORE:
@@ -148,7 +148,8 @@ def _writes(action: Action) -> list[_Name]:
     if action.op is Op.SYNC:
         return [("compute", trial), ("norm", trial)]
     if action.op is Op.F:
-        return [("compute", trial), ("boundary", trial, shard + 1, action.micro)]
+        left: list[_Name] = [("compute", trial), ("boundary", trial, shard + 1, action.micro)]
+        return [*left, _lone(action, Part.SAVED)] if Part.SAVED in action.parts else left
     if action.op in (Op.B, Op.I, Op.W):
         made: list[_Name] = [("compute", trial)]
         if action.op is not Op.I:
@@ -164,9 +165,14 @@ def _writes(action: Action) -> list[_Name]:
     return []
 
 
-def _away(action: Action) -> _Name:
-    """A boundary that waits on the host."""
-    return ("away", action.trial, action.shard, action.micro)
+def _lone(action: Action, part: Part) -> _Name:
+    """What of one micro-batch is moved by itself, on the device."""
+    return (str(part), action.trial, action.shard, action.micro)
+
+
+def _away(action: Action, part: Part) -> _Name:
+    """The same where it waits on the host."""
+    return ("away", part, action.trial, action.shard, action.micro)
 
 
 def _received(action: Action) -> list[_Name]:
@@ -175,7 +181,8 @@ def _received(action: Action) -> list[_Name]:
     if action.op is Op.F:
         return [boundary]
     carry = ("carry", action.trial, action.shard + 1, action.micro)
-    return [boundary, carry] if action.op in (Op.B, Op.I) else []
+    saved = _lone(action, Part.SAVED)
+    return [boundary, carry, saved] if action.op in (Op.B, Op.I) else []
 
 
 def _made(action: Action) -> _Name:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from shoal.program.ir import Action, Op, Part
+from shoal.program.ir import Action, Op, Part, lone_part
 from shoal.program.needs import message_kind
 from shoal.program.world import (
     BACKWARDS,
@@ -48,8 +48,11 @@ def _form(world: World, device: int, action: Action) -> Iterator[str]:
         yield "a part is named twice. Name it once."
     if BOUNDARY in action.parts and len(action.parts) > 1:
         yield "a boundary is of one micro-batch, and is moved by itself. Make it its own action."
-    if SAVED in action.parts and (action.op not in (Op.F, *BACKWARDS) or len(action.parts) > 1):
-        yield "only F saves, and only its B uses that. Remove the part."
+    if SAVED in action.parts and (action.op not in _SAVING or len(action.parts) > 1):
+        yield (
+            "what a forward saved is made by F, used by B, and moved by itself. Make it its own "
+            "action, or remove the part."
+        )
     if action.op in (Op.SEND, Op.RECV) and (len(action.parts) > 1 or STATE in action.parts):
         yield "a message is of one kind: a boundary, grad, norm, param or rng. Name one of them."
     if action.own and (action.op is not Op.LOAD or action.parts != (PARAM,)):
@@ -58,10 +61,14 @@ def _form(world: World, device: int, action: Action) -> Iterator[str]:
         yield "only a LOAD of state takes a late slot. Remove the word."
     elif action.late and PARAM in action.parts:
         yield "a late slot is beside the parameters. LOAD those by themselves."
-    if action.now and (action.op is not Op.DROP or not {GRAD, BOUNDARY} & set(action.parts)):
-        yield "only a DROP of gradients or of a boundary is waited for. Remove the word."
+    if action.now and (action.op is not Op.DROP or not _WAITED & set(action.parts)):
+        yield (
+            "only a DROP of gradients, of a boundary or of what F saved is waited for. Remove the "
+            "word."
+        )
     is_told = Part.NORM in action.parts or PARAM in action.parts
-    with_micro = action.op in (Op.F, *BACKWARDS, Op.W) or BOUNDARY in action.parts
+    with_micro = action.op in (Op.F, *BACKWARDS, Op.W) or lone_part(action) is not None
+    with_micro |= BOUNDARY in action.parts
     with_micro |= action.op in (Op.SEND, Op.RECV) and not is_told
     if with_micro and action.micro is None:
         yield f"{action.op} needs a micro-batch. Write m0 or another one."
@@ -75,9 +82,9 @@ def _is_peer(world: World, device: int, peer: int | None) -> bool:
     return peer is not None and peer < world.num_devices and peer != device
 
 
-def _move_boundary(world: World, device: int, action: Action) -> Iterator[str]:
-    """A boundary goes to the host while nobody needs it, and comes back."""
-    moved = tensor("boundary", action, action.shard)
+def _move_lone(world: World, device: int, action: Action, part: Part) -> Iterator[str]:
+    """What is of one micro-batch goes to the host while nobody needs it, and comes back."""
+    moved = tensor(part, action, action.shard)
     here, away = (device, moved) in world.tensors, moved in world.away
     if action.op is Op.LOAD and not away:
         yield f"{moved} is not on the host. STORE it first."
@@ -85,6 +92,7 @@ def _move_boundary(world: World, device: int, action: Action) -> Iterator[str]:
         yield f"{moved} is on the device already. DROP it first."
     elif action.op is not Op.LOAD and not here:
         maker = f"F s{action.shard - 1} m{action.micro}"
+        maker = maker if part is BOUNDARY else f"F s{action.shard} m{action.micro} saved"
         yield f"{moved} is not on the device. Put the {action.op} after {maker}."
     elif action.op is Op.DROP and not away:
         yield f"only the device has {moved}. STORE it first."
@@ -93,8 +101,8 @@ def _move_boundary(world: World, device: int, action: Action) -> Iterator[str]:
 
 
 def _load(world: World, device: int, action: Action) -> Iterator[str]:
-    if BOUNDARY in action.parts:
-        yield from _move_boundary(world, device, action)
+    if (lone := lone_part(action)) is not None:
+        yield from _move_lone(world, device, action, lone)
         return
     copy, home = world.copy(device, action), world.home(action.trial, action.shard)
     name = f"s{action.shard}"
@@ -113,8 +121,8 @@ def _load(world: World, device: int, action: Action) -> Iterator[str]:
 
 
 def _store(world: World, device: int, action: Action) -> Iterator[str]:
-    if BOUNDARY in action.parts:
-        yield from _move_boundary(world, device, action)
+    if (lone := lone_part(action)) is not None:
+        yield from _move_lone(world, device, action, lone)
         return
     for part in action.parts:
         if part not in world.copy(device, action).present:
@@ -130,8 +138,8 @@ def _store(world: World, device: int, action: Action) -> Iterator[str]:
 
 
 def _drop(world: World, device: int, action: Action) -> Iterator[str]:
-    if BOUNDARY in action.parts:
-        yield from _move_boundary(world, device, action)
+    if (lone := lone_part(action)) is not None:
+        yield from _move_lone(world, device, action, lone)
         return
     copy = world.copy(device, action)
     for part in action.parts:
@@ -143,7 +151,7 @@ def _drop(world: World, device: int, action: Action) -> Iterator[str]:
                 f"the {NAMES[part]} of s{action.shard} are dirty: only the device has them. "
                 "STORE them first."
             )
-        elif part is PARAM and (saved := world.saved_by(device, action)):
+        elif part is PARAM and (saved := world.bound_by(device, action)):
             yield _refers(action, saved)
         elif part is PARAM and copy.late and STATE not in action.parts:
             yield f"the state of s{action.shard} is in a late slot beside them. DROP both."
@@ -168,12 +176,12 @@ def _unit(world: World, device: int, action: Action) -> Iterator[str]:
     yield from _version(world, action)
     for wanted in world.inputs(action):
         if (device, wanted) not in world.tensors:
-            maker = Op.F if wanted.kind == "boundary" else "B"
+            maker = "B" if wanted.kind == "carry" else Op.F
             shard = wanted.shard - (wanted.kind == "boundary")
             if wanted in world.away:
                 yield (
                     f"{action.op} needs {wanted}, which waits on the host. Put "
-                    f"LOAD s{wanted.shard} m{action.micro} boundary before."
+                    f"LOAD s{wanted.shard} m{action.micro} {wanted.kind} before."
                 )
                 continue
             yield (
@@ -414,6 +422,8 @@ def _nothing(world: World, device: int, action: Action) -> Iterator[str]:
 
 
 _UNITS = (Op.F, *BACKWARDS)
+_SAVING = (*_UNITS, Op.LOAD, Op.STORE, Op.DROP)
+_WAITED = {GRAD, BOUNDARY, SAVED}
 _RULES: dict[Op, Callable[[World, int, Action], Iterator[str]]] = {
     Op.LOAD: _load,
     Op.STORE: _store,
@@ -434,8 +444,8 @@ def apply(world: World, device: int, action: Action) -> None:
     """What is where once this action is done."""
     copy, home = world.copy(device, action), world.home(action.trial, action.shard)
     parts = set(action.parts)
-    if BOUNDARY in parts:
-        _apply_boundary(world, device, action)
+    if (lone := lone_part(action)) is not None:
+        _apply_lone(world, device, action, lone)
         return
     match action.op:
         case Op.LOAD:
@@ -471,8 +481,8 @@ def apply(world: World, device: int, action: Action) -> None:
                 world.tensors[device, arrived] = action
 
 
-def _apply_boundary(world: World, device: int, action: Action) -> None:
-    moved = tensor("boundary", action, action.shard)
+def _apply_lone(world: World, device: int, action: Action, part: Part) -> None:
+    moved = tensor(part, action, action.shard)
     if action.op is Op.STORE:
         world.away[moved] = action
     elif action.op is Op.DROP:
@@ -488,10 +498,11 @@ def _apply_unit(world: World, device: int, action: Action) -> None:
             del world.tensors[device, used]
             world.away.pop(used, None)
     if action.op is Op.F:
-        if SAVED in action.parts:
-            world.saved_by(device, action).add(action.micro)
         if not world.is_last(action):
             world.tensors[device, tensor("boundary", action, action.shard + 1)] = action
+        if SAVED in action.parts:
+            world.saved_by(device, action).add(action.micro)
+            world.tensors[device, tensor("saved", action, action.shard)] = action
         return
     if action.shard:
         world.tensors[device, tensor("carry", action, action.shard)] = action

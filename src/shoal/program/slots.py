@@ -3,8 +3,8 @@
 [Note: slots]
 A slot holds what was loaded of one (trial, shard), from the LOAD that takes it to the
 DROP that leaves none of it loaded. A second LOAD of the same shard joins its slot.
-Gradients that a B makes without a LOAD of ``grad`` live outside the slots, and so do
-boundaries, and parameters that a LOAD brings into memory of their own. What stays on the
+Gradients that a B makes without a LOAD of ``grad`` live outside the slots, and so do boundaries,
+what forwards saved, and parameters that a LOAD brings into memory of their own. What stays on the
 device between programs has a place of its own, numbered before the slots; of a shard whose
 parameters alone stay, the state takes a slot as any other shard does. Late slots, for LOADs that
 say so, are numbered by themselves: memory that is there from the first of these LOADs to the
@@ -21,7 +21,7 @@ A DROP takes no time and is not waited for; what frees the memory is that the un
 STOREs before it are complete. ``waits`` says so, twice:
 
 - a LOAD waits for the actions of the slot's previous tenant;
-- a unit waits for the STOREs of gradients and boundaries outside the slots that were dropped
+- a unit waits for the STOREs of what is outside the slots and was dropped
   before the unit before it. So only what was dropped after the last unit is still on its way
   down while a unit runs; the footprint counts it until a unit waits for it. Of what is dropped
   ``now`` nothing is: the next unit waits.
@@ -37,19 +37,19 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from shoal.program.ir import Action, Kept, Op, Part
+from shoal.program.ir import Action, Kept, Op, Part, lone_part
 
 ShardKey = tuple[int, int]
 """(trial, shard)."""
 
 Outside = tuple[Part, int, int, int | None]
-"""Part, trial, shard and, of a boundary, micro-batch of what lives outside the slots."""
+"""Part, trial, shard and, where it is of one, micro-batch of what lives outside the slots."""
 
 
 def outside(action: Action) -> Outside:
-    """The boundary that a LOAD, STORE or DROP is about, or else the shard's gradients."""
-    if Part.BOUNDARY in action.parts:
-        return (Part.BOUNDARY, action.trial, action.shard, action.micro)
+    """What of one micro-batch a LOAD, STORE or DROP moves, or else the shard's gradients."""
+    if (part := lone_part(action)) is not None:
+        return (part, action.trial, action.shard, action.micro)
     return (Part.GRAD, action.trial, action.shard, None)
 
 
@@ -165,7 +165,7 @@ class _Book:
         return kept + loaded
 
     def visit(self, index: int, action: Action) -> int | None:
-        if Part.BOUNDARY in action.parts:
+        if lone_part(action) is not None:
             self._outside(index, action)
             return None
         if action.op is Op.LOAD:

@@ -20,7 +20,10 @@ KINDS = ("boundary", "carry", "norm", "weights", "rng")
 
 
 class Tensor(NamedTuple):
-    """A boundary into, or a carry out of, a shard for one micro-batch; or another message."""
+    """A boundary into, or a carry out of, a shard for one micro-batch; or another message.
+
+    Or ``saved``, what the shard's forward saved.
+    """
 
     kind: str
     trial: int
@@ -35,6 +38,8 @@ class Tensor(NamedTuple):
             return f"version {self.version} of the parameters that s{self.shard} borrows"
         if self.kind == "rng":
             return f"the random state after s{self.shard} of m{self.micro}"
+        if self.kind == "saved":
+            return f"what F s{self.shard} m{self.micro} saved"
         direction = "into" if self.kind == "boundary" else "out of"
         return f"the {self.kind} {direction} s{self.shard} of m{self.micro}"
 
@@ -76,7 +81,7 @@ class World:
     units: dict[tuple[Op, int, int, int | None], int] = field(default_factory=dict)  # -> version
     last_micro: dict[tuple[int, int, int], int] = field(default_factory=dict)
     tensors: dict[tuple[int, Tensor], Action] = field(default_factory=dict)  # device -> maker
-    away: dict[Tensor, Action] = field(default_factory=dict)  # boundaries on the host -> STORE
+    away: dict[Tensor, Action] = field(default_factory=dict)  # on the host -> its STORE
     saved: dict[tuple[int, int, int], set[int | None]] = field(default_factory=dict)
     halves: dict[tuple[int, int, int | None], tuple[int, Action]] = field(default_factory=dict)
     summed: dict[tuple[int, int], set[int]] = field(default_factory=dict)  # groups with gradients
@@ -133,6 +138,15 @@ class World:
         """Micro-batches whose forward of the action's shard was saved on this device."""
         return self.saved.setdefault((device, action.trial, action.shard), set())
 
+    def bound_by(self, device: int, action: Action) -> set[int | None]:
+        """Those that need the parameters where they are: what is stored finds them again."""
+        stored = {
+            moved.micro
+            for moved in self.away
+            if moved[:3] == ("saved", action.trial, action.shard)
+        }
+        return self.saved_by(device, action) - stored
+
     def copy(self, device: int, action: Action) -> Copy:
         return self.copies.setdefault((device, action.trial, action.shard), Copy())
 
@@ -148,6 +162,8 @@ class World:
             yield tensor("boundary", action, action.shard)
         if action.op in BACKWARDS and not self.is_last(action):
             yield tensor("carry", action, action.shard + 1)
+        if action.op in BACKWARDS and Part.SAVED in action.parts:
+            yield tensor("saved", action, action.shard)
 
     def must_wait(self, device: int, action: Action) -> bool:
         """Is this a RECV whose SEND has not been issued yet?"""

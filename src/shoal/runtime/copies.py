@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from shoal.memory.layout import Arena
+from shoal.memory.store import Staging
+from shoal.partition.savedset import Cell
 from shoal.program.ir import Action, Part, kept
 from shoal.runtime.binding import Placed, place_in_slot, place_what_stays, without_head
 from shoal.runtime.compute import Compute
@@ -50,6 +52,8 @@ class Copies:
         self._units, self._device = session.units, session.device
         self._by_shard = getattr(session.job.technique, "order", None) == "shard"
         self._waiting: dict[tuple[int, int, int], Tensor] = {}  # shard, micro, number: on the host
+        self._staging: dict[int, Staging] = {}  # shard -> where what its forward saved waits
+        self._moved: dict[int, list[tuple[Cell, Tensor]]] = {}  # shard -> what, and its copy there
 
     def load(self, action: Action, slot: int | None) -> tuple[list[Copy], Tensor | None]:
         """Take a slot, or memory outside; returns the copies, and bytes that nobody else uses."""
@@ -158,6 +162,46 @@ class Copies:
             copies.append((back, source))
         return _some(copies)
 
+    def store_saved(self, action: Action, micro: Micro) -> list[Copy]:
+        """The copies of what a forward saved to the host, into memory that is used each time."""
+        cells, at = self._units.movable(action.shard, micro), 0
+        size = sum(cell.num_bytes for cell in cells)
+        host = self._staged(action.shard, size)
+        self._moved[action.shard] = moved = []
+        for cell in cells:
+            moved.append((cell, host[at : at + cell.num_bytes]))
+            at += cell.num_bytes
+        return [(place, cell.bytes_now()) for cell, place in moved]
+
+    def drop_saved(self, action: Action, micro: Micro) -> None:
+        """Let go of what is on the host."""
+        for cell, _ in self._moved[action.shard]:
+            cell.leave()
+
+    def load_saved(self, action: Action, micro: Micro) -> list[Copy]:
+        """The copies of what a forward saved back to the device, into memory of its own."""
+        copies = []
+        for cell, source in self._moved.pop(action.shard):
+            cell.memory = torch.empty(cell.num_bytes, dtype=torch.uint8, device=self._device)
+            copies.append((cell.memory, source))
+        return copies
+
+    def _staged(self, shard: int, num_bytes: int) -> Tensor:
+        """Host memory for so much; more than before where a batch is larger than any before."""
+        staging = self._staging.get(shard)
+        if staging is None or staging.bytes.numel() < num_bytes:
+            if staging is not None:
+                staging.unpin()
+            staging = Staging(num_bytes, pin=self._device.type == "cuda")
+            self._staging[shard] = staging
+        return staging.bytes
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Host memory for what waits there between forward and backward."""
+        saved = sum(staging.bytes.numel() for staging in self._staging.values())
+        return saved + sum(tensor.nbytes for tensor in self._waiting.values())
+
     def own_memory(self) -> list[Tensor]:
         """What was loaded and is not in the region."""
         late = [] if self._late is None else [self._late]
@@ -181,6 +225,10 @@ class Copies:
         self._under.clear()
         self._late = None
         self._waiting.clear()
+        self._moved.clear()
+        for staging in self._staging.values():
+            staging.unpin()
+        self._staging.clear()
         self._compute.placed.clear()
         self.region = torch.empty(0)
 

@@ -12,6 +12,7 @@ Besides the slot waits of ``program.slots``:
     F B STEP       the shard's LOADs
     STORE          the compute before it
     LOAD boundary  its STORE, and the device's compute before it, whose memory it may be given
+    LOAD saved     likewise
     LOAD own       the same write as any LOAD, and the device's compute before it
     LOAD late      likewise, and the late slot's last tenant
     STEP@host      the STORE of its gradients, and SYNC
@@ -22,6 +23,7 @@ CUDA that is what makes it safe to let the allocator have them back.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -39,7 +41,7 @@ from shoal.memory.layout import Arena
 from shoal.memory.ledger import Ledger
 from shoal.partition.track import AllocationTracker
 from shoal.program.costs import unit_peak_bytes, unit_seconds
-from shoal.program.ir import Action, Kept, Op, Part, Program
+from shoal.program.ir import Action, Kept, Op, Part, Program, lone_part
 from shoal.program.slots import SlotMap, assign_slots
 from shoal.runtime.binding import place_on_host
 from shoal.runtime.compute import Compute, Work, tensors_of
@@ -48,6 +50,10 @@ from shoal.runtime.session import Session, Task
 
 COMPUTE = (Op.F, Op.B, Op.SYNC)
 HOME = {Part.PARAM, Part.STATE, Part.HEAD}  # what a step writes
+
+
+_Lone = tuple[Part, int, int | None]
+"""What of one micro-batch is moved by itself: of which shard, and for which micro-batch."""
 
 
 class Issued(NamedTuple):
@@ -129,7 +135,7 @@ class Seat:
         self._written: dict[int, Event] = {}  # shard -> last write of its host parameters
         self._grads_written: dict[int, Event] = {}
         self._saved: dict[tuple[int, int | None], AllocationTracker] = {}  # of forwards
-        self._away: dict[tuple[int, int | None], Event] = {}  # shard, micro -> its input's STORE
+        self._away: dict[_Lone, Event] = {}  # what waits on the host -> its STORE
         self._synced: Event | None = None
         self._advanced: Event | None = None  # the schedule, behind the host's steps
         self._last_compute: list[Event] = []
@@ -222,8 +228,9 @@ class Seat:
             needs += self._loads.get(action.shard, ())
             if action.op is Op.STEP and self._advanced is not None:
                 needs.append(self._advanced)
-        elif Part.BOUNDARY in action.parts:
-            needs += [self._away[action.shard, action.micro]] if action.op is Op.LOAD else []
+        elif (part := lone_part(action)) is not None:
+            key = part, action.shard, action.micro
+            needs += [self._away[key]] if action.op is Op.LOAD else []
         elif action.op is Op.LOAD:
             needs += self._needs_of_load(run, action)
         return needs
@@ -275,8 +282,8 @@ class Seat:
     def _dispatch(self, run: _Run, action: Action, after: list[Event]) -> Event | None:
         if run.score.computes[run.cursor]:
             return self._run_compute(run.task, action, after)
-        if Part.BOUNDARY in action.parts:
-            return self._move_boundary(run.task, action, after)
+        if (part := lone_part(action)) is not None:
+            return self._move_lone(run.task, action, part, after)
         slot = run.score.slots.slots[run.cursor]
         if action.op is Op.LOAD:
             if slot is not None and not action.late and run.score.slots.is_first[run.cursor]:
@@ -357,18 +364,26 @@ class Seat:
             self._grads_written[action.shard] = event
         return event
 
-    def _move_boundary(self, task: Task, action: Action, after: list[Event]) -> Event | None:
-        """A shard's input leaves for the host, or is back from there before its backward."""
-        micro = task.micros[action.micro or 0]
+    def _move_lone(
+        self, task: Task, action: Action, part: Part, after: list[Event]
+    ) -> Event | None:
+        """A shard's input, or what it saved, leaves for the host, or is back for its backward."""
+        micro, is_saved = task.micros[action.micro or 0], part is Part.SAVED
+        key = part, action.shard, action.micro
         if action.op is Op.DROP:
-            self.copies.drop_boundary(action, micro)
+            drop = self.copies.drop_saved if is_saved else self.copies.drop_boundary
+            drop(action, micro)
             return None
         if action.op is Op.STORE:
-            event = self._send_down(self.copies.store_boundary(action, micro))
-            self._away[action.shard, action.micro] = event
+            store = self.copies.store_saved if is_saved else self.copies.store_boundary
+            self._away[key] = event = self._send_down(store(action, micro))
             return event
-        copies = self.copies.load_boundary(action, micro)
-        del self._away[action.shard, action.micro]
+        # What comes back is counted where the forward's allocations were: a backward frees it.
+        counted = self._saved.get(key[1:]) if is_saved else None
+        with counted or contextlib.nullcontext():
+            load = self.copies.load_saved if is_saved else self.copies.load_boundary
+            copies = load(action, micro)
+        del self._away[key]
         size = sum(source.nbytes for _, source in copies)
         work = self._copying(copies, "up")
         event = self._submit("up", work, after + self._device_compute, size=size)

@@ -21,6 +21,7 @@ from shoal.partition.chain import Chain
 from shoal.partition.measure import private_wires
 from shoal.partition.narrow import UseWatch
 from shoal.partition.preserve import read_buffers, write_buffers
+from shoal.partition.savedset import Cell
 from shoal.partition.units import (
     BackwardResult,
     Held,
@@ -29,6 +30,7 @@ from shoal.partition.units import (
     run_held_backward,
     run_held_forward,
 )
+from shoal.partition.wires import storage_key
 from shoal.program.ir import Program
 from shoal.recipe import HP, Recipe, autocast, compute_loss, model_inputs
 from shoal.rng import RngState, capture_rng, restore_rng, same_rng
@@ -55,6 +57,7 @@ class Micro:
     def tensors(self) -> list[Tensor]:
         """Everything held, for the byte count."""
         held = [*self.wires.values(), *self.grads.values(), *self.tied.values()]
+        held += [t for one in self.held.values() if one.saved for t in one.saved.here()]
         return held + [
             tensor
             for stash in (*self.buffers.values(), *self.written.values())
@@ -84,6 +87,9 @@ class Units(Protocol):
 
     def private(self, shard: int, micro: Micro) -> dict[Any, Tensor]:
         """Of a shard's input, what no other shard reads, so that it may wait on the host."""
+
+    def movable(self, shard: int, micro: Micro) -> list[Cell]:
+        """Of what a shard's forward saved, what may wait on the host."""
 
     def step_program(self, micro_batches: int, clip: bool) -> Program:
         """One optimizer step."""
@@ -131,6 +137,9 @@ class ResidentUnits:
 
     def private(self, shard: int, micro: Micro) -> dict[Any, Tensor]:
         return {}
+
+    def movable(self, shard: int, micro: Micro) -> list[Cell]:
+        return []
 
     def step_program(self, micro_batches: int, clip: bool) -> Program:
         return generate.resident_step(micro_batches=micro_batches, clip=clip)
@@ -240,7 +249,8 @@ class ChainUnits:
     def _forward(self, shard: int, micro: Micro) -> tuple[Tensor, Any] | None:
         if shard == self.num_shards - 1:
             return self._evaluate(micro)
-        if shard in self._route.saves and self.chain.model.training:
+        saves = (*self._route.saves, *self._route.spills)
+        if shard in saves and self.chain.model.training:
             self._forward_and_hold(shard, micro)
             return None
         if self.chain.model.training:
@@ -259,7 +269,10 @@ class ChainUnits:
         """The forward as the plain loop runs it: its backward finds what it saved."""
         start, stop = self._spans[shard]
         wires = self._wires_into(start, micro)
-        micro.held[shard] = held = run_held_forward(self.chain, micro.context, start, stop, wires)
+        spills = shard in self._route.spills
+        micro.held[shard] = held = run_held_forward(
+            self.chain, micro.context, start, stop, wires, spills=spills
+        )
         micro.wires |= held.made
         held.made.clear()
 
@@ -279,14 +292,16 @@ class ChainUnits:
                 return self._run_backward(shard, micro)
         if shard in micro.held:
             start, stop = self._spans[shard]
+            held = micro.held.pop(shard)
             result = run_held_backward(
                 self.chain,
                 micro.context,
                 start,
                 stop,
-                micro.held.pop(shard),
+                held,
                 grads=micro.grads,
                 tied=micro.tied,
+                wires=self._wires_into(start, micro) if held.saved else None,
             )
             self._hand_on(shard, micro, result)
             return None
@@ -354,6 +369,15 @@ class ChainUnits:
         """Forget the wires that no shard starting at one of ``boundaries`` reads."""
         alive = {w for layer in boundaries for w in self.chain.live_wires(layer, micro.context)}
         micro.wires = {wire: tensor for wire, tensor in micro.wires.items() if wire in alive}
+
+    def movable(self, shard: int, micro: Micro) -> list[Cell]:
+        saved = micro.held[shard].saved
+        assert saved is not None, "the route says which forwards may leave"
+        made = self._spans[shard][1]
+        outputs = {storage_key(t) for wire, t in micro.wires.items() if wire.layer < made}
+        cells = saved.movable(outputs)
+        saved.moved.update(cells)
+        return cells
 
     def private(self, shard: int, micro: Micro) -> dict[Any, Tensor]:
         before, here = self._spans[shard - 1 : shard + 1]

@@ -35,6 +35,15 @@ are on the device at a time. Those of the shards next to the turn stay: they wou
 before what their STORE leaves behind is surely gone. Source of the idea: activation offloading
 as in KARMA (SC 2020).
 
+[Note: where what was saved waits]
+A shard in ``spills`` runs its forward with gradients, and what autograd saved goes to the host
+while others compute: its backward runs nothing again, and its parameters may leave meanwhile. Its
+STORE follows the forward. How long it may take is the shard's ``gap``, the distance to the next
+one in ``spills``: the DROP stands so many units later, and the LOAD so many before the backward.
+So two of them are on the device at a time, whatever the distance:
+
+    gap 2    F0 STORE0 | F1 DROP0 | F2 STORE2 | F3 DROP2 (here STORE0 is over) ... LOAD2 | ... | B2
+
 [Note: double buffering]
 Units are what computes: F and B. ``lookahead`` L gives L + 1 slots to the shards that
 travel. The LOAD of a visit stands where a slot has just become free, before the units
@@ -118,7 +127,8 @@ class Route:
     ``weights`` the parameters stay and the state travels. ``lent`` are shards whose parameters
     another one borrows, from the host's copy. ``boundaries`` says where a shard's input waits
     for its backward. Those in ``saves`` keep what their forward saved, and do not recompute: of
-    the shards whose parameters stay until then, see ``may_save``. Those in ``turn`` hold their
+    the shards whose parameters stay until then, see ``may_save``. Of those in ``spills`` it waits
+    on the host, see ``may_spill``. Those in ``turn`` hold their
     parameters from each forward to its backward, where the step is on the host. Of those in
     ``waits`` the gradients stay until the step, where that is on the device.
     """
@@ -133,10 +143,12 @@ class Route:
     order: Order = "micro"
     boundaries: Place = "device"
     saves: tuple[int, ...] = ()
+    spills: tuple[int, ...] = ()
     turn: tuple[int, ...] = ()
     waits: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        assert not set(self.spills) & set(self.saves)
         assert not self.turn or self.optimizer == "host"
         assert not self.waits or self.optimizer == "device"
 
@@ -177,6 +189,18 @@ class Route:
         stay = {*self.keep, *self.weights, *turn, *self.turn}
         return tuple(shard for shard in sorted(stay) if 0 <= shard < self.num_shards - 1)
 
+    @property
+    def may_spill(self) -> tuple[int, ...]:
+        """Shards for which what their forward saved is gone some time before it has to be back."""
+        return () if self.order == "shard" else tuple(range(self.num_shards - 2))
+
+    def gap(self, shard: int) -> int:
+        """Units in which the copy of what a forward saved may hide, each way."""
+        before = [other for other in self.spills if other < shard]
+        after = [other for other in self.spills if other > shard]
+        gap = after[0] - shard if after else shard - before[-1] if before else 1
+        return max(1, min(gap, self.num_shards - 2 - shard))  # it must have left before it returns
+
 
 def route_of(technique: Spilled, num_shards: int, lent: tuple[int, ...] = ()) -> Route:
     """The route of a technique that leaves nothing open."""
@@ -193,6 +217,7 @@ def route_of(technique: Spilled, num_shards: int, lent: tuple[int, ...] = ()) ->
         order=technique.order or "micro",
         boundaries=technique.boundaries or "device",
         saves=technique.keep_activations or (),
+        spills=technique.spill_activations or (),
         turn=turned_shards(technique, num_shards),
         waits=waiting_gradients(technique, num_shards),
     )
@@ -233,7 +258,8 @@ def _finish(route: Route, clip: bool) -> Program:
 
 @lru_cache(maxsize=64)
 def _evaluation(route: Route) -> Program:
-    route = replace(route, optimizer="device", boundaries="device", saves=(), turn=(), waits=())
+    route = replace(route, optimizer="device", boundaries="device", turn=(), waits=())
+    route = replace(route, saves=(), spills=())
     shape = _Shape(route)
     units = [shape.forward(shard, (0,)) for shard in range(route.num_shards)]
     return single(_in_order(units, route))
@@ -310,7 +336,7 @@ class _Shape:
         return [self._stepping(shard, loads, (*backwards, Action(Op.STEP, shard)))]
 
     def _compute(self, op: Op, shard: int, micro: int) -> Action:
-        saves = shard in self.route.saves
+        saves = shard in self.route.saves or shard in self.route.spills
         return Action(op, shard, micro, parts=(SAVED,) if saves else ())
 
     def late_steps(self, clip: bool) -> list[_Unit]:
@@ -391,10 +417,24 @@ def _leaving(unit: _Unit, route: Route) -> Iterator[Action]:
     if unit.shard + 1 in route.away:
         for micro in forwards:
             yield Action(Op.STORE, unit.shard + 1, micro, parts=(BOUNDARY,))
+    for micro in forwards:
+        yield from _saved_leaves(unit.shard, micro, route)
+
+
+def _saved_leaves(shard: int, micro: int | None, route: Route) -> Iterator[Action]:
+    """After a forward: what it saved is on its way down, what an earlier one saved is gone."""
+    if shard in route.spills:
+        yield Action(Op.STORE, shard, micro, parts=(SAVED,))
+    for gone in route.spills:
+        if gone + route.gap(gone) - 1 == shard:
+            yield Action(Op.DROP, gone, micro, parts=(SAVED,), now=not route.lookbehind)
 
 
 def _returns(units: Sequence[_Unit], route: Route) -> dict[int, list[Action]]:
-    """Before which unit a backward's input is loaded: ``lookahead`` units before its own."""
+    """Before which unit a backward's input, and what was saved for it, is loaded.
+
+    The input ``lookahead`` units before its own.
+    """
     returns: dict[int, list[Action]] = {}
     computing: list[int] = []
     for index, unit in enumerate(units):
@@ -406,6 +446,11 @@ def _returns(units: Sequence[_Unit], route: Route) -> dict[int, list[Action]]:
             at = computing[-1 - route.lookahead]
             returns.setdefault(at, []).extend(
                 Action(Op.LOAD, unit.shard, micro, parts=(BOUNDARY,)) for micro in backwards
+            )
+        if backwards and unit.shard in route.spills:
+            at = computing[-1 - route.gap(unit.shard)]
+            returns.setdefault(at, []).extend(
+                Action(Op.LOAD, unit.shard, micro, parts=(SAVED,)) for micro in backwards
             )
     return returns
 

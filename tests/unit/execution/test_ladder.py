@@ -25,45 +25,45 @@ def tried(technique, shards=4, place="device", *, has_neighbours=False):
 
 
 def test_a_resident_trial_is_spilled_and_steps_where_it_did():
-    assert tried(Resident(), 1) == [Spilled(optimizer="device", keep_activations=())]
+    assert tried(Resident(), 1) == [Spilled(optimizer="device", recompute=True)]
 
 
 def test_a_trial_with_neighbours_is_tried_as_it_is_and_alone_first():
     assert tried(Resident(), 1, has_neighbours=True)[0] == Resident()
     first = tried(Spilled(lookahead=1), has_neighbours=True)[0]
-    assert first == Spilled(shards=4, optimizer="device", lookahead=1, keep_activations=())
+    assert first == Spilled(shards=4, optimizer="device", lookahead=1, recompute=True)
 
 
 def test_a_spilled_trial_loses_its_lookahead_then_its_boundaries_and_then_gets_more_shards():
     assert tried(Spilled(shards=4, lookahead=1), place="host") == [
-        Spilled(shards=4, optimizer="host", lookahead=0, keep_activations=()),
-        Spilled(shards=4, optimizer="host", lookahead=0, boundaries="host", keep_activations=()),
-        Spilled(optimizer="host", lookahead=0, keep_activations=()),
+        Spilled(shards=4, optimizer="host", lookahead=0, recompute=True),
+        Spilled(shards=4, optimizer="host", lookahead=0, boundaries="host", recompute=True),
+        Spilled(optimizer="host", lookahead=0, recompute=True),
     ]
 
 
 def test_a_trial_with_shards_that_stay_keeps_fewer_first():
     technique = Spilled(shards=4, lookahead=1, keep=(0, 1))
     assert tried(technique, place="host") == [
-        Spilled(shards=4, optimizer="host", lookahead=1, keep_activations=()),
-        Spilled(shards=4, optimizer="host", lookahead=0, keep_activations=()),
-        Spilled(shards=4, optimizer="host", lookahead=0, keep=(0, 1), keep_activations=()),
-        Spilled(shards=4, optimizer="host", lookahead=0, boundaries="host", keep_activations=()),
+        Spilled(shards=4, optimizer="host", lookahead=1, recompute=True),
+        Spilled(shards=4, optimizer="host", lookahead=0, recompute=True),
+        Spilled(shards=4, optimizer="host", lookahead=0, keep=(0, 1), recompute=True),
+        Spilled(shards=4, optimizer="host", lookahead=0, boundaries="host", recompute=True),
         Spilled(
             shards=4,
             optimizer="host",
             lookahead=0,
             boundaries="host",
             keep=(0, 1),
-            keep_activations=(),
+            recompute=True,
         ),
-        Spilled(optimizer="host", lookahead=0, keep_activations=()),
+        Spilled(optimizer="host", lookahead=0, recompute=True),
     ]
 
 
 def test_with_all_of_that_on_the_host_only_more_shards_are_left():
     technique = Spilled(shards=4, lookahead=0, boundaries="host")
-    assert tried(technique) == [Spilled(optimizer="device", lookahead=0, keep_activations=())]
+    assert tried(technique) == [Spilled(optimizer="device", lookahead=0, recompute=True)]
 
 
 @given(

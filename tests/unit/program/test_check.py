@@ -261,11 +261,11 @@ LATE = [
         "DROP s0 param",
         "the state of s0 is in a late slot beside them. DROP both",
     ),
-    ("LOAD s0 param now", "LOAD s0 param now", "only a DROP of gradients or of a boundary"),
+    ("LOAD s0 param now", "LOAD s0 param now", "only a DROP of gradients, of a boundary"),
     (
         "LOAD s0 param\nDROP s0 param now",
         "DROP s0 param now",
-        "only a DROP of gradients or of a boundary",
+        "only a DROP of gradients, of a boundary",
     ),
 ]
 

@@ -1,0 +1,67 @@
+"""What is said of activations that wait on the host: why they do, and why some cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.core.errors import PlanError
+from shoal.core.spec import ShardSpec, TrialSpec
+from shoal.core.technique import Spilled
+from shoal.core.units import Seconds, format_bytes, format_seconds
+from shoal.planner.away import can_move
+from shoal.planner.need import moved_saved_bytes
+from shoal.spill.generate import route_of
+
+
+def why_moved(
+    shards: Sequence[ShardSpec], technique: Spilled, step_s: Seconds, without_s: Seconds
+) -> str:
+    """How many shards keep, recompute or move what they saved, and what the last is worth.
+
+    ``without_s`` is what a step takes where those that move would recompute too.
+    """
+    keep, move = len(technique.keep_activations or ()), len(technique.spill_activations or ())
+    again = len(shards) - 1 - keep - move
+    return (
+        f"what the forwards of {move} shards saved waits on the host, "
+        f"{format_bytes(moved_saved_bytes(shards, technique))} each way a micro-batch; {keep} "
+        f"keep it on the device, {again} run their forward again: a step takes "
+        f"{format_seconds(step_s)}, and {format_seconds(without_s)} if those {move} did so too"
+    )
+
+
+def refuse_moved(trial: TrialSpec, shards: Sequence[ShardSpec], technique: Spilled) -> None:
+    """See to it that what was asked for can be done.
+
+    Raises:
+        PlanError: what a named shard saves cannot leave, or no forward shall run again and one
+            has to; says why.
+    """
+    able = route_of(technique, len(shards)).may_spill
+    for shard in technique.spill_activations or ():
+        if shard not in able or not can_move(shards[shard]):
+            raise PlanError(
+                f"trial {trial.number} was asked to have what shard {shard} of {len(shards)} "
+                "saves wait on the host, but "
+                f"{_why_not(shards[shard], technique, shard in able)}. Leave it out of "
+                "spill_activations=."
+            )
+    stuck = [shard.index for shard in shards[:-1] if shard.saved_bytes is None]
+    if technique.recompute is False and (stuck or technique.order == "shard"):
+        why = "with order='shard' its forward of the next micro-batch comes before its backward"
+        if stuck:
+            why = "its forward changes what its backward, or another shard, reads"
+        raise PlanError(
+            f"trial {trial.number} was asked to run no forward again, but shard "
+            f"{stuck[0] if stuck else 0} has to: {why}. Use recompute='auto'."
+        )
+
+
+def _why_not(shard: ShardSpec, technique: Spilled, is_able: bool) -> str:
+    if technique.order == "shard":
+        return "its forward of the next micro-batch comes before the backward of this one"
+    if not is_able:
+        return "its backward comes too soon after its forward"
+    if shard.saved_bytes is not None:
+        return "its code allows no hooks on what autograd saves"
+    return "its forward changes what its backward, or another shard, reads"
