@@ -16,14 +16,13 @@ from shoal.core.technique import (
     Resident,
     Spilled,
     Technique,
-    kept_shards,
     kept_weights,
     travels_narrow,
     turned_shards,
     waiting_gradients,
 )
 from shoal.core.units import Bytes, Seconds, format_bytes, format_seconds
-from shoal.memory.layout import as_it_travels, head_sizes, lenders
+from shoal.memory.layout import as_it_travels
 from shoal.planner.choose import choices, may_go_by_shard
 from shoal.planner.job import make_job, make_pipeline_job, make_replicated_job, refuse
 from shoal.planner.keep import keep_best
@@ -40,13 +39,20 @@ from shoal.planning.moving import refuse_moved, why_moved
 from shoal.planning.pipelining import Pipelining, Question
 from shoal.planning.pipelining import numerics as pipeline_numerics
 from shoal.planning.planned import Settled
+from shoal.planning.refusing import (
+    refuse_activations,
+    refuse_borrowers,
+    refuse_head,
+    refuse_order,
+    refuse_too_many,
+    refuse_transfer,
+)
 from shoal.planning.replicating import Replicating
 from shoal.planning.replicating import numerics as replica_numerics
 from shoal.planning.sharing import share
 from shoal.planning.speeds import corrected, speeds_of
 from shoal.recipe import Recipe
 from shoal.runtime.messages import Measure, Measured, MeasureShards
-from shoal.spill.generate import route_of
 
 MOST_ACTIVE = 3
 """Trials that share a device at most: more would leave each too little of it."""
@@ -183,9 +189,9 @@ class Deciding:
         self, trial: TrialSpec, measured: Measured, whole: Need, crowd: bool, trials: int
     ) -> Question:
         forced = self._request.technique
-        _refuse_too_many(trial, measured, forced)
-        self._refuse_order(trial, measured)
-        self._refuse_transfer(trial, measured)
+        refuse_too_many(trial, measured, forced)
+        refuse_order(trial, measured, self._request)
+        refuse_transfer(trial, measured, forced, self._recipe.precision)
         self._speeds = corrected(self._speeds, measured.measure.link)
         request, closest = self._spilled_request(whole), None
         at_once = MOST_ACTIVE if crowd else 1
@@ -193,10 +199,10 @@ class Deciding:
         actives = range(1, MOST_ACTIVE + 1) if crowd else (1,)
         for choice in choices(measured.measure, self._budget, actives, request, self._speeds):
             exact = yield MeasureShards(trial, choice.cuts, narrow=self._narrow)
-            _refuse_borrowers(trial, exact, choice.technique)
-            _refuse_head(trial, exact, choice.technique)
+            refuse_borrowers(trial, exact, choice.technique)
+            refuse_head(trial, exact, choice.technique)
             active = choice.active
-            _refuse_activations(trial, exact, choice.technique)
+            refuse_activations(trial, exact, choice.technique)
             refuse_moved(trial, exact.measure.shards, choice.technique)
             found = self._keep_best(exact, choice.technique, request, active)
             if found:
@@ -352,38 +358,6 @@ class Deciding:
             "the same bits"
         )
 
-    def _refuse_transfer(self, trial: TrialSpec, measured: Measured) -> None:
-        forced, measure = self._request.technique, measured.measure
-        if isinstance(forced, Spilled) and forced.transfer == "bf16" and not measure.narrow:
-            why = (
-                "no weight of its model is read by bf16 products alone"
-                if self._recipe.precision == "bf16"
-                else f"its recipe trains in {self._recipe.precision}"
-            )
-            if measure.compiled:
-                why = "it is compiled, and nobody sees what reads its weights"
-            raise PlanError(
-                f"trial {trial.number} was asked to have its weights travel as bfloat16, but "
-                f"{why}. Leave transfer= out, or give Recipe(precision='bf16')."
-            )
-
-    def _refuse_order(self, trial: TrialSpec, measured: Measured) -> None:
-        forced, measure = self._request.technique, measured.measure
-        if not isinstance(forced, Spilled) or forced.order != "shard":
-            return
-        if self._request.micro_batches > 1 and not may_go_by_shard(measure, self._request):
-            why = (
-                "the model draws random numbers while it trains, and would draw them in another "
-                "order"
-                if measure.draws
-                else "its data does not say how many batches it has"
-            )
-            raise PlanError(
-                f"trial {trial.number} was asked to run all {self._request.micro_batches} "
-                f"micro-batches of a step shard by shard, but {why}. Use order='micro', or leave "
-                "it out."
-            )
-
     def _why_order(self, exact: Measured, technique: Spilled) -> str:
         count = self._request.micro_batches
         if technique.order == "shard":
@@ -533,56 +507,6 @@ def _all_travel(technique: Spilled) -> Spilled:
     return replace(none, keep_activations=(), spill_activations=())
 
 
-def _refuse_borrowers(trial: TrialSpec, exact: Measured, technique: Spilled) -> None:
-    for shard in (*kept_shards(technique), *kept_weights(technique)):
-        spec = exact.measure.shards[shard]
-        borrowed = spec.parameter_bytes - spec.owned_bytes
-        if borrowed:
-            raise PlanError(
-                f"trial {trial.number} was asked to keep shard {shard} of {technique.shards} on "
-                f"the device, but it borrows {format_bytes(borrowed)} of tied parameters from "
-                "another shard, whose step would leave it an old copy. Leave it out of keep=."
-            )
-
-
-def _refuse_head(trial: TrialSpec, exact: Measured, technique: Spilled) -> None:
-    if technique.keep_head is None or exact.layout is None:
-        return
-    shard, asked = technique.keep_head
-    layout, spec = exact.layout.shards[shard], exact.measure.shards[shard]
-    sizes = head_sizes(layout.state if shard in technique.keep_weights else layout.param)
-    tied = shard in lenders(exact.layout) or spec.parameter_bytes > spec.owned_bytes
-    if tied or asked not in sizes:
-        why = "it has tied parameters" if tied else f"its first tensors have {sizes} bytes"
-        raise PlanError(
-            f"trial {trial.number} was asked to keep {asked} bytes of shard {shard} of "
-            f"{technique.shards} on the device, but {why}. Leave keep_head= out to keep what fits."
-        )
-
-
-def _refuse_activations(trial: TrialSpec, exact: Measured, technique: Spilled) -> None:
-    shards = exact.measure.shards
-    stays = route_of(technique, len(shards)).may_save
-    for shard in technique.keep_activations or ():
-        if shard in stays and shards[shard].saved_bytes is not None:
-            continue
-        why, way_out = (
-            "its parameters are not on the device from its forward to its backward",
-            ", or name it in keep= or keep_weights= too",
-        )
-        if shard == len(shards) - 1:
-            why, way_out = "the last shard's forward and backward are one unit anyway", ""
-        elif technique.order == "shard":
-            why = "its forward of the next micro-batch comes before the backward of this one"
-            way_out = ", or leave out order='shard'"
-        elif shard in stays:
-            why, way_out = "its forward changes what its backward, or another shard, reads", ""
-        raise PlanError(
-            f"trial {trial.number} was asked to keep the activations of shard {shard} of "
-            f"{len(shards)}, but {why}. Leave it out of keep_activations={way_out}."
-        )
-
-
 def _step_place(technique: Technique) -> str:
     if not isinstance(technique, Spilled):
         return "device"
@@ -601,13 +525,3 @@ def _settled(measured: Measured, technique: Technique, active: int, why: Iterabl
         why=(*why, measured.measure.data),
         active=active,
     )
-
-
-def _refuse_too_many(trial: TrialSpec, measured: Measured, forced: Technique | None) -> None:
-    layers = measured.measure.layers
-    pieces = sum(layer.cut_after for layer in layers[:-1]) + 1
-    if isinstance(forced, Spilled) and (forced.shards or 1) > pieces:
-        raise PlanError(
-            f"trial {trial.number} was asked to train in {forced.shards} shards, but its "
-            f"model has {pieces} pieces that may stand alone. Ask for at most {pieces}."
-        )

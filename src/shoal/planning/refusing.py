@@ -1,0 +1,114 @@
+"""What is asked of a spilled trial by name, and cannot be: refused with the reason."""
+
+from __future__ import annotations
+
+from shoal.core.errors import PlanError
+from shoal.core.spec import TrialSpec
+from shoal.core.technique import Spilled, Technique, kept_shards, kept_weights
+from shoal.core.units import format_bytes
+from shoal.memory.layout import head_sizes, lenders
+from shoal.planner.choose import may_go_by_shard
+from shoal.planner.need import Request
+from shoal.runtime.messages import Measured
+from shoal.spill.generate import route_of
+
+
+def refuse_too_many(trial: TrialSpec, measured: Measured, forced: Technique | None) -> None:
+    """Raises PlanError where there are to be more shards than the model has pieces."""
+    layers = measured.measure.layers
+    pieces = sum(layer.cut_after for layer in layers[:-1]) + 1
+    if isinstance(forced, Spilled) and (forced.shards or 1) > pieces:
+        raise PlanError(
+            f"trial {trial.number} was asked to train in {forced.shards} shards, but its "
+            f"model has {pieces} pieces that may stand alone. Ask for at most {pieces}."
+        )
+
+
+def refuse_transfer(
+    trial: TrialSpec, measured: Measured, forced: Technique | None, precision: str
+) -> None:
+    """Raises PlanError where weights are to travel narrow, and none can."""
+    measure = measured.measure
+    if isinstance(forced, Spilled) and forced.transfer == "bf16" and not measure.narrow:
+        why = (
+            "no weight of its model is read by bf16 products alone"
+            if precision == "bf16"
+            else f"its recipe trains in {precision}"
+        )
+        if measure.compiled:
+            why = "it is compiled, and nobody sees what reads its weights"
+        raise PlanError(
+            f"trial {trial.number} was asked to have its weights travel as bfloat16, but "
+            f"{why}. Leave transfer= out, or give Recipe(precision='bf16')."
+        )
+
+
+def refuse_order(trial: TrialSpec, measured: Measured, request: Request) -> None:
+    """Raises PlanError where shards are to run all micro-batches, and that is another training."""
+    forced, measure = request.technique, measured.measure
+    if not isinstance(forced, Spilled) or forced.order != "shard":
+        return
+    if request.micro_batches > 1 and not may_go_by_shard(measure, request):
+        why = (
+            "the model draws random numbers while it trains, and would draw them in another order"
+            if measure.draws
+            else "its data does not say how many batches it has"
+        )
+        raise PlanError(
+            f"trial {trial.number} was asked to run all {request.micro_batches} "
+            f"micro-batches of a step shard by shard, but {why}. Use order='micro', or leave "
+            "it out."
+        )
+
+
+def refuse_borrowers(trial: TrialSpec, exact: Measured, technique: Spilled) -> None:
+    """Raises PlanError where a shard is to stay whose parameters another one steps."""
+    for shard in (*kept_shards(technique), *kept_weights(technique)):
+        spec = exact.measure.shards[shard]
+        borrowed = spec.parameter_bytes - spec.owned_bytes
+        if borrowed:
+            raise PlanError(
+                f"trial {trial.number} was asked to keep shard {shard} of {technique.shards} on "
+                f"the device, but it borrows {format_bytes(borrowed)} of tied parameters from "
+                "another shard, whose step would leave it an old copy. Leave it out of keep=."
+            )
+
+
+def refuse_head(trial: TrialSpec, exact: Measured, technique: Spilled) -> None:
+    """Raises PlanError where bytes are to stay that are no whole tensors, or tied ones."""
+    if technique.keep_head is None or exact.layout is None:
+        return
+    shard, asked = technique.keep_head
+    layout, spec = exact.layout.shards[shard], exact.measure.shards[shard]
+    sizes = head_sizes(layout.state if shard in technique.keep_weights else layout.param)
+    tied = shard in lenders(exact.layout) or spec.parameter_bytes > spec.owned_bytes
+    if tied or asked not in sizes:
+        why = "it has tied parameters" if tied else f"its first tensors have {sizes} bytes"
+        raise PlanError(
+            f"trial {trial.number} was asked to keep {asked} bytes of shard {shard} of "
+            f"{technique.shards} on the device, but {why}. Leave keep_head= out to keep what fits."
+        )
+
+
+def refuse_activations(trial: TrialSpec, exact: Measured, technique: Spilled) -> None:
+    """Raises PlanError where a shard is to keep its activations that has to recompute."""
+    shards = exact.measure.shards
+    stays = route_of(technique, len(shards)).may_save
+    for shard in technique.keep_activations or ():
+        if shard in stays and shards[shard].saved_bytes is not None:
+            continue
+        why, way_out = (
+            "its parameters are not on the device from its forward to its backward",
+            ", or name it in keep= or keep_weights= too",
+        )
+        if shard == len(shards) - 1:
+            why, way_out = "the last shard's forward and backward are one unit anyway", ""
+        elif technique.order == "shard":
+            why = "its forward of the next micro-batch comes before the backward of this one"
+            way_out = ", or leave out order='shard'"
+        elif shard in stays:
+            why, way_out = "its forward changes what its backward, or another shard, reads", ""
+        raise PlanError(
+            f"trial {trial.number} was asked to keep the activations of shard {shard} of "
+            f"{len(shards)}, but {why}. Leave it out of keep_activations={way_out}."
+        )
