@@ -5,6 +5,7 @@ A graph has the bits of the eager pass; compiled code has its own.
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import fusing
@@ -12,10 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.fusion import Array, Declined, StackedBackend
+from shoal.fusion import Array, Declined, Member, StackedBackend
 from shoal.fusion.batches import layout_of
 from shoal.fusion.compiled import CompiledBackend, compiler
 from shoal.fusion.traced import TracedBackend
+from shoal.recipe import Recipe
+from shoal.rng import capture_rng, seed_all
 from shoal.testing import same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -305,3 +308,100 @@ def test_without_a_compiler_there_is_none_to_name(monkeypatch):
 def test_a_batch_of_another_layout_is_no_graphs_business():
     one, other = torch.zeros(2, 3), torch.zeros(2, 4)
     assert layout_of((one,)) != layout_of((other,))
+
+
+# ------------------------------------------------------------------ what a graph cannot know
+
+
+class Undone(nn.Module):
+    """Reads its dropout's rate for more than the masks."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.drop, self.out = nn.Dropout(rate), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.out(self.drop(x) * (1 - self.drop.p))
+
+
+class Indexed(nn.Module):
+    def __init__(self, rate):
+        super().__init__()
+        self.table, self.drop, self.out = nn.Embedding(10, 8), nn.Dropout(rate), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.out(self.drop(self.table(x)))
+
+
+def lone(kind, seed, rate):
+    recipe = Recipe(
+        model=lambda hp: kind(hp["rate"]),
+        data=lambda hp: ([], None),
+        loss=lambda output, batch: nn.functional.cross_entropy(output, batch[1]),
+    )
+    seed_all(seed)
+    model = kind(rate)
+    return Member(
+        recipe=recipe,
+        hp={"rate": rate},
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        schedule=None,
+        rng=capture_rng(),
+    )
+
+
+def weights(array, slot):
+    return dict(array.member(slot).module.state_dict())
+
+
+def test_a_rate_that_code_reads_is_seen_when_its_trial_comes():
+    batch = torch.randn(33, 8), torch.randint(0, 3, (33,))
+    eager = Array([lone(Undone, 9, 0.5)])
+    eager.widen(1, 3)
+    traced = Array([lone(Undone, seed, 0.1) for seed in range(3)], backend=TracedBackend())
+    for _ in range(4):
+        traced.step([batch] * 3)
+    traced.retire(1)
+    traced.refill(1, lone(Undone, 9, 0.5))
+    for _ in range(6):
+        eager.step([None, batch, None])
+        traced.step([batch] * 3)
+    assert_same_bits(weights(eager, 1), weights(traced, 1))
+
+
+@compiles
+@pytest.mark.slow
+def test_compiled_code_that_is_not_the_pass_with_a_new_rate_is_declined():
+    batch = torch.randn(33, 8), torch.randint(0, 3, (33,))
+    array = Array([lone(Undone, seed, 0.1) for seed in range(3)], backend=CompiledBackend())
+    array.step([batch] * 3)
+    array.retire(1)
+    array.refill(1, lone(Undone, 9, 0.5))
+    with pytest.raises(Declined, match="is not the pass with these settings"):
+        array.step([batch] * 3)
+
+
+def test_a_neighbours_bad_validation_batch_rewinds_nobodys_random_numbers():
+    good = torch.randint(0, 10, (6,)), torch.randint(0, 3, (6,))
+    bad = good[0] + 20, good[1]
+
+    def train(valid):
+        members = [lone(Indexed, seed, 0.5) for seed in range(3)]
+        array = Array(members, backend=TracedBackend())
+        for _ in range(6):
+            array.step([good] * 3)
+        array.set_training(False)
+        for _ in range(3):
+            array.evaluate([good] * 3)
+        array.set_training(True)
+        array.step([good] * 3)
+        array.set_training(False)
+        with contextlib.suppress(IndexError):
+            array.evaluate([None, valid, None])
+        array.set_training(True)
+        for _ in range(3):
+            array.step([good] * 3)
+        return weights(array, 0)
+
+    assert_same_bits(train(good), train(bad))

@@ -11,6 +11,7 @@ when it comes. Evaluations, and batches of another layout than the usual one, ru
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import subprocess
 import time
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal.fusion.constants import constants_of
 from shoal.fusion.crew import Crew, Trained
@@ -27,6 +29,9 @@ from shoal.fusion.fused import filled, is_out_of_memory, masked
 from shoal.fusion.graph import Graph, Inputs
 from shoal.fusion.member import Member
 from shoal.fusion.traced import Kept, TracedBackend, add_gradients
+
+NEAR, NEAR_BF16 = 1e-3, 1e-1
+"""By how much a compiled pass's losses may differ from the eager pass's: by rounding."""
 
 
 class CompiledBackend(TracedBackend):
@@ -70,7 +75,7 @@ class CompiledBackend(TracedBackend):
             Declined: there is none for this model, or its floats differ between the slots.
         """
         kept, full = self._steps, filled(batches, active)
-        if kept.graph is None or (kept.masks and kept.crew != self._crews):
+        if kept.graph is None or kept.crew != self._crews:
             try:
                 self._make_ready(kept, crew, batches, active)
             except Untraceable as error:
@@ -109,17 +114,17 @@ class CompiledBackend(TracedBackend):
         for member in crew.members:
             self.require(member)
         with torch.no_grad(), self._listening(crew) as heard:
-            self._forward(crew, batches, active)
+            losses, _ = self._forward(crew, batches, active)
             crew.streams.undo()
             self._undo.put_back(crew.stacked)
         if self._looped:
             raise Untraceable(f"{self._looped[0]!r} runs slot by slot, which no graph holds")
         masks = tuple(heard.asked)
+        inputs = self._inputs(crew, (), batches, active, 1.0)
+        inputs = Inputs(
+            inputs.parameters, inputs.buffers, inputs.leaves, heard.drawn, inputs.weights
+        )
         if kept.graph is None:
-            inputs = self._inputs(crew, (), batches, active, 1.0)
-            inputs = Inputs(
-                inputs.parameters, inputs.buffers, inputs.leaves, heard.drawn, inputs.weights
-            )
             with torch.enable_grad():
                 graph, _ = self._captured(crew, inputs, filled(batches, active)[0], active)
             began = time.perf_counter()
@@ -127,7 +132,17 @@ class CompiledBackend(TracedBackend):
             self.compile_s += time.perf_counter() - began
         elif [m.shape for m in masks] != [m.shape for m in kept.masks]:
             raise Untraceable("which masks it draws depends on more than its settings")
+        self._require_near(kept.graph, crew, inputs, active, losses)
         kept.masks, kept.crew = masks, self._crews
+
+    def _require_near(
+        self, graph: Graph, crew: Crew, inputs: Inputs, active: Sequence[bool], losses: Tensor
+    ) -> None:
+        """Hold it against the eager pass: code may read a rate for more than its masks."""
+        limit = NEAR if crew.members[0].recipe.precision == "fp32" else NEAR_BF16
+        found, eager = graph(inputs.copied()).losses[list(active)], losses[list(active)]
+        if not torch.allclose(found, eager, rtol=limit, atol=limit, equal_nan=True):
+            raise Untraceable("its compiled code is not the pass with these settings")
 
 
 def _compiled(graph: Graph, inputs: Inputs) -> Graph:
@@ -155,8 +170,12 @@ def _compiled(graph: Graph, inputs: Inputs) -> Graph:
 
 @functools.cache
 def compiler() -> str:
-    """What compiles for the CPU of this machine, in words; empty if nothing does."""
-    command = next((name for name in ("g++", "clang++") if shutil.which(name)), "")
+    """What compiles for the CPU of this machine, in words; empty if nothing does.
+
+    As Inductor looks for it: what CXX names comes first.
+    """
+    named = (os.environ.get("CXX", ""), "g++", "clang++")
+    command = next((name for name in named if name and shutil.which(name)), "")
     if not command:
         return ""
     try:

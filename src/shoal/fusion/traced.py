@@ -148,7 +148,7 @@ class TracedBackend(StackedBackend):
     def _is_ready(self, kept: Kept) -> bool:
         if kept.graph is None or not kept.proven or kept.constants != self._constants:
             return False
-        return kept.crew == self._crews or not kept.masks
+        return kept.crew == self._crews
 
     def _inputs(
         self,
@@ -159,7 +159,7 @@ class TracedBackend(StackedBackend):
         scale: float | None,
     ) -> Inputs:
         """What a graph runs on; draws the masks. ``scale``: of losses, None without a backward."""
-        crew.streams.begin(active) if masks else None
+        crew.streams.begin(active)  # also without masks: from here it is undone
         weights = None
         if scale is not None:
             weights = torch.tensor(active, dtype=self._dtype, device=crew.device) * scale
@@ -233,10 +233,9 @@ class TracedBackend(StackedBackend):
                 return
             if kept.graph is None:
                 self._make(kept, crew, inputs, batch, active)
-            elif kept.proven:  # for other members
+            elif kept.proven:  # by other members, whose rates may have gone elsewhere too
                 self._require_masks(kept, heard)
-            if not kept.proven:
-                self._hold_against(kept, crew, inputs, active, eager)
+            self._hold_against(kept, crew, inputs, active, eager)
         except Untraceable as error:
             kept.declined, kept.graph = str(error), None
         kept.masks, kept.crew = tuple(heard.asked), self._crews

@@ -214,7 +214,9 @@ class Fusing:
         if self._wish == 0:
             shape.width = ALONE
         elif places:  # what its trials trained in
-            shape.width, shape.kind = max(places, key=lambda place: place[0])
+            # Beside a compiled array a traced one has the trials whose floats are others.
+            widest = max(places, key=lambda place: (place[0], place[1] == "compiled"))
+            shape.width, shape.kind = widest
             shape.constants = self._recorded_constants(shape) or shape.constants
         elif self._wish is None:
             shape.width = ALONE

@@ -14,7 +14,7 @@ from statistics import median
 from shoal.core.spec import ArrayMeasure, TrialSpec, WidthMeasure
 from shoal.core.units import Bytes, Seconds
 from shoal.planner.width import MOST, Candidate
-from shoal.planning.asking import Asking
+from shoal.planning.asking import MAX_DEATHS, Asking
 from shoal.runtime.messages import (
     ArrayTry,
     MeasureArray,
@@ -23,6 +23,7 @@ from shoal.runtime.messages import (
     TimeArray,
     TimedArray,
 )
+from shoal.runtime.pool import Gone
 
 ROUNDS = 5
 SLICE_S = 0.04  # of a contender in a round; as long as what takes longer
@@ -48,12 +49,29 @@ def try_arrays(
     measure = ArrayMeasure()
     most = 1 if briefly else ROUNDS
     while (candidate := next_candidate(measure)) is not None:
-        measure = _with(measure, candidate, asking, trials, devices, most)
+        measure = _tried(measure, candidate, asking, trials, devices, most)
         took_s = Seconds(time.monotonic() - began)
         last_s = Seconds(took_s - measure.took_s)
         first_s = measure.first_s or took_s
         measure = replace(measure, took_s=took_s, first_s=first_s, last_s=last_s)
     return measure
+
+
+def _tried(
+    measure: ArrayMeasure,
+    candidate: Candidate,
+    asking: Asking,
+    trials: Sequence[TrialSpec],
+    devices: int,
+    most: int,
+) -> ArrayMeasure:
+    """The measure with one candidate more, also if a worker is killed meanwhile."""
+    for _ in range(MAX_DEATHS):
+        try:
+            return _with(measure, candidate, asking, trials, devices, most)
+        except _WorkerLost as error:
+            words = str(error)
+    return replace(measure, declined=words)
 
 
 def _with(
@@ -70,11 +88,11 @@ def _with(
     built = asking.measure_arrays(MeasureArray(tuple(trials[:MOST]), width, kind), devices)
     tries: list[ArrayTry] = []
     for reply in built.values():
-        if not isinstance(reply, MeasuredArray):
-            words = f"a worker ended while arrays were measured: {getattr(reply, 'reason', '')}"
-            if isinstance(reply, Refused):
-                words = reply.error.strip().rpartition("\n")[2]
+        if isinstance(reply, Refused):
+            words = reply.error.strip().rpartition("\n")[2]
             return _declined(measure, candidate, words, is_kind=kind != "eager")
+        if not isinstance(reply, MeasuredArray):
+            raise _WorkerLost(reply)
         if reply.found.declined:
             return _declined(measure, candidate, reply.found.declined, is_kind=reply.found.is_kind)
         tries.append(reply.found)
@@ -85,10 +103,12 @@ def _with(
     order = TimeArray(built_for, time.monotonic() + LEAD_S, slices, rounds)
     timed = asking.measure_arrays(order, devices, only=built)
     told = [reply.rounds for reply in timed.values() if isinstance(reply, TimedArray)]
+    refused = [reply for reply in timed.values() if isinstance(reply, Refused)]
+    if refused:
+        words = refused[0].error.strip().rpartition("\n")[2]
+        return _declined(measure, candidate, words, is_kind=True)
     if len(told) < len(built):
-        return _declined(
-            measure, candidate, "a worker ended while arrays were timed", is_kind=True
-        )
+        raise _WorkerLost(next((r for r in timed.values() if isinstance(r, Gone)), None))
     notes = dict.fromkeys((*measure.notes, *(note for found in tries for note in found.notes)))
     return replace(
         measure,
@@ -98,6 +118,14 @@ def _with(
         nodes=max(measure.nodes, *(found.nodes for found in tries)),
         compiler=next((found.compiler for found in tries if found.compiler), measure.compiler),
     )
+
+
+class _WorkerLost(Exception):
+    """A worker ended while it had an array to build or to time."""
+
+    def __init__(self, end: object) -> None:
+        reason = getattr(end, "reason", "it is gone")
+        super().__init__(f"a worker ended while arrays were measured: {reason}")
 
 
 def _declined(

@@ -120,6 +120,10 @@ class _Costs(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
+BENCH_S = 120.0
+"""An array that was built to be timed is kept so long, though trials come to the device."""
+
+
 class Measurer:
     """Answers Describe, Measure and MeasureShards in a worker.
 
@@ -140,13 +144,16 @@ class Measurer:
         self._draws_evaluating = False
         self._states: Mapping[str, Sequence[TensorSpec]] = {}
         self._bench: ArrayBench | None = None
+        self._bench_until = 0.0  # it is to be timed, whoever comes to the device meanwhile
         self._link: tuple[()] | tuple[float, float] | None = None  # not looked at yet
 
     def forget(self) -> None:
         """Let go of what was measured: the trials need the memory now."""
         if self._built is None and self._bench is None:
             return
-        self._built = self._chain = self._whole = self._bench = None
+        self._built = self._chain = self._whole = None
+        if time.monotonic() > self._bench_until:
+            self._bench = None
         if self._device.spec.kind == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._device.torch_device)
@@ -180,7 +187,9 @@ class Measurer:
     def _measure_array(self, order: MeasureArray) -> ArrayTry:
         if self._bench is None or not self._bench.is_of(order.trial):
             self._bench = ArrayBench(self._recipe, self._device, order.trials)
-        return self._bench.build(order.trials, order.width, order.kind)
+        found = self._bench.build(order.trials, order.width, order.kind)
+        self._bench_until = time.monotonic() + BENCH_S
+        return found
 
     # -- measure --------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from shoal.planning.fusing import (
     width_wished,
 )
 from shoal.runtime.messages import ArrayTry, MeasuredArray, TimeArray, TimedArray
+from shoal.runtime.pool import Gone
 from shoal.testing import make_device, make_job
 
 ONE, OTHER = Signature((("the model", "one"),)), Signature((("the model", "other"),))
@@ -314,3 +315,47 @@ def test_compiled_code_is_tried_and_taken_where_trials_are_long():
         fusing = Fusing("auto", [make_device()], {}, times)
         jobs = place("auto", asked=Quick(graphs=True), fusing=fusing)
         assert kinds(jobs) == [kind] * 6
+
+
+class Dies(Asked):
+    """Whose worker ends at its first answers."""
+
+    def __init__(self, deaths, **options):
+        super().__init__(**options)
+        self._deaths = deaths
+
+    def answer(self, order):
+        if self._deaths:
+            self._deaths -= 1
+            return Gone("killed")
+        return super().answer(order)
+
+
+@pytest.mark.parametrize("wish", ["4 eager", "auto"])
+@pytest.mark.parametrize("deaths", [1, 2])
+def test_a_worker_that_ends_while_arrays_are_measured_is_asked_again(wish, deaths):
+    asked = Dies(deaths, step_s=0.0001)
+    assert widths(place(wish, asked=asked)) == widths(place(wish, asked=Asked(step_s=0.0001)))
+    assert place(wish, asked=asked)[0].array is not None
+
+
+def test_what_ends_a_worker_each_time_trains_alone_and_says_so():
+    jobs = place("4 eager", asked=Dies(99))
+    assert widths(jobs) == [ALONE] * 6
+    assert "a worker ended while arrays were measured: killed" in jobs[0].why[-1]
+
+
+def test_a_new_trial_joins_the_compiled_array_after_a_resume_too():
+    floats, wish = {0: "A", 1: "B", 2: "B"}, "4 compiled"
+    jobs = place(wish, range(3), constants=floats, asked=Asked(graphs=True))
+    recorded = {job.trial: job.numerics for job in jobs}
+    assert [job.array.kind for job in jobs] == ["traced", "compiled", "compiled"]
+    later = place(
+        wish,
+        range(4),
+        recorded=recorded,
+        facts=dict.fromkeys(range(4), ONE),
+        constants={**floats, 3: "B"},
+        asked=Asked(graphs=True),
+    )
+    assert [job.array.kind for job in later] == ["traced", *["compiled"] * 3]

@@ -1,0 +1,47 @@
+"""An array that is to be timed is still there when its moment comes."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import nn
+
+from shoal.core.spec import TrialSpec
+from shoal.device import open_device
+from shoal.recipe import Recipe
+from shoal.runtime import measure
+from shoal.runtime.measure import Measurer
+from shoal.runtime.messages import MeasureArray, Refused, TimeArray, TimedArray
+from shoal.testing import make_device
+
+TRIALS = tuple(TrialSpec(number=number, hp={"lr": 0.1}, seed=number) for number in range(4))
+
+
+def built() -> Measurer:
+    recipe = Recipe(
+        model=lambda hp: nn.Linear(8, 3),
+        data=lambda hp: ([(torch.randn(8, 8), torch.zeros(8, dtype=torch.long))], None),
+        loss=lambda output, batch: nn.functional.cross_entropy(output, batch[1]),
+    )
+    measurer = Measurer(recipe, open_device(make_device()))
+    assert not measurer.answer(MeasureArray(TRIALS, 4, "eager")).found.declined
+    return measurer
+
+
+def timed(measurer: Measurer):
+    order = TimeArray(TRIALS[0], time.monotonic(), (0.01, 0.01, 0.0, 0.0), 1)
+    return measurer.answer(order)
+
+
+def test_a_lease_that_comes_before_it_is_timed_does_not_take_it_away():
+    measurer = built()
+    measurer.forget()
+    assert isinstance(timed(measurer), TimedArray)
+
+
+def test_what_nobody_times_is_let_go_of(monkeypatch):
+    monkeypatch.setattr(measure, "BENCH_S", -1.0)
+    measurer = built()
+    measurer.forget()
+    assert isinstance(timed(measurer), Refused)
