@@ -555,7 +555,7 @@ def _break(hunter: Hunter, device: str) -> None:
     [
         ("zb-h1", 3, "Pipelined"),
         pytest.param("2bw", 3, "Pipelined", marks=pytest.mark.full),
-        ("flush", 2, "Resident"),
+        pytest.param("flush", 2, "Resident", marks=pytest.mark.full),
     ],
 )
 def test_a_pipeline_one_of_whose_devices_is_gone_goes_on_over_fewer(
@@ -597,7 +597,7 @@ def _when_other_runs(heard, waits: int):
         pytest.param("zb-h1", 3, 0, 0, marks=pytest.mark.full),
         pytest.param("zb-h1", 3, 2, 0, marks=pytest.mark.full),
         pytest.param("flush", 2, 1, 0, marks=pytest.mark.full),
-        ("flush", 2, 1, "1h"),
+        pytest.param("flush", 2, 1, "1h", marks=pytest.mark.full),
     ],
 )
 def test_a_pipeline_that_waits_when_a_device_goes_loses_no_step(

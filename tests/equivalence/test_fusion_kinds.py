@@ -257,7 +257,9 @@ def test_compiled_slots_have_their_own_bits_whoever_is_beside_them(name):
 
 @compiles
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["language", "lstm", "generator"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(n, marks=pytest.mark.full) for n in ("language", "lstm")), "generator"]
+)
 def test_compiled_code_comes_to_what_the_eager_pass_comes_to(name):
     """In float64, where rounding is no excuse."""
     eager, made = make(name, StackedBackend())

@@ -272,7 +272,7 @@ def test_ties_and_buffers_come_along_to_other_devices(schedule, run_staged, rest
     assert heard.of(TrialMoved)
 
 
-@pytest.mark.parametrize("schedule", ["flush", pytest.param("2bw", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["flush", pytest.param("2bw", marks=pytest.mark.full)])
 def test_a_trial_that_waits_holds_no_memory_of_the_device(schedule, run_staged, impatient):
     """The data count the stages that are there, whose memory it is, and refuse more than one."""
     heard = Heard()

@@ -41,7 +41,9 @@ def loss(output, batch):
     return nn.functional.cross_entropy(output, batch[1])
 
 
-@pytest.mark.parametrize(("place", "times"), [("device", 48), ("host", 64)])
+@pytest.mark.parametrize(
+    ("place", "times"), [pytest.param("device", 48, marks=pytest.mark.full), ("host", 64)]
+)
 def test_a_state_of_many_times_the_device_trains_exactly(place, times, run_study, assert_alone):
     state = 16 * sum(p.numel() for p in Tower().parameters())  # with AdamW's moments
     budget = state // times

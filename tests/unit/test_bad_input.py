@@ -151,11 +151,12 @@ def test_the_plain_loop_says_what_is_wrong_with_a_recipe(changes, words):
 
 @CASES
 def test_a_study_says_what_is_wrong_with_its_recipe_and_nothing_is_lost(
-    changes, words, make_study, tmp_path
+    changes, words, make_study, warm_workers
 ):
+    how = {"hardware": one_device(), "workers": warm_workers}
     with pytest.raises(shoal.SpecError, match=words):
-        make_study(make_recipe(**changes)).run(hardware=one_device())
-    report = make_study().run(hardware=one_device())
+        make_study(make_recipe(**changes)).run(**how)
+    report = make_study().run(**how)
     assert [trial.error for trial in report.trials] == [""]
 
 

@@ -60,6 +60,7 @@ def test_a_short_last_group_counts_as_what_it_is(stage_processes):
     assert "needs 3 micro-batches a step or more, got 2" in said
 
 
+@pytest.mark.full
 def test_more_stages_than_layers_are_refused_with_both_numbers(stage_processes):
     with StageProcesses(8) as crew:
         said = refused(crew, stages=8)
@@ -71,7 +72,13 @@ def test_more_stages_than_processes_are_refused(stage_processes):
     assert "5 stages were asked for, and there are processes for 4" in said
 
 
-@pytest.mark.parametrize("cuts", [(1,), (3, 2), (1, 1), (0, 2), (1, 5)])
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        (1,),
+        *(pytest.param(cuts, marks=pytest.mark.full) for cuts in ((3, 2), (1, 1), (0, 2), (1, 5))),
+    ],
+)
 def test_cuts_that_make_other_stages_are_refused(cuts, stage_processes):
     assert "3 stages need 2 cuts" in refused(stage_processes, stages=3, cuts=cuts)
 

@@ -344,10 +344,11 @@ def test_what_fits_one_device_stays_on_it(plan):
         ("pipelined", {"model": "renormed"}, r"writes to the parameter 'names.weight'"),
         (Pipelined(cuts=(0,)), {}, r"no stage may begin at layer 0 of its 8.* Nearby are 1, 2, 3"),
         (Pipelined(cuts=(30,)), {}, r"no stage may begin at layer 30 .* Nearby are 5, 6, 7;"),
-        (
+        pytest.param(
             Pipelined(stages=9),
             {"devices": 9},
             r"8 pieces that may stand alone. Ask for at most 8",
+            marks=pytest.mark.full,
         ),
     ],
 )
