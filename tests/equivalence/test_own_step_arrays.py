@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from shoal.core.event import PeakMeasured, TrialParked, TrialReplanned
 from shoal.core.spec import HyperParameters
-from shoal.fusion import Member, dry_run
-from shoal.ownstep import Modes
+from shoal.fusion import Array, Declined, Member, dry_run
+from shoal.ownstep import Modes, OwnStep
 from shoal.recipe import build_model, build_optimizer_of, build_schedule, read_data
 from shoal.rng import capture_rng, seed_all
 from shoal.testing import array_loop, plain_loop, same_bits
@@ -319,3 +319,173 @@ def test_what_turns_out_later_sends_the_trials_home(run_study):
     moved = heard.of(TrialReplanned)
     assert len(moved) == 3
     assert "a backward with create_graph= or inputs=" in moved[0].reason
+
+
+# -- what a pass for all slots does not see --------------------------------------------------
+
+
+class Raises(nn.Module):
+    """A part that asks its input whether to raise."""
+
+    def forward(self, x):
+        if bool(x.isnan().any()):
+            raise ValueError("no number in a batch")
+        return x
+
+
+class Scaled(nn.Module):
+    """A model whose code has a number; ``kept_*`` is what its last part was at the beginning."""
+
+    def __init__(self):
+        super().__init__()
+        self.guard = Raises()
+        self.register_buffer("shift", torch.zeros(3))
+        self.first, self.last, self.scale = nn.Linear(8, 8), nn.Linear(8, 3), 1.0
+        self.register_buffer("kept_weight", self.last.weight.detach().clone())
+        self.register_buffer("kept_bias", self.last.bias.detach().clone())
+
+    def forward(self, x):
+        x = self.guard(x)
+        if bool((x > 100).any()):
+            raise ValueError("a large number in a batch")
+        return self.last(torch.tanh(self.first(x)) * self.scale) + self.shift
+
+
+def descend(model, batch, optimizer, more=0.0):
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(batch[0]), batch[1]) + more
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def scales(model, batch, optimizer, hp, number):
+    model.scale = 1.0 + number // 2
+    return descend(model, batch, optimizer)
+
+
+def gets_a_hook(model, batch, optimizer, hp, number):
+    if number == 2:
+        model.first.register_forward_hook(lambda module, given, output: output * 2)
+    return descend(model, batch, optimizer)
+
+
+def gets_a_parameter(model, batch, optimizer, hp, number):
+    if number == 2:
+        model.first.weight = nn.Parameter(torch.zeros(8, 8))
+    return descend(model, batch, optimizer)
+
+
+def hooks_for_a_while(model, batch, optimizer, hp, number):
+    hook = model.first.register_forward_hook(lambda module, given, output: output * number)
+    loss = descend(model, batch, optimizer)
+    hook.remove()
+    return loss
+
+
+def calls_with_other_tensors(model, batch, optimizer, hp):
+    others = {"last.weight": model.kept_weight, "last.bias": model.kept_bias}
+    with torch.no_grad():
+        aim = torch.func.functional_call(model, others, (batch[0],))
+    loss = descend(model, batch, optimizer, (model(batch[0]) - aim).square().mean())
+    with torch.no_grad():
+        model.kept_weight.lerp_(model.last.weight, 0.1)
+    return loss
+
+
+def calls_with_other_buffers(model, batch, optimizer, hp):
+    others = {"shift": torch.tensor([1.0, 2.0, 3.0])}
+    moved = torch.func.functional_call(model, others, (batch[0],))
+    return descend(model, batch, optimizer, moved.square().mean())
+
+
+def puts_a_buffer(model, batch, optimizer, hp):
+    model.shift = model.shift + torch.tensor([0.1, 0.0, 0.0])
+    return descend(model, batch, optimizer)
+
+
+def scaled(step):
+    return shoal.Recipe(
+        model=lambda hp: Scaled(), data=lambda hp: ([], None), step=step,
+        optimizer=lambda parameters, hp: torch.optim.SGD(parameters, lr=0.1),
+    )  # fmt: skip
+
+
+def scaled_members(recipe, count=3):
+    members = []
+    for number in range(count):
+        seed_all(number)
+        hp = HyperParameters({})
+        model = build_model(recipe, hp)
+        member = Member(
+            recipe=recipe, hp=hp, module=model, modes=Modes(recipe, model), schedule=None,
+            optimizer=build_optimizer_of(recipe, model, hp), rng=capture_rng(torch.device("cpu")),
+        )  # fmt: skip
+        members.append(member)
+    return members
+
+
+def some_batch():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(16, 8, generator=generator), torch.arange(16) % 3
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (scales, "changes the attribute 'scale' of a model, which a pass for all slots does not"),
+        (gets_a_hook, "changes the attribute 'first._forward_hooks' of a model"),
+        (gets_a_parameter, "changes the parameters of 'first' of a model"),
+    ],
+)
+def test_a_step_that_leaves_other_code_is_declined_when_it_does(step, words, one_thread):
+    array = Array(scaled_members(scaled(step)))
+    for _ in range(2):
+        assert not array.step([some_batch()] * 3).failures
+    with pytest.raises(Declined, match=words):
+        array.step([some_batch()] * 3)
+
+
+def test_a_dry_run_finds_it_in_the_first_step(one_thread):
+    def step(model, batch, optimizer, hp):
+        model.scale = 2.0
+        return descend(model, batch, optimizer)
+
+    found = dry_run(scaled_members(scaled(step)), [some_batch()] * 3)
+    assert "changes the attribute 'scale'" in found
+
+
+@pytest.mark.parametrize(
+    "step",
+    [hooks_for_a_while, calls_with_other_tensors, calls_with_other_buffers, puts_a_buffer],
+)
+def test_what_is_there_for_a_while_is_seen(step, one_thread):
+    recipe = scaled(step)
+    array, (alone, *_) = Array(scaled_members(recipe)), scaled_members(recipe)
+    own = OwnStep(recipe, alone.module, alone.optimizer, alone.hp, alone.modes)
+    for number in range(5):
+        found = array.step([some_batch()] * 3)
+        assert not found.failures
+        assert found.losses[0] == pytest.approx(own(some_batch(), number).total, rel=1e-5)
+    mine = array.member(0).module.state_dict()
+    for name, tensor in alone.module.state_dict().items():
+        torch.testing.assert_close(mine[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad_number", [torch.nan, 1000.0])  # a part raises, the whole does
+def test_a_neighbour_that_raises_teaches_nothing(bad_number, one_thread):
+    def trained(bad_at):
+        array = Array(scaled_members(scaled(lambda *args: descend(*args[:3]))))
+        batch = some_batch()
+        bad = torch.full_like(batch[0], bad_number), batch[1]
+        for number in range(5):
+            alive = [None if slot in array._failed else batch for slot in range(3)]
+            if number == bad_at:
+                alive[1] = bad
+            found = array.step(alive)
+            assert list(found.failures) == ([1] if number == bad_at else [])
+        return array.member(0).module.state_dict(), array.notes
+
+    (calm, notes), (beside, notes_beside) = trained(-1), trained(2)
+    assert notes == notes_beside
+    assert all(same_bits(calm[name], beside[name]) for name in calm)

@@ -117,8 +117,8 @@ class CompiledBackend(TracedBackend):
             losses, _ = self._forward(crew, batches, active)
             crew.streams.undo()
             self._undo.put_back(crew.stacked)
-        if self._looped:
-            raise Untraceable(f"{self._looped[0]!r} runs slot by slot, which no graph holds")
+        if looped := self._known_of(crew).looped:
+            raise Untraceable(f"{looped[0]!r} runs slot by slot, which no graph holds")
         masks = tuple(heard.asked)
         inputs = self._inputs(crew, (), batches, active, 1.0)
         inputs = Inputs(

@@ -12,11 +12,14 @@ by one, and the pass is run without those that fail.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from shoal.fusion.batches import combined
@@ -28,10 +31,23 @@ from shoal.fusion.member import Member
 from shoal.fusion.mode import SlotMode
 from shoal.fusion.outside import Outside
 from shoal.fusion.slots import Slots
+from shoal.fusion.stacked import owners
 from shoal.fusion.template import Template
 from shoal.recipe import autocast, compute_loss, model_inputs
 
 SMALL = 4096  # elements of a stacked buffer that is kept before every pass, changed or not
+
+
+@dataclass(slots=True)
+class Learnt:
+    """What one kind of pass cannot do for all slots at once, and why."""
+
+    looped: list[str] = field(default_factory=list)
+    own_factories: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    def copy(self) -> Learnt:
+        return replace(self, looped=list(self.looped), notes=list(self.notes))
 
 
 class StackedBackend:
@@ -40,36 +56,45 @@ class StackedBackend:
     stacks_gradients = True
 
     def __init__(self) -> None:
-        self._template: Template | None = None
-        self._looped: list[str] = []
-        self._own_factories = False
-        self._constant: dict[bool, tuple[str, ...]] = {}  # by whether it trains
-        self._notes: list[str] = []
+        self._templates: dict[tuple[str, ...], Template] = {}  # by what they loop
+        self._learnt: dict[Hashable, Learnt] = {}  # by kind of pass
+        self._constant: dict[Hashable, tuple[str, ...]] = {}  # the same
         self._undo = Undo()
         self._doubted: str | None = None
         self._tries_again = False
 
     @property
     def notes(self) -> Sequence[str]:
-        return tuple(self._notes)
+        every = (note for learnt in self._learnt.values() for note in learnt.notes)
+        return tuple(dict.fromkeys(every))
 
     def changed(self, crew: Crew) -> None:
         """The next pass makes the template anew; what was learnt to be looped stays so."""
-        self._template = None
+        self._templates.clear()
 
     def require(self, member: Member) -> None:
         """Any trial of the array's signature will do."""
 
+    def _kind(self, crew: Crew) -> Hashable:
+        """What the next pass is: what one kind learns is nothing to the others."""
+        return crew.members[0].module.training
+
+    def _known_of(self, crew: Crew) -> Learnt:
+        return self._learnt.setdefault(self._kind(crew), Learnt())
+
     def _current(self, crew: Crew) -> Template:
-        if self._template is None:
-            self._template = Template(crew.members, self._looped)
-        return self._template
+        looped = tuple(self._known_of(crew).looped)
+        if looped not in self._templates:
+            self._templates[looped] = self._made(crew, looped)
+        return self._templates[looped]
+
+    def _made(self, crew: Crew, looped: Sequence[str]) -> Template:
+        return Template(crew.members, looped)
 
     def train(
         self, crew: Crew, batches: Sequence[Any], active: Sequence[bool], scale: float
     ) -> Trained:
         """One forward and one backward for all slots."""
-        known = list(self._looped), list(self._notes), self._own_factories
         try:
             losses, _ = self._forward(crew, batches, active)
         except (Exception, SystemExit) as error:
@@ -78,8 +103,6 @@ class StackedBackend:
             found = self._those_that_fail(crew, batches, active, error)
             if not found:  # a passing trouble, maybe
                 return self._try_again(crew, batches, active, scale)
-            self._looped, self._notes, self._own_factories = known  # what was learnt from them
-            self.changed(crew)
             return self._train_others(crew, batches, active, scale, found)
         blocks = crew.stacked.parameters.values()
         holds = scale != 1 and any(block.grad is not None for block in blocks)
@@ -133,29 +156,50 @@ class StackedBackend:
     def _forward(
         self, crew: Crew, batches: Sequence[Any], active: Sequence[bool]
     ) -> tuple[Tensor, Sequence[Any]]:
-        trains = crew.members[0].module.training
-        self._current(crew).train(trains)
+        kind, constant = self._kind(crew), self._constant
         full = filled(batches, active)
-        undo = self._undo = Undo.of(crew.stacked, self._constant.get(trains, ()))
+        undo = self._undo = Undo.of(crew.stacked, constant.get(kind, ()))
         versions = {name: b._version for name, b in crew.stacked.buffers.items()}
-        while True:
-            crew.streams.begin(active)
-            try:
-                result = self._pass(crew, full, active)
-                break
-            except (Exception, SystemExit) as error:
-                crew.streams.undo()
-                undo.put_back(crew.stacked)
-                self._learn(error, crew)
-        self._doubted = None
-        self._constant[trains] = tuple(
+        with self._forgetting(kind):
+            result = self._tried(crew, full, active)
+        found = [
             name
             for name, b in crew.stacked.buffers.items()
-            # BatchNorm's kernel writes its statistics and does not say so.
             if b.numel() > SMALL and b._version == versions[name]
             if name not in undo.kept or torch.equal(b, undo.kept[name])
-        )
+        ]
+        silent = _written_silently(crew.members[0].module) if found else ()
+        constant[kind] = tuple(name for name in found if name not in silent)
         return result
+
+    def _tried(
+        self, crew: Crew, batches: Sequence[Any], active: Sequence[bool]
+    ) -> tuple[Tensor, Sequence[Any]]:
+        """A pass, again and again until all that it cannot do is looped."""
+        while True:
+            self._current(crew).train(crew.members[0].module.training)
+            crew.streams.begin(active)
+            try:
+                return self._pass(crew, batches, active)
+            except (Exception, SystemExit) as error:
+                crew.streams.undo()
+                self._undo.put_back(crew.stacked)
+                self._learn(error, crew)
+
+    @contextmanager
+    def _forgetting(self, kind: Hashable) -> Iterator[None]:
+        """What is learnt inside is forgotten where it ends in an error.
+
+        It may be about the slot that raised: the others train as if that had never been there.
+        """
+        known = self._learnt.get(kind, Learnt()).copy()
+        try:
+            yield
+        except BaseException:
+            self._learnt[kind] = known
+            raise
+        finally:
+            self._doubted = None
 
     def _pass(
         self, crew: Crew, batches: Sequence[Any], active: Sequence[bool]
@@ -184,7 +228,7 @@ class StackedBackend:
         tensors = {name: level.slotted(block) for name, block in blocks.items()}
         with (
             template.running(slots, crew.stacked, tensors) as replaced,
-            SlotMode(slots, own_factories=self._own_factories),
+            SlotMode(slots, own_factories=self._known_of(crew).own_factories),
             autocast(recipe, crew.device),
         ):
             arguments, keywords = model_inputs(recipe, batch)
@@ -200,28 +244,22 @@ class StackedBackend:
         An error that is not known to be about many slots may be: its part is looped on trial,
         and if it comes again it is some slot's own.
         """
-        reason = _reason(error)
+        reason, known = _reason(error), self._known_of(crew)
         if reason is None and self._doubted is not None:
-            self._looped.remove(self._doubted)
-            self._notes.pop()
-            self._doubted = None
-            self.changed(crew)
             raise error
-        if reason is not None and not self._own_factories and _is_about_writing(reason):
-            self._own_factories = True
-            self._notes.append("what torch.zeros and its like make has a value per slot")
+        if reason is not None and not known.own_factories and _is_about_writing(reason):
+            known.own_factories = True
+            known.notes.append("what torch.zeros and its like make has a value per slot")
             return
-        template = self._current(crew)
-        part = template.innermost(error.__traceback__)
-        if not part or part in self._looped:
+        part = self._current(crew).innermost(error.__traceback__)
+        if not part or part in known.looped:
             if reason is None:
                 raise error
             raise Declined(f"the trials cannot train as one array: {reason}") from error
-        template.loop(part)
-        self._looped.append(part)
+        known.looped.append(part)
         self._doubted = part if reason is None else None
         words = reason or f"{type(error).__name__}: {first_line(error)}"
-        self._notes.append(f"{part!r} runs slot by slot: {words}")
+        known.notes.append(f"{part!r} runs slot by slot: {words}")
 
     def _those_that_fail(
         self, crew: Crew, batches: Sequence[Any], active: Sequence[bool], error: BaseException
@@ -274,6 +312,16 @@ class StackedBackend:
             return Trained(torch.full((crew.width,), math.nan, dtype=torch.float64), found)
         trained = self.train(crew, batches, others, scale)
         return Trained(trained.losses, {**trained.failures, **found})
+
+
+def _written_silently(module: nn.Module) -> frozenset[str]:
+    """Names of buffers whose writes leave their version as it is: those of BatchNorm's kernel."""
+    norms = [(path, m) for path, m in module.named_modules() if isinstance(m, _NormBase)]
+    if not norms:
+        return frozenset()
+    first = owners(module)
+    keys = [f"{path}.{key}" if path else key for path, m in norms for key in m._buffers]
+    return frozenset(first[key] for key in keys if key in first)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

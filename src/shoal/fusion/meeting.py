@@ -10,6 +10,9 @@ Only one runs at a time, in the order of the slots, until it asks for something 
 
 So nothing happens at the same time, and what a run does depends on no other's speed. Those that
 ask for the same, after having asked for the same all along, are answered together.
+
+Whose turn it is, one attribute says; locks only wake up who waits for it to change. So Ctrl-C,
+which may come between any two instructions of the driver, cannot bring the two out of phase.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -48,7 +51,8 @@ class Lanes:
 
 def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
     while (work := queue.get()) is not None:
-        work()
+        with suppress(BaseException):  # a run keeps its own; the next one needs the thread
+            work()
         del work  # what it holds is not to be held until the next one comes
 
 
@@ -70,10 +74,9 @@ class Run:
         inside: Callable[[], AbstractContextManager[Any]],
         lanes: Lanes,
     ) -> None:
-        self.slot, self._work, self._inside = slot, work, inside
+        self.slot, self._work, self._inside, self._lanes = slot, work, inside, lanes
         self._go, self._there = threading.Lock(), threading.Lock()  # each released by the other
-        self._go.acquire()
-        self._there.acquire()
+        self._has_turn = self._is_submitted = False
         self._answer: Any = None
         self._error: BaseException | None = None
         self.key: Hashable = None
@@ -82,12 +85,13 @@ class Run:
         self.is_over = False
         self.result: Any = None
         self.failure: BaseException | None = None
-        lanes.submit(slot, self._run)
 
     def _run(self) -> None:
+        if self.is_over:  # submitted twice
+            return
         _CURRENT.run = self
-        self._go.acquire()
         try:
+            self._wait_for_turn()
             self._raise_if_told()
             with self._inside():
                 self.result = self._work()
@@ -96,13 +100,21 @@ class Run:
         finally:
             _CURRENT.run = None
             self.is_over = True
-            self._there.release()
+            self._end_turn()
+
+    def _wait_for_turn(self) -> None:
+        while not self._has_turn:
+            self._go.acquire()
+
+    def _end_turn(self) -> None:
+        self._has_turn = False
+        _wake(self._there)
 
     def ask(self, key: Hashable, asked: Any) -> Any:
         """From within the run's code: wait for the answer."""
         self.key, self.asked = key, asked
-        self._there.release()
-        self._go.acquire()
+        self._end_turn()
+        self._wait_for_turn()
         self._raise_if_told()
         answer, self._answer, self.asked = self._answer, None, None
         return answer
@@ -122,15 +134,33 @@ class Run:
 
     def take_turn(self) -> None:
         """Let its code run until it asks again, or is through."""
-        self._go.release()
-        self._there.acquire()
+        self._has_turn = True
+        self._finish_turn()
         self.history = hash((self.history, self.key))
 
+    def _finish_turn(self) -> None:
+        """Wait until its turn has ended; may be called again where it was interrupted."""
+        if not self._is_submitted:
+            self._lanes.submit(self.slot, self._run)
+            self._is_submitted = True
+        _wake(self._go)
+        while self._has_turn:
+            self._there.acquire()
+
     def close(self) -> None:
-        """Give up a run that is in the middle."""
-        while not self.is_over:
+        """Give up a run that is in the middle, once the turn that it may have has ended."""
+        if self._has_turn:
+            self._finish_turn()
+        while self._is_submitted and not self.is_over:
             self.fail(Abandoned())
             self.take_turn()
+        self.is_over = True
+
+
+def _wake(lock: threading.Lock) -> None:
+    """Release it; a second time is none too many, since who waits looks why it was woken."""
+    with suppress(RuntimeError):
+        lock.release()
 
 
 _CURRENT = threading.local()

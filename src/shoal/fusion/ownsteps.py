@@ -10,9 +10,11 @@ parameters and buffers are rows of the array's. Two things are done for all slot
                            parameters have their rows of the gradients
 
 Losses, clipping and the optimizers' steps are each slot's own, in its own random streams. What is
-not seen (a method of a model, one of its parts) runs on the slot's rows, and is right too. Slots
-that ask for different things are answered one after another, each by a pass of the whole width, so
-that a slot's bits depend on its slot and the width alone.
+not seen (a method of a model, one of its parts) runs on the slot's rows, and is right too; so does
+a model with other tensors or hooks in it for a while (``functional_call``). Slots that ask for
+different things are answered one after another, each by a pass of the whole width, so that a
+slot's bits depend on its slot and the width alone. A step that leaves a model's code another than
+it was (an attribute, a hook, a parameter) is declined: a pass has a copy of the code.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from shoal.fusion.declined import Declined
 from shoal.fusion.fused import StackedBackend, first_line, give, is_out_of_memory
 from shoal.fusion.installed import places_of
 from shoal.fusion.level import Level, entered
+from shoal.fusion.likeness import RowAt, Snapshot, row_at
 from shoal.fusion.meeting import Lanes, Run, current_run, in_turns
 from shoal.fusion.mode import SlotMode
 from shoal.fusion.slots import Slots
@@ -108,7 +111,11 @@ class OwnSteps:
         first = crew.members[0].module
         for name in first.named() if isinstance(first, Models) else ("",):
             self._models.setdefault(name, _Model()).take(_part(crew, name))
-        self._seats = [_Seat(crew, slot, list(self._models)) for slot in range(crew.width)]
+        before = {id(seat.module): seat for seat in self._seats}  # the trials that stay
+        self._seats = [
+            _Seat(crew, slot, list(self._models), before.get(id(member.module)))
+            for slot, member in enumerate(crew.members)
+        ]
 
     def step(self, crew: Crew, batches: Sequence[Any], active: Sequence[bool]) -> OwnStepped:
         """Call the recipe's step once in each slot that takes part.
@@ -136,7 +143,7 @@ class OwnSteps:
         for run in runs:
             if isinstance(run.failure, Declined):  # what no array can do is nobody's failure
                 raise run.failure
-            failure = run.failure or self._seats[run.slot].settle()
+            failure = run.failure or self._seats[run.slot].end()
             if failure is not None:
                 failures[run.slot] = failure
             else:
@@ -160,19 +167,20 @@ class OwnSteps:
             calls[run.slot] = run.asked
         try:
             outputs = model.call(how, calls, slots)
-        except Declined:
-            raise
         except (Exception, SystemExit) as error:
-            if is_out_of_memory(error):
+            is_declined = isinstance(error, Declined)
+            if is_out_of_memory(error) or (is_declined and len(group) == 1):
                 raise
-            _one_by_one(model, how, calls, group)
+            # Declined may be one that asks a tensor whether to raise: the others answer otherwise.
+            if not _one_by_one(model, how, calls, group) and is_declined:
+                raise
             return
         for run in group:
             run.answer(outputs[run.slot])
 
     def _is_settled(self, run: Run) -> bool:
         """Whether a pass reads what the slot has; a run of which it cannot fails."""
-        error = self._seats[run.slot].settle()
+        error = self._seats[run.slot].settle_parameters()
         if error is not None:
             run.fail(error)
         return error is None
@@ -201,8 +209,9 @@ class OwnSteps:
 
 def _one_by_one(
     model: _Model, how: _How, calls: Sequence[Call | None], group: Sequence[Run]
-) -> None:
-    """Whose call it is that raises fails, and no other."""
+) -> bool:
+    """Whose call it is that raises fails, and no other; whether there is one."""
+    has_failed = False
     for run in group:
         try:
             run.answer(model.call(how, calls, [run.slot])[run.slot])
@@ -210,6 +219,8 @@ def _one_by_one(
             raise
         except (Exception, SystemExit) as error:
             run.fail(error)
+            has_failed = True
+    return has_failed
 
 
 # ---------------------------------------------------------------- one model of all slots
@@ -228,11 +239,13 @@ class _Model(StackedBackend):
         self._of = crew
         self.changed(crew)
 
-    def _current(self, crew: Crew) -> Template:
-        if self._template is None:  # it is a copy of the modules as they are
-            with _as_ever(member.module for member in crew.members):
-                return super()._current(crew)
-        return self._template
+    def _kind(self, crew: Crew) -> Hashable:
+        assert self._how is not None
+        return self._how.modes
+
+    def _made(self, crew: Crew, looped: Sequence[str]) -> Template:
+        with _as_ever(member.module for member in crew.members):  # it is a copy of them
+            return super()._made(crew, looped)
 
     def call(self, how: _How, calls: Sequence[Call | None], slots: Sequence[int]) -> list[Any]:
         """The outputs of ``slots``; the others' random streams and buffers stay as they are."""
@@ -262,7 +275,7 @@ class _Model(StackedBackend):
             arguments, keywords = combined(batches, level.slotted)
             with (
                 template.running(slots, crew.stacked, tensors) as replaced,
-                SlotMode(slots, own_factories=self._own_factories),
+                SlotMode(slots, own_factories=self._known_of(crew).own_factories),
             ):
                 output = template.module(*arguments, **keywords)
             for name, value in replaced.items():
@@ -312,18 +325,26 @@ def _child(module: nn.Module, name: str) -> nn.Module:
 class _Seat:
     """A slot: its trial's step, and its models, which ask for passes while it runs."""
 
-    def __init__(self, crew: Crew, slot: int, names: Sequence[str]) -> None:
+    def __init__(
+        self, crew: Crew, slot: int, names: Sequence[str], before: _Seat | None = None
+    ) -> None:
         self.slot, self._crew, self._member = slot, crew, crew.members[slot]
-        module = self._member.module
+        module = self.module = self._member.module
         self.parameters = dict(module.named_parameters())
         blocks = crew.stacked.parameters
         self.blocks = {id(p): blocks[name] for name, p in self.parameters.items()}
-        self._at = [(p, _row_at(blocks[name], slot)) for name, p in self.parameters.items()]
+        self._at = [(p, row_at(blocks[name], slot)) for name, p in self.parameters.items()]
         places = places_of(module, owners(module)).buffers
         buffers = crew.stacked.buffers
-        self._buffers_at = [(p.store, p.key, _row_at(buffers[p.owner], slot)) for p in places]
+        self._buffers_at = [RowAt(p.store, p.key, row_at(buffers[p.owner], slot)) for p in places]
         models = [(name, _child(module, name)) for name in names]
-        self._asking = [(model, _Asking(name, model)) for name, model in models]
+        self._known: dict[str, Snapshot] = (
+            before._known if before else {name: Snapshot(model) for name, model in models}
+        )
+        self._asking = [
+            (model, _Asking(name, model, self._known[name], self._buffers_of(model)))
+            for name, model in models
+        ]
         self._own: OwnStep | None = None
 
     def work(self, batch: Any) -> Callable[[], Losses]:
@@ -353,20 +374,44 @@ class _Seat:
                 else:
                     model.__dict__["forward"] = was
 
-    def settle(self) -> TrialError | None:
-        """Have what its code put in the place of its tensors in its rows, or why it cannot be."""
-        if all(p.data_ptr() == at for p, at in self._at) and all(
-            store[key].data_ptr() == at for store, key, at in self._buffers_at
-        ):
+    def _buffers_of(self, model: nn.Module) -> list[RowAt]:
+        stores = {id(module._buffers) for module in model.modules()}
+        return [at for at in self._buffers_at if id(at.store) in stores]
+
+    def end(self) -> TrialError | None:
+        """Have what a step put in the place of its tensors in its rows, or why it cannot be.
+
+        Raises:
+            Declined: the step has changed what a pass has a copy of.
+        """
+        for name, known in self._known.items():
+            change = known.change()
+            if change:
+                model = f"the model {name!r}" if name else "a model"
+                raise Declined(
+                    f"the step changes {change} of {model}, "
+                    "which a pass for all slots does not see."
+                )
+        if all(place.is_there() for place in self._buffers_at):
+            return self.settle_parameters()
+        return _settled(lambda: self._crew.stacked.settle(self.slot, self.module))
+
+    def settle_parameters(self) -> TrialError | None:
+        """The same of parameters' data, in the middle of a step.
+
+        A model with other buffers runs on its slot's: they may be there for a while only.
+        """
+        if all(p.data_ptr() == at for p, at in self._at):
             return None
-        try:
-            self._crew.stacked.settle(self.slot, self._member.module)
-        except RuntimeError as error:
-            return TrialError(
-                "the step put a tensor of another shape in the place of a parameter or buffer: "
-                f"{first_line(error)}. A trial's tensors keep their shapes."
-            )
-        return None
+        return _settled(self._put_parameters)
+
+    def _put_parameters(self) -> None:
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                row = self._crew.stacked.parameters[name].data[self.slot]
+                if parameter.data_ptr() != row.data_ptr():
+                    row.copy_(parameter)
+                    parameter.data = row
 
     # -- backwards of its code ----------------------------------------------------------
 
@@ -410,23 +455,35 @@ class _Seat:
         )
 
 
-def _row_at(block: Tensor, slot: int) -> int:
-    """The address of a row."""
-    return block.data_ptr() + slot * block.stride(0) * block.element_size()
+def _settled(put: Callable[[], None]) -> TrialError | None:
+    try:
+        put()
+    except RuntimeError as error:
+        return TrialError(
+            "the step put a tensor of another shape in the place of a parameter or buffer: "
+            f"{first_line(error)}. A trial's tensors keep their shapes."
+        )
+    return None
 
 
 class _Asking:
     """A model's forward that asks for a pass, in code that runs in turns."""
 
-    def __init__(self, name: str, module: nn.Module) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, known: Snapshot, buffers: Sequence[RowAt]
+    ) -> None:
         self._name, self._alone = name, module.forward
+        self._known, self._buffers = known, buffers
         self._modules, self._parameters = list(module.modules()), list(module.parameters())
         self._kind = self._parameters[0].device.type if self._parameters else "cpu"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output; of code that does not run in turns, as ever."""
+        """The model's output; its own forward's where a pass for all would not see what it is.
+
+        That is code that does not run in turns, and a model with other tensors or hooks in it.
+        """
         run = current_run()
-        if run is None:
+        if run is None or self._known.change() or not self._has_its_buffers():
             return self._alone(*args, **kwargs)
         kind = self._kind
         how = _How(
@@ -437,6 +494,9 @@ class _Asking:
             trains=tuple(parameter.requires_grad for parameter in self._parameters),
         )
         return run.ask((how, layout_of((args, kwargs))), (args, kwargs))
+
+    def _has_its_buffers(self) -> bool:
+        return all(place.is_there() for place in self._buffers)
 
 
 @contextmanager

@@ -124,3 +124,69 @@ def test_evaluation_gives_every_slots_output_as_its_model_does(backend):
         torch.testing.assert_close(found.outputs[slot], expected, rtol=0, atol=1e-13)
         assert not found.outputs[slot].requires_grad
     assert found.losses[2].isnan()
+
+
+class Picky(nn.Module):
+    """Asks its input whether to raise."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        if not self.training and bool(x.isnan().any()):
+            raise ValueError("no number in a batch")
+        return self.layer(x)
+
+
+def picky_members():
+    made = members()
+    for member in made:
+        member.module.insert(0, Picky().double())
+        member.optimizer = torch.optim.SGD(member.module.parameters(), lr=0.1)
+    return made
+
+
+def test_a_slot_that_raises_in_an_evaluation_teaches_nothing():
+    array, given = Array(picky_members(), backend=StackedBackend()), batches()
+    bad = torch.full_like(given[1][0], torch.nan), given[1][1]
+    with array.evaluating(), pytest.raises(ValueError, match="no number"):
+        array.evaluate([given[0], bad, given[2]])
+    assert array.notes == ()
+
+
+def test_what_an_evaluation_learns_is_nothing_to_the_steps():
+    class Torn(Picky):
+        def forward(self, x):
+            return self.layer(x if self.training or x.sum() > 0 else -x)
+
+    made = picky_members()
+    for member in made:
+        member.module[0] = Torn().double()
+        member.optimizer = torch.optim.SGD(member.module.parameters(), lr=0.1)
+    array, given = Array(made, backend=StackedBackend()), batches()
+    given = [(x.abs() * sign, y) for (x, y), sign in zip(given, (1, -1, 1), strict=True)]
+    with array.evaluating():
+        array.evaluate(given)
+    assert "'0' runs slot by slot" in array.notes[0]
+    assert not array.backend._known_of(array._crew).looped  # it trains again
+    assert not array.step(given).failures
+
+
+def test_statistics_that_stood_still_for_a_pass_are_put_back_in_a_slot_that_waits():
+    """BatchNorm's kernel writes them without a word; these are large and move every other pass."""
+    made = members()
+    for member in made:
+        member.module = nn.Sequential(nn.BatchNorm1d(1500), nn.Linear(1500, 3))
+        member.module[0].momentum = 0.0
+        member.optimizer = torch.optim.SGD(member.module.parameters(), lr=0.1)
+    array = Array(made, backend=StackedBackend())
+    batch = torch.randn(5, 1500), torch.arange(5) % 3
+    array.step([batch] * 3)
+    array.step([batch] * 3)
+    for template in array.backend._templates.values():
+        template.module[0].momentum = 0.1
+    before = array.member(0).module[0].running_mean.clone()
+    array.step([None, batch, batch])
+    assert same_bits(before, array.member(0).module[0].running_mean)
+    assert not same_bits(before, array.member(1).module[0].running_mean)

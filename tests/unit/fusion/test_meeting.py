@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import signal
 import threading
 import time
+import types
 
 import pytest
 
@@ -127,6 +130,60 @@ def test_turns_are_entered_around_each():
 
     together([lambda: ask("x")], lambda group, are_all: None, turn)
     assert heard == [("in", 0), ("out", 0)] * 2
+
+
+def interrupted_while(runs, instant):
+    """A turn in which Ctrl-C comes at one instant, as an error of the lock or of the lanes."""
+    run = runs[0]
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    if instant == "waiting":
+        run._there = types.SimpleNamespace(acquire=interrupt, release=run._there.release)
+    elif instant == "waking":
+        run._go = types.SimpleNamespace(acquire=run._go.acquire, release=interrupt)
+    else:
+        run._lanes = types.SimpleNamespace(submit=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run.take_turn()
+
+
+@pytest.mark.parametrize("instant", ["starting", "waking", "waiting"])
+def test_a_turn_that_ctrl_c_ended_leaves_its_lane_free(instant):
+    lanes, heard = Lanes(), []
+    runs = [Run(i, lambda: ask("x"), contextlib.nullcontext, lanes) for i in range(2)]
+    locks = runs[0]._go, runs[0]._there
+    interrupted_while(runs, instant)
+    runs[0]._go, runs[0]._there = locks
+    runs[0]._lanes = lanes
+    for run in runs:
+        run.close()
+    assert all(run.is_over for run in runs)
+    again = [Run(i, lambda: heard.append(1), contextlib.nullcontext, lanes) for i in range(2)]
+    in_turns(again, lambda group, are_all: None, lambda slot: contextlib.nullcontext())
+    assert heard == [1, 1]
+
+
+def test_ctrl_c_at_any_time_ends_the_turns_and_no_more():
+    lanes = Lanes()
+
+    def work():
+        end = time.monotonic() + 0.003
+        while time.monotonic() < end:
+            pass
+        ask("x")
+
+    for number in range(20):
+        runs = [Run(i, work, contextlib.nullcontext, lanes) for i in range(3)]
+        delay = 0.002 + 0.0005 * number
+        timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+        with contextlib.suppress(KeyboardInterrupt):
+            timer.start()
+            in_turns(runs, lambda group, are_all: None, lambda slot: contextlib.nullcontext())
+            timer.join()
+            time.sleep(0.05)  # where the turns ended before
+        assert all(run.is_over for run in runs)
 
 
 def test_threads_are_kept_and_end_with_their_owner():
