@@ -57,7 +57,7 @@ def cut_for_replicas(batch: Batch, width: int) -> list[Piece]:
     """A batch in pieces of as equal rows as can be, each with memory of its own.
 
     Raises:
-        TrialError: its tensors do not have rows in common.
+        TrialError: its tensors do not have rows in common, or what is no tensor has rows too.
     """
     leaves, tree = pytree.tree_flatten(batch)
     found = {leaf.shape[0] if leaf.dim() else 0 for leaf in leaves if isinstance(leaf, Tensor)}
@@ -69,6 +69,7 @@ def cut_for_replicas(batch: Batch, width: int) -> list[Piece]:
             "tensors must have the same rows, one or more. Put what belongs to the batch as a "
             "whole elsewhere, or train on one device."
         )
+    _refuse_other_rows(batch, rows, width)
     pieces, start = [], 0
     for rank in range(width):
         count = rows // width + (rank < rows % width)
@@ -77,6 +78,29 @@ def cut_for_replicas(batch: Batch, width: int) -> list[Piece]:
         pieces.append(Piece(pytree.tree_unflatten(cut, tree), count / rows))
         start += count
     return pieces
+
+
+def _refuse_other_rows(batch: Batch, rows: int, width: int) -> None:
+    """Refuse values for each row that are in no tensor: each replica would get all of them."""
+
+    def has_rows(node: Any) -> bool:
+        if isinstance(node, Tensor | str | bytes) or rows < 2:
+            return False
+        if isinstance(node, list | tuple):
+            return len(node) == rows and not any(
+                isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(node)
+            )
+        shape = getattr(node, "shape", ())
+        return isinstance(shape, tuple) and shape[:1] == (rows,)
+
+    for node in pytree.tree_leaves(batch, is_leaf=has_rows):
+        if has_rows(node):
+            raise TrialError(
+                f"a batch of {rows} rows cannot be cut for {width} replicas: it has a "
+                f"{type(node).__name__} of {rows} values that are no tensors, one for each row as "
+                "it seems, and only tensors are cut. Make it a tensor, leave it out of the batch, "
+                "or train on one device."
+            )
 
 
 def stream_seed(seed: int, step: int, micro: int, rank: int) -> int:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from dataclasses import MISSING, fields
+
+import numpy as np
 import pytest
 import staging
 import torch
@@ -11,9 +16,15 @@ from listening import Heard
 
 import shoal
 from shoal import DataParallel
-from shoal.core.errors import PlanError
+from shoal.core.errors import PlanError, TrialError
 from shoal.core.event import PeakMeasured, TrialMoved, TrialReplanned
+from shoal.core.spec import ShardSpec, TrialSpec
+from shoal.core.units import Bytes
 from shoal.observe import read_timeline
+from shoal.replicas import cut_for_replicas
+from shoal.runtime.group import GangGroup, NoWays, joined
+from shoal.runtime.probe import Probe
+from shoal.runtime.wrapped import Sharded, Whole
 from shoal.testing import plain_data_parallel_loop, plain_loop
 from shoal.verify import verify_trials
 
@@ -81,6 +92,28 @@ def test_of_even_rows_two_replicas_are_two_pieces_to_the_bit():
     pieces = plain_loop(recipe, twins.LR, 0, pieces=2, epochs=1)
     rule = plain_data_parallel_loop(recipe, twins.LR, 0, width=2, epochs=1)
     assert furthest(pieces, rule) == 0.0
+
+
+@pytest.mark.parametrize(
+    "beside", [["a", "b", "c", "d"], (1, 2, 3, 4), np.arange(4), {"names": list("abcd")}]
+)
+def test_values_for_each_row_that_are_no_tensor_are_refused(beside):
+    with pytest.raises(TrialError, match=r"has a \w+ of 4 values that are no tensors"):
+        cut_for_replicas({"x": torch.arange(4.0), "beside": beside}, 2)
+
+
+@pytest.mark.parametrize("beside", ["four", 4, ["a", "b"], None])
+def test_what_belongs_to_the_batch_as_a_whole_goes_to_each_piece(beside):
+    pieces = cut_for_replicas((torch.arange(4.0), beside), 2)
+    assert [piece.batch[1] for piece in pieces] == [beside, beside]
+    four = tuple(torch.arange(4.0) for _ in range(4))
+    assert [len(piece.batch) for piece in cut_for_replicas(four, 2)] == [4, 4]
+
+
+def test_values_for_each_row_are_refused_before_a_study_starts(run_study):
+    recipe = twins.recipe(data=twins.named, loss=twins.loss_of_named, inputs=twins.only_x)
+    with pytest.raises(PlanError, match="has a list of 4 values that are no tensors"):
+        run_study(recipe, twins.LR, technique=DDP, devices=2, epochs=1)
 
 
 # -- in a study ---------------------------------------------------------------------------
@@ -163,6 +196,38 @@ def test_with_fsdp_they_may_not_and_their_trial_fails_alone(kind, run_study):
     assert "did not use the same parameters" in trial.error
 
 
+def test_neither_may_validation_batches_with_fsdp_and_nobody_waits_for_ever(run_study):
+    recipe = twins.recipe(twins.BranchingInEvaluation, data=staging.even)
+    (trial,) = run_study(recipe, twins.LR, technique=FSDP, devices=2, epochs=4).trials
+    assert trial.state == "FAILED"
+    assert "did not use the same parameters" in trial.error
+
+
+@BOTH
+def test_a_validation_source_that_refills_one_buffer(technique, run_replicas):
+    run_replicas(twins.recipe(data=twins.refilled), technique, epochs=1)
+
+
+@pytest.mark.parametrize("technique", [DDP, FSDP, shoal.Pipelined(stages=2)])
+def test_the_leader_does_not_keep_the_validation_data(technique, run_study):
+    recipe = twins.recipe(data=twins.fleeting)
+    (trial,) = run_study(recipe, twins.LR, technique=technique, devices=2, epochs=1).trials
+    assert trial.state == "FINISHED", trial.error
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (twins.CountsCalls, "its buffers change while it is evaluated"),
+        (twins.Reentrant, r"Use shard=True, or checkpoint\(..., use_reentrant=False\)"),
+    ],
+)
+def test_what_replicas_cannot_have_is_refused_with_a_way_out(kind, words, run_study):
+    recipe = twins.recipe(kind, data=twins.refilled)
+    with pytest.raises(PlanError, match=words):
+        run_study(recipe, twins.LR, technique=DDP, devices=2, epochs=1)
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -204,6 +269,77 @@ def test_all_devices_are_used_where_no_width_is_asked_for(run_study):
 
 
 # -- with other trials, and in other techniques ---------------------------------------------
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_measuring_beside_a_replica_leaves_it_in_its_group(sharded):
+    cpu, recipe, batch = torch.device("cpu"), twins.recipe(), traps.batches([4])[0]
+    trial = TrialSpec(number=0, hp=twins.LR, seed=1)
+    kinds = [f.name for f in fields(ShardSpec) if f.default is MISSING and "bytes" in f.name]
+    shard = ShardSpec(index=0, layers=(0, 1), **dict.fromkeys(kinds, Bytes(1)))
+    group = GangGroup(0, 2, NoWays())
+    with joined(group, cpu):
+        engine = (Sharded if sharded else Whole)(traps.Chain(), recipe, cpu)
+        engine.backward(batch, 0.5, last=True, check=lambda loss: None)
+        engine.finish()
+        probe = Probe(recipe, trial, cpu, width=3, shard=True)
+        found = probe.measure(traps.Chain(), batch, batch, shard)
+        assert not found.problem
+        assert found.unit_bytes > 0
+        assert torch.distributed.group.WORLD is group
+        engine.backward(batch, 0.5, last=True, check=lambda loss: None)
+        engine.finish()
+        engine.close()
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("technique", [DDP, pytest.param(FSDP, marks=pytest.mark.full)])
+def test_a_search_measures_new_shapes_while_replicas_train(technique, tmp_path, warm_workers):
+    recipe = twins.recipe(model=twins.of_width, loss=twins.slow_loss, data=staging.even)
+    space = {"lr": shoal.log_uniform(1e-3, 1e-2), "width": shoal.integer(4, 40)}
+    search = {"trials": 5, "sampler": "tpe", "pruner": "asha", "generation": 3}
+    study = shoal.Study("s", recipe, space=space, directory=tmp_path, epochs=9, **search)
+    hardware = shoal.Hardware.virtual(devices=2, memory="64MiB")
+    shown = {"progress": False, "workers": warm_workers}
+    report = study.run(hardware=hardware, technique=technique, **shown)
+    assert len(report.trials) == 5
+    assert {trial.state for trial in report.trials} <= {"FINISHED", "PRUNED"}
+
+
+def test_what_fails_a_trial_while_it_is_measured_fails_no_other(run_study):
+    recipe = twins.recipe(model=twins.of_width_or_misfit, data=staging.even)
+    space = shoal.grid(lr=[1e-2], width=[6, 9])
+    fine, misfit = run_study(recipe, space, technique=DDP, devices=2, epochs=1).trials
+    assert (fine.state, misfit.state) == ("FINISHED", "FAILED")
+    assert "only whole batches, please" in misfit.error
+
+
+@BOTH
+def test_a_lease_leaves_no_seat_behind(technique, run_study, monkeypatch):
+    monkeypatch.setattr("shoal.execution.floor.LEASE_S", 0.05)
+    recipe = twins.recipe(metrics={"alive": twins.seats_alive}, data=staging.even)
+    space = shoal.grid(lr=[1e-2, 3e-3])
+    report = run_study(recipe, space, technique=technique, devices=2, epochs=8)
+    for trial in report.trials:
+        assert trial.state == "FINISHED", trial.error
+        assert trial.metrics["valid_alive"] <= 2  # this one's, and one that is seen out
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_is_wrapped_goes_with_its_group(sharded):
+    """All but one: torch's caches keep a mesh of each shape."""
+    cpu, batch, seen = torch.device("cpu"), traps.batches([4])[0], []
+    for _ in range(6):
+        group = GangGroup(0, 2, NoWays())
+        with joined(group, cpu):
+            engine = (Sharded if sharded else Whole)(traps.Chain(), twins.recipe(), cpu)
+            engine.backward(batch, 0.5, last=True, check=lambda loss: None)
+            engine.finish()
+            engine.close()
+        seen += [weakref.ref(group), weakref.ref(engine.root)]
+        del group, engine
+    gc.collect()
+    assert sum(ref() is not None for ref in seen) <= sharded
 
 
 @pytest.fixture

@@ -5,6 +5,8 @@ Imported by tests and, by this name, by worker processes.
 
 from __future__ import annotations
 
+import gc
+import time
 from typing import Any
 
 import pytest
@@ -12,8 +14,11 @@ import staging
 import torch
 import traps
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from shoal.core.errors import TrialError
 from shoal.recipe import Recipe
+from shoal.runtime.replicaseat import ReplicaSeat
 from shoal.testing import assert_same, plain_data_parallel_loop
 from shoal.verify import read_losses
 
@@ -78,6 +83,132 @@ class Branching(traps.Chain):
         x = self.enter(x)
         number = 0 if float(x.detach().sum()) > 0 else 1
         return self.leave(self.blocks[number](x))
+
+
+class BranchingInEvaluation(traps.Chain):
+    """How many blocks are used follows from the rows, of validation batches only."""
+
+    def forward(self, x):
+        if self.training:
+            return super().forward(x)
+        x = self.enter(x)
+        for block in self.blocks[:1] if float(x.sum()) > 0 else self.blocks:
+            x = block(x)
+        return self.leave(x)
+
+
+class CountsCalls(traps.Chain):
+    """Has a buffer that evaluations write to as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class Reentrant(traps.Chain):
+    """Checkpoints its blocks as torch first did."""
+
+    def forward(self, x):
+        x = self.enter(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.leave(x)
+
+
+class OfWidth(nn.Module):
+    """A shape of its own for each width."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(12, width), nn.GELU(), nn.Linear(width, 3))
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def of_width(hp):
+    return OfWidth(int(hp["width"]))
+
+
+def of_width_or_misfit(hp):
+    """The widest one fails where its replicas are measured, with what fails a trial."""
+    return Misfit(int(hp["width"])) if hp["width"] == 9 else of_width(hp)
+
+
+class Misfit(OfWidth):
+    def forward(self, x):
+        if len(x) < 4:  # a replica's rows
+            raise TrialError("only whole batches, please")
+        return super().forward(x)
+
+
+def slow_loss(output, batch):
+    time.sleep(0.004)
+    return traps.loss(output, batch)
+
+
+class Refilled:
+    """Batches in one buffer, which is filled again for each."""
+
+    def __init__(self, batches) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self):
+        x, y = (tensor.clone() for tensor in self.batches[0])
+        for here, there in self.batches:
+            x.copy_(here)
+            y.copy_(there)
+            yield x, y
+
+
+def refilled(hp):
+    return traps.batches([4] * 4), Refilled(traps.batches([4, 4, 4, 4, 4], 30))
+
+
+class Fleeting:
+    """Fifteen batches of five rows, made when asked for; fails where many of them are kept."""
+
+    def __len__(self) -> int:
+        return 15
+
+    def __iter__(self):
+        drawn = traps.batches([5], 30)[0]
+        shape = drawn[0].shape
+        for _ in range(15):
+            count = sum(type(o) is torch.Tensor and o.shape == shape for o in gc.get_objects())
+            if count > 9:
+                raise RuntimeError(f"{count} validation batches are kept")
+            yield tuple(tensor.clone() for tensor in drawn)
+
+
+def fleeting(hp):
+    return traps.batches([4] * 4), Fleeting()
+
+
+def named(hp):
+    drawn = traps.batches([4] * 4)
+    return [{"x": x, "y": y, "names": list("abcd")} for x, y in drawn], None
+
+
+def only_x(batch):
+    return (batch["x"],)
+
+
+def loss_of_named(output, batch):
+    return nn.functional.cross_entropy(output, batch["y"])
+
+
+def seats_alive(output, batch):
+    """A metric: the seats of replicas in this process."""
+    gc.collect()
+    return float(sum(type(one) is ReplicaSeat for one in gc.get_objects()))
 
 
 class InDouble(Still):

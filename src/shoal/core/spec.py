@@ -291,6 +291,7 @@ class JobMeasure:
     loader_bytes: Bytes = NO_BYTES  # of batches that loader processes hold in host memory
     draws: bool = True  # whether the model draws random numbers while it trains
     draws_evaluating: bool = False  # and while it, or a metric, is evaluated
+    writes_evaluating: bool = False  # whether its buffers change while it is evaluated
     link: tuple[float, float] | None = None  # bytes per second up and down, just measured
     narrow: tuple[str, ...] = ()  # parameters that only autocast's cast reads
     compiled: int = 0  # modules that torch.compile has compiled

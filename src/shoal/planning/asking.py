@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shoal.core.errors import ShoalError, WorkerError
+from shoal.core.errors import ShoalError, TrialError, WorkerError
 from shoal.core.spec import TrialSpec
 from shoal.planner.growth import grown
 from shoal.planning.pipelining import Question
@@ -205,7 +205,7 @@ class Asking:
 
     def _note_failure(self, reply: Refused) -> None:
         """A trial that cannot be measured fails alone; a wrong request stops the study."""
-        if isinstance(reply.cause, ShoalError):
+        if isinstance(reply.cause, ShoalError) and not isinstance(reply.cause, TrialError):
             raise reply.cause
         self.failures[reply.trial] = reply.error
 

@@ -153,6 +153,12 @@ class Replicating:
                 head + "it, or a metric, draws random numbers while it is evaluated, and replicas "
                 "evaluate batches at the same time. Use technique='spilled' or 'resident'."
             )
+        if measure.writes_evaluating:
+            raise PlanError(
+                head + "its buffers change while it is evaluated, and each replica evaluates "
+                "other batches: none would have seen all of them. Write to buffers only where "
+                "module.training is true, or use technique='spilled' or 'resident'."
+            )
         return width
 
     def _mean(
@@ -243,4 +249,4 @@ def _head(trial: TrialSpec, asked: DataParallel) -> str:
 
 
 def _ways_out(technique: DataParallel) -> str:
-    return "Use shoal.DataParallel(shard=False)." if technique.shard else "Train on one device."
+    return "Use shoal.DataParallel(shard=False)." if technique.shard else "Or train on one device."

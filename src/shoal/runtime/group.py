@@ -23,7 +23,12 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import (
+    HashStore,
+    _register_process_group,
+    _unregister_all_process_groups,
+)
+from torch.distributed import distributed_c10d as c10d
 
 from shoal.core.errors import TrialError, WorkerError
 from shoal.pipeline.links import Links
@@ -39,8 +44,9 @@ class PeerLost(WorkerError):
 def other_way(peer: int) -> TrialError:
     """Another replica did not do what this one did."""
     return TrialError(
-        f"replica {peer} did not use the same parameters as this one in a step: with other rows "
-        "the model goes another way, so that their gradients do not fit together. "
+        f"replica {peer} did not use the same parameters as this one in a step or a validation "
+        "batch: with other rows the model goes another way, so that what they send each other "
+        "does not fit together. "
         "shoal.DataParallel(shard=False) can do that, shard=True cannot; or train on one device."
     )
 
@@ -146,6 +152,10 @@ class GangGroup(dist.ProcessGroup):
         self._rank, self._width, self._ways = rank, width, ways
         self._peers = [peer for peer in range(width) if peer != rank]
         self._name = self._description = ""
+
+    def fall_silent(self) -> None:
+        """Nothing goes to anybody any more, whoever keeps this: torch's caches of meshes do."""
+        self._ways = NoWays()
 
     # What torch asks of a group, by torch's names.
 
@@ -277,3 +287,44 @@ def joined(group: GangGroup, device: torch.device) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        group.fall_silent()
+
+
+@contextmanager
+def put_aside() -> Iterator[None]:
+    """Have a gang's group, if this process is in one, out of torch's sight for now.
+
+    For measuring between two units of a replica, which computes in its own group afterwards. A
+    group of the trial's own making stays where it is.
+    """
+    if not isinstance(dist.group.WORLD, GangGroup):
+        yield
+        return
+    world = c10d._world
+    group, count = world.default_pg, world.group_count
+    tables: list[dict[Any, Any]] = [
+        world.pg_map,
+        world.pg_names,
+        world.pg_group_ranks,
+        world.pg_backend_config,
+        world.pg_to_tag,
+        world.tags_to_pg,
+        world.pg_coalesce_state,
+    ]
+    kept = [dict(table) for table in tables]
+    names = dict(world.pg_names)
+    for table in tables:
+        table.clear()
+    _unregister_all_process_groups()
+    c10d._update_default_pg(None)
+    world.group_count = 0
+    try:
+        yield
+    finally:
+        for table, content in zip(tables, kept, strict=True):
+            table.clear()
+            table.update(content)
+        for each, name in names.items():
+            _register_process_group(name, each)
+        c10d._update_default_pg(group)
+        world.group_count = count

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.bench.link import glance
-from shoal.core.errors import SpecError
+from shoal.core.errors import PlanError, SpecError, TrialError
 from shoal.core.spec import (
     ALIGNMENT,
     HyperParameters,
@@ -30,7 +30,7 @@ from shoal.device import Device
 from shoal.device.flops import host_step_bytes, stopwatch_of
 from shoal.device.pace import SystemClock
 from shoal.memory.layout import TensorSpec, TrialLayout
-from shoal.memory.store import describe
+from shoal.memory.store import describe, same_bits
 from shoal.ownstep import Modes, require_evaluation
 from shoal.partition.chain import Chain
 from shoal.partition.compiled import compiled_modules, compiles, eagerly
@@ -118,6 +118,7 @@ class _Costs(NamedTuple):
     draws_evaluating: bool
     states: Mapping[str, Sequence[TensorSpec]]
     notes: tuple[str, ...] = ()
+    writes_evaluating: bool = False  # to buffers
 
 
 BENCH_S = 120.0
@@ -300,6 +301,7 @@ class Measurer:
             loader_bytes=built.loader_bytes,
             draws=costs.draws,
             draws_evaluating=costs.draws_evaluating,
+            writes_evaluating=costs.writes_evaluating,
             compiled=max(len(compiled_modules(model)), compiles(model)),
             rows=rows_of(built.batch),
             trained=tuple(n for n, p in model.named_parameters() if p.requires_grad),
@@ -327,8 +329,11 @@ class Measurer:
         forward = peak_of(lambda: self._forward(built))
         draws = not same_rng(before, capture_rng(self._here))
         self._draws_evaluating = False
+        buffers = [buffer.clone() for buffer in model.buffers()]
         if built.valid is not None:
             forward = max(forward, peak_of(lambda: self._evaluate(built)))
+        written = not all(map(same_bits, model.buffers(), buffers))
+        del buffers
         backward = peak_of(lambda: self._backward(built))
         fill_missing_gradients(model)  # a branch that this batch does not take has state too
         first_step = peak_of(lambda: self._step(built))  # makes the state, then it is moved
@@ -347,6 +352,7 @@ class Measurer:
             step_s=Seconds(step_s),
             draws=draws,
             draws_evaluating=self._draws_evaluating,
+            writes_evaluating=written,
             states=state_specs(Binding(model, built.optimizer, [[]], self._here)),
         )
 
@@ -395,7 +401,10 @@ class Measurer:
         """The measure of the whole model, with what a replica takes beside it."""
         whole = self._measure(trial, cut=False, narrow=False)
         assert self._built is not None
-        piece = cut_for_replicas(self._built.batch, width)[0].batch
+        try:
+            piece = cut_for_replicas(self._built.batch, width)[0].batch
+        except TrialError as error:  # of the first batch: said before anything starts
+            raise PlanError(str(error)) from error
         alone = self._measure_whole(self._built._replace(batch=piece)).shards[0]
         first = whole.measure.shards[0].step_peak_bytes  # which has made the state
         alone = replace(alone, step_peak_bytes=max(first, alone.step_peak_bytes))

@@ -23,10 +23,14 @@ from shoal.recipe import (
 )
 from shoal.replicas import cut_for_replicas, slice_of, step_by_shards
 from shoal.rng import capture_rng, restore_rng, seed_all
-from shoal.runtime.group import GangGroup, NoWays, joined
+from shoal.runtime.group import GangGroup, NoWays, joined, put_aside
 from shoal.runtime.units import evaluate_metrics
 from shoal.runtime.wrapped import Sharded, Whole, shard_groups
 
+REENTRANT = (
+    "its forward checkpoints with use_reentrant=True, whose backwards inside the backward DDP "
+    "cannot count. Use shard=True, or checkpoint(..., use_reentrant=False)"
+)
 COUPLED = 1e-4
 """Relative difference between steps of shards and of wholes that is no rounding."""
 
@@ -51,7 +55,12 @@ class Probe:
             problem, alike = self._problem(batch)
         held = unit = 0
         if not problem:
-            held, unit = self._bytes(batch, valid, alone)
+            try:
+                held, unit = self._bytes(batch, valid, alone)
+            except RuntimeError as error:
+                if self._shard or "reentrant" not in str(error):
+                    raise
+                problem = REENTRANT
         return ReplicaMeasure(
             shard=alone,
             held_bytes=Bytes(held),
@@ -111,7 +120,7 @@ class Probe:
             args, kwargs = model_inputs(self._recipe, piece)
             loss = compute_loss(self._recipe, alone(*args, **kwargs), piece)
         loss.backward()
-        with joined(GangGroup(0, 1, NoWays()), self._device):
+        with put_aside(), joined(GangGroup(0, 1, NoWays()), self._device):
             engine = Sharded(self._model(), self._recipe, self._device)
             restore_rng(after, self._device)
             engine.root.train()
@@ -166,7 +175,7 @@ class Probe:
             rows = sum(slice_of(p, self._width, 0).nbytes for p in model.parameters())
             part = rows / max(1, sum(p.nbytes for p in model.parameters()))
             held, step_peak = Bytes(math.ceil(held * part)), step_peak * part
-        with joined(GangGroup(0, self._width, NoWays()), self._device):
+        with put_aside(), joined(GangGroup(0, self._width, NoWays()), self._device):
             engine = (Sharded if self._shard else Whole)(model, self._recipe, self._device)
             step, after = max(self._step_bytes(engine, piece) for _ in range(2))
             seen = Bytes(0)

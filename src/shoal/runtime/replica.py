@@ -95,7 +95,7 @@ class Replica:
         if leaves:
             session.binding.bind(0, self._host)
             session.evict_everything()
-            self._memory = self._memory[:0]
+            self._drop_state()
 
     def _take_buffers(self) -> None:
         """Have the session's model have the buffers of the one that trained."""
@@ -108,7 +108,13 @@ class Replica:
     def close(self) -> None:
         """Let go of what is on the device."""
         self._engine.close()
-        self._memory = self._memory[:0]
+        self._drop_state()
+
+    def _drop_state(self) -> None:
+        """Refer to nothing on the device nor in the region; a view would keep all of it."""
+        nothing = torch.empty(0, dtype=torch.uint8)
+        self._memory = nothing
+        self._placed = self._host = Placed({}, {}, {}, nothing, nothing, {})
 
     # -- steps ----------------------------------------------------------------------------
 

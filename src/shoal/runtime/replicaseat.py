@@ -4,7 +4,7 @@ The first replica leads (``gangseat``): it reads a batch, cuts it, and gives eac
 all of them compute, and DDP or FSDP2 has them wait for each other inside a unit, which holds up
 the device. So no two trials with replicas may be on one device at a time: a study has them one
 after the other. What ends a step is that every replica says END to every other one, with its
-losses; with FSDP2 so does each batch, with the parameters that it used.
+losses; with FSDP2 so does each batch, with the parameters that it used, and each validation batch.
 
     replica 0   Join   Steps  rows->  B0 rows-> B1  END  STEP  ...  Store
     replica 1                  B0         B1        END  STEP       Known
@@ -12,6 +12,7 @@ losses; with FSDP2 so does each batch, with the parameters that it used.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any
 
 from shoal.core.units import Bytes
 from shoal.device.flops import step_bytes
+from shoal.partition.build import clone_batch
 from shoal.program.costs import unit_seconds
 from shoal.program.ir import Action, Op
 from shoal.recipe import Batch
@@ -70,6 +72,7 @@ class ReplicaSeat(GangSeat):
         super().__init__(*args)
         self._joined = ExitStack()
         self._settled: Replica | None = None
+        self._ways: LinkedWays | None = None
         self._evaluated: list[Task] = []  # those that are evaluated now
         self._round: list[Task] = []  # validation batches that wait for others
         self._begins = True  # a validation pass
@@ -81,6 +84,10 @@ class ReplicaSeat(GangSeat):
         if settled is not None:
             settled.close()
         self._joined.close()
+        self._ways = None  # it knows this seat, and whoever has the group knows it
+        if settled is not None and self.session.technique.shard:
+            settled = None
+            gc.collect()  # FSDP2's modules know each other: shards would stay for a while
 
     @property
     def _replica(self) -> Replica:
@@ -89,8 +96,8 @@ class ReplicaSeat(GangSeat):
 
     def _settle(self) -> None:
         """Be one of the group, with this replica's part of the state."""
-        self._ways = LinkedWays(self.links, self._hold)
-        group = GangGroup(self.stage, self.session.members, self._ways)
+        ways = self._ways = LinkedWays(self.links, self._hold)
+        group = GangGroup(self.stage, self.session.members, ways)
         self._joined.enter_context(joined(group, self.device.torch_device))
         self._settled = Replica(self.session, self.stage, self.device)
 
@@ -137,6 +144,7 @@ class ReplicaSeat(GangSeat):
         yield None
         for task in session.tasks():
             if task.kind == "evaluation":
+                task.batches[0] = clone_batch(task.batches[0])  # a source may reuse it
                 self._round.append(task)
                 if len(self._round) == session.members:
                     yield from self._validate()
@@ -168,7 +176,7 @@ class ReplicaSeat(GangSeat):
         tasks, self._round = self._round, []
         if not tasks:
             return
-        batches = [task.batches[0] for task in tasks]
+        batches = [task.batches.pop(0) for task in tasks]  # not held until the pass ends
         needs_all = self.session.technique.shard  # who has none helps to gather, with the first
         for peer in self._others:
             counts = peer < len(tasks)
@@ -179,7 +187,7 @@ class ReplicaSeat(GangSeat):
         self._begins, self._evaluated = False, tasks
         self._answers = len(tasks) - 1
         yield None
-        tasks[0].metrics.update(self._replica.evaluate(batches[0]))
+        tasks[0].metrics.update(self._evaluate(batches[0]))
         yield from self._until(lambda: not self._answers)
 
     def _gather(self, *, leaves: bool) -> Iterator[Waiting]:
@@ -231,11 +239,18 @@ class ReplicaSeat(GangSeat):
             self._replica.begin_evaluation()
         if order.batch is None:
             return
-        found = self._replica.evaluate(order.batch)
+        found = self._evaluate(order.batch)
         if order.counts:
             self.links.send(0, NOTE, (self.stage, Metrics(found)))
 
     # -- both -----------------------------------------------------------------------------
+
+    def _evaluate(self, batch: Batch) -> dict[str, float]:
+        """A validation batch; with FSDP2 whoever is through has no more to gather."""
+        found = self._replica.evaluate(batch)
+        if self.session.technique.shard:
+            self._end(None)
+        return found
 
     def _step(self, batches: int) -> Generator[Waiting, None, float]:
         """A step of this replica's; returns the loss of all of them."""
@@ -269,10 +284,12 @@ class ReplicaSeat(GangSeat):
         Raises:
             TrialError: they do not say the same, where they should.
         """
-        self._ways.tell_end(self._others, value)
+        ways = self._ways
+        assert ways is not None
+        ways.tell_end(self._others, value)
         said = {self.stage: value}
         for peer in self._others:
-            said[peer] = self._ways.hear_end(peer)
+            said[peer] = ways.hear_end(peer)
             if alike and said[peer] != value:
                 raise other_way(peer)
         return said

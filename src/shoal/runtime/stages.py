@@ -115,7 +115,7 @@ class StageSeat(GangSeat):
         yield from self._until(lambda: len(self._metrics) < self.session.stages)
         self._metrics.append(task)
         self._tell(Validate())
-        yield from self._pass_on(task.batches[0])
+        yield from self._pass_on(task.batches.pop(0))  # not held until the pass ends
 
     def _gather(self, *, leaves: bool) -> Iterator[Waiting]:
         """Have all shards in the region, and know the rest of the optimizer's state."""

