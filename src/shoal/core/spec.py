@@ -166,8 +166,8 @@ class ShardSpec:
     ``saved_bytes`` are what a forward with gradients leaves for its backward, None where the
     shard must recompute; ``saved_output_bytes`` of them are the next shard's boundary, and
     ``saving_peak_bytes`` is the peak inside of that forward. ``movable_bytes`` of what it saved
-    can wait on the host, None where nothing may. ``stash_bytes`` are buffers and
-    parameters that a forward changes, as they were, kept for the recompute. ``narrow`` is what
+    can wait on the host, None where nothing may: ``why_not_movable``. ``stash_bytes`` are buffers
+    and parameters that a forward changes, as they were, kept for the recompute. ``narrow`` is what
     differs if its weights travel as bfloat16, None where they cannot; a job's shards have it
     worked in (``as_they_travel``), and so is the head: ``head_bytes`` of its parameters, or
     where those stay of its state, stay on the device from step to step. ``half_bytes`` are what
@@ -193,6 +193,7 @@ class ShardSpec:
     saved_output_bytes: Bytes = NO_BYTES
     saving_peak_bytes: Bytes = NO_BYTES
     movable_bytes: Bytes | None = None
+    why_not_movable: str = ""
     stash_bytes: Bytes = NO_BYTES
     narrow: Narrow | None = None
     head_bytes: Bytes = NO_BYTES

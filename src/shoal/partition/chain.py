@@ -96,6 +96,12 @@ class Chain:
         """Names of the tied parameters that ``layer`` uses and an earlier layer owns."""
         return self.owners.borrowed[layer]
 
+    def parameters_in(self, start: int, stop: int) -> tuple[str, ...]:
+        """Names of the parameters that layers [start, stop) own or borrow, each once."""
+        layers = range(start, stop)
+        names = (n for i in layers for n in (*self.parameters_of(i), *self.borrowed_by(i)))
+        return tuple(dict.fromkeys(names))
+
     @property
     def shared_casts(self) -> tuple[frozenset[str], ...]:
         """Per layer, the parameters that autocast casts in this and in another layer."""
@@ -242,11 +248,8 @@ class Chain:
         )
         micro.sheet = sheet.with_part(section, part)
         micro.touched |= touched
-        owned = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
         for wire, tensor in made.items():
-            is_parameter = tensor.untyped_storage().data_ptr() in owned
-            own = wire in self.record.cloned or (is_parameter and not torch.is_grad_enabled())
-            alive[wire] = tensor.clone() if own else tensor
+            alive[wire] = tensor.clone() if wire in self.record.cloned else tensor
         missing = [
             wire
             for wire in micro.sheet.last_reader

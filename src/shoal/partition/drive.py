@@ -76,20 +76,21 @@ def recompute(
     buffers = read_buffers(chain.model, visit.buffers)
     restore_rng(visit.rng, chain.device)
     write_buffers(chain.model, visit.buffers)
-    result = run_backward(
-        chain,
-        micro,
-        *shard,
-        visit.wires,
-        grads=after.grads,
-        tied=after.tied,
-        accumulate=accumulate,
-        after_forward=after_forward,
-        note_saved=note_saved,
-    )
-    write_buffers(chain.model, buffers)
-    restore_rng(rng, chain.device)
-    return result
+    try:
+        return run_backward(
+            chain,
+            micro,
+            *shard,
+            visit.wires,
+            grads=after.grads,
+            tied=after.tied,
+            accumulate=accumulate,
+            after_forward=after_forward,
+            note_saved=note_saved,
+        )
+    finally:
+        write_buffers(chain.model, buffers)
+        restore_rng(rng, chain.device)
 
 
 def sharded_backward(chain: Chain, batch: Batch, ranges: Ranges, *, accumulate: int = 1) -> Tensor:

@@ -28,7 +28,7 @@ from shoal.partition.drive import (
 )
 from shoal.partition.narrow import narrowed
 from shoal.partition.preserve import drop_gradients, preserved
-from shoal.partition.savedset import Cell
+from shoal.partition.rehearsal import Rehearsal, outcome, rehearse
 from shoal.partition.ties import cast_key
 from shoal.partition.track import AllocationTracker
 from shoal.partition.units import BackwardResult, run_forward
@@ -53,9 +53,9 @@ class _Cost:
     backward_peak_bytes: int
     forward_s: float
     backward_s: float
+    rehearsal: Rehearsal  # what of it can wait on the host
     private_bytes: int = 0  # what enters it from the range before and no later one reads
     stash_bytes: int = 0  # what its forward changes, as it was
-    movable_bytes: int | None = None  # of what is saved, what can wait on the host
 
 
 def measure_layers(
@@ -143,6 +143,7 @@ def measure_shards(
                 saved_output_bytes=Bytes(cost.saved_output_bytes),
                 saving_peak_bytes=Bytes(cost.saving_peak_bytes),
                 movable_bytes=_movable(cost),
+                why_not_movable=cost.rehearsal.why_not,
                 stash_bytes=Bytes(cost.stash_bytes),
                 narrow=narrows[index],
             )
@@ -151,7 +152,8 @@ def measure_shards(
 
 
 def _movable(cost: _Cost) -> Bytes | None:
-    return None if cost.movable_bytes is None else Bytes(cost.movable_bytes)
+    found = cost.rehearsal.movable_bytes
+    return None if found is None else Bytes(found)
 
 
 def _measure_narrow(
@@ -367,9 +369,11 @@ def _measure_backward(
     grads = (g for name in cast if (g := chain.model.get_parameter(name).grad) is not None)
     norm_bytes = max((4 * grad.numel() for grad in grads), default=0)  # it is taken in float32
     peak_bytes = max(tracker.peak_bytes, tracker.current_bytes + norm_bytes)
-    del result
+    holds = may_hold(chain, span)
+    wanted = outcome(chain, result) if holds else {}
+    del result, grads
     drop_gradients(chain.model)
-    movable_bytes = _movable_bytes(chain, micro, span, visit, after)
+    tried = rehearse(chain, micro, span, visit, after, wanted) if holds else Rehearsal()
     seconds = timed(lambda: recompute(chain, micro, span, visit, after))
     drop_gradients(chain.model)
     written = [name for layer in range(*span) for name in chain.written_parameters(layer)]
@@ -382,55 +386,34 @@ def _measure_backward(
         saved_bytes=saved_bytes,
         saved_output_bytes=saved_output_bytes,
         saving_peak_bytes=saving_peak_bytes,
-        movable_bytes=movable_bytes,
+        rehearsal=tried,
         backward_peak_bytes=peak_bytes + written_bytes,
         forward_s=forward.seconds,
         backward_s=seconds,
     )
 
 
-def _movable_bytes(
-    chain: Chain, micro: Micro, span: tuple[int, int], visit: Visit, after: BackwardResult
-) -> int | None:
-    """Of what a range's forward saves, what can wait on the host; None where nothing may.
-
-    It has been there and back: what cannot bear that (code that allows no hooks on what autograd
-    saves, as ``torch.func`` does) is not asked for again.
-    """
-    if not may_hold(chain, span):
-        return None
-    found: list[int] = []
-
-    def there_and_back(cells: Sequence[Cell]) -> None:
-        found.append(sum(cell.num_bytes for cell in cells))
-        copies = [cell.bytes_now().clone() for cell in cells]
-        for cell, copy in zip(cells, copies, strict=True):
-            cell.leave()
-            cell.memory = copy
-
-    try:
-        recompute(chain, micro, span, visit, after, note_saved=there_and_back)
-    except RuntimeError:
-        return None
-    finally:
-        drop_gradients(chain.model)
-    return sum(found)  # nothing where nothing goes backwards
-
-
 def _stand_in_result(chain: Chain, boundary: int, visits: Mapping[int, Visit]) -> BackwardResult:
-    """What the backward of the shard that starts at ``boundary`` would hand on, as zeros."""
+    """What the backward of the shard that starts at ``boundary`` would hand on, drawn at random.
+
+    Not zeros: what a backward reads must be seen in what it makes.
+    """
     if boundary == chain.num_layers:
         return BackwardResult()
+    draw = torch.Generator(chain.device).manual_seed(0)
+
+    def drawn(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty_like(like, dtype=dtype, requires_grad=False).normal_(generator=draw)
+
     wires = visits[boundary].wires
-    grads = {w: torch.zeros_like(t) for w, t in wires.items() if chain.needs_grad(w)}
+    grads = {w: drawn(t) for w, t in wires.items() if chain.needs_grad(w)}
     model, casts = chain.model, chain.shared_casts
     across = _tied_across(chain, boundary)
-    tied = {name: torch.zeros_like(model.get_parameter(name)) for name in across}
+    tied = {name: drawn(model.get_parameter(name).data) for name in across}
     for name in sorted(
         frozenset().union(*casts[:boundary]) & frozenset().union(*casts[boundary:])
     ):
-        part = torch.zeros_like(model.get_parameter(name), dtype=torch.bfloat16)
-        tied[cast_key(name)] = part
+        tied[cast_key(name)] = drawn(model.get_parameter(name).data, torch.bfloat16)
     return BackwardResult(grads=grads, tied=tied)
 
 

@@ -7,16 +7,19 @@ asks for it again (``torch.autograd.graph.saved_tensors_hooks``). So what it kee
     a parameter, or a view of one   its name, and how the view lies in it. The backward finds the
                                     parameter where it is then: it may have left and come back.
                                     Between F and B of one step nobody changes its value
-    an input of the shard           its wire, likewise: it may wait on the host by itself
+    an input of the shard           its wire, likewise: it may wait on the host by itself. Until
+                                    the forward is over also itself: its own code may ask for it
     any other tensor                a cell: its storage, which goes to the host and comes back as
                                     a whole, once, however many saved tensors are views of it; so
                                     they lie in memory, and alias each other, as before
     what somebody else holds too    itself: a buffer, the batch, a table that a module keeps.
                                     Moving it would free nothing
-    what is not plain memory        itself: a subclass, sparse, of another device, a few bytes
+    what is not plain memory        itself: a subclass, sparse, of another device, a few bytes;
+                                    but a parameter of a subclass is found by its name
 
 The shard's own output is a cell although others hold it: the next shard's input is theirs to move.
-Tensors that a custom Function keeps as attributes of its ``ctx`` are not seen, and stay.
+Tensors that a custom Function keeps as attributes of its ``ctx`` are not seen, and stay. One that
+is a view of a parameter would stay in memory that is given away: ``rehearsal`` finds out.
 
 torch does not look whether a tensor that went through hooks was changed in place since. That is
 done here: with the version of each when it was saved, and when it leaves or is used.
@@ -79,20 +82,23 @@ class _Saved:
 
     __slots__ = ("__weakref__", "alias", "changed", "place", "source", "version")
 
-    def __init__(self, alias: Tensor | None, version: int, source: object, place: _Place) -> None:
+    def __init__(
+        self, alias: Tensor | None, version: int, source: object, place: _Place | None
+    ) -> None:
         self.alias, self.version, self.source, self.place = alias, version, source, place
         self.changed = False
 
 
 class _Place:
-    """How a tensor lies in a storage, from ``start`` bytes on."""
+    """How a strided tensor lies in a storage, from ``start`` bytes on, and how it is read."""
 
-    __slots__ = ("dtype", "shape", "start", "stride")
+    __slots__ = ("conj", "dtype", "neg", "shape", "start", "stride")
 
     def __init__(self, tensor: Tensor, base_bytes: int) -> None:
         at = tensor.storage_offset() * tensor.element_size()
         self.dtype, self.shape, self.stride = tensor.dtype, tensor.size(), tensor.stride()
         self.start = at - base_bytes
+        self.conj, self.neg = tensor.is_conj(), tensor.is_neg()
 
     def of(self, base: Tensor) -> Tensor:
         """The tensor that lies so after the first byte of ``base``; a view of it."""
@@ -100,7 +106,9 @@ class _Place:
         if base.dtype is not self.dtype:
             flat, size = _all_of(base), self.dtype.itemsize
             base = flat[: flat.numel() // size * size].view(self.dtype)
-        return base.as_strided(self.shape, self.stride, start // base.element_size())
+        found = base.as_strided(self.shape, self.stride, start // base.element_size())
+        found = found.conj() if found.is_conj() is not self.conj else found
+        return torch._neg_view(found) if found.is_neg() is not self.neg else found
 
 
 class SavedSet:
@@ -118,9 +126,9 @@ class SavedSet:
             here = sorted((p.data_ptr(), p.nbytes, n) for n, p in _parameters(model, names))
         self._starts = [start for start, _, _ in here]
         self._here = here
-        self._wires_at = {storage_key(tensor): wire for wire, tensor in wires.items()}
-        self._bases = {wire: _start(tensor) for wire, tensor in wires.items()}
-        self._inputs: Mapping[Wire, Tensor] = wires  # until the forward is over
+        plain = {w: tensor for w, tensor in wires.items() if tensor.layout is torch.strided}
+        self._wires_at = {storage_key(tensor): wire for wire, tensor in plain.items()}
+        self._bases = {wire: _start(tensor) for wire, tensor in plain.items()}
         self._of_inputs: weakref.WeakSet[_Saved] = weakref.WeakSet()
         self._device = torch.device("cpu")
         self._cells: weakref.WeakValueDictionary[int, Cell] = weakref.WeakValueDictionary()
@@ -135,9 +143,9 @@ class SavedSet:
         with hooks:
             yield
         for saved in self._of_inputs:
-            assert isinstance(saved.source, Wire)
-            saved.changed = self._inputs[saved.source]._version != saved.version
-        self._inputs = {}
+            assert saved.alias is not None
+            saved.changed = saved.alias._version != saved.version
+            saved.alias = None  # it may leave too
 
     @contextmanager
     def using(self, wires: Mapping[Wire, Tensor]) -> Iterator[None]:
@@ -167,14 +175,16 @@ class SavedSet:
 
     def _kept(self, tensor: Tensor) -> _Saved:
         alias = tensor.detach()
-        if not self._is_plain(tensor):
-            return _Saved(alias, tensor._version, None, _Place(tensor, 0))
+        if not self._is_memory(tensor):
+            return _Saved(alias, tensor._version, None, None)
         if (name := self._name_of(tensor)) is not None:
             base = self._model.get_parameter(name)
             return _Saved(None, base._version, name, _Place(tensor, _start(base)))
+        if type(tensor) not in (Tensor, nn.Parameter):
+            return _Saved(alias, tensor._version, None, None)
         key = storage_key(tensor)
         if (wire := self._wires_at.get(key)) is not None:
-            saved = _Saved(None, tensor._version, wire, _Place(tensor, self._bases[wire]))
+            saved = _Saved(alias, tensor._version, wire, _Place(tensor, self._bases[wire]))
             self._of_inputs.add(saved)
             return saved
         cell = self._cells.get(key)
@@ -184,14 +194,13 @@ class SavedSet:
         cell.saved.add(saved)
         return saved
 
-    def _is_plain(self, tensor: Tensor) -> bool:
+    def _is_memory(self, tensor: Tensor) -> bool:
+        """Whether it is elements in a storage of the device, and nothing that computes them."""
         return (
-            type(tensor) in (Tensor, nn.Parameter)
+            type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
             and tensor.layout is torch.strided
             and tensor.device == self._device
             and tensor.numel() > 0
-            and not tensor.is_conj()
-            and not tensor.is_neg()
         )
 
     def _name_of(self, tensor: Tensor) -> str | None:
@@ -211,18 +220,19 @@ class SavedSet:
         if saved.alias is not None:
             _require_unchanged(saved.changed or saved.alias._version != saved.version, saved)
             return saved.alias
-        source = saved.source
+        source, place = saved.source, saved.place
+        assert place is not None, "what has no place stays itself"
         if isinstance(source, Cell):
             _require_unchanged(saved.changed, saved)
             assert source.memory is not None, "what F saved is not on the device"
-            return saved.place.of(source.memory)
+            return place.of(source.memory)
         if isinstance(source, Wire):
             _require_unchanged(saved.changed, saved)
-            return saved.place.of(self._wires[source])
+            return place.of(self._wires[source])
         assert isinstance(source, str)
         parameter = self._model.get_parameter(source)
         _require_unchanged(parameter._version != saved.version, saved)
-        return saved.place.of(parameter.data)
+        return place.of(parameter.data)
 
 
 def _require_unchanged(changed: bool, saved: _Saved) -> None:
@@ -232,10 +242,11 @@ def _require_unchanged(changed: bool, saved: _Saved) -> None:
         RuntimeError: the tensor was modified in place after it had been saved.
     """
     if changed:
-        place = saved.place
+        what = saved.place or saved.alias
+        assert what is not None
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: a tensor of {place.dtype} and shape {tuple(place.shape)}, after the "
+            f"operation: a tensor of {what.dtype} and shape {tuple(what.shape)}, after the "
             "forward had saved it. The plain loop fails on it too: use the operation that is not "
             "in place."
         )

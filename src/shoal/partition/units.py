@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,14 +29,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from shoal.core.errors import TrialError
 from shoal.partition.chain import Chain, Micro
 from shoal.partition.halves import Half, backward_of_inputs
-from shoal.partition.savedset import Cell, SavedSet
+from shoal.partition.savedset import SavedSet
 from shoal.partition.ties import Root, TiedParts
 from shoal.partition.wires import Wire, Wires, storage_key
 from shoal.recipe import autocast
 
 AfterForward = Callable[[Collection[int]], None]
 """Told the storages of what a forward made."""
-NoteSaved = Callable[[Sequence[Cell]], None]
+NoteSaved = Callable[["Held"], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,23 @@ def run_forward(
     if chain.skeleton.graph_kernels and chain.model.training:
         return _run_graph_forward(chain, micro, start, stop, wires, on_resume)
     with torch.no_grad(), autocast(chain.recipe, chain.device):
-        return chain.forward(micro, start, stop, wires, on_resume=on_resume)
+        made = chain.forward(micro, start, stop, wires, on_resume=on_resume)
+    return _outside_parameters(chain, made)
+
+
+def _outside_parameters(chain: Chain, made: Mapping[Wire, Tensor]) -> Wires:
+    """Wires that later shards may read wherever this one's parameters are then.
+
+    A position embedding, or a class token, is a view of one: it is copied. It may be of one that
+    this shard did not use in the pilot.
+    """
+    with torch._C.DisableTorchFunction():
+        owned = {_memory_of(parameter) for parameter in chain.model.parameters()} - {None}
+    return {w: t.detach().clone() if _memory_of(t) in owned else t for w, t in made.items()}
+
+
+def _memory_of(tensor: Tensor) -> int | None:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None
 
 
 def _run_graph_forward(
@@ -89,7 +105,8 @@ def _run_graph_forward(
             made = chain.forward(micro, layer, layer + 1, inside, on_resume=on_resume)
             alive = chain.live_wires(layer + 1, micro)
             given = {w: made[w].detach() if w in made else given[w] for w in alive}
-    return {wire: tensor for wire, tensor in given.items() if wire not in wires}
+    made = {wire: tensor for wire, tensor in given.items() if wire not in wires}
+    return _outside_parameters(chain, made)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,15 +150,14 @@ def run_held_forward(
     edges = {w: get_gradient_edge(t) for w, t in (inside | made).items() if t.requires_grad}
     handed = {wire: tensor.detach() for wire, tensor in made.items()}
     if saved:
+        handed = _outside_parameters(chain, handed)
         for entry in entries.values():
             entry.forget()  # its input may leave too
     return Held(entries=entries, edges=edges, parts=parts, made=handed, saved=saved)
 
 
 def _saved_set(chain: Chain, start: int, stop: int, wires: Mapping[Wire, Tensor]) -> SavedSet:
-    layers = range(start, stop)
-    names = [n for i in layers for n in (*chain.parameters_of(i), *chain.borrowed_by(i))]
-    return SavedSet(chain.model, names, dict(wires))
+    return SavedSet(chain.model, chain.parameters_in(start, stop), dict(wires))
 
 
 def run_held_backward(
@@ -255,7 +271,7 @@ def run_backward(
     shard's forward, and afterwards what they were before: the buffers not earlier than
     the end of this call. ``after_forward`` is told when the backward begins, with the
     storages of the wires that the forward made, which only what the graph saved still holds;
-    ``note_saved`` is given what could wait on the host meanwhile.
+    ``note_saved`` is given that forward, of which all may be elsewhere meanwhile.
     """
     if stop == chain.num_layers:
         return _run_last(chain, micro, start, wires, accumulate, after_forward)
@@ -264,9 +280,9 @@ def run_backward(
     spills = note_saved is not None
     held = run_held_forward(chain, micro, start, stop, wires, spills=spills)
     made = {storage_key(tensor) for tensor in held.made.values()}
+    if note_saved is not None:
+        note_saved(held)
     held.made.clear()
-    if note_saved is not None and held.saved is not None:
-        note_saved(held.saved.movable())
     begin = functools.partial(after_forward, made) if after_forward is not None else None
     return run_held_backward(
         chain, micro, start, stop, held, grads=grads, tied=tied, wires=wires, on_begin=begin

@@ -63,5 +63,5 @@ def _why_not(shard: ShardSpec, technique: Spilled, is_able: bool) -> str:
     if not is_able:
         return "its backward comes too soon after its forward"
     if shard.saved_bytes is not None:
-        return "its code allows no hooks on what autograd saves"
+        return shard.why_not_movable or "with narrower weights its backward could not bear it"
     return "its forward changes what its backward, or another shard, reads"

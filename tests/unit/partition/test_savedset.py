@@ -255,3 +255,69 @@ def test_memory_is_free_once_it_has_left_and_again_as_the_backward_goes_on():
     assert sum(tensor.nbytes for tensor in moved.saved.here()) == moved.moved_bytes
     moved.gradients()
     assert moved.saved.here() == []
+
+
+class Complex(nn.Module):
+    """Reads its weight as a conjugate, and as the negative of its imaginary part."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16, 2))
+
+    def forward(self, x):
+        turned = torch.view_as_complex(self.weight).conj()
+        y = x @ turned.imag + x
+        return torch.view_as_real(y.to(turned.dtype) @ turned).sum(-1)
+
+
+class OwnParameter(nn.Parameter):
+    pass
+
+
+class OfOwnKind(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = OwnParameter(torch.randn(16, 16))
+
+    def forward(self, x):
+        return torch.tanh(x @ self.weight)
+
+
+class WithSparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return torch.eye(len(x)).to_sparse_csr() @ self.linear(x).sigmoid()
+
+
+class Slope(nn.Module):
+    """Its own forward runs a backward, which wants what was saved of the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        energy = self.linear(x).square().sum() + x.pow(3).sum()
+        return x - 0.1 * torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("kind", [Complex, OfOwnKind, WithSparse, Slope])
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_weights_of_every_look_and_backwards_inside_of_forwards(kind):
+    assert same(Moved(made(kind)).away().gradients(), plain(made(kind)))
+
+
+def test_versions_are_compared_of_one_tensor_only():
+    model = made(lambda: nn.Linear(16, 16))
+
+    def detached(x):
+        x.detach().mul_(1.0)  # as of a clone whose counter has gone on; x.data begins at 0
+        return model(x) + model(x.data)
+
+    other = made(lambda: nn.Linear(16, 16))
+    gradients = Moved(model, detached).away().gradients()
+    model = other
+    assert same(gradients, plain(other, detached))
