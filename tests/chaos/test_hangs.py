@@ -126,6 +126,7 @@ def test_a_model_that_ends_its_process_when_it_is_built_fails_alone(run, heard):
     assert not heard.of(StepFinished, trial=0)
 
 
+@pytest.mark.full
 def test_deaths_are_forgiven_to_a_trial_that_gets_further(run, heard, monkeypatch, tmp_path):
     monkeypatch.setattr(recovery, "MAX_DEATHS", 2)
     recipe = troubles.recipe(data=troubles.deadly_data)

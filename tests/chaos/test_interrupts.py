@@ -63,6 +63,7 @@ def test_a_terminals_interrupt_saves_every_trial_and_exits_with_75(runner):
     process.check_nothing_left()
 
 
+@pytest.mark.full
 def test_workers_ignore_sigterm_and_the_studys_process_saves_on_it(runner):
     process = runner.start(**SLOWLY)
     process.wait_for("StepFinished", 3)

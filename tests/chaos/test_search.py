@@ -202,6 +202,7 @@ def test_a_search_can_be_paused_while_trials_wait_at_their_rung(
     assert searches.outcome(study.directory) == undisturbed
 
 
+@pytest.mark.full
 def test_a_clone_belongs_to_no_generation_and_trains_to_its_end(
     tmp_path, warm_workers, monkeypatch, undisturbed
 ):
@@ -243,6 +244,7 @@ def _wide(hp):
     return torch.nn.Sequential(torch.nn.Linear(6, hp["width"]), torch.nn.Linear(hp["width"], 3))
 
 
+@pytest.mark.full
 def test_more_trials_of_a_search_are_asked_for_by_its_file(tmp_path, warm_workers):
     first = studies.run(searches.make(tmp_path, trials=5), warm_workers)
     with pytest.raises(SpecError, match=r"cannot be extended by hand.*trials=7"):

@@ -85,7 +85,11 @@ def is_alive(pid):
 
 @pytest.mark.parametrize(
     ("trouble", "words"),
-    [("sleep", "in happen"), ("sleep in C", "in happen"), ("stopped process", "(no answer)")],
+    [
+        pytest.param("sleep", "in happen", marks=pytest.mark.full),
+        ("sleep in C", "in happen"),
+        pytest.param("stopped process", "(no answer)", marks=pytest.mark.full),
+    ],
 )
 def test_a_model_that_hangs_once_is_built_again_and_trains_to_the_same_bits(
     trouble, words, run, heard

@@ -96,6 +96,7 @@ def test_a_trial_that_is_tried_again_goes_on_to_its_bits(check, tmp_path):
     assert flag.exists()
 
 
+@pytest.mark.full
 def test_trials_that_take_too_long_stop_at_a_step_with_its_bits(run_study):
     space = shoal.grid(mishap=["slow"], lr=[0.01, 0.003], drop=[0.1, 0.2])
     recipe = breakdowns.recipe()

@@ -247,7 +247,7 @@ def test_what_is_ruled_out_without_a_program_would_not_have_fitted(
 
 @pytest.mark.parametrize("place", ["device", "host"])
 @given(st.floats(0.2, 0.95), st.booleans(), st.integers(1, 2), st.integers(1, 2))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_however_the_room_is_divided_it_is_not_more_than_there_is(
     place, share, clip, micros, active
 ):
