@@ -63,7 +63,7 @@ def trial_directory(study: str | os.PathLike[str], trial: int) -> Path:
 
 def generations(study: str | os.PathLike[str], trial: int, keep: int = 2) -> Generations:
     """A trial's generations."""
-    return Generations(trial_directory(study, trial), keep)
+    return Generations(trial_directory(study, trial), keep, inside=study)
 
 
 def latest(

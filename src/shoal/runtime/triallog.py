@@ -24,7 +24,7 @@ class TrialLog:
 
     def __init__(self, study: Path, trial: int, max_bytes: int, stamp: Callable[[], str]) -> None:
         self.dropped = 0
-        self._study, self._path = study, log_path(study, trial)
+        self._path = log_path(study, trial)
         self._max_bytes, self._stamp = max_bytes, stamp
         self._file: int | None = None
         self._is_full = self._is_torn = False
@@ -79,9 +79,8 @@ class TrialLog:
     def _open(self) -> int:
         """The file; its study's directory is never made again once it is gone."""
         if self._file is None:
-            if not self._study.is_dir():
-                raise FileNotFoundError(errno.ENOENT, "the study's directory is gone")
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            for folder in (self._path.parent.parent, self._path.parent):
+                folder.mkdir(exist_ok=True)
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
             self._file = os.open(self._path, flags, 0o666)
         return self._file

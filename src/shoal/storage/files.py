@@ -155,13 +155,16 @@ def sync_directory(path: Path) -> None:
             os.close(descriptor)
 
 
-def make_directory(path: Path) -> None:
+def make_directory(path: Path, *, inside: Path | None = None) -> None:
     """Make ``path`` and what lacks above it, for this user alone; durable.
 
     What is there already may have been made by a process that died before it was durable,
-    so the deepest of these directories is synced into its parent too.
+    so the deepest of these directories is synced into its parent too. ``inside``: the
+    directory above ``path`` that must be there, whenever it vanishes: it is never made.
     """
     missing = _missing(path)
+    if inside is not None:
+        missing = missing[: len(path.relative_to(inside).parts)]
     _sync_name(missing[-1].parent if missing else path)
     for folder in reversed(missing):
         with reported("make the directory", folder):

@@ -90,18 +90,25 @@ class Generation:
 class Generations:
     """The generations of one trial, in a directory of its own that one process writes.
 
-    Belongs to one thread; readers may come at any time, from anywhere.
+    Belongs to one thread; readers may come at any time, from anywhere. ``inside`` is the
+    directory above it that must be there: it is never made again once it is gone.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], keep: int = 2) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        keep: int = 2,
+        inside: str | os.PathLike[str] | None = None,
+    ) -> None:
         assert keep >= 1, f"a trial keeps at least one generation, not {keep}"
         self.directory = Path(directory)
         self.keep = keep
+        self._inside = None if inside is None else Path(inside)
 
     def begin(self, step: int) -> Draft:
         """A generation to fill; removes what a crash left of earlier ones."""
         assert step >= 0, f"there is no step {step}"
-        files.make_directory(self.directory)
+        files.make_directory(self.directory, inside=self._inside)
         names = list(_names(self.directory))
         for name in filter(_LEFTOVER.fullmatch, names):
             files.remove_tree(self.directory, name)

@@ -198,6 +198,28 @@ def test_directories_are_made_with_their_parents_for_this_user_alone(tmp_path):
     assert (mode(tmp_path / "a"), mode(tmp_path / "a" / "b")) == (0o700, 0o700)
 
 
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_the_directory_it_is_made_inside_is_never_made_again(when, tmp_path, monkeypatch):
+    study = tmp_path / "study"
+    study.mkdir()
+    missing = files._missing
+
+    def looked(path):
+        found = missing(path)
+        if when == "meanwhile":
+            study.rename(tmp_path / "away")
+        return found
+
+    monkeypatch.setattr(files, "_missing", looked)
+    if when == "before":
+        study.rename(tmp_path / "away")
+
+    with pytest.raises(FileError, match="trials"):
+        files.make_directory(study / "trials" / "0000", inside=study)
+
+    assert not study.exists()
+
+
 def test_a_file_where_a_directory_should_be_is_an_error(tmp_path):
     (tmp_path / "a").write_bytes(b"")
 
