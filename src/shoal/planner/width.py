@@ -35,6 +35,9 @@ PAYS = 10.0
 SPENDS = 0.04
 """Part of the trials' time one by one that measuring may take, beyond its first candidate."""
 LEAST_S, MOST_S = 2.0, 20.0  # what it may take at least, and at most
+LIGHT_S = 0.01
+"""Of a trial whose step alone takes less, much is Python, which a graph leaves out: that is looked
+at first, since a short study ends before there is time for a second look."""
 ORDER: tuple[PassKind, ...] = ("eager", "traced", "compiled")  # of two as quick, the first
 MANY = 20_000
 """Evaluations of which the moments are not looked at one by one."""
@@ -54,6 +57,12 @@ class Load:
     every: int | None = None
     is_known: bool = True  # how long trials are; else only that they are alike
     varies: bool = False  # floats in the trials' code differ, or change on the way
+    step_s: float = math.inf  # of a trial alone, about
+
+    @property
+    def is_light(self) -> bool:
+        """Whether a graph is likely to be quicker than eager passes."""
+        return self.step_s <= LIGHT_S
 
     def evaluations(self, steps: int) -> int:
         """Of one trial of so many steps."""
@@ -168,18 +177,22 @@ def next_candidate(measure: ArrayMeasure, load: Load, fits: Fits) -> Candidate |
     """What is worth a look after what was measured so far; None: it is enough.
 
     Widths first, from ``MIDDLE``: wider while that gains, narrower where it does not. Then a graph
-    of the best one, or of the best two, and compiled code where it may bring back its price.
+    of the best one, or of the best two, and compiled code where it may bring back its price. Of
+    light trials the widths are tried as graphs, and eagerly where that is none, or brings nothing.
     """
     if measure.declined:
         return None
     batches, tried = measure.valid_batches, {(f.width, f.kind) for f in measure.widths}
-    eager = [found for found in measure.widths if found.kind == "eager"]
-    width = _next_width(eager, measure, load, fits)
-    if eager and _is_dear(width, measure, load):
+    if load.is_light and (width := _needs_eager(measure, load, fits)) is not None:
+        return Candidate(width, "eager")
+    looked = [f for f in measure.widths if f.kind == "eager" or (load.is_light and _is_graph(f))]
+    width = _next_width(looked, measure, load, fits)
+    if looked and _is_dear(width, measure, load):
         return None
     if width is not None:
-        return Candidate(width, "eager")
-    able = [found for found in eager if not found.declined and fits(found)]
+        is_graph = load.is_light and all(map(_is_graph, measure.widths))
+        return Candidate(width, "traced" if is_graph else "eager")
+    able = [found for found in looked if not found.declined and fits(found)]
     ranked = sorted(able, key=lambda found: _part(found, load, batches))
     if not ranked or _part(ranked[0], load, batches) > HOPELESS:
         return None
@@ -192,17 +205,31 @@ def next_candidate(measure: ArrayMeasure, load: Load, fits: Fits) -> Candidate |
     return Candidate(min(quick, key=lambda f: _part(f, load, batches)).width, "compiled")
 
 
+def _is_graph(found: WidthMeasure) -> bool:
+    return found.kind == "traced"
+
+
+def _needs_eager(measure: ArrayMeasure, load: Load, fits: Fits) -> int | None:
+    """The width that was tried as a graph, and should have been eager."""
+    eager = {found.width for found in measure.widths if found.kind == "eager"}
+    for found in filter(_is_graph, measure.widths):
+        is_none = bool(found.declined) or not fits(found)
+        if found.width not in eager and (is_none or not gains(found, load, measure.valid_batches)):
+            return found.width
+    return None
+
+
 def _next_width(
-    eager: Sequence[WidthMeasure], measure: ArrayMeasure, load: Load, fits: Fits
+    looked: Sequence[WidthMeasure], measure: ArrayMeasure, load: Load, fits: Fits
 ) -> int | None:
     widths = widths_to_try(len(load.steps), load.devices)
-    done = {found.width: found for found in eager}
+    done = {found.width for found in looked}
     if not done:
         return max((w for w in widths if w <= MIDDLE), default=min(widths, default=None))
-    parts = {
-        width: _part(found, load, measure.valid_batches) if fits(found) else math.inf
-        for width, found in done.items()
-    }
+    parts = dict.fromkeys(done, math.inf)
+    for found in filter(fits, looked):
+        part = _part(found, load, measure.valid_batches)
+        parts[found.width] = min(parts[found.width], part)
     best = min(parts, key=lambda width: (parts[width], width))
     wider = [width for width in widths if width > max(done)]
     if wider and best == max(done) and parts[best] < 1:

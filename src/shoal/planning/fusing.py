@@ -8,6 +8,7 @@ they become does not depend on when they were asked for.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -168,6 +169,7 @@ class Fusing:
             every=every,
             is_known=is_known,
             varies=varies or times.changes,
+            step_s=fresh[0].step_s or math.inf,
         )
 
     def notes(

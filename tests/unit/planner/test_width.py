@@ -63,6 +63,7 @@ def loads(draw):
         steps=tuple(draw(st.lists(st.integers(1, 40), min_size=1, max_size=60))),
         devices=draw(st.integers(1, 5)),
         every=draw(st.none() | st.integers(1, 50)),
+        step_s=draw(st.sampled_from((0.001, 1.0))),
     )
 
 
@@ -254,15 +255,15 @@ def test_trying_ends_and_tries_nothing_twice(data, load):
         asked.append(candidate)
         one = replace(data.draw(candidates()), width=candidate.width, kind=candidate.kind)
         measure = replace(measure, widths=(*measure.widths, one))
-        assert len(asked) <= 6
+        assert len(asked) <= 7
     assert len(set(asked)) == len(asked)
     assert {width for width, _ in asked} <= set(widths_to_try(len(load.steps), load.devices))
     assert bool(asked) == (math.ceil(len(load.steps) / load.devices) > 1)
 
 
-def tried(*some, **changes):
+def tried(*some, step_s=1.0, **changes):
     """What is measured next, of 64 trials on a device."""
-    load = Load(steps=(1000,) * 64, devices=1)
+    load = Load(steps=(1000,) * 64, devices=1, step_s=step_s)
     measure = ArrayMeasure(widths=some, **changes)
     return next_candidate(measure, load, fits_in(10))
 
@@ -283,6 +284,24 @@ def test_a_graph_is_tried_for_the_best_two_and_compiled_code_for_the_best():
     some.append(found(16, 1.0, kind="traced", declined="no"))
     assert tried(*some) is None
     assert tried(*some, compiler="g++ 12", nodes=100) == (64, "compiled")
+
+
+def test_light_trials_are_tried_as_graphs_and_eagerly_where_that_is_none():
+    def graph(*args, **changes):
+        return found(*args, kind="traced", **changes)
+
+    def light(*some, **changes):
+        return tried(*some, step_s=0.001, **changes)
+
+    assert light() == (16, "traced")
+    assert light(graph(16, 4.0)) == (64, "traced")
+    assert light(graph(16, 4.0), graph(64, 8.0)) is None
+    assert light(graph(16, 1.0, declined="no")) == (16, "eager")
+    assert light(graph(16, 1.0, unit_bytes=Bytes(11))) == (16, "eager")
+    assert light(graph(16, 16.0)) == (16, "eager")
+    assert light(graph(16, 1.0, declined="no"), found(16, 4.0)) == (64, "eager")
+    spent = {"took_s": Seconds(21.0), "first_s": Seconds(1.0)}
+    assert light(graph(16, 1.0, declined="no"), **spent) == (16, "eager")
 
 
 def test_measuring_stops_when_it_has_cost_enough():

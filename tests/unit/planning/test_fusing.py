@@ -117,8 +117,8 @@ def test_automatic_is_measured_once_for_each_shape():
     jobs = place("auto", range(8), facts=facts, asked=asked)
     assert widths(jobs) == [4] * 8
     assert [(order.width, order.kind) for order in asked.orders] == 2 * [
-        (4, "eager"),
         (4, "traced"),
+        (4, "eager"),
     ]
     assert len({job.array.group for job in jobs}) == 2
 
@@ -310,7 +310,7 @@ def test_compiled_code_is_tried_and_taken_where_trials_are_long():
                 self.step_s = QUICK / 2 if self.orders[-1].kind == "compiled" else QUICK
             return super().answer(order)
 
-    for steps, kind in ((100, "eager"), (10**6, "compiled")):
+    for steps, kind in ((100, "traced"), (10**6, "compiled")):
         times = Times(total=lambda batches, each, steps=steps: steps)
         fusing = Fusing("auto", [make_device()], {}, times)
         jobs = place("auto", asked=Quick(graphs=True), fusing=fusing)
