@@ -11,6 +11,7 @@ import torch
 
 import shoal
 from shoal.pipeline.processes import StageProcesses
+from shoal.planning import Planner
 from shoal.runtime.pool import WorkerPool
 from shoal.testing import assert_same, plain_loop
 from shoal.verify import read_losses
@@ -70,6 +71,20 @@ def assert_alone():
             assert_same(plain, trial, losses=losses[trial.number])
 
     return check
+
+
+@pytest.fixture
+def jobs(monkeypatch):
+    """The jobs of every plan that is made, in order."""
+    made, plan = [], Planner.plan
+
+    def planned(planner, trials, **options):
+        found = plan(planner, trials, **options)
+        made.extend(found.plan.jobs)
+        return found
+
+    monkeypatch.setattr(Planner, "plan", planned)
+    return made
 
 
 @pytest.fixture

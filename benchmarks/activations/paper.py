@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from shoal.core.profile import Profile
-from shoal.core.spec import JobMeasure, ShardSpec
+from shoal.core.spec import ShardSpec
 from shoal.core.technique import Spilled
 from shoal.core.units import Bytes
 from shoal.examples.gpt import Block
@@ -19,7 +19,8 @@ from shoal.partition.wires import Wire, storage_key
 from shoal.planner.keep import keep_best
 from shoal.planner.need import Request, need
 from shoal.planner.price import Speeds, price
-from shoal.testing import make_shard
+from shoal.planner.room import Room
+from shoal.testing import make_measure, make_shard
 
 BLOCKS = 32
 STEP_BYTES = 34  # of the host's memory, a parameter: AdamW whose weights travel as bfloat16
@@ -98,7 +99,7 @@ def figures(case: Case) -> dict[str, object]:
     """Seconds of a step, at one budget, by what may be done with activations."""
     shards, profile = case.shards(), case.profile
     request = Request(micro_batches=1, clip=False, technique=None, prefers="host", mixes=False)
-    measure = _measure(shards)
+    measure = make_measure(shards=shards, batch_bytes=Bytes(0))
     speeds = Speeds(
         up_bytes_per_s=profile.up_bytes_per_s, down_bytes_per_s=profile.down_bytes_per_s
     )
@@ -117,7 +118,15 @@ def figures(case: Case) -> dict[str, object]:
         "forward_s": shards[1].forward_s,
     }
     for name, arm in ARMS.items():
-        found = keep_best(measure, shards, _with(base, arm), request, budget, 1, speeds)
+        room = Room(
+            measure=measure,
+            shards=shards,
+            technique=_with(base, arm),
+            request=request,
+            budget=budget,
+            active=1,
+        )
+        found = keep_best(room, speeds)
         assert found is not None
         technique = found[0]
         took = price(shards, measure.batch_bytes, technique, request, speeds, 1)
@@ -133,18 +142,3 @@ def figures(case: Case) -> dict[str, object]:
 def _with(base: Spilled, arm: Spilled) -> Spilled:
     """``base`` with what an arm says of activations."""
     return replace(base, recompute=arm.recompute, spill_activations=arm.spill_activations)
-
-
-def _measure(shards: list[ShardSpec]) -> JobMeasure:
-    return JobMeasure(
-        layers=(),
-        shards=tuple(shards),
-        batch_bytes=Bytes(0),
-        buffer_bytes=Bytes(0),
-        resident_bytes=Bytes(0),
-        num_batches=None,
-        valid_scale=1.0,
-        optimizer="AdamW",
-        cuttable=True,
-        bitwise=True,
-    )

@@ -38,9 +38,8 @@ from shoal.examples.gpt import (
     next_byte_loss,
     read_library,
 )
-from shoal.plain import evaluate
 from shoal.recipe import HP, Recipe
-from shoal.testing import plain_2bw_loop, plain_loop
+from shoal.testing import evaluate, plain_2bw_loop, plain_loop
 
 RULES = ("synchronous", "2bw", "2bw predicted")
 RATES = (5e-4, 1.5e-3, 4.5e-3)

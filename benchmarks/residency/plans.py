@@ -15,8 +15,9 @@ from shoal.planner.keep import keep_most
 from shoal.planner.need import Need, Request, footprints
 from shoal.planner.predict import predict_shards
 from shoal.planner.price import Speeds
+from shoal.planner.room import Room
 from shoal.planner.spare import head_most, use_turn
-from shoal.testing import make_layer
+from shoal.testing import make_layer, make_measure
 
 VOCABULARY = 256
 MIB = 2**20
@@ -89,7 +90,7 @@ def gpt(blocks: int, width: int, tokens: int, profile: Profile | None = None) ->
     chain = (embedding, *layers, head)
     if profile is not None:
         chain = tuple(_timed(layer, tokens, profile) for layer in chain)
-    return _measure(chain, batch=16 * tokens)
+    return make_measure(chain, batch_bytes=Bytes(16 * tokens))
 
 
 def block_of(width: int) -> tuple[int, ...]:
@@ -149,22 +150,8 @@ def _layer(name: str, tensors: Sequence[int], tensor: int) -> LayerMeasure:
 
 def even(layers: int) -> JobMeasure:
     """Layers of a mebibyte of parameters each, whose activations hardly count."""
-    return _measure(tuple(_layer(f"layer {i}", (MIB // 4,), MIB // 256) for i in range(layers)), 0)
-
-
-def _measure(layers: tuple[LayerMeasure, ...], batch: int) -> JobMeasure:
-    return JobMeasure(
-        layers=layers,
-        shards=(),
-        batch_bytes=Bytes(batch),
-        buffer_bytes=Bytes(0),
-        resident_bytes=Bytes(0),
-        num_batches=None,
-        valid_scale=1.0,
-        optimizer="AdamW",
-        cuttable=True,
-        bitwise=True,
-    )
+    chain = [_layer(f"layer {i}", (MIB // 4,), MIB // 256) for i in range(layers)]
+    return make_measure(chain, batch_bytes=Bytes(0))
 
 
 def parameters_of(measure: JobMeasure) -> int:
@@ -194,11 +181,18 @@ def plan(
     for choice in choices(measure, budget, actives, request, speeds):
         shards, active = predict_shards(measure.layers, choice.cuts), choice.active
         layout = laid_out(shards, tensors_of(measure))
-        asked = (choice.technique, request, budget, active, layout)
-        found = keep_most(measure, shards, *asked)
+        room = Room(
+            measure=measure,
+            shards=shards,
+            technique=choice.technique,
+            request=request,
+            budget=budget,
+            active=active,
+            layout=layout,
+        )
+        found = keep_most(room)
         if found is not None:
-            found = use_turn(measure, shards, found, *asked)
-            found = head_most(measure, shards, found, *asked)
+            found = head_most(room, use_turn(room, found))
             return _planned(shards, case, request, found, active)
     return None
 

@@ -1,4 +1,4 @@
-"""Aids for tests, without torch: a clock to turn, devices, layers, shards and jobs."""
+"""Aids for tests, without torch: a clock to turn, devices, layers, shards, measures and jobs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.core.plan import Job
-from shoal.core.spec import DeviceSpec, LayerMeasure, ShardSpec
+from shoal.core.spec import DeviceSpec, JobMeasure, LayerMeasure, ShardSpec
 from shoal.core.technique import Resident
 from shoal.core.units import Bytes, Seconds
 
@@ -73,6 +73,25 @@ def make_shard(index: int = 0, parameter_bytes: int = 1024, **changes: Any) -> S
         "step_s": Seconds(0.0005),
     }
     return ShardSpec(index=index, **(values | changes))
+
+
+def make_measure(
+    layers: Sequence[LayerMeasure] = (), shards: Sequence[ShardSpec] = (), **changes: Any
+) -> JobMeasure:
+    """A model that can be cut, of these layers or shards, with nothing beside them."""
+    values: dict[str, Any] = {
+        "layers": tuple(layers),
+        "shards": tuple(shards),
+        "batch_bytes": Bytes(1024),
+        "buffer_bytes": Bytes(0),
+        "resident_bytes": Bytes(0),
+        "num_batches": None,
+        "valid_scale": 1.0,
+        "optimizer": "AdamW",
+        "cuttable": True,
+        "bitwise": True,
+    }
+    return JobMeasure(**(values | changes))
 
 
 def make_job(trial: int = 0, shards: Sequence[ShardSpec] = (), **changes: Any) -> Job:

@@ -7,79 +7,24 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from shoal.core.errors import SpecError, TrialError
+from shoal.alone import Asked, PlainResult, PlainSource, Training, borrowed_process
+from shoal.core.errors import SpecError
 from shoal.core.spec import HyperParameters, PassKind, Place
 from shoal.fusion import SlotPlace, train_in_slot
-from shoal.ownstep import (
-    Modes,
-    OwnStep,
-    Tally,
-    own_evaluation,
-    refuse_nonfinite,
-    require_evaluation,
-)
 from shoal.pieces import in_pieces
-from shoal.recipe import (
-    HP,
-    Batch,
-    Recipe,
-    autocast,
-    build_model,
-    build_schedule,
-    chunks,
-    compute_loss,
-    model_inputs,
-    read_data,
-    rounding_of,
-    to_device,
-)
-from shoal.replicas import Replicas
-from shoal.rng import RngState, capture_rng, restore_rng, seed_all
-from shoal.steppers import Stepper, WhichWeights, copy_model, copy_state, make_stepper, versions_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlainResult:
-    """A model trained alone, and all that it ended with.
-
-    ``losses`` has one float per optimizer step: the sum of the undivided micro-batch
-    losses over their number. ``history`` has one row per evaluation: ``step`` and
-    ``epoch`` (both from 1), ``seconds``, ``metrics``. ``parameters`` are the tensors the
-    optimizer steps, by name: the model's own, or their host copies.
-    """
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    schedule: Any
-    parameters: Mapping[str, nn.Parameter]
-    losses: tuple[float, ...]
-    history: tuple[dict[str, Any], ...]
-    metrics: Mapping[str, float]
-    rng: RngState
-    step: int
-
-    def state(self) -> dict[str, Any]:
-        """The layout of ``TrialResult.load_state()``: everything by parameter name."""
-        return {
-            "model": {name: tensor.cpu() for name, tensor in self.model.state_dict().items()},
-            "optimizer": optimizer_state(self.optimizer, self.parameters),
-            "schedule": self.schedule.state_dict() if self.schedule else None,
-            "rng": self.rng,
-            "step": self.step,
-        }
+from shoal.recipe import HP, Recipe
+from shoal.rng import seed_all
+from shoal.steppers import WhichWeights, copy_model, copy_state
 
 
 def plain_loop(
@@ -124,123 +69,27 @@ def plain_loop(
     where = torch.device(device)
     if recipe.step is not None and (pieces > 1 or weights != "newest"):
         raise SpecError("a step of one's own takes whole batches and the newest weights.")
-    recipe = in_pieces(recipe, pieces)
-    ignore_nonfinite = (on_nonfinite or recipe.on_nonfinite) == "ignore"
-    losses: list[float] = []
-    history: list[dict[str, Any]] = []
-    hp = HyperParameters(hp)
-
-    with _borrowed_process(threads, where):
-        seed_all(seed)
-        model = build_model(recipe, hp).to(where)
-        modes, tally = Modes(recipe, model), Tally()
-        train, valid = read_data(recipe, hp)
-        require_evaluation(recipe, model, valid)
-        stepper = make_stepper(recipe, model, hp, optimizer if where.type != "cpu" else "device")
-        rounding = rounding_of(recipe, stepper.parameters, seed)
-        schedule = build_schedule(recipe, stepper.optimizer, hp)
-        versions = versions_of(model, weights)
-        take = _gradients(recipe, model, seed, where, replicas, sharded)
-        own = OwnStep(recipe, model, stepper.optimizer, hp, modes) if recipe.step else None
-        started = clock()
-
-        def go_on_from(source: PlainSource) -> None:
-            nonlocal model, modes, hp, own, stepper, rounding, schedule, take
-            with _restored_rng(where):  # the trial's own streams and data go on as they were
-                seed_all(seed)
-                hp, model = source.hp, build_model(recipe, source.hp).to(where)
-                modes = Modes(recipe, model)
-                copy_model(source.result.model, model)
-                take = _gradients(recipe, model, seed, where, replicas, sharded)
-                place = optimizer if where.type != "cpu" else "device"
-                stepper = make_stepper(recipe, model, source.hp, place)
-                theirs = source.result.optimizer, source.result.parameters
-                copy_state(*theirs, stepper.optimizer, stepper.parameters)
-                rounding = rounding_of(recipe, stepper.parameters, seed)
-                schedule = build_schedule(recipe, stepper.optimizer, source.hp)
-                own = OwnStep(recipe, model, stepper.optimizer, hp, modes) if own else None
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch's advice on the order of the two steps
-                for _ in range(len(losses) if schedule else 0):
-                    schedule.step()
-            modes.train()
-
-        def record(epoch: int) -> None:
-            if history and history[-1]["step"] == len(losses):
-                return
-            since = history[-1]["step"] if history else 0
-            metrics = {"train_loss": sum(losses[since:]) / len(losses[since:]), **tally.take()}
-            metrics |= evaluate(recipe, model, valid, where, hp) if valid is not None else {}
-            row = {"step": len(losses), "epoch": epoch, "seconds": clock() - started}
-            history.append({**row, "metrics": metrics})
-            modes.train()
-
-        def train_group(group: Iterable[Batch]) -> float:
-            stepper.zero_grad()
-            versions.before_gradients()
-            loss = take.backward_group(group, len(losses))
-            if not (ignore_nonfinite or math.isfinite(loss)):
-                raise TrialError(_nonfinite(loss, len(losses) + 1))
-            if recipe.clip_grad_norm:
-                take.clip(recipe.clip_grad_norm)
-            versions.before_step()
-            with rounding.stepping(stepper.parameters, len(losses)):
-                take.step(stepper)
-            versions.after_step()
-            return loss
-
-        def train_alone(group: Iterable[Batch]) -> float:
-            """A step of the recipe's own on the one batch of a group."""
-            (fetched,) = group
-            assert own is not None
-            found = own(to_device(fetched, where), len(losses))
-            refuse_nonfinite(recipe, found, len(losses) + 1, ignore=ignore_nonfinite)
-            tally.add(found.named)
-            return found.total
-
-        for epoch in itertools.count(1):
-            modes.train()
-            steps_before = len(losses)
-            for group in chunks(train, recipe.accumulate):
-                loss = train_alone(group) if own else train_group(group)
-                if schedule:
-                    schedule.step()
-                losses.append(loss)
-                if after_step:
-                    with _restored_rng(where):
-                        after_step(len(losses), model)
-                    modes.train()
-                if eval_every and len(losses) % eval_every == 0:
-                    record(epoch)
-                    if len(losses) in inherits:
-                        go_on_from(inherits[len(losses)])
-                if len(losses) == steps:
-                    break
-            if len(losses) == steps_before:
-                raise SpecError(
-                    f"train data has no batches in epoch {epoch}; it needs one or more."
-                )
-            done = len(losses) == steps or epoch == epochs
-            if done or not eval_every:
-                record(epoch)
-            if done:
-                break
-            if not eval_every and len(losses) in inherits:
-                go_on_from(inherits[len(losses)])
-
-        rng = capture_rng(where)
-
-    return PlainResult(
-        model=model,
-        optimizer=stepper.optimizer,
-        schedule=schedule,
-        parameters=stepper.parameters,
-        losses=tuple(losses),
-        history=tuple(history),
-        metrics=history[-1]["metrics"],
-        rng=rng,
-        step=len(losses),
+    asked = Asked(
+        recipe=in_pieces(recipe, pieces),
+        seed=seed,
+        steps=steps,
+        epochs=epochs,
+        eval_every=eval_every,
+        device=where,
+        place=optimizer if where.type != "cpu" else "device",
+        ignores_nonfinite=(on_nonfinite or recipe.on_nonfinite) == "ignore",
+        clock=clock,
+        inherits=inherits,
+        weights=weights,
+        replicas=replicas,
+        sharded=sharded,
+        after_step=after_step,
     )
+    with borrowed_process(threads, where):
+        seed_all(seed)
+        training = Training(asked, HyperParameters(hp))
+        training.run()
+        return training.result()
 
 
 def array_loop(
@@ -274,7 +123,7 @@ def array_loop(
         step: (source.hp, functools.partial(_take_over, source.result))
         for step, source in inherits.items()
     }
-    with _borrowed_process(threads, where):
+    with borrowed_process(threads, where):
         place = SlotPlace(slot, width, kind)
         member, losses, history = train_in_slot(recipe, hp, seed, place, device=where, **ends)
     return PlainResult(
@@ -295,14 +144,6 @@ def _take_over(source: PlainResult, model: nn.Module, optimizer: torch.optim.Opt
     copy_model(source.model, model)
     own = dict(model.named_parameters())
     copy_state(source.optimizer, source.parameters, optimizer, own)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlainSource:
-    """What a training goes on from: ``result`` at the same step, and ``hp`` from there on."""
-
-    result: PlainResult
-    hp: HP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,141 +229,8 @@ def plain_data_parallel_loop(
     return plain_loop(recipe, hp, seed, replicas=width, sharded=sharded, **options)
 
 
-class _Alone:
-    """Gradients of whole batches, as anyone would take them."""
-
-    def __init__(self, recipe: Recipe, model: nn.Module, device: torch.device) -> None:
-        self._recipe, self._model, self._device = recipe, model, device
-
-    def backward_group(self, group: Iterable[Batch], step: int) -> float:
-        return backward_group(self._recipe, self._model, group, self._device)
-
-    def step(self, stepper: Stepper) -> None:
-        stepper.step()
-
-    def clip(self, limit: float) -> None:
-        nn.utils.clip_grad_norm_(self._model.parameters(), limit)
-
-
-def _gradients(
-    recipe: Recipe, model: nn.Module, seed: int, device: torch.device, width: int, sharded: bool
-) -> _Alone | Replicas:
-    if width == 1:
-        return _Alone(recipe, model, device)
-    return Replicas(recipe, model, seed, device, width=width, sharded=sharded)
-
-
-def backward_group(
-    recipe: Recipe, model: nn.Module, group: Iterable[Batch], device: torch.device
-) -> float:
-    """Add the gradients of one optimizer step's batches; returns their mean loss.
-
-    Every loss is divided by ``recipe.accumulate``, also in a short last group.
-    """
-    total, count = 0.0, 0
-    for fetched in group:
-        batch = to_device(fetched, device)
-        with autocast(recipe, device):
-            arguments, keywords = model_inputs(recipe, batch)
-            loss = compute_loss(recipe, model(*arguments, **keywords), batch)
-        (loss / recipe.accumulate).backward()  # torch's own
-        total, count = total + float(loss.detach()), count + 1
-    return total / count
-
-
-def evaluate(
-    recipe: Recipe,
-    model: nn.Module,
-    valid: Iterable[Batch],
-    device: torch.device,
-    hp: HP = MappingProxyType({}),
-) -> dict[str, float]:
-    """Means over the validation batches, unweighted; leaves the random streams as they were.
-
-    The model is left in evaluation mode. The metrics are computed outside autocast. ``hp`` is
-    for a recipe that evaluates itself.
-
-    Raises:
-        TrialError: there is no batch.
-    """
-    model.eval()
-    sums: dict[str, float] = {}
-    count = 0
-    with _restored_rng(device), torch.no_grad():
-        for fetched in valid:
-            found = _evaluate_batch(recipe, model, to_device(fetched, device), device, hp)
-            for name, value in found.items():
-                sums[name] = sums.get(name, 0.0) + value
-            count += 1
-    if count == 0:
-        raise TrialError("validation data has no batches. Return None for it if there is none.")
-    return {name: value / count for name, value in sums.items()}
-
-
-def _evaluate_batch(
-    recipe: Recipe, model: nn.Module, batch: Batch, device: torch.device, hp: HP
-) -> dict[str, float]:
-    if recipe.evaluate is not None:
-        return own_evaluation(recipe, model, batch, hp)
-    with autocast(recipe, device):
-        arguments, keywords = model_inputs(recipe, batch)
-        output = model(*arguments, **keywords)
-        found = {"valid_loss": float(compute_loss(recipe, output, batch))}
-    for name, metric in recipe.metrics.items():
-        found[f"valid_{name}"] = float(metric(output, batch))
-    return found
-
-
 def _require_one_end(steps: int | None, epochs: int | None) -> None:
     if (steps is None) == (epochs is None):
         raise SpecError(f"give steps or epochs, one of them; got steps={steps}, epochs={epochs}.")
     if (steps or epochs or 0) < 1:
         raise SpecError(f"train at least one step, got steps={steps}, epochs={epochs}.")
-
-
-def _nonfinite(loss: float, step: int) -> str:
-    return (
-        f"the loss of step {step} is {loss}. Lower the learning rate or clip the gradients, "
-        "or train on with Recipe(on_nonfinite='ignore')."
-    )
-
-
-@contextmanager
-def _restored_rng(device: torch.device) -> Iterator[None]:
-    """Put the random streams back on the way out."""
-    saved = capture_rng(device)
-    try:
-        yield
-    finally:
-        restore_rng(saved, device)
-
-
-@contextmanager
-def _borrowed_process(threads: int, device: torch.device) -> Iterator[None]:
-    """This process with ``threads`` threads; threads and random streams as before at the end."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with _restored_rng(device):
-            yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def optimizer_state(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
-) -> dict[str, Any]:
-    """State and param groups by parameter name; tensors are shared, on the CPU if they can be."""
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    state = {
-        names[id(parameter)]: {
-            key: value.cpu() if isinstance(value, Tensor) else value
-            for key, value in entries.items()
-        }
-        for parameter, entries in optimizer.state.items()
-    }
-    groups = [
-        {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
-        for group in optimizer.param_groups
-    ]
-    return {"state": state, "groups": groups}

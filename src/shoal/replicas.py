@@ -98,8 +98,9 @@ def _refuse_other_rows(batch: Batch, rows: int, width: int) -> None:
             raise TrialError(
                 f"a batch of {rows} rows cannot be cut for {width} replicas: it has a "
                 f"{type(node).__name__} of {rows} values that are no tensors, one for each row as "
-                "it seems, and only tensors are cut. Make it a tensor, leave it out of the batch, "
-                "or train on one device."
+                "it seems, and only tensors are cut. Make it a tensor, or leave it out of the "
+                "batch. If it belongs to the batch as a whole, give it as an attribute of an "
+                "object of your own. Or train on one device."
             )
 
 

@@ -6,7 +6,6 @@ What a user makes and runs; how it is run is ``shoal.launch``'s.
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -16,28 +15,32 @@ from typing import Any
 
 import shoal
 from shoal.control import CloneTrial, ExtendTrials
-from shoal.core.errors import PlanError, SpecError
+from shoal.core.errors import SpecError
 from shoal.core.event import Event
 from shoal.core.plan import Plan
 from shoal.core.spec import TrialSpec
-from shoal.core.technique import DataParallel, Pipelined, Resident, Spilled, Technique
-from shoal.core.units import parse_bytes, parse_seconds
+from shoal.core.technique import Technique
+from shoal.core.units import Seconds, parse_bytes, parse_seconds
 from shoal.execution.floor import Sink
 from shoal.execution.run import Limits
 from shoal.hardware import Hardware
+from shoal.launch.checks import (
+    check_length,
+    check_metric,
+    check_name,
+    check_retries,
+    num_evaluations,
+)
 from shoal.launch.plan import plan_study
 from shoal.launch.policy import CheckpointPolicy
 from shoal.launch.request import Request, settings_of
 from shoal.launch.run import Run
 from shoal.launch.sinks import Callback
-from shoal.planner.width import MOST
-from shoal.planning import Wish, width_wished
+from shoal.launch.wishes import refuse_future, technique_of, wish_of
 from shoal.recipe import Recipe
 from shoal.report import Report, read_report
 from shoal.runtime.pool import WorkerPool
 from shoal.search.wanted import Wanted, check_search
-
-_NAME = re.compile(r"[a-z0-9._-]{1,64}")
 
 
 class Study:
@@ -67,7 +70,8 @@ class Study:
         disk_budget: Bytes that saved states may take, or ``"50GiB"``; None: what is free.
         retries: How often a trial that raised goes on from its last saved state.
         time_limit: Of a run; then every trial is saved and the study can be resumed.
-        trial_time_limit: Of a trial on its devices; then it is STOPPED, and its state kept.
+        trial_time_limit: Of a trial on its devices, of which it has a share where others compute
+            there too or in one array with it; then it is STOPPED, and its state kept.
 
     Raises:
         SpecError: something is asked for that cannot be meant.
@@ -98,45 +102,23 @@ class Study:
         time_limit: float | str | None = None,
         trial_time_limit: float | str | None = None,
     ) -> None:
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or set(name) == {"."}:
-            raise SpecError(
-                f"a study's name names its directory: it is [a-z0-9._-]{{1,64}}, got {name!r}."
-            )
+        check_name(name)
         if not isinstance(recipe, Recipe):
             raise SpecError(f"recipe is a shoal.Recipe, got {type(recipe).__name__}")
-        if (epochs is None) == (steps is None):
-            raise SpecError(
-                f"a study trains for epochs or for steps, got epochs={epochs} and steps={steps}. "
-                "Give exactly one of them."
-            )
-        for label, count in (("epochs", epochs), ("steps", steps), ("eval_every", eval_every)):
-            if count is not None and (not isinstance(count, int) or count < 1):
-                raise SpecError(f"{label} is a whole number from 1, got {count!r}")
-        if mode not in ("min", "max"):
-            raise SpecError(f"mode is 'min' or 'max', got {mode!r}")
-        known = {"train_loss", "valid_loss", *(f"valid_{name}" for name in recipe.metrics)}
-        its_own = recipe.step is not None and metric.startswith(("train_", "valid_"))
-        if metric not in known and not its_own:  # a step names its losses when it runs
-            raise SpecError(
-                f"metric={metric!r} is not measured by this recipe; it has "
-                f"{', '.join(sorted(known))}. Add it to Recipe(metrics=...)."
-            )
+        check_length(epochs, steps, eval_every)
+        check_metric(recipe, metric, mode)
         self.name, self.recipe, self.space = name, recipe, space
         self.epochs, self.steps, self.eval_every = epochs, steps, eval_every
         self.metric, self.mode, self.seed = metric, mode, seed
         self.directory = Path(directory) / name
-        self.sampler, self.retries = sampler, retries
-        if type(retries) is not int or retries < 0:
-            raise SpecError(f"retries is a whole number from 0, got {retries!r}")
+        self.sampler, self.retries = sampler, check_retries(retries)
+        self.time_limit_s = _seconds(time_limit)
+        self.trial_time_limit_s = _seconds(trial_time_limit)
         self.policy = CheckpointPolicy(
             every_s=parse_seconds(checkpoint_every),
             keep=keep,
             keep_finished=keep_finished,
             disk_budget=None if disk_budget is None else parse_bytes(disk_budget),
-        )
-        self.time_limit_s = None if time_limit is None else parse_seconds(time_limit)
-        self.trial_time_limit_s = (
-            None if trial_time_limit is None else parse_seconds(trial_time_limit)
         )
         self.source = ""  # FILE.py:attribute, set by whoever loaded the study from a file
         self.search: Wanted = check_search(
@@ -149,7 +131,7 @@ class Study:
             seed=seed,
             mode=mode,
             metric=metric,
-            evaluations=_evaluations(epochs, steps, eval_every),
+            evaluations=num_evaluations(epochs, steps, eval_every),
         )
         self.trials: tuple[TrialSpec, ...] = self.search.first_trials()
 
@@ -171,7 +153,7 @@ class Study:
         Raises:
             PlanError: a trial fits in no way, or what is forced cannot be done.
         """
-        forced = _technique(technique)
+        forced = technique_of(technique)
         given = self._hardware(hardware)
         used = given.fewer_trials(self.search.trials or len(self.trials), forced)
         with ExitStack() as stack:
@@ -185,7 +167,7 @@ class Study:
                 trials=self.trials,
                 settings=settings_of(self, timeline=False),
                 sink=_lines(progress),
-                fuse=_fuse(fuse, technique),
+                fuse=wish_of(fuse, forced),
                 idle=given.idle(used, forced),
             )
         words = self.search.explain(len(self.trials))
@@ -254,12 +236,13 @@ class Study:
             SystemExit: code 75, on Ctrl-C and SIGTERM, when all trials are saved; at a prompt
                 and in a notebook Ctrl-C raises KeyboardInterrupt instead.
         """
-        _refuse_future(plan=plan, exact=exact)
+        refuse_future(plan=plan, exact=exact)
+        forced = technique_of(technique)
         with ExitStack() as stack:
             pool = workers or stack.enter_context(WorkerPool())
             request = Request(
                 hardware=self._hardware(hardware),
-                technique=_technique(technique),
+                technique=forced,
                 callbacks=[*callbacks, *_progress(stack, progress)],
                 overwrite=overwrite,
                 resume=resume,
@@ -268,7 +251,7 @@ class Study:
                 retry_failed=retry_failed,
                 accept_numerics=accept_numerics,
                 timeline=timeline,
-                fuse=_fuse(fuse, technique),
+                fuse=wish_of(fuse, forced),
                 versions={"shoal": shoal.__version__},
             )
             self.source = self.source or _script_source(self)
@@ -299,36 +282,12 @@ def open(path: str | os.PathLike[str], recipe: Recipe | None = None) -> Report:
     return read_report(path, recipe=recipe)
 
 
-def _evaluations(epochs: int | None, steps: int | None, eval_every: int | None) -> int | None:
-    """How often a trial is evaluated, where that follows from its length alone."""
-    if eval_every is None:
-        return epochs
-    return None if steps is None else -(-steps // eval_every)
-
-
 def _script_source(study: Study) -> str:
     """FILE.py:attribute of a study that the script being run defines, else nothing."""
     main = sys.modules.get("__main__")
     file = getattr(main, "__file__", None)
     names = [name for name, value in vars(main).items() if value is study] if file else []
     return f"{Path(str(file)).resolve()}:{names[0]}" if names else ""
-
-
-def _technique(technique: str | Technique | None) -> Technique | None:
-    if technique is None or isinstance(technique, Technique):
-        return technique
-    named: dict[object, Technique] = {
-        "resident": Resident(),
-        "spilled": Spilled(),
-        "pipelined": Pipelined(),
-        "data_parallel": DataParallel(),
-    }
-    if isinstance(technique, str) and technique in named:
-        return named[technique]
-    raise SpecError(
-        f"technique is 'resident', 'spilled', 'pipelined', 'data_parallel', shoal.Resident(), "
-        f"shoal.Spilled(...), shoal.Pipelined(...) or shoal.DataParallel(...), got {technique!r}."
-    )
 
 
 def _lines(wanted: bool) -> Sink:
@@ -356,45 +315,5 @@ def _progress(stack: ExitStack, wanted: bool) -> list[Callback]:
     return [stack.enter_context(NotebookTable() if in_notebook() else make_screen())]
 
 
-def _fuse(fuse: str | bool | int | None, technique: object) -> Wish:
-    """What is asked for, as the planner has it."""
-    if fuse is None or fuse == "auto":
-        return fuse
-    if fuse is False:
-        return 0
-    try:
-        width, _ = width_wished(fuse) or (0, None)
-    except (SpecError, AttributeError):
-        width = 0
-    if isinstance(fuse, bool) or not 1 <= width <= MOST:
-        raise SpecError(
-            f"fuse is 'auto', False, or the width of arrays from 1 to {MOST}, which may say how "
-            f"passes run ('16 compiled'), got {fuse!r}."
-        )
-    if width > 1 and (technique == "spilled" or isinstance(technique, Spilled)):
-        raise PlanError(
-            f"fuse={fuse} with a spilled technique: what trains as an array stays on the device. "
-            "Leave one of them out."
-        )
-    if width > 1 and (technique == "pipelined" or isinstance(technique, Pipelined)):
-        raise PlanError(
-            f"fuse={fuse} with a pipeline: what trains as an array has one device. Leave one of "
-            "them out."
-        )
-    if width > 1 and (technique == "data_parallel" or isinstance(technique, DataParallel)):
-        raise PlanError(
-            f"fuse={fuse} with a data-parallel technique: what trains as an array has one device. "
-            "Leave one of them out."
-        )
-    return fuse
-
-
-def _refuse_future(*, plan: object, exact: str) -> None:
-    """Say no to what cannot be done yet, rather than do something else."""
-    asked = {
-        "plan=...": plan is not None,
-        f"exact={exact!r}": exact != "auto",
-    }
-    refused = [name for name, wanted in asked.items() if wanted]
-    if refused:
-        raise PlanError(f"{', '.join(refused)} cannot be done yet. Leave it out.")
+def _seconds(limit: float | str | None) -> Seconds | None:
+    return None if limit is None else parse_seconds(limit)

@@ -17,16 +17,19 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor, nn
 
-from shoal.builders import ManualClock, make_device, make_job, make_layer, make_shard
+from shoal.alone import PlainResult, PlainSource, backward_group, evaluate, optimizer_state
+from shoal.builders import (
+    ManualClock,
+    make_device,
+    make_job,
+    make_layer,
+    make_measure,
+    make_shard,
+)
 from shoal.memory.store import same_bits
 from shoal.plain import (
-    PlainResult,
-    PlainSource,
     PlainTrial,
     array_loop,
-    backward_group,
-    evaluate,
-    optimizer_state,
     plain_2bw_loop,
     plain_data_parallel_loop,
     plain_loop,
@@ -49,6 +52,7 @@ __all__ = [
     "make_device",
     "make_job",
     "make_layer",
+    "make_measure",
     "make_shard",
     "optimizer_state",
     "plain_2bw_loop",

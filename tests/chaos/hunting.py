@@ -1,11 +1,12 @@
-"""Traps laid for the workers of pipelines at chosen moments; what is left in processes."""
+"""Traps laid for the workers of gangs at chosen moments; what is left in processes."""
 
 from __future__ import annotations
 
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import staged
@@ -89,6 +90,20 @@ def check_nothing_left(workers: WorkerPool, study: str) -> None:
                 f"{names_of_threads(worker.pid)}",
                 deadline_s=10.0,
             )
+
+
+@contextmanager
+def leaving_nothing(workers: WorkerPool, study: str, devices: int) -> Iterator[None]:
+    """What runs inside leaves nothing of the study in any process, however it ends."""
+    shared = shared_memory()
+    workers.warm(devices)
+    ours = sockets(os.getpid())
+    try:
+        yield
+    finally:
+        check_nothing_left(workers, study)
+        assert sockets(os.getpid()) <= ours + devices  # of a worker that was started anew
+        assert shared_memory() <= shared
 
 
 def check_clean(runner: Runner, shared: set[str]) -> None:

@@ -56,7 +56,7 @@ def test_a_trial_trains_on_for_some_intervals_then_the_study_ends_with_what_is_s
     tmp_path, workers, room, monkeypatch
 ):
     monkeypatch.setattr("shoal.execution.run.interval_s", lambda every_s, seconds: every_s)
-    study = studies.make(tmp_path, kinds=["resident"], epochs=10, checkpoint_every=EVERY_S)
+    study = studies.make(tmp_path, kinds=["resident"], epochs=6, checkpoint_every=EVERY_S)
 
     def fill(event) -> None:
         if isinstance(event, CheckpointWritten):
@@ -80,7 +80,7 @@ def test_a_trial_trains_on_for_some_intervals_then_the_study_ends_with_what_is_s
 
     room.unlink()
     run(study, workers)
-    studies.check_alone(study.directory, 10)
+    studies.check_alone(study.directory, 6)
 
 
 def test_a_disk_that_is_full_at_the_last_save_loses_no_generation(tmp_path, workers, room):

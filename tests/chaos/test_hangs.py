@@ -7,7 +7,6 @@ import signal
 
 import pytest
 import troubles
-from listening import Heard
 
 import shoal
 from shoal.core.errors import TrialError, WorkerError
@@ -19,11 +18,6 @@ from shoal.execution.watchdog import Backoff, Watchdog
 STEPS = 9
 LIMIT_S = 1.0
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def heard():
-    return Heard()
 
 
 @pytest.fixture
@@ -93,7 +87,7 @@ def test_a_long_but_honest_step_is_not_killed(run, heard, monkeypatch):
         return Limits(watchdog=Watchdog(least_s=LIMIT_S, factor=1e6, first_s=20.0))
 
     monkeypatch.setattr(shoal.Study, "limits", limits)
-    report = run(["long step"])
+    report = run(["long step"], steps=4)  # of which the third one is long
     assert states(report) == ["FINISHED"]
     assert max(event.seconds for event in heard.of(StepFinished)) > LIMIT_S
     assert not heard.of(WorkerDied)

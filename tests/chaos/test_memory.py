@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import troubles
-from listening import Heard, Orders
+from listening import Orders
 
 import shoal
 from shoal.control import StopStudy, StopTrial
@@ -26,16 +26,10 @@ from shoal.execution import floor
 from shoal.execution.ladder import same_bits
 from shoal.execution.replanning import Replanning
 from shoal.memory.store import create_region
-from shoal.planning import Planner
 
 STEPS = 9
 BIG = 128  # rows of the third batch, where the others have 4
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def heard():
-    return Heard()
 
 
 @pytest.fixture
@@ -52,21 +46,6 @@ def run(run_study, heard, assert_alone):
         return report
 
     return run
-
-
-@pytest.fixture
-def jobs(monkeypatch):
-    """The jobs of every plan that is made."""
-    made = []
-    plan = Planner.plan
-
-    def planned(planner, trials, **options):
-        found = plan(planner, trials, **options)
-        made.extend(found.plan.jobs)
-        return found
-
-    monkeypatch.setattr(Planner, "plan", planned)
-    return made
 
 
 def states(report):

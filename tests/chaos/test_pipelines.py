@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import time
@@ -12,16 +11,9 @@ from dataclasses import replace
 import pytest
 import staged
 import studies
-from hunting import (
-    Hunter,
-    at_step,
-    began,
-    check_nothing_left,
-    check_saved,
-    sockets,
-)
-from listening import Heard, Orders
-from processes import shared_memory, until
+from hunting import Hunter, at_step, began, check_saved, leaving_nothing
+from listening import Orders
+from processes import until
 
 import shoal
 import shoal.launch.run as launch_run
@@ -45,10 +37,9 @@ from shoal.core.event import (
 )
 from shoal.execution import floor, recovery
 from shoal.execution.run import Limits
-from shoal.execution.watchdog import Backoff, Watchdog
+from shoal.execution.watchdog import Backoff
 from shoal.planning.deciding import Deciding
 from shoal.runtime import checkpoint
-from shoal.runtime.pool import WorkerPool
 
 OTHER_HANGS = [(0, "sleep"), (0, "stop"), (1, "stop")]
 pytestmark = pytest.mark.timeout(120)
@@ -58,62 +49,16 @@ STAGES = staged.STAGES
 ALONE = 8  # the width of trials that have a device to themselves
 
 
-@pytest.fixture(scope="module")
-def traps(tmp_path_factory):
-    """Where traps are laid."""
-    return tmp_path_factory.mktemp("traps")
-
-
-@pytest.fixture(scope="module")
-def workers(traps):
-    """Workers that step into traps, and whose disk can be full."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv(staged.TRAPS, str(traps))
-        environment.setenv(studies.FULL, str(traps / "full"))
-        with WorkerPool() as pool:
-            pool.warm(STAGES)
-            yield pool
-
-
-@pytest.fixture
-def hasty(monkeypatch):
-    """Studies that soon call it a hang, and wait for nothing after a death."""
-
-    usual = shoal.Study.limits
-
-    def limits(study):
-        watchdog = Watchdog(least_s=LIMIT_S, factor=1.0, first_s=20.0)
-        backoff = Backoff(first_s=0.01, most_s=0.1)
-        return replace(usual(study), watchdog=watchdog, backoff=backoff)
-
-    monkeypatch.setattr(shoal.Study, "limits", limits)
-
-
-@pytest.fixture
-def heard():
-    return Heard()
-
-
-@pytest.fixture
-def hunter(traps, heard):
-    yield Hunter(traps, heard)
-    for path in traps.iterdir():
-        path.unlink()
-
-
 @pytest.fixture
 def train(tmp_path, workers, hunter, heard, hasty):
     """Train a study of pipelines, and look that nothing is left of it in any process."""
-    before = shared_memory()
 
     def train(*, devices=STAGES, memory=studies.MEMORY, callbacks=(), technique=None, **options):
         study = staged.make(tmp_path, **options)
-        workers.warm(devices)
-        ours = sockets(os.getpid())
         callbacks = [heard, hunter, *callbacks]
         hardware = shoal.Hardware.virtual(devices=devices, memory=memory)
         shown = {"progress": False, "timeline": False}
-        try:
+        with leaving_nothing(workers, study.name, devices):
             study.run(
                 hardware=hardware,
                 workers=workers,
@@ -121,10 +66,6 @@ def train(tmp_path, workers, hunter, heard, hasty):
                 technique=technique,
                 **shown,
             )
-        finally:
-            check_nothing_left(workers, study.name)
-            assert sockets(os.getpid()) <= ours + devices  # of a worker that was started anew
-            assert shared_memory() <= before
         return study
 
     return train

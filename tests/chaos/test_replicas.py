@@ -2,80 +2,34 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import time
-from dataclasses import replace
 
 import copied
 import pytest
-import staged
 import studies
-from hunting import Hunter, at_step, check_clean, check_nothing_left, kill_a_worker, sockets
-from listening import Heard
+from hunting import at_step, check_clean, kill_a_worker, leaving_nothing
 from processes import Runner, shared_memory
 
 import shoal
 from shoal.core.event import TrialFailed, TrialRestarted, WorkerDied
-from shoal.execution.watchdog import Backoff, Watchdog
-from shoal.runtime.pool import WorkerPool
 
 pytestmark = pytest.mark.timeout(120)
 LIMIT_S = 3.0  # of a hang: a worker that waits for others says so each second
 KINDS = pytest.mark.parametrize("shard", [False, True], ids=["ddp", "fsdp"])
 
 
-@pytest.fixture(scope="module")
-def traps(tmp_path_factory):
-    return tmp_path_factory.mktemp("traps")
-
-
-@pytest.fixture(scope="module")
-def workers(traps):
-    """Workers that step into traps."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv(staged.TRAPS, str(traps))
-        with WorkerPool() as pool:
-            pool.warm(copied.WIDTH)
-            yield pool
-
-
 @pytest.fixture
-def heard():
-    return Heard()
-
-
-@pytest.fixture
-def hunter(traps, heard):
-    yield Hunter(traps, heard)
-    for path in traps.iterdir():
-        path.unlink()
-
-
-@pytest.fixture
-def train(tmp_path, workers, hunter, heard, monkeypatch):
+def train(tmp_path, workers, hunter, heard, hasty):
     """Train a study with replicas, and look that nothing is left of it in any process."""
-    before, usual = shared_memory(), shoal.Study.limits
-
-    def limits(study):
-        watchdog = Watchdog(least_s=LIMIT_S, factor=1.0, first_s=20.0)
-        return replace(usual(study), watchdog=watchdog, backoff=Backoff(first_s=0.01, most_s=0.1))
-
-    monkeypatch.setattr(shoal.Study, "limits", limits)
 
     def train(*, devices=copied.WIDTH, **options):
         study = copied.make(tmp_path, **options)
-        workers.warm(devices)
-        ours = sockets(os.getpid())
         hardware = shoal.Hardware.virtual(devices=devices, memory=studies.MEMORY)
         shown = {"progress": False, "timeline": False, "callbacks": [heard, hunter]}
-        try:
+        with leaving_nothing(workers, study.name, devices):
             study.run(hardware=hardware, workers=workers, **shown)
-        finally:
-            check_nothing_left(workers, study.name)
-            assert sockets(os.getpid()) <= ours + devices
-            assert shared_memory() <= before
         return study
 
     return train

@@ -122,7 +122,10 @@ def test_pruning_leaves_every_trial_on_the_bits_of_training_alone(tmp_path, warm
 def test_a_lease_that_ends_before_its_first_step_loses_nothing(
     tmp_path, warm_workers, monkeypatch, assert_alone
 ):
-    """What is on its way to a device must not be stored from there before it has come."""
+    """What is on its way to a device must not be stored from there before it has come.
+
+    Copies are delayed under poison, so that it is still on its way when the lease ends.
+    """
     granted = {}
     before_halt = TrialRun.before_halt
 
@@ -132,8 +135,11 @@ def test_a_lease_that_ends_before_its_first_step_loses_nothing(
 
     monkeypatch.setattr(TrialRun, "before_halt", early)
     study = searches.make(tmp_path, sampler="random", pruner=None, trials=6)
-    report = studies.run(study, warm_workers, devices=2)
-    assert all(count >= 3 for count in granted.values())
+    heard = Heard()
+    hardware = shoal.Hardware.virtual(devices=2, memory=studies.MEMORY, poison=True)
+    shown = {"progress": False, "timeline": False, "workers": warm_workers}
+    report = study.run(hardware=hardware, callbacks=[heard], **shown)
+    assert {event.trial for event in heard.of(TrialParked) if not event.step} == set(granted)
     assert_alone(report, report.trials, searches.recipe(), epochs=searches.EPOCHS)
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import troubles
-from listening import Heard
 from processes import Process
 
 import shoal
@@ -23,11 +22,6 @@ STEPS = 3
 LIMIT_S = 3.0  # of workers that are warm; one that starts needs longer
 SLOW_S = 1.0
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def heard():
-    return Heard()
 
 
 @pytest.fixture

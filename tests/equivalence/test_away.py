@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import defaultdict
 from dataclasses import replace
 
 import forms
@@ -14,50 +13,22 @@ import traps
 import zoo
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from watching import rates, space_of
 
 import shoal
 from shoal.core.errors import PlanError, SpecError
-from shoal.core.event import ActionFinished, PeakMeasured
+from shoal.core.event import PeakMeasured
 from shoal.core.profile import find_profile
-from shoal.planning.planner import Planner
 
-STEPS = 5
 QUICK = {("gpt", "bf16"), ("resnet", "fp32"), ("mlp", "fp32")}
 
 
 @pytest.fixture
-def jobs(monkeypatch):
-    """The jobs that were planned, in order."""
-    made, plan = [], Planner.plan
+def train(watch):
+    """Train; bytes of every LOAD and STORE of what was saved."""
 
-    def planned(planner, trials, **options):
-        found = plan(planner, trials, **options)
-        made.extend(found.plan.jobs)
-        return found
-
-    monkeypatch.setattr(Planner, "plan", planned)
-    return made
-
-
-@pytest.fixture
-def train(run_study, assert_alone):
-    """Train, compare with the plain loop; bytes of every LOAD and STORE of what was saved."""
-
-    def run(recipe, space, technique, *, steps=STEPS, exact=False, **options):
-        moved, peaks = defaultdict(list), []
-
-        def note(event):
-            if isinstance(event, ActionFinished) and event.action.endswith("saved"):
-                moved[event.action].append(event.bytes)
-            elif isinstance(event, PeakMeasured):
-                peaks.append(event)
-
-        options = {"technique": technique, "callbacks": [note], "timeline": True, **options}
-        report = run_study(recipe, space, steps=steps, **options)
-        assert_alone(report, report.trials, recipe, steps=steps)
-        if exact or recipe.data is zoo.data:
-            assert all(peak.peak_bytes <= peak.predicted_bytes for peak in peaks)
-        return moved
+    def run(*asked, **options):
+        return watch(*asked, **options).bytes_of("saved")
 
     return run
 
@@ -78,11 +49,10 @@ def shards_of(moved, op):
 )
 def test_of_shards_that_travel_and_two_trials_at_a_time(model, precision, train):
     recipe = zoo.recipe(clip=0.5, accumulate=2, precision=precision, schedule=True)
-    space = shoal.grid(model=[model], optimizer=["adamw"], lr=[1e-2, 3e-3])
     technique = shoal.Spilled(
         shards=5, optimizer="host", keep=(), keep_turn=0, spill_activations=(0, 1)
     )
-    moved = train(recipe, space, technique, poison=True)
+    moved = train(recipe, space_of(model), technique, poison=True)
     assert shards_of(moved, "STORE") == shards_of(moved, "LOAD") == {"s0", "s1"}
     assert all(moved["STORE s1 m0 saved"])
 
@@ -238,7 +208,7 @@ def test_norms_drops_functions_checkpoints_views_and_what_a_module_remembers(
         spill_activations=(0, 1, 2, 3, 4, 5),
         boundaries="host",
     )
-    moved = train(recipe, shoal.grid(lr=[1e-2, 3e-3]), technique, poison=True)
+    moved = train(recipe, rates(), technique, poison=True)
     assert len(shards_of(moved, "STORE")) == 6
 
 
@@ -291,7 +261,7 @@ def test_weights_that_travel_as_bfloat16_move_without_their_casts(accumulate, tr
             spill_activations=(0, 1, 2, 3),
             transfer=transfer,
         )
-        assert train(recipe, shoal.grid(lr=[1e-2, 3e-3]), technique, exact=True)
+        assert train(recipe, rates(), technique, exact=True)
     narrow, wide = (jobs[index].shards[1].movable_bytes for index in (0, 2))
     assert wide - narrow == 2 * 64 * 64  # a weight as autocast cast it
 

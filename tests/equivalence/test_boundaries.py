@@ -2,47 +2,22 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import forms
 import pytest
 import traps
 import zoo
 from torch import nn
+from watching import rates, space_of
 
 import shoal
-from shoal.core.event import ActionFinished, PeakMeasured
-
-STEPS = 5
 
 
 @pytest.fixture
-def train(run_study, assert_alone):
+def train(watch):
     """Train in shards whose inputs wait on the host; the actions that moved them, by trial."""
 
-    def run(recipe, space, technique, **options):
-        moved = defaultdict(list)
-        peaks = []
-
-        def note(event):
-            if isinstance(event, ActionFinished) and event.action.endswith("boundary"):
-                moved[event.trial].append(event)
-            elif isinstance(event, PeakMeasured):
-                peaks.append(event)
-
-        report = run_study(
-            recipe,
-            space,
-            steps=STEPS,
-            technique=technique,
-            callbacks=[note],
-            timeline=True,
-            **options,
-        )
-        assert_alone(report, report.trials, recipe, steps=STEPS)
-        if recipe.data is zoo.data:  # of batches that are alike
-            assert all(peak.peak_bytes <= peak.predicted_bytes for peak in peaks)
-        return moved
+    def run(*asked, **options):
+        return watch(*asked, **options).that_end_with("boundary")
 
     return run
 
@@ -59,8 +34,7 @@ def test_two_trials_whose_inputs_wait_on_the_host_have_the_plain_bits(place, loo
         recompute=True,
     )
     recipe = zoo.recipe(clip=0.5, accumulate=2)
-    space = shoal.grid(model=["gpt"], optimizer=["adamw"], lr=[1e-2, 3e-3])
-    moved = train(recipe, space, technique, poison=True)
+    moved = train(recipe, space_of("gpt"), technique, poison=True)
     away = 3 - lookahead  # of 6: not the first, nor those next to the turn
     assert len(moved) == 2
     for events in moved.values():
@@ -99,4 +73,4 @@ def test_all_micro_batches_of_a_step_may_wait_there(order, train):
     technique = shoal.Spilled(
         shards=4, optimizer="device", lookahead=0, order=order, boundaries="host"
     )
-    assert train(recipe, shoal.grid(lr=[1e-2, 3e-3]), technique)
+    assert train(recipe, rates(), technique)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import MISSING, fields
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -108,6 +109,16 @@ def test_what_belongs_to_the_batch_as_a_whole_goes_to_each_piece(beside):
     assert [piece.batch[1] for piece in pieces] == [beside, beside]
     four = tuple(torch.arange(4.0) for _ in range(4))
     assert [len(piece.batch) for piece in cut_for_replicas(four, 2)] == [4, 4]
+
+
+def test_as_many_values_as_a_short_last_batch_has_rows_belong_to_it_inside_an_object():
+    """Names of two classes, and a last batch of two rows: a list alone could be either."""
+    for rows in (4, 2):
+        batch = torch.arange(float(rows)), SimpleNamespace(classes=["a", "b"])
+        pieces = cut_for_replicas(batch, 2)
+        assert [piece.batch[1].classes for piece in pieces] == [["a", "b"]] * 2
+    with pytest.raises(TrialError, match="give it as an attribute of an object of your own"):
+        cut_for_replicas((torch.arange(2.0), ["a", "b"]), 2)
 
 
 def test_values_for_each_row_are_refused_before_a_study_starts(run_study):
@@ -319,7 +330,7 @@ def test_a_lease_leaves_no_seat_behind(technique, run_study, monkeypatch):
     monkeypatch.setattr("shoal.execution.floor.LEASE_S", 0.05)
     recipe = twins.recipe(metrics={"alive": twins.seats_alive}, data=staging.even)
     space = shoal.grid(lr=[1e-2, 3e-3])
-    report = run_study(recipe, space, technique=technique, devices=2, epochs=8)
+    report = run_study(recipe, space, technique=technique, devices=2, epochs=4)
     for trial in report.trials:
         assert trial.state == "FINISHED", trial.error
         assert trial.metrics["valid_alive"] <= 2  # this one's, and one that is seen out

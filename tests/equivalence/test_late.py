@@ -8,44 +8,26 @@ import pytest
 import torch
 import traps
 import zoo
-from torch import nn
+from watching import chain, plan_of, rates, settled, space_of
 
 import shoal
 from shoal.core.errors import PlanError, SpecError
-from shoal.core.event import ActionFinished, PeakMeasured
 from shoal.core.technique import waiting_gradients
 from shoal.memory.layout import head_sizes as layout_sizes
 from shoal.planning import Planner
 
-STEPS = 5
 FULL_STATE = pytest.param("state", None, marks=pytest.mark.full)
 FULL_1_1, FULL_2_0 = (pytest.param(*n, marks=pytest.mark.full) for n in ((1, 1), (2, 0)))
 
 
 @pytest.fixture
-def train(run_study, assert_alone):
-    """Train, compare with the plain loop; returns the text of every action of the first step."""
+def train(watch):
+    """Train; the text of every action of the first step."""
 
-    def run(recipe, space, technique, *, steps=STEPS, **options):
-        actions, peaks = [], []
-
-        def note(event):
-            if isinstance(event, ActionFinished) and event.step == 1 and event.trial == 0:
-                actions.append(event.action)
-            elif isinstance(event, PeakMeasured):
-                peaks.append(event)
-
-        options = {"technique": technique, "callbacks": [note], "timeline": True, **options}
-        report = run_study(recipe, space, steps=steps, **options)
-        assert_alone(report, report.trials, recipe, steps=steps)
-        assert all(peak.peak_bytes <= peak.predicted_bytes for peak in peaks)
-        return actions
+    def run(*asked, **options):
+        return watch(*asked, exact=True, **options).first_step
 
     return run
-
-
-def space_of(model, optimizer="adamw"):
-    return shoal.grid(model=[model], optimizer=[optimizer], lr=[1e-2, 3e-3])
 
 
 @pytest.mark.parametrize(("lookahead", "lookbehind"), [(0, 0), FULL_1_1, FULL_2_0])
@@ -202,7 +184,7 @@ def test_room_that_is_empty_until_the_norm_is_used_and_said(tmp_path, run_study,
     recipe, space = zoo.recipe(clip=0.5), {"model": "gpt", "optimizer": "adamw", "lr": 1e-2}
     whole = plan_of(recipe, space, tmp_path, "resident", "64MiB").jobs[0].peak_bytes
     memory = int(0.6 * whole)
-    plan = plan_of(recipe, space, tmp_path, shoal.Spilled(optimizer="device"), memory)
+    plan = plan_of(recipe, space, tmp_path, settled("device"), memory)
     job = plan.jobs[0]
     assert waiting_gradients(job.technique, len(job.shards))
     assert "gradients wait for the step there" in plan.explain()
@@ -282,26 +264,6 @@ def test_an_optimizer_that_drops_a_part_of_its_state(kind, train):
     recipe = chain(optimizer=optimizer, clip_grad_norm=0.5)
     technique = shoal.Spilled(shards=4, optimizer="device", keep=())
     train(recipe, rates(), technique, poison=True)
-
-
-def plan_of(recipe, space, directory, technique, memory):
-    hardware = shoal.Hardware.virtual(devices=1, memory=memory)
-    study = shoal.Study("study", recipe, space=space, trials=1, steps=2, directory=directory)
-    return study.plan(hardware=hardware, technique=technique)
-
-
-def rates(count=2):
-    return shoal.grid(lr=[1e-2, 3e-3, 1e-3][:count])
-
-
-def chain(**changes: Any) -> shoal.Recipe:
-    settings = {"model": blocks, "data": traps.data, "loss": traps.loss, "optimizer": traps.adamw}
-    return shoal.Recipe(**(settings | changes))
-
-
-def blocks(hp: Any) -> nn.Module:
-    inner = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)]
-    return nn.Sequential(nn.Linear(12, 16), *inner, nn.Linear(16, 3))
 
 
 class Stream:

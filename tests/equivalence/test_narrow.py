@@ -6,68 +6,26 @@ import pytest
 import torch
 import zoo
 from torch import nn
+from watching import space_of
 
 import shoal
-from shoal.core.event import ActionFinished, PeakMeasured, TrialReplanned
-from shoal.planning import Planner
-
-STEPS = 5
+from shoal.core.event import TrialReplanned
 
 
 @pytest.fixture
-def jobs(monkeypatch):
-    """The jobs of the plans that are made."""
-    made = []
-    plan = Planner.plan
+def train(watch, jobs):
+    """Train; the jobs and the bytes that moved, per action kind."""
 
-    def planned(planner, trials, **options):
-        found = plan(planner, trials, **options)
-        made.extend(found.plan.jobs)
-        return found
-
-    monkeypatch.setattr(Planner, "plan", planned)
-    return made
-
-
-@pytest.fixture
-def train(run_study, assert_alone, jobs):
-    """Train, compare with the plain loop; the jobs and the bytes that moved, per action kind."""
-
-    def run(recipe, space, technique, **options):
-        moved: dict[str, int] = {}
-        peaks = []
-
-        def note(event):
-            if isinstance(event, ActionFinished):
-                kind = event.action.split()[0]
-                moved[kind] = moved.get(kind, 0) + event.bytes
-            elif isinstance(event, PeakMeasured):
-                peaks.append(event)
-
-        report = run_study(
-            recipe,
-            space,
-            steps=STEPS,
-            technique=technique,
-            callbacks=[note],
-            timeline=True,
-            **options,
-        )
-        assert_alone(report, report.trials, recipe, steps=STEPS)
-        assert peaks
-        if recipe.data is zoo.data:  # of batches that are alike
-            assert all(peak.peak_bytes <= peak.predicted_bytes for peak in peaks)
-        return jobs, moved
+    def run(*asked, **options):
+        seen = watch(*asked, **options)
+        assert seen.peaks
+        return jobs, seen.bytes_by_kind()
 
     return run
 
 
 def narrow(**settings):
     return shoal.Spilled(transfer="bf16", **settings)
-
-
-def space_of(model, optimizer="adamw", **more):
-    return shoal.grid(model=[model], optimizer=[optimizer], lr=[1e-2, 3e-3], **more)
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2])

@@ -12,7 +12,6 @@ from torch import nn
 
 import shoal
 from shoal.core.event import ActionFinished
-from shoal.planning import Planner
 
 STEPS = 7  # of 5 batches: with three a step, groups of 3, 2, 3, 2 ...
 
@@ -151,20 +150,6 @@ def test_all_shards_may_stay(check):
 def test_a_trial_with_kept_shards_goes_on_from_its_generation(check):
     technique = shoal.Spilled(shards=4, optimizer="host", keep=(0, 2))
     check(recipe(), technique, checkpoint_every=0, devices=2, lr=(1e-2, 3e-3, 1e-3))
-
-
-@pytest.fixture
-def jobs(monkeypatch):
-    made: list[Any] = []
-    plan = Planner.plan
-
-    def planned(planner, trials, **options):
-        found = plan(planner, trials, **options)
-        made.extend(found.plan.jobs)
-        return found
-
-    monkeypatch.setattr(Planner, "plan", planned)
-    return made
 
 
 def test_the_planner_keeps_what_there_is_room_for(check, jobs):

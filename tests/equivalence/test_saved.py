@@ -8,33 +8,18 @@ import torch
 import traps
 import zoo
 from torch import nn
+from watching import space_of
 
 import shoal
 from shoal.core.errors import PlanError, SpecError
-from shoal.core.event import ActionFinished, PeakMeasured
-
-STEPS = 5
 
 
 @pytest.fixture
-def train(run_study, assert_alone):
-    """Train, compare with the plain loop; the text of every action, and the largest peak."""
+def train(watch):
+    """Train; the text of every action."""
 
-    def run(recipe, space, technique, *, exact=False, **options):
-        actions, peaks = [], []
-
-        def note(event):
-            if isinstance(event, ActionFinished):
-                actions.append(event.action)
-            elif isinstance(event, PeakMeasured):
-                peaks.append(event)
-
-        options = {"technique": technique, "callbacks": [note], "timeline": True, **options}
-        report = run_study(recipe, space, steps=STEPS, **options)
-        assert_alone(report, report.trials, recipe, steps=STEPS)
-        if exact or recipe.data is zoo.data:
-            assert all(peak.peak_bytes <= peak.predicted_bytes for peak in peaks)
-        return actions
+    def run(*asked, **options):
+        return watch(*asked, **options).words
 
     return run
 
@@ -43,11 +28,10 @@ def train(run_study, assert_alone):
 @pytest.mark.parametrize("model", zoo.MODELS)
 def test_shards_that_stay_and_the_one_before_the_turn_do_not_recompute(model, precision, train):
     recipe = zoo.recipe(clip=0.5, accumulate=2, precision=precision, schedule=True)
-    space = shoal.grid(model=[model], optimizer=["adamw"], lr=[1e-2, 3e-3])
     technique = shoal.Spilled(
         shards=4, optimizer="device", keep=(0,), keep_weights=(1,), keep_activations=(0, 1, 2)
     )
-    actions = train(recipe, space, technique, poison=True)
+    actions = train(recipe, space_of(model), technique, poison=True)
     forwards = {action for action in actions if action.startswith("F") and "saved" in action}
     assert {action.split()[1] for action in forwards} == {"s0", "s1", "s2"}
     assert "B s2 m0 saved" in actions

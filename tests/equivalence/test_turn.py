@@ -3,42 +3,22 @@
 from __future__ import annotations
 
 import pytest
-import traps
 import zoo
-from torch import nn
+from watching import chain, plan_of, rates, settled, space_of
 
 import shoal
 from shoal.core.errors import SpecError
-from shoal.core.event import ActionFinished, PeakMeasured
 from shoal.core.technique import turned_shards
-
-STEPS = 5
 
 
 @pytest.fixture
-def train(run_study, assert_alone):
-    """Train, compare with the plain loop; returns the text of every action of the first step."""
+def train(watch):
+    """Train; the text of every action of the first step."""
 
-    def run(recipe, space, technique, *, steps=STEPS, **options):
-        actions, peaks = [], []
-
-        def note(event):
-            if isinstance(event, ActionFinished) and event.step == 1 and event.trial == 0:
-                actions.append(event.action)
-            elif isinstance(event, PeakMeasured):
-                peaks.append(event)
-
-        options = {"technique": technique, "callbacks": [note], "timeline": True, **options}
-        report = run_study(recipe, space, steps=steps, **options)
-        assert_alone(report, report.trials, recipe, steps=steps)
-        assert all(peak.peak_bytes <= peak.predicted_bytes for peak in peaks)
-        return actions
+    def run(*asked, **options):
+        return watch(*asked, exact=True, **options).first_step
 
     return run
-
-
-def space_of(model, optimizer="adamw"):
-    return shoal.grid(model=[model], optimizer=[optimizer], lr=[1e-2, 3e-3])
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
@@ -59,20 +39,7 @@ def test_of_every_model_with_a_neighbour_under_poison(model, lookahead, train):
 @pytest.mark.parametrize("order", ["micro", "shard"])
 def test_with_several_micro_batches_in_either_order(order, clip, train):
     technique = shoal.Spilled(shards=4, keep=(), keep_turn=4, lookahead=0, order=order)
-    recipe = shoal.Recipe(
-        model=chain,
-        data=traps.data,
-        loss=traps.loss,
-        optimizer=traps.adamw,
-        accumulate=3,
-        clip_grad_norm=clip,
-    )
-    train(recipe, shoal.grid(lr=[1e-2, 3e-3]), technique, poison=True)
-
-
-def chain(hp):
-    blocks = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)]
-    return nn.Sequential(nn.Linear(12, 16), *blocks, nn.Linear(16, 3))
+    train(chain(accumulate=3, clip_grad_norm=clip), rates(), technique, poison=True)
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama"])
@@ -94,19 +61,14 @@ def test_their_activations_may_stay_and_their_inputs_may_wait(train):
 def test_room_at_the_turn_is_used_and_said(tmp_path, run_study, assert_alone):
     recipe, space = zoo.recipe(clip=0.5), {"model": "gpt", "optimizer": "adamw", "lr": 1e-2}
     whole = plan_of(recipe, space, tmp_path, "resident", "64MiB").jobs[0].peak_bytes
-    plan = plan_of(recipe, space, tmp_path, shoal.Spilled(optimizer="host"), int(0.6 * whole))
+    technique = settled("host")
+    plan = plan_of(recipe, space, tmp_path, technique, int(0.6 * whole))
     job = plan.jobs[0]
     assert turned_shards(job.technique, len(job.shards))
     assert "stay from forward to backward" in plan.explain()
     assert "there is room at the turn" in plan.explain()
     report = run_study(recipe, space, steps=2, technique=job.technique, memory=int(0.6 * whole))
     assert_alone(report, report.trials, recipe, steps=2)
-
-
-def plan_of(recipe, space, directory, technique, memory):
-    hardware = shoal.Hardware.virtual(devices=1, memory=memory)
-    study = shoal.Study("study", recipe, space=space, trials=1, steps=2, directory=directory)
-    return study.plan(hardware=hardware, technique=technique)
 
 
 def test_what_cannot_be_is_refused():

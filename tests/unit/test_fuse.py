@@ -6,13 +6,13 @@ import pytest
 
 import shoal
 from shoal.core.errors import PlanError, SpecError
-from shoal.study import _fuse
+from shoal.launch.wishes import technique_of, wish_of
 from shoal.ui.train import parse_fuse
 
 
 def test_what_is_asked_for():
     known = {None: None, "auto": "auto", False: 0, 1: 1, 64: 64}
-    assert [_fuse(asked, None) for asked in known] == list(known.values())
+    assert [wish_of(asked, None) for asked in known] == list(known.values())
 
 
 @pytest.mark.parametrize("fuse", [True, 0, -1, 65, 2.0, "4", "off", [2]])
@@ -28,9 +28,9 @@ def test_other_widths_are_refused(fuse, tmp_path):
 @pytest.mark.parametrize("technique", ["spilled", shoal.Spilled(shards=2)])
 def test_an_array_of_spilled_trials_is_refused(technique):
     with pytest.raises(PlanError, match="stays on the device"):
-        _fuse(2, technique)
-    assert _fuse(False, technique) == 0
-    assert _fuse("auto", technique) == "auto"
+        wish_of(2, technique_of(technique))
+    assert wish_of(False, technique_of(technique)) == 0
+    assert wish_of("auto", technique_of(technique)) == "auto"
 
 
 def test_the_option_is_read():

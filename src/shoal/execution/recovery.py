@@ -161,9 +161,12 @@ class Recovery:
             self._give_up(reason, WorkerError(f"{reason}. The last one: {words}"))
 
     def _bring_back(self, held: Sequence[TrialRun], worker: Worker, reason: str) -> None:
-        """Blame whose code ran when it died, all of them when nobody knows.
+        """Blame whose code ran when it died, all that were granted when nobody's did.
 
-        A trial that stood at a step boundary, or that never began, lost nothing.
+        A worker that died while it waited, for a copy or for the other members of a gang, may
+        have been ended from outside; or by a thread that a trial's code left behind, which would
+        go on for ever if it were nobody's fault. Whoever gets further between is forgiven. A
+        trial that stood at a step boundary, or that never began, lost nothing.
         """
         running = worker.running
         for state in held:

@@ -60,10 +60,21 @@ class Region:
 
 
 class Staging:
-    """Private host memory in its exact size, for what comes back soon; ``pin`` as of a region."""
+    """Private host memory in its exact size, for what comes back soon; ``pin`` as of a region.
+
+    Raises:
+        CapacityError: the host has not that much memory.
+    """
 
     def __init__(self, num_bytes: int, *, pin: bool = False) -> None:
-        self._map = mmap.mmap(-1, max(num_bytes, 1))
+        try:
+            self._map = mmap.mmap(-1, max(num_bytes, 1))
+        except OSError as error:
+            raise CapacityError(
+                f"cannot allocate {format_bytes(num_bytes)} of host memory for what forwards "
+                f"saved until their backward: {error.strerror}. Free memory, or train with "
+                "shoal.Spilled(spill_activations=())."
+            ) from error
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)[:num_bytes]
         self._pinned = pin and num_bytes > 0
         if self._pinned:

@@ -41,6 +41,19 @@ Timed = Callable[[Callable[[], object]], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _How:
+    """How units are measured.
+
+    ``cast`` are parameters whose gradients come as bfloat16 and stand for float32. ``rehearses``:
+    whether what forwards save is sent to the host and back, which is known of shards alone.
+    """
+
+    timed: Timed
+    rehearses: bool
+    cast: Collection[str] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Cost:
     """One range of layers, its forward and its backward unit."""
 
@@ -75,8 +88,9 @@ def measure_layers(
     forward writes to.
     """
     ranges = every_layer(chain)
-    costs = _measure(chain, batch, ranges, timed or faster_of_two())
-    narrows = _measure_narrow(chain, batch, ranges, timed or faster_of_two(), narrow, sums)
+    how = _How(timed=timed or faster_of_two(), rehearses=False)
+    costs = _measure(chain, batch, ranges, how)
+    narrows = _measure_narrow(chain, batch, ranges, how, narrow, sums)
     return tuple(
         LayerMeasure(
             name=name,
@@ -116,8 +130,9 @@ def measure_shards(
     is in the second one's ``boundary_bytes`` only. What a step needs is the caller's to fill.
     """
     ranges = tuple(itertools.pairwise([0, *cuts, chain.num_layers]))
-    costs = _measure(chain, batch, ranges, timed or faster_of_two())
-    narrows = _measure_narrow(chain, batch, ranges, timed or faster_of_two(), narrow, sums)
+    how = _How(timed=timed or faster_of_two(), rehearses=True)
+    costs = _measure(chain, batch, ranges, how)
+    narrows = _measure_narrow(chain, batch, ranges, how, narrow, sums)
     specs = []
     for index, (span, cost) in enumerate(zip(ranges, costs, strict=True)):
         owned = [name for layer in range(*span) for name in chain.parameters_of(layer)]
@@ -160,7 +175,7 @@ def _measure_narrow(
     chain: Chain,
     batch: Batch,
     ranges: Ranges,
-    timed: Timed,
+    how: _How,
     names: Collection[str],
     sums: bool,
 ) -> list[Narrow | None]:
@@ -168,7 +183,7 @@ def _measure_narrow(
     if not names:
         return [None] * len(ranges)
     with narrowed(chain.model, names, sums=sums):
-        costs = _measure(chain, batch, ranges, timed, cast=() if sums else names)
+        costs = _measure(chain, batch, ranges, replace(how, cast=() if sums else names))
         return [
             Narrow(
                 parameter_bytes=_parameter_bytes(chain, owned),
@@ -194,23 +209,18 @@ def _gradient_bytes(chain: Chain, owned: Iterable[str]) -> Bytes:
     return Bytes(sum(round_up(size, ALIGNMENT) for size in sizes))
 
 
-def _measure(
-    chain: Chain, batch: Batch, ranges: Ranges, timed: Timed, cast: Collection[str] = ()
-) -> list[_Cost]:
-    """The cost of each range, in order; of ranges that are alike the first is measured.
-
-    ``cast`` are parameters whose gradients come as bfloat16 and stand for float32.
-    """
+def _measure(chain: Chain, batch: Batch, ranges: Ranges, how: _How) -> list[_Cost]:
+    """The cost of each range, in order; of ranges that are alike the first is measured."""
     with preserved(chain.model, chain.device, guard_parameters=False):
         micro = chain.begin(clone_batch(batch))
-        forwards, visits = _measure_forwards(chain, micro, ranges, timed)
+        forwards, visits = _measure_forwards(chain, micro, ranges, how.timed)
         kinds = [_kind(chain, micro, span, visits) for span in ranges]
         measured: dict[Hashable, _Cost] = {}
         for span, kind, forward in zip(ranges, kinds, forwards, strict=True):
             if kind not in measured:
                 after = _stand_in_result(chain, span[1], visits)
                 measured[kind] = _measure_backward(
-                    chain, micro, span, visits[span[0]], after, forward, timed, cast
+                    chain, micro, span, visits[span[0]], after, forward, how
                 )
         private = [0]
         made: Wires = {}
@@ -351,8 +361,7 @@ def _measure_backward(
     visit: Visit,
     after: BackwardResult,
     forward: _Forward,
-    timed: Timed,
-    cast: Collection[str],
+    how: _How,
 ) -> _Cost:
     saved_bytes = saved_output_bytes = saving_peak_bytes = 0
 
@@ -366,15 +375,15 @@ def _measure_backward(
     with AllocationTracker() as tracker:
         result = recompute(chain, micro, span, visit, after, after_forward=note_saved)
     carry_bytes = _storage_bytes([*result.grads.values(), *result.tied.values()])
-    grads = (g for name in cast if (g := chain.model.get_parameter(name).grad) is not None)
+    grads = (g for name in how.cast if (g := chain.model.get_parameter(name).grad) is not None)
     norm_bytes = max((4 * grad.numel() for grad in grads), default=0)  # it is taken in float32
     peak_bytes = max(tracker.peak_bytes, tracker.current_bytes + norm_bytes)
-    holds = may_hold(chain, span)
+    holds = how.rehearses and may_hold(chain, span)
     wanted = outcome(chain, result) if holds else {}
     del result, grads
     drop_gradients(chain.model)
     tried = rehearse(chain, micro, span, visit, after, wanted) if holds else Rehearsal()
-    seconds = timed(lambda: recompute(chain, micro, span, visit, after))
+    seconds = how.timed(lambda: recompute(chain, micro, span, visit, after))
     drop_gradients(chain.model)
     written = [name for layer in range(*span) for name in chain.written_parameters(layer)]
     written_bytes = sum(chain.model.get_parameter(name).nbytes for name in written)

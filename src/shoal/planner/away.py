@@ -16,11 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 
-from shoal.core.spec import JobMeasure, ShardSpec
+from shoal.core.spec import ShardSpec
 from shoal.core.technique import Spilled, as_they_travel
-from shoal.core.units import Bytes
-from shoal.memory.layout import TrialLayout
-from shoal.planner.need import Need, Request, fits, need, waiting_bytes
+from shoal.planner.need import waiting_bytes
+from shoal.planner.room import Option, Room
 from shoal.spill.generate import route_of
 
 PARTS = (1.0, 3 / 4, 2 / 3, 1 / 2, 1 / 3, 1 / 4, 1 / 8, 0.0)
@@ -46,25 +45,17 @@ def can_move(shard: ShardSpec) -> bool:
     return shard.saved_bytes is not None and shard.movable_bytes is not None
 
 
-def with_some_moved(
-    measure: JobMeasure,
-    shards: Sequence[ShardSpec],
-    resolved: Spilled,
-    technique: Spilled,
-    request: Request,
-    budget: Bytes,
-    active: int,
-    layout: TrialLayout | None = None,
-) -> Iterator[tuple[Spilled, Need]]:
+def with_some_moved(room: Room, resolved: Spilled) -> Iterator[Option]:
     """``resolved`` with what more or fewer forwards saved on the host, as far as there is room.
 
     Nothing where that was asked for or forbidden, or batches grow beyond what was measured.
     """
-    if technique.spill_activations is not None or request.varies or technique.recompute is False:
+    technique = room.technique
+    named, never = technique.spill_activations is not None, technique.recompute is False
+    if named or never or room.request.varies:
         return
-    for moved in candidates(shards, resolved):
-        some = replace(resolved, spill_activations=moved)
-        if found := _fitting(measure, shards, some, request, budget, active, layout):
+    for moved in candidates(room.shards, resolved):
+        if found := _tried(room, replace(resolved, spill_activations=moved)):
             yield found
 
 
@@ -81,53 +72,36 @@ def candidates(shards: Sequence[ShardSpec], technique: Spilled) -> list[tuple[in
     return [some for some in sets if some]
 
 
-def with_none_recomputed(
-    measure: JobMeasure,
-    shards: Sequence[ShardSpec],
-    kept: tuple[Spilled, Need],
-    technique: Spilled,
-    request: Request,
-    budget: Bytes,
-    active: int,
-    layout: TrialLayout | None = None,
-) -> Iterator[tuple[Spilled, Need]]:
-    """``kept`` where every forward that need not run again does not; nothing if it does not fit.
+def with_none_recomputed(room: Room, kept: Option) -> Option | None:
+    """``kept`` where every forward that need not run again does not; None if it does not fit.
 
     What stays of it on the device was chosen; the rest is moved, or stays where it cannot move.
     """
-    resolved = kept[0]
+    resolved, shards = kept[0], room.shards
     stays, moves = set(resolved.keep_activations or ()), set(resolved.spill_activations or ())
-    able = set(movable_shards(shards, resolved)) if technique.spill_activations is None else moves
+    is_open = room.technique.spill_activations is None
+    able = set(movable_shards(shards, resolved)) if is_open else moves
     rest = set(range(len(shards) - 1)) - stays
     stays |= rest - able
     if not stays <= set(route_of(resolved, len(shards)).may_save):
-        return
+        return None
     if any(shards[shard].saved_bytes is None for shard in stays):
-        return
-    all_ = replace(
+        return None
+    none = replace(
         resolved,
         keep_activations=tuple(sorted(stays)),
         spill_activations=tuple(sorted(rest & able)),
     )
-    if found := _fitting(measure, shards, all_, request, budget, active, layout):
-        yield found
+    return _tried(room, none)
 
 
-def _fitting(
-    measure: JobMeasure,
-    shards: Sequence[ShardSpec],
-    technique: Spilled,
-    request: Request,
-    budget: Bytes,
-    active: int,
-    layout: TrialLayout | None,
-) -> tuple[Spilled, Need] | None:
+def _tried(room: Room, technique: Spilled) -> Option | None:
     """The technique if the device has room, and the host for what waits there."""
-    room = request.waiting_room
-    if room is not None and waiting_bytes(shards, technique, request.micro_batches) > room:
+    most = room.request.waiting_room
+    waiting = waiting_bytes(room.shards, technique, room.request.micro_batches)
+    if most is not None and waiting > most:
         return None
-    found = need(measure, shards, technique, request, layout)
-    return (technique, found) if fits([found], budget, active) else None
+    return room.tried(technique)
 
 
 def spread(shards: Sequence[int], count: int) -> tuple[int, ...]:

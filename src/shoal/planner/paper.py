@@ -11,10 +11,12 @@ from shoal.core.spec import JobMeasure, LayerMeasure, ShardSpec
 from shoal.core.technique import Spilled, as_they_travel
 from shoal.core.units import Bytes, Seconds
 from shoal.partition.cut import cut, shard_cost
-from shoal.planner.keep import guess_most, guess_saves, keep_most
+from shoal.planner.guess import guess_most, guess_saves
+from shoal.planner.keep import keep_most
 from shoal.planner.need import Need, Request, fits, need
 from shoal.planner.predict import predict_shards
 from shoal.planner.price import Speeds, price
+from shoal.planner.room import Room
 from shoal.planner.spare import use_turn
 
 
@@ -57,7 +59,7 @@ class Paper:
             open_ = replace(technique, shards=count)
             base = self._base(cuts, open_, budget, active)
             if base is not None and fits([base], budget, active):
-                moved = guess_most(self._of(cuts), open_, base, self._request, budget, active)[1]
+                _, moved = guess_most(self._room(cuts, open_, budget, active), base)
                 yield Choice(technique=open_, cuts=cuts, moved_bytes=moved, active=active)
             elif self._counts_forced:
                 yield Choice(
@@ -106,26 +108,24 @@ class Paper:
 
     def _moved(self, choice: Choice, budget: Bytes) -> float:
         """Bytes a step with as much kept as fits."""
-        shards = self._of(choice.cuts)
-        technique = replace(choice.technique, keep_activations=())  # they may be impossible ones
-        technique = replace(technique, spill_activations=())
-        request, active = self._request, choice.active
-        kept = keep_most(self._measure, shards, technique, request, budget, active)
+        # What is named may be impossible with other numbers of shards.
+        technique = replace(choice.technique, keep_activations=(), spill_activations=())
+        room = self._room(choice.cuts, technique, budget, choice.active)
+        kept = keep_most(room)
         if kept is None:
             return inf
-        args = (self._measure, shards, kept, technique, request, budget, active)
-        return use_turn(*args, fewer=False)[1].moved  # many are compared: quickly
+        return use_turn(room, kept, fewer=False)[1].moved  # many are compared: quickly
 
     def step_s(self, choice: Choice, speeds: Speeds, budget: Bytes) -> Seconds:
         """The price of a step, with as much kept as there should be room for."""
-        shards, open_, active = self._of(choice.cuts), choice.technique, choice.active
+        open_, active = choice.technique, choice.active
         base = self._need(choice.cuts, open_)
         batch, request = self._measure.batch_bytes, self._request
 
         def guessed_s(technique: Spilled) -> Seconds:
-            found, _ = guess_most(shards, technique, base, request, budget, active)
-            found = guess_saves(shards, found, base, request, budget, active)
-            return price(shards, batch, found, request, speeds, active).step_s
+            room = self._room(choice.cuts, technique, budget, active)
+            found = guess_saves(room, guess_most(room, base)[0], base)
+            return price(room.shards, batch, found, request, speeds, active).step_s
 
         if open_.optimizer == "host" and open_.keep_turn is None:  # or more activations instead
             return min(guessed_s(open_), guessed_s(replace(open_, keep_turn=0)))
@@ -155,6 +155,16 @@ class Paper:
             if (active - 1) * held + peak > budget:
                 return None
         return self._need(cuts, technique)
+
+    def _room(self, cuts: tuple[int, ...], technique: Spilled, budget: Bytes, active: int) -> Room:
+        return Room(
+            measure=self._measure,
+            shards=self._of(cuts),
+            technique=technique,
+            request=self._request,
+            budget=budget,
+            active=active,
+        )
 
     def _need(self, cuts: tuple[int, ...], technique: Spilled) -> Need:
         least = replace(

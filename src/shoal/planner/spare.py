@@ -6,52 +6,44 @@ step on the device, gradients that wait for it there, and then some tensors of o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from shoal.core.spec import JobMeasure, ShardSpec
+from shoal.core.spec import ShardSpec
 from shoal.core.technique import Spilled, turned_shards
-from shoal.core.units import Bytes
-from shoal.memory.layout import TrialLayout, head_sizes, lenders
-from shoal.planner.need import Need, Request, fits, need
+from shoal.memory.layout import head_sizes, lenders
+from shoal.planner.room import Option, Room, most_of
 from shoal.spill.generate import kept_of
 
 
-def turn_most(
-    measure: JobMeasure,
-    shards: Sequence[ShardSpec],
-    kept: tuple[Spilled, Need],
-    technique: Spilled,
-    request: Request,
-    budget: Bytes,
-    active: int,
-    layout: TrialLayout | None = None,
-    *,
-    fewer: bool = True,
-) -> tuple[Spilled, Need]:
+def use_turn(room: Room, kept: Option, *, fewer: bool = True) -> Option:
+    """``kept`` with the room used that what stays leaves within a step, on either place."""
+    at_host = kept[0].optimizer == "host"
+    return _turn_most(room, kept, fewer=fewer) if at_host else _wait_most(room, kept)
+
+
+def _turn_most(room: Room, kept: Option, *, fewer: bool) -> Option:
     """``kept`` with as many shards held over the turn as fit; as it is if they were asked for.
 
     A byte saves the same either way, and parameters alone leave smaller gaps than whole shards: a
     few of those less, or none, may move less; ``fewer`` tries that. Where batches have been larger
     than what was measured, what room is left is a reserve.
     """
-    asked = technique.keep_turn is not None or kept[0].optimizer != "host"
-    if asked or request.varies:
+    technique, count = room.technique, len(room.shards)
+    if technique.keep_turn is not None or room.request.varies:
         return kept
 
-    def used(resolved: Spilled) -> tuple[Spilled, Need] | None:
-        def tried(count: int) -> tuple[Spilled, Need] | None:
-            technique = replace(resolved, keep_turn=count)
-            found = need(measure, shards, technique, request, layout)
-            return (technique, found) if fits([found], budget, active) else None
+    def used(resolved: Spilled) -> Option | None:
+        def tried(turned: int) -> Option | None:
+            return room.tried(replace(resolved, keep_turn=turned))
 
-        many = turned_shards(replace(resolved, keep_turn=len(shards)), len(shards))
+        many = turned_shards(replace(resolved, keep_turn=count), count)
         is_tried = resolved is kept[0] and not resolved.keep_turn
         none = kept if is_tried else tried(0)
         return none and most_of(tried, none, 0, len(many))
 
     is_open = fewer and technique.keep is None and not kept[0].keep_activations
-    others = _with_fewer(kept[0], shards) if is_open else ()
+    others = _with_fewer(room, kept[0]) if is_open else ()
     found = [one for one in map(used, (kept[0], *others)) if one is not None]
     return min(found, key=lambda one: one[1].moved, default=kept)
 
@@ -60,62 +52,41 @@ FEWER = (1, 2, 3)
 """Whole shards less: as many as there are parameters in one, and its gradients that wait."""
 
 
-def _with_fewer(kept: Spilled, shards: Sequence[ShardSpec]) -> Iterator[Spilled]:
+def _with_fewer(room: Room, kept: Spilled) -> Iterator[Spilled]:
     count = len(kept.keep or ())
-    borrowers = [s.index for s in shards if s.parameter_bytes > s.owned_bytes]
     for left in sorted({max(count - less, 0) for less in FEWER} | {0}, reverse=True):
         if left < count:
-            yield replace(kept, keep=kept_of(len(shards), left, borrowers))
+            yield replace(kept, keep=kept_of(len(room.shards), left, room.borrowers))
 
 
-def wait_most(
-    measure: JobMeasure,
-    shards: Sequence[ShardSpec],
-    kept: tuple[Spilled, Need],
-    technique: Spilled,
-    request: Request,
-    budget: Bytes,
-    active: int,
-    layout: TrialLayout | None = None,
-) -> tuple[Spilled, Need]:
+def _wait_most(room: Room, kept: Option) -> Option:
     """``kept`` with the gradients of as many shards waiting on the device as fit."""
-    resolved = kept[0]
+    resolved, request = kept[0], room.request
     waits = request.clip or (request.micro_batches > 1 and resolved.order != "shard")
-    asked = technique.keep_gradients is not None or resolved.optimizer != "device"
+    asked = room.technique.keep_gradients is not None or resolved.optimizer != "device"
     if asked or not waits or request.varies:
         return kept
 
-    def tried(count: int) -> tuple[Spilled, Need] | None:
-        technique = replace(resolved, keep_gradients=count)
-        found = need(measure, shards, technique, request, layout)
-        return (technique, found) if fits([found], budget, active) else None
+    def tried(count: int) -> Option | None:
+        return room.tried(replace(resolved, keep_gradients=count))
 
-    return most_of(tried, kept, 0, len(shards) - len(resolved.keep or ()))
+    return most_of(tried, kept, 0, len(room.shards) - len(resolved.keep or ()))
 
 
-def head_most(
-    measure: JobMeasure,
-    shards: Sequence[ShardSpec],
-    kept: tuple[Spilled, Need],
-    technique: Spilled,
-    request: Request,
-    budget: Bytes,
-    active: int,
-    layout: TrialLayout | None = None,
-) -> tuple[Spilled, Need]:
+def head_most(room: Room, kept: Option) -> Option:
     """``kept`` with as many tensors of one shard more as fit, where those are known."""
-    resolved = kept[0]
-    asked = technique.keep is not None or resolved.optimizer != "device"
-    shard = None if layout is None else _next_to_keep(shards, resolved, lenders(layout))
-    if asked or request.varies or layout is None or shard is None:
+    resolved, layout = kept[0], room.layout
+    asked = room.technique.keep is not None or resolved.optimizer != "device"
+    if asked or room.request.varies or layout is None:
+        return kept
+    shard = _next_to_keep(room.shards, resolved, lenders(layout))
+    if shard is None:
         return kept
     part = layout.shards[shard]
     sizes = head_sizes(part.state if shard in resolved.keep_weights else part.param)
 
-    def tried(count: int) -> tuple[Spilled, Need] | None:
-        technique = replace(resolved, keep_head=(shard, sizes[count - 1]))
-        found = need(measure, shards, technique, request, layout)
-        return (technique, found) if fits([found], budget, active) else None
+    def tried(count: int) -> Option | None:
+        return room.tried(replace(resolved, keep_head=(shard, sizes[count - 1])))
 
     return most_of(tried, kept, 0, len(sizes))
 
@@ -130,37 +101,3 @@ def _next_to_keep(
     state = [s for s in able if s.index in technique.keep_weights]
     largest = max(travel or state, key=lambda s: s.owned_bytes, default=None)
     return None if largest is None else largest.index
-
-
-def use_turn(
-    measure: JobMeasure,
-    shards: Sequence[ShardSpec],
-    kept: tuple[Spilled, Need],
-    technique: Spilled,
-    request: Request,
-    budget: Bytes,
-    active: int,
-    layout: TrialLayout | None = None,
-    *,
-    fewer: bool = True,
-) -> tuple[Spilled, Need]:
-    """``kept`` with the room used that what stays leaves within a step, on either place."""
-    args = (measure, shards, kept, technique, request, budget, active, layout)
-    return turn_most(*args, fewer=fewer) if kept[0].optimizer == "host" else wait_most(*args)
-
-
-def most_of(
-    tried: Callable[[int], tuple[Spilled, Need] | None],
-    best: tuple[Spilled, Need],
-    few: int,
-    many: int,
-) -> tuple[Spilled, Need]:
-    """What is ``tried`` with as much as fits: ``few``, which is ``best``, to ``many``."""
-    while few < many:
-        middle = (few + many + 1) // 2
-        found = tried(middle)
-        if found is None:
-            many = middle - 1
-        else:
-            best, few = found, middle
-    return best

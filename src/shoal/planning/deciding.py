@@ -35,6 +35,7 @@ from shoal.planner.need import (
 )
 from shoal.planner.pipeline import Alternative
 from shoal.planner.price import Price, price
+from shoal.planner.room import Room
 from shoal.planning.moving import refuse_moved, why_moved
 from shoal.planning.pipelining import Pipelining, Question
 from shoal.planning.pipelining import numerics as pipeline_numerics
@@ -246,17 +247,16 @@ class Deciding:
     def _keep_best(
         self, exact: Measured, technique: Spilled, request: Request, active: int
     ) -> tuple[Spilled, Need] | None:
-        measure = exact.measure
-        return keep_best(
-            measure,
-            measure.shards,
-            technique,
-            request,
-            self._budget,
-            active,
-            self._speeds,
-            exact.layout,
+        room = Room(
+            measure=exact.measure,
+            shards=exact.measure.shards,
+            technique=technique,
+            request=request,
+            budget=self._budget,
+            active=active,
+            layout=exact.layout,
         )
+        return keep_best(room, self._speeds)
 
     def _need(self, exact: Measured, technique: Spilled, request: Request) -> Need:
         return need(exact.measure, exact.measure.shards, technique, request, exact.layout)

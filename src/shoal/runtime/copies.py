@@ -196,12 +196,6 @@ class Copies:
             self._staging[shard] = staging
         return staging.bytes
 
-    @property
-    def waiting_bytes(self) -> int:
-        """Host memory for what waits there between forward and backward."""
-        saved = sum(staging.bytes.numel() for staging in self._staging.values())
-        return saved + sum(tensor.nbytes for tensor in self._waiting.values())
-
     def own_memory(self) -> list[Tensor]:
         """What was loaded and is not in the region."""
         late = [] if self._late is None else [self._late]

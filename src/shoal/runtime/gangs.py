@@ -7,6 +7,7 @@ is. The others' read nothing.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ Scalars = Mapping[str, Mapping[str, Any]]
 Stored = Mapping[str, Sequence[str]]
 
 
-class GangSession(Session):
+class GangSession(Session, ABC):
     """A trial admitted to several devices, at one of them.
 
     Attributes:
@@ -52,9 +53,9 @@ class GangSession(Session):
 
     # -- steps --------------------------------------------------------------------------
 
+    @abstractmethod
     def keep_ahead(self, batch: Any) -> None:
         """Keep a batch that was read before it is used."""
-        raise NotImplementedError
 
     def _read_group(self) -> int:
         """Read a step's batches ahead, where nobody knows how many there are; their number."""
@@ -97,7 +98,7 @@ class GangSession(Session):
         """A validation pass, several batches at a time under way; whatever it draws is undone."""
         self.evaluated_at = self.step
         if self.valid_feed is None:
-            self.on_evaluated({})
+            self._evaluated([])
             return
         saved = capture_rng(self.device)
         tasks = []

@@ -11,6 +11,7 @@ all others have said Known.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
@@ -97,7 +98,7 @@ class Hands:
     waits: Callable[[], None] = lambda: None
 
 
-class GangSeat:
+class GangSeat(ABC):
     """A member's place on a device for the time of a lease. Use from the device's own thread.
 
     Args:
@@ -173,17 +174,17 @@ class GangSeat:
         self._region.unpin()
         self._ledger.release(self._owner)
 
+    @abstractmethod
     def _let_go(self) -> None:
         """Free what is on the device."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _lead(self) -> Generator[Waiting]:
         """What the leader does in a lease."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _follow(self) -> Generator[Waiting]:
         """What another member does in it."""
-        raise NotImplementedError
 
     # -- what members tell each other ---------------------------------------------------------
 
@@ -216,9 +217,9 @@ class GangSeat:
                     raise MemberError(note)
                 self._take_note(note)
 
+    @abstractmethod
     def _take_note(self, note: object) -> None:
         """What another member says, to the leader."""
-        raise NotImplementedError
 
     # -- units ----------------------------------------------------------------------------
 

@@ -106,7 +106,12 @@ class Replica:
                 mine.copy_(buffer)
 
     def close(self) -> None:
-        """Let go of what is on the device."""
+        """Let go of what is on the device; what was not stored with ``leaves`` is lost."""
+        if self._placed.params:  # the session, which others may hold on to, refers to them
+            for parameter in self._session.binding.params.values():
+                parameter.grad = None
+            self._session.evict_everything()
+            self._session.binding.evict_state(0)
         self._engine.close()
         self._drop_state()
 

@@ -231,9 +231,6 @@ class ReplicaSeat(GangSeat):
                     self._replica.store(leaves=leaves)
                     self.links.send(0, NOTE, Known({}, {}))
 
-    def _is_told(self) -> bool:
-        return self.links.has(0, CONTROL) or self.links.gone(0)
-
     def _answer(self, order: Validate) -> None:
         if order.begins:
             self._replica.begin_evaluation()

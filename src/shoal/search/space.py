@@ -214,11 +214,6 @@ def is_finite(space: Space) -> bool:
     return not any(isinstance(entry, Uniform | Integer) for _, entry in entries(space))
 
 
-def is_conditional(space: Space) -> bool:
-    """Whether some trials have names that others have not."""
-    return any(isinstance(entry, Choice) and entry.branches for entry in space.values())
-
-
 def entries(space: Space) -> Iterable[tuple[str, Distribution | Scalar]]:
     """Every name with what it is, those in branches too; one may come more than once."""
     for name, entry in space.items():

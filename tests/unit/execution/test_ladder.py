@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.core.spec import JobMeasure, LayerMeasure, ShardSpec
+from shoal.core.spec import LayerMeasure, ShardSpec
 from shoal.core.technique import Pipelined, Resident, Spilled
 from shoal.core.units import Bytes, Seconds
 from shoal.execution.ladder import (
@@ -18,6 +18,7 @@ from shoal.execution.ladder import (
     techniques,
 )
 from shoal.planner.growth import grown
+from shoal.testing import make_measure
 
 
 def tried(technique, shards=4, place="device", *, has_neighbours=False):
@@ -121,17 +122,13 @@ def measures(draw):
         layers=(0, 1),
         **seconds,
     )
-    return JobMeasure(
-        layers=(layer,),
-        shards=(shard,),
+    return make_measure(
+        [layer],
+        [shard],
         batch_bytes=draw(SIZE),
         buffer_bytes=draw(SIZE),
         resident_bytes=draw(SIZE),
-        num_batches=None,
         valid_scale=draw(st.floats(0.1, 10.0)),
-        optimizer="AdamW",
-        cuttable=True,
-        bitwise=True,
     )
 
 

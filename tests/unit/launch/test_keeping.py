@@ -80,6 +80,7 @@ def test_the_best_are_the_same_in_whatever_order_they_finish(tmp_path):
     values = {0: 4.0, 1: 2.0, 2: 3.0, 3: 1.0}
     for place, order in enumerate(([0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 0, 2])):
         study = tmp_path / str(place)
+        study.mkdir()
         assert finish(keeper(study, best=2), {n: values[n] for n in order}, study) == {1, 3}
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from shoal.partition import measure
 from shoal.partition.build import build_chain
 from shoal.partition.drive import open_visit, sharded_backward
 from shoal.partition.measure import measure_layers, measure_shards
@@ -117,3 +118,23 @@ def test_of_layers_that_are_alike_one_is_measured(chain_and_batch):
     measure_layers(chain, ids, {})
 
     assert calls.count(3) < calls.count(0)
+
+
+def test_what_forwards_save_is_sent_away_of_shards_alone(chain_and_batch, monkeypatch):
+    """No plan reads of a layer what could wait on the host: it is predicted without."""
+    chain, ids = chain_and_batch
+    tried = []
+    rehearse = measure.rehearse
+
+    def counted(chain, micro, span, *rest):
+        tried.append(span)
+        return rehearse(chain, micro, span, *rest)
+
+    monkeypatch.setattr(measure, "rehearse", counted)
+    measure_layers(chain, ids, {})
+    assert not tried
+
+    shards = measure_shards(chain, (3, 5), ids, {})
+
+    assert tried == [(0, 3), (3, 5)]
+    assert [shard.movable_bytes is None for shard in shards] == [False, False, True]

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.core.spec import JobMeasure
 from shoal.core.technique import Spilled
 from shoal.core.units import Bytes, Seconds
 from shoal.planner.away import candidates, movable_shards, spread
 from shoal.planner.keep import ALIKE, keep_best
 from shoal.planner.need import Request, fits, moved_saved_bytes, need, waiting_bytes
 from shoal.planner.price import Speeds, price
-from shoal.testing import make_shard
+from shoal.planner.room import Room
+from shoal.testing import make_measure, make_shard
 
 MIB = 2**20
 COUNT = 12
@@ -39,18 +39,7 @@ def blocks(count=COUNT, **changes):
 
 
 def measure(shards):
-    return JobMeasure(
-        layers=(),
-        shards=tuple(shards),
-        batch_bytes=Bytes(1024),
-        buffer_bytes=Bytes(0),
-        resident_bytes=Bytes(0),
-        num_batches=8,
-        valid_scale=1.0,
-        optimizer="AdamW",
-        cuttable=True,
-        bitwise=True,
-    )
+    return make_measure(shards=shards, num_batches=8)
 
 
 def link(bytes_per_s):
@@ -61,12 +50,20 @@ def best(shards, speeds, budget=40 * MIB, active=1, **options):
     """The technique, and its price."""
     asked = {"shards": len(shards), "optimizer": "host", "lookahead": 1, "keep": ()}
     asked |= {"keep_turn": None if options.get("optimizer") == "device" else 0}
-    room = options.pop("waiting_room", None)
+    waits = options.pop("waiting_room", None)
     request = Request(
-        micro_batches=1, clip=False, technique=None, prefers="host", waiting_room=room
+        micro_batches=1, clip=False, technique=None, prefers="host", waiting_room=waits
     )
     technique = Spilled(**(asked | options))
-    found = keep_best(measure(shards), shards, technique, request, Bytes(budget), active, speeds)
+    room = Room(
+        measure=measure(shards),
+        shards=shards,
+        technique=technique,
+        request=request,
+        budget=Bytes(budget),
+        active=active,
+    )
+    found = keep_best(room, speeds)
     if found is None:
         return None
     assert fits([found[1]], Bytes(budget), active)

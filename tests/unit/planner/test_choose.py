@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.core.spec import JobMeasure
 from shoal.core.technique import Spilled, kept_shards
 from shoal.core.units import Bytes
 from shoal.planner.choose import choices
@@ -18,8 +17,9 @@ from shoal.planner.need import Request, fits, need
 from shoal.planner.paper import _least_outside
 from shoal.planner.predict import predict_shards
 from shoal.planner.price import Speeds, price
+from shoal.planner.room import Room
 from shoal.spill.generate import kept_of, route_of
-from shoal.testing import make_layer
+from shoal.testing import make_layer, make_measure
 
 MIB = 2**20
 FAST = Speeds(up_bytes_per_s=1e15, down_bytes_per_s=1e15, device_step=0.0, host_step=0.0)
@@ -42,23 +42,22 @@ def measure(num_layers, *, tied=False, **changes):
         )
         for index in range(num_layers)
     ]
-    found = JobMeasure(
-        layers=tuple(layers),
-        shards=(),
-        batch_bytes=Bytes(1024),
-        buffer_bytes=Bytes(0),
-        resident_bytes=Bytes(0),
-        num_batches=None,
-        valid_scale=1.0,
-        optimizer="AdamW",
-        cuttable=True,
-        bitwise=True,
-    )
-    return replace(found, **changes)
+    return make_measure(layers, **changes)
 
 
 def request(*, technique=None, clip=False, micro_batches=1):
     return Request(micro_batches=micro_batches, clip=clip, technique=technique, prefers="host")
+
+
+def room(found, shards, technique, asked, budget, active=1):
+    return Room(
+        measure=found,
+        shards=shards,
+        technique=technique,
+        request=asked,
+        budget=Bytes(budget),
+        active=active,
+    )
 
 
 def state_of(found):
@@ -70,16 +69,17 @@ def best(found, budget, *, active=1, **options):
     asked = request(**options)
     choice = next(choices(found, Bytes(budget), (active,), asked, FAST))
     shards = predict_shards(found.layers, choice.cuts)
-    kept = keep_most(found, shards, choice.technique, asked, Bytes(budget), active)
+    kept = keep_most(room(found, shards, choice.technique, asked, budget, active))
     assert kept is not None
     return kept
 
 
 RATIOS = [8 / 1.06**n for n in range(35)]  # of the state to the budget, down to 1.1
+DEEP, DEEP_CLIPPED = (pytest.param(clip, 24, marks=pytest.mark.full) for clip in (False, True))
 
 
-def moved_with(place, clip, ratios):
-    found = measure(24)
+def moved_with(place, clip, ratios, layers):
+    found = measure(layers)
     technique = Spilled(optimizer=place)
     return [
         best(found, state_of(found) / ratio, technique=technique, clip=clip)[1].moved
@@ -87,17 +87,17 @@ def moved_with(place, clip, ratios):
     ]
 
 
-@pytest.mark.parametrize("clip", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_more_memory_never_moves_more_with_the_step_on_the_device(clip):
-    moved = moved_with("device", clip, RATIOS)
+@pytest.mark.parametrize(("clip", "layers"), [(False, 12), DEEP, DEEP_CLIPPED])
+def test_more_memory_never_moves_more_with_the_step_on_the_device(clip, layers):
+    moved = moved_with("device", clip, RATIOS, layers)
     assert moved == sorted(moved, reverse=True)
     assert moved[-1] < moved[0] / 4
 
 
-@pytest.mark.parametrize("clip", [pytest.param(False, marks=pytest.mark.full), True])
-def test_more_memory_hardly_ever_moves_more_with_the_step_on_the_host(clip):
+@pytest.mark.parametrize(("clip", "layers"), [(True, 12), DEEP, DEEP_CLIPPED])
+def test_more_memory_hardly_ever_moves_more_with_the_step_on_the_host(clip, layers):
     """Another number of shards may be as quick and move more: what is chosen by is time."""
-    moved = moved_with("host", clip, RATIOS)
+    moved = moved_with("host", clip, RATIOS, layers)
     assert all(more <= 1.12 * less for less, more in itertools.pairwise(moved))
     assert moved[-1] < moved[0] / 4
 
@@ -182,7 +182,7 @@ def divided(found, budget, technique=None, speeds=FAST, active=1, **changes):
     asked = request(technique=technique, **changes)
     choice = next(choices(found, Bytes(budget), (active,), asked, speeds))
     shards = predict_shards(found.layers, choice.cuts)
-    kept = keep_best(found, shards, choice.technique, asked, Bytes(budget), active, speeds)
+    kept = keep_best(room(found, shards, choice.technique, asked, budget, active), speeds)
     assert kept is not None
     assert fits([kept[1]], Bytes(budget), active)
     return kept[0]
@@ -262,10 +262,9 @@ def test_shards_that_are_named_are_kept_or_nothing_fits():
     found = measure(8)
     shards = predict_shards(found.layers, tuple(range(1, 8)))
     named = Spilled(shards=8, optimizer="device", lookahead=1, keep=(2, 5))
-    budget = Bytes(state_of(found))
-    technique, _ = keep_most(found, shards, named, request(), budget, 1)
+    technique, _ = keep_most(room(found, shards, named, request(), state_of(found)))
     assert technique.keep == (2, 5)
-    assert keep_most(found, shards, named, request(), Bytes(MIB * 8), 1) is None
+    assert keep_most(room(found, shards, named, request(), 8 * MIB)) is None
 
 
 @settings(max_examples=60, deadline=None)
@@ -283,7 +282,7 @@ def test_as_many_stay_as_there_is_room_for(layers, share, clip, micros, place, l
     budget = Bytes(int(share * state_of(found)))
     shards = predict_shards(found.layers, tuple(range(1, layers)))
     technique = Spilled(optimizer=place, lookahead=lookahead)
-    kept = keep_most(found, shards, technique, asked, budget, active)
+    kept = keep_most(room(found, shards, technique, asked, budget, active))
 
     def works(keep, weights=()):
         tried = replace(technique, shards=layers, keep=keep, keep_weights=weights)
@@ -398,5 +397,5 @@ def test_where_the_place_is_part_of_the_bits_shards_do_not_step_in_both():
     budget = Bytes(state_of(found) // 2)
     choice = next(choices(found, budget, (1,), asked, FAST))
     shards = predict_shards(found.layers, choice.cuts)
-    technique, _ = keep_most(found, shards, choice.technique, asked, budget, 1)
+    technique, _ = keep_most(room(found, shards, choice.technique, asked, budget))
     assert technique.keep == ()

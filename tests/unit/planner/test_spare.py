@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from shoal.core.spec import JobMeasure
 from shoal.core.technique import Spilled
 from shoal.core.units import Bytes
 from shoal.memory.layout import TensorSpec, head_sizes, lay_out
 from shoal.planner.keep import keep_most
 from shoal.planner.need import Request
 from shoal.planner.predict import predict_shards
+from shoal.planner.room import Room
 from shoal.planner.spare import head_most, use_turn
-from shoal.testing import make_layer
+from shoal.testing import make_layer, make_measure
 
 MIB = 2**20
 LAYERS = 8
@@ -26,18 +26,8 @@ def measure():
         "saved_bytes": Bytes(16 * small),
         "backward_peak_bytes": Bytes(24 * small + MIB),
     }
-    return JobMeasure(
-        layers=tuple(make_layer(f"layer {i}", MIB, **changes) for i in range(LAYERS)),
-        shards=(),
-        batch_bytes=Bytes(0),
-        buffer_bytes=Bytes(0),
-        resident_bytes=Bytes(0),
-        num_batches=None,
-        valid_scale=1.0,
-        optimizer="AdamW",
-        cuttable=True,
-        bitwise=True,
-    )
+    layers = [make_layer(f"layer {i}", MIB, **changes) for i in range(LAYERS)]
+    return make_measure(layers, batch_bytes=Bytes(0))
 
 
 def divided(place, ratio, *, clip, layout=None, **named):
@@ -48,10 +38,18 @@ def divided(place, ratio, *, clip, layout=None, **named):
         shards=LAYERS, optimizer=place, lookahead=0, lookbehind=0, recompute=True, **named
     )
     request = Request(micro_batches=1, clip=clip, technique=technique, prefers="host")
-    asked = (technique, request, Bytes(int(4 * LAYERS * MIB / ratio)), 1, layout)
-    kept = keep_most(found, shards, *asked)
-    used = use_turn(found, shards, kept, *asked)
-    return kept, used, head_most(found, shards, used, *asked)
+    room = Room(
+        measure=found,
+        shards=shards,
+        technique=technique,
+        request=request,
+        budget=Bytes(int(4 * LAYERS * MIB / ratio)),
+        active=1,
+        layout=layout,
+    )
+    kept = keep_most(room)
+    used = use_turn(room, kept)
+    return kept, used, head_most(room, used)
 
 
 def quarters():

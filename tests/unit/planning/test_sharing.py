@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.core.spec import JobMeasure
 from shoal.core.technique import Spilled
 from shoal.core.units import Bytes, Seconds
 from shoal.memory.layout import TensorSpec, lay_out
@@ -15,7 +14,7 @@ from shoal.planner.predict import predict_shards
 from shoal.planner.price import Speeds
 from shoal.planning.planned import Settled
 from shoal.planning.sharing import MOST, share
-from shoal.testing import make_layer
+from shoal.testing import make_layer, make_measure
 
 MIB = 2**20
 SPEEDS = Speeds(up_bytes_per_s=1e12, down_bytes_per_s=1e12)
@@ -35,18 +34,7 @@ def kind(blocks, compute_s, host_s):
         )
         for index in range(blocks)
     ]
-    measure = JobMeasure(
-        layers=tuple(layers),
-        shards=predict_shards(layers, tuple(range(1, blocks))),
-        batch_bytes=Bytes(1024),
-        buffer_bytes=Bytes(0),
-        resident_bytes=Bytes(0),
-        num_batches=None,
-        valid_scale=1.0,
-        optimizer="AdamW",
-        cuttable=True,
-        bitwise=True,
-    )
+    measure = make_measure(layers, predict_shards(layers, tuple(range(1, blocks))))
     names = [[f"{index}.weight"] for index in range(blocks)]
     specs = {n: replace(_SPEC, name=n) for part in names for n in part}
     layout = lay_out(names, [[] for _ in names], specs, {}, [])

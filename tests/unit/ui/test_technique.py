@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 import shoal
 from shoal.core.errors import PlanError, SpecError
 from shoal.core.technique import DataParallel, Pipelined, Resident, Spilled
-from shoal.study import _fuse, _technique
+from shoal.launch.wishes import technique_of, wish_of
 from shoal.ui import train
 from shoal.ui.cli import app
 
@@ -53,17 +53,21 @@ def test_run_hands_it_to_the_study(asked):
 
 
 def test_names_and_objects():
-    assert _technique("pipelined") == Pipelined()
-    assert _technique(Pipelined(stages=3)) == Pipelined(stages=3)
-    assert [_technique(t) for t in (None, "resident", "spilled")] == [None, Resident(), Spilled()]
+    assert technique_of("pipelined") == Pipelined()
+    assert technique_of(Pipelined(stages=3)) == Pipelined(stages=3)
+    assert [technique_of(t) for t in (None, "resident", "spilled")] == [
+        None,
+        Resident(),
+        Spilled(),
+    ]
     assert shoal.Pipelined is Pipelined
-    assert _technique("data_parallel") == shoal.DataParallel() == DataParallel(shard=False)
+    assert technique_of("data_parallel") == shoal.DataParallel() == DataParallel(shard=False)
 
 
 @pytest.mark.parametrize("technique", ["Pipelined", "", "2bw", ["pipelined"], {}, Pipelined])
 def test_what_is_none(technique):
     with pytest.raises(SpecError, match=r"technique is 'resident', 'spilled', 'pipelined', "):
-        _technique(technique)
+        technique_of(technique)
 
 
 @pytest.mark.parametrize(
@@ -71,5 +75,10 @@ def test_what_is_none(technique):
 )
 def test_an_array_of_what_has_several_devices_is_refused(technique):
     with pytest.raises(PlanError, match="has one device"):
-        _fuse(2, technique)
-    assert [_fuse(f, technique) for f in (False, 1, "auto", None)] == [0, 1, "auto", None]
+        wish_of(2, technique_of(technique))
+    assert [wish_of(f, technique_of(technique)) for f in (False, 1, "auto", None)] == [
+        0,
+        1,
+        "auto",
+        None,
+    ]

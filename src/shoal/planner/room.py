@@ -1,0 +1,58 @@
+"""What a job's shards are given: the room of a device, and what was asked for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from shoal.core.spec import JobMeasure, ShardSpec
+from shoal.core.technique import Spilled
+from shoal.core.units import Bytes
+from shoal.memory.layout import TrialLayout
+from shoal.planner.need import Need, Request, fits, need
+
+Option = tuple[Spilled, Need]
+"""A technique that leaves nothing open, and what a job needs with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Shards of a job, and the device that they share with ``active - 1`` jobs like it.
+
+    ``technique`` is what was asked for: what it leaves open is to be chosen. Needs are those of
+    ``layout`` where that is known.
+    """
+
+    measure: JobMeasure
+    shards: Sequence[ShardSpec]
+    technique: Spilled
+    request: Request
+    budget: Bytes
+    active: int
+    layout: TrialLayout | None = None
+
+    def tried(self, technique: Spilled) -> Option | None:
+        """``technique`` and what it needs, if the device has room for that."""
+        found = need(self.measure, self.shards, technique, self.request, self.layout)
+        return (technique, found) if fits([found], self.budget, self.active) else None
+
+    def beside(self, base: Need) -> int:
+        """Bytes that each job has beyond ``base``; less than none where that does not fit."""
+        return (self.budget - base.unit) // self.active - base.held
+
+    @property
+    def borrowers(self) -> list[int]:
+        """Shards that read parameters of others: their copy goes stale when the lender steps."""
+        return [s.index for s in self.shards if s.parameter_bytes > s.owned_bytes]
+
+
+def most_of(tried: Callable[[int], Option | None], best: Option, few: int, many: int) -> Option:
+    """What is ``tried`` with as much as fits: ``few``, which is ``best``, to ``many``."""
+    while few < many:
+        middle = (few + many + 1) // 2
+        found = tried(middle)
+        if found is None:
+            many = middle - 1
+        else:
+            best, few = found, middle
+    return best

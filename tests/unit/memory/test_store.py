@@ -1,0 +1,21 @@
+"""Host memory for what waits there: what is said where there is none."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+
+import pytest
+
+from shoal.core.errors import CapacityError
+from shoal.memory.store import Staging
+
+
+def test_a_host_without_room_for_what_waits_is_no_room_and_no_other_error(monkeypatch):
+    def refuse(*args):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    assert Staging(1024).bytes.numel() == 1024
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    with pytest.raises(CapacityError, match=r"cannot allocate 1.0 KiB .*Cannot allocate memory"):
+        Staging(1024)
