@@ -28,6 +28,7 @@ from shoal.ownstep import (
     refuse_nonfinite,
     require_evaluation,
 )
+from shoal.pipeline.sums import CopiesInTurn
 from shoal.recipe import (
     HP,
     Batch,
@@ -103,6 +104,7 @@ class Asked:
     weights: WhichWeights
     replicas: int
     sharded: bool
+    copies: int
     after_step: Callable[[int, nn.Module], None] | None
 
 
@@ -279,7 +281,13 @@ class _Alone:
         nn.utils.clip_grad_norm_(self._model.parameters(), limit)
 
 
-def _gradients(asked: Asked, model: nn.Module) -> _Alone | Replicas:
+def _gradients(asked: Asked, model: nn.Module) -> _Alone | Replicas | CopiesInTurn:
+    if asked.replicas > 1 and asked.copies > 1:
+        raise SpecError(
+            f"replicas={asked.replicas} and copies={asked.copies}: a training has one of them."
+        )
+    if asked.copies > 1:
+        return CopiesInTurn(asked.recipe, model, asked.device, asked.copies)
     if asked.replicas == 1:
         return _Alone(asked.recipe, model, asked.device)
     return Replicas(

@@ -200,7 +200,8 @@ class Hardware:
             return technique.width or len(self.devices)
         if not isinstance(technique, Pipelined):
             return 1
-        return technique.stages or len(self.devices)
+        stages = technique.stages
+        return stages * technique.width if stages else len(self.devices)
 
     def with_threads(
         self, threads: int, trials: int, technique: Technique | None = None

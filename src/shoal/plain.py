@@ -45,6 +45,7 @@ def plain_loop(
     pieces: int = 1,
     replicas: int = 1,
     sharded: bool = False,
+    copies: int = 1,
     after_step: Callable[[int, nn.Module], None] | None = None,
 ) -> PlainResult:
     """Train one model alone, as anyone would: what a trial of a study must equal bit for bit.
@@ -57,8 +58,9 @@ def plain_loop(
     hyperparameters, as a trial of a population does: see ``plain_population``.
     ``weights`` are what gradients are computed with: see ``plain_2bw_loop``. ``pieces`` is how
     many micro-batches of equal rows each batch is cut into. ``replicas`` and ``sharded`` are
-    those of ``plain_data_parallel_loop``. ``after_step`` is called with the number of each step,
-    from 1, and the model, which it must not change.
+    those of ``plain_data_parallel_loop``, ``copies`` is the width of ``plain_wide_loop``.
+    ``after_step`` is called with the number of each step, from 1, and the model, which it must not
+    change.
     The caller's random streams and thread count are put back.
 
     Raises:
@@ -83,6 +85,7 @@ def plain_loop(
         weights=weights,
         replicas=replicas,
         sharded=sharded,
+        copies=copies,
         after_step=after_step,
     )
     with borrowed_process(threads, where):
@@ -163,7 +166,7 @@ class PlainTrial:
 
 _NOT_IN_ARRAYS = (
     *("optimizer", "on_nonfinite", "clock", "weights", "pieces", "replicas", "sharded"),
-    "after_step",
+    *("after_step", "copies"),
 )
 """Options of ``plain_loop`` alone."""
 
@@ -227,6 +230,20 @@ def plain_data_parallel_loop(
     gradients are clipped or accumulated. ``options`` are those of ``plain_loop``.
     """
     return plain_loop(recipe, hp, seed, replicas=width, sharded=sharded, **options)
+
+
+def plain_wide_loop(
+    recipe: Recipe, hp: HP, seed: int, *, width: int, **options: Any
+) -> PlainResult:
+    """The rule of copies of a pipeline in one process: whose gradients are added to whose.
+
+    What a trial with ``technique=shoal.Pipelined(width=width)`` must equal bit for bit, and
+    ``plain_loop`` but for the rounding of that sum. Copy c takes the micro-batches c, c + width,
+    ... of a step and adds up their gradients; the copies' sums are added in their order. Random
+    numbers are those of ``plain_loop``. With ``plain_2bw_loop(..., copies=width)`` so are the
+    gradients of "2bw". ``options`` are those of ``plain_loop``.
+    """
+    return plain_loop(recipe, hp, seed, copies=width, **options)
 
 
 def _require_one_end(steps: int | None, epochs: int | None) -> None:

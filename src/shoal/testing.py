@@ -34,6 +34,7 @@ from shoal.plain import (
     plain_data_parallel_loop,
     plain_loop,
     plain_population,
+    plain_wide_loop,
 )
 from shoal.rng import RngState
 
@@ -59,6 +60,7 @@ __all__ = [
     "plain_data_parallel_loop",
     "plain_loop",
     "plain_population",
+    "plain_wide_loop",
     "same_bits",
 ]
 

@@ -262,9 +262,9 @@ def make(
 
 
 @functools.cache
-def _alone(schedule: str, lr: float, width: int, seed: int, epochs: int):
+def _alone(schedule: str, lr: float, width: int, seed: int, epochs: int, copies: int):
     train: Callable = plain_2bw_loop if schedule == "2bw" else plain_loop
-    return train(recipe(), {"lr": lr, "width": width}, seed, epochs=epochs)
+    return train(recipe(), {"lr": lr, "width": width}, seed, epochs=epochs, copies=copies)
 
 
 class _WithoutVersions:
@@ -280,7 +280,9 @@ class _WithoutVersions:
         return without_versions(self._trial.load_state())
 
 
-def check_alone(place: Path, schedule: str = "flush", epochs: int = 4, trials=None) -> None:
+def check_alone(
+    place: Path, schedule: str = "flush", epochs: int = 4, trials=None, copies: int = 1
+) -> None:
     """These trials, or all, finished on the plain loop's bits: state, every loss, every metric."""
     report = shoal.open(place, recipe())
     losses = read_losses(place)
@@ -288,6 +290,7 @@ def check_alone(place: Path, schedule: str = "flush", epochs: int = 4, trials=No
         if trials is not None and trial.number not in trials:
             continue
         assert trial.state == "FINISHED", trial.error or trial
-        plain = _alone(schedule, trial.hp["lr"], trial.hp["width"], trial.seed, epochs)
+        hp = trial.hp
+        plain = _alone(schedule, hp["lr"], hp["width"], trial.seed, epochs, copies)
         seen = _WithoutVersions(trial) if schedule == "2bw" else trial
         assert_same(plain, seen, losses=losses[trial.number])

@@ -110,12 +110,13 @@ def assert_alike(
     trained = run_stages(
         recipe, hp, seed, steps=steps, predict=predict, processes=processes, hang_s=60, **how
     )
+    options = {"steps": steps, "copies": how.get("width", 1)}
     if how.get("schedule") == "2bw":
-        plain = plain_2bw_loop(recipe, hp, seed, steps=steps, predict=predict)
+        plain = plain_2bw_loop(recipe, hp, seed, predict=predict, **options)
     else:
-        plain = plain_loop(recipe, hp, seed, steps=steps)
+        plain = plain_loop(recipe, hp, seed, **options)
     found = compare(plain, trained.state, losses=trained.losses)
     assert found.equal, found.first_difference
     for stage, most in enumerate(trained.most_in_flight):
-        assert most <= trained.pipeline.bound(stage)
+        assert most <= trained.pipeline.bound(stage % trained.pipeline.stages)
     return trained

@@ -291,6 +291,7 @@ def assert_staged(report, recipe: Recipe, technique, trials=None, **loop: Any) -
 def defined(recipe: Recipe, trial, technique, **loop: Any):
     """A trial trained by the loop that defines its schedule."""
     pieces = (technique.micro_batches or recipe.accumulate) // recipe.accumulate
+    loop = {"copies": technique.width, **loop}
     if technique.schedule == "2bw":
         options = {"predict": technique.predict, "pieces": pieces, **loop}
         return plain_2bw_loop(recipe, trial.hp, trial.seed, **options)

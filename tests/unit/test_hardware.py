@@ -105,8 +105,11 @@ def test_a_trial_of_stages_has_a_device_for_each():
 
     assert hardware.fewer_trials(1, Pipelined(stages=3)).devices == hardware.devices[:3]
     assert hardware.fewer_trials(1, Pipelined()) is hardware
+    assert hardware.fewer_trials(1, Pipelined(width=2)) is hardware
     assert hardware.fewer_trials(2, Pipelined(stages=2)) is hardware
     assert hardware.fewer_trials(1, Resident()).devices == hardware.devices[:1]
+    more = Hardware.virtual(devices=5, memory="64MiB", threads=1)
+    assert more.fewer_trials(1, Pipelined(stages=2, width=2)).devices == more.devices[:4]
 
 
 def test_detected_devices_are_as_wide_as_a_pipeline_leaves_them(machine):

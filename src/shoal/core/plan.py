@@ -91,7 +91,9 @@ class Job:
         """Devices that the trial has at a time."""
         if isinstance(self.technique, DataParallel):
             return self.technique.width or 1
-        return len(self.shards) if isinstance(self.technique, Pipelined) else 1
+        if not isinstance(self.technique, Pipelined):
+            return 1
+        return len(self.shards) * self.technique.width
 
 
 ARRAY_KEYS = frozenset(("array", "array_pass", "array_floats"))
@@ -227,8 +229,9 @@ def _explain_job(job: Job, like: int) -> list[str]:
 
 
 def _explain_pipeline(job: Job, technique: Pipelined) -> list[str]:
-    count, micros = job.gang, technique.micro_batches or job.micro_batches
+    count, micros = len(job.shards), technique.micro_batches or job.micro_batches
     step = f"{micros} micro-batches a step"
+    copies = "" if technique.width == 1 else f"{technique.width} copies of "
     if micros != job.micro_batches:
         step += f", {micros // job.micro_batches} of each batch"
     saves = "forwards are run again in the backward"
@@ -237,9 +240,9 @@ def _explain_pipeline(job: Job, technique: Pipelined) -> list[str]:
     lag = f", {technique.lag} more in flight" if technique.lag else ""
     weights = ", weights one step old" if technique.is_stale else ""
     guess = ", with a guess of the newer ones" if technique.predict else ""
+    how = f"schedule {technique.schedule}{lag}{weights}{guess}"
     return [
-        f"    {count} stages, a device each, schedule {technique.schedule}{lag}{weights}{guess}; "
-        f"{step}; {saves}",
+        f"    {copies}{count} stages, a device each, {how}; {step}; {saves}",
         *(f"    {_explain_shard(shard, 'stage')}" for shard in job.shards),
     ]
 

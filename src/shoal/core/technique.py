@@ -215,6 +215,10 @@ class Pipelined:
     the later stages begin, None for the quickest slowest stage. ``recompute`` runs forwards again
     in the backward instead of keeping what they saved; None keeps it if there is room. ``lag`` is
     how many micro-batches more a stage of "flush" or "2bw" runs ahead, to hide slow messages.
+    ``width`` is how many copies of the pipeline share a step's micro-batches, each on as many
+    devices as there are stages. Every stage's gradients are added up over the copies, in their
+    order, while others still compute: other numerics (``shoal.testing.plain_wide_loop``), which
+    nothing chooses but you. ``micro_batches`` are those of all copies.
     """
 
     stages: int | None = None
@@ -224,12 +228,13 @@ class Pipelined:
     recompute: bool | None = None
     lag: int = 0
     predict: bool = False
+    width: int = 1
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             known = ", ".join(map(repr, SCHEDULES))
             raise SpecError(f"schedule is one of {known}, got {self.schedule!r}.")
-        for name, least in (("stages", 2), ("micro_batches", 1), ("lag", 0)):
+        for name, least in (("stages", 2), ("micro_batches", 1), ("lag", 0), ("width", 1)):
             count = getattr(self, name)
             if count is not None and (type(count) is not int or count < least):
                 raise SpecError(f"Pipelined({name}=...) is {least} or more, got {count!r}.")
@@ -248,12 +253,23 @@ class Pipelined:
                     f"{cuts}. Leave cuts= out to have them chosen."
                 )
             object.__setattr__(self, "cuts", cuts)
-        few = self.micro_batches is not None and self.micro_batches < (self.stages or 0)
-        if self.schedule == "2bw" and few:
+        self._require_enough()
+
+    def _require_enough(self) -> None:
+        if self.micro_batches is None:
+            return
+        if self.micro_batches < self.width:
             raise SpecError(
-                f"2bw with {self.stages} stages needs {self.stages} micro-batches a step or more, "
-                f"got micro_batches={self.micro_batches}. Ask for more of them, for fewer stages, "
-                "or for schedule='flush'."
+                f"{self.width} copies of a pipeline need {self.width} micro-batches a step or "
+                f"more, got micro_batches={self.micro_batches}. Ask for more of them, or for "
+                "fewer copies."
+            )
+        if self.schedule == "2bw" and self.micro_batches < (self.stages or 0) * self.width:
+            each = f" in each of {self.width} copies" if self.width > 1 else ""
+            raise SpecError(
+                f"2bw with {self.stages} stages{each} needs {(self.stages or 0) * self.width} "
+                f"micro-batches a step or more, got micro_batches={self.micro_batches}. Ask for "
+                "more of them, for fewer stages, or for schedule='flush'."
             )
 
     @property

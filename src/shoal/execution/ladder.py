@@ -100,9 +100,10 @@ def fewer_stages(technique: Pipelined, devices: int, accumulate: int) -> Iterato
         accumulate: Batches of a step; pieces of them are no plain loop's micro-batches.
     """
     recompute = technique.recompute or None  # what fitted in more stages may not in fewer
-    for stages in range(devices, 1, -1):
+    for stages in range(devices // technique.width, 1, -1):
         yield replace(technique, stages=stages, cuts=None, recompute=recompute)
-    if devices and not technique.is_stale and technique.micro_batches in (None, accumulate):
+    is_alone = technique.width == 1 and not technique.is_stale
+    if devices and is_alone and technique.micro_batches in (None, accumulate):
         yield Resident()
         yield Spilled(optimizer="device")
         yield Spilled(optimizer="host")

@@ -102,6 +102,12 @@ class Replanning:
         technique = state.job.technique
         if not isinstance(technique, Pipelined):
             raise PlanError("how many devices there are is part of its numerics key.")
+        if technique.width > 1 and len(devices) < 2 * technique.width:
+            raise PlanError(
+                f"how many copies there are is part of its numerics key, and {technique.width} "
+                f"copies of 2 stages or more take {2 * technique.width} devices; "
+                f"{len(devices)} are there."
+            )
         options = fewer_stages(technique, len(devices), self._planner.accumulate)
         return self._first_planned(state, options, devices)
 

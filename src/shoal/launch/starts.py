@@ -214,13 +214,27 @@ def _damaged(found: Restart, path: Path, why: str) -> None:
     )
 
 
+ALONE: Mapping[str, Scalar] = {
+    "array": "none",
+    "copies": 1,
+    "replicas": 1,
+    "weights": "newest",
+}
+"""What a numerics key says by leaving it out."""
+
+
+def _in_full(key: Mapping[str, Scalar]) -> Mapping[str, Scalar]:
+    whole: dict[str, Scalar] = {"micro_batches": key["accumulate"]} if "accumulate" in key else {}
+    return {**ALONE, **whole, **key}
+
+
 def check_numerics(plan: Plan, before: Mapping[int, Mapping[str, Scalar]]) -> list[str]:
     """A sentence for each entry of a numerics key that is another one now."""
     sentences = []
     for job in plan.jobs:
         known = before.get(job.trial, {})
-        now = {"array": "none", **job.numerics}
-        then = {"array": "none", **known} if known else {}
+        now = _in_full(job.numerics)
+        then = _in_full(known) if known else {}
         for name in sorted(set(then) & set(now) - NO_KEY):
             left = name == "array" and str(now[name]).startswith(NO_ARRAY)  # on record already
             if then[name] != now[name] and not left:

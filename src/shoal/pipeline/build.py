@@ -57,6 +57,7 @@ class Training:
     draws: bool | None = None
     foretell: bool = True
     threads: int = 1
+    width: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +130,9 @@ def find(
         PlanError: the model cannot be cut so; says why.
         SpecError: fewer micro-batches than the schedule needs, or cuts that are none.
     """
-    probe = Pipeline(schedule=training.schedule, stages=training.stages, groups=groups)
+    probe = Pipeline(
+        schedule=training.schedule, stages=training.stages, groups=groups, width=training.width
+    )
     assert built.feed is not None
     cpu, rng = torch.device("cpu"), capture_rng()
     batch = to_device(built.feed.first, cpu)
@@ -147,8 +150,8 @@ def find(
     if cuts is None:
         cuts = choose_cuts(measure_layers(chain, batch, {}), training.stages)
     foretelling = None
-    if draws and training.foretell and cuts:
-        told = Foretelling(chain, cuts[0])
+    if draws and training.foretell and (cuts or training.width > 1):
+        told = Foretelling(chain, cuts[0] if training.width == 1 else 0)
         foretelling = told if told.works(batch) else None
     restore_rng(rng)
     for parameter in built.params.values():
@@ -293,6 +296,7 @@ def pipeline_of(training: Training, found: Found, shares: Sequence[Share]) -> Pi
         draws=found.draws,
         foretold=found.foretold,
         whole=whole_stages(shares, training.recompute),
+        width=training.width,
     )
 
 

@@ -2,7 +2,8 @@
 
 ``shoal.program.check`` proves order, deadlock, weight versions, and that gradients are summed
 per step. Here: that no stage holds activations of more micro-batches than its schedule's bound,
-that what is borrowed has stepped, and that random numbers come in the order of the plain loop.
+that what is borrowed has stepped, and that random numbers come in the order of the plain loop;
+and of copies that each gets its batches, and that gradients are summed once before their step.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import replace
 from shoal.core.spec import ShardSpec
 from shoal.core.units import Bytes
 from shoal.pipeline.schedule import Pipeline
+from shoal.pipeline.wide import as_alone, undealt, unsummed
 from shoal.program.check import broken, check_devices
 from shoal.program.costs import Costs, JobCosts
 from shoal.program.footprint import Footprint
@@ -26,14 +28,16 @@ def check_pipeline(
 ) -> tuple[Footprint, ...]:
     """Prove that ``program`` does what ``pipeline`` says; what each device needs.
 
-    Without ``costs`` the bytes are all nothing. The second weight version, and with clipping
-    the gradients of a second step, are counted.
+    Without ``costs`` the bytes are all nothing; those of trial 0 are every copy's. The second
+    weight version, the gradients of a second step and those of other copies are counted.
 
     Raises:
         ProgramError: a rule is broken; shows the device, the action, the rule and the way out.
     """
-    starts = tuple({stage: HERE} for stage in range(pipeline.stages))
+    copies = pipeline.copies
+    starts = tuple({copies.place(device)[1]: HERE} for device in range(copies.devices))
     costs = costs or {0: JobCosts(shards=tuple(map(_blank, range(pipeline.stages))))}
+    costs = dict.fromkeys(range(pipeline.width), costs[0])
     found = check_devices(
         program,
         costs,
@@ -44,11 +48,12 @@ def check_pipeline(
         begun=pipeline.begun,
     )
     for device, actions in enumerate(program.devices):
-        for index, complaint in _complaints(pipeline, device, actions):
+        judge = _complaints if pipeline.width == 1 else _complaints_of_copy
+        for index, complaint in judge(pipeline, device, actions):
             raise broken(program, device, index, complaint)
     return tuple(
-        _with_versions(pipeline, footprint, costs[0].shards[stage])
-        for stage, footprint in enumerate(found)
+        _with_versions(pipeline, footprint, costs[0].shards[copies.place(device)[1]])
+        for device, footprint in enumerate(found)
     )
 
 
@@ -70,10 +75,11 @@ def _blank(stage: int) -> ShardSpec:
 
 
 def _with_versions(pipeline: Pipeline, found: Footprint, shard: ShardSpec) -> Footprint:
-    """With what there is twice where two steps are under way."""
-    if pipeline.versions == 1:
+    """With what there is twice where two steps are under way, and other copies' gradients."""
+    two, sets = pipeline.versions - 1, pipeline.gradient_sets
+    if not two and sets == 1:
         return found
-    more = shard.parameter_bytes + (shard.gradient_bytes if pipeline.clip else 0)
+    more = two * shard.parameter_bytes + (sets - 1) * shard.gradient_bytes
     return replace(
         found,
         kept_bytes=Bytes(found.kept_bytes + more),
@@ -81,6 +87,20 @@ def _with_versions(pipeline: Pipeline, found: Footprint, shard: ShardSpec) -> Fo
         peak_bytes=Bytes(found.peak_bytes + more),
         running_bytes=tuple(Bytes(size + more) for size in found.running_bytes),
     )
+
+
+def _complaints_of_copy(
+    pipeline: Pipeline, device: int, actions: Sequence[Action]
+) -> Iterator[tuple[int, str]]:
+    """Those of its pipeline alone, and of what the copies send each other."""
+    copies = pipeline.copies
+    copy, stage = copies.place(device)
+    mine = as_alone(actions, copies, device)
+    alone = [action for _, action in mine]
+    for index, complaint in _complaints(pipeline.of_copy(copy), stage, alone):
+        yield mine[index][0], f"of copy {copy}, with its micro-batches counted alone: {complaint}"
+    yield from undealt(actions, copies, device)
+    yield from unsummed(actions, copies, device)
 
 
 def _complaints(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -84,7 +84,7 @@ class StageCompute:
         fetch: The next micro-batch; of the first stage only.
         foretelling: What later stages draw; of the first stage, where it can be foretold.
         after_step: Told when a step is done: the schedule of the learning rate.
-        on_loss: Told the loss of each step; of the last stage only.
+        on_loss: Told the losses of each step's micro-batches; of the last stage only.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class StageCompute:
         fetch: Callable[[int], Batch],
         after_step: Callable[[], None],
         foretelling: Foretelling | None = None,
-        on_loss: Callable[[float], None] = lambda loss: None,
+        on_loss: Callable[[Sequence[float]], None] = lambda losses: None,
     ) -> None:
         self._pipeline, self._chain, self._share = pipeline, chain, share
         self._steps_before, self._on_loss = 0, on_loss
@@ -111,7 +111,7 @@ class StageCompute:
         self._norms: dict[int, dict[str, Tensor]] = {}
         self._factors: dict[int, Tensor | None] = {}
         self._losses: dict[int, list[float]] = {}
-        self.losses: list[float] = []
+        self.losses: list[list[float]] = []  # of each step's micro-batches
         self.most_in_flight = 0
         self._works = {
             Op.F: self._forward,
@@ -365,10 +365,10 @@ class StageCompute:
             self._weights.harvest(self._pipeline.group_of(micro))
 
     def _note_loss(self, micro: int, loss: float) -> None:
-        """The mean over a group, as the plain loop takes it.
+        """A loss of a group, whose mean is the step's.
 
         Raises:
-            TrialError: it is not finite, and the recipe does not ignore that.
+            TrialError: that is not finite, and the recipe does not ignore that.
         """
         group = self._pipeline.group_of(micro)
         self._losses.setdefault(group, []).append(loss)
@@ -382,8 +382,8 @@ class StageCompute:
                 f"the loss of step {step} is {mean}. Lower the learning rate or clip the "
                 "gradients, or train on with Recipe(on_nonfinite='ignore')."
             )
-        self.losses.append(mean)
-        self._on_loss(mean)
+        self.losses.append(found)
+        self._on_loss(found)
 
     # -- steps ----------------------------------------------------------------------------
 

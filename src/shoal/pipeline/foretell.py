@@ -95,7 +95,7 @@ class Foretelling:
 
     Args:
         chain: The model's; its later parameters may be gone: what they compute is not looked at.
-        stop: The layer at which the second stage begins.
+        stop: The layer at which the second stage begins; 0 to foretell the first stage's too.
         whole: Has all of the model's weights there, of whatever values, while others' draws are
             recorded.
     """
@@ -144,7 +144,8 @@ class Foretelling:
 
     def _first_stage(self, batch: Batch) -> tuple[Any, Any]:
         micro = self._chain.begin(clone_batch(batch))
-        return micro, run_forward(self._chain, micro, 0, self._stop, {})
+        wires = run_forward(self._chain, micro, 0, self._stop, {}) if self._stop else {}
+        return micro, wires
 
     def _others(self, micro: Any, wires: Any) -> None:
         with torch.no_grad(), autocast(self._chain.recipe, self._chain.device):

@@ -17,6 +17,7 @@ from shoal.pipeline.processes import HANG_S, StageProcesses
 from shoal.pipeline.schedule import Pipeline
 from shoal.pipeline.stage import Ran
 from shoal.pipeline.train import Part, train_stage
+from shoal.pipeline.wide import mean_in_order
 from shoal.program.ir import Program
 from shoal.recipe import Recipe
 
@@ -27,7 +28,8 @@ class Trained:
 
     ``losses`` has one float per optimizer step, the mean over its micro-batches. ``state`` has
     the layout of ``TrialResult.load_state()``: everything by parameter name. ``ran`` says when
-    each stage computed what, ``most_in_flight`` how many micro-batches it held activations of.
+    each stage of each copy computed what, ``most_in_flight`` how many micro-batches it held
+    activations of.
     """
 
     losses: tuple[float, ...]
@@ -50,6 +52,7 @@ def run_stages(
     recompute: bool = False,
     lag: int = 0,
     predict: bool = False,
+    width: int = 1,
     draws: bool | None = None,
     foretell: bool = True,
     threads: int = 1,
@@ -58,14 +61,16 @@ def run_stages(
 ) -> Trained:
     """Train a recipe for ``steps`` optimizer steps, its model in ``stages`` processes.
 
-    The micro-batches of a step are the recipe's ``accumulate`` batches. Every schedule but
-    "2bw" ends on the bits of ``shoal.testing.plain_loop``, that one on those of
+    The micro-batches of a step are the recipe's ``accumulate`` batches. Every schedule but "2bw"
+    ends on the bits of ``shoal.testing.plain_loop``, that one on those of
     ``shoal.testing.plain_2bw_loop``; with ``predict`` it computes with a guess of the weights that
-    its gradients will meet. ``cuts`` are the layers of the model's chain at which the later stages
-    begin; None for the quickest slowest stage, by measurement. ``recompute`` runs forwards again
-    rather than keep what they save. ``draws`` says whether the model draws random numbers; None to
-    find out on the first batch; with ``foretell`` the first stage draws ahead what later ones will
-    draw, where that can be done, and forwards overlap. ``processes`` are kept for the next run.
+    its gradients will meet. ``width`` copies of the pipeline share the micro-batches of each step,
+    and end on the bits of the same loop with ``copies=width``. ``cuts`` are the layers of the
+    model's chain at which the later stages begin; None for the quickest slowest stage, by
+    measurement. ``recompute`` runs forwards again rather than keep what they save. ``draws`` says
+    whether the model draws random numbers; None to find out on the first batch; with ``foretell``
+    the first stage draws ahead what later ones will draw, where that can be done, and forwards
+    overlap. ``processes`` are kept for the next run.
     Nothing is evaluated.
 
     Raises:
@@ -86,15 +91,17 @@ def run_stages(
         recompute=recompute,
         lag=lag,
         predict=predict,
+        width=width,
         draws=draws,
         foretell=foretell,
         threads=threads,
     )
     _require_possible(training)
     with ExitStack() as stack:
-        crew = processes or stack.enter_context(StageProcesses(stages))
-        parts = crew.run(functools.partial(train_stage, training=training), stages, hang_s=hang_s)
-    return _joined(parts)
+        crew = processes or stack.enter_context(StageProcesses(stages * width))
+        work = functools.partial(train_stage, training=training)
+        parts = crew.run(work, stages * width, hang_s=hang_s)
+    return _joined(parts, stages)
 
 
 def _require_possible(training: Training) -> None:
@@ -106,6 +113,7 @@ def _require_possible(training: Training) -> None:
         stages=training.stages,
         groups=(training.recipe.accumulate,),
         lag=training.lag,
+        width=training.width,
     )
     if training.cuts is not None and len(training.cuts) != training.stages - 1:
         raise SpecError(
@@ -124,9 +132,13 @@ def _require_possible(training: Training) -> None:
         )
 
 
-def _joined(parts: list[Part]) -> Trained:
-    """The parts of all stages as one state."""
-    first, last = parts[0], parts[-1]
+def _joined(all_parts: list[Part], stages: int) -> Trained:
+    """The parts of all stages as one state: those of copy 0, all copies having the same."""
+    parts, ends = all_parts[:stages], all_parts[stages - 1 :: stages]
+    first = parts[0]
+    last = ends[(first.pipeline.groups[-1] - 1) % len(ends)]  # it had the last micro-batch
+    each = zip(*(part.losses for part in ends), strict=True)
+    losses = tuple(map(mean_in_order, each))
     state = {
         "model": {name: tensor for part in parts for name, tensor in part.model.items()},
         "optimizer": {
@@ -135,13 +147,13 @@ def _joined(parts: list[Part]) -> Trained:
         },
         "schedule": first.schedule,
         "rng": (last if last.pipeline.draws else first).rng,
-        "step": len(last.losses),
+        "step": len(losses),
     }
     return Trained(
-        losses=last.losses,
+        losses=losses,
         state=state,
         pipeline=first.pipeline,
         program=first.program,
-        ran=tuple(part.ran for part in parts),
-        most_in_flight=tuple(part.most_in_flight for part in parts),
+        ran=tuple(part.ran for part in all_parts),
+        most_in_flight=tuple(part.most_in_flight for part in all_parts),
     )

@@ -30,6 +30,7 @@ micro-batches in flight than a group has, which is why a group has at least d.
              With "2bw" nobody waits for it: a stage steps right before it first reads the new
              version
     param    parameters that a later stage borrows are sent to it when they have stepped
+    sum      with copies of the pipeline: see [Note: copies] in ``wide``
     rng      where the model draws random numbers, those of a micro-batch continue those of the
              one before: the last stage hands the random state back to stage 0. Before its next
              forward; or, if stage 0 can foretell it, before its backward, to be compared
@@ -39,11 +40,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from shoal.core.errors import SpecError
 from shoal.core.technique import SCHEDULES, Schedule
+from shoal.pipeline.wide import Copies, shares, widened
 from shoal.program.ir import Action, Op, Part, Program
 
 Order = Iterator[tuple[Op, int]]
@@ -63,6 +65,7 @@ class Pipeline:
     cut their backward in two. ``begun`` is 1 where "2bw" goes on after a step: version 1 is the
     newest at the start, with version 0 beside it. ``follows`` says that another program goes on
     from the end, so that all that is borrowed, and the random state, are where it begins.
+    ``width`` copies of it share the micro-batches of each step: see [Note: copies] in ``wide``.
 
     Raises:
         SpecError: no such pipeline; says what is too few, with the numbers.
@@ -80,6 +83,7 @@ class Pipeline:
     whole: tuple[int, ...] = ()
     begun: int = 0
     follows: bool = False
+    width: int = 1
     _ends: tuple[int, ...] = field(init=False, default=(), repr=False)
 
     def __post_init__(self) -> None:
@@ -91,13 +95,31 @@ class Pipeline:
                 f"a pipeline has 1 stage or more, a step of 1 micro-batch or more, and lag=0 or "
                 f"more; got stages={self.stages}, groups={self.groups}, lag={self.lag}."
             )
-        if self.schedule == "2bw" and min(self.groups) < self.stages:
-            raise SpecError(
-                f"2bw with {self.stages} stages needs {self.stages} micro-batches a step or more, "
-                f"got {min(self.groups)}: else more than two weight versions would be in use. "
-                f"Give Recipe(accumulate={self.stages}), fewer stages, or schedule='flush'."
-            )
+        self._require_enough()
         object.__setattr__(self, "_ends", tuple(accumulate(self.groups)))
+
+    def _require_enough(self) -> None:
+        """Raises SpecError where a step has too few micro-batches."""
+        if self.width < 1 or min(self.groups) < self.width:
+            raise SpecError(
+                f"a pipeline has 1 copy or more, and each takes 1 micro-batch of a step or more; "
+                f"got width={self.width} and a step of {min(self.groups)}. Give the recipe a "
+                "larger accumulate=, or ask for fewer copies."
+            )
+        if self.width > 1 and self.draws and not self.foretold:
+            raise SpecError(
+                f"the model draws random numbers, and what it draws cannot be foretold: "
+                f"{self.width} copies would wait for each other before every micro-batch. Use "
+                "width=1."
+            )
+        least = self.stages * self.width
+        if self.schedule == "2bw" and min(self.groups) < least:
+            each = f" in each of {self.width} copies" if self.width > 1 else ""
+            raise SpecError(
+                f"2bw with {self.stages} stages{each} needs {least} micro-batches a step or more, "
+                f"got {min(self.groups)}: else more than two weight versions would be in use. "
+                f"Give Recipe(accumulate={least}), fewer stages, or schedule='flush'."
+            )
 
     @property
     def versions(self) -> int:
@@ -135,6 +157,8 @@ class Pipeline:
 
     def bound(self, stage: int) -> int:
         """The most micro-batches of which a stage may hold activations at a time."""
+        if self.width > 1:
+            return self.of_copy(0).bound(stage)
         if self.schedule == "gpipe":
             return self.ahead(stage) + 1
         behind = stage if self._splits(stage) else 0
@@ -143,7 +167,32 @@ class Pipeline:
 
     def program(self) -> Program:
         """The program; see ``check.check_pipeline`` for its proof."""
+        if self.width > 1:
+            return widened([self.of_copy(c).program() for c in range(self.width)], self.copies)
         return Program(tuple(tuple(_Stage(self, s).actions()) for s in range(self.stages)))
+
+    def of_copy(self, copy: int) -> Pipeline:
+        """What one of the copies would run alone: its micro-batches, counted from 0.
+
+        What it draws is always compared with what was foretold, to the end.
+        """
+        groups = shares(self.groups, self.width)[copy]
+        return replace(self, width=1, groups=groups, follows=self.follows or self.draws)
+
+    @property
+    def copies(self) -> Copies:
+        """Which copies there are."""
+        late = self.versions > 1
+        return Copies(stages=self.stages, groups=self.groups, width=self.width, late=late)
+
+    @property
+    def gradient_sets(self) -> int:
+        """Gradients of a stage that are there at a time: of two steps, and of other copies.
+
+        Those of others come, and its own go to them, a message for each.
+        """
+        has_two = self.versions > 1 and (self.clip or self.width > 1)
+        return 1 + has_two + 2 * (self.width - 1)
 
     def _splits(self, stage: int) -> bool:
         return self.schedule == "zb-h1" and stage > 0 and stage not in self.whole

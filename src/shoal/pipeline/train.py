@@ -10,6 +10,8 @@ import cloudpickle
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.partition.build import clone_batch
+from shoal.partition.chain import Chain
 from shoal.pipeline.build import (
     Built,
     Found,
@@ -23,10 +25,12 @@ from shoal.pipeline.build import (
 )
 from shoal.pipeline.check import check_pipeline
 from shoal.pipeline.compute import Share, StageCompute
+from shoal.pipeline.copies import CopyCompute, Dealer, Dealt
+from shoal.pipeline.foretell import Foretelling
 from shoal.pipeline.packing import Packer
 from shoal.pipeline.post import Post, lines_of
 from shoal.pipeline.schedule import Pipeline
-from shoal.pipeline.stage import Ran, run_stage
+from shoal.pipeline.stage import Compute, Ran, run_stage
 from shoal.pipeline.weights import Weights
 from shoal.program.ir import Program
 from shoal.rng import RngState
@@ -47,14 +51,17 @@ class Place(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one stage has of the trained model; ``losses`` are the last stage's."""
+    """What one stage has of the trained model.
+
+    ``losses`` are the last stage's, of each step's micro-batches.
+    """
 
     model: Mapping[str, Tensor]
     optimizer: Mapping[str, Mapping[str, Any]]
     groups: list[dict[str, Any]]
     schedule: Any
     rng: RngState
-    losses: tuple[float, ...]
+    losses: list[list[float]]
     most_in_flight: int
     ran: list[Ran]
     pipeline: Pipeline
@@ -71,29 +78,61 @@ def train_stage(place: Place, training: Training) -> Part:
         found = _tell(None)
         chain = chain_like(training, built, found)
     shares = shares_of(chain, found.cuts, training.stages)
-    share, pipeline = shares[place.rank], pipeline_of(training, found, shares)
+    share, pipeline = shares[place.rank % training.stages], pipeline_of(training, found, shares)
     program = pipeline.program()
     if place.rank == 0:  # the others make the same one, and wait until it is proved
         check_pipeline(pipeline, program)
         _tell(found)
     let_go(built, share)
     weights = _weights(built, share, pipeline, training.predict)
-    compute = StageCompute(
-        pipeline,
-        chain,
-        share,
-        weights,
-        fetch=built.feed.fetch if built.feed is not None else _no_feed,
-        after_step=built.schedule.step if built.schedule else _nothing,
-        foretelling=foretelling,
-    )
+    copy = place.rank // training.stages
+    compute, runs = _computing(copy, built, chain, share, weights, pipeline, foretelling)
     actions = program.devices[place.rank]
     place.begin([str(action) for action in actions])
     with Post(lines_of(actions), Packer(built.params)) as post:
-        ran = run_stage(actions, compute, post, place.watch)
+        ran = run_stage(actions, runs, post, place.watch)
     weights.newest(len(pipeline.groups))
     chain.close()
     return _part(built, share, compute, pipeline, program, ran)
+
+
+def _computing(
+    copy: int,
+    built: Built,
+    chain: Chain,
+    share: Share,
+    weights: Weights,
+    pipeline: Pipeline,
+    foretelling: Foretelling | None,
+) -> tuple[StageCompute, Compute]:
+    """The stage as its copy alone would compute it, and what runs the actions of all copies."""
+    fetch = built.feed.fetch if built.feed is not None else _no_feed
+    after_step = built.schedule.step if built.schedule else _nothing
+    if pipeline.width == 1:
+        stage = StageCompute(
+            pipeline,
+            chain,
+            share,
+            weights,
+            fetch=fetch,
+            after_step=after_step,
+            foretelling=foretelling,
+        )
+        return stage, stage
+    dealt = Dealt()
+    stage = StageCompute(
+        pipeline.of_copy(copy),
+        chain,
+        share,
+        weights,
+        fetch=dealt.fetch,
+        after_step=after_step,
+    )
+    dealer = None
+    if built.feed is not None:  # what a source may use again is read ahead
+        dealer = Dealer(lambda group: clone_batch(fetch(group)), foretelling)
+    there = (weights, chain.model)
+    return stage, CopyCompute(pipeline, stage, copy, share, *there, dealt=dealt, dealer=dealer)
 
 
 def _tell(found: Found | None) -> Found:
@@ -139,7 +178,7 @@ def _part(
         ],
         schedule=built.schedule.state_dict() if built.schedule else None,
         rng=compute.end_rng,
-        losses=tuple(compute.losses),
+        losses=compute.losses,
         most_in_flight=compute.most_in_flight,
         ran=ran,
         pipeline=pipeline,

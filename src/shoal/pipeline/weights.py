@@ -136,6 +136,14 @@ class Weights:
                 found[name], parameter.grad = parameter.grad, None
         return found
 
+    def gradients(self, step: int) -> Grads:
+        """The gradients of a step, of the parameters that have one."""
+        return self._summed[step]
+
+    def replace_gradients(self, step: int, grads: Grads) -> None:
+        """Step with these, which are owned from now on."""
+        self._summed[step] = grads
+
     def norms(self, step: int) -> Grads:
         """The norm of each gradient of a step."""
         grads = self._summed[step]

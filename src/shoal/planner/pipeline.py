@@ -22,6 +22,7 @@ from shoal.core.units import Bytes, Seconds
 from shoal.memory.layout import TrialLayout
 from shoal.pipeline.check import check_pipeline
 from shoal.pipeline.schedule import Pipeline
+from shoal.pipeline.wide import ROUNDS_AHEAD
 from shoal.planner.need import Need, Request
 from shoal.planner.price import Speeds
 from shoal.planner.stages import Cutter, Split, as_stages, drawing_ahead, predicted, with_halves
@@ -106,11 +107,13 @@ def candidates(
 
 def study_s(staged: Staged, devices: int, trials: int) -> float:
     """Seconds until all trials have done a step, so many pipelines at a time as fit."""
-    return _rounds(len(staged.stages), devices, trials) * staged.step_s
+    taken = len(staged.stages) * staged.technique.width
+    return _rounds(taken, devices, trials) * staged.step_s
 
 
-def _rounds(stages: int, devices: int, trials: int) -> int:
-    return ceil(trials / max(1, devices // stages))
+def _rounds(taken: int, devices: int, trials: int) -> int:
+    """How many times devices are given out, so many to a trial."""
+    return ceil(trials / max(1, devices // taken))
 
 
 def _ranked(found: list[Staged], devices: int, trials: int) -> list[Staged]:
@@ -133,15 +136,15 @@ def _quickest(
     """The candidates with their cuts, those that the closed formula has as the quickest."""
     micros = asked.micro_batches or terms.request.micro_batches
     open_ = replace(asked, micro_batches=micros)
-    most = devices
+    most = devices // asked.width
     if asked.schedule == "2bw":
         shortest = terms.shortest or terms.request.micro_batches
-        most = min(devices, shortest * terms.split(micros).pieces)
+        most = min(most, shortest * terms.split(micros).pieces // asked.width)
     counts = [asked.stages] if asked.stages else range(2, most + 1)
     fitting: list[tuple[float, Pipelined]] = []
     large: list[Pipelined] = []
     for stages in counts:
-        times = _rounds(stages, devices, trials)
+        times = _rounds(stages * asked.width, devices, trials)
         for recompute in (False, True) if asked.recompute is None else (asked.recompute,):
             one = _with_cuts(replace(open_, stages=stages, recompute=recompute), terms, budget)
             if one is not None and one[1]:
@@ -180,7 +183,8 @@ def _with_cuts(asked: Pipelined, terms: Terms, budget: Bytes) -> tuple[Pipelined
 def closed_form_s(technique: Pipelined, measure: JobMeasure) -> float:
     """About how long a step takes: the bubbles of the papers, with uneven stages."""
     shards = predicted(measure.layers, technique.cuts or ())
-    micros, again = technique.micro_batches or 1, bool(technique.recompute)
+    micros = ceil((technique.micro_batches or 1) / technique.width)
+    again = bool(technique.recompute)
     each = [s.backward_s + again * s.forward_s for s in shards[:-1]] + [shards[-1].backward_s]
     once, slowest = sum(each), max(each)
     if technique.schedule == "naive":
@@ -290,6 +294,7 @@ def pipeline_of(
         draws=terms.measure.draws,
         foretold=terms.measure.draws,
         whole=tuple(sorted(tied | changed)),
+        width=technique.width,
     )
 
 
@@ -300,7 +305,7 @@ def _bounding(technique: Pipelined) -> tuple[int, ...]:
     """Steps that are as full as all of a training: with no more micro-batches than that takes."""
     micros, stages = technique.micro_batches or 1, technique.stages or 1
     if technique.schedule != "gpipe":
-        micros = min(micros, 2 * stages + 2)
+        micros = min(micros, technique.width * (2 * stages + 2))
     return (micros,) * (3 if technique.schedule == "2bw" else 2)
 
 
@@ -316,7 +321,7 @@ def _needs(
     prints = check_pipeline(pipeline, pipeline.program(), costs)
     return tuple(
         _need(pipeline, technique, stages, stage, found, batch, terms)
-        for stage, found in enumerate(prints)
+        for stage, found in enumerate(prints[: len(stages)])  # those of other copies need no more
     )
 
 
@@ -349,8 +354,11 @@ def _need(
 
 
 def _frames(pipeline: Pipeline, stages: Sequence[ShardSpec], stage: int, batch: Bytes) -> int:
-    """Messages that came before they are asked for, and one on its way out, of each line."""
-    size = 0
+    """Messages that came before they are asked for, and one on its way out, of each line.
+
+    With copies of the pipeline the first one reads the next micro-batches of all ahead.
+    """
+    size = ROUNDS_AHEAD * pipeline.width * batch if pipeline.width > 1 and not stage else 0
     if stage:
         ahead = pipeline.bound(stage - 1) - pipeline.bound(stage)
         came = max(1, min(FRAMES_AHEAD, ahead))
@@ -383,7 +391,7 @@ def _replayed(
 ) -> tuple[Seconds, float]:
     """Seconds of a step in the middle of a training, and the part of them that is bubbles."""
     micros, count = technique.micro_batches or 1, len(stages)
-    some = min(micros, max(MOST_MICROS, 2 * count))
+    some = min(micros, technique.width * max(MOST_MICROS, 2 * count))
     step_s, busy_s = _steady(technique, stages, ties, batch, terms, some)
     if some < micros:
         fewer = some // 2
@@ -391,7 +399,8 @@ def _replayed(
         more = (micros - some) / (some - fewer)
         step_s += more * (step_s - before_s)
         busy_s += more * (busy_s - busy_before_s)
-    bubbles = 1.0 - busy_s / (count * step_s) if step_s > 0 else 0.0
+    devices = count * technique.width
+    bubbles = 1.0 - busy_s / (devices * step_s) if step_s > 0 else 0.0
     return Seconds(max(step_s, 1e-6)), min(max(bubbles, 0.0), 1.0)
 
 
@@ -407,11 +416,13 @@ def _steady(
     stepping = tuple(
         replace(stage, step_s=Seconds(stage.step_s * terms.speeds.device_step)) for stage in stages
     )
-    costs = {0: JobCosts(shards=stepping, batch_bytes=batch)}
+    one = JobCosts(shards=stepping, batch_bytes=batch)
+    costs = dict.fromkeys(range(technique.width), one)
 
     def ran(steps: int) -> tuple[float, float]:
         pipeline = pipeline_of(technique, stages, terms, (micros,) * steps, ties)
-        run = Run(program=pipeline.program(), costs=costs, devices=tuple(range(pipeline.stages)))
+        devices = tuple(range(pipeline.copies.devices))
+        run = Run(program=pipeline.program(), costs=costs, devices=devices)
         timeline = replay(
             [run],
             durations=lambda action: _message_s(action, stages, batch, terms.speeds),
@@ -438,6 +449,8 @@ def _message_bytes(action: Action, stages: Sequence[ShardSpec], batch: Bytes) ->
     shard = stages[action.shard]
     if Part.PARAM in action.parts:
         return shard.parameter_bytes - shard.owned_bytes
+    if Part.SUM in action.parts:
+        return shard.gradient_bytes
     if Part.NORM in action.parts or Part.RNG in action.parts:
         return 0
     return shard.carry_bytes if Part.GRAD in action.parts else shard.boundary_bytes + batch

@@ -237,7 +237,7 @@ class Cutter:
         """What a stage needs at its worst moment, on paper."""
         two = pipeline.versions - 1
         weights = self._read * (1 + two) + self._owned * predict + self._state
-        weights = weights + self._gradients * (1 + two * pipeline.clip)
+        weights = weights + self._gradients * pipeline.gradient_sets
         is_last = stage == pipeline.stages - 1
         flights = pipeline.bound(stage)
         entering = (self._entering[:, None] if stage else 0.0) + self._batch

@@ -33,6 +33,15 @@ from shoal.planner.price import Speeds
 from shoal.planner.stages import legal_cuts
 from shoal.planning.planned import Settled
 from shoal.planning.speeds import corrected
+from shoal.planning.widening import (
+    instead,
+    least_micros,
+    refuse_copies,
+    too_few_micros,
+    ways_out,
+    who_needs,
+    why_wide,
+)
 from shoal.recipe import Recipe
 from shoal.runtime.messages import Measure, Measured, MeasureShards, Order
 
@@ -54,11 +63,14 @@ def early(technique: Technique | None, recipe: Recipe, devices: Sequence[DeviceS
     if not isinstance(technique, Pipelined):
         return
     stages, names = technique.stages or 2, ", ".join(device.name for device in devices)
-    if stages > len(devices):
+    if stages * technique.width > len(devices):
+        wide = technique.width > 1
+        copies = f"{technique.width} copies of " if wide else ""
+        count = f", which is {stages * technique.width}," if wide else ","
         raise PlanError(
-            f"a pipeline of {stages} stages takes a device for each, and there "
+            f"{copies}a pipeline of {stages} stages takes a device for each{count} and there "
             f"{'is' if len(devices) == 1 else 'are'} {len(devices)}: {names}. Ask for fewer "
-            "stages, or give more devices."
+            f"{'copies or ' * wide}stages, or give more devices."
         )
     if recipe.precision == rounding.NAME:
         raise PlanError(
@@ -85,12 +97,11 @@ def _refuse_micro_batches(technique: Pipelined, recipe: Recipe) -> None:
             "another experiment for BatchNorm, ignored labels and losses over a batch. Give "
             f"Recipe(splittable=True), or ask for micro_batches={accumulate}."
         )
-    least = technique.stages or 2
-    if technique.schedule == "2bw" and micros < least:
+    if words := too_few_micros(technique, micros, f"and a step has {micros}"):
+        least = least_micros(technique)
         raise PlanError(
-            f"2bw with {least} stages needs {least} micro-batches a step or more, and a step has "
-            f"{micros} (accumulate={accumulate}). Give Recipe(accumulate={least}), fewer stages, "
-            "or schedule='flush'."
+            f"{words} (accumulate={accumulate}). Give Recipe(accumulate={least}), "
+            f"{ways_out(technique)}."
         )
 
 
@@ -103,6 +114,8 @@ def numerics(technique: Technique, accumulate: int) -> dict[str, Scalar]:
     found: dict[str, Scalar] = {}
     if not isinstance(technique, Pipelined):
         return found
+    if technique.width > 1:
+        found["copies"] = technique.width
     if technique.is_stale:
         found["weights"] = "one step old" + (", guessed" if technique.predict else "")
     if technique.micro_batches != accumulate:
@@ -114,11 +127,13 @@ def technique_on_record(keys: Iterable[Mapping[str, Scalar]]) -> Technique | Non
     """The technique that trials with such numerics keys go on with; None for any other one."""
     for key in keys:
         weights, micros = key.get("weights"), key.get("micro_batches")
-        if weights or micros:
+        copies = key.get("copies")
+        if weights or micros or copies:
             return Pipelined(
                 schedule="2bw" if weights else "flush",
                 predict="guessed" in str(weights),
                 micro_batches=int(micros) if micros else None,
+                width=int(copies or 1),
             )
     return None
 
@@ -295,12 +310,13 @@ class Pipelining:
 
     def _why(self, whole: Need, chosen: Staged, asked: Pipelined, terms: Terms) -> list[str]:
         count, technique = len(chosen.stages), chosen.technique
+        most, devices = self._devices // technique.width, count * technique.width
         each = ", ".join(
             f"stage {stage} {format_bytes(n.total)}" for stage, n in enumerate(chosen.needs)
         )
         named = f"{count} stages were asked for"
         if not asked.stages:
-            named = f"of 2 to {self._devices} stages {count} are the quickest that fit"
+            named = f"of 2 to {most} stages {count} are the quickest that fit"
         cut = "the cuts are those with the quickest slowest stage, of what fits"
         if asked.cuts:
             cut = "their cuts were asked for"
@@ -308,7 +324,7 @@ class Pipelining:
             f"resident one device would need {format_bytes(whole.total)} of "
             f"{format_bytes(self._budget)}; in stages it needs {each}",
             f"{named}; {cut}",
-            f"a step takes {format_seconds(chosen.step_s)} of {count} devices, "
+            f"a step takes {format_seconds(chosen.step_s)} of {devices} devices, "
             f"{chosen.bubbles:.0%} of it bubbles, replayed with "
             f"{terms.speeds.source} and {1e3 * MESSAGE_S:g} ms a message",
         ]
@@ -323,6 +339,8 @@ class Pipelining:
                 "the model draws random numbers: its first stage is taken to draw ahead what the "
                 "others draw, and waits for them where that cannot be done"
             )
+        if technique.width > 1:
+            reasons.append(why_wide(technique, chosen.stages))
         if technique.schedule == "2bw":
             reasons.append(
                 "gradients are of weights that are one step old, as 2bw was asked for; the "
@@ -346,8 +364,8 @@ class Pipelining:
             outs.append("leave cuts= out to have others tried")
         if asked.recompute is False:
             outs.append("leave recompute= out to have forwards run again")
-        if self._devices > count:
-            outs.append(f"ask for more stages, up to {self._devices}")
+        if (most := self._devices // asked.width) > count:
+            outs.append(f"ask for more stages, up to {most}")
         return PlanError(
             f"{_head(trial, closest.technique)}stage {number}, {names}, needs "
             f"{format_bytes(closest.needs[number].total)} on a device of "
@@ -388,6 +406,7 @@ class Pipelining:
             or _no_legal_cuts(measure, asked)
             or self._uneven_rows(measure, asked)
             or self._too_few_micros(measure, asked)
+            or refuse_copies(measure, asked)
         )
 
     def _uneven_rows(self, measure: JobMeasure, asked: Pipelined) -> str:
@@ -402,26 +421,26 @@ class Pipelining:
         )
 
     def _too_few_micros(self, measure: JobMeasure, asked: Pipelined) -> str:
-        """Whether a step of 2bw has fewer micro-batches than stages; the last of an epoch too."""
-        if asked.schedule != "2bw":
+        """Whether a step has fewer micro-batches than it needs; the last of an epoch too."""
+        if asked.schedule != "2bw" and asked.width == 1:
             return ""
         accumulate, count = self._request.micro_batches, measure.num_batches
         if count is None:
             return (
                 "its data does not say how many batches it has, so the last step of an epoch may "
-                "have fewer micro-batches than 2bw needs. Give data with a len(), or use "
-                "schedule='flush'."
+                f"have fewer micro-batches than {who_needs(asked)}. Give data with a len(), or "
+                f"use {instead(asked)}."
             )
         shortest = self._shortest(measure)
         pieces = (asked.micro_batches or accumulate) // accumulate
-        stages = asked.stages or 2
-        if shortest * pieces >= stages:
+        micros = shortest * pieces
+        words = too_few_micros(asked, micros, f"and the last step of an epoch has {micros}")
+        if not words:
             return ""
         return (
-            f"2bw with {stages} stages needs {stages} micro-batches a step or more, and the last "
-            f"step of an epoch has {shortest * pieces}: {count} batches are {count // accumulate} "
+            f"{words}: {count} batches are {count // accumulate} "
             f"steps of {accumulate} and {shortest} more. Drop the last batches, change "
-            "accumulate=, or use schedule='flush'."
+            f"accumulate=, or use {instead(asked)}."
         )
 
 

@@ -73,6 +73,8 @@ def _sent_bytes(action: Action, shard: ShardSpec) -> Bytes:
     """Norms and random states are small, and count as nothing."""
     if Part.PARAM in action.parts:
         return Bytes(shard.parameter_bytes - shard.owned_bytes)
+    if Part.SUM in action.parts:
+        return shard.gradient_bytes
     if Part.NORM in action.parts or Part.RNG in action.parts:
         return Bytes(0)
     return shard.carry_bytes if Part.GRAD in action.parts else shard.boundary_bytes

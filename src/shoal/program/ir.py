@@ -40,12 +40,17 @@ the program's start: F and B of a synchronous step use version 0; see [Note: sev
 ``SEND s1 m0 d1`` is the boundary into shard 1, ``SEND s1 m0 grad d0`` the gradients that
 shard 1's B hands back; RECV has the same words with the other device. A SEND never
 blocks and its tensor leaves the device; a RECV takes what its peer sent of its kind in the
-order sent. Three more kinds leave a copy behind:
+order sent. Four more kinds leave a copy behind:
 
     ``norm``    ``SEND s2 v5 norm d0``: the norms of shard 2's gradients for step 5; from the
                 device that has the SYNC, the clipping factor that came of all of them
     ``param``   ``SEND s3 v6 param d3``: version 6 of the parameters that shard 3 borrows
     ``rng``     ``SEND s3 m0 rng d0``: the random state after the forwards of micro-batch 0
+    ``sum``     ``SEND s1 v5 sum d3``: the gradients of shard 1 for step 5, to a device with a copy
+                of it, which adds them to its own
+
+Where there are copies of a pipeline each is a trial of the program, ``t1`` the second one, and
+``SEND s0 m1 d2 t1`` brings it a batch: what enters shard 0.
 
 B may be cut in two: ``I s1 m0`` hands on the gradients of its boundary as B does, and
 ``W s1 m0``, some time later, adds to ``grad``; what was saved stays until then.
@@ -96,8 +101,9 @@ class Part(StrEnum):
     BOUNDARY = "boundary"
     SAVED = "saved"
     HEAD = "head"
-    NORM = "norm"  # these two in messages only
+    NORM = "norm"  # these three in messages only
     RNG = "rng"
+    SUM = "sum"
 
 
 Kept = Mapping[int, Collection[Part]]

@@ -16,7 +16,7 @@ from shoal.program.ir import Action, Op, Part, Program, lone_part
 from shoal.program.slots import SlotMap, is_unit
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W, Op.STEP, Op.SYNC})
-TOLD = (Part.NORM, Part.PARAM, Part.RNG)
+TOLD = (Part.NORM, Part.PARAM, Part.RNG, Part.SUM)
 """What a message may tell of, beside boundaries and gradients."""
 
 
@@ -128,11 +128,14 @@ def _reads(action: Action) -> list[_Name]:
             ("compute", trial),
             *_received(action),
             *(("told", trial, part) for part in TOLD),
+            *([("summed", shard)] if action.op in (Op.STEP, Op.SYNC) else ()),
             *(loads if action.op is not Op.SYNC else ()),
         ]
     if action.op is Op.STEP:
         return [("home", trial, shard, part) for part in Part] + [("norm", trial)]
     if action.op is Op.SEND:
+        if Part.NORM in action.parts:
+            return [("compute", trial), ("summed", shard)]
         return [("compute", trial)] if message_kind(action) > 1 else [_made(action)]
     return []
 
@@ -159,6 +162,8 @@ def _writes(action: Action) -> list[_Name]:
         place = "device" if action.place == "device" else "home"
         changed: list[_Name] = [(place, trial, shard, part) for part in Part]
         return changed + ([("compute", trial)] if place == "device" else [])
+    if action.op is Op.RECV and Part.SUM in action.parts:
+        return [("summed", shard)]  # whichever copy they are of
     if action.op is Op.RECV:
         told: list[_Name] = [("told", trial, part) for part in TOLD if part in action.parts]
         return told or [_made(action)]

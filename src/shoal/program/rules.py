@@ -21,6 +21,7 @@ from shoal.program.world import (
     Home,
     Tensor,
     World,
+    is_batch,
     sent,
     tensor,
 )
@@ -54,7 +55,7 @@ def _form(world: World, device: int, action: Action) -> Iterator[str]:
             "action, or remove the part."
         )
     if action.op in (Op.SEND, Op.RECV) and (len(action.parts) > 1 or STATE in action.parts):
-        yield "a message is of one kind: a boundary, grad, norm, param or rng. Name one of them."
+        yield "a message is of one kind: a boundary, grad, norm, param, rng or sum. Name one."
     if action.own and (action.op is not Op.LOAD or action.parts != (PARAM,)):
         yield "only a LOAD of parameters alone takes memory of its own. Remove the word."
     if action.late and (action.op is not Op.LOAD or STATE not in action.parts):
@@ -66,7 +67,7 @@ def _form(world: World, device: int, action: Action) -> Iterator[str]:
             "only a DROP of gradients, of a boundary or of what F saved is waited for. Remove the "
             "word."
         )
-    is_told = Part.NORM in action.parts or PARAM in action.parts
+    is_told = bool({Part.NORM, Part.SUM, PARAM} & set(action.parts))
     with_micro = action.op in (Op.F, *BACKWARDS, Op.W) or lone_part(action) is not None
     with_micro |= BOUNDARY in action.parts
     with_micro |= action.op in (Op.SEND, Op.RECV) and not is_told
@@ -178,6 +179,9 @@ def _unit(world: World, device: int, action: Action) -> Iterator[str]:
         if (device, wanted) not in world.tensors:
             maker = "B" if wanted.kind == "carry" else Op.F
             shard = wanted.shard - (wanted.kind == "boundary")
+            if shard < 0:
+                yield f"the batch of m{action.micro} is not on this device. Put its RECV before."
+                continue
             if wanted in world.away:
                 yield (
                     f"{action.op} needs {wanted}, which waits on the host. Put "
@@ -382,11 +386,13 @@ def _send(world: World, device: int, action: Action) -> Iterator[str]:
         yield from _send_norm(world, device, action)
     elif kind == "weights":
         yield from _send_weights(world, device, action)
+    elif kind == "sum":
+        yield from _send_sum(world, action)
     elif kind == "rng":
         ran = [world.units.get((op, action.trial, action.shard, action.micro)) for op in _UNITS]
         if ran == [None] * len(_UNITS):
             yield f"no unit of s{action.shard} m{action.micro} has run. Put the SEND after it."
-    elif (device, sent(action)) not in world.tensors:
+    elif (device, sent(action)) not in world.tensors and not is_batch(action):
         yield f"{sent(action)} is not on this device. Put the unit that leaves it before the SEND."
 
 
@@ -396,6 +402,18 @@ def _send_norm(world: World, device: int, action: Action) -> Iterator[str]:
     has_sync = world.sync_on.get(action.trial) == device
     if has_sync and world.syncs[action.trial] <= action.version:
         yield "the factor is known only after SYNC. Put the SEND after it."
+
+
+def _send_sum(world: World, action: Action) -> Iterator[str]:
+    name = f"s{action.shard}"
+    if _backwards_left(world, action, world.done_first(action.version)):
+        yield "gradients are still to come, and the sum would miss them. Put the SEND after them."
+    newest = world.home(action.trial, action.shard).version
+    if not 0 <= action.version - newest < world.kept_versions:
+        yield (
+            f"{name} has been stepped {newest} times, and gradients for step {action.version} are "
+            "gone or not there yet. Send them once, before their STEP."
+        )
 
 
 def _send_weights(world: World, device: int, action: Action) -> Iterator[str]:
@@ -442,6 +460,9 @@ _RULES: dict[Op, Callable[[World, int, Action], Iterator[str]]] = {
 
 def apply(world: World, device: int, action: Action) -> None:
     """What is where once this action is done."""
+    if action.op in (Op.SEND, Op.RECV):
+        _apply_message(world, device, action)
+        return
     copy, home = world.copy(device, action), world.home(action.trial, action.shard)
     parts = set(action.parts)
     if (lone := lone_part(action)) is not None:
@@ -468,17 +489,20 @@ def apply(world: World, device: int, action: Action) -> None:
             _apply_step(world, copy, home, action)
         case Op.SYNC:
             world.syncs[action.trial] += 1
-        case Op.SEND:
-            channel = (device, action.peer or 0, message_kind(action))
-            world.messages.setdefault(channel, deque()).append(sent(action))
-            world.tensors.pop((device, sent(action)), None)
-        case Op.RECV:
-            channel = (action.peer or 0, device, message_kind(action))
-            arrived = world.messages[channel].popleft()
-            if message_kind(action) > 1:
-                world.told.add((device, arrived))
-            else:
-                world.tensors[device, arrived] = action
+
+
+def _apply_message(world: World, device: int, action: Action) -> None:
+    if action.op is Op.SEND:
+        channel = (device, action.peer or 0, message_kind(action))
+        world.messages.setdefault(channel, deque()).append(sent(action))
+        world.tensors.pop((device, sent(action)), None)
+        return
+    channel = (action.peer or 0, device, message_kind(action))
+    arrived = world.messages[channel].popleft()
+    if message_kind(action) > 1:
+        world.told.add((device, arrived))
+    else:
+        world.tensors[device, arrived] = action
 
 
 def _apply_lone(world: World, device: int, action: Action, part: Part) -> None:

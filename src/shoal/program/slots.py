@@ -94,8 +94,9 @@ def assign_slots(actions: Sequence[Action], *, start: Kept = NOTHING) -> SlotMap
 
 
 def tenants_before(actions: Sequence[Action], start: Kept) -> Mapping[ShardKey, Collection[Part]]:
-    """What is on the device before the first action, of every trial, in order."""
-    trials = sorted({action.trial for action in actions}) if start else ()
+    """What is on the device before the first action, of every trial that computes there."""
+    there = (action for action in actions if action.op not in (Op.SEND, Op.RECV))
+    trials = sorted({action.trial for action in there}) if start else ()
     return {(trial, shard): start[shard] for trial in trials for shard in sorted(start)}
 
 

@@ -16,7 +16,7 @@ from shoal.program.slots import tenants_before
 
 PARAM, STATE, GRAD, HEAD = Part.PARAM, Part.STATE, Part.GRAD, Part.HEAD
 BACKWARDS, SUMMING = (Op.B, Op.I), (Op.B, Op.W)  # what hands gradients back; what adds to them
-KINDS = ("boundary", "carry", "norm", "weights", "rng")
+KINDS = ("boundary", "carry", "norm", "weights", "rng", "sum")
 
 
 class Tensor(NamedTuple):
@@ -38,6 +38,8 @@ class Tensor(NamedTuple):
             return f"version {self.version} of the parameters that s{self.shard} borrows"
         if self.kind == "rng":
             return f"the random state after s{self.shard} of m{self.micro}"
+        if self.kind == "sum":
+            return f"the sum of the gradients of s{self.shard} for step {self.version}"
         if self.kind == "saved":
             return f"what F s{self.shard} m{self.micro} saved"
         direction = "into" if self.kind == "boundary" else "out of"
@@ -89,6 +91,7 @@ class World:
     sync_on: dict[int, int] = field(default_factory=dict)  # trial -> device
     told: set[tuple[int, Tensor]] = field(default_factory=set)  # device, what it was told
     messages: dict[tuple[int, int, int], deque[Tensor]] = field(default_factory=dict)
+    dealt: set[tuple[int, int | None]] = field(default_factory=set)  # trial, micro: a batch comes
 
     @classmethod
     def of(
@@ -115,6 +118,7 @@ class World:
         world.backwards_left.update(
             (a.trial, a.shard, world.group_of(a)) for a in program if a.op in SUMMING
         )
+        world.dealt = {(a.trial, a.micro) for a in program if a.op is Op.RECV and is_batch(a)}
         for device, (actions, start) in enumerate(zip(program.devices, starts, strict=True)):
             steps = (a for a in actions if a.op is Op.STEP)
             world.stepped_on[device] = {(a.trial, a.shard) for a in steps}
@@ -158,7 +162,7 @@ class World:
 
     def inputs(self, action: Action) -> Iterator[Tensor]:
         """What an F or B reads that other shards' units leave."""
-        if action.shard:
+        if action.shard or (action.trial, action.micro) in self.dealt:
             yield tensor("boundary", action, action.shard)
         if action.op in BACKWARDS and not self.is_last(action):
             yield tensor("carry", action, action.shard + 1)
@@ -175,6 +179,11 @@ class World:
 def tensor(kind: str, action: Action, shard: int) -> Tensor:
     """The tensor of this kind that belongs to the action's trial, micro-batch and version."""
     return Tensor(kind, action.trial, shard, action.micro, action.version)
+
+
+def is_batch(action: Action) -> bool:
+    """Is this a message with what enters the first shard: a micro-batch of another copy?"""
+    return action.op in (Op.SEND, Op.RECV) and not (action.parts or action.shard)
 
 
 def sent(action: Action) -> Tensor:

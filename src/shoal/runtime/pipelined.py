@@ -61,8 +61,8 @@ class PipelineSession(GangSession):
 
     @property
     def stages(self) -> int:
-        """How many there are."""
-        return self.members
+        """How many there are of each copy."""
+        return self.members // self.technique.width
 
     def _units(self) -> Any:
         """The chain of the whole model.

@@ -16,8 +16,10 @@ from shoal.partition.chain import Chain
 from shoal.partition.track import AllocationTracker
 from shoal.pipeline.build import draws_numbers, shares_of, ties_of, whole_stages
 from shoal.pipeline.compute import StageCompute
+from shoal.pipeline.copies import CopyCompute, Dealer, Dealt
 from shoal.pipeline.foretell import Foretelling
 from shoal.pipeline.schedule import Pipeline
+from shoal.pipeline.stage import Compute
 from shoal.pipeline.validate import Validation
 from shoal.pipeline.weights import Weights
 from shoal.recipe import Batch
@@ -35,7 +37,8 @@ class Stage:
 
     Args:
         session: The trial, placed in its region and at the step that it goes on from.
-        on_loss: Told each step's loss, on the last stage.
+        index: Which stage it is, of copy ``copy``.
+        on_loss: Told the losses of each step's micro-batches, on the last stage.
         on_metrics: Told each validation batch's metrics, on the last stage.
     """
 
@@ -45,10 +48,12 @@ class Stage:
         index: int,
         device: Device,
         *,
-        on_loss: Callable[[float], None],
+        on_loss: Callable[[Sequence[float]], None],
         on_metrics: Callable[[dict[str, float]], None],
+        copy: int = 0,
     ) -> None:
         self._session, self._index, self._device = session, index, device
+        self._copy, self._leads = copy, not (copy or index)
         self._on_loss, self._on_metrics = on_loss, on_metrics
         self._chain: Chain = session.units.chain
         self._shares = shares_of(self._chain, session.technique.cuts or (), session.stages)
@@ -62,7 +67,7 @@ class Stage:
         self._host = place_on_host(session.region, session.layout, index)
         self._load()
         self._weights = self._made_weights()
-        self._compute: StageCompute | None = None
+        self._compute: StageCompute | CopyCompute | None = None
         self._tracker: AllocationTracker | None = None
         self._steps_counted = 0
 
@@ -78,13 +83,17 @@ class Stage:
         self._buffers = {n: b.clone() for n, b in self._session.model.named_buffers()}
 
     def store(self, *, leaves: bool) -> None:
-        """Bring all that changed to the host region; the device's memory is free if it leaves."""
+        """Bring all that changed to the host region; the device's memory is free if it leaves.
+
+        All copies have the same, and the first one brings it.
+        """
         session, copy, here, there = self._session, self._device.copy, self._placed, self._host
         self._weights.rest()
         self._note_versions()
-        copy(there.param_bytes, here.param_bytes, "down")
-        copy(there.state_bytes, here.state_bytes, "down")
-        session.put_buffers_back(self._changed_buffers())
+        if not self._copy:
+            copy(there.param_bytes, here.param_bytes, "down")
+            copy(there.state_bytes, here.state_bytes, "down")
+            session.put_buffers_back(self._changed_buffers())
         if leaves:
             session.binding.bind(self._index, there)
             session.evict_everything()
@@ -189,6 +198,7 @@ class Stage:
             whole=whole_stages(self._shares, bool(technique.recompute)),
             begun=int(technique.is_stale and session.step > 0),
             follows=True,
+            width=technique.width,
         )
 
     def _look_at_draws(self) -> None:
@@ -198,35 +208,64 @@ class Stage:
             return
         session.model.train()  # a lease may begin with an evaluation
         batch, rng = session.pieces[0], capture_rng(session.device)
-        foretelling = Foretelling(self._chain, self._share.stop, whole=session.all_there)
+        first = self._share.stop if session.technique.width == 1 else 0  # of what is foretold
+        foretelling = Foretelling(self._chain, first, whole=session.all_there)
         with session.all_there():
             session.draws = draws_numbers(self._chain, batch)
             if session.draws and foretelling.works(batch):
                 session.foretelling = foretelling
         restore_rng(rng, session.device)
 
-    def begin(self, pipeline: Pipeline, steps_before: int) -> StageCompute:
+    def begin(self, pipeline: Pipeline, steps_before: int) -> Compute:
         """What computes this stage's list of a program."""
         session = self._session
         session.model.train()
-        if self._compute is None:
-            self._compute = StageCompute(
-                pipeline,
-                self._chain,
-                self._share,
-                self._weights,
-                fetch=lambda group: session.fetch_micro(),
-                after_step=self._stepped,
-                foretelling=session.foretelling,
-                on_loss=self._on_loss,
-            )
+        if self._compute is None and pipeline.width == 1:
+            fetch = self._fetch
+            self._compute = self._alone(pipeline, fetch, foretelling=session.foretelling)
+        elif self._compute is None:
+            self._compute = self._one_of_several(pipeline)
         self._compute.begin(pipeline, steps_before)
         return self._compute
+
+    def _fetch(self, group: int) -> Batch:
+        return self._session.fetch_micro()
+
+    def _alone(
+        self,
+        pipeline: Pipeline,
+        fetch: Callable[[int], Batch],
+        foretelling: Foretelling | None = None,
+    ) -> StageCompute:
+        return StageCompute(
+            pipeline,
+            self._chain,
+            self._share,
+            self._weights,
+            fetch=fetch,
+            after_step=self._stepped,
+            foretelling=foretelling,
+            on_loss=self._on_loss,
+        )
+
+    def _one_of_several(self, pipeline: Pipeline) -> CopyCompute:
+        """With what copies of the pipeline send each other; the leader reads for all of them."""
+        dealt, session = Dealt(), self._session
+        return CopyCompute(
+            pipeline,
+            self._alone(pipeline.of_copy(self._copy), dealt.fetch),
+            self._copy,
+            self._share,
+            self._weights,
+            session.model,
+            dealt=dealt,
+            dealer=Dealer(self._fetch, session.foretelling) if self._leads else None,
+        )
 
     def end(self, pipeline: Pipeline) -> None:
         """The list is through."""
         assert self._compute is not None
-        if self._index == 0 and pipeline.draws:
+        if self._leads and pipeline.draws:
             restore_rng(self._compute.end_rng, self._session.device)
         self._weights.turn(pipeline.begun + len(pipeline.groups))
 

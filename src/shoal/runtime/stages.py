@@ -9,6 +9,8 @@ so a stage never holds up its device.
     last             B0 B1 STEP  Loss   ...
 
 Each stage keeps its own shard in the trial's one host region.
+With copies of the pipeline member c * d + s is stage s of copy c: all of them train, and the first
+copy, which has what all have, evaluates and writes.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from shoal.pipeline.packing import Packer
 from shoal.pipeline.schedule import Pipeline
 from shoal.pipeline.stage import Compute
 from shoal.pipeline.validate import validation
+from shoal.pipeline.wide import mean_in_order
 from shoal.program.costs import unit_seconds
 from shoal.program.ir import Action, Op, Program
 from shoal.program.needs import message_kind
@@ -59,9 +62,10 @@ class Validate:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Of a step, from the last stage."""
+    """Of a step, from the last stage of a copy: of each of its micro-batches."""
 
-    value: float
+    copy: int
+    values: tuple[float, ...]
 
 
 class StageSeat(GangSeat):
@@ -75,6 +79,7 @@ class StageSeat(GangSeat):
         self._settled: Stage | None = None
         self._metrics: deque[Task] = deque()
         self._known: list[Known] = []
+        self._losses: dict[int, deque[tuple[float, ...]]] = {}  # of each copy, of its steps
 
     def _let_go(self) -> None:
         self._settled = None
@@ -83,6 +88,16 @@ class StageSeat(GangSeat):
     def _stage(self) -> Stage:
         assert self._settled is not None
         return self._settled
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """Which copy of the pipeline this is of, and which stage of it."""
+        return divmod(self.stage, self.session.stages)
+
+    @property
+    def _first_copy(self) -> range:
+        """The members that bring the state to the region, and evaluate."""
+        return range(self.session.stages)
 
     # -- the first stage ----------------------------------------------------------------------
 
@@ -114,7 +129,8 @@ class StageSeat(GangSeat):
         """Not more of them under way than there are stages."""
         yield from self._until(lambda: len(self._metrics) < self.session.stages)
         self._metrics.append(task)
-        self._tell(Validate())
+        for peer in self._first_copy[1:]:
+            self.links.send(peer, CONTROL, Validate())
         yield from self._pass_on(task.batches.pop(0))  # not held until the pass ends
 
     def _gather(self, *, leaves: bool) -> Iterator[Waiting]:
@@ -122,7 +138,7 @@ class StageSeat(GangSeat):
         session = self.session
         self._tell(Store(session.step, leaves, session.ended))
         self._stage.store(leaves=leaves)
-        yield from self._until(lambda: len(self._known) == session.stages - 1)
+        yield from self._until(lambda: len(self._known) == len(self._others))
         for known in self._known:
             session.learn(known.scalars, known.stored)
         self._known.clear()
@@ -130,11 +146,18 @@ class StageSeat(GangSeat):
     def _take_note(self, note: object) -> None:
         match note:
             case Loss():
-                self.session.count_step(note.value)
+                self._count_step(note)
             case Metrics():
                 self._metrics.popleft().metrics.update(note.values)
             case Known():
                 self._known.append(note)
+
+    def _count_step(self, note: Loss) -> None:
+        """A step's loss is the mean over its micro-batches, when all copies have said theirs."""
+        said, width = self._losses, self.session.technique.width
+        said.setdefault(note.copy, deque()).append(note.values)
+        if len(said) == width and all(said.values()):
+            self.session.count_step(mean_in_order([said[c].popleft() for c in range(width)]))
 
     # -- the others ---------------------------------------------------------------------------
 
@@ -146,12 +169,14 @@ class StageSeat(GangSeat):
         assert isinstance(placed, PipelineSession)
         self.session = session = placed
         self.links.know(Packer(dict(session.model.named_parameters())))
+        copy, stage = self._place
         self._settled = Stage(
             session,
-            self.stage,
+            stage,
             self.device,
-            on_loss=lambda loss: self.links.send(0, NOTE, Loss(loss)),
+            on_loss=lambda losses: self.links.send(0, NOTE, Loss(copy, tuple(losses))),
             on_metrics=lambda values: self.links.send(0, NOTE, Metrics(values)),
+            copy=copy,
         )
         while not leaves:
             yield self._is_told
@@ -165,7 +190,8 @@ class StageSeat(GangSeat):
                     session.step, session.has_ended = order.step, order.ended
                     leaves = order.leaves
                     self._stage.store(leaves=leaves)
-                    self.links.send(0, NOTE, Known(*session.known_of(self.stage)))
+                    known = ({}, {}) if copy else session.known_of(stage)
+                    self.links.send(0, NOTE, Known(*known))
 
     # -- programs -----------------------------------------------------------------------------
 
@@ -220,7 +246,7 @@ class StageSeat(GangSeat):
 
     def _seconds(self, action: Action) -> float | None:
         """How long an action shall take where the device is emulated."""
-        profile, shard = self.device.spec.profile, self.job.shards[self.stage]
+        profile, shard = self.device.spec.profile, self.job.shards[self._place[1]]
         if profile is None or action.op is Op.SYNC:
             return None
         if action.op is Op.STEP:

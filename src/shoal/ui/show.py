@@ -270,6 +270,8 @@ def describe_trial(snapshot: Snapshot, row: TrialRow, place: Path) -> str:
     settings = ", ".join(f"{name}={format_value(value)}" for name, value in row.hp.items())
     parts = "stages" if row.technique == "Pipelined" else "shards"
     count = row.shards
+    if copies := row.numerics.get("copies"):
+        parts = f"stages in each of {copies} copies"
     if row.technique == "DataParallel":
         parts, count = "replicas", int(row.numerics.get("replicas") or 1)
     lines = [

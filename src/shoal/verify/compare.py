@@ -238,5 +238,6 @@ def _numerics(row: TrialRow, recipe: Recipe) -> dict[str, Any]:
         "weights": row.numerics.get("weights", "newest"),
         "replicas": int(row.numerics.get("replicas") or 1),
         "sharded": row.numerics.get("sums") == BY_SHARDS,
+        "copies": int(row.numerics.get("copies") or 1),
         "pieces": int(count) // recipe.accumulate if count else 1,
     }

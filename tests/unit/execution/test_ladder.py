@@ -172,3 +172,10 @@ def test_a_pipeline_goes_on_over_as_many_devices_as_are_left_and_then_on_one():
 def test_a_pipeline_whose_bits_one_device_has_not_needs_two(technique):
     assert [found.stages for found in fewer_stages(technique, 2, accumulate=4)] == [2]
     assert not list(fewer_stages(technique, 1, accumulate=4))
+
+
+def test_copies_of_a_pipeline_stay_as_many():
+    technique = Pipelined(stages=3, width=2, cuts=(1, 2))
+    left = list(fewer_stages(technique, 5, accumulate=4))
+    assert left == [Pipelined(stages=2, width=2)]
+    assert not list(fewer_stages(technique, 3, accumulate=4))

@@ -47,3 +47,14 @@ def test_the_same_key_how_it_was_cut_and_new_trials_are_no_change():
     assert check_numerics(key_of(torch="2", new="entry"), before) == []
     assert check_numerics(key_of(torch="9"), {}) == []
     refuse_numerics([])
+
+
+@pytest.mark.parametrize("name", ["copies", "replicas", "weights", "micro_batches"])
+def test_what_only_one_of_the_keys_says_is_another_one_too(name):
+    """A trial in copies of a pipeline, say, does not go on alone unasked."""
+    alone, other = {"accumulate": 4}, {"accumulate": 4, name: 8}
+    (there,) = check_numerics(key_of(**other), {0: alone})
+    (back,) = check_numerics(key_of(**alone), {0: other})
+    assert there.startswith(f"{name} of trial 0 was")
+    assert back.startswith(f"{name} of trial 0 was 8 and is")
+    assert not check_numerics(key_of(**other), {0: other})

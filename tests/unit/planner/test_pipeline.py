@@ -306,3 +306,44 @@ def test_as_many_trials_as_devices_are_spilled_unless_that_takes_all_devices_tim
     assert is_worth(one, times[1.5], 2, 1)
     assert not is_worth(one, times[1.5], 2, 2)
     assert is_worth(one, times[2.5], 2, 2)
+
+
+# -- copies ------------------------------------------------------------------------------------
+
+
+def test_two_copies_take_half_the_time_where_messages_are_quick():
+    found = measure(alike(8))
+    one = best(found, micro_batches=32, asked=Pipelined(stages=2))
+    two = best(found, micro_batches=32, asked=Pipelined(stages=2, width=2))
+    assert two.technique.width == 2
+    assert len(two.stages) == 2
+    assert two.step_s == pytest.approx(one.step_s / 2, rel=0.1)
+    assert two.bubbles < 0.15
+
+
+def test_as_many_stages_as_devices_allow_each_copy():
+    found = measure(alike(8))
+    two = best(found, devices=9, micro_batches=32, asked=Pipelined(width=2))
+    assert len(two.stages) == 4
+    assert study_s(two, 9, 4) == 4 * two.step_s
+
+
+def test_a_slow_link_makes_sums_count():
+    found = measure(alike(8))
+
+    def part(speeds):
+        each = [Pipelined(stages=2, width=width) for width in (1, 2)]
+        one, two = (best(found, micro_batches=8, asked=a, speeds=speeds).step_s for a in each)
+        return two / one
+
+    assert part(replace(FAST, down_bytes_per_s=2e7)) > part(FAST) + 0.05
+
+
+@pytest.mark.parametrize("schedule", ["flush", "2bw"])
+def test_gradients_of_other_copies_are_among_what_a_stage_needs(schedule):
+    found = measure(alike(8))
+    asked = {"stages": 2, "schedule": schedule}
+    one, two = (best(found, micro_batches=8, asked=Pipelined(**asked, width=w)) for w in (1, 2))
+    more = two.needs[1].total - one.needs[1].total
+    sets = 3 if schedule == "2bw" else 2  # a second step's, one that comes and one that goes
+    assert more == pytest.approx(sets * one.stages[1].gradient_bytes, rel=0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ from shoal.core.technique import Pipelined, Resident, Spilled
 from shoal.launch.plan import plan_study
 from shoal.launch.request import settings_of
 from shoal.memory.layout import PREVIOUS
-from shoal.planning import Planner
+from shoal.planning import Planner, technique_on_record
 
 WIDTH, ROWS, BATCHES = 64, 120, 8
 SMALL = "4MiB"  # the chain in no way, half of it
@@ -98,6 +99,7 @@ MODELS = {
     "renormed": Renormed,
     "piece": OnePiece,
     "dropping": Dropping,
+    "batched": functools.partial(Normed, shared=False),
 }
 
 
@@ -344,6 +346,41 @@ def test_what_fits_one_device_stays_on_it(plan):
         ("pipelined", {"model": "renormed"}, r"writes to the parameter 'names.weight'"),
         (Pipelined(cuts=(0,)), {}, r"no stage may begin at layer 0 of its 8.* Nearby are 1, 2, 3"),
         (Pipelined(cuts=(30,)), {}, r"no stage may begin at layer 30 .* Nearby are 5, 6, 7;"),
+        (
+            Pipelined(stages=2, width=2),
+            {},
+            r"2 copies of a pipeline of 2 stages .*, which is 4, and there are 2",
+        ),
+        (
+            Pipelined(width=3),
+            {"devices": 4},
+            r"3 copies .* which is 6, and there are 4: .* fewer copies or stages",
+        ),
+        (
+            Pipelined(width=2),
+            {"devices": 4, "accumulate": 1},
+            r"2 copies of a pipeline need 2 .* a step has 1",
+        ),
+        (
+            Pipelined(width=2),
+            {"devices": 4, "accumulate": 7},
+            r"2 copies .* last step of an epoch has 1: 8",
+        ),
+        (
+            Pipelined(width=2),
+            {"devices": 4, "data": no_length},
+            r"2 copies of a pipeline need\. .* use width=1",
+        ),
+        (
+            Pipelined(schedule="2bw", width=2),
+            {"devices": 4, "accumulate": 3},
+            r"2bw with 2 stages in each of 2 copies needs 4 .* a step has 3 \(accumulate=3\)",
+        ),
+        (
+            Pipelined(schedule="2bw", width=2),
+            {"devices": 4, "model": "batched"},
+            r"change buffers, as BatchNorm.* Use schedule='flush', or width=1",
+        ),
         pytest.param(
             Pipelined(stages=9),
             {"devices": 9},
@@ -367,6 +404,39 @@ def test_2bw_needs_no_whole_epochs_where_training_ends_before_the_short_step(pla
 def test_two_stages_may_not_change_one_buffer(plan):
     with pytest.raises(PlanError, match="would change the same buffer"):
         plan(Pipelined(cuts=(2,)), model="normed")
+
+
+# -- copies ----------------------------------------------------------------------------------
+
+
+def test_copies_are_planned_with_stages_and_cuts(plan):
+    found = plan(Pipelined(width=2), devices=5)
+    (job,) = found.jobs
+    assert job.technique.width == 2
+    assert job.technique.stages == len(job.shards) == 2
+    assert job.gang == 4
+    assert job.numerics["copies"] == 2
+    assert Plan.from_json(found.to_json()) == found
+    words = found.explain()
+    assert "2 copies of 2 stages, a device each, schedule flush" in words
+    assert "2 copies were asked for: each takes 2 of a step's 4 micro-batches" in words
+    assert "of 4 devices" in words
+
+
+def test_nobody_has_copies_unasked(plan):
+    assert plan(devices=4).jobs[0].technique.width == 1
+    assert "copies" not in plan(devices=4).jobs[0].numerics
+
+
+def test_copies_go_on_as_copies():
+    key = {"copies": 3, "weights": "one step old"}
+    assert technique_on_record([key]) == Pipelined(schedule="2bw", width=3)
+    assert technique_on_record([{"copies": 2}]) == Pipelined(width=2)
+
+
+def test_gradients_of_other_copies_need_room(plan):
+    one, two = (plan(Pipelined(stages=2, width=w), devices=4).jobs[0] for w in (1, 2))
+    assert two.held_bytes >= one.held_bytes + max(s.gradient_bytes for s in one.shards)
 
 
 # -- several trials ----------------------------------------------------------------------------
