@@ -26,7 +26,7 @@ import shoal
 from shoal.core.event import WorkerStarted
 from shoal.core.technique import Schedule
 from shoal.recipe import Recipe
-from shoal.runtime import loop, replica, reports, saver, stage, stagedesk
+from shoal.runtime import loop, replica, reports, saver, spilledstages, stage, stagedesk
 from shoal.runtime.pipelined import without_versions
 from shoal.testing import assert_same, plain_2bw_loop, plain_loop
 from shoal.verify import read_losses
@@ -126,6 +126,7 @@ def _lay_out() -> None:
     _with_traps(stagedesk.StageDesk, "_join", after="joined")
     for part in (stage.Stage, replica.Replica):
         _with_traps(part, "store", before="store", after="stored")
+    _with_traps(spilledstages.SpilledStage, "rest", before="store", after="stored")
     _with_traps(replica.Replica, "finish", before="finish", after="finished")
     _with_traps(stagedesk.StageDesk, "_see_out", before="left")
     _with_traps(stagedesk.StageDesk, "_hand_over", before="over")
@@ -240,21 +241,29 @@ class Staged(shoal.Study):
     """A study that is run in stages by the command line too, which has no words for schedules."""
 
     schedule: Schedule = "flush"
+    shards: int | None = None
 
     def run(self, **request: Any) -> shoal.Report:
         technique = request.pop("technique", None)
-        technique = technique or shoal.Pipelined(stages=STAGES, schedule=self.schedule)
+        how = {"shards": self.shards, "optimizer": "host"} if self.shards else {}
+        technique = technique or shoal.Pipelined(stages=STAGES, schedule=self.schedule, **how)
         return super().run(technique=technique, **request)
 
 
 def make(
-    directory, *, lr=(1e-2, 3e-3), width=(WIDTH,), schedule: Schedule = "flush", **options
+    directory,
+    *,
+    lr=(1e-2, 3e-3),
+    width=(WIDTH,),
+    schedule: Schedule = "flush",
+    shards: int | None = None,
+    **options,
 ) -> Staged:
     """The study: 3 steps an epoch."""
     space = shoal.grid(lr=list(lr), width=list(width))
     settings = {"epochs": 4, "checkpoint_every": 0} | options
     study = Staged("k", recipe(), space=space, directory=directory, **settings)
-    study.schedule = schedule
+    study.schedule, study.shards = schedule, shards
     return study
 
 

@@ -38,12 +38,15 @@ def test_a_study_killed_at_each_delicate_instant_ends_on_the_same_bits(schedule,
     check_clean(runner, shared)
 
 
-def run_under_fire(folder, schedule: str, kills: int, seed: int) -> None:
+def run_under_fire(
+    folder, schedule: str, kills: int, seed: int, shards: int | None = None
+) -> None:
     """Workers and whole studies are killed, and each run has another number of devices."""
     sys.stderr.write(f"seed {seed}\n")  # shown when it fails
     draw, shared, epochs = random.Random(seed), shared_memory(), 4 * kills
     every = draw.choice([0, 0.05, 0.3])
     options = {"schedule": schedule, "epochs": epochs, "checkpoint_every": every}
+    options |= {"shards": shards} if shards else {}
     runner = Runner(folder, maker="staged", lr=[1e-2, 3e-3, 1e-3], **options)
     for _ in range(kills):
         runner._devices = draw.choice([2, 2, 3])
@@ -64,6 +67,21 @@ def run_under_fire(folder, schedule: str, kills: int, seed: int) -> None:
 @pytest.mark.slow
 def test_pipelines_killed_at_random_instants_end_on_the_same_bits(tmp_path):
     run_under_fire(tmp_path, "flush", kills=2, seed=random.SystemRandom().randrange(10**6))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_spilled_stages_killed_at_random_instants_end_on_the_same_bits(tmp_path):
+    seed = random.SystemRandom().randrange(10**6)
+    run_under_fire(tmp_path, "flush", kills=2, seed=seed, shards=5)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("schedule", ["gpipe", "flush"])
+def test_spilled_stages_killed_often_end_on_the_same_bits(schedule, seed, tmp_path):
+    run_under_fire(tmp_path, schedule, kills=6, seed=seed, shards=5)
 
 
 @pytest.mark.full

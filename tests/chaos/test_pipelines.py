@@ -104,6 +104,36 @@ def test_a_stage_that_dies_at_any_point_costs_the_steps_since_its_generation(
     assert next(event.step for event in restarted if event.trial == 0) >= 2
 
 
+SPILLED = [
+    shoal.Pipelined(stages=STAGES, shards=5, optimizer="host", keep=(1,)),
+    shoal.Pipelined(stages=STAGES, shards=5, schedule="gpipe", optimizer="device", keep=()),
+]
+
+
+@pytest.mark.parametrize(
+    ("stage", "point", "technique"),
+    [
+        (1, "backward", SPILLED[0]),
+        pytest.param(0, "backward", SPILLED[1], marks=pytest.mark.full),
+        pytest.param(1, "step", SPILLED[0], marks=pytest.mark.full),
+        pytest.param(0, "store", SPILLED[0], marks=pytest.mark.full),
+        pytest.param(1, "stored", SPILLED[1], marks=pytest.mark.full),
+    ],
+)
+def test_a_spilled_stage_that_dies_costs_the_steps_since_its_generation(
+    stage, point, technique, train, hunter, heard
+):
+    """Its shards were written to the region at any time; nobody goes on from there."""
+    hunter.at(at_step(0, 4), lambda: hunter.lay(f"cpu:{stage}", point, "kill"))
+    study = train(technique=technique)
+    hunter.check_over()
+    staged.check_alone(study.directory)
+    (death,) = heard.of(WorkerDied)
+    assert death.device == f"cpu:{stage}"
+    restarted = heard.of(TrialRestarted)
+    assert next(event.step for event in restarted if event.trial == 0) >= 2
+
+
 @pytest.mark.slow
 def test_the_end_of_a_lease_is_no_news_when_a_stage_is_gone_since(
     train, hunter, heard, tmp_path, monkeypatch
@@ -591,10 +621,10 @@ def test_a_pipeline_that_cannot_do_with_fewer_waits_for_the_device(train, hunter
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("memory", [100_000, 120_000])
+@pytest.mark.parametrize("memory", [110_000, 130_000])
 def test_a_pipeline_that_fits_in_no_way_fails_with_the_bytes_it_needs(memory, train, heard):
     """Both stages find it out at once, the second one while the first one's is planned."""
-    study = train(lr=[1e-2], width=[staged.OUTGROWN], memory=memory)
+    study = train(lr=[1e-2], width=[staged.OUTGROWN], memory=memory, schedule="zb-h1")
     (trial,) = study.report().trials
     assert trial.state == "FAILED"
     assert re.search(r"stage \d of trial 0 took [\d.]+ KiB on cpu:\d, [\d.]+ KiB", trial.error)
@@ -607,3 +637,29 @@ def test_a_pipeline_that_outgrows_a_device_goes_on_with_recomputing(train, heard
     (replanned,) = heard.of(TrialReplanned)
     assert replanned.technique == "Pipelined"
     staged.check_alone(study.directory)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("memory", [100_000, 120_000])
+def test_a_pipeline_that_outgrows_its_devices_goes_on_in_spilled_stages(memory, train, heard):
+    study = train(lr=[1e-2], width=[staged.OUTGROWN], memory=memory)
+    assert {event.technique for event in heard.of(TrialReplanned)} == {"Pipelined"}
+    staged.check_alone(study.directory)
+
+
+@pytest.mark.full
+def test_spilled_stages_that_outgrow_a_device_go_on_with_less_there(train, heard):
+    technique = shoal.Pipelined(stages=STAGES, shards=4, optimizer="host")
+    study = train(lr=[1e-2], width=[staged.OUTGROWN], memory=100_000, technique=technique)
+    assert {event.technique for event in heard.of(TrialReplanned)} == {"Pipelined"}
+    staged.check_alone(study.directory)
+
+
+@pytest.mark.full
+def test_a_step_on_the_host_that_hangs_is_ended(train, hunter, heard):
+    """The other stage waits for this one, and this one for its own thread."""
+    hunter.at(at_step(0, 4), lambda: hunter.lay("cpu:1", "step", "sleep"))
+    study = train(technique=SPILLED[0])
+    hunter.check_over()
+    staged.check_alone(study.directory)
+    assert [death.device for death in heard.of(WorkerDied)] == ["cpu:1"]

@@ -23,6 +23,7 @@ from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
 from shoal.recipe import Recipe
 from shoal.runtime.pipelined import without_versions
+from shoal.runtime.spilledstages import SpilledStage
 from shoal.runtime.stage import Stage
 from shoal.testing import assert_same, plain_2bw_loop, plain_loop
 from shoal.verify import read_losses
@@ -79,12 +80,14 @@ def reusing(hp):
 class Counting:
     """Refuses to be read where more than one stage is on the device."""
 
+    kind: type = Stage
+
     def __len__(self) -> int:
         return 8
 
     def __iter__(self):
         gc.collect()
-        stages = [one for one in gc.get_objects() if type(one) is Stage]
+        stages = [one for one in gc.get_objects() if type(one) is self.kind]
         if len(stages) > 1:
             raise RuntimeError(f"{len(stages)} stages are there")
         yield from even(None)[0]
@@ -92,6 +95,16 @@ class Counting:
 
 def counting(hp):
     return Counting(), even(hp)[1]
+
+
+class CountingSeats(Counting):
+    """The same of spilled stages."""
+
+    kind = SpilledStage
+
+
+def counting_seats(hp):
+    return CountingSeats(), even(hp)[1]
 
 
 class Nameless:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.pipeline.schedule import Pipeline
+from shoal.pipeline.spilled import SpilledPipeline
 from shoal.program.ir import parse_program
 from shoal.spill.generate import Route, resident_step, spilled_step
 
@@ -71,6 +72,22 @@ PROGRAMS = {
     ).program(),
     "pipeline_flush_2_foretold": Pipeline(
         schedule="flush", stages=2, groups=(2, 2), draws=True, foretold=True
+    ).program(),
+    "spilled_stages_flush_2_host": SpilledPipeline(
+        pipeline=Pipeline(schedule="flush", stages=2, groups=(2,), follows=True),
+        spans=((0, 3), (3, 5)),
+    ).program(),
+    "spilled_stages_gpipe_2_clip_kept": SpilledPipeline(
+        pipeline=Pipeline(schedule="gpipe", stages=2, groups=(2,), clip=True, follows=True),
+        spans=((0, 3), (3, 5)),
+        optimizer="device",
+        keep=(1,),
+    ).program(),
+    "spilled_stages_naive_2_ties_draws": SpilledPipeline(
+        pipeline=Pipeline(schedule="naive", stages=2, groups=(2,), draws=True, follows=True),
+        spans=((0, 2), (2, 4)),
+        ties=((0, 3),),
+        keep_gradients=True,
     ).program(),
 }
 

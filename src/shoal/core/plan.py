@@ -16,6 +16,7 @@ from shoal.core.technique import (
     Technique,
     kept_shards,
     kept_weights,
+    spans_of,
     turned_shards,
     waiting_gradients,
 )
@@ -59,8 +60,9 @@ class Job:
     ``host_bytes`` the trial takes ``waiting_bytes`` on a device alone: what waits there between
     forward and backward. Where the
     trial has a place in an array, all three are the whole array's; where it is a pipeline, of
-    the stage that needs most, and ``shards`` are its stages; where there are replicas of it, of
-    the one that needs most, and the only shard is what a replica of it computes.
+    the stage that needs most, and ``shards`` are its stages, or those of its spilled stages; where
+    there are replicas of it, of the one that needs most, and the only shard is what a replica of
+    it computes.
     """
 
     trial: int
@@ -91,9 +93,16 @@ class Job:
         """Devices that the trial has at a time."""
         if isinstance(self.technique, DataParallel):
             return self.technique.width or 1
-        if not isinstance(self.technique, Pipelined):
-            return 1
-        return len(self.shards) * self.technique.width
+        if isinstance(self.technique, Pipelined):
+            return (self.technique.stages or len(self.shards)) * self.technique.width
+        return 1
+
+    @property
+    def parts(self) -> int:
+        """What a record counts: the stages of a pipeline, or else shards."""
+        if isinstance(self.technique, Pipelined):
+            return self.technique.stages or len(self.shards)
+        return len(self.shards)
 
 
 ARRAY_KEYS = frozenset(("array", "array_pass", "array_floats"))
@@ -240,11 +249,32 @@ def _explain_pipeline(job: Job, technique: Pipelined) -> list[str]:
     lag = f", {technique.lag} more in flight" if technique.lag else ""
     weights = ", weights one step old" if technique.is_stale else ""
     guess = ", with a guess of the newer ones" if technique.predict else ""
+    parts = [f"    {_explain_shard(shard, 'stage')}" for shard in job.shards]
+    if technique.is_spilled:
+        saves, parts = _explain_spilled(technique), _explain_stages(job, technique)
     how = f"schedule {technique.schedule}{lag}{weights}{guess}"
     return [
         f"    {copies}{count} stages, a device each, {how}; {step}; {saves}",
-        *(f"    {_explain_shard(shard, 'stage')}" for shard in job.shards),
+        *parts,
     ]
+
+
+def _explain_spilled(technique: Pipelined) -> str:
+    where = "wait on the device" if technique.keep_gradients else "go to the host"
+    said = f"the stages are spilled: {technique.shards} shards, the optimizer steps on the "
+    said += f"{technique.optimizer}, loads are {technique.lookahead} units ahead"
+    return f"{said}, gradients {where} between micro-batches"
+
+
+def _explain_stages(job: Job, technique: Pipelined) -> list[str]:
+    lines, kept = [], set(kept_shards(technique))
+    for stage, (first, stop) in enumerate(spans_of(technique, job.shards)):
+        stay = ", ".join(str(shard) for shard in range(first, stop) if shard in kept) or "none"
+        lines.append(
+            f"    stage {stage}: {stop - first} shards; of them stay and step there: {stay}"
+        )
+        lines += [f"      {_explain_shard(shard)}" for shard in job.shards[first:stop]]
+    return lines
 
 
 def _explain_replicas(job: Job, technique: DataParallel) -> str:

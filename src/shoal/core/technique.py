@@ -182,23 +182,13 @@ class Spilled:
             )
 
     def _check_keep(self, name: str, shards: Iterable[int]) -> None:
-        if not isinstance(shards, Iterable):
-            raise SpecError(f"{name} names shards, as in {name}=(0, 2), got {shards!r}")
-        keep = tuple(shards)
-        if self.shards is None and keep:
-            raise SpecError(
-                f"Spilled({name}={keep}) names shards; say how many there are with shards=."
-            )
-        if not all(type(s) is int and 0 <= s < (self.shards or 0) for s in keep):
-            raise SpecError(
-                f"{name} names shards from 0 to {(self.shards or 0) - 1}, got {keep}. Leave it "
-                "out to keep as many as fit."
-            )
-        object.__setattr__(self, name, tuple(sorted(set(keep))))
+        object.__setattr__(self, name, _named_shards(name, shards, self.shards, "Spilled"))
 
 
 Schedule = Literal["naive", "gpipe", "flush", "zb-h1", "2bw"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+SPILLING: tuple[Schedule, ...] = ("naive", "gpipe", "flush")
+"""Those whose stages may be made of shards that come and go."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +209,17 @@ class Pipelined:
     devices as there are stages. Every stage's gradients are added up over the copies, in their
     order, while others still compute: other numerics (``shoal.testing.plain_wide_loop``), which
     nothing chooses but you. ``micro_batches`` are those of all copies.
+
+    A stage that does not fit its device is *spilled*: it is made of several shards, of which some
+    are on the device at a time. ``shards`` is how many there are over all stages; None: stages
+    stay whole where a cut fits, and else the planner says how many. The rest is as in ``Spilled``,
+    of shards numbered over all stages: ``optimizer`` is where those that travel are stepped,
+    ``lookahead`` how many units ahead they are loaded, ``keep`` which of them stay on their device
+    and step there, None for as many as fit. ``keep_gradients`` has a stage's gradients wait on the
+    device for the last micro-batch of a step, instead of going to the host and back; None if there
+    is room. Shards that travel always run their forward again. With "naive" and "flush" a shard is
+    loaded for each micro-batch; with "gpipe" it takes all of a step's in one visit, forwards and
+    later backwards. For synchronous schedules with whole backwards: not "zb-h1", "2bw".
     """
 
     stages: int | None = None
@@ -229,6 +230,11 @@ class Pipelined:
     lag: int = 0
     predict: bool = False
     width: int = 1
+    shards: int | None = None
+    optimizer: Place | None = None
+    lookahead: int | None = None
+    keep: tuple[int, ...] | None = None
+    keep_gradients: bool | None = None
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -253,6 +259,7 @@ class Pipelined:
                     f"{cuts}. Leave cuts= out to have them chosen."
                 )
             object.__setattr__(self, "cuts", cuts)
+        self._check_shards()
         self._require_enough()
 
     def _require_enough(self) -> None:
@@ -271,6 +278,43 @@ class Pipelined:
                 f"micro-batches a step or more, got micro_batches={self.micro_batches}. Ask for "
                 "more of them, for fewer stages, or for schedule='flush'."
             )
+
+    def _check_shards(self) -> None:
+        if self.shards is not None and (type(self.shards) is not int or self.shards < 2):
+            raise SpecError(f"Pipelined(shards=...) is 2 or more, got {self.shards!r}.")
+        if self.shards is not None and self.shards < (self.stages or 0):
+            raise SpecError(
+                f"{self.stages} stages of {self.shards} shards: every stage has one or more. Ask "
+                "for fewer stages, or for more shards."
+            )
+        if self.optimizer not in (None, "device", "host"):
+            raise SpecError(f"optimizer is 'device' or 'host', got {self.optimizer!r}")
+        if type(self.lookahead) not in (type(None), int) or self.lookahead not in (None, 0, 1, 2):
+            raise SpecError(f"lookahead is 0, 1 or 2, got {self.lookahead!r}")
+        if type(self.keep_gradients) not in (type(None), bool):
+            raise SpecError(f"keep_gradients is True or False, got {self.keep_gradients!r}")
+        if self.keep is not None:
+            object.__setattr__(self, "keep", _named_shards("keep", self.keep, self.shards))
+        if self.is_spilled and self.width > 1:
+            raise SpecError(
+                f"width={self.width} with stages that are spilled: nothing brings the copies' "
+                "gradients together while shards come and go yet. Use width=1, or leave out "
+                "shards=, optimizer=, lookahead=, keep= and keep_gradients=."
+            )
+        if self.is_spilled and self.schedule not in SPILLING:
+            named = ", ".join(map(repr, SPILLING))
+            raise SpecError(
+                f"schedule={self.schedule!r} with stages that are spilled: its "
+                f"{'second weight version' if self.is_stale else 'half backwards'} would have to "
+                f"travel too, and nothing holds that to its loop yet. Use one of {named}, or "
+                "leave out shards=, optimizer=, lookahead=, keep= and keep_gradients=."
+            )
+
+    @property
+    def is_spilled(self) -> bool:
+        """Whether its stages are made of shards that come and go, or have been asked to be."""
+        asked = (self.shards, self.optimizer, self.lookahead, self.keep, self.keep_gradients)
+        return any(value is not None for value in asked)
 
     @property
     def is_stale(self) -> bool:
@@ -312,7 +356,27 @@ def kept_shards(technique: Technique) -> tuple[int, ...]:
     """The shards that stay on the device between steps: of a resident model its only one."""
     if isinstance(technique, Resident):
         return (0,)
-    return (technique.keep or ()) if isinstance(technique, Spilled) else ()
+    return (technique.keep or ()) if isinstance(technique, Spilled | Pipelined) else ()
+
+
+def steps_on_host(technique: Technique) -> bool:
+    """Whether shards that travel are stepped on their host copies."""
+    return isinstance(technique, Spilled | Pipelined) and technique.optimizer == "host"
+
+
+def saving_shards(technique: Pipelined) -> tuple[int, ...]:
+    """Of spilled stages the shards that keep what their forward saved: of those that stay."""
+    last = (technique.shards or 0) - 1
+    saves = () if technique.recompute else technique.keep or ()
+    return tuple(shard for shard in saves if shard != last)
+
+
+def spans_of(technique: Pipelined, shards: Sequence[ShardSpec]) -> tuple[tuple[int, int], ...]:
+    """Per stage its shards, from the first to before the last; of stages that stay whole one."""
+    if not technique.is_spilled:
+        return tuple((shard, shard + 1) for shard in range(len(shards)))
+    begins = [s.index for s in shards if s.layers[0] in (0, *(technique.cuts or ()))]
+    return tuple(zip(begins, [*begins[1:], len(shards)], strict=True))
 
 
 def kept_weights(technique: Technique) -> tuple[int, ...]:
@@ -397,3 +461,26 @@ def _as_it_travels(shard: ShardSpec, technique: Technique) -> ShardSpec:
 
 def _is_pair(value: object) -> bool:
     return isinstance(value, tuple | list) and [type(item) for item in value] == [int, int]
+
+
+def _named_shards(
+    name: str, shards: Iterable[int], count: int | None, kind: str = "Pipelined"
+) -> tuple[int, ...]:
+    """The shards that a setting names, ascending.
+
+    Raises:
+        SpecError: it names no shards of ``count``.
+    """
+    if not isinstance(shards, Iterable):
+        raise SpecError(f"{name} names shards, as in {name}=(0, 2), got {shards!r}")
+    keep = tuple(shards)
+    if count is None and keep:
+        raise SpecError(
+            f"{kind}({name}={keep}) names shards; say how many there are with shards=."
+        )
+    if not all(type(s) is int and 0 <= s < (count or 0) for s in keep):
+        raise SpecError(
+            f"{name} names shards from 0 to {(count or 0) - 1}, got {keep}. Leave it "
+            "out to keep as many as fit."
+        )
+    return tuple(sorted(set(keep)))

@@ -30,7 +30,7 @@ def _planned(
         hp=dict(trial.hp),
         seed=trial.seed,
         technique=type(job.technique).__name__ if job else "",
-        shards=len(job.shards) if job else 1,
+        shards=job.parts if job else 1,
         steps=totals.get(trial.number),
         peak_bytes=job.peak_bytes if job else 0,
         numerics=dict(job.numerics) if job else {},

@@ -10,7 +10,8 @@ these that fits is the trial's next job, and each time the growth is larger than
     boundaries on the host     what enters a shard waits there between forward and backward
     spilled, as many shards as it takes
 
-Of a pipeline, forwards run again in the backward; of replicas, FSDP2 for DDP.
+Of a pipeline, forwards run again in the backward, then its stages are spilled; spilled ones keep
+less, load nothing ahead, and have more shards. Of replicas, FSDP2 for DDP.
 
 No rung changes the numerics key: the optimizer steps where it did, micro-batches stay as they
 are, and how many shards there are is placement.
@@ -24,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from shoal.core.spec import Place, Scalar
-from shoal.core.technique import DataParallel, Pipelined, Resident, Spilled, Technique
+from shoal.core.technique import SPILLING, DataParallel, Pipelined, Resident, Spilled, Technique
 from shoal.spill.generate import Route
 
 LEAST_GROWTH = 1.25
@@ -62,8 +63,13 @@ def techniques(
     if isinstance(technique, Pipelined):
         if has_neighbours:
             yield technique
+        if technique.is_spilled:
+            yield from _less_there(technique)
+            return
         if not technique.recompute:
             yield replace(technique, recompute=True)
+        if technique.schedule in SPILLING and technique.width == 1:
+            yield replace(technique, cuts=None, recompute=None, optimizer=place)
         return
     same = replace(
         technique,
@@ -92,6 +98,22 @@ def techniques(
     yield replace(fewer_kept, shards=None, lookahead=0, boundaries=None)
 
 
+def _open(technique: Pipelined) -> Pipelined:
+    """Spilled stages that step where they did; all else is the planner's to say again."""
+    open_ = replace(technique, keep=None, keep_gradients=None, recompute=None)
+    return replace(open_, shards=None, cuts=None, lookahead=None)
+
+
+def _less_there(technique: Pipelined) -> Iterator[Technique]:
+    """Spilled stages with less on their devices at a time."""
+    same = replace(technique, keep=None, keep_gradients=None, recompute=True)
+    if same != technique:
+        yield same
+    if technique.lookahead:
+        yield replace(same, lookahead=0)
+    yield replace(_open(technique), lookahead=0, recompute=True)
+
+
 def fewer_stages(technique: Pipelined, devices: int, accumulate: int) -> Iterator[Technique]:
     """What a pipeline may go on as with so many devices, in order; all train to its bits.
 
@@ -100,6 +122,8 @@ def fewer_stages(technique: Pipelined, devices: int, accumulate: int) -> Iterato
         accumulate: Batches of a step; pieces of them are no plain loop's micro-batches.
     """
     recompute = technique.recompute or None  # what fitted in more stages may not in fewer
+    if technique.is_spilled:
+        technique = _open(technique)
     for stages in range(devices // technique.width, 1, -1):
         yield replace(technique, stages=stages, cuts=None, recompute=recompute)
     is_alone = technique.width == 1 and not technique.is_stale

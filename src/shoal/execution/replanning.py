@@ -177,7 +177,7 @@ class Replanning:
                 step=state.step,
                 reason=error.strip().rpartition("\n")[2],
                 technique=type(job.technique).__name__,
-                shards=len(job.shards),
+                shards=job.parts,
                 peak_bytes=job.peak_bytes,
             )
         )

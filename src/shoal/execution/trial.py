@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from shoal.core.plan import Job
 from shoal.core.spec import Place, Scalar
-from shoal.core.technique import Spilled
+from shoal.core.technique import steps_on_host
 from shoal.memory.layout import TrialLayout
 from shoal.runtime.messages import Progress, Settings
 from shoal.search import Exploit
@@ -117,8 +117,7 @@ class TrialRun:
     def place(self) -> Place:
         """Where its optimizer steps; part of the numerics key."""
         technique = self.job.technique
-        on_host = isinstance(technique, Spilled) and technique.optimizer == "host"
-        return "host" if on_host else "device"
+        return "host" if steps_on_host(technique) else "device"
 
     def take_over(self, exploit: Exploit, path: str, relative: str) -> None:
         """It goes on from a generation that has another trial's state, and with other ``hp``."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from shoal.core.spec import ALIGNMENT
 from shoal.core.technique import (
+    Pipelined,
     Spilled,
     Technique,
     kept_heads,
@@ -277,6 +278,30 @@ def arena(layout: TrialLayout, technique: Technique, *, clip: bool, accumulate: 
     late = _late_sizes(layout, technique) if clip and technique.optimizer == "device" else []
     most = max(late, default=0)
     return Arena(kept, parts, offset, max(sizes, default=0), count, most, min(count, len(late)))
+
+
+def stage_arena(
+    layout: TrialLayout, technique: Pipelined, here: Sequence[int], *, clip: bool
+) -> Arena:
+    """What a stage needs of its device for its shards, where they come and go."""
+    kept, offset = {}, 0
+    for shard in (shard for shard in here if shard in kept_shards(technique)):
+        kept[shard] = Spot(
+            offset, _size(layout.shards[shard], ("param", "state")), ("param", "state")
+        )
+        offset += kept[shard].num_bytes
+    moving = [layout.shards[shard] for shard in here if shard not in kept]
+    state = technique.optimizer == "device"
+    visits = technique.schedule != "gpipe" and (technique.micro_batches or 1) > 1
+    sums = visits and not technique.keep_gradients  # gradients come back to be added to
+    parts = ("state",) * (state and not clip) + ("grad",) * sums
+    slot = max((_size(shard, ("param", *parts)) for shard in moving), default=0)
+    count = min(1 + (technique.lookahead or 0), len(moving))
+    if not (clip and state):
+        return Arena(kept, parts, offset, slot, count)
+    late = ("state",) if technique.keep_gradients else ("state", "grad")
+    most = max((_size(shard, late) for shard in moving), default=0)
+    return Arena(kept, parts, offset, slot, count, most, count)
 
 
 def _late_sizes(layout: TrialLayout, technique: Spilled) -> list[int]:

@@ -36,7 +36,7 @@ def check_pipeline(
     """
     copies = pipeline.copies
     starts = tuple({copies.place(device)[1]: HERE} for device in range(copies.devices))
-    costs = costs or {0: JobCosts(shards=tuple(map(_blank, range(pipeline.stages))))}
+    costs = costs or {0: JobCosts(shards=tuple(map(blank, range(pipeline.stages))))}
     costs = dict.fromkeys(range(pipeline.width), costs[0])
     found = check_devices(
         program,
@@ -57,7 +57,8 @@ def check_pipeline(
     )
 
 
-def _blank(stage: int) -> ShardSpec:
+def blank(stage: int) -> ShardSpec:
+    """A shard that takes nothing."""
     none = Bytes(0)
     return ShardSpec(
         index=stage,

@@ -171,6 +171,10 @@ class Pipeline:
             return widened([self.of_copy(c).program() for c in range(self.width)], self.copies)
         return Program(tuple(tuple(_Stage(self, s).actions()) for s in range(self.stages)))
 
+    def order(self, stage: int) -> Order:
+        """What a stage computes; forwards of the last stage are in its backwards."""
+        return self._order(stage)
+
     def of_copy(self, copy: int) -> Pipeline:
         """What one of the copies would run alone: its micro-batches, counted from 0.
 

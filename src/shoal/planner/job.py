@@ -8,7 +8,14 @@ from dataclasses import replace
 from shoal.core.errors import PlanError
 from shoal.core.plan import Job
 from shoal.core.spec import NO_BYTES, JobMeasure, Scalar, ShardSpec, TrialSpec
-from shoal.core.technique import Spilled, Technique, as_they_travel, kept_shards, travels_narrow
+from shoal.core.technique import (
+    Spilled,
+    Technique,
+    as_they_travel,
+    kept_shards,
+    steps_on_host,
+    travels_narrow,
+)
 from shoal.core.units import Bytes, Seconds, format_bytes
 from shoal.memory.layout import TrialLayout
 from shoal.planner.need import Request, need, place_asked, transfer_of, waiting_bytes
@@ -70,7 +77,8 @@ def make_pipeline_job(
 
     ``micro_batches`` are batches, as of every job; those of a technique may be pieces of them.
     """
-    bytes_ = staged.need
+    bytes_, on_host = staged.need, steps_on_host(staged.technique)
+    largest = max(shard.step_peak_bytes for shard in staged.stages) if on_host else 0
     return Job(
         trial=trial.number,
         hp=dict(trial.hp),
@@ -82,7 +90,7 @@ def make_pipeline_job(
         held_bytes=bytes_.held,
         unit_bytes=bytes_.unit,
         peak_bytes=bytes_.peak,
-        host_bytes=Bytes(layout.num_bytes + measure.loader_bytes),
+        host_bytes=Bytes(layout.num_bytes + measure.loader_bytes + staged.gang * largest),
         step_s=staged.step_s,
         micro_batches=request.micro_batches,
         why=tuple(why),

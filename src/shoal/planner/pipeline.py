@@ -47,6 +47,7 @@ ALIKE = 1.03
 class Staged:
     """A pipeline with all that is known of it. Where it is a choice yet, ``needs`` are guesses.
 
+    Where stages are spilled, ``stages`` are their shards.
     ``bubbles`` is the part of its devices' time in which none of its stages computes.
     """
 
@@ -63,6 +64,11 @@ class Staged:
         total = max(need.total for need in self.needs)
         peak = max(need.peak for need in self.needs)
         return Need(held=held, unit=Bytes(max(total, peak) - held), peak=peak, moved=Bytes(0))
+
+    @property
+    def gang(self) -> int:
+        """Devices that it has at a time."""
+        return (self.technique.stages or len(self.stages)) * self.technique.width
 
     @property
     def neediest(self) -> int:
@@ -102,13 +108,12 @@ def candidates(
     found = [_on_paper(technique, terms) for technique in quickest]
     fitting = [one for one in found if one.need.total <= budget]
     large = [one for one in found if one.need.total > budget]
-    return _ranked(fitting, devices, trials) + sorted(large, key=lambda one: one.need.total)
+    return ranked(fitting, devices, trials) + sorted(large, key=lambda one: one.need.total)
 
 
 def study_s(staged: Staged, devices: int, trials: int) -> float:
     """Seconds until all trials have done a step, so many pipelines at a time as fit."""
-    taken = len(staged.stages) * staged.technique.width
-    return _rounds(taken, devices, trials) * staged.step_s
+    return _rounds(staged.gang, devices, trials) * staged.step_s
 
 
 def _rounds(taken: int, devices: int, trials: int) -> int:
@@ -116,7 +121,8 @@ def _rounds(taken: int, devices: int, trials: int) -> int:
     return ceil(trials / max(1, devices // taken))
 
 
-def _ranked(found: list[Staged], devices: int, trials: int) -> list[Staged]:
+def ranked(found: list[Staged], devices: int, trials: int) -> list[Staged]:
+    """The soonest done first, and of those that are about as quick the one with fewer devices."""
     least = min((study_s(one, devices, trials) for one in found), default=0.0)
 
     def rank(one: Staged) -> tuple[bool, float]:
@@ -124,7 +130,7 @@ def _ranked(found: list[Staged], devices: int, trials: int) -> list[Staged]:
         alike = seconds <= ALIKE * least
         return (
             not alike,
-            len(one.stages) + bool(one.technique.recompute) / 2 if alike else seconds,
+            one.gang + bool(one.technique.recompute) / 2 if alike else seconds,
         )
 
     return sorted(found, key=rank)
@@ -196,17 +202,17 @@ def closed_form_s(technique: Pipelined, measure: JobMeasure) -> float:
 
 
 def _on_paper(technique: Pipelined, terms: Terms) -> Staged:
-    return staged(technique, _guessed(technique, terms.measure), terms, None)
+    return staged(technique, guessed(technique.cuts or (), terms.measure), terms, None)
 
 
 def _needs_on_paper(technique: Pipelined, terms: Terms) -> tuple[Need, ...]:
-    stages = _stages(technique, _guessed(technique, terms.measure), terms, None)
+    stages = _stages(technique, guessed(technique.cuts or (), terms.measure), terms, None)
     return _needs(technique, stages, (), terms.batch(technique.micro_batches or 1), terms)
 
 
-def _guessed(technique: Pipelined, measure: JobMeasure) -> tuple[ShardSpec, ...]:
-    """Its stages from what their layers measured, each with its part of the whole step's bytes."""
-    shards = predicted(measure.layers, technique.cuts or ())
+def guessed(cuts: Sequence[int], measure: JobMeasure) -> tuple[ShardSpec, ...]:
+    """Stages, or shards, from what layers measured; each has its part of the step's bytes."""
+    shards = predicted(measure.layers, cuts)
     if not measure.shards:
         return shards
     whole = measure.shards[0]
@@ -337,10 +343,10 @@ def _need(
     """A stage's bytes: its program's, messages on their way, and an evaluation's."""
     here, guess = stages[stage], stages[stage].owned_bytes if technique.predict else 0
     fixed = terms.measure.buffer_bytes + guess
-    waiting = _frames(pipeline, stages, stage, batch)
+    waiting = frames(pipeline, stages, stage, batch)
     held, peak = found.held_bytes + waiting, found.peak_bytes + waiting
     pieces = terms.split(technique.micro_batches or 1).pieces  # validation batches stay whole
-    seen, inside = _evaluating(stages, stage, batch, pieces * terms.measure.valid_scale)
+    seen, inside = evaluating(stages, stage, batch, pieces * terms.measure.valid_scale)
     held = max(held, found.kept_bytes + seen)
     peak = max(peak, found.kept_bytes + seen + inside, held)
     varies = max(found.unit_bytes, inside)  # the largest unit may come when little is held
@@ -353,7 +359,7 @@ def _need(
     )
 
 
-def _frames(pipeline: Pipeline, stages: Sequence[ShardSpec], stage: int, batch: Bytes) -> int:
+def frames(pipeline: Pipeline, stages: Sequence[ShardSpec], stage: int, batch: Bytes) -> int:
     """Messages that came before they are asked for, and one on its way out, of each line.
 
     With copies of the pipeline the first one reads the next micro-batches of all ahead.
@@ -368,7 +374,7 @@ def _frames(pipeline: Pipeline, stages: Sequence[ShardSpec], stage: int, batch: 
     return size
 
 
-def _evaluating(
+def evaluating(
     stages: Sequence[ShardSpec], stage: int, batch: Bytes, scale: float
 ) -> tuple[int, int]:
     """What a stage holds for a validation batch, with one more on its way, and inside it."""

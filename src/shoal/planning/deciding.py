@@ -508,12 +508,12 @@ def _all_travel(technique: Spilled) -> Spilled:
 
 
 def _step_place(technique: Technique) -> str:
-    if not isinstance(technique, Spilled):
+    if not isinstance(technique, Spilled | Pipelined):
         return "device"
     if technique.optimizer == "host" and technique.keep:
         kept = "+".join(map(str, technique.keep))
         return f"host, of {technique.shards} shards {kept} on the device"
-    return str(technique.optimizer)
+    return str(technique.optimizer or "device")
 
 
 def _settled(measured: Measured, technique: Technique, active: int, why: Iterable[str]) -> Settled:

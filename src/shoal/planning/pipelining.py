@@ -13,7 +13,7 @@ from dataclasses import replace
 from shoal import rounding
 from shoal.core.errors import PlanError
 from shoal.core.spec import DeviceSpec, JobMeasure, Scalar, TrialSpec
-from shoal.core.technique import Pipelined, Resident, Technique
+from shoal.core.technique import SPILLING, Pipelined, Resident, Technique
 from shoal.core.units import Bytes, format_bytes, format_seconds
 from shoal.memory.layout import lenders, with_previous
 from shoal.planner.choose import choices
@@ -33,6 +33,13 @@ from shoal.planner.price import Speeds
 from shoal.planner.stages import legal_cuts
 from shoal.planning.planned import Settled
 from shoal.planning.speeds import corrected
+from shoal.planning.spillingstages import (
+    best_on_paper,
+    may_spill,
+    settle_spilled,
+    too_many_shards,
+    why_spilled,
+)
 from shoal.planning.widening import (
     instead,
     least_micros,
@@ -170,7 +177,7 @@ class Pipelining:
         self._refuse(trial, measured.measure, asked)
         speeds = corrected(speeds, measured.measure.link)
         terms = self._terms(measured.measure, speeds)
-        found = yield from self._exact(trial, asked, terms, trials)
+        found = yield from self._whole_or_spilled(trial, asked, terms, trials)
         if isinstance(found, PlanError):
             raise found
         exact, chosen = found
@@ -182,8 +189,31 @@ class Pipelining:
             )
         whole = self._resident(measured)
         other = self._alone(measured.measure, whole, speeds)
-        why = [*self._why(whole, chosen, asked, terms), *_against(other)]
+        why = [*self._why_so(whole, exact, chosen, asked, terms), *_against(other)]
         return self._settled(exact, chosen, why)
+
+    def _whole_or_spilled(
+        self, trial: TrialSpec, asked: Pipelined, terms: Terms, trials: int
+    ) -> Generator[Order, Measured, tuple[Measured, Staged] | PlanError]:
+        """Stages that stay whole where some fit, or else spilled ones."""
+        whole: PlanError | None = None
+        if not asked.is_spilled:
+            found = yield from self._exact(trial, asked, terms, trials)
+            if not isinstance(found, PlanError) or not may_spill(asked):
+                return found
+            whole = found
+        args = (terms, self._budget, self._devices, trials)
+        spilled = yield from settle_spilled(trial, asked, *args)
+        if isinstance(spilled, PlanError) and whole is not None:
+            return PlanError(f"{whole} {spilled}")
+        return spilled
+
+    def _why_so(
+        self, whole: Need, exact: Measured, chosen: Staged, asked: Pipelined, terms: Terms
+    ) -> list[str]:
+        if chosen.technique.is_spilled:
+            return why_spilled(whole, chosen, asked, terms, exact, self._budget)
+        return self._why(whole, chosen, asked, terms)
 
     def instead(
         self,
@@ -204,6 +234,9 @@ class Pipelining:
             return settled
         terms = self._terms(measure, speeds)
         best = next(self._fitting(asked, terms, trials, self._budget), None)
+        if best is None:  # of stages that stay whole
+            args = (terms, self._budget, devices, trials)
+            best = best_on_paper(asked, *args)
         if best is None:
             return settled
         same_bits = measure.bitwise and self._request.place != "host"
@@ -211,13 +244,14 @@ class Pipelining:
         same_bits &= measure.num_batches is not None or not measure.draws
         may = self._may_choose and trials < devices and same_bits
         if may and is_worth(best, other, devices, trials):
-            found = yield from self._exact(trial, asked, terms, trials)
+            found = yield from self._whole_or_spilled(trial, asked, terms, trials)
             if not isinstance(found, PlanError) and is_worth(found[1], other, devices, trials):
-                why = self._why(self._resident(measured), found[1], asked, terms)
+                why = self._why_so(self._resident(measured), *found, asked, terms)
                 return self._settled(*found, [*why, *_against(other)])
+        spilled = "spilled " if best.technique.is_spilled else ""
         words = (
-            f"as a pipeline of {len(best.stages)} stages it would take about "
-            f"{format_seconds(best.step_s)} of {len(best.stages)} devices a step; {other.name} "
+            f"as a pipeline of {best.gang} {spilled}stages it would take about "
+            f"{format_seconds(best.step_s)} of {best.gang} devices a step; {other.name} "
             f"{format_seconds(other.step_s)} of one"
         )
         return replace(settled, why=(*settled.why, words))
@@ -364,6 +398,8 @@ class Pipelining:
             outs.append("leave cuts= out to have others tried")
         if asked.recompute is False:
             outs.append("leave recompute= out to have forwards run again")
+        if asked.schedule in SPILLING and asked.cuts is not None and asked.width == 1:
+            outs.append("have stages of several shards that come and go, with shards=")
         if (most := self._devices // asked.width) > count:
             outs.append(f"ask for more stages, up to {most}")
         return PlanError(
@@ -407,6 +443,7 @@ class Pipelining:
             or self._uneven_rows(measure, asked)
             or self._too_few_micros(measure, asked)
             or refuse_copies(measure, asked)
+            or too_many_shards(measure, asked)
         )
 
     def _uneven_rows(self, measure: JobMeasure, asked: Pipelined) -> str:

@@ -42,7 +42,7 @@ class Settled:
     def gang(self) -> int:
         """Devices that a trial of it has at a time."""
         if self.staged is not None:
-            return len(self.staged.stages) * self.staged.technique.width
+            return self.staged.gang
         return self.replicated.technique.width or 1 if self.replicated is not None else 1
 
 

@@ -118,6 +118,8 @@ def _reads(action: Action) -> list[_Name]:
         return [_away(action, part), ("compute", trial)]  # whose memory it may be given
     if action.op is Op.LOAD:
         home: list[_Name] = [("home", trial, shard, part) for part in action.parts]
+        if Part.PARAM in action.parts:  # what it borrows may be stepped elsewhere
+            home.append(("told", trial, Part.PARAM))
         is_new = action.own or action.late  # memory that a unit may have had
         return [*home, ("compute", trial)] if is_new else home
     if action.op is Op.STORE:
@@ -132,10 +134,13 @@ def _reads(action: Action) -> list[_Name]:
             *(loads if action.op is not Op.SYNC else ()),
         ]
     if action.op is Op.STEP:
-        return [("home", trial, shard, part) for part in Part] + [("norm", trial)]
+        factor: list[_Name] = [("norm", trial), ("told", trial, Part.NORM)]
+        return [("home", trial, shard, part) for part in Part] + factor
     if action.op is Op.SEND:
         if Part.NORM in action.parts:
             return [("compute", trial), ("summed", shard)]
+        if Part.PARAM in action.parts:  # of spilled stages the host's copies are what is lent
+            return [("compute", trial), ("stored", trial), ("stepped", trial)]
         return [("compute", trial)] if message_kind(action) > 1 else [_made(action)]
     return []
 
@@ -147,7 +152,8 @@ def _writes(action: Action) -> list[_Name]:
     if action.op is Op.LOAD:
         return [("device", trial, shard, part) for part in action.parts]
     if action.op is Op.STORE:
-        return [("home", trial, shard, part) for part in action.parts]
+        written: list[_Name] = [("home", trial, shard, part) for part in action.parts]
+        return [*written, ("stored", trial)] if Part.PARAM in action.parts else written
     if action.op is Op.SYNC:
         return [("compute", trial), ("norm", trial)]
     if action.op is Op.F:
@@ -161,7 +167,7 @@ def _writes(action: Action) -> list[_Name]:
     if action.op is Op.STEP:
         place = "device" if action.place == "device" else "home"
         changed: list[_Name] = [(place, trial, shard, part) for part in Part]
-        return changed + ([("compute", trial)] if place == "device" else [])
+        return [*changed, ("compute", trial) if place == "device" else ("stepped", trial)]
     if action.op is Op.RECV and Part.SUM in action.parts:
         return [("summed", shard)]  # whichever copy they are of
     if action.op is Op.RECV:

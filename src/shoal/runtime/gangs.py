@@ -45,9 +45,9 @@ class GangSession(Session, ABC):
         """Know of another member's parameters what it knows, beside their tensors."""
         self.binding.take_over(scalars, stored, self._step_places())
 
-    def known_of(self, shard: int) -> tuple[Scalars, Stored]:
-        """What ``learn`` takes, of a shard that is here."""
-        names = set(self.owned[shard])
+    def known_of(self, *shards: int) -> tuple[Scalars, Stored]:
+        """What ``learn`` takes, of shards that are here."""
+        names = {name for shard in shards for name in self.owned[shard]}
         scalars = {n: v for n, v in self.binding.scalars().items() if n in names}
         return scalars, {n: k for n, k in self.binding.stored_keys().items() if n in names}
 

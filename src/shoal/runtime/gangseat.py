@@ -142,6 +142,11 @@ class GangSeat(ABC):
         except WorkerError:
             return True  # whoever asks again fails
 
+    @property
+    def waits_here(self) -> bool:
+        """Whether something of its own is under way on its device: a copy, a step on the host."""
+        return False
+
     def advance(self) -> None:
         """Go on to the end of a unit, or to where it waits for another member."""
         leads = self.stage == 0

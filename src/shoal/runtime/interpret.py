@@ -16,6 +16,8 @@ Besides the slot waits of ``program.slots``:
     LOAD own       the same write as any LOAD, and the device's compute before it
     LOAD late      likewise, and the late slot's last tenant
     STEP@host      the STORE of its gradients, and SYNC
+    RECV           its message; the list waits there, and what was issued before goes on
+    SEND param     all that was written to the host
 
 Tensors that a copy reads or writes are kept alive until the copy's event is done; on
 CUDA that is what makes it safe to let the allocator have them back.
@@ -43,9 +45,10 @@ from shoal.partition.track import AllocationTracker
 from shoal.program.costs import unit_peak_bytes, unit_seconds
 from shoal.program.ir import Action, Kept, Op, Part, Program, lone_part
 from shoal.program.slots import SlotMap, assign_slots
-from shoal.runtime.binding import place_on_host
+from shoal.runtime.binding import Placed, place_on_host
 from shoal.runtime.compute import Compute, Work, tensors_of
 from shoal.runtime.copies import Copies, Copy
+from shoal.runtime.mail import Mail
 from shoal.runtime.session import Session, Task
 
 COMPUTE = (Op.F, Op.B, Op.SYNC)
@@ -95,30 +98,38 @@ class Seat:
     Args:
         session: The trial, placed in its host region.
         device: Where it computes.
-        ledger: The device's; ``held`` bytes are reserved there for the seat's life.
+        ledger: The device's; ``held`` bytes are reserved there for the seat's life. None where
+            whoever made it has reserved them, and lets go of the region.
         arena: What it has there: places of kept shards, and slots.
         record: Called with every action that was issued.
+        make_compute: What computes its units, of the session and the tensors on the host.
+
+    Attributes:
+        mail: Messages to and from other devices, of a trial that has several.
     """
 
     def __init__(
         self,
         session: Session,
         device: Device,
-        ledger: Ledger,
+        ledger: Ledger | None,
         *,
         arena: Arena,
         record: Callable[[Issued], None],
+        make_compute: Callable[[Session, list[Placed]], Compute] = Compute,
     ) -> None:
         self.session, self.device, self.ledger = session, device, ledger
         self.trial = session.job.trial
         self._record = record
         self._profile = device.spec.profile  # what it emulates
         self._owner = f"trial {self.trial}"
-        ledger.reserve(self._owner, session.job.held_bytes)
+        if ledger is not None:
+            ledger.reserve(self._owner, session.job.held_bytes)
         try:
             region = device.empty(arena.num_bytes)
         except BaseException:
-            ledger.release(self._owner)
+            if ledger is not None:
+                ledger.release(self._owner)
             raise
         last = device.last_compute  # whose memory the region may be
         self._born: list[Event] = [] if last is None else [last]
@@ -127,7 +138,8 @@ class Seat:
         self.host = [place_on_host(session.region, layout, s) for s in range(len(layout.shards))]
         for placed in self.host:
             placed.renew_copies()
-        self.compute = Compute(session, self.host)
+        self.mail: Mail | None = None
+        self.compute = make_compute(session, self.host)
         self.copies = Copies(region, arena, session, self.host, self.compute)
         self._tails: dict[int, list[Event]] = {}  # slot -> what its last tenant leaves
         self._stores_left: list[Event] = []  # of gradients, from the program before
@@ -179,11 +191,24 @@ class Seat:
         return all(event.startable for event in self._needs())
 
     def issue_copies(self) -> None:
-        """Issue everything up to the next compute action."""
+        """Issue everything up to the next compute action, or to a message that is not here."""
         while self.head is not None and not self.waits_for_compute:
+            if self.waits_for_message:
+                return
             if not all(event.startable for event in self._needs() if self._may_block):
                 return
             self._issue()
+
+    @property
+    def waits_for_message(self) -> bool:
+        """Whether the next action is a message that has not come, or cannot be told yet."""
+        action = self.head
+        if action is None or action.op not in (Op.SEND, Op.RECV):
+            return False
+        if action.op is Op.SEND:  # that the host has what was stepped is told when it does
+            return Part.PARAM in action.parts and not all(e.done for e in self._written.values())
+        assert self.mail is not None
+        return not self.mail.has(action)
 
     def issue_compute(self) -> None:
         """Run the next compute action; the trial's random streams are in place."""
@@ -195,6 +220,11 @@ class Seat:
         if not self._may_block:
             self._prune()
         return self._may_block or not self._in_flight
+
+    @property
+    def is_quiet(self) -> bool:
+        """The same, for who may not be told of what failed: that ``drain`` raises."""
+        return self._may_block or all(event.done for event, _ in self._in_flight)
 
     def drain(self) -> None:
         """Wait for everything in flight; raise the first error."""
@@ -208,8 +238,9 @@ class Seat:
         self.device.synchronize()
         self._lane.close()
         self.copies.close()
-        self.session.region.unpin()
-        self.ledger.release(self._owner)
+        if self.ledger is not None:
+            self.session.region.unpin()
+            self.ledger.release(self._owner)
 
     # -- issuing ----------------------------------------------------------------------
 
@@ -284,6 +315,10 @@ class Seat:
             return self._run_compute(run.task, action, after)
         if (part := lone_part(action)) is not None:
             return self._move_lone(run.task, action, part, after)
+        if action.op in (Op.SEND, Op.RECV):
+            assert self.mail is not None
+            self.mail.pass_on(run.task, action)
+            return None
         slot = run.score.slots.slots[run.cursor]
         if action.op is Op.LOAD:
             if slot is not None and not action.late and run.score.slots.is_first[run.cursor]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from shoal.core.errors import TrialError
-from shoal.core.technique import Pipelined
+from shoal.core.technique import Pipelined, kept_shards, saving_shards, spans_of
 from shoal.memory.layout import GUESS, PREVIOUS
 from shoal.partition.build import clone_batch
 from shoal.partition.chain import Chain
@@ -20,6 +20,8 @@ from shoal.recipe import Batch, to_device
 from shoal.runtime.binding import place_on_host
 from shoal.runtime.gangs import GangSession
 from shoal.runtime.session import Task
+from shoal.runtime.units import ChainUnits
+from shoal.spill.generate import Route
 
 MOST_S = 8.0
 """Predicted seconds of steps that are run together."""
@@ -49,9 +51,11 @@ class PipelineSession(GangSession):
     Attributes:
         pieces: Micro-batches that were read and not used yet.
         foretelling: What later stages draw, where the first one can know that.
+        before_all_there: Called before parameters point elsewhere: nobody else may step meanwhile.
     """
 
     foretelling: Foretelling | None = None
+    before_all_there: Callable[[], None] = staticmethod(lambda: None)
 
     @property
     def technique(self) -> Pipelined:
@@ -63,6 +67,11 @@ class PipelineSession(GangSession):
     def stages(self) -> int:
         """How many there are of each copy."""
         return self.members // self.technique.width
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Per stage its shards."""
+        return spans_of(self.technique, self.job.shards)
 
     def _units(self) -> Any:
         """The chain of the whole model.
@@ -78,20 +87,33 @@ class PipelineSession(GangSession):
             )
         count = self.recipe.accumulate * self._pieces_of_a_batch
         recipe = replace(self.recipe, accumulate=count)
-        return StageUnits(self._chain().with_recipe(recipe))
+        chain = self._chain().with_recipe(recipe)
+        if not self.technique.is_spilled:
+            return StageUnits(chain)
+        spans = [shard.layers for shard in self.job.shards]
+        route = Route(len(spans), saves=saving_shards(self.technique))
+        return ChainUnits(chain, recipe, spans, self.device, route)
+
+    @property
+    def _staying(self) -> tuple[int, ...]:
+        """The shards of the first stage whose parameters are there all the time."""
+        if not self.technique.is_spilled:
+            return (0,)
+        return tuple(s for s in kept_shards(self.technique) if s < self.spans[0][1])
 
     @contextmanager
     def all_there(self) -> Iterator[None]:
-        """At the first stage the whole model's parameters, of others as the region has them.
+        """At the first stage the whole model's parameters, others as the region has them.
 
         Nothing of a lease is held on to: what foretells draws outlives it.
         """
-        params = self.binding.params
-        here = place_on_host(self.region, self.layout, 0).params
+        self.before_all_there()
+        params, shards = self.binding.params, range(len(self.layout.shards))
+        here = {name for shard in self._staying for name in self.owned[shard]}
         elsewhere = {
             name: tensor
-            for stage in range(1, self.stages)
-            for name, tensor in place_on_host(self.region, self.layout, stage).params.items()
+            for shard in shards
+            for name, tensor in place_on_host(self.region, self.layout, shard).params.items()
             if name not in here
         }
         before = {name: params[name].data for name in elsewhere}

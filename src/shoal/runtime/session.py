@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shoal.core.errors import NarrowError, TrialError
 from shoal.core.plan import Job
 from shoal.core.spec import HyperParameters
-from shoal.core.technique import Spilled, kept_shards
+from shoal.core.technique import Spilled, kept_shards, steps_on_host
 from shoal.data import Feed
 from shoal.memory.layout import TrialLayout, lenders
 from shoal.memory.store import Region, state_views, views
@@ -340,8 +340,7 @@ class Session:
     def _step_places(self) -> dict[str, torch.device]:
         """Where each parameter is stepped."""
         technique, host = self.job.technique, torch.device("cpu")
-        on_host = isinstance(technique, Spilled) and technique.optimizer == "host"
-        kept = kept_shards(technique)
+        on_host, kept = steps_on_host(technique), kept_shards(technique)
         return {
             name: host if on_host and shard not in kept else self.device
             for shard, names in enumerate(self.owned)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.device import Device
 from shoal.memory.layout import GUESS, PREVIOUS
@@ -30,6 +30,40 @@ from shoal.runtime.units import evaluate_metrics
 
 COUNTED_STEPS = 2
 """Steps whose allocations are counted together: with "2bw" two are under way at a time."""
+
+
+class BufferWatch:
+    """Which of a model's buffers have changed since they were looked at last."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._seen = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def changed(self) -> set[str]:
+        """Their names; they are as they are now for the next time."""
+        found = set()
+        for name, buffer in self._model.named_buffers():
+            if not same_bits(buffer, self._seen[name]):
+                self._seen[name] = buffer.clone()
+                found.add(name)
+        return found
+
+
+def look_at_draws(session: PipelineSession, chain: Chain, stop: int) -> None:
+    """Find out on the first batch whether the model draws, and if that can be foretold.
+
+    What is foretold is what layers from ``stop`` on draw.
+    """
+    if session.draws is not None:
+        return
+    session.model.train()  # a lease may begin with an evaluation
+    batch, rng = session.pieces[0], capture_rng(session.device)
+    foretelling = Foretelling(chain, stop, whole=session.all_there)
+    with session.all_there():
+        session.draws = draws_numbers(chain, batch)
+        if session.draws and foretelling.works(batch):
+            session.foretelling = foretelling
+    restore_rng(rng, session.device)
 
 
 class Stage:
@@ -80,7 +114,7 @@ class Stage:
         for name, tensor in here.borrowed.items():
             copy(tensor, there.borrowed[name], "up")
         self._session.binding.bind(self._index, here)
-        self._buffers = {n: b.clone() for n, b in self._session.model.named_buffers()}
+        self._buffers = BufferWatch(self._session.model)
 
     def store(self, *, leaves: bool) -> None:
         """Bring all that changed to the host region; the device's memory is free if it leaves.
@@ -93,20 +127,11 @@ class Stage:
         if not self._copy:
             copy(there.param_bytes, here.param_bytes, "down")
             copy(there.state_bytes, here.state_bytes, "down")
-            session.put_buffers_back(self._changed_buffers())
+            session.put_buffers_back(self._buffers.changed())
         if leaves:
             session.binding.bind(self._index, there)
             session.evict_everything()
             self._memory = self._memory[:0]
-
-    def _changed_buffers(self) -> set[str]:
-        """Those that this stage has changed since they were loaded or stored."""
-        found = set()
-        for name, buffer in self._session.model.named_buffers():
-            if not same_bits(buffer, self._buffers[name]):
-                self._buffers[name] = buffer.clone()
-                found.add(name)
-        return found
 
     def _made_weights(self) -> Weights:
         session, technique = self._session, self._session.technique
@@ -183,7 +208,8 @@ class Stage:
     def pipeline(self, groups: tuple[int, ...]) -> Pipeline:
         """What all stages run for the next steps; of the first stage."""
         session, technique = self._session, self._session.technique
-        self._look_at_draws()
+        first = self._share.stop if technique.width == 1 else 0  # of what is foretold
+        look_at_draws(session, self._chain, first)
         session.refuse_mixed_draws()
         return Pipeline(
             schedule=technique.schedule,
@@ -200,21 +226,6 @@ class Stage:
             follows=True,
             width=technique.width,
         )
-
-    def _look_at_draws(self) -> None:
-        """Find out on the first batch whether the model draws, and if that can be foretold."""
-        session = self._session
-        if session.draws is not None:
-            return
-        session.model.train()  # a lease may begin with an evaluation
-        batch, rng = session.pieces[0], capture_rng(session.device)
-        first = self._share.stop if session.technique.width == 1 else 0  # of what is foretold
-        foretelling = Foretelling(self._chain, first, whole=session.all_there)
-        with session.all_there():
-            session.draws = draws_numbers(self._chain, batch)
-            if session.draws and foretelling.works(batch):
-                session.foretelling = foretelling
-        restore_rng(rng, session.device)
 
     def begin(self, pipeline: Pipeline, steps_before: int) -> Compute:
         """What computes this stage's list of a program."""

@@ -17,7 +17,7 @@ from dataclasses import replace
 from shoal.core.errors import CapacityError, ShoalError
 from shoal.core.plan import Job
 from shoal.core.seams import Candidate
-from shoal.core.technique import DataParallel
+from shoal.core.technique import DataParallel, Pipelined
 from shoal.core.units import Bytes
 from shoal.memory.store import Region
 from shoal.pipeline.links import Links
@@ -30,6 +30,7 @@ from shoal.runtime.house import House
 from shoal.runtime.messages import Grant, LeaseOver, Progress, Refused
 from shoal.runtime.replicaseat import ReplicaSeat
 from shoal.runtime.session import Session
+from shoal.runtime.spilledstages import SpilledStageSeat
 from shoal.runtime.stages import StageSeat
 
 
@@ -67,7 +68,7 @@ class StageDesk:
     @property
     def waits_for_others(self) -> bool:
         """Whether a stage could go on if one elsewhere did: no hang of this device."""
-        return any(not seat.ready() for seat in self._seats.values())
+        return any(not seat.ready() and not seat.waits_here for seat in self._seats.values())
 
     @property
     def candidates(self) -> list[int]:
@@ -134,8 +135,12 @@ class StageDesk:
             on_peak=lambda peak: self._report_peak(peak, grant.job),
             waits=self._waits,
         )
-        replicas = isinstance(grant.job.technique, DataParallel)
-        kind = ReplicaSeat if replicas else StageSeat
+        technique = grant.job.technique
+        kind: type[GangSeat] = StageSeat
+        if isinstance(technique, DataParallel):
+            kind = ReplicaSeat
+        elif isinstance(technique, Pipelined) and technique.is_spilled:
+            kind = SpilledStageSeat
         return kind(session, grant.stage, self._device, self._ledger, region, links, hands)
 
     def _lead(self, grant: Grant, seat: GangSeat, session: GangSession) -> None:

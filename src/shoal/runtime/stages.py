@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,12 +99,40 @@ class StageSeat(GangSeat):
         """The members that bring the state to the region, and evaluate."""
         return range(self.session.stages)
 
+    # -- its shard ----------------------------------------------------------------------------
+
+    @property
+    def _shards(self) -> Sequence[int]:
+        """What of the model this stage has."""
+        return (self._place[1],)
+
+    def _settle(
+        self,
+        on_loss: Callable[[Sequence[float]], None],
+        on_metrics: Callable[[dict[str, float]], None],
+    ) -> Iterator[Waiting]:
+        """Bring the shard to the device."""
+        copy, stage = self._place
+        self._settled = Stage(
+            self.session, stage, self.device, on_loss=on_loss, on_metrics=on_metrics, copy=copy
+        )
+        return iter(())
+
+    def _store(self, *, leaves: bool) -> Iterator[Waiting]:
+        """Bring it to the region."""
+        self._stage.store(leaves=leaves)
+        return iter(())
+
+    def _pipeline(self, groups: tuple[int, ...]) -> Pipeline:
+        """What all stages run for the next steps; of the first stage."""
+        return self._stage.pipeline(groups)
+
     # -- the first stage ----------------------------------------------------------------------
 
     def _lead(self) -> Generator[Waiting]:
         session = self.session
         self._tell(Join(session.progress()))
-        self._settled = Stage(session, 0, self.device, on_loss=_nothing, on_metrics=_nothing)
+        yield from self._settle(_nothing, _nothing)
         yield None
         for task in session.tasks():
             if task.kind == "evaluation":
@@ -120,7 +148,7 @@ class StageSeat(GangSeat):
 
     def _train(self, task: Task) -> Iterator[Waiting]:
         session, before = self.session, self.session.step
-        pipeline = self._stage.pipeline(task.groups)
+        pipeline = self._pipeline(task.groups)
         self._tell(Train(pipeline, before))
         yield from self._run(pipeline, before)
         yield from self._until(lambda: session.step == before + len(task.groups))
@@ -137,7 +165,7 @@ class StageSeat(GangSeat):
         """Have all shards in the region, and know the rest of the optimizer's state."""
         session = self.session
         self._tell(Store(session.step, leaves, session.ended))
-        self._stage.store(leaves=leaves)
+        yield from self._store(leaves=leaves)
         yield from self._until(lambda: len(self._known) == len(self._others))
         for known in self._known:
             session.learn(known.scalars, known.stored)
@@ -169,14 +197,10 @@ class StageSeat(GangSeat):
         assert isinstance(placed, PipelineSession)
         self.session = session = placed
         self.links.know(Packer(dict(session.model.named_parameters())))
-        copy, stage = self._place
-        self._settled = Stage(
-            session,
-            stage,
-            self.device,
-            on_loss=lambda losses: self.links.send(0, NOTE, Loss(copy, tuple(losses))),
-            on_metrics=lambda values: self.links.send(0, NOTE, Metrics(values)),
-            copy=copy,
+        copy, _ = self._place
+        yield from self._settle(
+            lambda losses: self.links.send(0, NOTE, Loss(copy, tuple(losses))),
+            lambda values: self.links.send(0, NOTE, Metrics(values)),
         )
         while not leaves:
             yield self._is_told
@@ -189,8 +213,8 @@ class StageSeat(GangSeat):
                 case Store():
                     session.step, session.has_ended = order.step, order.ended
                     leaves = order.leaves
-                    self._stage.store(leaves=leaves)
-                    known = ({}, {}) if copy else session.known_of(stage)
+                    yield from self._store(leaves=leaves)
+                    known = ({}, {}) if copy else session.known_of(*self._shards)
                     self.links.send(0, NOTE, Known(*known))
 
     # -- programs -----------------------------------------------------------------------------

@@ -83,7 +83,7 @@ Micros = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Unit:
+class Unit:
     """What a shard does in one go, and which of its parts come before and leave after.
 
     A unit of a kept shard has no ``loads`` and no ``drops``. ``own`` parameters are in no slot,
@@ -225,8 +225,8 @@ def route_of(technique: Spilled, num_shards: int, lent: tuple[int, ...] = ()) ->
 
 @lru_cache(maxsize=64)
 def _step(route: Route, micro_batches: int, clip: bool) -> Program:
-    shape = _Shape(route)
-    units: list[_Unit] = []
+    shape = Shape(route)
+    units: list[Unit] = []
     all_ = tuple(range(micro_batches))
     for micros in [all_] if route.order == "shard" else [(micro,) for micro in all_]:
         units += [shape.forward(shard, micros) for shard in range(route.num_shards - 1)]
@@ -236,33 +236,33 @@ def _step(route: Route, micro_batches: int, clip: bool) -> Program:
             else:
                 units.append(shape.backward(shard, micros))
     if clip:
-        units.append(_Unit(computes=(Action(Op.SYNC),)))
+        units.append(Unit(computes=(Action(Op.SYNC),)))
         units += shape.late_steps(clip)
-    return single(_in_order(units, route))
+    return single(in_order(units, route))
 
 
 @lru_cache(maxsize=64)
 def _micro(route: Route, micro: int) -> Program:
-    shape = _Shape(replace(route, optimizer="device", turn=()))
+    shape = Shape(replace(route, optimizer="device", turn=()))
     units = [shape.forward(shard, (micro,)) for shard in range(route.num_shards - 1)]
     units += [shape.backward(shard, (micro,)) for shard in reversed(range(route.num_shards))]
-    return single(_in_order(units, route))
+    return single(in_order(units, route))
 
 
 @lru_cache(maxsize=64)
 def _finish(route: Route, clip: bool) -> Program:
-    units = [_Unit(computes=(Action(Op.SYNC),))] if clip else []
-    units += _Shape(route).late_steps(clip)
-    return single(_in_order(units, route))
+    units = [Unit(computes=(Action(Op.SYNC),))] if clip else []
+    units += Shape(route).late_steps(clip)
+    return single(in_order(units, route))
 
 
 @lru_cache(maxsize=64)
 def _evaluation(route: Route) -> Program:
     route = replace(route, optimizer="device", boundaries="device", turn=(), waits=())
     route = replace(route, saves=(), spills=())
-    shape = _Shape(route)
+    shape = Shape(route)
     units = [shape.forward(shard, (0,)) for shard in range(route.num_shards)]
-    return single(_in_order(units, route))
+    return single(in_order(units, route))
 
 
 @lru_cache(maxsize=64)
@@ -312,25 +312,25 @@ def kept_of(num_shards: int, count: int, travel: Iterable[int] = ()) -> tuple[in
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class Shape:
     """What a route makes of each visit of a shard."""
 
     route: Route
 
-    def forward(self, shard: int, micros: Micros) -> _Unit:
+    def forward(self, shard: int, micros: Micros) -> Unit:
         computes = tuple(self._compute(Op.F, shard, micro) for micro in micros)
         return self._unit(shard, (PARAM,), computes, drops=(PARAM,))
 
-    def backward(self, shard: int, micros: Micros) -> _Unit:
+    def backward(self, shard: int, micros: Micros) -> Unit:
         """Backwards whose gradients go to the host, on top of what is there already."""
         computes = tuple(self._compute(Op.B, shard, micro) for micro in micros)
         loads = (PARAM, GRAD) if micros[0] else (PARAM,)
         return self._unit(shard, loads, computes, stores=(GRAD,), drops=(PARAM, GRAD))
 
-    def backward_and_step(self, shard: int, micros: Micros) -> list[_Unit]:
+    def backward_and_step(self, shard: int, micros: Micros) -> list[Unit]:
         """The last backward of a shard and its step; on the device, in one visit."""
         if shard not in self.route.keep and self.route.optimizer == "host":
-            return [self.backward(shard, micros), self._late_step(shard)]
+            return [self.backward(shard, micros), self.late_step(shard)]
         backwards = (self._compute(Op.B, shard, micro) for micro in micros)
         loads = (PARAM, STATE, GRAD) if micros[0] else (PARAM, STATE)
         return [self._stepping(shard, loads, (*backwards, Action(Op.STEP, shard)))]
@@ -339,23 +339,25 @@ class _Shape:
         saves = shard in self.route.saves or shard in self.route.spills
         return Action(op, shard, micro, parts=(SAVED,) if saves else ())
 
-    def late_steps(self, clip: bool) -> list[_Unit]:
-        """The steps that had to wait for the gradients of all shards.
+    def late_steps(self, clip: bool, shards: Sequence[int] | None = None) -> list[Unit]:
+        """The steps that had to wait for the gradients of all shards; of these, or of every one.
 
         Those of shards whose gradients take room come first. With clipping nothing is left then
         of what a backward needs, so what a step needs besides parameters comes into late slots.
         """
+        here = range(self.route.num_shards) if shards is None else shards
         first = (*self.route.keep, *(s for s in self.route.waits if s not in self.route.keep))
-        last = [shard for shard in range(self.route.num_shards) if shard not in first]
-        units = [self._late_step(shard) for shard in (*first, *last)]
-        return [_late(unit) for unit in units] if clip else units
+        first = tuple(shard for shard in first if shard in here)
+        last = [shard for shard in here if shard not in first]
+        units = [self.late_step(shard) for shard in (*first, *last)]
+        return [after_norm(unit) for unit in units] if clip else units
 
-    def _late_step(self, shard: int) -> _Unit:
+    def late_step(self, shard: int) -> Unit:
         if shard not in self.route.keep and self.route.optimizer == "host":
-            return _Unit(shard, host=(Action(Op.STEP, shard, place="host"),))
+            return Unit(shard, host=(Action(Op.STEP, shard, place="host"),))
         return self._stepping(shard, (PARAM, STATE, GRAD), (Action(Op.STEP, shard),))
 
-    def _stepping(self, shard: int, loads: Parts, computes: tuple[Action, ...]) -> _Unit:
+    def _stepping(self, shard: int, loads: Parts, computes: tuple[Action, ...]) -> Unit:
         parts = (PARAM, STATE)
         unit = self._unit(shard, loads, computes, stores=parts, drops=parts)
         if shard in self.route.lent and PARAM not in unit.stores:
@@ -370,7 +372,7 @@ class _Shape:
         *,
         stores: Parts = (),
         drops: Parts,
-    ) -> _Unit:
+    ) -> Unit:
         """A unit of a shard of which nothing stays, less what does stay."""
         here = {PARAM} if shard in self.route.weights else set()
         if shard in self.route.waits:
@@ -378,16 +380,16 @@ class _Shape:
         if shard in self.route.keep:
             here = {PARAM, STATE, GRAD}
         moved = [tuple(p for p in parts if p not in here) for parts in (loads, stores, drops)]
-        return _Unit(shard, moved[0], computes, moved[1], moved[2])
+        return Unit(shard, moved[0], computes, moved[1], moved[2])
 
 
-def _late(unit: _Unit) -> _Unit:
+def after_norm(unit: Unit) -> Unit:
     """With its state and gradients in a late slot."""
     loads, late = _without(unit.loads, STATE, GRAD), _without(unit.loads, PARAM)
     return replace(unit, loads=loads, late=late)
 
 
-def _in_order(units: Sequence[_Unit], route: Route) -> Iterator[Action]:
+def in_order(units: Sequence[Unit], route: Route) -> Iterator[Action]:
     """The units in order, with every LOAD as early as there is a slot for it."""
     joined, chains = _join(units, route)
     loads = _loads(joined, chains, route.lookahead)
@@ -407,7 +409,7 @@ def _in_order(units: Sequence[_Unit], route: Route) -> Iterator[Action]:
         yield from unit.host
 
 
-def _leaving(unit: _Unit, route: Route) -> Iterator[Action]:
+def _leaving(unit: Unit, route: Route) -> Iterator[Action]:
     """After a forward: its input is gone from the device, its output on its way down."""
     forwards = [action.micro for action in unit.computes if action.op is Op.F]
     if unit.shard in route.away:
@@ -430,7 +432,7 @@ def _saved_leaves(shard: int, micro: int | None, route: Route) -> Iterator[Actio
             yield Action(Op.DROP, gone, micro, parts=(SAVED,), now=not route.lookbehind)
 
 
-def _returns(units: Sequence[_Unit], route: Route) -> dict[int, list[Action]]:
+def _returns(units: Sequence[Unit], route: Route) -> dict[int, list[Action]]:
     """Before which unit a backward's input, and what was saved for it, is loaded.
 
     The input ``lookahead`` units before its own.
@@ -455,7 +457,7 @@ def _returns(units: Sequence[_Unit], route: Route) -> dict[int, list[Action]]:
     return returns
 
 
-def _join(units: Sequence[_Unit], route: Route) -> tuple[list[_Unit], list[list[int]]]:
+def _join(units: Sequence[Unit], route: Route) -> tuple[list[Unit], list[list[int]]]:
     """Leave parameters in their slot where its next tenant comes no sooner than they are used.
 
     Those of shards in ``turn`` stay in memory of their own from a forward to its backward.
@@ -490,7 +492,7 @@ def _join(units: Sequence[_Unit], route: Route) -> tuple[list[_Unit], list[list[
     return joined, chains
 
 
-def _turns(units: Sequence[_Unit], chain: Sequence[int], unit: _Unit, route: Route) -> bool:
+def _turns(units: Sequence[Unit], chain: Sequence[int], unit: Unit, route: Route) -> bool:
     """Whether a unit is the backward of what its shard did last, and finds its parameters."""
     if unit.shard not in route.turn or not chain:
         return False
@@ -503,7 +505,7 @@ def _without(parts: Parts, *gone: Part) -> Parts:
     return tuple(part for part in parts if part not in gone)
 
 
-def _late_loads(units: Sequence[_Unit], lookahead: int) -> dict[int, list[Action]]:
+def _late_loads(units: Sequence[Unit], lookahead: int) -> dict[int, list[Action]]:
     """Before which unit what goes into late slots: as soon as there is one."""
     loads: dict[int, list[Action]] = {}
     visits = [index for index, unit in enumerate(units) if unit.late]
@@ -515,7 +517,7 @@ def _late_loads(units: Sequence[_Unit], lookahead: int) -> dict[int, list[Action
 
 
 def _loads(
-    units: Sequence[_Unit], chains: Sequence[Sequence[int]], lookahead: int
+    units: Sequence[Unit], chains: Sequence[Sequence[int]], lookahead: int
 ) -> dict[int, list[Action]]:
     """Before which unit what is loaded: as soon as a slot is free for the visit.
 

@@ -67,6 +67,33 @@ def test_with_all_of_that_on_the_host_only_more_shards_are_left():
     assert tried(technique) == [Spilled(optimizer="device", lookahead=0, recompute=True)]
 
 
+def test_a_pipeline_recomputes_and_then_spills_its_stages():
+    technique = Pipelined(stages=2, cuts=(3,), recompute=False)
+    assert tried(technique, 2, place="host") == [
+        Pipelined(stages=2, cuts=(3,), recompute=True),
+        Pipelined(stages=2, optimizer="host"),
+    ]
+    half = Pipelined(stages=2, schedule="zb-h1", recompute=False)
+    assert tried(half, 2) == [Pipelined(stages=2, schedule="zb-h1", recompute=True)]
+
+
+def test_spilled_stages_keep_less_load_nothing_ahead_and_then_have_more_shards():
+    same = {"stages": 2, "optimizer": "host", "recompute": True}
+    technique = Pipelined(**same, cuts=(3,), shards=5, lookahead=1, keep=(1,), keep_gradients=True)
+    assert tried(technique, 5, place="host") == [
+        Pipelined(**same, cuts=(3,), shards=5, lookahead=1),
+        Pipelined(**same, cuts=(3,), shards=5, lookahead=0),
+        Pipelined(**same, lookahead=0),
+    ]
+
+
+def test_spilled_stages_that_lack_a_device_are_cut_anew_and_step_where_they_did():
+    technique = Pipelined(stages=3, cuts=(2, 4), shards=6, optimizer="host", keep=(0,))
+    first, *others = fewer_stages(technique, 2, 1)
+    assert first == Pipelined(stages=2, optimizer="host")
+    assert Spilled(optimizer="host") in others
+
+
 @given(
     st.sampled_from([Resident(), Spilled(lookahead=0), Spilled(lookahead=1)]),
     st.sampled_from(["device", "host"]),

@@ -1,0 +1,191 @@
+"""Spilled stages: what is measured until they are settled, and the words for them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from dataclasses import replace
+
+from shoal.core.errors import PlanError
+from shoal.core.spec import JobMeasure, TrialSpec
+from shoal.core.technique import SPILLING, Pipelined, kept_shards, spans_of
+from shoal.core.units import Bytes, format_bytes, format_seconds
+from shoal.memory.layout import lenders
+from shoal.planner.need import Need
+from shoal.planner.pipeline import MESSAGE_S, Staged, Terms
+from shoal.planner.spilledstages import fitted, smallest, spilled_candidates
+from shoal.planner.stages import legal_cuts
+from shoal.runtime.messages import Measured, MeasureShards, Order
+
+MARGINS = (1.0, 0.9, 0.8, 0.65)
+"""What should fit is tried, and if it did not what should leave so much of the budget."""
+MOST_MEASURED = 8
+
+Found = tuple[Measured, Staged]
+
+
+def may_spill(asked: Pipelined) -> bool:
+    """Whether stages may be spilled that were asked for without a word about that."""
+    is_open = asked.cuts is None and not asked.is_spilled
+    return is_open and asked.width == 1 and asked.schedule in SPILLING
+
+
+def best_on_paper(
+    asked: Pipelined, terms: Terms, budget: Bytes, devices: int, trials: int
+) -> Staged | None:
+    """The best that should fit."""
+    return next(iter(spilled_candidates(asked, terms, budget, devices, trials)), None)
+
+
+def settle_spilled(
+    trial: TrialSpec, asked: Pipelined, terms: Terms, budget: Bytes, devices: int, trials: int
+) -> Generator[Order, Measured, Found | PlanError]:
+    """The first candidate whose measured shards fit; or the words for that none does."""
+    measured: dict[tuple[int, ...], Measured] = {}
+    closest: Staged | None = None
+    for one in _tries(asked, terms, budget, devices, trials):
+        edges = tuple(shard.layers[0] for shard in one.stages[1:])
+        if edges not in measured:
+            if len(measured) >= MOST_MEASURED:
+                break
+            measured[edges] = yield MeasureShards(trial, edges)
+        exact = measured[edges]
+        if words := _cannot(asked, exact):
+            return PlanError(f"{_head(trial, asked)}{words}")
+        found = fitted(asked, one, exact.measure.shards, terms, exact.layout, budget)
+        if found is not None:
+            return exact, found
+        closest = closest or one
+    return _too_large(trial, asked, terms, budget, devices, closest)
+
+
+def _tries(
+    asked: Pipelined, terms: Terms, budget: Bytes, devices: int, trials: int
+) -> Iterator[Staged]:
+    tried: set[Pipelined] = set()
+    for margin in MARGINS:
+        some = Bytes(int(margin * budget))
+        for one in spilled_candidates(asked, terms, some, devices, trials):
+            bare = replace(one.technique, keep=None, keep_gradients=None, recompute=None)
+            if bare not in tried:
+                tried.add(bare)
+                yield one
+
+
+def _cannot(asked: Pipelined, exact: Measured) -> str:
+    """What the measured shards say against it; empty where nothing does."""
+    shards = exact.measure.shards
+    alone = [s.index for s in shards[:-1] if s.saved_bytes is None]
+    if alone:
+        return (
+            f"shard {alone[0]} and another one would change the same buffer, in another order "
+            "than one device does. Train this model with technique='spilled'."
+        )
+    stale = [
+        s for s in shards if s.index in (asked.keep or ()) and s.parameter_bytes > s.owned_bytes
+    ]
+    if stale:
+        return (
+            f"shard {stale[0].index} is to stay on its device and borrows "
+            f"{format_bytes(Bytes(stale[0].parameter_bytes - stale[0].owned_bytes))} of tied "
+            "parameters from another one, whose step would leave it an old copy. Leave it out of "
+            "keep=."
+        )
+    return ""
+
+
+def too_many_shards(measure: JobMeasure, asked: Pipelined) -> str:
+    """Whether more shards were asked for than there are pieces; or more stages."""
+    pieces = len(legal_cuts(measure.layers)) + 1
+    if (asked.shards or 0) <= pieces:
+        return ""
+    return (
+        f"{asked.shards} shards were asked for, and its model has {pieces} pieces that may stand "
+        f"alone. Ask for at most {pieces}."
+    )
+
+
+def _too_large(
+    trial: TrialSpec,
+    asked: Pipelined,
+    terms: Terms,
+    budget: Bytes,
+    devices: int,
+    closest: Staged | None,
+) -> PlanError:
+    """Nothing fits: what the finest cut needs where it needs the most, and what would help."""
+    least = smallest(asked, terms, devices) or closest
+    if least is None:
+        return PlanError(
+            f"{_head(trial, asked)}its model cannot be cut into so many shards over these stages. "
+            "Ask for fewer, or leave cuts= out."
+        )
+    stage, technique = least.neediest, least.technique
+    first, stop = spans_of(technique, least.stages)[stage]
+    layers = f"layers {least.stages[first].layers[0]}..{least.stages[stop - 1].layers[1] - 1}"
+    largest = max(least.stages[first:stop], key=lambda shard: shard.backward_peak_bytes)
+    outs = ["give the devices more memory", "make the batch smaller"]
+    if asked.shards is not None:
+        outs.append("leave shards= out to have as many as it takes")
+    if asked.keep or asked.keep_gradients:
+        outs.append("keep less on the devices")
+    if technique.schedule == "gpipe":
+        outs.append("use schedule='flush', which holds the activations of fewer micro-batches")
+    return PlanError(
+        f"{_head(trial, asked)}with spilled stages too: in {technique.stages} stages of "
+        f"{technique.shards} shards stage {stage}, {layers}, needs about "
+        f"{format_bytes(_most(least.needs[stage]))} on a device of {format_bytes(budget)}, "
+        f"{format_bytes(largest.parameter_bytes)} for the parameters of its largest shard and "
+        f"{format_bytes(largest.backward_peak_bytes)} inside that one's backward among that. "
+        f"{'; '.join(outs).capitalize()}."
+    )
+
+
+def _most(need: Need) -> Bytes:
+    return Bytes(max(need.total, need.peak))
+
+
+def why_spilled(
+    whole: Need, chosen: Staged, asked: Pipelined, terms: Terms, exact: Measured, budget: Bytes
+) -> list[str]:
+    """Why these stages are spilled so."""
+    technique, count = chosen.technique, chosen.gang
+    each = ", ".join(
+        f"stage {stage} {format_bytes(_most(need))}" for stage, need in enumerate(chosen.needs)
+    )
+    kept, moved = len(kept_shards(technique)), sum(need.moved for need in chosen.needs)
+    cause = "spilled stages were asked for"
+    if not asked.is_spilled:
+        cause = f"in no stages that stay whole it fits {format_bytes(budget)}"
+    named = f"{technique.shards} shards over {count} stages"
+    named += " were asked for" if asked.shards else " are the quickest that fit"
+    reasons = [
+        f"resident one device would need {format_bytes(whole.total)} of {format_bytes(budget)}; "
+        f"{cause}; with spilled ones it needs {each}",
+        f"{named}; {kept} of them stay on their device, and {format_bytes(Bytes(moved))} move a "
+        f"step over the links of all",
+        f"a step takes {format_seconds(chosen.step_s)} of {count} devices, {chosen.bubbles:.0%} "
+        f"of it bubbles, replayed with {terms.speeds.source} and {1e3 * MESSAGE_S:g} ms a message",
+    ]
+    if technique.schedule == "gpipe":
+        reasons.append(
+            "a shard takes all micro-batches of a step in one visit, and a load is paid twice a "
+            "step"
+        )
+    elif (technique.micro_batches or 1) > 1:
+        reasons.append(
+            "shards come for each micro-batch; schedule='gpipe' loads less where there is room "
+            "for what enters shards of all micro-batches"
+        )
+    if terms.measure.draws:
+        reasons.append(
+            "the model draws random numbers: its first stage is taken to draw ahead what the "
+            "others draw, and waits for them where that cannot be done"
+        )
+    if exact.layout is not None and lenders(exact.layout):
+        reasons.append("shards with weights in common read them from the host, after each step")
+    return reasons
+
+
+def _head(trial: TrialSpec, asked: Pipelined) -> str:
+    stages = f" of {asked.stages} stages" if asked.stages else ""
+    return f"trial {trial.number} was asked to train as a pipeline{stages}, but "
