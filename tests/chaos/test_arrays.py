@@ -55,11 +55,11 @@ def kill_a_worker(process: processes.Process, draw: random.Random) -> None:
         process.send_to(draw.choice(workers), signal.SIGKILL)
 
 
-def run_under_fire(folder, kills: int, epochs: int, seed: int) -> None:
+def run_under_fire(folder, kills: int, epochs: int, seed: int, options=OPTIONS) -> None:
     """Each run is another number of devices, and only the first one asks for arrays."""
     sys.stderr.write(f"seed {seed}\n")  # shown when it fails
     draw = random.Random(seed)
-    runner = Runner(folder, epochs=epochs, checkpoint_every=draw.choice([0, 0.05, 0.3]), **OPTIONS)
+    runner = Runner(folder, epochs=epochs, checkpoint_every=draw.choice([0, 0.05, 0.3]), **options)
     words = FUSED
     for _ in range(kills):
         runner._devices = draw.choice([1, 2, 3])
@@ -125,6 +125,51 @@ def test_compiled_arrays_that_are_killed_go_on_compiled_to_the_same_bits(tmp_pat
         told = {"slot": slots[trial.number][0], "width": WIDTH, "kind": "compiled", "epochs": 3}
         plain = array_loop(studies.recipe(), trial.hp, trial.seed, **told)
         assert_same(plain, trial, losses=losses[trial.number])
+
+
+# -- spilled ----------------------------------------------------------------------------------
+
+SPILLED = {"kinds": ("spilled", "resident"), "lr": (3e-3, 1e-3, 5e-4)}
+
+
+def techniques(place) -> set[str]:
+    rows = Snapshot.of(read_outline(place)).trials
+    return {row.technique for row in rows}
+
+
+def test_spilled_arrays_that_are_killed_and_paused_go_on_to_the_same_bits(tmp_path):
+    runner = Runner(tmp_path, epochs=2, checkpoint_every=0.05, devices=1, **SPILLED)
+    process = runner.start(words=FUSED, **{studies.PACE_S: "0.01"})
+    process.wait_for("StepFinished", 9)
+    process.kill()
+    process.check_nothing_left()
+    assert techniques(runner.place) == {"Spilled", "Resident"}
+    runner._devices = 2
+    process = runner.start(**{studies.PACE_S: "0.01"})
+    process.wait_for("StepFinished", 20)
+    process.send(signal.SIGTERM)
+    assert process.wait() in (PAUSED, 0), runner.words()
+    assert runner.start(verb="resume").wait() == 0, runner.words()
+    check_arrayed(runner.place, 2)
+
+
+@pytest.mark.full
+def test_a_spilled_array_goes_on_as_a_whole_where_there_is_room(tmp_path, monkeypatch):
+    """Where its rows are is placement."""
+    runner = Runner(tmp_path, epochs=2, checkpoint_every="1h", devices=1, **SPILLED)
+    process = runner.start(words=FUSED, **{studies.PACE_S: "0.02"})
+    process.wait_for("StepFinished", 9)
+    process.send(signal.SIGTERM)
+    assert process.wait() == PAUSED, runner.words()
+    monkeypatch.setattr(studies, "MEMORY", "64MiB")
+    assert runner.start().wait() == 0, runner.words()
+    check_arrayed(runner.place, 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(2))
+def test_spilled_arrays_killed_at_random_instants_end_on_the_same_bits(tmp_path, seed):
+    run_under_fire(tmp_path, kills=3, epochs=3, seed=seed, options=SPILLED)
 
 
 # -- search -----------------------------------------------------------------------------------

@@ -99,6 +99,34 @@ def recurrent(hp):
     return Recurrent(hp["drop"]).double()
 
 
+class Layered(nn.Module):
+    """One LSTM after another, so that there is something to cut between."""
+
+    def __init__(self, drop: float) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(WORDS, 8)
+        self.layers = nn.ModuleList(nn.LSTM(8, 8, batch_first=True) for _ in range(3))
+        self.drop, self.head = nn.Dropout(drop), nn.Linear(8, WORDS)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = self.drop(layer(x)[0])
+        return self.head(x)
+
+
+def layered(hp):
+    return Layered(hp["drop"]).double()
+
+
+def conv(hp):
+    """A convolution for the points, with statistics; wide enough to be worth a cut."""
+    body = [nn.Unflatten(1, (1, INSIDE)), nn.Conv1d(1, 4, 3, padding=1, bias=False)]
+    body += [nn.BatchNorm1d(4), nn.ReLU(), nn.Conv1d(4, 6, 3, padding=1), nn.BatchNorm1d(6)]
+    body += [nn.ReLU(), nn.Dropout(hp["drop"]), nn.Flatten(), nn.Linear(6 * INSIDE, CLASSES)]
+    return nn.Sequential(*body).double()
+
+
 def frozen(hp):
     model = mlp(hp)
     model[0].weight.requires_grad_(False)
@@ -300,6 +328,18 @@ CASES = {
         loop={"steps": 8, "eval_every": 3},
     ),
 }
+
+DEEP = {
+    **{
+        name: CASES[name] for name in ("mlp", "language", "accumulate", "numbers", "sgd", "frozen")
+    },
+    **{
+        name: CASES[name] for name in ("bf16", "lengths", "lengths, accumulate", "label smoothing")
+    },
+    "layered": Case(recipe(model=layered, clip_grad_norm=0.5, **WORDY)),
+    "conv": Case(recipe(model=conv, metrics={"accuracy": accuracy})),
+}
+"""Those that can be cut into shards."""
 
 
 def assert_arrayed(

@@ -101,18 +101,19 @@ def test_trials_of_two_shapes_train_in_two_arrays(devices, run_case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", DEVICES)
-def test_spilled_trials_train_beside_arrays(devices, run_study, assert_alone):
-    """Half of the trials fit no device whole, and are in no array."""
+def test_a_spilled_array_trains_beside_one_that_fits(devices, run_study):
+    """Half of the trials fit no device, not even one at a time."""
     space = shoal.grid(lr=[0.01, 0.003, 0.001], drop=[0.1], width=[8, 160])
     recipe, loop, heard = squads.recipe(), {"epochs": 3}, Heard()
     report = run_study(
-        recipe, space, **loop, devices=devices, memory="1MiB", fuse=3, callbacks=[heard]
+        recipe, space, **loop, devices=devices, memory="1MiB", fuse=2, callbacks=[heard]
     )
     assert [trial.error for trial in report.trials] == [""] * 6
-    wide = [trial for trial in report.trials if trial.hp["width"] == 160]
-    assert squads.widths(report) == [1 if trial in wide else 3 for trial in report.trials]
-    squads.assert_arrayed(report, [t for t in report.trials if t not in wide], recipe, 3, **loop)
-    assert_alone(report, wide, recipe, **loop)
+    assert squads.widths(report) == [2] * 6
+    rows = Snapshot.of(read_outline(report.directory)).trials
+    wide = [trial.hp["width"] == 160 for trial in report.trials]
+    assert [row.technique == "Spilled" for row in rows] == wide
+    squads.assert_arrayed(report, report.trials, recipe, 2, **loop)
     peaks = heard.of(PeakMeasured)
     assert all(event.peak_bytes <= 2**20 for event in peaks)
 

@@ -324,3 +324,55 @@ def test_all_trials_leave_with_the_bits_they_came_with():
         assert compare_states(state, member.state()) == ""
         pointers = {p.untyped_storage().data_ptr() for p in member.module.parameters()}
         assert len(pointers) == len(list(member.module.parameters()))
+
+
+class Gated(torch.nn.Module):
+    """Code that asks its own setting what to do, as a whole."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.scale, self.into, self.out = scale, torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = self.into(x)
+        return self.out(x * self.scale if self.scale > 1.5 else x)
+
+
+def gated(scale, seed):
+    recipe = fusing.Recipe(
+        model=lambda hp: Gated(hp["scale"]),
+        data=lambda hp: ([(torch.ones(3, 4), torch.zeros(3, dtype=torch.long))] * 4, None),
+        loss=fusing.loss,
+        inputs=fusing.inputs,
+    )
+    return fusing.Trial(recipe, fusing.HyperParameters({"scale": scale, "lr": 0.1}), seed)
+
+
+def test_a_trial_that_is_gone_leaves_no_setting_behind_that_later_ones_are_compared_with():
+    """The first one's ``scale`` and the second one's would disagree, were both there."""
+    first, second = gated(1.0, 0), gated(2.0, 1)
+    array = Array([first.member])
+    array.widen(0, 3)
+    fusing.step(array, [first, None, None])
+    array.retire(0)
+    array.refill(1, second.member)
+    stepped = fusing.step(array, [None, second, None])
+    assert not stepped.failures
+    assert array.notes == ()
+    together = Array([gated(1.0, 0).member, gated(2.0, 1).member])
+    batch = torch.ones(3, 4), torch.zeros(3, dtype=torch.long)
+    with pytest.raises(Declined):  # as they would
+        together.step([batch] * 2)
+
+
+def test_an_empty_slot_has_the_settings_of_a_trial_that_is_there_and_its_own_rows():
+    array, made = make("mlp")
+    fusing.step(array, made)
+    array.retire(1)
+    array.retire(0)
+    fusing.step(array, [None, None, made[2]])
+    crew = array.crew
+    for slot in (0, 1):
+        assert crew.members[slot].module[2].p == made[2].hp["drop"]
+        weight = crew.members[slot].module[0].weight
+        assert weight.data_ptr() == crew.stacked.parameters["0.weight"][slot].data_ptr()

@@ -26,11 +26,12 @@ def test_other_widths_are_refused(fuse, tmp_path):
 
 
 @pytest.mark.parametrize("technique", ["spilled", shoal.Spilled(shards=2)])
-def test_an_array_of_spilled_trials_is_refused(technique):
-    with pytest.raises(PlanError, match="stays on the device"):
-        wish_of(2, technique_of(technique))
+def test_an_array_of_spilled_trials_may_be_asked_for(technique):
+    assert wish_of(8, technique_of(technique)) == 8
     assert wish_of(False, technique_of(technique)) == 0
     assert wish_of("auto", technique_of(technique)) == "auto"
+    with pytest.raises(PlanError, match="compiled passes are not cut into shards"):
+        wish_of("8 compiled", technique_of(technique))
 
 
 def test_the_option_is_read():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -25,12 +25,17 @@ from shoal.core.units import Bytes, Seconds, format_bytes, format_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoneNeed:
-    """What a trial of an array would take by itself, as in ``Job``."""
+    """What a trial of an array would take by itself, as in ``Job``.
+
+    Of an array that is spilled also how, in the same shards; else it is resident as it was.
+    """
 
     held_bytes: Bytes
     unit_bytes: Bytes
     peak_bytes: Bytes
     step_s: Seconds
+    technique: Spilled | None = None
+    shards: tuple[ShardSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +63,11 @@ class Job:
     ``unit_bytes`` is the most one unit needs on top while it runs, ``peak_bytes`` the most
     at any moment of its programs: less than the sum where the two do not coincide. Of
     ``host_bytes`` the trial takes ``waiting_bytes`` on a device alone: what waits there between
-    forward and backward. Where the
-    trial has a place in an array, all three are the whole array's; where it is a pipeline, of
-    the stage that needs most, and ``shards`` are its stages, or those of its spilled stages; where
-    there are replicas of it, of the one that needs most, and the only shard is what a replica of
-    it computes.
+    forward and backward, or an array's rows. Where the trial has a place in an array, what is
+    held, a unit's and the peak are the whole array's; where it is a pipeline, of the stage that
+    needs most, and ``shards`` are its stages, or those of its spilled stages; where there are
+    replicas of it, of the one that needs most, and the only shard is what a replica of it
+    computes.
     """
 
     trial: int
@@ -116,9 +121,14 @@ def alone(job: Job, step: int, why: str) -> Job:
     assert job.array is not None
     need = job.array.alone
     key = {k: v for k, v in job.numerics.items() if k not in ARRAY_KEYS}
+    waiting = job.waiting_bytes if need.technique else NO_BYTES
     return replace(
         job,
         array=None,
+        technique=need.technique or job.technique,
+        shards=need.shards or job.shards,
+        waiting_bytes=Bytes(job.waiting_bytes - waiting),
+        host_bytes=Bytes(job.host_bytes - waiting),
         held_bytes=need.held_bytes,
         unit_bytes=need.unit_bytes,
         peak_bytes=need.peak_bytes,
@@ -314,9 +324,7 @@ def plan_from_dict(record: Mapping[str, Any]) -> Plan:
     for entry in record["jobs"]:
         technique = dict(entry["technique"])
         kind = kinds[technique.pop("kind")]
-        shards = tuple(
-            ShardSpec(**{**shard, "layers": tuple(shard["layers"])}) for shard in entry["shards"]
-        )
+        shards = _shards_from(entry["shards"])
         array = _array_from(entry["array"]) if entry.get("array") else None
         built: Technique = kind(**technique)
         changed: dict[str, Any] = {"technique": built, "shards": shards}
@@ -329,5 +337,12 @@ def plan_from_dict(record: Mapping[str, Any]) -> Plan:
     return Plan(**{**record, **known, "notes": tuple(record.get("notes", ()))})
 
 
+def _shards_from(records: Sequence[Mapping[str, Any]]) -> tuple[ShardSpec, ...]:
+    return tuple(ShardSpec(**{**shard, "layers": tuple(shard["layers"])}) for shard in records)
+
+
 def _array_from(record: Mapping[str, Any]) -> ArrayPlace:
-    return ArrayPlace(**{**record, "alone": LoneNeed(**record["alone"])})
+    alone = dict(record["alone"])
+    alone["technique"] = Spilled(**alone["technique"]) if alone.get("technique") else None
+    alone["shards"] = _shards_from(alone.get("shards", ()))
+    return ArrayPlace(**{**record, "alone": LoneNeed(**alone)})

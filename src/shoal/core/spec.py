@@ -209,7 +209,8 @@ class WidthMeasure:
     were at it at once, and it is the slowest one's. ``alone_s`` and ``alone_valid_s`` are of one
     trial in the same rounds. ``build_s`` is what the array costs until it steps as measured, with
     its graph and its compiling, and ``refill_s`` what it costs that a slot gets another trial.
-    ``noise`` is by what part rounds differed. ``declined``: why there is no such array.
+    ``noise`` is by what part rounds differed. ``declined``: why there is no such array. One
+    that is spilled has ``shards``, moves ``moved_bytes`` a step, and its ``step_s`` is worked out.
     """
 
     width: int
@@ -223,6 +224,8 @@ class WidthMeasure:
     refill_s: Seconds = NO_SECONDS
     noise: float = 0.0
     declined: str = ""
+    shards: int = 0
+    moved_bytes: Bytes = NO_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

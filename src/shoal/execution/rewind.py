@@ -57,7 +57,7 @@ def leave_array(floor: Floor, state: TrialRun, reason: str) -> None:
             step=state.step,
             reason=reason,
             technique=type(job.technique).__name__,
-            shards=1,
+            shards=len(job.shards),
             peak_bytes=job.peak_bytes,
             numerics=dict(job.numerics),
         )

@@ -36,6 +36,7 @@ from shoal.runtime.messages import (
     LeaseOver,
     Measured,
     MeasuredArray,
+    MeasuredArrayShards,
     Refused,
     Returned,
     Saved,
@@ -289,7 +290,9 @@ class Execution:
         if isinstance(reply, Refused) and self._floor.is_past(worker, reply.trial):
             return None  # another stage of the trial failed too
         measured = isinstance(reply, Refused) and reply.trial in self._replanning.trials
-        if measured or isinstance(reply, Described | Measured | MeasuredArray | TimedArray):
+        if measured or isinstance(
+            reply, Described | Measured | MeasuredArray | MeasuredArrayShards | TimedArray
+        ):
             return worker, reply
         self._take(worker, reply)
         return (worker, reply) if isinstance(reply, Gone) else None

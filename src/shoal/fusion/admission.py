@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -59,15 +59,20 @@ def _with_gradient_hook(module: nn.Module) -> str:
     return ""
 
 
-def shell(member: Member) -> Member:
-    """What stands in an empty slot: the module's code with the slot's rows, and no trial."""
+def shell(member: Member, rows: Mapping[str, Tensor] | None = None) -> Member:
+    """What stands in an empty slot: the code of a trial that is there, and no trial.
+
+    Its tensors are ``rows`` by first name, the slot's own; without any those of ``member``.
+    """
+    module = member.module
+    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     tensors: dict[int, Tensor] = {
-        id(t): t.detach() for t in (*member.module.parameters(), *member.module.buffers())
+        id(tensor): (rows[name] if rows else tensor).detach() for name, tensor in named.items()
     }
     parameters = {
-        id(p): nn.Parameter(p.detach(), p.requires_grad) for p in member.module.parameters()
+        id(p): nn.Parameter(tensors[id(p)], p.requires_grad) for p in module.parameters()
     }
-    module = copy.deepcopy(member.module, {**tensors, **parameters})
+    module = copy.deepcopy(module, {**tensors, **parameters})
     return Member(
         recipe=member.recipe,
         hp=member.hp,

@@ -15,12 +15,13 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from shoal.core.errors import TrialError
 from shoal.fusion.admission import require_signature, shared_signature, shell
@@ -31,7 +32,7 @@ from shoal.fusion.fused import StackedBackend
 from shoal.fusion.loop import LoopBackend, alone, current_rng, lone_pass, torch_streams_of
 from shoal.fusion.member import Member
 from shoal.fusion.ownsteps import OwnSteps
-from shoal.fusion.stacked import stack
+from shoal.fusion.stacked import Stacked, stack
 from shoal.fusion.streams import SlotStreams
 from shoal.ownstep import own_evaluation, refuse_nonfinite
 from shoal.recipe import to_device
@@ -80,6 +81,7 @@ class Array:
     neighbours wait, fail or have retired; another width rounds in other ways. A slot whose
     trial failed waits until it is retired. ``usual`` is the layout of the batches that run
     stacked (``layout_of``); without one the first batches after a change of members say it.
+    ``stacking`` makes the rows.
 
     Raises:
         Declined: trials of different signatures, or a recipe that no array can train.
@@ -92,9 +94,10 @@ class Array:
         device: str | torch.device = "cpu",
         backend: ArrayBackend | None = None,
         usual: Hashable = None,
+        stacking: Callable[[Sequence[nn.Module]], Stacked] = stack,
     ) -> None:
         self.device = torch.device(device)
-        self._known_usual = usual
+        self._known_usual, self._stacking = usual, stacking
         self.backend: ArrayBackend = StackedBackend() if backend is None else backend
         self.epoch = 0
         self._lone = LoopBackend()
@@ -108,11 +111,13 @@ class Array:
     def _form(self, members: Sequence[Member]) -> None:
         self._occupied = [True] * len(members)
         self._failed: set[int] = set()
+        self._like: dict[int, Member] = {}  # whose code stands in an empty slot
+        self._is_stale = False  # whether somebody came or left since a pass
         for member in members:
             member.train()
         self._crew = Crew(
             members=list(members),
-            stacked=stack([member.module for member in members]),
+            stacked=self._stacking([member.module for member in members]),
             streams=SlotStreams([member.rng for member in members], self.device),
             device=self.device,
         )
@@ -121,14 +126,43 @@ class Array:
         self._changed()
 
     def _changed(self) -> None:
+        self._is_stale = True
         self.backend.changed(self._crew)
         if self._own is not None:
             self._own.changed(self._crew)
+
+    def fill_empty_slots(self) -> None:
+        """Have the code in empty slots be that of a trial that is here, floats and all.
+
+        What is left of one that is gone would be compared with those that came later: where
+        both are asked for a Python value, they might disagree.
+        """
+        if not self._is_stale:
+            return
+        self._is_stale = False
+        here = self.occupied
+        there = [self._crew.members[slot] for slot in here]
+        empty = [slot for slot in range(self.width) if not self._occupied[slot]]
+        old = [slot for slot in empty if not any(self._like.get(slot) is m for m in there)]
+        if not here or not old:
+            return
+        members = list(self._crew.members)
+        for slot in old:
+            members[slot] = shell(there[0], self._crew.stacked.rows(slot))
+            self._like[slot] = there[0]
+        self._crew.members = members
+        self._changed()
+        self._is_stale = False
 
     @property
     def notes(self) -> Sequence[str]:
         """In words, what runs slot by slot and why."""
         return self.backend.notes if self._own is None else self._own.notes
+
+    @property
+    def crew(self) -> Crew:
+        """Who is there now, for whoever runs parts of a pass by himself."""
+        return self._crew
 
     @property
     def width(self) -> int:
@@ -166,6 +200,7 @@ class Array:
             Declined: the models cannot run as one array after all; nothing has changed, if
                 it was the step's first micro-batch.
         """
+        self.fill_empty_slots()
         if self._own is not None:
             (batches,) = micro_batches
             return self._step_their_own(self._own, batches)
@@ -289,6 +324,7 @@ class Array:
 
         What is drawn stays drawn, for the caller to undo (``evaluating``) after the last batch.
         """
+        self.fill_empty_slots()
         active = self._taking_part(batches, {})
         moved = self._moved(batches, active)
         results: list[dict[str, float] | None] = [None] * self.width
@@ -379,6 +415,7 @@ class Array:
         (member,) = self.dissolve()
         self._form([member if at == slot else shell(member) for at in range(width)])
         self._occupied = [at == slot for at in range(width)]
+        self._like = {at: member for at in range(width) if at != slot}
         self.epoch += 1
 
     def dissolve(self) -> list[Member]:

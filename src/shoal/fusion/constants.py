@@ -18,7 +18,7 @@ from shoal.fusion.blend import HIDDEN
 from shoal.fusion.signature import DEEPEST, NUMBERS
 from shoal.recipe import Recipe
 
-_RATES: dict[type[nn.Module], str] = {
+RATES: dict[type[nn.Module], str] = {
     **dict.fromkeys((nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d), "p"),
     **dict.fromkeys((nn.LSTM, nn.GRU, nn.MultiheadAttention), "dropout"),
 }
@@ -29,7 +29,7 @@ def constants_of(recipe: Recipe, module: nn.Module) -> str:
     """All of them, as a digest that two processes agree on."""
     told = hashlib.sha256()
     for path, child in module.named_modules():
-        rate = _RATES.get(type(child))
+        rate = RATES.get(type(child))
         for name, value in vars(child).items():
             if name in HIDDEN or name.endswith("_hooks"):
                 continue

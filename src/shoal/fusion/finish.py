@@ -97,12 +97,27 @@ def clip_stacked(blocks: Sequence[Tensor], limits: Sequence[float | None]) -> No
     """The same for stacked gradients [N, ...], each slot by its own norm; None leaves it be."""
     if not any(limits) or not blocks:
         return
-    norms = torch.stack([torch.linalg.vector_norm(b.flatten(1), dim=1) for b in blocks])
-    total = torch.linalg.vector_norm(norms, dim=0)
+    factor = clip_stacked_factor([stacked_norm(block) for block in blocks], limits)
+    scale_stacked(blocks, factor)
+
+
+def stacked_norm(block: Tensor) -> Tensor:
+    """[N], the norm of each row of a stacked gradient."""
+    found: Tensor = torch.linalg.vector_norm(block.flatten(1), dim=1)
+    return found
+
+
+def clip_stacked_factor(norms: Sequence[Tensor], limits: Sequence[float | None]) -> Tensor:
+    """[N], by what each slot's gradients are to be multiplied; 1 where there is no limit."""
+    total = torch.linalg.vector_norm(torch.stack(list(norms)), dim=0)
     limit = torch.tensor([x or float("inf") for x in limits], dtype=total.dtype)
     factor = (limit.to(total.device) / (total + 1e-6)).clamp(max=1.0)
     free = torch.tensor([not x for x in limits], device=total.device)
-    factor = torch.where(free, torch.ones_like(factor), factor)
+    return torch.where(free, torch.ones_like(factor), factor)
+
+
+def scale_stacked(blocks: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply each row by its slot's factor [N], in place."""
     for block in blocks:
         block.mul_(factor.view(-1, *([1] * (block.dim() - 1))).to(block.dtype))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.fusion.level import like_alone
 
@@ -41,6 +41,11 @@ class Stacked:
         found.parameters = {name: self.parameters[here] for name, here in parameters.items()}
         found.buffers = {name: self.buffers[here] for name, here in buffers.items()}
         return found
+
+    def rows(self, slot: int) -> dict[str, Tensor]:
+        """A slot's parameters and buffers by name."""
+        found = {name: block.detach()[slot] for name, block in self.parameters.items()}
+        return found | {name: block[slot] for name, block in self.buffers.items()}
 
     def take(self, slot: int, module: nn.Module) -> None:
         """Copy a module's tensors into a row, where they live from now on."""

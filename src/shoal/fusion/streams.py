@@ -7,12 +7,15 @@ operation that takes none runs with the defaults set to the slot's state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from shoal.rng import RngState
+
+States = list[tuple[torch.Generator, torch.Generator | None]]
+"""Of each slot, for the CPU and for a GPU."""
 
 
 class SlotStreams:
@@ -28,7 +31,7 @@ class SlotStreams:
         self._spare = torch.Generator()
         self._spare_local = None if device.type == "cpu" else torch.Generator(device)
         self._active: Sequence[bool] = [True] * len(states)
-        self._kept: list[tuple[torch.Generator, torch.Generator | None]] | None = None
+        self._kept: States | None = None
         self.drawn = False
 
     def begin(self, active: Sequence[bool]) -> None:
@@ -76,13 +79,32 @@ class SlotStreams:
         self._host[slot] = _host_generator(state)
         self._local[slot] = _device_generator(state, self.device)
 
+    @property
+    def begun(self) -> States | None:
+        """All generators as they were when the pass began; None if it has drawn nothing."""
+        return self._kept if self.drawn else None
+
+    def now(self) -> States:
+        """Copies of all generators."""
+        return _clones(zip(self._host, self._local, strict=True))
+
+    def put(self, states: States) -> None:
+        """Have all slots go on from ``states``, which stay as they are."""
+        copies = _clones(states)
+        self._host = [host for host, _ in copies]
+        self._local = [local for _, local in copies]
+
     def _about_to_draw(self) -> None:
         if not self.drawn:
             self.drawn = True
-            self._kept = [
-                (host.clone_state(), None if local is None else local.clone_state())
-                for host, local in zip(self._host, self._local, strict=True)
-            ]
+            self._kept = self.now()
+
+
+def _clones(states: Iterable[tuple[torch.Generator, torch.Generator | None]]) -> States:
+    return [
+        (host.clone_state(), None if local is None else local.clone_state())
+        for host, local in states
+    ]
 
 
 def _host_generator(state: RngState) -> torch.Generator:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shoal.core.errors import PlanError, SpecError
 from shoal.core.technique import DataParallel, Pipelined, Resident, Spilled, Technique
 from shoal.planner.width import MOST
-from shoal.planning import Wish, width_wished
+from shoal.planning import Wish, asked_of, width_wished
 
 _TECHNIQUES: dict[object, Technique] = {
     "resident": Resident(),
@@ -14,7 +14,6 @@ _TECHNIQUES: dict[object, Technique] = {
     "data_parallel": DataParallel(),
 }
 _NO_ARRAYS = (
-    (Spilled, "a spilled technique", "stays on the device"),
     (Pipelined, "a pipeline", "has one device"),
     (DataParallel, "a data-parallel technique", "has one device"),
 )
@@ -49,20 +48,32 @@ def wish_of(fuse: str | bool | int | None, technique: Technique | None) -> Wish:
     if fuse is False:
         return 0
     try:
-        width, _ = width_wished(fuse) or (0, None)
+        width, kind = width_wished(fuse) or (0, None)
     except (SpecError, AttributeError):
-        width = 0
+        width, kind = 0, None
     if isinstance(fuse, bool) or not 1 <= width <= MOST:
         raise SpecError(
             f"fuse is 'auto', False, or the width of arrays from 1 to {MOST}, which may say how "
             f"passes run ('16 compiled'), got {fuse!r}."
         )
-    for kind, words, why in _NO_ARRAYS:
-        if width > 1 and isinstance(technique, kind):
+    if width > 1 and isinstance(technique, Spilled):
+        _refuse_spilled(fuse, technique, kind)
+    for other, words, why in _NO_ARRAYS:
+        if width > 1 and isinstance(technique, other):
             raise PlanError(
                 f"fuse={fuse} with {words}: what trains as an array {why}. Leave one of them out."
             )
     return fuse
+
+
+def _refuse_spilled(fuse: str | int, technique: Spilled, kind: str | None) -> None:
+    if named := asked_of(technique)[1]:
+        raise PlanError(f"fuse={fuse} with a technique that {named}. Leave one of them out.")
+    if kind == "compiled":
+        raise PlanError(
+            f"fuse={fuse!r} with a spilled technique: compiled passes are not cut into shards. "
+            "Leave 'compiled' out."
+        )
 
 
 def refuse_future(*, plan: object, exact: str) -> None:

@@ -15,11 +15,11 @@ cast and enters the earlier shard's backward as one more root at its own cast.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shoal.partition.chain import Chain
@@ -38,9 +38,18 @@ class TiedParts:
     Call ``watch_casts`` in the shard's autocast region before its forward, and ``arrive`` with
     the parts of later shards before its backward. Inside the ``with``, a borrowed parameter has
     no ``.grad``; what it then gets is ``carried``, and the earlier ``.grad`` is put back.
+
+    ``find`` gives a parameter by name, where it is not the model's own.
     """
 
-    def __init__(self, chain: Chain, start: int, stop: int) -> None:
+    def __init__(
+        self,
+        chain: Chain,
+        start: int,
+        stop: int,
+        find: Callable[[str], Tensor] | None = None,
+    ) -> None:
+        self._parameter: Callable[[str], Tensor] = find or chain.model.get_parameter
         layers = range(start, stop)
         self._chain, self._start, self._stop = chain, start, stop
         owned = {name for layer in layers for name in chain.parameters_of(layer)}
@@ -48,7 +57,7 @@ class TiedParts:
         self._borrowed = {
             name: parameter
             for name in sorted(uses - owned)
-            if (parameter := chain.model.get_parameter(name)).requires_grad
+            if (parameter := self._parameter(name)).requires_grad
         }
         self._here = owned | uses
         self.carried: dict[str, Tensor] = {}
@@ -69,7 +78,7 @@ class TiedParts:
         before = {name for layer in range(self._start) for name in casts[layer]}
         after = {name for layer in range(self._stop, len(casts)) for name in casts[layer]}
         for name in sorted(here & (before | after)):
-            edge = _cast_edge(self._chain.model.get_parameter(name))
+            edge = _cast_edge(self._parameter(name))
             if edge is not None:
                 self._casts[name] = edge
 
@@ -77,7 +86,7 @@ class TiedParts:
         """Take in the parts of later shards, and see to it that earlier ones get theirs."""
         self.carried = {name: part for name, part in parts.items() if name not in self._here}
         self.roots = [
-            (get_gradient_edge(self._chain.model.get_parameter(name)), part)
+            (get_gradient_edge(self._parameter(name)), part)
             for name, part in parts.items()
             if name in self._here
         ]
@@ -112,7 +121,7 @@ class TiedParts:
         self._set_aside.clear()
 
 
-def _cast_edge(parameter: nn.Parameter) -> GradientEdge | None:
+def _cast_edge(parameter: Tensor) -> GradientEdge | None:
     """Where gradients enter this autocast region's cast of ``parameter``; None without one.
 
     A product with nothing makes autocast cast it now; later uses find the cast in its cache.

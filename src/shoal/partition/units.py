@@ -118,7 +118,7 @@ class Held:
     until the backward. Where it has a ``saved`` set that may wait on the host, and they may leave.
     """
 
-    entries: dict[Wire, _Boundary]
+    entries: dict[Wire, Boundary]
     edges: dict[Wire, GradientEdge]
     parts: TiedParts
     made: Wires
@@ -138,7 +138,7 @@ def run_held_forward(
 
     ``wires`` are those alive at ``start``. What it saves may wait on the host if it ``spills``.
     """
-    entries = {wire: _Boundary(tensor, chain.needs_grad(wire)) for wire, tensor in wires.items()}
+    entries = {wire: Boundary(tensor, chain.needs_grad(wire)) for wire, tensor in wires.items()}
     inside = {wire: entry.tensor for wire, entry in entries.items()}
     parts = TiedParts(chain, start, stop)
     saved = _saved_set(chain, start, stop, wires) if spills else None
@@ -146,7 +146,7 @@ def run_held_forward(
     with torch.enable_grad(), autocast(chain.recipe, chain.device), saving:
         parts.watch_casts()
         made = chain.forward(micro, start, stop, inside)
-        _require_known_gradients(chain, made)
+        require_known_gradients(chain, made)
     edges = {w: get_gradient_edge(t) for w, t in (inside | made).items() if t.requires_grad}
     handed = {wire: tensor.detach() for wire, tensor in made.items()}
     if saved:
@@ -185,7 +185,7 @@ def run_held_backward(
     using = held.saved.using(wires or {}) if held.saved else contextlib.nullcontext()
     with held.parts, using:
         _backward(roots)
-    return BackwardResult(grads=_handed_on(held.entries), tied=held.parts.carried)
+    return BackwardResult(grads=handed_on(held.entries), tied=held.parts.carried)
 
 
 def run_held_inputs(
@@ -230,13 +230,13 @@ def _arrive(
     roots = list(held.parts.roots)
     if grads:
         read = chain.read_by(micro, *span)
-        roots += _wire_roots(held.entries, held.edges, grads, read)
+        roots += wire_roots(held.entries, held.edges, grads, read)
     held.made.clear()
     return roots
 
 
 def _halve(
-    roots: list[Root], entries: Mapping[Wire, _Boundary], parts: TiedParts
+    roots: list[Root], entries: Mapping[Wire, Boundary], parts: TiedParts
 ) -> tuple[BackwardResult, Half]:
     """Half of a backward now; all of it where a tied parameter's gradient has to travel."""
     anchors = [entry.anchor for entry in entries.values() if entry.anchor is not None]
@@ -246,7 +246,7 @@ def _halve(
             half = backward_of_inputs(roots, anchors)
         else:
             _backward(roots)
-    return BackwardResult(grads=_handed_on(entries), tied=parts.carried), half
+    return BackwardResult(grads=handed_on(entries), tied=parts.carried), half
 
 
 def run_backward(
@@ -304,13 +304,13 @@ def _run_last(
     parts.arrive({})
     with parts:
         (loss / accumulate).backward()
-    return BackwardResult(loss=loss.detach(), grads=_handed_on(entries), tied=parts.carried)
+    return BackwardResult(loss=loss.detach(), grads=handed_on(entries), tied=parts.carried)
 
 
 def _forward_last(
     chain: Chain, micro: Micro, start: int, wires: Mapping[Wire, Tensor]
-) -> tuple[Tensor, dict[Wire, _Boundary], TiedParts]:
-    entries = {wire: _Boundary(tensor, chain.needs_grad(wire)) for wire, tensor in wires.items()}
+) -> tuple[Tensor, dict[Wire, Boundary], TiedParts]:
+    entries = {wire: Boundary(tensor, chain.needs_grad(wire)) for wire, tensor in wires.items()}
     inside = {wire: entry.tensor for wire, entry in entries.items()}
     parts = TiedParts(chain, start, chain.num_layers)
     with torch.enable_grad(), autocast(chain.recipe, chain.device):
@@ -324,11 +324,12 @@ def _backward(roots: list[Root]) -> None:
         torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
 
 
-def _handed_on(entries: Mapping[Wire, _Boundary]) -> Wires:
+def handed_on(entries: Mapping[Wire, Boundary]) -> Wires:
+    """The gradients that fell into the boxes at a shard's start."""
     return {wire: entry.box[0] for wire, entry in entries.items() if entry.box}
 
 
-def _require_known_gradients(chain: Chain, made: Mapping[Wire, Tensor]) -> None:
+def require_known_gradients(chain: Chain, made: Mapping[Wire, Tensor]) -> None:
     """Raise TrialError for a wire whose gradient no later shard would have computed."""
     for wire, tensor in made.items():
         if tensor.requires_grad and not chain.needs_grad(wire):
@@ -339,8 +340,8 @@ def _require_known_gradients(chain: Chain, made: Mapping[Wire, Tensor]) -> None:
             )
 
 
-def _wire_roots(
-    entries: Mapping[Wire, _Boundary],
+def wire_roots(
+    entries: Mapping[Wire, Boundary],
     edges: Mapping[Wire, GradientEdge],
     grads: Mapping[Wire, Tensor],
     read: frozenset[Wire],
@@ -355,7 +356,7 @@ def _wire_roots(
     return roots
 
 
-class _Boundary:
+class Boundary:
     """A wire at a shard's entry, and the box its gradient falls into."""
 
     def __init__(self, tensor: Tensor, needs_grad: bool) -> None:

@@ -17,7 +17,7 @@ def grown(measure: JobMeasure, growth: float) -> JobMeasure:
     return replace(
         measure,
         layers=tuple(_grown_layer(layer, growth) for layer in measure.layers),
-        shards=tuple(_grown_shard(shard, growth) for shard in measure.shards),
+        shards=tuple(grown_shard(shard, growth) for shard in measure.shards),
         batch_bytes=_times(measure.batch_bytes, growth),
         resident_bytes=Bytes(
             measure.resident_bytes + _times(whole.backward_peak_bytes, growth - 1.0)
@@ -30,7 +30,7 @@ def grown(measure: JobMeasure, growth: float) -> JobMeasure:
 def _grown_replica(replica: ReplicaMeasure | None, growth: float) -> ReplicaMeasure | None:
     if replica is None:
         return None
-    unit, shard = _times(replica.unit_bytes, growth), _grown_shard(replica.shard, growth)
+    unit, shard = _times(replica.unit_bytes, growth), grown_shard(replica.shard, growth)
     return replace(replica, unit_bytes=unit, shard=shard)
 
 
@@ -47,7 +47,8 @@ def _grown_layer(layer: LayerMeasure, growth: float) -> LayerMeasure:
     )
 
 
-def _grown_shard(shard: ShardSpec, growth: float) -> ShardSpec:
+def grown_shard(shard: ShardSpec, growth: float) -> ShardSpec:
+    """A shard for such batches."""
     return replace(
         shard,
         boundary_bytes=_times(shard.boundary_bytes, growth),

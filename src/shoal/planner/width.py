@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shoal.core.spec import ArrayMeasure, PassKind, WidthMeasure
-from shoal.core.units import Seconds, format_bytes, format_seconds
+from shoal.core.units import Bytes, Seconds, format_bytes, format_seconds
 
 MOST = 64  # slots
 WORTH = 0.95
@@ -290,6 +290,44 @@ def _allowance(found: WidthMeasure, measure: ArrayMeasure, load: Load) -> float:
     return min(MOST_S, max(LEAST_S, SPENDS * serial_s(found, load, measure.valid_batches)))
 
 
+# -- arrays that do not fit ---------------------------------------------------------------
+
+
+def worth_spilling(
+    measure: ArrayMeasure, load: Load, fits: Fits, without: Collection[int] = ()
+) -> WidthMeasure | None:
+    """The array that does not fit and would end first, if it would gain were nothing to move.
+
+    And no less than looking for its shards takes. ``without``: widths that have none.
+    """
+    batches = measure.valid_batches
+    able = [f for f in measure.widths if not f.declined and f.kind == "eager"]
+    over = [f for f in able if not fits(f) and f.width not in without and gains(f, load, batches)]
+    best = min(over, key=lambda f: (_part(f, load, batches), f.width), default=None)
+    if best is None:
+        return None
+    rival = _best(measure, load, fits)
+    least = WORTH * _part(rival, load, batches) if rival is not None else 1.0
+    alone_s, part = serial_s(best, load, batches), _part(best, load, batches)
+    saves_s = (least - part) * alone_s
+    return best if part < least and (saves_s > LEAST_S or not load.is_known) else None
+
+
+def when_spilled(
+    found: WidthMeasure, step_s: Seconds, shards: int, moved_bytes: Bytes
+) -> WidthMeasure:
+    """The same array in shards: a step as it was replayed, validation slower by as much."""
+    step_s = max(step_s, found.step_s)
+    slower = step_s / found.step_s if found.step_s > 0 else 1.0
+    return replace(
+        found,
+        step_s=step_s,
+        valid_s=Seconds(found.valid_s * slower),
+        shards=shards,
+        moved_bytes=moved_bytes,
+    )
+
+
 # -- the choice ---------------------------------------------------------------------------
 
 
@@ -317,7 +355,7 @@ def choose(measure: ArrayMeasure, load: Load, fits: Fits) -> Choice:
         return Choice(1, "eager", (words, *lines))
     took, alone = (of(best, load, measure.valid_batches) for of in (array_s, serial_s))
     words = (
-        f"as arrays of {best.width}, {best.kind}: all are through in "
+        f"as arrays of {best.width}, {best.kind}{_in_shards(best)}: all are through in "
         f"{format_seconds(Seconds(took))}, one by one in {format_seconds(Seconds(alone))}"
         f"{_some(measure.notes)}"
     )
@@ -328,7 +366,7 @@ def praise(found: WidthMeasure, notes: Sequence[str]) -> str:
     """What an array that was asked for takes, in words."""
     alone = format_seconds(Seconds(found.width * found.alone_s))
     return (
-        f"a step of {found.width} as one array, {found.kind}, takes "
+        f"a step of {found.width} as one array, {found.kind}{_in_shards(found)}, takes "
         f"{format_seconds(found.step_s)}, one after another {alone}{_some(notes)}"
     )
 
@@ -359,13 +397,18 @@ def _table(measure: ArrayMeasure, load: Load, fits: Fits, best: WidthMeasure | N
     lines = []
     for found in measure.widths:
         name = f"{found.width} wide, {found.kind}"
+        if found.shards:
+            name += f", spilled in {found.shards} shards"
         if found.declined:
             lines.append(f"{name}: none, {found.declined}")
             continue
         took, alone = (of(found, load, measure.valid_batches) for of in (array_s, serial_s))
+        takes = f"{format_bytes(found.unit_bytes)} a unit"
+        if found.shards:
+            takes = f"{format_bytes(found.moved_bytes)} moved a step"
         figures = (
             f"{format_seconds(Seconds(found.step_s / found.width))} a step and trial (alone "
-            f"{format_seconds(found.alone_s)}), {format_bytes(found.unit_bytes)} a unit, "
+            f"{format_seconds(found.alone_s)}), {takes}, "
             f"all through in {format_seconds(Seconds(took))} (one by one "
             f"{format_seconds(Seconds(alone))})"
         )
@@ -403,6 +446,10 @@ def _costs(measure: ArrayMeasure, load: Load) -> list[str]:
 
 
 NOT_WORTH = "measuring more would cost more than it could bring, or arrays lose by far"
+
+
+def _in_shards(found: WidthMeasure) -> str:
+    return f", spilled in {found.shards} shards" if found.shards else ""
 
 
 def _some(notes: Sequence[str]) -> str:

@@ -28,6 +28,7 @@ from shoal.planning.gangs import early, technique_on_record
 from shoal.planning.planned import Planned, with_seconds
 from shoal.planning.planner import Planner
 from shoal.planning.replicating import BY_SHARDS
+from shoal.planning.spilling import asked_of
 
 __all__ = [
     "ALONE",
@@ -42,6 +43,7 @@ __all__ = [
     "Wish",
     "array_kind",
     "array_place",
+    "asked_of",
     "early",
     "recorded_width",
     "technique_on_record",

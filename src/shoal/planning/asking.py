@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from shoal.core.errors import ShoalError, TrialError, WorkerError
 from shoal.core.spec import TrialSpec
-from shoal.planner.growth import grown
+from shoal.planner.growth import grown, grown_shard
 from shoal.planning.pipelining import Question
 from shoal.planning.planned import Settled
 from shoal.runtime.messages import (
@@ -16,6 +16,7 @@ from shoal.runtime.messages import (
     MeasureArray,
     Measured,
     MeasuredArray,
+    MeasuredArrayShards,
     Order,
     Refused,
     TimeArray,
@@ -31,7 +32,7 @@ Receive = Callable[[], tuple[Worker | None, object] | None]
 """The next message of a worker, or None when there was none for a moment. Whoever gives it
 has looked after the worker: one that is gone is replaced, now or later."""
 
-_ANSWERS = (Described, Measured, MeasuredArray, TimedArray, Refused, Gone)
+_ANSWERS = (Described, Measured, MeasuredArray, MeasuredArrayShards, TimedArray, Refused, Gone)
 
 
 class Abandoned(WorkerError):
@@ -107,6 +108,18 @@ class Asking:
             if answer and answer[0] in asked:
                 found[answer[0]] = answer[1]
         return found
+
+    def answer(self, order: Order) -> object:
+        """What one worker answers to an order; in words, why it has no answer."""
+        _, reply = self._ask_one(order)
+        if isinstance(reply, Measured):
+            return self._grown(reply)
+        if isinstance(reply, MeasuredArrayShards) and self._growth != 1.0:
+            shards = tuple(grown_shard(shard, self._growth) for shard in reply.shards)
+            return replace(reply, shards=shards)
+        if isinstance(reply, Refused):
+            return reply.error.strip().rpartition("\n")[2]
+        return f"a worker ended meanwhile: {reply.reason}" if isinstance(reply, Gone) else reply
 
     def settle(
         self, alike: Mapping[str, Sequence[TrialSpec]], question: Callable[[TrialSpec], Question]

@@ -52,6 +52,7 @@ from shoal.planning.replicating import Replicating
 from shoal.planning.replicating import numerics as replica_numerics
 from shoal.planning.sharing import share
 from shoal.planning.speeds import corrected, speeds_of
+from shoal.planning.spilling import Spilling, asked_of
 from shoal.recipe import Recipe
 from shoal.runtime.messages import Measure, Measured, MeasureShards
 
@@ -100,6 +101,22 @@ class Deciding:
         )
         self._replicating = Replicating(devices, recipe, self._request)
         self._pipelining = Pipelining(devices, recipe, self._request, steps=steps, idle=idle)
+
+    def spilling(self) -> Spilling:
+        """Who looks for arrays in shards."""
+        asked, why_not = asked_of(self._request.technique)
+        if self._device.kind == "cuda" and asked.optimizer is None:
+            asked = replace(asked, optimizer="device")  # where a whole array steps: of its bits
+        if self._recipe.step is not None:
+            why_not = "a step of one's own is one unit, which cannot be cut into shards"
+        return Spilling(
+            request=self._request,
+            speeds=self._speeds,
+            budget=self._budget,
+            why_not=why_not,
+            asked=asked,
+            is_forced=isinstance(self._request.technique, Spilled),
+        )
 
     @property
     def _narrow(self) -> bool:

@@ -13,24 +13,35 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import NamedTuple
 
 from shoal.core.errors import SpecError
-from shoal.core.plan import NO_ARRAY, ArrayPlace, Job, LoneNeed
-from shoal.core.spec import DeviceSpec, PassKind, Scalar, TrialSpec, WidthMeasure
-from shoal.core.technique import Resident
+from shoal.core.plan import NO_ARRAY, Job
+from shoal.core.spec import ArrayMeasure, DeviceSpec, PassKind, Scalar, TrialSpec, WidthMeasure
+from shoal.core.technique import Resident, Spilled
 from shoal.core.units import Bytes, Seconds
 from shoal.fusion.match import Signature, first_difference, groups, told_apart
+from shoal.memory.layout import TrialLayout
 from shoal.planner.width import (
     Candidate,
+    Fits,
     Load,
     choose,
     next_candidate,
     praise,
     shortened,
+    when_spilled,
     widths_to_try,
+    worth_spilling,
+)
+from shoal.planning.arrayjobs import (
+    ArraySlot,
+    held_bytes,
+    in_array,
+    in_spilled_array,
+    why_spilled,
 )
 from shoal.planning.asking import Asking
+from shoal.planning.spilling import SpilledArrayPlan, Spilling
 from shoal.planning.trying import try_arrays
 
 Wish = str | int | None
@@ -38,6 +49,7 @@ Wish = str | int | None
 A width may say how passes run: ``"16 compiled"``."""
 
 ALONE = 1
+MOST_SPILLED = 2  # widths for which shards are looked for
 KINDS: tuple[PassKind, ...] = ("eager", "traced", "compiled")
 LIKELY = 1000
 """Steps that a trial is taken to have, where nobody can say."""
@@ -88,6 +100,7 @@ class _Shape:
     kind: PassKind | None = None  # None: traced, if there is a graph
     constants: str = ""  # of the code that is compiled
     why: tuple[str, ...] = ()
+    spilled: dict[int, SpilledArrayPlan | str] = field(default_factory=dict)  # by width
 
 
 class Fusing:
@@ -97,6 +110,9 @@ class Fusing:
         wish: See ``Wish``.
         recorded: The numerics keys of all trials that were planned before.
         times: How long trials are; None: nobody knows.
+
+    Attributes:
+        layouts: The homes of trials of arrays that are spilled, in the arrays' shards.
     """
 
     def __init__(
@@ -110,6 +126,8 @@ class Fusing:
         self._wished, self._times = width_wished(wish), times or Times()
         self._budget = min(device.memory for device in devices)
         self._shapes: dict[Signature, _Shape] = {}
+        self._spilling: Spilling | None = None
+        self.layouts: dict[int, TrialLayout] = {}
 
     @property
     def is_wanted(self) -> bool:
@@ -125,12 +143,16 @@ class Fusing:
         *,
         constants: Mapping[int, str] = NOTHING,
         num_batches: Mapping[int, int | None] = MappingProxyType({}),
+        spilling: Spilling | None = None,
     ) -> tuple[Job, ...]:
         """The jobs, with places for those that train in arrays.
 
-        ``constants``: by trial, of its code (``Described``); ``num_batches``: of an epoch.
+        ``constants``: by trial, of its code (``Described``); ``num_batches``: of an epoch;
+        ``spilling`` looks for arrays that do not fit as a whole.
         """
-        able = {j.trial: j for j in jobs if isinstance(j.technique, Resident) and j.trial in facts}
+        self._spilling = spilling
+        kinds = Resident if spilling is None else Resident | Spilled
+        able = {j.trial: j for j in jobs if isinstance(j.technique, kinds) and j.trial in facts}
         specs = [trial for trial in trials if trial.number in able]
         done = {job.trial: job for job in jobs}
         for members in groups([facts[trial.number] for trial in specs]):
@@ -245,16 +267,76 @@ class Fusing:
         def fits(found: WidthMeasure) -> bool:
             return self._fits(job, found)
 
+        def priced(measure: ArrayMeasure) -> ArrayMeasure:
+            return self._with_lone_price(measure, job)
+
         measure = try_arrays(
             asking,
             trials,
             min(self._devices, len(trials)),
-            lambda measure: next_candidate(measure, load, fits),
+            lambda measure: next_candidate(priced(measure), load, fits),
         )
+        measure, told = self._with_spilled(shape, priced(measure), trials, asking, load, fits)
         shape.width, shape.kind, shape.why = choose(measure, load, fits)
+        shape.why = (*shape.why, *told)
         shape.notes, shape.compiler = measure.notes, measure.compiler
         for found in measure.widths:
             shape.found[Candidate(found.width, found.kind)] = found
+
+    def _with_lone_price(self, measure: ArrayMeasure, job: Job) -> ArrayMeasure:
+        """Where one trial alone is spilled, beside what that takes."""
+        if self._spilling is None or not isinstance(job.technique, Spilled):
+            return measure
+        alone_s = self._spilling.lone_s(job)
+        widths = (
+            replace(
+                found,
+                alone_valid_s=Seconds(found.alone_valid_s * max(1.0, alone_s / found.alone_s)),
+                alone_s=Seconds(max(alone_s, found.alone_s)),
+            )
+            if found.alone_s > 0
+            else found
+            for found in measure.widths
+        )
+        return replace(measure, widths=tuple(widths))
+
+    def _with_spilled(
+        self,
+        shape: _Shape,
+        measure: ArrayMeasure,
+        trials: Sequence[TrialSpec],
+        asking: Asking,
+        load: Load,
+        fits: Fits,
+    ) -> tuple[ArrayMeasure, tuple[str, ...]]:
+        """With the best array that does not fit, in shards; and what else there is to say."""
+        told: dict[int, str] = {}
+        while self._spilling is not None and len(told) < MOST_SPILLED:
+            best = worth_spilling(measure, load, fits, told.keys())
+            if best is None:
+                break
+            found = self._spilled(shape, trials, best.width, asking)
+            if isinstance(found, SpilledArrayPlan):
+                count, moved = len(found.measure.shards), found.need.moved
+                spilled = when_spilled(best, found.step_s, count, moved)
+                return replace(measure, widths=(*measure.widths, spilled)), tuple(told.values())
+            told[best.width] = f"{best.width} wide, spilled: none, {found}"
+        return measure, tuple(told.values())
+
+    def _spilled(
+        self,
+        shape: _Shape,
+        trials: Sequence[TrialSpec],
+        width: int,
+        asking: Asking,
+        *,
+        fits: bool = False,
+    ) -> SpilledArrayPlan | str:
+        """The array of this shape in shards, or why there is none."""
+        assert self._spilling is not None
+        if width not in shape.spilled:
+            shape.spilled[width] = self._spilling.find(asking, trials, width, fits=fits)
+        return shape.spilled[width]
 
     def _look_at(
         self, shape: _Shape, trials: Sequence[TrialSpec], candidate: Candidate, asking: Asking
@@ -276,7 +358,9 @@ class Fusing:
         return shape.found[candidate]
 
     def _fits(self, job: Job, found: WidthMeasure) -> bool:
-        return _held_bytes(job, found.width) + found.unit_bytes <= self._budget
+        if found.shards:
+            return True
+        return held_bytes(job, found.width) + found.unit_bytes <= self._budget
 
     def _kind(
         self,
@@ -315,63 +399,37 @@ class Fusing:
             found = self._look_at(shape, trials, Candidate(width, "eager"), asking)
         if found.declined:
             return replace(job, why=(*job.why, f"unfused: {found.declined}"))
-        if not self._fits(job, found):
-            return replace(job, why=(*job.why, f"unfused: {width} of them do not fit the device"))
         slot = known[0] if known else self._free_slot(shape, width)
         place = ArraySlot(shape.group, slot, told[job.trial])
+        fits = self._fits(job, found) and not found.shards
+        if fits and not (self._spilling and self._spilling.is_forced):
+            why = shape.why or (praise(found, shape.notes),)
+            return in_array(job, place, found, why, shape.compiler)
+        words = f"{width} of them do not fit the device"
+        if self._spilling is None:
+            return replace(job, why=(*job.why, f"unfused: {words}"))
+        if found.kind == "compiled":
+            words = f"{words}, and compiled passes are not cut into shards"
+            return replace(job, why=(*job.why, f"unfused: {words}"))
+        spilled = self._spilled(shape, trials, width, asking, fits=fits)
+        if isinstance(spilled, str):
+            words = f"{words}, and are no array in shards: {spilled}"
+            return replace(job, why=(*job.why, f"unfused: {words}"))
+        self.layouts[job.trial] = spilled.layout
+        whole = Bytes(held_bytes(job, width) + found.unit_bytes)
+        found = when_spilled(
+            found, spilled.step_s, len(spilled.measure.shards), spilled.need.moved
+        )
         why = shape.why or (praise(found, shape.notes),)
-        return _in_array(job, place, found, why, shape.compiler)
+        why = (*why, *why_spilled(spilled, whole, self._budget, width))
+        passes = kind if before is not None and kind else "eager"
+        return in_spilled_array(job, place, spilled, width, why, passes)
 
     def _free_slot(self, shape: _Shape, width: int) -> int:
         """The slot that fewest trials of the shape have; they follow each other there."""
         places = [place for key in self._of(shape) if (place := array_place(key))]
         used = Counter(slot for slot, wide in places if wide == width)
         return min(range(width), key=lambda slot: (used[slot], slot))
-
-
-class ArraySlot(NamedTuple):
-    """Which array, where in it, and the floats of the trial's code."""
-
-    group: str
-    slot: int
-    constants: str
-
-
-def _in_array(
-    job: Job, place: ArraySlot, found: WidthMeasure, why: tuple[str, ...], compiler: str
-) -> Job:
-    held, width = _held_bytes(job, found.width), found.width
-    alone = LoneNeed(
-        held_bytes=job.held_bytes,
-        unit_bytes=job.unit_bytes,
-        peak_bytes=job.peak_bytes,
-        step_s=job.step_s,
-    )
-    group, constants = f"{place.group}x{width}", ""
-    key: dict[str, Scalar] = {"array": f"slot {place.slot} of {width}"}
-    if found.kind == "traced":
-        key["array_pass"] = found.kind
-    elif found.kind == "compiled":
-        constants = place.constants
-        key |= {"array_pass": f"compiled, {compiler}", "array_floats": constants}
-        group = f"{group} compiled {constants}"
-    return replace(
-        job,
-        array=ArrayPlace(
-            group=group,
-            slot=place.slot,
-            width=width,
-            alone=alone,
-            kind=found.kind,
-            constants=constants,
-        ),
-        held_bytes=held,
-        unit_bytes=found.unit_bytes,
-        peak_bytes=Bytes(held + found.unit_bytes),
-        step_s=Seconds(found.step_s / width),
-        why=(*job.why, *why),
-        numerics={**job.numerics, **key},
-    )
 
 
 def _since(before: Mapping[str, Scalar] | None) -> dict[str, Scalar]:
@@ -401,14 +459,6 @@ def recorded_width(numerics: Mapping[str, object]) -> int:
     """The width that a numerics key tells of."""
     place = array_place(numerics)
     return place[1] if place else ALONE
-
-
-def _held_bytes(job: Job, width: int) -> Bytes:
-    """What ``width`` such trials hold on the device between two steps."""
-    shard = job.shards[0]
-    each = shard.owned_bytes + shard.state_bytes + job.buffer_bytes
-    batches = job.batch_bytes * job.micro_batches
-    return Bytes(width * (each + batches))
 
 
 def _digest(signature: Signature) -> str:

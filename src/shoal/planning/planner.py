@@ -135,9 +135,12 @@ class Planner:
             asking,
             constants=described.constants,
             num_batches=planned.num_batches,
+            spilling=self._deciding.spilling(),
         )
         notes = self._fusing.notes(able, described.arrays)
-        return replace(planned, plan=replace(planned.plan, jobs=jobs, notes=notes))
+        plan = replace(planned.plan, jobs=jobs, notes=notes)
+        layouts = {**planned.layouts, **self._fusing.layouts}
+        return replace(planned, plan=plan, layouts={j.trial: layouts[j.trial] for j in jobs})
 
     def _take_idle(self, settled: Iterable[Settled]) -> None:
         """The devices that would idle are the plan's where a pipeline is over them, or nobody's.

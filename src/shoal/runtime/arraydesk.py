@@ -15,6 +15,7 @@ from shoal.core.units import Bytes
 from shoal.runtime import checkpoint
 from shoal.runtime.arrays import ArraySeat, Seated
 from shoal.runtime.house import House
+from shoal.runtime.interpret import Issued
 from shoal.runtime.messages import Grant, LeaseOver
 from shoal.runtime.session import Session
 
@@ -27,6 +28,7 @@ class ArrayDesk:
         self._reports, self._saver = house.reports, house.saver
         self._record, self._tell_failure = house.record, house.fail
         self._room, self._handed_over = house.room, house.handed_over
+        self._alive = house.waits
         self._arrays: dict[str, ArraySeat] = {}
         self._stepping: int | None = None  # a trial of the array whose step runs
 
@@ -102,7 +104,7 @@ class ArrayDesk:
             self._ledger,
             guard=self._guard,
             fail=self._fail,
-            record=self._reports.issue,
+            record=self._issue,
             room=lambda: self._room(False),
         )
         self._arrays[array.place.group] = array
@@ -112,6 +114,11 @@ class ArrayDesk:
             self._close_if_empty(array)
             raise
         return array
+
+    def _issue(self, issued: Issued) -> None:
+        """Something of an array is under way: its steps may be long, and are no hang."""
+        self._reports.issue(issued)
+        self._alive()
 
     def _close_if_empty(self, array: ArraySeat) -> None:
         group = array.place.group

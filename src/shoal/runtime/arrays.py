@@ -3,7 +3,8 @@
 Each trial has its own lease, session, host region and generations, as it has without an array.
 What it shares is the pass: between two steps the trials that are here bring their batches, and
 one step is done for all of them (``shoal.fusion``). Parameters and buffers live in the array's
-rows meanwhile, the optimizer's state beside them.
+rows meanwhile, the optimizer's state beside them; those of a spilled array (``spilledarray``) move
+shard by shard.
 
 [Note: a round]
 Every trial's own loop (``Session.tasks``) says what it wants next, inside its random streams.
@@ -27,6 +28,7 @@ import torch
 
 from shoal.core.errors import CapacityError
 from shoal.core.plan import ArrayPlace, Job
+from shoal.core.technique import Spilled
 from shoal.core.units import Bytes
 from shoal.device import Device
 from shoal.fusion import Array, Member, backend_of
@@ -40,9 +42,11 @@ from shoal.runtime import checkpoint
 from shoal.runtime.binding import is_stored, place_on_host
 from shoal.runtime.compute import tensors_of
 from shoal.runtime.describe import first_batch
-from shoal.runtime.interpret import Issued, is_sampled
+from shoal.runtime.interpret import Issued
 from shoal.runtime.messages import LeaseOver
+from shoal.runtime.score import is_sampled
 from shoal.runtime.session import Session, Task
+from shoal.runtime.spilledarray import SpilledArray
 
 
 @dataclass(slots=True, eq=False)
@@ -104,8 +108,10 @@ class ArraySeat:
         self._recipe, self._device, self._ledger = recipe, device, ledger
         self._guard, self._fail, self._record, self._room = guard, fail, record, room
         self._owner = f"array {self.place.group}"
-        ledger.reserve(self._owner, job.held_bytes)
-        self._array: Array | None = None
+        self._spills = isinstance(job.technique, Spilled)
+        if not self._spills:  # else its seat does
+            ledger.reserve(self._owner, job.held_bytes)
+        self._array: Array | SpilledArray | None = None
         self.seated: dict[int, Seated] = {}
         self.peak_bytes = 0
         self._track = False  # count what the next step allocates
@@ -140,7 +146,8 @@ class ArraySeat:
         """
         assert session.job.array is not None
         slot = session.job.array.slot
-        _bring(session)
+        if not self._spills:
+            _bring(session)
         member = Member(
             recipe=session.recipe,
             hp=session.hp,
@@ -151,8 +158,28 @@ class ArraySeat:
             step=session.step,
             modes=session.modes if session.recipe.step else None,
         )
-        if self._array is None:
-            where = self._device.torch_device
+        self._place(slot, session, member)
+        seated = Seated(session, slot, session.tasks())
+        self.seated[session.job.trial] = seated
+        self._began = time.perf_counter()
+        return seated
+
+    def _place(self, slot: int, session: Session, member: Member) -> None:
+        """Into the array, which the first one makes."""
+        where = self._device.torch_device
+        if self._spills:
+            if self._array is None:
+                self._array = SpilledArray(
+                    session,
+                    self._device,
+                    self._ledger,
+                    usual=_usual_layout(session, where),
+                    record=self._record,
+                    room=self._take_room,
+                )
+            assert isinstance(self._array, SpilledArray)
+            self._array.admit(slot, session, member)
+        elif self._array is None:
             array = Array(
                 [member],
                 device=where,
@@ -162,17 +189,20 @@ class ArraySeat:
             array.widen(slot, self.place.width)
             self._array = array
         else:
+            assert isinstance(self._array, Array)
             self._array.refill(slot, member)
-        seated = Seated(session, slot, session.tasks())
-        self.seated[session.job.trial] = seated
-        self._began = time.perf_counter()
-        return seated
+
+    def _take_room(self) -> None:
+        """A unit of a spilled array needs more than was planned."""
+        assert isinstance(self._array, SpilledArray)
+        self.unit_bytes = self._array.seat.unit_bytes
+        self._room()
 
     def dismiss(self, trial: int) -> None:
         """Take a trial out at once, whatever it is at; nothing of it is kept."""
         seated = self.seated.pop(trial)
         if not seated.is_out:
-            self._retire(seated)
+            self._retire(seated, whole=False)
         seated.tasks = iter(())
         seated.session.leave()
         seated.session.region.unpin()
@@ -182,12 +212,15 @@ class ArraySeat:
         session = seated.session
         member = self._retire(seated)
         session.rng = member.rng
-        _write_back(session)
-        session.rest()
+        if not self._spills:
+            _write_back(session)
+            session.rest()
 
-    def _retire(self, seated: Seated) -> Member:
-        assert self._array is not None
+    def _retire(self, seated: Seated, *, whole: bool = True) -> Member:
         seated.is_out = True
+        if isinstance(self._array, SpilledArray):
+            return self._array.retire(seated.slot, whole=whole)
+        assert self._array is not None
         return self._array.retire(seated.slot)
 
     def take(self, seated: Seated) -> checkpoint.Content:
@@ -198,13 +231,25 @@ class ArraySeat:
         slot = seated.slot
         drawn = self._array.drawn_until_now([slot])[slot]
         session.rng = capture_rng(session.device) if inside else drawn
-        _write_back(session)
+        if isinstance(self._array, SpilledArray):
+            self._array.save(slot)
+        else:
+            _write_back(session)
         return checkpoint.content(session, copy=False)
 
     def close(self) -> None:
         """Give the memory back; nobody is here any more."""
+        if isinstance(self._array, SpilledArray):
+            self._array.close()
         self._array = None
-        self._ledger.release(self._owner)
+        if not self._spills:
+            self._ledger.release(self._owner)
+
+    @property
+    def _members(self) -> Array:
+        """Who is in which slot."""
+        assert self._array is not None
+        return self._array.array if isinstance(self._array, SpilledArray) else self._array
 
     # -- a round ----------------------------------------------------------------------
 
@@ -232,14 +277,13 @@ class ArraySeat:
         seated.last, seated.leaving = seated.task, seated.task is None
 
     def _streams(self, seated: Seated) -> Any:
-        assert self._array is not None
-        return self._array.streams(seated.slot, puts_back=False)
+        return self._members.streams(seated.slot, puts_back=False)
 
     def _train(self, ready: Sequence[Seated]) -> None:
         array = self._array
         assert array is not None
         if self._has_evaluated:
-            array.set_training(True)
+            self._members.set_training(True)
             self._has_evaluated = False
         rows = self._fetch(ready)
         stepped = self._counted(lambda: array.step(*rows), rows, "training", ready)
@@ -283,7 +327,7 @@ class ArraySeat:
     def _evaluate(self, evaluating: Sequence[Seated]) -> None:
         array = self._array
         assert array is not None
-        array.set_training(False)
+        self._members.set_training(False)
         self._has_evaluated = True
         batches: list[Any] = [None] * self.place.width
         for seated in evaluating:
@@ -337,6 +381,8 @@ class ArraySeat:
         """
         if self.place.kind == "compiled":
             return self._computed(work, what, some)
+        if isinstance(self._array, SpilledArray):
+            return self._counted_by_units(work, self._array)
         size = sum(t.nbytes for batches in rows for t in tensors_of(list(batches)))
         grew = size > self._largest.get(what, 0)
         self._largest[what] = max(size, self._largest.get(what, 0))
@@ -350,6 +396,18 @@ class ArraySeat:
         if more > self.unit_bytes:
             self.unit_bytes = Bytes(more)
             self._room()
+        return result
+
+    def _counted_by_units(self, work: Callable[[], Any], array: SpilledArray) -> Any:
+        """Run the programs of a spilled array, whose seat counts each unit."""
+        seat = array.seat
+        seat.track = seat.track or self._track
+        self._track = False
+        result = work()
+        if seat.track:
+            self.peak_bytes = max(self.peak_bytes, seat.peak_bytes)
+            seat.track = False
+        self.unit_bytes = max(self.unit_bytes, seat.unit_bytes)
         return result
 
     def _computed(self, work: Callable[[], Any], what: str, some: Sequence[Seated]) -> Any:

@@ -6,7 +6,7 @@ decided in ``interpret``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from torch import Tensor
 from shoal.core.technique import Resident
 from shoal.program.ir import Action, Op
 from shoal.runtime.binding import Placed
-from shoal.runtime.session import Session, Task
-from shoal.runtime.units import evaluate_metrics
+from shoal.runtime.session import Task
+from shoal.runtime.tenant import Tenant
+from shoal.runtime.units import Micro, evaluate_metrics
 from shoal.subsets import clip_factor
 
 Work = Callable[[Task, Action], None]
@@ -33,7 +34,7 @@ class Compute:
         grew: A batch was larger than any before: its allocations are to be counted.
     """
 
-    def __init__(self, session: Session, host: list[Placed]) -> None:
+    def __init__(self, session: Tenant, host: list[Placed]) -> None:
         self._session, self._host = session, host
         self._clips = session.recipe.clip_grad_norm is not None
         self._resident = isinstance(session.job.technique, Resident)
@@ -77,9 +78,13 @@ class Compute:
             task.metrics = micro.metrics
             task.micros.clear()
         elif result is not None:
-            loss, output = result
-            task.metrics = evaluate_metrics(self._session.recipe, loss, output, micro.batch)
+            self.evaluated(task, micro, result)
             task.micros.clear()
+
+    def evaluated(self, task: Task, micro: Micro, result: Any) -> None:
+        """The last shard's forward is through, with loss and output."""
+        loss, output = result
+        task.metrics = evaluate_metrics(self._session.recipe, loss, output, micro.batch)
 
     def _backward(self, task: Task, action: Action) -> None:
         session, shard = self._session, action.shard
@@ -96,7 +101,7 @@ class Compute:
             for name in placed.params:
                 params[name].grad = None
         if self._clips:
-            self._norms |= self._norms_of(self.grads_of(shard))
+            self._norms |= self.norms_of(self.grads_of(shard))
         if loss is not None:
             session.note_loss(loss)
         if micro.losses is not None:
@@ -104,7 +109,7 @@ class Compute:
         if shard == 0:
             del task.micros[action.micro or 0]
 
-    def _norms_of(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def norms_of(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The norm of each gradient; of those that came as bfloat16, of what they stand for."""
         dtypes = self._session.binding.dtypes
         as_is = {name: grad for name, grad in grads.items() if grad.dtype == dtypes[name]}
@@ -134,7 +139,11 @@ class Compute:
         assert limit is not None
         norms = [self._norms[n] for n in self._session.binding.params if n in self._norms]
         self._norms = {}
-        self._clip = clip_factor(limit, norms)
+        self._clip = self.clip_factor(limit, norms)
+
+    def clip_factor(self, limit: float, norms: Sequence[Tensor]) -> Tensor | None:
+        """Of the norms of the gradients there are, in parameter order."""
+        return clip_factor(limit, norms)
 
     def _step(self, task: Task, action: Action) -> None:
         shard, binding = action.shard, self._session.binding
@@ -142,12 +151,16 @@ class Compute:
             binding.take_stock(shard, self.placed[shard])
             return
         if self._clip is not None and (grads := self.grads_of(shard)):
-            torch._foreach_mul_(list(grads.values()), self._clip)
+            self.scale(grads, self._clip)
         if self._resident:
             binding.step_where_it_is(shard, self.placed[shard], self._session.step)
         else:
             grads = self.grads.pop(shard, {})
             binding.step(shard, self.placed[shard], grads, self._session.step)
+
+    def scale(self, grads: Mapping[str, Tensor], factor: Tensor) -> None:
+        """Clip gradients in place."""
+        torch._foreach_mul_(list(grads.values()), factor)
 
     def host_step(self, shard: int) -> Callable[[], None]:
         """The work of a STEP on the host, on the gradients that were stored there."""
@@ -160,7 +173,7 @@ class Compute:
                 name: host.grads[name].to(dtypes[name]) for name in host.grads if name in names
             }
             if clip is not None and grads:
-                torch._foreach_mul_(list(grads.values()), clip.cpu())
+                self.scale(grads, clip.cpu())
             self._session.binding.step_on_host(shard, host, grads, number)
             host.renew_copies()
 

@@ -16,7 +16,7 @@ from shoal.partition.savedset import Cell
 from shoal.program.ir import Action, Part, kept
 from shoal.runtime.binding import Placed, place_in_slot, place_what_stays, without_head
 from shoal.runtime.compute import Compute
-from shoal.runtime.session import Session
+from shoal.runtime.tenant import Tenant
 from shoal.runtime.units import Micro
 
 Copy = tuple[Tensor, Tensor]
@@ -36,7 +36,7 @@ class Copies:
         self,
         region: Tensor,
         arena: Arena,
-        session: Session,
+        session: Tenant,
         host: Sequence[Placed],
         compute: Compute,
     ) -> None:

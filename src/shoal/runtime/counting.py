@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.core.spec import JobMeasure, LayerMeasure, Narrow, ShardSpec
 from shoal.core.units import Bytes, Seconds
 from shoal.device.flops import narrow_step_factor
+from shoal.several import each_kind
 
 
 def fill_missing_gradients(model: nn.Module) -> None:
@@ -61,3 +63,25 @@ def _narrow_with_step(
         return None
     times = narrow_step_factor(owned, state, narrow) if emulated else 1.0
     return replace(narrow, step_s=Seconds(step_s * times))
+
+
+def batch_bytes(value: Any) -> int:
+    """Of the tensors in a batch of mappings, lists and tuples."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(map(batch_bytes, value.values()))
+    if isinstance(value, tuple | list):
+        return sum(map(batch_bytes, value))
+    return 0
+
+
+def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
+    """The class of each optimizer and which of torch's implementations it uses."""
+    return each_kind(optimizer, _kind_of)
+
+
+def _kind_of(optimizer: torch.optim.Optimizer) -> str:
+    group = optimizer.param_groups[0]
+    chosen = [kind for kind in ("fused", "foreach", "capturable") if group.get(kind)]
+    return " ".join([*chosen, type(optimizer).__name__])

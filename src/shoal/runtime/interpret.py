@@ -29,7 +29,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -43,15 +43,15 @@ from shoal.memory.layout import Arena
 from shoal.memory.ledger import Ledger
 from shoal.partition.track import AllocationTracker
 from shoal.program.costs import unit_peak_bytes, unit_seconds
-from shoal.program.ir import Action, Kept, Op, Part, Program, lone_part
-from shoal.program.slots import SlotMap, assign_slots
+from shoal.program.ir import Action, Op, Part, lone_part
 from shoal.runtime.binding import Placed, place_on_host
 from shoal.runtime.compute import Compute, Work, tensors_of
 from shoal.runtime.copies import Copies, Copy
 from shoal.runtime.mail import Mail
-from shoal.runtime.session import Session, Task
+from shoal.runtime.score import Score, score_of
+from shoal.runtime.session import Task
+from shoal.runtime.tenant import Tenant
 
-COMPUTE = (Op.F, Op.B, Op.SYNC)
 HOME = {Part.PARAM, Part.STATE, Part.HEAD}  # what a step writes
 
 
@@ -70,29 +70,20 @@ class Issued(NamedTuple):
     trial: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Score:
-    """A program with all that is the same each time it runs."""
-
-    program: Program  # kept, so that its identity stays its own
-    actions: tuple[Action, ...]
-    texts: tuple[str, ...]
-    computes: tuple[bool, ...]  # per action: does it need the device's compute stream?
-    slots: SlotMap
-    waits: bool  # whether an action may have to wait for one that is not just before it
-
-
 @dataclass(slots=True)
 class _Run:
     """A task, how far its actions are issued, and their events."""
 
     task: Task
-    score: _Score
+    score: Score
     cursor: int = 0
     events: dict[int, Event] = field(default_factory=dict)
 
 
-class Seat:
+T = TypeVar("T", bound=Tenant)
+
+
+class Seat(Generic[T]):
     """A trial's place on a device. Use from the device's own thread only.
 
     Args:
@@ -110,19 +101,19 @@ class Seat:
 
     def __init__(
         self,
-        session: Session,
+        session: T,
         device: Device,
         ledger: Ledger | None,
         *,
         arena: Arena,
         record: Callable[[Issued], None],
-        make_compute: Callable[[Session, list[Placed]], Compute] = Compute,
+        make_compute: Callable[[T, list[Placed]], Compute] = Compute,
     ) -> None:
         self.session, self.device, self.ledger = session, device, ledger
         self.trial = session.job.trial
         self._record = record
         self._profile = device.spec.profile  # what it emulates
-        self._owner = f"trial {self.trial}"
+        self._owner = session.owner
         if ledger is not None:
             ledger.reserve(self._owner, session.job.held_bytes)
         try:
@@ -153,7 +144,7 @@ class Seat:
         self._last_compute: list[Event] = []
         self._in_flight: list[tuple[Event, Sequence[Tensor]]] = []
         self.note_host: Callable[[int], None] = lambda trial: None  # whose host step runs
-        self._scores: dict[tuple[int, bool], _Score] = {}
+        self._scores: dict[tuple[int, bool], Score] = {}
         self._run: _Run | None = None
         self.unit_bytes = session.job.unit_bytes
         self.reserve_units: Callable[[], None] = lambda: None  # set by who shares the device
@@ -167,7 +158,7 @@ class Seat:
         """Take up a task; the one before it is fully issued."""
         key = id(task.program), bool(self.compute.placed)
         if key not in self._scores:
-            self._scores[key] = _score(task.program, self.copies.kept if key[1] else {})
+            self._scores[key] = score_of(task.program, self.copies.kept if key[1] else {})
         self._run = _Run(task, self._scores[key])
 
     @property
@@ -577,23 +568,3 @@ class Seat:
             self._in_flight.append((self._advanced, ()))
         else:
             self.session.advance_schedule()
-
-
-def _score(program: Program, start: Kept) -> _Score:
-    """``start``: what of the trial is on the device before the first action."""
-    actions = program.devices[0]
-    computes = tuple(a.op in COMPUTE or (a.op is Op.STEP and a.place == "device") for a in actions)
-    slots = assign_slots(actions, start=start)
-    waits = any(slots.waits) or any(action.op is Op.LOAD for action in actions)
-    return _Score(program, actions, tuple(map(str, actions)), computes, slots, waits)
-
-
-def is_sampled(step: int) -> bool:
-    """Whether every allocation of the step after this one is counted: 100, 1000, 10000, ...
-
-    Counting makes a step several times slower. The first steps of a lease and batches larger
-    than any before are counted too.
-    """
-    while step >= 1000 and step % 10 == 0:
-        step //= 10
-    return step == 100

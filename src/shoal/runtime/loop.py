@@ -28,7 +28,7 @@ from shoal.runtime import checkpoint
 from shoal.runtime.arrays import ArraySeat
 from shoal.runtime.desks import Desks
 from shoal.runtime.house import House
-from shoal.runtime.interpret import Seat, is_sampled
+from shoal.runtime.interpret import Seat
 from shoal.runtime.measure import Measurer
 from shoal.runtime.messages import (
     Extend,
@@ -49,6 +49,7 @@ from shoal.runtime.messages import (
 from shoal.runtime.output import TrialOutput
 from shoal.runtime.reports import Reports
 from shoal.runtime.saver import Saver
+from shoal.runtime.score import is_sampled
 from shoal.runtime.session import Session, Task
 from shoal.runtime.stay import Arrival, Lobby, Stay, here
 from shoal.runtime.word import Word
@@ -275,7 +276,7 @@ class DeviceLoop:
         parked, where = self._parked.pop(grant.job.trial, None), self._device.torch_device
         return checkpoint.take_up(self._recipe, grant, region, self._settings, where, parked)
 
-    def _seat(self, grant: Grant, region: Region) -> Seat:
+    def _seat(self, grant: Grant, region: Region) -> Seat[Session]:
         """The trial with its memory reserved, on the device."""
         job, layout = grant.job, grant.layout
         session, clip = self._session(grant, region), self._recipe.clip_grad_norm is not None

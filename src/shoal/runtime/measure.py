@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -62,8 +62,10 @@ from shoal.replicas import cut_for_replicas
 from shoal.rng import capture_rng, same_rng, seed_all
 from shoal.runtime.binding import Binding, state_specs
 from shoal.runtime.counting import (
+    batch_bytes,
     fill_gradients,
     fill_missing_gradients,
+    optimizer_name,
     with_step,
     with_step_seconds,
 )
@@ -75,8 +77,10 @@ from shoal.runtime.messages import (
     Describe,
     Measure,
     MeasureArray,
+    MeasureArrayShards,
     Measured,
     MeasuredArray,
+    MeasuredArrayShards,
     MeasureReplica,
     MeasureShards,
     Order,
@@ -89,7 +93,6 @@ from shoal.runtime.probe import Probe
 from shoal.runtime.stepmeasure import OWN_STEP, StepMeasure
 from shoal.runtime.units import evaluate_metrics
 from shoal.runtime.widths import ArrayBench
-from shoal.several import each_kind
 
 
 class _Built(NamedTuple):
@@ -164,13 +167,21 @@ class Measurer:
         if isinstance(order, Describe):
             return describe_trials(self._recipe, order, self.note)
         assert isinstance(
-            order, Measure | MeasureShards | MeasureReplica | MeasureArray | TimeArray
+            order,
+            Measure
+            | MeasureShards
+            | MeasureReplica
+            | MeasureArray
+            | MeasureArrayShards
+            | TimeArray,
         )
         trial = order.trial
         self.note(trial.number)
         try:
             if isinstance(order, MeasureArray):
                 return MeasuredArray(trial.number, self._measure_array(order))
+            if isinstance(order, MeasureArrayShards):
+                return self._measure_array_shards(order)
             if isinstance(order, TimeArray):
                 assert self._bench is not None, "an array is built before it is timed"
                 return TimedArray(trial.number, self._bench.time(order))
@@ -186,11 +197,22 @@ class Measurer:
             self.note(None)
 
     def _measure_array(self, order: MeasureArray) -> ArrayTry:
-        if self._bench is None or not self._bench.is_of(order.trial):
-            self._bench = ArrayBench(self._recipe, self._device, order.trials)
-        found = self._bench.build(order.trials, order.width, order.kind)
+        found = self._bench_of(order.trials).build(order.trials, order.width, order.kind)
         self._bench_until = time.monotonic() + BENCH_S
         return found
+
+    def _bench_of(self, trials: Sequence[TrialSpec]) -> ArrayBench:
+        if self._bench is None or not self._bench.is_of(trials[0]):
+            self._bench = ArrayBench(self._recipe, self._device, trials)
+        return self._bench
+
+    def _measure_array_shards(self, order: MeasureArrayShards) -> MeasuredArrayShards:
+        trial = order.trial.number
+        with eagerly():
+            bench = self._bench_of(order.trials)
+            found = bench.shards(order.trials, order.width, order.cuts, order.num_layers)
+        self._bench_until = time.monotonic() + BENCH_S
+        return MeasuredArrayShards(trial, found.found, found.declined)
 
     # -- measure --------------------------------------------------------------------------
 
@@ -286,15 +308,15 @@ class Measurer:
         return JobMeasure(
             layers=(),
             shards=(shard,),
-            batch_bytes=Bytes(_batch_bytes(built.batch)),
+            batch_bytes=Bytes(batch_bytes(built.batch)),
             buffer_bytes=Bytes(sum(b.nbytes for b in model.buffers())),
             resident_bytes=Bytes(
                 shard.parameter_bytes + shard.state_bytes + costs.backward + costs.step
             ),
             notes=(*self._loss_notes, *costs.notes, *_compiled_notes(model)),
             num_batches=built.num_batches,
-            valid_scale=_batch_bytes(built.valid) / max(1, _batch_bytes(built.batch)),
-            optimizer=_name_of(built.optimizer),
+            valid_scale=batch_bytes(built.valid) / max(1, batch_bytes(built.batch)),
+            optimizer=optimizer_name(built.optimizer),
             cuttable=self._recipe.step is None,
             bitwise=False,
             data=built.data,
@@ -567,27 +589,6 @@ def _compiled_notes(model: nn.Module) -> tuple[str, ...]:
         f"{what} compiled: measured as if they were not, and nothing counts allocations while "
         "they train",
     )
-
-
-def _name_of(optimizer: torch.optim.Optimizer) -> str:
-    """The class of each optimizer and which of torch's implementations it uses."""
-    return each_kind(optimizer, _kind_of)
-
-
-def _kind_of(optimizer: torch.optim.Optimizer) -> str:
-    group = optimizer.param_groups[0]
-    chosen = [kind for kind in ("fused", "foreach", "capturable") if group.get(kind)]
-    return " ".join([*chosen, type(optimizer).__name__])
-
-
-def _batch_bytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.nbytes
-    if isinstance(value, Mapping):
-        return sum(map(_batch_bytes, value.values()))
-    if isinstance(value, tuple | list):
-        return sum(map(_batch_bytes, value))
-    return 0
 
 
 def _aligned(specs: Sequence[TensorSpec]) -> Bytes:

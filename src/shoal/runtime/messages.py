@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.core.event import Event, Packed, unpack_event
 from shoal.core.plan import Job
-from shoal.core.spec import NO_BYTES, NO_SECONDS, DeviceSpec, JobMeasure, PassKind, TrialSpec
+from shoal.core.spec import (
+    NO_BYTES,
+    NO_SECONDS,
+    DeviceSpec,
+    JobMeasure,
+    PassKind,
+    ShardSpec,
+    TrialSpec,
+)
 from shoal.core.units import Bytes, Seconds
 from shoal.memory.layout import TrialLayout
 
@@ -134,6 +142,24 @@ class MeasureArray:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasureArrayShards:
+    """Measure the units of an array of so many of these trials, cut at ``cuts``.
+
+    ``num_layers``: of the trial alone whose layers are meant.
+    """
+
+    trials: tuple[TrialSpec, ...]
+    width: int
+    cuts: tuple[int, ...]
+    num_layers: int
+
+    @property
+    def trial(self) -> TrialSpec:
+        """The one whose measure it is."""
+        return self.trials[0]
+
+
+@dataclass(frozen=True, slots=True)
 class TimeArray:
     """Time the array that was built, and a trial alone: for so many rounds, each in slices.
 
@@ -209,6 +235,7 @@ Order = (
     | MeasureShards
     | MeasureReplica
     | MeasureArray
+    | MeasureArrayShards
     | TimeArray
     | Grant
     | Extend
@@ -274,6 +301,15 @@ class MeasuredArray:
 
     trial: int
     found: ArrayTry
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredArrayShards:
+    """The shards of an array; ``declined``: why it cannot be run in shards, if it cannot."""
+
+    trial: int
+    shards: tuple[ShardSpec, ...] = ()
+    declined: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,6 +391,7 @@ Reply = (
     | Described
     | Measured
     | MeasuredArray
+    | MeasuredArrayShards
     | TimedArray
     | Refused
     | LeaseOver

@@ -37,9 +37,9 @@ from shoal.runtime.gangseat import (
     Waiting,
 )
 from shoal.runtime.group import GangGroup, LinkedWays, PeerLost, joined, other_way
-from shoal.runtime.interpret import is_sampled
 from shoal.runtime.replica import Replica
 from shoal.runtime.replicated import ReplicaSession
+from shoal.runtime.score import is_sampled
 from shoal.runtime.session import Task
 
 ROWS = 18  # the kind of messages that bring a replica its rows

@@ -110,7 +110,7 @@ class Reports:
         trial, step = session.job.trial, session.step
         self.tell(LoaderRestarted(time=time.time(), trial=trial, step=step, reason=reason))
 
-    def peak(self, seat: Seat, neighbours: Sequence[Seat]) -> None:
+    def peak(self, seat: Seat[Session], neighbours: Sequence[Seat[Session]]) -> None:
         """The most bytes the device held in a step that was counted."""
         peak = seat.peak_bytes + sum(other.resident_bytes() for other in neighbours)
         if self._device.spec.kind == "cuda":

@@ -144,6 +144,11 @@ class Session:
     def _loader_lost(self, what: str, reason: str) -> None:
         self.on_loader_lost(f"{what} data: {reason}")
 
+    @property
+    def owner(self) -> str:
+        """By which its memory is reserved."""
+        return f"trial {self.job.trial}"
+
     def close(self) -> None:
         """End the loaders' processes."""
         self.feed.close()
@@ -183,7 +188,7 @@ class Session:
             step = OwnStep(self.recipe, self.model, self.optimizer, self.hp, self.modes)
             number = functools.partial(getattr, self, "step")
             return OwnUnits(self.model, self.recipe, self.device, step, number, self.hp)
-        if not isinstance(technique, Spilled):
+        if not isinstance(technique, Spilled) or self.job.array is not None:
             return ResidentUnits(self.model, self.recipe, self.device)
         spans = [shard.layers for shard in self.job.shards]
         route = route_of(technique, len(spans), lenders(self.layout))

@@ -25,8 +25,9 @@ from shoal.program.ir import Program
 from shoal.recipe import Batch
 from shoal.rng import restore_rng
 from shoal.runtime.gangseat import Waiting
-from shoal.runtime.interpret import Issued, Seat, is_sampled
+from shoal.runtime.interpret import Issued, Seat
 from shoal.runtime.pipelined import PipelineSession
+from shoal.runtime.score import is_sampled
 from shoal.runtime.session import Task
 from shoal.runtime.spilledcompute import SpilledCompute
 from shoal.runtime.stage import BufferWatch, look_at_draws

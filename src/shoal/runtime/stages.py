@@ -41,8 +41,8 @@ from shoal.runtime.gangseat import (
     Store,
     Waiting,
 )
-from shoal.runtime.interpret import is_sampled
 from shoal.runtime.pipelined import PipelineSession
+from shoal.runtime.score import is_sampled
 from shoal.runtime.session import Task
 from shoal.runtime.stage import Stage
 

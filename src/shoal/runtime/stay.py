@@ -12,7 +12,7 @@ from shoal.core.technique import Technique, kept_heads, kept_shards, kept_weight
 from shoal.memory.store import Region
 from shoal.runtime.interpret import Seat
 from shoal.runtime.messages import Grant, LeaseOver
-from shoal.runtime.session import Task
+from shoal.runtime.session import Session, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Lobby:
 class Stay:
     """A seat and how far its current lease is."""
 
-    seat: Seat
+    seat: Seat[Session]
     tasks: Iterator[Task]
     task: Task | None = None
     has_computed: bool = False  # since it came

@@ -17,11 +17,11 @@ import dataclasses
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from shoal.core.spec import HyperParameters, PassKind, TrialSpec
+from shoal.core.spec import HyperParameters, PassKind, ShardSpec, TrialSpec
 from shoal.core.units import Bytes, Seconds
 from shoal.data import epoch_length
 from shoal.device import Device
@@ -46,9 +46,18 @@ from shoal.recipe import (
 from shoal.rng import capture_rng, seed_all
 from shoal.runtime.describe import first_batch
 from shoal.runtime.messages import ArrayTry, TimeArray
+from shoal.runtime.spilledarray import chain_for
+from shoal.runtime.stackedmeasure import StackedMeasure
 
 TRIED = 4  # trials that are compared, one step as an array with one step of each alone
 LONG_S = 0.2  # a contender with longer slices is timed in one round
+
+
+class Shards(NamedTuple):
+    """Of an array, or why it has none."""
+
+    found: tuple[ShardSpec, ...]
+    declined: str
 
 
 class ArrayBench:
@@ -146,6 +155,29 @@ class ArrayBench:
             nodes=getattr(backend, "nodes", 0),
             compiler=compiler() if where.type == "cpu" else "",
         )
+
+    def shards(
+        self, trials: Sequence[TrialSpec], width: int, cuts: Sequence[int], num_layers: int
+    ) -> Shards:
+        """An array of ``width`` in shards; why there is none, in words."""
+        crowd = self._crowd
+        crowd.trials = trials
+        crowd.grow(width)
+        trial = self._first
+        try:
+            hp = HyperParameters(trial.hp)
+            chain = chain_for(self._recipe, hp, trial.seed, self._where, num_layers)
+            members, batches = crowd.members[:width], crowd.first_batches(width)
+            measure = StackedMeasure(members, batches, chain, self._where, self._clock)
+            return Shards(measure.shards(cuts), "")
+        except Declined as error:
+            return Shards((), str(error))
+        finally:
+            self._works = ()
+
+    def _clock(self) -> float:
+        _wait(self._where)
+        return time.perf_counter()
 
     def _allocated(self, width: int, kind: PassKind, rows: Sequence[Sequence[Any]]) -> Bytes:
         """The most bytes that a step allocates, where it makes its graph too.

@@ -20,8 +20,10 @@ from shoal.planner.width import (
     next_candidate,
     serial_s,
     shortened,
+    when_spilled,
     why_not_compiled,
     widths_to_try,
+    worth_spilling,
 )
 
 SECONDS = st.floats(1e-6, 10.0)
@@ -333,3 +335,62 @@ def test_why_nothing_is_compiled_is_said(changes, words):
         assert "differ or change on the way" in why_not_compiled(
             ArrayMeasure(**{**values, "nodes": 1}), replace(load, varies=True)
         )
+
+
+# -- arrays that do not fit ---------------------------------------------------------------
+
+
+@given(measures(), loads(), st.integers(0, 1000))
+def test_what_is_worth_spilling_does_not_fit_and_would_gain_if_nothing_moved(measure, load, room):
+    fits = fits_in(room)
+    best = worth_spilling(measure, load, fits)
+    if best is None:
+        return
+    assert not best.declined
+    assert not fits(best)
+    assert best.kind == "eager"
+    assert gains(best, load, measure.valid_batches)
+
+
+@given(measures(), loads(), st.integers(0, 1000), SECONDS)
+def test_a_spilled_array_is_taken_only_where_it_ends_first(measure, load, room, step_s):
+    best = worth_spilling(measure, load, fits_in(room))
+    if best is None:
+        return
+    spilled = when_spilled(best, Seconds(step_s), 3, Bytes(5))
+    assert spilled.step_s >= best.step_s
+
+    def fits(one):
+        return one.shards > 0 or one.unit_bytes <= room
+
+    before = choose(measure, load, fits_in(room))
+    with_it = replace(measure, widths=(*measure.widths, spilled))
+    after = choose(with_it, load, fits)
+    if (after.width, after.kind) == (before.width, before.kind):
+        return
+    assert (after.width, after.kind) == (spilled.width, spilled.kind)
+    assert gains(spilled, load, measure.valid_batches)
+    assert "spilled in 3 shards" in after.why[0]
+
+
+def test_a_spilled_array_that_loses_is_told_among_the_losers():
+    measure = ArrayMeasure(widths=(found(4, 0.5, unit_bytes=Bytes(9)),))
+    load = Load(steps=(10,) * 4, devices=1)
+    best = worth_spilling(measure, load, fits_in(5))
+    assert best is measure.widths[0]
+    spilled = when_spilled(best, Seconds(7.0), 3, Bytes(2048))
+    every = replace(measure, widths=(*measure.widths, spilled))
+    choice = choose(every, load, lambda one: one.shards > 0)
+    assert choice.width == 1
+    told = next(line for line in choice.why if "spilled in 3 shards" in line)
+    assert "2.0 KiB moved a step" in told
+    assert "slower than one by one" in told
+
+
+def test_nothing_is_spilled_that_would_gain_no_more_than_what_fits():
+    few, many = found(4, 1.0), found(16, 3.9, unit_bytes=Bytes(9))
+    measure = ArrayMeasure(widths=(few, many))
+    load = Load(steps=(10,) * 16, devices=1)
+    assert worth_spilling(measure, load, fits_in(5)) is None
+    quick = ArrayMeasure(widths=(few, replace(many, step_s=Seconds(2.0))))
+    assert worth_spilling(quick, load, fits_in(5)) == quick.widths[1]

@@ -1,0 +1,56 @@
+"""Rows that have no memory of their own: of an array that is on its device shard by shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shoal.fusion.level import like_alone
+from shoal.fusion.stacked import Stacked
+
+
+class Unplaced(Stacked):
+    """Stacked tensors whose parameters are wherever somebody puts them.
+
+    Until then they are NaN, or 0, without memory; so that touching what is not there is seen.
+    Buffers are rows as ever. The members' own parameters are not touched.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        first, width = modules[0], len(modules)
+        self._nowhere = {n: _nowhere(width, p.detach()) for n, p in first.named_parameters()}
+        self.parameters = {name: one.detach() for name, one in self._nowhere.items()}
+        self.buffers = {name: like_alone(width, b) for name, b in first.named_buffers()}
+        for slot, module in enumerate(modules):
+            self.take(slot, module)
+        for name, parameter in first.named_parameters():
+            self.parameters[name].requires_grad_(parameter.requires_grad)
+
+    def take(self, slot: int, module: nn.Module) -> None:
+        """Copy a module's buffers into a row, where they live from now on."""
+        self.put_buffers(slot, module)
+
+    def let_go(self, module: nn.Module) -> None:
+        """Give a module buffers of its own again, with the same bits."""
+        with torch.no_grad():
+            own = {id(buffer): buffer.detach().clone() for buffer in module.buffers()}
+        for child in module.modules():
+            for key, held in child._buffers.items():
+                if held is not None:
+                    child._buffers[key] = own[id(held)]
+
+    def place(self, name: str, tensor: Tensor) -> None:
+        """Have the rows of a parameter be ``tensor`` [N, ...], which is somebody else's."""
+        self.parameters[name].data = tensor
+
+    def evict(self, names: Iterable[str]) -> None:
+        """Have these parameters be nowhere again."""
+        for name in names:
+            self.parameters[name].data = self._nowhere[name]
+
+
+def _nowhere(width: int, one: Tensor) -> Tensor:
+    fill = float("nan") if one.is_floating_point() or one.is_complex() else 0
+    return one.new_full((), fill).expand(width, *one.shape)

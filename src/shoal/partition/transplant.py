@@ -1,0 +1,46 @@
+"""A chain of one model for another one of the same code: an array's template, or a slot's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from shoal.partition.callsheet import EmptyCache
+from shoal.partition.chain import Chain
+from shoal.partition.template import Constant
+from shoal.recipe import Recipe
+
+
+def transplanted(chain: Chain, model: nn.Module, recipe: Recipe) -> Chain:
+    """``chain`` with the modules of ``model``, which has the same names."""
+    skeleton = chain.skeleton
+    blocks = tuple(
+        replace(block, module=model.get_submodule(block.name)) for block in skeleton.blocks
+    )
+    outside = {name: model.get_submodule(name) for name in skeleton.outside}
+    skeleton = replace(skeleton, model=model, recipe=recipe, blocks=blocks, outside=outside)
+    return replace(chain, skeleton=skeleton, on_close=[])
+
+
+def obstacle(chain: Chain) -> str:
+    """Why an array cannot run shard by shard what a trial alone can; empty if it can."""
+    if chain.skeleton.draws:
+        return "its forward draws random numbers between its modules"
+    if any(chain.written_parameters(layer) for layer in range(chain.num_layers)):
+        return "a forward writes to its weights, as max_norm does"
+    if any(chain.shared_casts):
+        return "several parts of it cast one weight under autocast"
+    leaves = [
+        leaf for part in chain.record.sheet.parts for call in part.calls for leaf in call.leaves
+    ]
+    if any(isinstance(leaf, EmptyCache) for leaf in leaves):
+        return "its blocks are handed a key-value cache"
+    if any(isinstance(leaf, Constant) and _is_parameter(leaf.value) for leaf in leaves):
+        return "its blocks are handed weights of other modules"
+    return ""
+
+
+def _is_parameter(value: object) -> bool:
+    return isinstance(value, torch.nn.Parameter)

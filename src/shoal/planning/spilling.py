@@ -1,0 +1,285 @@
+"""Arrays whose stacked state does not fit a device: whether they train shard by shard, and how.
+
+An array of N trials is planned as one trial N times as large: layers on paper first, then the
+shards of a cut, measured as an array runs them; what stays on the device and what travels is
+chosen as for any spilled trial.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from shoal.core.plan import Job
+from shoal.core.spec import ALIGNMENT, JobMeasure, LayerMeasure, ShardSpec, TrialSpec
+from shoal.core.technique import Spilled, Technique
+from shoal.core.units import Bytes, Seconds, format_bytes, round_up
+from shoal.memory.layout import Field, TrialLayout
+from shoal.memory.stacking import stacked_layout
+from shoal.planner.choose import choices
+from shoal.planner.keep import keep_best
+from shoal.planner.need import Need, Request, need
+from shoal.planner.price import Speeds, price
+from shoal.planner.room import Room
+from shoal.planner.width import MOST
+from shoal.planning.asking import Asking
+from shoal.runtime.messages import (
+    Measure,
+    MeasureArrayShards,
+    Measured,
+    MeasuredArrayShards,
+    MeasureShards,
+)
+
+MOST_SPEAKERS = 4
+OTHER_LAYERS = "as an array the model has"  # as ``runtime.spilledarray`` words it
+MOST_CUTS = 6
+"""Cuts that are measured, each with more shards, until one fits."""
+
+ASKED = Spilled(
+    recompute=True,
+    boundaries="device",
+    transfer="fp32",
+    order="micro",
+    keep_activations=(),
+    spill_activations=(),
+)
+"""What of a technique an array leaves open: how many shards, what stays, where the steps are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpilledArrayPlan:
+    """An array in shards that fits: its bytes, and those of one of its trials alone.
+
+    ``measure`` is the whole array's, ``layout`` one trial's home, in the same shards.
+    """
+
+    technique: Spilled
+    measure: JobMeasure
+    layout: TrialLayout
+    need: Need
+    step_s: Seconds
+    lone: JobMeasure
+    lone_technique: Spilled
+    lone_need: Need
+    host_bytes: Bytes  # of the array, beside its trials' homes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spilling:
+    """Looks for arrays in shards.
+
+    Args:
+        request: What a study asks of a trial's step.
+        budget: Of the smallest device.
+        why_not: Why no array may be spilled, if so.
+        asked: What of a technique is settled; the rest is open.
+        is_forced: Every array is to be spilled, whether it fits or not.
+    """
+
+    request: Request
+    speeds: Speeds
+    budget: Bytes
+    why_not: str = ""
+    asked: Spilled = ASKED
+    is_forced: bool = False
+
+    def find(
+        self, asking: Asking, trials: Sequence[TrialSpec], width: int, *, fits: bool = False
+    ) -> SpilledArrayPlan | str:
+        """The array of ``width`` of these trials that costs the least; why there is none.
+
+        ``fits``: it would fit as a whole; who asks for shards all the same wants to see it move.
+        """
+        if self.why_not:
+            return self.why_not
+        found: SpilledArrayPlan | str = ""
+        # One whose dropout is 0 may have other layers than those that drop.
+        for speaker in trials[:MOST_SPEAKERS]:
+            others = [trial for trial in trials if trial is not speaker]
+            found = self._find(asking, [speaker, *others], width, fits=fits)
+            if isinstance(found, SpilledArrayPlan) or OTHER_LAYERS not in found:
+                break
+        return found
+
+    def _find(
+        self, asking: Asking, trials: Sequence[TrialSpec], width: int, *, fits: bool
+    ) -> SpilledArrayPlan | str:
+        """The same, where the first of the trials speaks for the others."""
+        trial = trials[0]
+        whole = asking.answer(Measure(trial, cut=True))
+        if not isinstance(whole, Measured):
+            return str(whole)
+        if not whole.measure.cuttable:
+            return "; ".join(whole.measure.notes) or "the model cannot be cut into shards"
+        request = replace(self.request, technique=self._technique(fits))
+        paper = array_measure(whole.measure, width)
+        closest: Need | None = None
+        found = choices(paper, self.budget, (1,), request, self.speeds)
+        for choice in itertools.islice(found, MOST_CUTS):
+            exact = asking.answer(MeasureShards(trial, choice.cuts))
+            num_layers = len(paper.layers)
+            order = MeasureArrayShards(tuple(trials[:MOST]), width, choice.cuts, num_layers)
+            stacked = asking.answer(order)
+            if not isinstance(exact, Measured) or exact.layout is None:
+                return str(exact)
+            if not isinstance(stacked, MeasuredArrayShards):
+                return str(stacked)
+            if stacked.declined:
+                return stacked.declined
+            measure = with_shards(paper, stacked.shards, exact, width)
+            plan = self._plan(measure, exact, choice.technique, request, width)
+            if isinstance(plan, SpilledArrayPlan):
+                return plan
+            closest = plan
+        budget = format_bytes(self.budget)
+        if closest is None:
+            return f"in shards {width} of them need more than {budget} in any cut"
+        needs = format_bytes(closest.total)
+        return f"in shards {width} of them need {needs} or more, and the device has {budget}"
+
+    def lone_s(self, job: Job) -> Seconds:
+        """What a step of a trial that is spilled alone takes, with what moves."""
+        assert isinstance(job.technique, Spilled)
+        args = (job.shards, job.batch_bytes, job.technique, self.request, self.speeds)
+        return price(*args, 1).step_s
+
+    def _technique(self, fits: bool) -> Spilled:
+        if not fits or self.asked.keep is not None:
+            return self.asked
+        return replace(self.asked, keep=(), keep_turn=0, keep_gradients=0)
+
+    def _plan(
+        self,
+        measure: JobMeasure,
+        exact: Measured,
+        technique: Spilled,
+        request: Request,
+        width: int,
+    ) -> SpilledArrayPlan | Need:
+        """What stays of these shards; what they need if they do not fit."""
+        assert exact.layout is not None
+        rows = stacked_layout(exact.layout, width)
+        room = Room(
+            measure=measure,
+            shards=measure.shards,
+            technique=technique,
+            request=request,
+            budget=self.budget,
+            active=1,
+            layout=rows,
+        )
+        alone = replace(
+            room, measure=exact.measure, shards=exact.measure.shards, layout=exact.layout
+        )
+        kept, lone = keep_best(room, self.speeds), keep_best(alone, self.speeds)
+        if kept is None or lone is None:
+            least = replace(technique, keep=(), keep_turn=0, keep_gradients=0)
+            return need(measure, measure.shards, least, request, rows)
+        batch = measure.batch_bytes
+        step_s = price(measure.shards, batch, kept[0], request, self.speeds, 1).step_s
+        return SpilledArrayPlan(
+            technique=kept[0],
+            measure=measure,
+            layout=exact.layout,
+            need=kept[1],
+            step_s=step_s,
+            lone=exact.measure,
+            lone_technique=lone[0],
+            lone_need=lone[1],
+            host_bytes=Bytes(rows.num_bytes),
+        )
+
+
+def asked_of(forced: Technique | None) -> tuple[Spilled, str]:
+    """What a forced technique leaves open for an array; why an array cannot be that, if so."""
+    if forced is None:
+        return ASKED, ""
+    if not isinstance(forced, Spilled):
+        return ASKED, f"the trials were asked to train {type(forced).__name__.lower()}"
+    named = [
+        f"{name}={getattr(forced, name)!r}"
+        for name, default in (
+            ("order", ("micro",)),
+            ("boundaries", ("device",)),
+            ("transfer", ("fp32",)),
+            ("recompute", (True, "auto")),
+            ("keep_activations", ((),)),
+            ("spill_activations", ((),)),
+            ("keep_head", ()),
+        )
+        if getattr(forced, name) is not None and getattr(forced, name) not in default
+    ]
+    if named:
+        return ASKED, f"names what no array has: Spilled({', '.join(named)})"
+    settled = {
+        name: getattr(ASKED, name)
+        for name in (
+            *("recompute", "boundaries", "transfer", "order"),
+            *("keep_activations", "spill_activations"),
+        )
+    }
+    return replace(forced, **settled), ""
+
+
+def array_measure(lone: JobMeasure, width: int) -> JobMeasure:
+    """A trial's measure as that of ``width`` of them in one, on paper: layers and batches."""
+    return replace(
+        lone,
+        layers=tuple(_layer_times(layer, width) for layer in lone.layers),
+        shards=(),
+        batch_bytes=Bytes(width * lone.batch_bytes),
+        buffer_bytes=Bytes(width * lone.buffer_bytes),
+        resident_bytes=Bytes(width * lone.resident_bytes),
+        narrow=(),
+    )
+
+
+def _layer_times(layer: LayerMeasure, width: int) -> LayerMeasure:
+    gradient = layer.gradient_bytes
+    return replace(
+        layer,
+        parameter_bytes=Bytes(width * layer.parameter_bytes),
+        state_bytes=Bytes(width * layer.state_bytes),
+        borrowed_bytes=Bytes(width * layer.borrowed_bytes),
+        boundary_bytes=Bytes(width * layer.boundary_bytes),
+        carry_bytes=Bytes(width * layer.carry_bytes),
+        forward_peak_bytes=Bytes(width * layer.forward_peak_bytes),
+        saved_bytes=Bytes(width * layer.saved_bytes),
+        backward_peak_bytes=Bytes(width * layer.backward_peak_bytes),
+        forward_s=Seconds(width * layer.forward_s),
+        backward_s=Seconds(width * layer.backward_s),
+        step_s=Seconds(width * layer.step_s),
+        private_bytes=Bytes(0),
+        stash_bytes=Bytes(width * layer.stash_bytes),
+        gradient_bytes=None if gradient is None else Bytes(width * gradient),
+        narrow=None,
+    )
+
+
+def with_shards(
+    paper: JobMeasure, shards: Sequence[ShardSpec], exact: Measured, width: int
+) -> JobMeasure:
+    """The array's measure with its shards, whose weights lie as ``stacked_layout`` has them."""
+    assert exact.layout is not None
+    rows, trained = stacked_layout(exact.layout, width), set(exact.measure.trained)
+    found = [
+        replace(
+            shard,
+            parameter_bytes=Bytes(segments.param.num_bytes + segments.borrowed_bytes),
+            owned_bytes=Bytes(segments.param.num_bytes),
+            state_bytes=Bytes(segments.state.num_bytes),
+            gradient_bytes=Bytes(
+                sum(_aligned(f) for f in segments.grad.fields if f.spec.name in trained)
+            ),
+            step_peak_bytes=alone.step_peak_bytes,  # one trial after the other
+            step_s=Seconds(width * alone.step_s),
+        )
+        for shard, segments, alone in zip(shards, rows.shards, exact.measure.shards, strict=True)
+    ]
+    return replace(paper, shards=tuple(found))
+
+
+def _aligned(field: Field) -> int:
+    return round_up(field.spec.num_bytes, ALIGNMENT)

@@ -1,0 +1,197 @@
+"""Arrays in shards: what a technique leaves open for them, and what is said if there is none."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.core.plan import alone
+from shoal.core.spec import JobMeasure, LayerMeasure, TrialSpec
+from shoal.core.technique import Pipelined, Resident, Spilled
+from shoal.core.units import Bytes, Seconds
+from shoal.fusion.match import Signature
+from shoal.memory.layout import Segment, TrialLayout
+from shoal.planner.need import Need, Request
+from shoal.planner.price import Speeds
+from shoal.planning.fusing import Fusing
+from shoal.planning.spilling import ASKED, SpilledArrayPlan, Spilling, array_measure, asked_of
+from shoal.runtime.messages import ArrayTry, Measured, MeasuredArray, TimeArray, TimedArray
+from shoal.testing import make_device, make_job
+
+SIGNATURE = Signature((("the model", "one"),))
+REQUEST = Request(micro_batches=1, clip=False, technique=None, prefers="host")
+SPEEDS = Speeds(up_bytes_per_s=1e9, down_bytes_per_s=1e9)
+
+
+def measure(layers=(), *, cuttable=True, notes=()):
+    return JobMeasure(
+        layers=tuple(layers),
+        shards=make_job(0).shards,
+        batch_bytes=Bytes(8),
+        buffer_bytes=Bytes(4),
+        resident_bytes=Bytes(1000),
+        num_batches=3,
+        valid_scale=1.0,
+        optimizer="SGD",
+        cuttable=cuttable,
+        bitwise=True,
+        notes=notes,
+    )
+
+
+def layer(size):
+    fields = dict.fromkeys(
+        (
+            *("parameter_bytes", "state_bytes", "borrowed_bytes", "boundary_bytes", "carry_bytes"),
+            *("forward_peak_bytes", "saved_bytes", "backward_peak_bytes"),
+        ),
+        Bytes(size),
+    )
+    return LayerMeasure(
+        name="l", **fields, forward_s=Seconds(1), backward_s=Seconds(2), step_s=Seconds(3)
+    )
+
+
+@given(st.lists(st.integers(0, 99), min_size=1, max_size=5), st.integers(1, 64))
+def test_on_paper_an_array_is_a_trial_so_many_times_as_large(sizes, width):
+    lone = measure([layer(size) for size in sizes])
+    wide = array_measure(lone, width)
+    assert wide.batch_bytes == width * lone.batch_bytes
+    assert wide.buffer_bytes == width * lone.buffer_bytes
+    for one, many in zip(lone.layers, wide.layers, strict=True):
+        assert many.parameter_bytes == width * one.parameter_bytes
+        assert many.backward_peak_bytes == width * one.backward_peak_bytes
+        assert many.backward_s == width * one.backward_s
+
+
+def test_what_is_forced_stays_forced_and_an_array_recomputes():
+    assert asked_of(None) == (ASKED, "")
+    found, why = asked_of(Spilled(shards=4, optimizer="device", keep=(0,)))
+    assert not why
+    assert (found.shards, found.optimizer, found.keep, found.recompute) == (
+        4,
+        "device",
+        (0,),
+        True,
+    )
+    assert "resident" in asked_of(Resident())[1]
+    assert "pipelined" in asked_of(Pipelined())[1]
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"order": "shard"},
+        {"boundaries": "host"},
+        {"transfer": "bf16"},
+        {"recompute": False},
+        {"spill_activations": (0,), "shards": 4},
+    ],
+)
+def test_what_an_array_has_not_is_named(named):
+    _, why = asked_of(Spilled(**named))
+    name, value = next(iter(named.items()))
+    assert f"{name}={value!r}" in why
+
+
+class Answers:
+    """Answers orders in turn."""
+
+    def __init__(self, *replies):
+        self.replies = list(replies)
+
+    def answer(self, order):
+        return self.replies.pop(0)
+
+
+def spilling(**changes):
+    return Spilling(request=REQUEST, speeds=SPEEDS, budget=Bytes(100), **changes)
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        ("a worker ended meanwhile: killed", "a worker ended meanwhile: killed"),
+        (Measured(0, measure(cuttable=False, notes=("it is in one piece",)), None), "one piece"),
+        (Measured(0, measure([layer(90), layer(90)]), None), "need more than 100 B in any cut"),
+    ],
+)
+def test_where_there_is_none_it_says_why(reply, words):
+    trial = TrialSpec(number=0, hp={}, seed=0)
+    assert words in spilling().find(Answers(reply), [trial], 4)
+
+
+def test_a_study_that_may_not_asks_nobody():
+    assert spilling(why_not="it may not").find(Answers(), [], 4) == "it may not"
+
+
+# -- a job ----------------------------------------------------------------------------------
+
+PLAN = SpilledArrayPlan(
+    technique=Spilled(shards=1, optimizer="host", lookahead=0, keep=()),
+    measure=measure(),
+    layout=TrialLayout((), Segment((), 0), 0, 7),
+    need=Need(held=Bytes(60), unit=Bytes(30), peak=Bytes(80), moved=Bytes(50)),
+    step_s=Seconds(0.4),
+    lone=measure(),
+    lone_technique=Spilled(shards=1, optimizer="host", lookahead=0, keep=(0,)),
+    lone_need=Need(held=Bytes(20), unit=Bytes(10), peak=Bytes(25), moved=Bytes(0)),
+    host_bytes=Bytes(640),
+)
+
+
+class Found(Spilling):
+    """Always finds the same."""
+
+    def find(self, asking, trials, width, *, fits=False):
+        return PLAN
+
+
+class Timed:
+    """One worker, for which all arrays are quick."""
+
+    def measure_arrays(self, order, count, only=()):
+        number = order.trial.number
+        if isinstance(order, TimeArray):
+            return {0: TimedArray(number, ((0.001, 0.001, 0.0, 0.0),) * order.rounds)}
+        return {
+            0: MeasuredArray(number, ArrayTry(unit_bytes=Bytes(9), once_s=(0.1, 0.1, 0.0, 0.0)))
+        }
+
+
+def placed(found, **options):
+    jobs = [make_job(n) for n in range(2)]
+    trials = [TrialSpec(number=n, hp={}, seed=n) for n in range(2)]
+    fusing = Fusing(2, [make_device(memory=1)], {})
+    facts = dict.fromkeys(range(2), SIGNATURE)
+    return fusing, fusing.places(jobs, trials, facts, Timed(), spilling=found, **options)
+
+
+def test_a_trial_of_an_array_that_does_not_fit_is_spilled_with_it():
+    found = Found(request=REQUEST, speeds=SPEEDS, budget=Bytes(100))
+    fusing, jobs = placed(found)
+    for slot, job in enumerate(jobs):
+        assert job.technique == PLAN.technique
+        assert job.array.slot == slot
+        assert (job.held_bytes, job.unit_bytes, job.waiting_bytes) == (60, 30, 640)
+        assert job.numerics["array"] == f"slot {slot} of 2"
+        assert "array_pass" not in job.numerics
+        assert any("moves 50 B a step" in words for words in job.why)
+        assert fusing.layouts[job.trial] is PLAN.layout
+
+
+def test_one_that_leaves_it_trains_alone_in_the_same_shards():
+    _, jobs = placed(Found(request=REQUEST, speeds=SPEEDS, budget=Bytes(100)))
+    job = alone(jobs[0], 5, "it had to")
+    assert job.array is None
+    assert job.technique == PLAN.lone_technique
+    assert (job.held_bytes, job.unit_bytes, job.waiting_bytes) == (20, 10, 0)
+    assert job.host_bytes == jobs[0].host_bytes - 640
+    assert job.numerics["array"] == "none since step 5"
+
+
+def test_without_shards_it_trains_alone_and_says_why():
+    _, jobs = placed(spilling(why_not="it may not"))
+    assert all(job.array is None for job in jobs)
+    assert "are no array in shards: it may not" in jobs[0].why[-1]
