@@ -13,6 +13,7 @@ from shoal.core.errors import PlanError, SpecError
 from shoal.core.spec import Scalar
 from shoal.core.technique import Schedule
 from shoal.pipeline.build import Training
+from shoal.pipeline.launched import is_launched, run_launched
 from shoal.pipeline.processes import HANG_S, StageProcesses
 from shoal.pipeline.schedule import Pipeline
 from shoal.pipeline.stage import Ran
@@ -71,11 +72,12 @@ def run_stages(
     whether the model draws random numbers; None to find out on the first batch; with ``foretell``
     the first stage draws ahead what later ones will draw, where that can be done, and forwards
     overlap. ``processes`` are kept for the next run.
-    Nothing is evaluated.
+    Nothing is evaluated. In a process that torchrun started, or that is in a group of gloo's, the
+    stages are the group's processes: each of them calls this, and each gets the result.
 
     Raises:
         SpecError: fewer micro-batches than the schedule needs, more stages than there are
-            processes, cuts that make another number of stages.
+            processes or another number than were started, cuts that make another number of stages.
         PlanError: the model cannot be cut so.
         TrialError: a loss is not finite, or data and model turned out otherwise than at first.
         WorkerError: a stage died, or has stood still for ``hang_s`` seconds; none is left then.
@@ -97,11 +99,12 @@ def run_stages(
         threads=threads,
     )
     _require_possible(training)
+    work, world = functools.partial(train_stage, training=training), stages * width
+    if processes is None and is_launched():
+        return _joined(run_launched(work, world, hang_s=hang_s), stages)
     with ExitStack() as stack:
-        crew = processes or stack.enter_context(StageProcesses(stages * width))
-        work = functools.partial(train_stage, training=training)
-        parts = crew.run(work, stages * width, hang_s=hang_s)
-    return _joined(parts, stages)
+        crew = processes or stack.enter_context(StageProcesses(world))
+        return _joined(crew.run(work, world, hang_s=hang_s), stages)
 
 
 def _require_possible(training: Training) -> None:

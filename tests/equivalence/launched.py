@@ -1,0 +1,38 @@
+"""What torchrun starts: a rank of a training in stages, which holds the result against plain PyTorch.
+
+python launched.py STAGES WIDTH SCHEDULE
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+from pipelining import LR, sequence
+
+from shoal.pipeline.run import run_stages
+from shoal.testing import compare, plain_2bw_loop, plain_loop
+
+
+def main() -> None:
+    stages, width, schedule = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    recipe, seed, steps = sequence(4, clip_grad_norm=0.1), 5, 3
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    trained = run_stages(
+        recipe, LR, seed, steps=steps, stages=stages, width=width, schedule=schedule
+    )
+    assert torch.equal(before, torch.get_rng_state())
+    alone = plain_2bw_loop if schedule == "2bw" else plain_loop
+    plain = alone(recipe, LR, seed, steps=steps, copies=width)
+    found = compare(plain, trained.state, losses=trained.losses)
+    assert found.equal, found.first_difference
+    print("EQUAL", flush=True)
+
+
+if __name__ == "__main__":
+    main()
