@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shoal.core.errors import WorkerError
 from shoal.pipeline.packing import Packer
@@ -55,8 +56,11 @@ class Links:
     def send(self, peer: int, kind: Kind, tree: Any) -> None:
         """Hand a structure of tensors over; they may be changed as soon as this returns."""
         packed = self._packer.pack(tree)
-        frame = torch.empty(packed.num_bytes, dtype=torch.uint8)
-        packed.write(frame, 0)
+        # Until a thread has written it, it is memory of the host's: no device's units are counted
+        # for how long that takes.
+        with _disable_current_modes():
+            frame = torch.empty(packed.num_bytes, dtype=torch.uint8)
+            packed.write(frame, 0)
         self._ends[peer].put(kind, packed.form, frame)
 
     def has(self, peer: int, kind: Kind) -> bool:

@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 
+from shoal.partition.track import AllocationTracker
 from shoal.pipeline.links import Links
 from shoal.pipeline.packing import Packer
 
@@ -44,3 +45,13 @@ def test_links_that_end_leave_no_thread(way, ends):
     for thread in threads:
         thread.join(PATIENCE_S)
     assert not threads_of_links()
+
+
+def test_what_waits_to_be_sent_is_no_memory_of_the_device(ends):
+    first, second, came = ends
+    tensor = torch.arange(1000)
+    with AllocationTracker() as tracker:
+        first.send(1, 0, tensor)
+    assert came.wait(PATIENCE_S)
+    assert torch.equal(second.take(0, 0), tensor)
+    assert tracker.allocated_bytes == 0
