@@ -1,4 +1,4 @@
-"""What torchrun starts: a rank of a training in stages, which holds the result against plain PyTorch.
+"""What torchrun starts: a rank of a training in stages, which compares it with plain PyTorch.
 
 python launched.py STAGES WIDTH SCHEDULE
 """
@@ -6,12 +6,8 @@ python launched.py STAGES WIDTH SCHEDULE
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import torch
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-
 from pipelining import LR, sequence
 
 from shoal.pipeline.run import run_stages
@@ -31,7 +27,7 @@ def main() -> None:
     plain = alone(recipe, LR, seed, steps=steps, copies=width)
     found = compare(plain, trained.state, losses=trained.losses)
     assert found.equal, found.first_difference
-    print("EQUAL", flush=True)
+    sys.stdout.write("EQUAL\n")
 
 
 if __name__ == "__main__":

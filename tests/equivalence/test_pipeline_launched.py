@@ -20,7 +20,8 @@ def launch(ranks, *words):
     """``launched.py`` on so many ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), str(HERE / "launched.py"), *map(str, words)]
-    paths = [str(HERE.parent.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(HERE.parent.parent / "src"), str(HERE.parent)]
+    paths += filter(None, [os.environ.get("PYTHONPATH")])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=240, check=False
