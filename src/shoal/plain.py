@@ -69,8 +69,10 @@ def plain_loop(
     """
     _require_one_end(steps, epochs)
     where = torch.device(device)
-    if recipe.step is not None and (pieces > 1 or weights != "newest"):
-        raise SpecError("a step of one's own takes whole batches and the newest weights.")
+    if type(copies) is not int or copies < 1:
+        raise SpecError(f"a pipeline has 1 copy or more, got {copies!r}.")
+    if recipe.step is not None and (max(pieces, replicas, copies) > 1 or weights != "newest"):
+        raise SpecError("a step of one's own takes whole batches and the newest weights, alone.")
     asked = Asked(
         recipe=in_pieces(recipe, pieces),
         seed=seed,

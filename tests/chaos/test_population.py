@@ -308,6 +308,25 @@ def test_trials_of_several_shapes_are_refused_with_what_differs(tmp_path, warm_w
     assert not (tmp_path / "k").exists()
 
 
+def test_weights_of_the_step_before_are_refused(tmp_path, warm_workers):
+    recipe = shoal.Recipe(
+        model=lambda hp: populations.nn.Sequential(
+            *(populations.nn.Linear(6, 6) for _ in range(3)), populations.nn.Linear(6, 3)
+        ),
+        data=populations.searches.data,
+        loss=populations.loss,
+        accumulate=2,
+    )
+    space = {"lr": shoal.log_uniform(1e-4, 1e-1)}
+    study = shoal.Study(
+        *("k", recipe), space=space, trials=4, epochs=3, directory=tmp_path, pruner=shoal.PBT()
+    )
+    with pytest.raises(PlanError, match="Use a synchronous schedule"):
+        studies.run(
+            study, warm_workers, technique=shoal.Pipelined(stages=2, schedule="2bw"), devices=2
+        )
+
+
 def _batched(hp):
     train, valid = populations.searches.data(hp)
     return populations.searches.DataLoader(train.dataset, hp["batch"]), valid

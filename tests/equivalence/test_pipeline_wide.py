@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import traps
+import unlucky
 import zoo
 from pipelining import LR, animal, assert_alike, decay, sequence, trap
 
@@ -182,6 +183,17 @@ def test_fewer_micro_batches_than_copies_are_refused():
 def test_more_devices_than_processes_are_refused(stage_processes):
     with pytest.raises(SpecError, match="6 stages were asked for, and there are processes for 4"):
         run_stages(sequence(4), LR, 5, steps=1, stages=3, width=2, processes=stage_processes)
+
+
+def test_a_buffer_that_changes_on_a_later_batch_is_refused(stage_processes):
+    with pytest.raises(TrialError, match=r"'0\.peak', which it did not on the first batch"):
+        run_stages(unlucky.later(), LR, 5, steps=2, processes=stage_processes, hang_s=60, **TWO)
+
+
+@pytest.mark.parametrize("copies", [0, -1, 2.5])
+def test_no_loop_has_such_copies(copies):
+    with pytest.raises(SpecError, match="1 copy or more"):
+        plain_loop(unlucky.later(), LR, 5, steps=1, copies=copies)
 
 
 def test_draws_that_nobody_can_foretell_are_refused(stage_processes):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import breakdowns
 import pytest
 import squads
+import torch
+import unlucky
 from listening import Heard
 
 import shoal
+from shoal.alone import evaluate
 from shoal.core.event import PeakMeasured, TrialReplanned
 from shoal.core.technique import Spilled, kept_shards
 from shoal.observe import read_outline
@@ -181,3 +184,14 @@ def test_what_an_array_has_not_is_refused_by_name(technique, word, tmp_path):
     with pytest.raises(shoal.PlanError, match="names what no array has") as error:
         study.plan(hardware=shoal.Hardware.virtual(memory="64MiB"), fuse=4, technique=technique)
     assert word in str(error.value)
+
+
+def test_an_evaluation_that_cannot_be_done_for_all_leaves_no_stale_rows(run_study):
+    recipe, space = unlucky.asking(), shoal.grid(lr=[0.01, 0.003], drop=[0.1, 0.4])
+    technique = Spilled(shards=3, optimizer="device", keep=(0,))
+    report = run_study(recipe, space, steps=12, eval_every=3, fuse=4, technique=technique)
+    for trial in report.trials:
+        assert trial.state == "FINISHED", trial.error
+        _, valid = recipe.data(trial.hp)
+        found = evaluate(recipe, trial.load(), valid, torch.device("cpu"))
+        assert found["valid_loss"] == pytest.approx(trial.metrics["valid_loss"], rel=1e-9)

@@ -9,6 +9,7 @@ import pitfalls
 import pytest
 import staging
 import traps
+import unlucky
 import zoo
 from listening import Heard, Orders
 
@@ -54,6 +55,11 @@ def run_spilled(run_study):
         return report
 
     return run
+
+
+@pytest.mark.parametrize("keep", [None, (0,)])
+def test_what_stays_is_there_when_the_first_batch_is_looked_at(keep, run_spilled):
+    run_spilled(unlucky.probability(), Pipelined(stages=2, shards=4, optimizer="host", keep=keep))
 
 
 # -- schedules ----------------------------------------------------------------------------

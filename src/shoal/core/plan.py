@@ -248,7 +248,7 @@ def _explain_job(job: Job, like: int) -> list[str]:
 
 
 def _explain_pipeline(job: Job, technique: Pipelined) -> list[str]:
-    count, micros = len(job.shards), technique.micro_batches or job.micro_batches
+    count, micros = job.parts, technique.micro_batches or job.micro_batches
     step = f"{micros} micro-batches a step"
     copies = "" if technique.width == 1 else f"{technique.width} copies of "
     if micros != job.micro_batches:

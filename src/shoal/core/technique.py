@@ -242,7 +242,10 @@ class Pipelined:
             raise SpecError(f"schedule is one of {known}, got {self.schedule!r}.")
         for name, least in (("stages", 2), ("micro_batches", 1), ("lag", 0), ("width", 1)):
             count = getattr(self, name)
-            if count is not None and (type(count) is not int or count < least):
+            may_be_open = name in ("stages", "micro_batches")
+            if count is None and may_be_open:
+                continue
+            if type(count) is not int or count < least:
                 raise SpecError(f"Pipelined({name}=...) is {least} or more, got {count!r}.")
         if self.predict and self.schedule != "2bw":
             raise SpecError(

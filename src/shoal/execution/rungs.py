@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shoal.core.errors import PlanError
 from shoal.core.plan import Job
+from shoal.core.technique import Pipelined
 from shoal.execution.trial import total_steps
 from shoal.memory.layout import TrialLayout
 from shoal.planning import Planned
@@ -46,9 +47,17 @@ def check_population(planned: Planned, settings: Settings) -> None:
     """Refuse trials that cannot go on from each other's states.
 
     Raises:
-        PlanError: two of them differ in shape, or in how many steps lie between evaluations.
+        PlanError: two of them differ in shape, or in how many steps lie between evaluations; or
+            one trains with weights that are one step old.
     """
     jobs = planned.plan.jobs
+    for job in jobs:
+        if isinstance(job.technique, Pipelined) and job.technique.is_stale:
+            raise PlanError(
+                f"trial {job.trial} of a population with schedule={job.technique.schedule!r}: a "
+                "trial that goes on from another's state would have to take over the weights of "
+                "the step before too, and no loop says how. Use a synchronous schedule."
+            )
     for job in jobs[1:]:
         difference = _difference(*(_shapes(planned.layouts[j.trial]) for j in (jobs[0], job)))
         steps = [

@@ -377,6 +377,7 @@ class Array:
         self._finisher.let_go(member)
         self._occupied[slot] = False
         self._failed.discard(slot)
+        self._like.pop(slot, None)
         self._changed()
         return member
 

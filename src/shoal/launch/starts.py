@@ -218,6 +218,7 @@ ALONE: Mapping[str, Scalar] = {
     "array": "none",
     "copies": 1,
     "replicas": 1,
+    "sums": "in order",
     "weights": "newest",
 }
 """What a numerics key says by leaving it out."""

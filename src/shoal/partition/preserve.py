@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.partition.wires import storage_key, tensors_in
@@ -34,20 +35,30 @@ def _rest_preserved(model: nn.Module, device: torch.device) -> Iterator[None]:
     buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
     grads = [(parameter, parameter.grad) for parameter in model.parameters()]
     drop_gradients(model)
+    # Graphs that saw a buffer before see the same bits afterwards: to them it was never written.
+    counted = tuple(b for b, _ in buffers.values() if not b.is_inference())
     try:
-        yield
+        with _unsafe_preserve_version_counter(counted):
+            try:
+                yield
+            finally:
+                _put_back(model, buffers)
     finally:
-        for name, _ in list(model.named_buffers()):
-            if name not in buffers:
-                module, key = _place_of(model, name)
-                del module._buffers[key]
-        for name, (buffer, values) in buffers.items():
-            _copy(buffer, values)
-            module, key = _place_of(model, name)
-            module._buffers[key] = buffer
         for parameter, grad in grads:
             parameter.grad = grad
         restore_rng(rng, device)
+
+
+def _put_back(model: nn.Module, buffers: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Have the model's buffers be these, with these values."""
+    for name, _ in list(model.named_buffers()):
+        if name not in buffers:
+            module, key = _place_of(model, name)
+            del module._buffers[key]
+    for name, (buffer, values) in buffers.items():
+        _copy(buffer, values)
+        module, key = _place_of(model, name)
+        module._buffers[key] = buffer
 
 
 class _WriteGuard(TorchDispatchMode):

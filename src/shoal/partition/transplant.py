@@ -39,6 +39,9 @@ def obstacle(chain: Chain) -> str:
         return "its blocks are handed a key-value cache"
     if any(isinstance(leaf, Constant) and _is_parameter(leaf.value) for leaf in leaves):
         return "its blocks are handed weights of other modules"
+    given = [leaf for block in chain.skeleton.blocks for leaf in block.output.leaves]
+    if any(isinstance(leaf, Constant) and isinstance(leaf.value, float) for leaf in given):
+        return "its blocks return floats, which may be another trial's"
     return ""
 
 

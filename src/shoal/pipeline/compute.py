@@ -128,6 +128,7 @@ class StageCompute:
         self._pipeline, self._steps_before = pipeline, steps_before
         self._rng, self._newest = None, None
         self._foretold.clear()
+        self.losses = []
 
     def run(self, action: Action) -> None:
         """Compute one action."""

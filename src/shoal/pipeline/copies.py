@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from shoal.core.errors import TrialError
-from shoal.partition.preserve import read_buffers, write_buffers
+from shoal.partition.preserve import BufferWatch, read_buffers, write_buffers
 from shoal.pipeline.compute import Share, StageCompute
 from shoal.pipeline.foretell import Foretelling
 from shoal.pipeline.packing import pack_rng, unpack_rng
@@ -144,6 +144,7 @@ class CopyCompute:
         self._alone, self._copy, self._share = alone, copy, share
         self._weights, self._model = weights, model
         self._dealt, self._dealer = dealt, dealer
+        self._watch = BufferWatch(model)
         self._ends: dict[int, RngState] = {}
         self._sums: dict[int, tuple[InOrder, int]] = {}  # of a step, and how many are in it
         refuse_buffers(pipeline, share)
@@ -186,6 +187,7 @@ class CopyCompute:
             batch, begins, ends = self._dealer.take(action.micro or 0)
             return batch, begins and pack_rng(begins), ends and pack_rng(ends)
         if Part.SUM in action.parts:
+            self._refuse_new_buffers()
             grads = self._weights.gradients(action.version)
             return grads, read_buffers(self._model, () if self._copy else self._share.buffers)
         return self._alone.give(self._here(action))
@@ -207,6 +209,16 @@ class CopyCompute:
         """The action as the copy alone would have it."""
         micro = None if action.micro is None else self._numbers[action.micro]
         return replace(action, micro=micro, trial=0)
+
+    def _refuse_new_buffers(self) -> None:
+        """Raises TrialError where a forward changed what none did on the first batch."""
+        found = sorted(self._watch.changed() - set(self._share.buffers))
+        if found:
+            raise TrialError(
+                f"a forward changed the buffer {found[0]!r}, which it did not on the first batch: "
+                f"{self._pipeline.width} copies of the pipeline would each have their own. Use "
+                "width=1, or have it change from the first batch on."
+            )
 
     # -- batches --------------------------------------------------------------------------
 

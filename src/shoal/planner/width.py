@@ -196,9 +196,9 @@ def next_candidate(measure: ArrayMeasure, load: Load, fits: Fits) -> Candidate |
     ranked = sorted(able, key=lambda found: _part(found, load, batches))
     if not ranked or _part(ranked[0], load, batches) > HOPELESS:
         return None
-    for found in ranked[:2]:
-        if (found.width, "traced") not in tried:
-            return Candidate(found.width, "traced")
+    for width in list(dict.fromkeys(found.width for found in ranked))[:2]:
+        if (width, "traced") not in tried:
+            return Candidate(width, "traced")
     if any(kind == "compiled" for _, kind in tried) or why_not_compiled(measure, load):
         return None
     quick = [found for found in measure.widths if not found.declined and fits(found)]

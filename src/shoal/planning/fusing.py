@@ -264,8 +264,10 @@ class Fusing:
             shape.width = ALONE
             return
 
+        is_forced = self._spilling is not None and self._spilling.is_forced
+
         def fits(found: WidthMeasure) -> bool:
-            return self._fits(job, found)
+            return self._fits(job, found) and (bool(found.shards) or not is_forced)
 
         def priced(measure: ArrayMeasure) -> ArrayMeasure:
             return self._with_lone_price(measure, job)
@@ -405,7 +407,7 @@ class Fusing:
         if fits and not (self._spilling and self._spilling.is_forced):
             why = shape.why or (praise(found, shape.notes),)
             return in_array(job, place, found, why, shape.compiler)
-        words = f"{width} of them do not fit the device"
+        words = "shards were asked for" if fits else f"{width} of them do not fit the device"
         if self._spilling is None:
             return replace(job, why=(*job.why, f"unfused: {words}"))
         if found.kind == "compiled":

@@ -145,6 +145,11 @@ def technique_on_record(keys: Iterable[Mapping[str, Scalar]]) -> Technique | Non
     return None
 
 
+FEW = 24
+"""Layers up to which spilled stages are looked for also where nobody would take them: to say what
+they would take. Of twice as many that is seconds of planning."""
+
+
 class Pipelining:
     """Decides on pipelines, for devices of the smallest one's size.
 
@@ -233,16 +238,15 @@ class Pipelining:
         if devices < 2 or self._impossible(measure, asked):
             return settled
         terms = self._terms(measure, speeds)
-        best = next(self._fitting(asked, terms, trials, self._budget), None)
-        if best is None:  # of stages that stay whole
-            args = (terms, self._budget, devices, trials)
-            best = best_on_paper(asked, *args)
-        if best is None:
-            return settled
         same_bits = measure.bitwise and self._request.place != "host"
         # Where both data and model draw, batches must not be read ahead of their turn.
         same_bits &= measure.num_batches is not None or not measure.draws
         may = self._may_choose and trials < devices and same_bits
+        best = next(self._fitting(asked, terms, trials, self._budget), None)
+        if best is None and (may or len(measure.layers) <= FEW):  # of stages that stay whole
+            best = best_on_paper(asked, terms, self._budget, devices, trials)
+        if best is None:
+            return settled
         if may and is_worth(best, other, devices, trials):
             found = yield from self._whole_or_spilled(trial, asked, terms, trials)
             if not isinstance(found, PlanError) and is_worth(found[1], other, devices, trials):
@@ -369,9 +373,10 @@ class Pipelining:
                 else "what forwards save is kept, for which there is room"
             )
         if terms.measure.draws:
+            otherwise = "waits for them" if technique.width == 1 else "the trial fails"
             reasons.append(
                 "the model draws random numbers: its first stage is taken to draw ahead what the "
-                "others draw, and waits for them where that cannot be done"
+                f"others draw, and {otherwise} where that cannot be done"
             )
         if technique.width > 1:
             reasons.append(why_wide(technique, chosen.stages))

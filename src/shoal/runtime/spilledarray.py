@@ -125,7 +125,7 @@ class SpilledArray:
         self._array: Array | None = None
         self._seat: Seat[StackedSession] | None = None
         self._job, self._recipe = job, recipe
-        self._is_broken = False  # a program ended in the middle
+        self._broken: BaseException | None = None  # why a program ended in the middle
 
     # -- who is here ------------------------------------------------------------------
 
@@ -227,6 +227,8 @@ class SpilledArray:
 
     def _put_home(self, slot: int) -> None:
         stacked = self._session
+        if self._broken is not None:  # its rows are not whole: it goes back to a generation
+            raise self._broken
         if slot in stacked.failures:
             raise stacked.failures[slot]
         session = stacked.trials[slot]
@@ -250,7 +252,7 @@ class SpilledArray:
     def close(self) -> None:
         """Give all memory back; nobody is here any more."""
         if self._seat is not None:
-            with contextlib.suppress(Exception) if self._is_broken else contextlib.nullcontext():
+            with contextlib.suppress(Exception) if self._broken else contextlib.nullcontext():
                 self._seat.drain()
             self._seat.close()
         self._seat = self._array = None
@@ -313,10 +315,12 @@ class SpilledArray:
 
     def _run(self, program: Program, kind: str) -> None:
         """A program, to its last action."""
+        if self._broken is not None:
+            raise self._broken
         try:
             self._play(Task(program, kind))
-        except BaseException:
-            self._is_broken = True
+        except BaseException as error:
+            self._broken = error
             raise
 
     def _play(self, task: Task) -> None:
@@ -336,7 +340,7 @@ class SpilledArray:
 
     def _bring_home(self) -> None:
         """All of the state is in host memory afterwards, and nothing is under way."""
-        if self._is_broken:  # nobody goes on from what it left
+        if self._broken is not None:  # nobody goes on from what it left: see ``_put_home``
             return
         self.seat.drain()
         stays = here(self._technique)
@@ -346,7 +350,7 @@ class SpilledArray:
 
     def _go(self) -> None:
         """What stays on the device is there again."""
-        if any(stays := here(self._technique)) and not self._is_broken:
+        if any(stays := here(self._technique)) and self._broken is None:
             self._run(arrival(*stays), "arrival")
 
     # -- what an array's seat asks ----------------------------------------------------

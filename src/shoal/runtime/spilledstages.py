@@ -93,6 +93,11 @@ class SpilledStage:
         """Brings what stays on the device."""
         return Task(arrival(self._staying), "arrival") if self._staying else None
 
+    def bind_staying(self) -> None:
+        """Point what stays at its place: the first batch is looked at before any unit."""
+        for shard in self._staying:
+            self._session.binding.bind(shard, self._compute.placed[shard])
+
     def going(self) -> Task | None:
         """Takes it to the host."""
         return Task(departure(self._staying), "departure") if self._staying else None
@@ -207,6 +212,7 @@ class SpilledStageSeat(StageSeat):
         )
         self._here.seat.reserve_units = self._make_room
         yield from self._drive(self._here.coming())
+        self._here.bind_staying()
 
     def _make_room(self) -> None:
         """A unit took more than was measured."""

@@ -227,7 +227,9 @@ class StackedUnits:
         counted = set[int]()
         if any(micro.active):
             work = self._backward_last if last else self._backward
+            mine = self._rows_apart(shard, micro)
             found = self._guarded(shard, micro, lambda: work(shard, micro))
+            self._put_rows(mine)
             losses = losses if found is None else found
             counted = {slot for slot, is_active in enumerate(micro.active) if is_active}
         for slot in list(micro.apart):
@@ -239,6 +241,24 @@ class StackedUnits:
         if not last:
             return None
         return Result(losses, counted=[slot in counted for slot in range(len(losses))])
+
+    def _rows_apart(self, shard: int, micro: StackedMicro) -> dict[tuple[str, int], Tensor | None]:
+        """Gradients so far of slots by themselves, whose rows the others' pass writes too."""
+        stacked = self._crew().stacked.parameters
+        found: dict[tuple[str, int], Tensor | None] = {}
+        for name in self._chain.parameters_in(*self._spans[shard]) if micro.apart else ():
+            grad = stacked[name].grad
+            for slot in micro.apart:
+                found[name, slot] = None if grad is None else grad[slot].clone()
+        return found
+
+    def _put_rows(self, rows: Mapping[tuple[str, int], Tensor | None]) -> None:
+        for (name, slot), row in rows.items():
+            grad = self._crew().stacked.parameters[name].grad
+            if grad is not None and row is None:
+                grad[slot].zero_()
+            elif grad is not None and row is not None:
+                grad[slot].copy_(row)
 
     def _backward_last(self, shard: int, micro: StackedMicro) -> Tensor:
         crew, (start, stop) = self._crew(), self._spans[shard]

@@ -244,7 +244,9 @@ class StageSeat(GangSeat):
                 with self._stage.counted():
                     compute.take(action, self.links.take(*line))
             elif action.op is Op.SEND:
-                self.links.send(action.peer or 0, message_kind(action), compute.give(action))
+                with self._stage.counted():
+                    given = compute.give(action)
+                self.links.send(action.peer or 0, message_kind(action), given)
             else:
                 self._run_action(compute, action)
                 yield None

@@ -112,6 +112,8 @@ class _Case:
             notes += (f"in its array, {where}, with nobody beside it",)
         if width := self.row.numerics.get("replicas"):
             notes += (f"by the rule of {width} replicas, one after the other in one process",)
+        if width := self.row.numerics.get("copies"):
+            notes += (f"by the rule of {width} copies, whose gradients are added in their order",)
         try:
             state = self.trial.load_state()
         except SpecError as error:  # nothing is there to compare

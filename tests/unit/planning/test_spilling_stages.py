@@ -101,6 +101,7 @@ def test_stages_that_fit_in_no_cut_are_spilled_with_nothing_left_open(plan):
     assert "move a step over the links of all" in words
     assert "spilled on one device a step would take" in words
     assert "stage 1:" in words
+    assert "2 stages, a device each" in words
 
 
 def test_stages_that_fit_stay_whole(plan):
