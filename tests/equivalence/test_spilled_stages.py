@@ -62,6 +62,18 @@ def test_what_stays_is_there_when_the_first_batch_is_looked_at(keep, run_spilled
     run_spilled(unlucky.probability(), Pipelined(stages=2, shards=4, optimizer="host", keep=keep))
 
 
+@pytest.mark.parametrize(
+    "technique",
+    [
+        Pipelined(stages=2, recompute=False),
+        Pipelined(stages=2, shards=4, optimizer="device", keep=(0, 1), recompute=False),
+    ],
+    ids=["whole", "spilled"],
+)
+def test_a_new_size_in_mid_step_is_no_write_to_what_forwards_saved(technique, run_spilled):
+    run_spilled(unlucky.uneven(), technique)
+
+
 # -- schedules ----------------------------------------------------------------------------
 
 

@@ -98,3 +98,34 @@ def later() -> Recipe:
         loss=lambda output, batch: F.cross_entropy(output, batch[1]),
         accumulate=4,
     )
+
+
+class Normed(nn.Module):
+    """Blocks with batch statistics and dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(12), nn.Dropout(0.2)) for _ in range(5)
+        )
+        self.leave = nn.Linear(12, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)
+
+
+def uneven() -> Recipe:
+    """A new size of batch comes in the middle of a step."""
+    draws = torch.Generator().manual_seed(0)
+    some = [
+        (torch.randn(rows, 12, generator=draws), torch.randint(3, (rows,), generator=draws))
+        for rows in (4, 4, 4, 4, 4, 3, 4, 4, 5, 4, 4, 4)
+    ]
+    return Recipe(
+        model=lambda hp: Normed(),
+        data=lambda hp: (some, None),
+        loss=lambda output, batch: F.cross_entropy(output, batch[1]),
+        accumulate=4,
+    )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.core.spec import JobMeasure, LayerMeasure, Narrow, ShardSpec
 from shoal.core.units import Bytes, Seconds
@@ -63,17 +62,6 @@ def _narrow_with_step(
         return None
     times = narrow_step_factor(owned, state, narrow) if emulated else 1.0
     return replace(narrow, step_s=Seconds(step_s * times))
-
-
-def batch_bytes(value: Any) -> int:
-    """Of the tensors in a batch of mappings, lists and tuples."""
-    if isinstance(value, Tensor):
-        return value.nbytes
-    if isinstance(value, Mapping):
-        return sum(map(batch_bytes, value.values()))
-    if isinstance(value, tuple | list):
-        return sum(map(batch_bytes, value))
-    return 0
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:

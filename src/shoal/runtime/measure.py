@@ -26,6 +26,7 @@ from shoal.core.spec import (
 )
 from shoal.core.units import Bytes, Seconds, round_up
 from shoal.data import epoch_length, host_bytes, rule_of
+from shoal.data.sources import batch_bytes
 from shoal.device import Device
 from shoal.device.flops import host_step_bytes, stopwatch_of
 from shoal.device.pace import SystemClock
@@ -62,7 +63,6 @@ from shoal.replicas import cut_for_replicas
 from shoal.rng import capture_rng, same_rng, seed_all
 from shoal.runtime.binding import Binding, state_specs
 from shoal.runtime.counting import (
-    batch_bytes,
     fill_gradients,
     fill_missing_gradients,
     optimizer_name,
