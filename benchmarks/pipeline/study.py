@@ -1,10 +1,11 @@
 """Studies whose trials train in stages: what schedules and filled bubbles are worth end to end.
 
-    python benchmarks/pipeline/study.py [--real] [--rounds 3] [--json FILE]
+    python benchmarks/pipeline/study.py [--real | --copies | --spilled] [--rounds 3] [--json FILE]
 
 Workers, leases, links, programs and the training are shoal's and real. Kernels take an emulated
 device's time, so that four devices do not share this machine's two cores; with ``--real`` there
-are two devices that compute as fast as they can. See README.md beside this file.
+are two devices that compute as fast as they can. ``--copies`` has pipelines that share a step's
+micro-batches, ``--spilled`` stages that fit no device. See README.md beside this file.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import functools
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,28 @@ from shoal.core.event import ActionFinished, EmulationMeasured, Event, StepFinis
 from shoal.examples.gpt import GPT, next_byte_loss
 from shoal.runtime.pool import WorkerPool
 
-DEPTH, CONTEXT, STEPS, SKIPPED = 12, 64, 14, 3
-SCALE = 40_000.0  # times slower than the profile: four devices' arithmetic on two cores
-WIDTH, ROWS = 64, 4
-REAL_WIDTH, REAL_ROWS = 192, 8
+DEPTH, CONTEXT = 12, 64
+SMALL = "16MiB"  # not half of the training state of SPILLED
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is trained, and on what.
+
+    ``scale``: how many times slower than the profile devices are, so that the arithmetic of all
+    of them fits two cores; 0 where they are not emulated.
+    """
+
+    width: int
+    rows: int  # of a micro-batch
+    steps: int
+    skipped: int  # steps that do not count
+    scale: float
+
+
+STAGES = Setting(width=64, rows=4, steps=14, skipped=3, scale=40_000.0)
+SPILLED = Setting(width=128, rows=8, steps=6, skipped=2, scale=4_000.0)
+REAL = Setting(width=192, rows=8, steps=14, skipped=3, scale=0.0)
 
 
 @dataclass(slots=True)
@@ -53,13 +72,13 @@ class Watched:
             self.behind_s += event.behind_s
             self.emulated_s += event.emulated_s
 
-    def pace(self, trials: int) -> dict[str, float]:
+    def pace(self, setting: Setting) -> dict[str, float]:
         """Steps a second of all trials together, and the share of time that devices compute.
 
         From the moment when all have done their first steps to the first one's end.
         """
-        begin = max(at for step, at in self.steps if step == SKIPPED)
-        end = min(at for step, at in self.steps if step == STEPS)
+        begin = max(at for step, at in self.steps if step == setting.skipped)
+        end = min(at for step, at in self.steps if step == setting.steps)
         done = sum(begin < at <= end for _, at in self.steps)
         shift = max(at for _, at in self.steps) - max(
             e for s in self.computed.values() for _, e in s
@@ -85,33 +104,38 @@ def data(rows: int, micros: int, hp: Any) -> tuple[list[tuple[Tensor, Tensor]], 
     return [(tokens[:, :-1], tokens[:, 1:]) for tokens in windows], None
 
 
-def recipe_of(micros: int, real: bool) -> shoal.Recipe:
-    width, rows = (REAL_WIDTH, REAL_ROWS) if real else (WIDTH, ROWS)
+def recipe_of(setting: Setting, micros: int) -> shoal.Recipe:
     return shoal.Recipe(
-        model=functools.partial(model, width),
-        data=functools.partial(data, rows, micros),
+        model=functools.partial(model, setting.width),
+        data=functools.partial(data, setting.rows, micros),
         loss=next_byte_loss,
         accumulate=micros,
     )
 
 
 def train(
-    pool: WorkerPool, technique: Any, *, devices: int, micros: int, trials: int, real: bool
+    pool: WorkerPool,
+    technique: Any,
+    setting: Setting = STAGES,
+    *,
+    devices: int,
+    micros: int = 4,
+    trials: int = 1,
+    memory: str = "2GiB",
 ) -> dict[str, float]:
     """One study; its pace."""
     watched = Watched()
-    memory = "2GiB"
     hardware = (
-        shoal.Hardware.virtual(devices, memory=memory)
-        if real
-        else shoal.Hardware.emulated("rtx4090", devices, memory, SCALE)
+        shoal.Hardware.emulated("rtx4090", devices, memory, setting.scale)
+        if setting.scale
+        else shoal.Hardware.virtual(devices, memory=memory)
     )
     with tempfile.TemporaryDirectory() as directory:
         shoal.Study(
             "pipeline",
-            recipe_of(micros, real),
+            recipe_of(setting, micros),
             space=shoal.grid(lr=[1e-3 * (number + 1) for number in range(trials)]),
-            steps=STEPS,
+            steps=setting.steps,
             metric="train_loss",
             directory=directory,
         ).run(
@@ -121,36 +145,87 @@ def train(
             progress=False,
             workers=pool,
         )
-    return watched.pace(trials)
+    return watched.pace(setting)
 
 
 def staged(schedule: str, stages: int) -> shoal.Pipelined:
     return shoal.Pipelined(schedule=schedule, stages=stages, recompute=False)
 
 
+Arms = Mapping[str, Callable[[WorkerPool], dict[str, float]]]
+
+
+def schedules(devices: int, real: bool) -> Arms:
+    """Each schedule by itself, then one whose bubbles other trials fill."""
+    run = functools.partial(train, setting=REAL if real else STAGES, devices=devices)
+    alone = ("naive", "gpipe", "flush", "zb-h1", "2bw")
+    arms = {name: functools.partial(run, technique=staged(name, devices)) for name in alone}
+    return arms | {
+        f"flush, {trials} trials at once": functools.partial(
+            run, technique=staged("flush", devices), trials=trials
+        )
+        for trials in (2, 3)
+    }
+
+
+def copies() -> Arms:
+    """Four devices and eight micro-batches a step: as four stages, or as two copies of two."""
+    run = functools.partial(train, devices=4, micros=8)
+    return {
+        f"{schedule}, {stages} stages, width {width}": functools.partial(
+            run,
+            technique=shoal.Pipelined(
+                schedule=schedule, stages=stages, width=width, recompute=False
+            ),
+        )
+        for schedule in ("flush", "zb-h1", "2bw")
+        for stages, width in ((4, 1), (2, 2))
+    }
+
+
+def spilled() -> Arms:
+    """Two devices that hold less than half of the training state each, beside one of them."""
+    run = functools.partial(train, setting=SPILLED, micros=8, memory=SMALL)
+    two = functools.partial(run, devices=2)
+    arms: dict[str, Callable[[WorkerPool], dict[str, float]]] = {
+        "one device, spilled": functools.partial(run, devices=1, technique=shoal.Spilled())
+    }
+    for schedule in ("flush", "gpipe"):
+        for place in ("device", "host"):
+            technique = shoal.Pipelined(schedule=schedule, stages=2, shards=8, optimizer=place)
+            arms[f"{schedule}, step on the {place}"] = functools.partial(two, technique=technique)
+    return arms
+
+
+RATIOS = {
+    "2bw over naive": ("2bw", "naive"),
+    "2bw over flush": ("2bw", "flush"),
+    "zb-h1 over flush": ("zb-h1", "flush"),
+    "two filled over one flush": ("flush, 2 trials at once", "flush"),
+    "three filled over one flush": ("flush, 3 trials at once", "flush"),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--real", action="store_true")
+    what = parser.add_mutually_exclusive_group()
+    for name in ("real", "copies", "spilled"):
+        what.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json")
     asked = parser.parse_args()
-    devices, micros = (2, 4) if asked.real else (4, 4)
+    devices = 2 if asked.real else 4
+    if asked.copies:
+        arms = copies()
+    else:
+        arms = spilled() if asked.spilled else schedules(devices, asked.real)
     begun = common.facts()
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
     with WorkerPool() as pool:
         pool.warm(devices)
-        run = functools.partial(train, pool, devices=devices, micros=micros, real=asked.real)
-        arms: dict[str, Callable[[], dict[str, float]]] = {
-            name: functools.partial(run, staged(name, devices), trials=1)
-            for name in ("naive", "gpipe", "flush", "zb-h1", "2bw")
-        }
-        for trials in (2, 3):
-            arms[f"flush, {trials} trials at once"] = functools.partial(
-                run, staged("flush", devices), trials=trials
-            )
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
         for _ in range(asked.rounds):
             for name, arm in arms.items():
-                found[name].append(arm())
+                found[name].append(arm(pool))
                 print(name, found[name][-1], file=sys.stderr, flush=True)
     rows = {
         name: {key: common.spread([one[key] for one in runs]) for key in runs[0]}
@@ -158,14 +233,11 @@ def main() -> None:
     }
     best = {name: row["steps_per_s"]["max"] for name, row in rows.items()}
     ratios = {
-        "2bw over naive": best["2bw"] / best["naive"],
-        "2bw over flush": best["2bw"] / best["flush"],
-        "zb-h1 over flush": best["zb-h1"] / best["flush"],
-        "two filled over one flush": best["flush, 2 trials at once"] / best["flush"],
-        "three filled over one flush": best["flush, 3 trials at once"] / best["flush"],
+        name: best[over] / best[under]
+        for name, (over, under) in RATIOS.items()
+        if over in best and under in best
     }
-    result = {"load_before": begun["load"], "devices": devices, "micro_batches": micros}
-    result["rounds"] = asked.rounds
+    result = {"load_before": begun["load"], "devices": devices, "rounds": asked.rounds}
     common.finish({**result, "real": asked.real, "rows": rows, "ratios": ratios}, asked.json)
 
 
