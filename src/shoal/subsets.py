@@ -64,7 +64,8 @@ class _Subsets:
         self._optimizer, self._params = optimizer, params
         names = {id(parameter): name for name, parameter in params.items()}
         self.grouped = _group_names(optimizer, names)
-        self._chosen = [self._choose(set(part)) for part in owned]
+        places = _places(self.grouped)
+        self._chosen = [_choose(set(part), places) for part in owned]
         self.stepped = [[name for _, part in chosen for name in part] for chosen in self._chosen]
         self._steps_all = [len(names) == sum(map(len, self.grouped)) for names in self.stepped]
         self._parts: dict[int, torch.optim.Optimizer] = {}
@@ -115,14 +116,6 @@ class _Subsets:
         self._parts[index] = part
         return part
 
-    def _choose(self, owned: set[str]) -> list[tuple[int, list[str]]]:
-        """Per group that has some: its index and those of its names that are in ``owned``."""
-        chosen = [
-            (index, [name for name in names if name in owned])
-            for index, names in enumerate(self.grouped)
-        ]
-        return [(index, names) for index, names in chosen if names]
-
 
 def clip_factor(limit: float, norms: Sequence[Tensor]) -> Tensor | None:
     """The factor of torch's clip_grad_norm_, of per-parameter norms in ``parameters()`` order."""
@@ -148,3 +141,23 @@ def _group_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> 
             )
         grouped.append([names[id(parameter)] for parameter in group["params"]])
     return grouped
+
+
+def _places(grouped: Sequence[Sequence[str]]) -> dict[str, list[tuple[int, int]]]:
+    """Per name the groups that have it, and where in them."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for group, names in enumerate(grouped):
+        for at, name in enumerate(names):
+            found.setdefault(name, []).append((group, at))
+    return found
+
+
+def _choose(
+    owned: set[str], places: Mapping[str, Sequence[tuple[int, int]]]
+) -> list[tuple[int, list[str]]]:
+    """Per group that has some: its index and those of its names that are in ``owned``."""
+    ordered = sorted((place, name) for name in owned for place in places.get(name, ()))
+    chosen: dict[int, list[str]] = {}
+    for (group, _), name in ordered:
+        chosen.setdefault(group, []).append(name)
+    return list(chosen.items())

@@ -338,7 +338,12 @@ def plan_from_dict(record: Mapping[str, Any]) -> Plan:
 
 
 def _shards_from(records: Sequence[Mapping[str, Any]]) -> tuple[ShardSpec, ...]:
-    return tuple(ShardSpec(**{**shard, "layers": tuple(shard["layers"])}) for shard in records)
+    return tuple(_shard_from(shard) for shard in records)
+
+
+def _shard_from(record: Mapping[str, Any]) -> ShardSpec:
+    chunks = tuple(record.get("step_chunks", ()))
+    return ShardSpec(**{**record, "layers": tuple(record["layers"]), "step_chunks": chunks})
 
 
 def _array_from(record: Mapping[str, Any]) -> ArrayPlace:

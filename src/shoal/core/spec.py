@@ -172,6 +172,8 @@ class ShardSpec:
     worked in (``as_they_travel``), and so is the head: ``head_bytes`` of its parameters, or
     where those stay of its state, stay on the device from step to step. ``half_bytes`` are what
     the first half of a backward leaves for the second one, None for what a forward saves.
+    ``step_chunks`` are the bytes of its parameters that a step on the host takes at a time, ()
+    where it takes all at once.
     """
 
     index: int
@@ -199,6 +201,7 @@ class ShardSpec:
     head_bytes: Bytes = NO_BYTES
     head_of_state: bool = False
     half_bytes: Bytes | None = None
+    step_chunks: tuple[Bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,3 +306,4 @@ class JobMeasure:
     replica: ReplicaMeasure | None = None  # of what was asked for
     trained: tuple[str, ...] = ()  # parameters
     written: tuple[str, ...] = ()  # parameters that a forward writes to
+    steps_by_tensor: bool = False  # its tensors may step one after another: the bits are the same

@@ -12,7 +12,6 @@ each thread sleeps until the profile's time is over. What is due when: ``device.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import time
@@ -24,7 +23,7 @@ from shoal.core.profile import Direction
 from shoal.core.seams import Clock
 from shoal.core.spec import DeviceSpec
 from shoal.device.pace import NEVER, Fidelity, Mark, Pace, Resource, SystemClock, Wire
-from shoal.device.streams import Event, Lane, Ran, ThreadEvent, ThreadStream, Turn, Turns, Work
+from shoal.device.streams import Event, Lane, Piece, Ran, ThreadEvent, ThreadStream, Turns, Work
 from shoal.device.virtual import VirtualDevice
 
 SLICE_S = 2e-3  # of a copy, where the other direction may slow it down
@@ -84,31 +83,18 @@ class PacedStream(ThreadStream):
         self._mark = NEVER
         super().__init__(name, notify)
 
-    def submit(
-        self,
-        work: Work,
-        after: Iterable[Event] = (),
-        *,
-        seconds: float | None = None,
-        turn: Turn = contextlib.nullcontext,
-    ) -> PacedEvent:
-        """Queue ``work``; ``seconds`` of the host's memory, or as long as its copies take."""
-        event, waits = PacedEvent(self._pace), tuple(after)
-        issued = self._pace.issued()
-        paced = functools.partial(self._run_paced, event, work, waits, issued, seconds)
-        self._queue.put((paced, waits, event, turn))
-        return event
+    def _event(self) -> PacedEvent:
+        return PacedEvent(self._pace)
+
+    def _paced(self, piece: Piece, event: PacedEvent, waits: tuple[Event, ...]) -> Work:
+        """``seconds`` are of the host's memory; where there are none, as long as copies take."""
+        return functools.partial(self._run_paced, event, piece, waits, self._pace.issued())
 
     def _run_paced(
-        self,
-        event: PacedEvent,
-        work: Work,
-        waits: tuple[Event, ...],
-        issued: float,
-        seconds: float | None,
+        self, event: PacedEvent, piece: Piece, waits: tuple[Event, ...], issued: float
     ) -> None:
         """The stream's own thread was there all along, so it begins when all is due."""
-        here, clock = self._device.here, self._pace.clock
+        here, clock, (work, seconds) = self._device.here, self._pace.clock, piece
         begin = max([issued, self._mark.due, *(mark.due for mark in marks_of(waits))])
         due = None if seconds is None else self._device.host.take(begin, seconds)
         here.at, here.first, began = begin, None, clock.now()
@@ -128,8 +114,9 @@ class PacedStream(ThreadStream):
             raise
         finally:
             here.at = None
+            if event.mark is NEVER:  # the first piece of the work
+                event.begin = begin
             self._mark = event.mark = mark
-            event.begin = begin
 
 
 class EmulatedDevice(VirtualDevice):

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 Work = Callable[[], Any]
-Turn = Callable[[], AbstractContextManager[None]]
-"""What a piece of work waits for when all it needs is there, and holds while it runs."""
+GiveWay = Callable[[], None]
+"""Called between two pieces of work: returns when it is the caller's turn to go on."""
+Turn = Callable[[], AbstractContextManager[GiveWay | None]]
+"""What work waits for when all it needs is there, and holds while it runs."""
+
+
+class Piece(NamedTuple):
+    """A part of work after which others may have their turn; ``seconds`` as of ``submit``."""
+
+    work: Work
+    seconds: float | None = None
 
 
 class Event(Protocol):
@@ -96,8 +106,9 @@ class Ran:
 class Turns:
     """A resource that some pieces of work may use at a time; who waits is chosen by trial.
 
-    ``choose`` is given the trials that wait and names one of them: first come, first served
-    until somebody sets another rule. It is called from the threads that wait.
+    ``choose`` is given the trials that wait, before them the one that would go on where there is
+    one, and names one of them: first come, first served until somebody sets another rule. It is
+    called from the threads that take turns.
 
     Args:
         places: Pieces of work at a time.
@@ -110,8 +121,8 @@ class Turns:
         self._waiting: list[tuple[int, threading.Event]] = []
 
     @contextlib.contextmanager
-    def take(self, trial: int) -> Iterator[None]:
-        """Wait for a turn, and hold it inside."""
+    def take(self, trial: int) -> Iterator[GiveWay]:
+        """Wait for a turn, and hold it inside; what is given hands it on where that is due."""
         with self._lock:
             waits = threading.Event() if not self._free else None
             if waits is None:
@@ -121,9 +132,24 @@ class Turns:
         if waits is not None:
             waits.wait()
         try:
-            yield
+            yield functools.partial(self._give_way, trial)
         finally:
             self._pass_on()
+
+    def _give_way(self, trial: int) -> None:
+        """Let who waits go before ``trial`` where the rule says so; wait for a turn again then."""
+        with self._lock:
+            if not self._waiting:
+                return
+            trials = [trial, *(waiting for waiting, _ in self._waiting)]
+            at = trials.index(self.choose(trials))
+            if not at:
+                return
+            waits = threading.Event()
+            _, other = self._waiting.pop(at - 1)
+            self._waiting.append((trial, waits))
+            other.set()
+        waits.wait()
 
     def _pass_on(self) -> None:
         with self._lock:
@@ -159,9 +185,30 @@ class ThreadStream:
         ``seconds`` is how long it shall take where the device is emulated; else ignored.
         ``turn`` is taken when it could run, and held until it has.
         """
-        event = ThreadEvent()
-        self._queue.put((work, tuple(after), event, turn))
+        return self.submit_pieces([Piece(work, seconds)], after, turn=turn)
+
+    def submit_pieces(
+        self,
+        pieces: Sequence[Piece],
+        after: Iterable[Event] = (),
+        *,
+        turn: Turn = contextlib.nullcontext,
+    ) -> ThreadEvent:
+        """As ``submit``, of work in pieces; between two of them others may have the turn.
+
+        One event is of all. Where a piece raises, those behind it do not run.
+        """
+        event, waits = self._event(), tuple(after)
+        works = [self._paced(piece, event, waits) for piece in pieces]
+        self._queue.put((works, waits, event, turn))
         return event
+
+    def _event(self) -> ThreadEvent:
+        return ThreadEvent()
+
+    def _paced(self, piece: Piece, event: Any, waits: tuple[Event, ...]) -> Work:
+        """The work of a piece, in the time that it shall take; called when it is submitted."""
+        return piece.work
 
     def close(self) -> None:
         """Finish what is queued and end the thread."""
@@ -171,7 +218,7 @@ class ThreadStream:
     def _run(self) -> None:
         broken: BaseException | None = None  # a rule for turns raised: nothing runs any more
         while (item := self._queue.get()) is not None:
-            work, after, event, turn = item
+            works, after, event, turn = item
             try:
                 if broken is not None:
                     raise broken
@@ -181,15 +228,22 @@ class ThreadStream:
                 event.run(_raiser(error))
             else:
                 try:
-                    with turn():
-                        event.run(work)
+                    with turn() as give_way:
+                        event.run(functools.partial(_run_pieces, works, give_way))
                 except BaseException as error:
                     broken = error
-            del item, work, after  # tensors in the closures are free now, not at the next item
+            del item, works, after  # tensors in the closures are free now, not at the next item
             self._notify()
 
 
-_Item = tuple[Work, tuple[Event, ...], ThreadEvent, Turn]
+_Item = tuple[list[Work], tuple[Event, ...], ThreadEvent, Turn]
+
+
+def _run_pieces(works: Sequence[Work], give_way: GiveWay | None) -> None:
+    for index, work in enumerate(works):
+        if index and give_way is not None:
+            give_way()
+        work()
 
 
 def _raiser(error: BaseException) -> Work:

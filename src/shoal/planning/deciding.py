@@ -22,6 +22,7 @@ from shoal.core.technique import (
     waiting_gradients,
 )
 from shoal.core.units import Bytes, Seconds, format_bytes, format_seconds
+from shoal.memory.chunks import in_chunks
 from shoal.memory.layout import as_it_travels
 from shoal.planner.choose import choices, may_go_by_shard
 from shoal.planner.job import make_job, make_pipeline_job, make_replicated_job, refuse
@@ -217,6 +218,7 @@ class Deciding:
         actives = range(1, MOST_ACTIVE + 1) if crowd else (1,)
         for choice in choices(measured.measure, self._budget, actives, request, self._speeds):
             exact = yield MeasureShards(trial, choice.cuts, narrow=self._narrow)
+            exact = self._in_chunks(exact)
             refuse_borrowers(trial, exact, choice.technique)
             refuse_head(trial, exact, choice.technique)
             active = choice.active
@@ -274,6 +276,13 @@ class Deciding:
             layout=exact.layout,
         )
         return keep_best(room, self._speeds)
+
+    def _in_chunks(self, exact: Measured) -> Measured:
+        """With the chunks in which its shards would step on the host."""
+        if exact.layout is None:
+            return exact
+        found = in_chunks(exact.measure, exact.layout, self._speeds.host_step)
+        return replace(exact, measure=found)
 
     def _need(self, exact: Measured, technique: Spilled, request: Request) -> Need:
         return need(exact.measure, exact.measure.shards, technique, request, exact.layout)

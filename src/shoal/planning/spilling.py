@@ -15,6 +15,7 @@ from shoal.core.plan import Job
 from shoal.core.spec import ALIGNMENT, JobMeasure, LayerMeasure, ShardSpec, TrialSpec
 from shoal.core.technique import Spilled, Technique
 from shoal.core.units import Bytes, Seconds, format_bytes, round_up
+from shoal.memory.chunks import in_chunks
 from shoal.memory.layout import Field, TrialLayout
 from shoal.memory.stacking import stacked_layout
 from shoal.planner.choose import choices
@@ -124,6 +125,8 @@ class Spilling:
             stacked = asking.answer(order)
             if not isinstance(exact, Measured) or exact.layout is None:
                 return str(exact)
+            cut = in_chunks(exact.measure, exact.layout, self.speeds.host_step)
+            exact = replace(exact, measure=cut)
             if not isinstance(stacked, MeasuredArrayShards):
                 return str(stacked)
             if stacked.declined:
@@ -275,6 +278,7 @@ def with_shards(
             ),
             step_peak_bytes=alone.step_peak_bytes,  # one trial after the other
             step_s=Seconds(width * alone.step_s),
+            step_chunks=(alone.owned_bytes,) * width,
         )
         for shard, segments, alone in zip(shards, rows.shards, exact.measure.shards, strict=True)
     ]

@@ -9,7 +9,8 @@ action before it in its trial's stream is complete, and the stream's resource is
     F B STEP SYNC   the device: one at a time; ``choose`` says whose when several are ready
     LOAD            the device's link up: one transfer at a time, in order of readiness
     STORE, SEND     the link down, the link to the other devices: likewise
-    STEP@host       the host's memory: one step of a shard at a time; ``choose`` says whose
+    STEP@host       the host's memory: one step of a shard at a time; ``choose`` says whose, and
+                    again after each of its chunks, so a step may be gone on with later
     RECV            none, it ends when its SEND ends
     DROP, CKPT      take no time here
 
@@ -152,6 +153,7 @@ class _Line:
     now: list[int] = field(default_factory=list)  # who needs this in the same run
     next: list[int] = field(default_factory=list)  # who needs this in the next run
     remote: tuple[_Lane, int] | None = None  # the RECV of this SEND
+    chunks: tuple[float, ...] = ()  # seconds of each, of a step on the host
 
 
 @dataclass(slots=True, eq=False)
@@ -167,7 +169,8 @@ class _Round:
 class _Lane:
     """One trial's list on one device.
 
-    ``queues`` hold what is issued, per stream; the first is next, or running.
+    ``queues`` hold what is issued, per stream; the first is next, or running. Of a step on the
+    host ``chunk`` is the one that is next, or running, and ``since_s`` when it began or went on.
     """
 
     device: _Device
@@ -181,6 +184,8 @@ class _Lane:
     head: int = 0
     round: _Round | None = None
     queues: dict[Stream, deque[tuple[_Round, int]]] = field(default_factory=dict)
+    chunk: int = 0
+    since_s: float = 0.0
 
     def at(self, number: int) -> _Round:
         """The run with this number, made when somebody first speaks of it."""
@@ -384,26 +389,47 @@ class _Replay:
 
     def _start(self, lane: _Lane, round_: _Round, index: int) -> None:
         line = lane.lines[index]
+        if line.chunks:
+            lane.since_s = self._now
+            self._start_chunk(lane, round_, index)
+            return
         end = self._now + line.seconds
         heappush(self._events, (end, next(self._order), lane, round_, index))
+        self._note(lane, line, self._now, end)
+
+    def _note(self, lane: _Lane, line: _Line, start: float, end: float) -> None:
         if self._keep_spans and line.stream is not None:
-            start_s, end_s = Seconds(self._now), Seconds(end)
-            self._spans.append(
-                Span(
-                    lane.device.number,
-                    line.stream,
-                    line.trial,
-                    line.action,
-                    start_s,
-                    end_s,
-                    line.moved,
-                )
-            )
+            place = lane.device.number, line.stream, line.trial, line.action
+            self._spans.append(Span(*place, Seconds(start), Seconds(end), line.moved))
+
+    def _start_chunk(self, lane: _Lane, round_: _Round, index: int) -> None:
+        end = self._now + lane.lines[index].chunks[lane.chunk]
+        heappush(self._events, (end, next(self._order), lane, round_, index))
+
+    def _finish_chunk(self, lane: _Lane, round_: _Round, index: int) -> bool:
+        """Whether a step on the host has more chunks: the next one begins, or another turn."""
+        line, ready = lane.lines[index], lane.device.links["host"].ready
+        lane.chunk += 1
+        is_over = lane.chunk == len(line.chunks)
+        following = 0 if is_over or not ready else self._next_of([lane, *ready], "host")
+        if not is_over and not following:
+            self._start_chunk(lane, round_, index)
+            return True
+        self._note(lane, line, lane.since_s, self._now)
+        if is_over:
+            lane.chunk = 0
+            return False
+        other = ready.pop(following - 1)
+        ready.append(lane)
+        self._start(other, *other.queues["host"][0])
+        return True
 
     # Finishing
 
     def _finish(self, lane: _Lane, round_: _Round, index: int) -> None:
         line = lane.lines[index]
+        if line.chunks and self._finish_chunk(lane, round_, index):
+            return
         if line.stream == "compute":
             lane.device.busy = False
             self._touched.append(lane.device)
@@ -466,8 +492,11 @@ def _line(action: Action, run: Run, durations: Durations | None) -> _Line:
         seconds = action_seconds(action, job)
     trial = action.trial if run.trial is None else run.trial
     stream: Stream | None = "compute" if computes(action) else _STREAMS.get(action.op)
-    moved = moved_bytes(action, job.shards[action.shard])
-    return _Line(action, trial, stream, seconds, moved)
+    shard = job.shards[action.shard]
+    total = sum(shard.step_chunks) if stream == "host" else 0
+    chunks = tuple(seconds * part / total for part in shard.step_chunks) if total else ()
+    moved = moved_bytes(action, shard)
+    return _Line(action, trial, stream, seconds, moved, chunks=chunks)
 
 
 def _stuck(lanes: Sequence[_Lane]) -> str:

@@ -9,7 +9,7 @@ there is seen and not silently right.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,10 +47,11 @@ class Placed:
     head: Tensor | None = None
     head_of_state: bool = False
 
-    def renew_copies(self) -> None:
-        """Cast the parameters into the copies that are loaded."""
+    def renew_copies(self, names: Collection[str] | None = None) -> None:
+        """Cast the parameters, or those of these names, into the copies that are loaded."""
         for name, copy in self.copies.items():
-            copy.copy_(self.params[name])
+            if names is None or name in names:
+                copy.copy_(self.params[name])
 
 
 def place_in_slot(
@@ -144,6 +145,13 @@ class Binding:
         owned: Per shard the names of the parameters it steps.
         device: Where evicted parameters pretend to be.
         rounding: How a step leaves the weights, where not as the optimizer does.
+        chunks: Per shard groups of its names that a step on the host takes one after another;
+            of a shard that is not named, all at once.
+
+    Attributes:
+        pieces: Per shard what ``step_on_host`` is to be called with, one after another: the
+            number of a part of the optimizer, which is the shard's own for all of it, and the
+            names it is of.
     """
 
     def __init__(
@@ -153,11 +161,18 @@ class Binding:
         owned: Sequence[Sequence[str]],
         device: torch.device,
         rounding: Rounding | None = None,
+        chunks: Mapping[int, Sequence[Sequence[str]]] | None = None,
     ) -> None:
         self.params: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.optimizer = optimizer
         self.stateful: dict[str, set[str]] = {}  # name -> the stored keys it has by now
-        self._subsets = Subsets(optimizer, self.params, owned)
+        parts = list(owned)
+        self.pieces: list[list[tuple[int, Sequence[str]]]] = []
+        for shard, names in enumerate(owned):
+            cut = (chunks or {}).get(shard, ())
+            self.pieces.append(list(enumerate(cut, len(parts))) or [(shard, names)])
+            parts += cut
+        self._subsets = Subsets(optimizer, self.params, parts)
         self._stepped = self._subsets.stepped
         self._bound: dict[int, Placed] = {}
         self._settled: dict[int, tuple[Placed, list[tuple[dict[str, Any], list[Any]]]]] = {}
@@ -206,7 +221,8 @@ class Binding:
                 if is_stored(value):
                     state[key] = _poison_like(value)
         self._bound.pop(shard, None)
-        self._settled.pop(shard, None)
+        for part in (shard, *(part for part, _ in self.pieces[shard])):
+            self._settled.pop(part, None)
 
     def step(
         self, shard: int, placed: Placed, grads: Mapping[str, Tensor], number: int = 0
@@ -253,31 +269,31 @@ class Binding:
         self.keep_state(shard, placed)
 
     def step_on_host(
-        self, shard: int, host: Placed, grads: Mapping[str, Tensor], number: int = 0
+        self, part: int, host: Placed, grads: Mapping[str, Tensor], number: int = 0
     ) -> None:
-        """Step one evicted shard on its host copies, and poison it again.
+        """Step an evicted shard on its host copies, or one of its ``pieces``, and poison it again.
 
-        On a thread of its own, beside units of other shards: it touches only what this shard
+        On a thread of its own, beside units of other shards: it touches only what this part
         steps, and of a borrowed parameter nothing.
         """
-        for name in self._stepped[shard]:
+        for name in self._stepped[part]:
             self.params[name].data = host.params[name]
             self._bind_state(name, host)
-        self._step(shard, host, grads, number)
-        for name in self._stepped[shard]:
+        self._step(part, host, grads, number)
+        for name in self._stepped[part]:
             self.params[name].data = self.poison[name]
 
-    def _step(self, shard: int, placed: Placed, grads: Mapping[str, Tensor], number: int) -> None:
-        names = self._stepped[shard]
+    def _step(self, part: int, placed: Placed, grads: Mapping[str, Tensor], number: int) -> None:
+        names = self._stepped[part]
         for name in names:
             self.params[name].grad = grads.get(name)
         try:
             if names:
-                self.step_part(shard, number)
+                self.step_part(part, number)
         finally:
             for name in names:
                 self.params[name].grad = None
-        self.keep_state(shard, placed)
+        self.keep_state(part, placed)
 
     def keep_state(self, shard: int, placed: Placed) -> None:
         """Copy state that a step made or replaced to its place."""

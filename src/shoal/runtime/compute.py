@@ -6,8 +6,9 @@ decided in ``interpret``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,13 @@ from shoal.runtime.units import Micro, evaluate_metrics
 from shoal.subsets import clip_factor
 
 Work = Callable[[Task, Action], None]
+
+
+class HostPiece(NamedTuple):
+    """A part of a shard's step on the host, and its share of the step's time."""
+
+    work: Callable[[], None]
+    share: float
 
 
 class Compute:
@@ -162,22 +170,32 @@ class Compute:
         """Clip gradients in place."""
         torch._foreach_mul_(list(grads.values()), factor)
 
-    def host_step(self, shard: int) -> Callable[[], None]:
-        """The work of a STEP on the host, on the gradients that were stored there."""
-        host, clip, number = self._host[shard], self._clip, self._session.step
-        names = self.has_grad.pop(shard, set())
+    def host_step(self, shard: int) -> list[HostPiece]:
+        """The work of a STEP on the host, on the gradients that were stored there, in chunks.
 
-        def work() -> None:
-            dtypes = self._session.binding.dtypes
+        All of them take the one clipping factor there is.
+        """
+        has_grad, number = self.has_grad.pop(shard, set()), self._session.step
+        host, clip, binding = self._host[shard], self._clip, self._session.binding
+
+        def step(part: int, names: Sequence[str]) -> None:
             grads = {
-                name: host.grads[name].to(dtypes[name]) for name in host.grads if name in names
+                name: host.grads[name].to(binding.dtypes[name])
+                for name in names
+                if name in has_grad
             }
             if clip is not None and grads:
                 self.scale(grads, clip.cpu())
-            self._session.binding.step_on_host(shard, host, grads, number)
-            host.renew_copies()
+            binding.step_on_host(part, host, grads, number)
+            host.renew_copies(names)
 
-        return work
+        pieces = binding.pieces[shard]
+        sizes = [sum(host.params[name].nbytes for name in names) for _, names in pieces]
+        total = sum(sizes) or 1
+        return [
+            HostPiece(functools.partial(step, part, names), size / total)
+            for (part, names), size in zip(pieces, sizes, strict=True)
+        ]
 
 
 def tensors_of(batch: Any) -> list[Tensor]:

@@ -38,7 +38,7 @@ from shoal.core.profile import Direction
 from shoal.core.units import Bytes, format_bytes
 from shoal.device import Device, Event, Lane
 from shoal.device.flops import host_step_bytes, step_bytes
-from shoal.device.streams import Turn
+from shoal.device.streams import Piece
 from shoal.memory.layout import Arena
 from shoal.memory.ledger import Ledger
 from shoal.partition.track import AllocationTracker
@@ -146,6 +146,7 @@ class Seat(Generic[T]):
         self.note_host: Callable[[int], None] = lambda trial: None  # whose host step runs
         self._scores: dict[tuple[int, bool], Score] = {}
         self._run: _Run | None = None
+        self._closes = False
         self.unit_bytes = session.job.unit_bytes
         self.reserve_units: Callable[[], None] = lambda: None  # set by who shares the device
         self.counts = not session.compiled  # of compiled code nothing can be counted
@@ -225,7 +226,8 @@ class Seat(Generic[T]):
         self._in_flight.clear()
 
     def close(self) -> None:
-        """End the streams and give the memory back."""
+        """End the streams and give the memory back; steps on the host that wait are left out."""
+        self._closes = True
         self.device.synchronize()
         self._lane.close()
         self.copies.close()
@@ -335,12 +337,10 @@ class Seat(Generic[T]):
         work: Callable[[], None],
         after: list[Event],
         sources: Sequence[Tensor] = (),
-        seconds: float | None = None,
         size: int | None = None,
-        **turn: Turn,
     ) -> Event:
         """Submit to a lane's stream; ``sources`` stay alive until it is done."""
-        event: Event = getattr(self._lane, stream).submit(work, after, seconds=seconds, **turn)
+        event: Event = getattr(self._lane, stream).submit(work, after)
         self._in_flight.append((event, sources))
         if size is None:
             size = sum(source.nbytes for source in sources)
@@ -545,17 +545,25 @@ class Seat(Generic[T]):
     def _host_step(self, action: Action) -> Event:
         shard = action.shard
         after = [self._grads_written[shard]] + ([self._synced] if self._synced else [])
-        step = self.compute.host_step(shard)
-
-        def work() -> None:
-            self.note_host(self.trial)
-            step()
-            self.note_host(-1)
-
-        turn = functools.partial(self.device.host_turns.take, self.trial)
-        event = self._submit("host", work, after, seconds=self._seconds(action), turn=turn)
+        seconds, device = self._seconds(action), self.device
+        pieces = [
+            Piece(functools.partial(self._step_piece, work), seconds and seconds * share)
+            for work, share in self.compute.host_step(shard)
+        ]
+        turn = functools.partial(device.host_turns.take, self.trial)
+        event: Event = self._lane.host.submit_pieces(pieces, after, turn=turn)
+        self._in_flight.append((event, ()))
+        self._note("host", event)
         self._written[shard] = event
         return event
+
+    def _step_piece(self, step: Callable[[], None]) -> None:
+        """On the host's thread. Once the seat closes, nobody reads what is still to be stepped."""
+        if self._closes:
+            return
+        self.note_host(self.trial)
+        step()
+        self.note_host(-1)
 
     def end_step(self) -> None:
         """What follows a step's last action: the schedule, and the next step's clean slate."""

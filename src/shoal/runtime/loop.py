@@ -509,7 +509,7 @@ class DeviceLoop:
         )
 
     def _whose_host_step(self, trials: Sequence[int]) -> int:
-        """Which trial's step runs on the host next; asked by the threads that wait there."""
+        """Whose step runs on the host, or goes on there; asked by the threads that take turns."""
         stays = [stay for trial in trials if (stay := self._stays.get(trial)) is not None]
         if len(stays) < 2:
             return trials[0] if not stays else stays[0].seat.trial

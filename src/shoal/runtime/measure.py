@@ -69,6 +69,7 @@ from shoal.runtime.counting import (
     with_step,
     with_step_seconds,
 )
+from shoal.runtime.coupling import Coupling, coupling_of
 from shoal.runtime.describe import describe as describe_trials
 from shoal.runtime.describe import first_batch, own_error, rows_of
 from shoal.runtime.layouts import grads_of, layout_of
@@ -144,6 +145,7 @@ class Measurer:
         self._chain: Chain | None = None
         self._whole: JobMeasure | None = None
         self._narrow: tuple[str, ...] = ()  # of the chain
+        self._by_tensor = False  # may the chain's optimizer step so
         self._loss_notes: tuple[str, ...] = ()
         self._draws_evaluating = False
         self._states: Mapping[str, Sequence[TensorSpec]] = {}
@@ -445,14 +447,15 @@ class Measurer:
         report = pilot(built.model, self._recipe, to_device(built.batch, cpu), cpu)
         if report.chain is None:
             return replace(whole, cuttable=False, notes=(*whole.notes, *report.notes))
-        coupled = (
-            written_and_shared(report.chain)
-            or self._draws(built)
-            or self._coupling(built, report.chain)
-        )
-        if coupled:
-            return replace(whole, cuttable=False, notes=(*whole.notes, *report.notes, coupled))
-        self._chain = report.chain
+        why_not = written_and_shared(report.chain) or self._draws(built)
+        coupling = Coupling(why_not, by_tensor=False) if why_not else None
+        if coupling is None:
+            owned = [list(report.chain.parameters_of(n)) for n in range(report.chain.num_layers)]
+            coupling = coupling_of(self._recipe, built.trial, owned)
+        if coupling.why:
+            notes = (*whole.notes, *report.notes, coupling.why)
+            return replace(whole, cuttable=False, notes=notes)
+        self._chain, self._by_tensor = report.chain, coupling.by_tensor
         here, sums = self._chain_here(), self._recipe.accumulate > 1
         narrow = narrow and not compiles(here.model)  # whose kernels read as they like
         self._narrow = find_narrow(here, built.batch, sums=sums) if narrow else ()
@@ -468,6 +471,7 @@ class Measurer:
             whole,
             layers=with_step_seconds(layers, whole, self._device.spec.profile is not None),
             bitwise=report.bitwise,
+            steps_by_tensor=self._by_tensor,
             notes=(*whole.notes, *report.notes),
             narrow=self._narrow,
             written=written_parameters(self._chain),
@@ -518,6 +522,7 @@ class Measurer:
             bitwise=True,
             notes=(*self._whole.notes, *self._chain.notes),
             narrow=self._narrow,
+            steps_by_tensor=self._by_tensor,
         )
         return Measured(trial.number, measure, layout)
 
@@ -547,36 +552,6 @@ class Measurer:
         return (
             f"the step of {type(built.optimizer).__name__} draws random numbers, and a shard at a "
             "time it would draw others"
-        )
-
-    def _coupling(self, built: _Built, chain: Chain) -> str:
-        """Whether stepping layer by layer gives other bits than stepping at once; why."""
-        hp = HyperParameters(built.trial.hp)
-        owned = [list(chain.parameters_of(layer)) for layer in range(chain.num_layers)]
-        results = []
-        for parts in ([[name for names in owned for name in names]], owned):
-            seed_all(built.trial.seed)
-            model = build_model(self._recipe, hp)
-            optimizer = build_optimizer_of(self._recipe, model, hp)
-            rounding = rounding_of(self._recipe, dict(model.named_parameters()), 0)
-            binding = Binding(model, optimizer, parts, torch.device("cpu"), rounding)
-            for round_ in range(2):
-                fill_gradients(model, round_)
-                for index in reversed(range(len(parts))):  # as a backward comes by
-                    binding.step_part(index)
-            if kept := binding.kept_beside():
-                return (
-                    f"the optimizer {type(built.optimizer).__name__} keeps {kept!r} beside its "
-                    "state, and each shard would have one of its own"
-                )
-            results.append(dict(model.named_parameters()))
-        different = [n for n, p in results[0].items() if not torch.equal(p, results[1][n])]
-        if not different:
-            return ""
-        return (
-            f"the optimizer {type(built.optimizer).__name__} couples parameters across layers: "
-            f"stepping them a shard at a time changes {different[0]!r} and "
-            f"{len(different) - 1} others"
         )
 
 

@@ -22,6 +22,7 @@ from shoal.core.plan import Job
 from shoal.core.spec import HyperParameters
 from shoal.core.technique import Spilled, kept_shards, steps_on_host
 from shoal.data import Feed
+from shoal.memory.chunks import chunk_names
 from shoal.memory.layout import TrialLayout, lenders
 from shoal.memory.store import Region, state_views, views
 from shoal.ownstep import (
@@ -165,7 +166,10 @@ class Session:
             self.units = self._units()
         self.owned = [[f.spec.name for f in shard.param.fields] for shard in layout.shards]
         rounding = rounding_of(self.recipe, dict(self.model.named_parameters()), self.job.seed)
-        self.binding = Binding(self.model, self.optimizer, self.owned, self.device, rounding)
+        chunks = self._host_chunks()
+        self.binding = Binding(
+            self.model, self.optimizer, self.owned, self.device, rounding, chunks
+        )
         if fresh:
             self._write_initial()
         for parameter in self.model.parameters():
@@ -173,6 +177,16 @@ class Session:
         self.evict_everything()
         self._take_buffers()
         self._sum_whole()
+
+    def _host_chunks(self) -> dict[int, tuple[tuple[str, ...], ...]]:
+        """The chunks in which shards step on the host."""
+        technique = self.job.technique
+        if not isinstance(technique, Spilled) or technique.optimizer != "host":
+            return {}
+        if self.job.array is not None:  # whose trials step one after another
+            return {}
+        pairs = enumerate(zip(self.job.shards, self.layout.shards, strict=True))
+        return {index: chunk_names(*pair) for index, pair in pairs if pair[0].step_chunks}
 
     def _sum_whole(self) -> None:
         """Have gradients added up in float32 where a weight travels as bfloat16."""

@@ -7,10 +7,11 @@ schedule and whether it goes on, is asked of the trials.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from shoal.memory.layout import TrialLayout
 from shoal.memory.store import Region, create_region
 from shoal.recipe import Recipe, to_device
 from shoal.runtime.binding import Placed, place_on_host
-from shoal.runtime.compute import Compute
+from shoal.runtime.compute import Compute, HostPiece
 from shoal.runtime.session import Session, Task
 from shoal.runtime.stackedunits import Result, StackedMicro
 from shoal.runtime.units import Micro
@@ -93,20 +94,17 @@ class StackedBinding:
             with self._session.failing(slot):
                 trial.binding.step(shard, rows, mine, number)
 
-    def host_step(
-        self, shard: int, host: Placed, grads: Mapping[str, Tensor], who: Sequence[int]
-    ) -> None:
-        """The same on the host's copies, of the slots ``who``; on a thread of its own."""
-        for slot in who:
-            trial = self._session.trials.get(slot)
-            if trial is None:
-                continue
-            rows = self._host.get((shard, slot))
-            if rows is None:
-                rows = self._host[shard, slot] = row_of(host, slot)
-            mine = {name: grad[slot] for name, grad in grads.items()}
-            with self._session.failing(slot):
-                trial.binding.step_on_host(shard, rows, mine, trial.step)
+    def host_step(self, shard: int, host: Placed, grads: Mapping[str, Tensor], slot: int) -> None:
+        """The same on the host's copies, of one slot; on a thread of its own."""
+        trial = self._session.trials.get(slot)
+        if trial is None:
+            return
+        rows = self._host.get((shard, slot))
+        if rows is None:
+            rows = self._host[shard, slot] = row_of(host, slot)
+        mine = {name: grad[slot] for name, grad in grads.items()}
+        with self._session.failing(slot):
+            trial.binding.step_on_host(shard, rows, mine, trial.step)
 
     def forget(self, slot: int) -> None:
         """A trial has left its slot."""
@@ -325,19 +323,19 @@ class ArrayCompute(Compute):
         """Each slot's by its own factor."""
         scale_stacked(list(grads.values()), factor)
 
-    def host_step(self, shard: int) -> Callable[[], None]:
-        """The trials' own steps, on the gradients that were stored."""
+    def host_step(self, shard: int) -> list[HostPiece]:
+        """The trials' own steps, one after another, on the gradients that were stored."""
         session, host, clip = self._session, self._host[shard], self._clip
         names = self.has_grad.pop(shard, set())
         who = [slot for slot, _ in session.stepping()]
+        grads = {name: grad for name, grad in host.grads.items() if name in names}
 
-        def work() -> None:
-            grads = {name: grad for name, grad in host.grads.items() if name in names}
-            if clip is not None and grads:
+        def step(slot: int) -> None:
+            if clip is not None and grads and slot == who[0]:
                 self.scale(grads, clip.cpu())
-            session.binding.host_step(shard, host, grads, who)
+            session.binding.host_step(shard, host, grads, slot)
 
-        return work
+        return [HostPiece(functools.partial(step, slot), 1 / len(who)) for slot in who]
 
 
 def _stacked(micro: Micro) -> StackedMicro:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +13,7 @@ from shoal.core.profile import Profile
 from shoal.core.spec import DeviceSpec
 from shoal.core.units import Bytes
 from shoal.device import EmulatedDevice, Event, Lane, ThreadEvent, VirtualDevice, open_device
+from shoal.device.streams import Piece
 from shoal.testing import ManualClock
 
 MB = 10**6
@@ -242,3 +245,36 @@ def test_a_plain_virtual_device_ignores_the_seconds() -> None:
 
     assert _seconds(ran) < 30
     assert _seconds(event) < 30
+
+
+def test_pieces_of_a_host_step_take_their_seconds_one_after_another(device, lane) -> None:
+    done: list[int] = []
+    pieces = [Piece(lambda n=n: done.append(n), 0.25 * n) for n in (1, 2, 3)]
+    event = lane.host.submit_pieces(pieces, turn=lambda: device.host_turns.take(0))
+    event.wait()
+    assert done == [1, 2, 3]
+    assert _seconds(event) == pytest.approx(1.5)
+    after = lane.host.submit(lambda: None, seconds=0.5)
+    after.wait()
+    assert after.span()[0] == pytest.approx(event.span()[1])
+
+
+def test_what_goes_between_two_pieces_of_another_step_takes_its_seconds_there(
+    device, lane
+) -> None:
+    other = device.lane()
+    device.host_turns.choose = max
+    begun, go_on = threading.Event(), threading.Event()
+    pieces = [Piece(lambda: begun.set() or go_on.wait(), 1.0), Piece(lambda: None, 1.0)]
+    patient = lane.host.submit_pieces(pieces, turn=lambda: device.host_turns.take(1))
+    begun.wait()
+    urgent = other.host.submit(lambda: None, seconds=0.5, turn=lambda: device.host_turns.take(2))
+    while not device.host_turns._waiting:
+        time.sleep(1e-3)
+    go_on.set()
+    patient.wait()
+    urgent.wait()
+    assert _seconds(urgent) == pytest.approx(0.5)
+    assert urgent.span()[0] == pytest.approx(patient.span()[0] + 1.0)
+    assert _seconds(patient) == pytest.approx(2.5)
+    other.close()

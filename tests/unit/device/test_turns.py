@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from shoal.device.streams import ThreadStream, Turns
+from shoal.device.streams import Piece, ThreadStream, Turns
 
 
 def wait_until(condition):
@@ -106,3 +106,94 @@ def test_a_rule_that_raises_leaves_nobody_waiting_and_is_told_to_the_next_work()
         first.submit(lambda: None).wait()
     first.close()
     second.close()
+
+
+def in_pieces(stream, names, done, turn):
+    return stream.submit_pieces([Piece(lambda n=n: done.append(n)) for n in names], turn=turn)
+
+
+@pytest.fixture
+def two_streams():
+    streams = [ThreadStream(name, lambda: None) for name in ("first", "second")]
+    yield streams
+    for stream in streams:
+        stream.close()
+
+
+def test_between_two_pieces_the_turn_goes_to_whose_work_is_most_urgent(two_streams):
+    turns, done, first, second = Turns(), [], *two_streams
+    turns.choose = max  # of trials
+    begun, go_on = threading.Event(), threading.Event()
+
+    def long():
+        begun.set()
+        go_on.wait()
+
+    pieces = [Piece(long), Piece(lambda: done.append("rest"))]
+    patient = first.submit_pieces(pieces, turn=lambda: turns.take(1))
+    begun.wait()
+    urgent = in_pieces(second, ["urgent", "all of it"], done, lambda: turns.take(2))
+    wait_until(lambda: turns._waiting)
+    go_on.set()
+    patient.wait()
+    urgent.wait()
+    assert done == ["urgent", "all of it", "rest"]
+    assert patient.start <= urgent.start
+    assert urgent.end <= patient.end
+
+
+def test_who_is_not_more_urgent_waits_for_all_pieces(two_streams):
+    turns, done, first, second = Turns(), [], *two_streams
+    turns.choose = max
+    begun, go_on = threading.Event(), threading.Event()
+    pieces = [Piece(lambda: begun.set() or go_on.wait()), Piece(lambda: done.append("rest"))]
+    urgent = first.submit_pieces(pieces, turn=lambda: turns.take(2))
+    begun.wait()
+    patient = in_pieces(second, ["later"], done, lambda: turns.take(1))
+    wait_until(lambda: turns._waiting)
+    go_on.set()
+    urgent.wait()
+    patient.wait()
+    assert done == ["rest", "later"]
+
+
+def test_a_piece_that_raises_ends_the_work_and_gives_the_turn_back(two_streams):
+    turns, done, first, second = Turns(), [], *two_streams
+
+    def raises():
+        raise ValueError("no")
+
+    pieces = [
+        Piece(lambda: done.append("one")),
+        Piece(raises),
+        Piece(lambda: done.append("three")),
+    ]
+    with pytest.raises(ValueError, match="no"):
+        first.submit_pieces(pieces, turn=lambda: turns.take(1)).wait()
+    in_pieces(second, ["next"], done, lambda: turns.take(2)).wait()
+    assert done == ["one", "next"]
+
+
+def test_a_rule_that_raises_between_two_pieces_fails_their_work_and_leaves_nobody_waiting(
+    two_streams,
+):
+    def broken(trials):
+        raise LookupError("no such trial")
+
+    turns, done, first, second = Turns(), [], *two_streams
+    turns.choose = broken
+    begun, go_on = threading.Event(), threading.Event()
+    pieces = [Piece(lambda: begun.set() or go_on.wait()), Piece(lambda: done.append("rest"))]
+    failed = first.submit_pieces(pieces, turn=lambda: turns.take(0))
+    begun.wait()
+    waited = in_pieces(second, ["other"], done, lambda: turns.take(1))
+    wait_until(lambda: turns._waiting)
+    go_on.set()
+    with pytest.raises(LookupError, match="no such trial"):
+        failed.wait()
+    waited.wait()
+    assert done == ["other"]
+
+
+def test_work_of_no_pieces_is_over_at_once(two_streams):
+    two_streams[0].submit_pieces([], turn=lambda: Turns().take(0)).wait()

@@ -240,3 +240,38 @@ def test_a_run_that_waits_for_a_place_begins_when_one_has_issued_its_last(run_of
     spans = replay(runs, active=1).spans
     assert [span.trial for span in spans] == sorted(span.trial for span in spans)
     assert replay(runs, active=3).makespan_s == replay(runs).makespan_s
+
+
+def stepping(run_of, trial, steps, step_s, chunks=()):
+    """One shard that steps on the host; units take no time."""
+    shard = {"step_s": step_s, "step_chunks": chunks, "forward_s": 0.0, "backward_s": 0.0}
+    return run_of(spilled_step(1, optimizer="host"), 1, shard=shard, trial=0, steps=steps)
+
+
+def two_at_the_host(run_of, chunks):
+    """Trial 0 has less left than trial 1, whose gradients come a little later."""
+    small = dataclasses.replace(stepping(run_of, 0, 1, 8.0, chunks), trial=0)
+    large = dataclasses.replace(stepping(run_of, 1, 9, 4.0), trial=1)
+    spans = [s for s in replay([small, large]).spans if s.stream == "host" and s.start_s < 20]
+    return [(span.trial, span.end_s - span.start_s) for span in spans]
+
+
+def test_a_step_on_the_host_in_one_piece_keeps_the_more_urgent_one_waiting(run_of):
+    assert two_at_the_host(run_of, ())[:2] == [(0, 8.0), (1, 4.0)]
+
+
+def test_a_step_in_chunks_gives_way_after_each_to_the_more_urgent_one(run_of):
+    found = two_at_the_host(run_of, (30, 30, 30, 30))
+    assert found[:2] == [(0, pytest.approx(2.0)), (1, 4.0)]
+    rest = [seconds for trial, seconds in found if trial == 0]
+    assert sum(rest) == pytest.approx(8.0)
+    assert len(rest) > 1
+
+
+def test_chunks_that_nobody_interrupts_are_one_span_of_the_same_length(run_of):
+    whole, cut = (replay([stepping(run_of, 0, 3, 8.0, c)]) for c in ((), (30, 60, 30)))
+    assert [s for s in cut.spans if s.stream == "host"] == [
+        s for s in whole.spans if s.stream == "host"
+    ]
+    assert cut.makespan_s == whole.makespan_s
+    assert cut.busy_s == whole.busy_s

@@ -128,3 +128,57 @@ def test_a_step_that_was_replaced_on_the_object_is_refused_where_shards_step_apa
     give_gradients(model, 0)
     with pytest.raises(SpecError, match="Put it into a subclass"):
         binding_of(model, optimizer).step_part(0)
+
+
+KERNELS = [
+    (torch.optim.AdamW, {"fused": True}),
+    (torch.optim.AdamW, {"foreach": True}),
+    (torch.optim.AdamW, {"foreach": False}),
+    (torch.optim.Adam, {"fused": True, "amsgrad": True, "weight_decay": 0.1}),
+    (torch.optim.Adam, {"foreach": True}),
+    (torch.optim.SGD, {"fused": True, "momentum": 0.9, "nesterov": True}),
+    (torch.optim.SGD, {"foreach": True, "momentum": 0.9, "dampening": 0.5}),
+    (torch.optim.SGD, {"foreach": False, "momentum": 0.9}),
+    (torch.optim.Adagrad, {"fused": True, "lr_decay": 0.1}),
+    (torch.optim.Adagrad, {"foreach": True}),
+    (torch.optim.RMSprop, {"foreach": True, "momentum": 0.9, "centered": True}),
+    (torch.optim.RMSprop, {"foreach": False}),
+    (torch.optim.Adafactor, {}),
+    (torch.optim.ASGD, {"foreach": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), KERNELS)
+def test_what_a_kernel_makes_of_a_tensor_does_not_depend_on_which_others_are_in_the_call(
+    kind, options, one_thread
+):
+    sizes = [1, 3, 15, 16, 17, 63, 65, 1000, 4099, 70_001]
+
+    def build():
+        generator = torch.Generator().manual_seed(7)
+        return nn.ParameterList(torch.randn(size, generator=generator) for size in sizes)
+
+    whole, parts = build(), build()
+    optimizers = [kind(model.parameters(), lr=0.01, **options) for model in (whole, parts)]
+    names = [name for name, _ in parts.named_parameters()]
+    chunks = {0: [[name] for name in names[:3]] + [names[3:7], names[7:]]}
+    binding = Binding(parts, optimizers[1], [names], CPU, chunks=chunks)
+    for step in range(5):
+        for model in (whole, parts):
+            give_gradients(model, step)
+        optimizers[0].step()
+        for part, _ in binding.pieces[0]:
+            binding.step_part(part)
+    assert all(map(torch.equal, whole.parameters(), parts.parameters()))
+
+
+def test_a_shard_that_is_not_cut_is_one_piece():
+    model = model_of()
+    owned = [["0.weight", "0.bias"], ["1.weight", "1.bias"], ["2.weight"]]
+    chunks = {1: [["1.weight"], ["1.bias"]]}
+    binding = Binding(model, torch.optim.SGD(model.parameters()), owned, CPU, chunks=chunks)
+    assert binding.pieces == [
+        [(0, ["0.weight", "0.bias"])],
+        [(3, ["1.weight"]), (4, ["1.bias"])],
+        [(2, ["2.weight"])],
+    ]

@@ -1,0 +1,90 @@
+"""Whether an optimizer may step some parameters at a time: tried on a model of the trial's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.core.spec import HyperParameters, TrialSpec
+from shoal.recipe import Recipe, build_model, build_optimizer_of, rounding_of
+from shoal.rng import seed_all
+from shoal.runtime.binding import Binding
+from shoal.runtime.counting import fill_gradients
+
+ROUNDS = 2
+Parts = Sequence[Sequence[str]]
+
+
+class Coupling(NamedTuple):
+    """Why layers cannot step one after another, empty if they can; and whether tensors can."""
+
+    why: str
+    by_tensor: bool
+
+
+class _Stepped(NamedTuple):
+    parameters: dict[str, Tensor]
+    kept: str  # what a step left beside the optimizer's state
+    kind: str  # of optimizer
+
+
+def coupling_of(recipe: Recipe, trial: TrialSpec, layers: Parts) -> Coupling:
+    """Compare steps by layer, and by tensor, with steps of all at once.
+
+    ``layers`` are the parameters of each; two steps are taken, on random gradients, on the CPU.
+    """
+    all_at_once = [[name for names in layers for name in names]]
+
+    def step(parts: Parts) -> _Stepped:
+        return _stepped(recipe, trial, parts)
+
+    together = step(all_at_once)
+    by_layer = step(layers)
+    if by_layer.kept:
+        return Coupling(
+            f"the optimizer {by_layer.kind} keeps {by_layer.kept!r} beside its state, and each "
+            "shard would have one of its own",
+            by_tensor=False,
+        )
+    different = _different(together, by_layer)
+    if different:
+        return Coupling(
+            f"the optimizer {by_layer.kind} couples parameters across layers: stepping them a "
+            f"shard at a time changes {different[0]!r} and {len(different) - 1} others",
+            by_tensor=False,
+        )
+    del by_layer
+    return Coupling("", by_tensor=_by_tensor(step, layers, together))
+
+
+def _by_tensor(step: Callable[[Parts], _Stepped], layers: Parts, together: _Stepped) -> bool:
+    """An error is no reason to fail the trial: it will not be stepped so."""
+    try:
+        alone = step([[name] for names in layers for name in names])
+    except Exception:
+        return False
+    return not alone.kept and not _different(together, alone)
+
+
+def _stepped(recipe: Recipe, trial: TrialSpec, parts: Parts) -> _Stepped:
+    hp = HyperParameters(trial.hp)
+    seed_all(trial.seed)
+    model = build_model(recipe, hp)
+    optimizer = build_optimizer_of(recipe, model, hp)
+    rounding = rounding_of(recipe, dict(model.named_parameters()), 0)
+    binding = Binding(model, optimizer, parts, torch.device("cpu"), rounding)
+    for round_ in range(ROUNDS):
+        fill_gradients(model, round_)
+        for index in reversed(range(len(parts))):  # as a backward comes by
+            binding.step_part(index)
+    return _Stepped(
+        dict(model.named_parameters()), binding.kept_beside(), type(optimizer).__name__
+    )
+
+
+def _different(one: _Stepped, other: _Stepped) -> list[str]:
+    pairs = one.parameters.items()
+    return [name for name, p in pairs if not torch.equal(p, other.parameters[name])]

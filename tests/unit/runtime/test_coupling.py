@@ -1,0 +1,76 @@
+"""Which optimizers may step layers apart, and which tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.core.spec import TrialSpec
+from shoal.recipe import Recipe
+from shoal.runtime.coupling import coupling_of
+
+LAYERS = [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
+
+
+class OfLayers(torch.optim.SGD):
+    """Scales the gradients of two tensors, a layer's, by their common norm."""
+
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for layer in zip(parameters[::2], parameters[1::2], strict=False):
+            norm = torch.stack([p.grad.norm() for p in layer]).norm()
+            for parameter in layer:
+                parameter.grad /= norm
+        return super().step(closure)
+
+
+class OfAll(torch.optim.SGD):
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        for parameter in parameters:
+            parameter.grad /= norm
+        return super().step(closure)
+
+
+class InPairs(torch.optim.SGD):
+    """Cannot step one tensor."""
+
+    def step(self, closure=None):
+        if sum(len(group["params"]) for group in self.param_groups) < 2:
+            raise ValueError("one tensor")
+        return super().step(closure)
+
+
+class Counts(torch.optim.SGD):
+    def step(self, closure=None):
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().step(closure)
+
+
+def coupling(kind):
+    recipe = Recipe(
+        model=lambda hp: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)),
+        data=lambda hp: ([], None),
+        loss=lambda output, batch: output.sum(),
+        optimizer=lambda named, hp: kind([p for _, p in named], lr=0.1),
+    )
+    return coupling_of(recipe, TrialSpec(number=0, hp={}, seed=3), LAYERS)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_an_optimizer_of_single_tensors_steps_them_apart(kind):
+    assert coupling(kind) == ("", True)
+
+
+@pytest.mark.parametrize("kind", [OfLayers, InPairs])
+def test_one_that_needs_all_of_a_layer_steps_layers_apart(kind):
+    assert coupling(kind) == ("", False)
+
+
+@pytest.mark.parametrize(("kind", "word"), [(OfAll, "couples"), (Counts, "keeps 'calls'")])
+def test_one_that_needs_all_of_the_model_says_why(kind, word):
+    found = coupling(kind)
+    assert word in found.why
+    assert not found.by_tensor
