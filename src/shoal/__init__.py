@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         WorkerError,
     )
     from shoal.core.plan import Plan
+    from shoal.core.stale import Stale
     from shoal.core.technique import DataParallel, Pipelined, Resident, Spilled
     from shoal.hardware import Hardware
     from shoal.recipe import Recipe
@@ -48,6 +49,7 @@ __all__ = [
     "ShoalError",
     "SpecError",
     "Spilled",
+    "Stale",
     "StorageError",
     "Study",
     "TransitionError",
@@ -67,6 +69,7 @@ _HOMES = {
     "shoal.core": ("errors",),
     "shoal.core.errors": tuple(name for name in __all__ if name.endswith("Error")),
     "shoal.core.plan": ("Plan",),
+    "shoal.core.stale": ("Stale",),
     "shoal.core.technique": ("DataParallel", "Pipelined", "Resident", "Spilled"),
     "shoal.hardware": ("Hardware",),
     "shoal.recipe": ("Recipe",),

@@ -19,6 +19,7 @@ from shoal import rounding
 from shoal.core.errors import SpecError
 from shoal.core.spec import HyperParameters as HyperParameters
 from shoal.core.spec import Scalar
+from shoal.core.stale import Stale
 from shoal.rounding import Rounding
 from shoal.rowwise import LossByRows
 from shoal.several import (
@@ -77,6 +78,9 @@ class Recipe:
             ``valid_loss``. In place of ``loss``, ``inputs`` and ``metrics``.
         splittable: may a batch be cut by rows? ``Pipelined(micro_batches=...)`` does so, and
             ``DataParallel``.
+        stale: ``shoal.Stale(efficiency=...)`` lets the planner take ``"2bw"`` where a pipeline's
+            schedule is left open and the loss is reached clearly sooner so; None: never. It
+            changes nothing else: a trial that has begun goes on as it began.
 
     Raises:
         SpecError: a value that no training could mean.
@@ -97,6 +101,7 @@ class Recipe:
     step: Callable[..., Any] | None = None
     evaluate: Callable[[Any, Batch, HP], Any] | None = None
     splittable: bool = False
+    stale: Stale | None = None
 
     def __post_init__(self) -> None:
         for name in ("model", "data"):
@@ -118,6 +123,10 @@ class Recipe:
             )
         if self.on_nonfinite not in ("fail", "ignore"):
             raise SpecError(f"on_nonfinite is 'fail' or 'ignore', got {self.on_nonfinite!r}")
+        if self.stale is not None and not isinstance(self.stale, Stale):
+            raise SpecError(
+                f"Recipe(stale=...) is shoal.Stale(efficiency=...) or None, got {self.stale!r}"
+            )
         self._check_step()
 
     def _check_step(self) -> None:
@@ -134,6 +143,7 @@ class Recipe:
             "clip_grad_norm": (None, "clips its gradients itself, with clip_grad_norm_"),
             "precision": ("fp32", "opens torch.autocast around its forwards itself"),
             "loss_rows": (None, "computes its losses itself"),
+            "stale": (None, "takes the newest weights, on one device"),
         }
         for name, (default, words) in its_own.items():
             if getattr(self, name) != default:

@@ -26,6 +26,7 @@ from shoal.builders import (
     make_measure,
     make_shard,
 )
+from shoal.efficiency import SeedEfficiency, StaleEfficiency, stale_efficiency
 from shoal.memory.store import same_bits
 from shoal.plain import (
     PlainTrial,
@@ -44,6 +45,8 @@ __all__ = [
     "PlainResult",
     "PlainSource",
     "PlainTrial",
+    "SeedEfficiency",
+    "StaleEfficiency",
     "Trained",
     "array_loop",
     "assert_same",
@@ -62,6 +65,7 @@ __all__ = [
     "plain_population",
     "plain_wide_loop",
     "same_bits",
+    "stale_efficiency",
 ]
 
 

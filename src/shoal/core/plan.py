@@ -262,7 +262,7 @@ def _explain_pipeline(job: Job, technique: Pipelined) -> list[str]:
     parts = [f"    {_explain_shard(shard, 'stage')}" for shard in job.shards]
     if technique.is_spilled:
         saves, parts = _explain_spilled(technique), _explain_stages(job, technique)
-    how = f"schedule {technique.schedule}{lag}{weights}{guess}"
+    how = f"schedule {technique.known_schedule}{lag}{weights}{guess}"
     return [
         f"    {copies}{count} stages, a device each, {how}; {step}; {saves}",
         *parts,

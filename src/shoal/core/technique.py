@@ -199,7 +199,9 @@ class Pipelined:
     computes which micro-batch: ``"naive"``, ``"gpipe"``, ``"flush"`` (1F1B), ``"zb-h1"`` and
     ``"2bw"``; all but the last end on the bits of training alone, ``"2bw"`` computes gradients
     with weights that are one step old, at every stage the same, and ``predict`` with a guess of
-    the newer ones: other numerics, which nothing chooses but you. ``micro_batches`` is how many a
+    the newer ones: other numerics. None is ``"flush"``, but where ``Recipe(stale=...)`` allows
+    stale weights: there it is the one of ``"flush"``, ``"zb-h1"`` and ``"2bw"`` that is soonest at
+    the loss. ``micro_batches`` is how many a
     step has: the recipe's ``accumulate`` batches, or a multiple of that where the recipe says
     ``splittable=True``: then each batch is cut into equal rows. ``cuts`` are the layers at which
     the later stages begin, None for the quickest slowest stage. ``recompute`` runs forwards again
@@ -223,7 +225,7 @@ class Pipelined:
     """
 
     stages: int | None = None
-    schedule: Schedule = "flush"
+    schedule: Schedule | None = None
     micro_batches: int | None = None
     cuts: tuple[int, ...] | None = None
     recompute: bool | None = None
@@ -237,7 +239,7 @@ class Pipelined:
     keep_gradients: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
+        if self.schedule is not None and self.schedule not in SCHEDULES:
             known = ", ".join(map(repr, SCHEDULES))
             raise SpecError(f"schedule is one of {known}, got {self.schedule!r}.")
         for name, least in (("stages", 2), ("micro_batches", 1), ("lag", 0), ("width", 1)):
@@ -250,7 +252,7 @@ class Pipelined:
         if self.predict and self.schedule != "2bw":
             raise SpecError(
                 f"predict=True guesses the weights that stale gradients will meet; those of "
-                f"{self.schedule!r} are not stale. Leave it out, or use schedule='2bw'."
+                f"{self.known_schedule!r} are not stale. Leave it out, or use schedule='2bw'."
             )
         if self.cuts is not None:
             cuts = tuple(self.cuts)
@@ -304,7 +306,7 @@ class Pipelined:
                 "gradients together while shards come and go yet. Use width=1, or leave out "
                 "shards=, optimizer=, lookahead=, keep= and keep_gradients=."
             )
-        if self.is_spilled and self.schedule not in SPILLING:
+        if self.is_spilled and self.known_schedule not in SPILLING:
             named = ", ".join(map(repr, SPILLING))
             raise SpecError(
                 f"schedule={self.schedule!r} with stages that are spilled: its "
@@ -312,6 +314,11 @@ class Pipelined:
                 f"travel too, and nothing holds that to its loop yet. Use one of {named}, or "
                 "leave out shards=, optimizer=, lookahead=, keep= and keep_gradients=."
             )
+
+    @property
+    def known_schedule(self) -> Schedule:
+        """Its schedule; "flush" where it was left open."""
+        return self.schedule or "flush"
 
     @property
     def is_spilled(self) -> bool:

@@ -68,7 +68,7 @@ def techniques(
             return
         if not technique.recompute:
             yield replace(technique, recompute=True)
-        if technique.schedule in SPILLING and technique.width == 1:
+        if technique.known_schedule in SPILLING and technique.width == 1:
             yield replace(technique, cuts=None, recompute=None, optimizer=place)
         return
     same = replace(

@@ -11,7 +11,7 @@ from shoal.control import CloneTrial
 from shoal.core import event as events
 from shoal.core.errors import SpecError
 from shoal.core.spec import TrialSpec
-from shoal.core.technique import Technique
+from shoal.core.technique import Pipelined, Technique
 from shoal.execution.hunt import Hunt
 from shoal.hardware import Hardware
 from shoal.launch.cloning import begin_warm, clear
@@ -25,7 +25,7 @@ from shoal.launch.starts import Restart, progress_of, restart
 from shoal.observe.reader import read_events
 from shoal.observe.rows import TrialState
 from shoal.observe.snapshot import Folder, Snapshot
-from shoal.planning import technique_on_record
+from shoal.planning import agree_on_weights, technique_on_record
 from shoal.resume import Merged, StudyRecord, describe_study, merge, with_points
 from shoal.search.sampler import sample
 
@@ -40,7 +40,8 @@ class Case:
         todo: The trials that have not ended.
         hardware: For so many, and those that a search will come to.
         hunt: The study's search as it stands.
-        technique: What is asked for, or what the bits of those that go on ask for.
+        technique: What is asked for, or what the bits of those that go on ask for; None where
+            it is chosen, or that of each trial.
     """
 
     place: StudyDirectory
@@ -98,10 +99,32 @@ def take_up(study: Asked, request: Request, place: StudyDirectory) -> Case:
     hunt = begin_hunt(study, place, merged, found)
     merged = more_trials(hunt, place, merged, found)
     todo = [_as_it_is(trial, found) for trial in merged.trials if trial.number in found.starts]
-    technique = request.technique or technique_on_record(found.numerics.values())
+    on_record, differs = _on_record(study, before, found, todo)
+    technique = request.technique or on_record
     hardware = _hardware_for(request, technique, len(todo) + _to_come(hunt), found)
+    if request.technique is None and differs:
+        technique = None  # the planner has it trial by trial
     sinks = Sinks(place.database, request.callbacks, check=place.check)
     return Case(place, sinks, before, merged, found, todo, hardware, hunt, technique)
+
+
+def _on_record(
+    study: Asked, before: Snapshot, found: Restart, todo: Sequence[TrialSpec]
+) -> tuple[Technique | None, bool]:
+    """What the bits of those that go on ask for; whether it may be another of each trial.
+
+    Where a recipe allows stale weights the first plan of a trial counts, though it has saved
+    nothing yet.
+    """
+    keys = dict(found.numerics)
+    chosen = study.recipe.stale is not None
+    if chosen:
+        numbers = {trial.number for trial in todo}
+        keys = {r.number: r.numerics for r in before.trials if r.number in numbers} | keys
+    known = [key for key in keys.values() if key]
+    technique = technique_on_record(known)
+    is_stale = isinstance(technique, Pipelined) and technique.is_stale
+    return technique, (chosen and is_stale) or not agree_on_weights(known)
 
 
 def _as_it_is(trial: TrialSpec, found: Restart) -> TrialSpec:

@@ -69,7 +69,10 @@ def plan_study(
     pool.configure(hardware.devices, pack_recipe(study.recipe), settings)
     places = {key.get("optimizer_place") for key in before.values()}
     place = next((p for p in PLACES if places == {p}), None)
-    args = (study.name, pool, hardware.devices, study.recipe, technique, place)
+    recipe = study.recipe
+    if study.search.varied:  # who goes on from another's state would need its versions too
+        recipe = replace(recipe, stale=None)
+    args = (study.name, pool, hardware.devices, recipe, technique, place)
     times = Times(
         total=lambda batches, each: total_steps(settings, batches, each),
         eval_every=settings.eval_every,
@@ -85,6 +88,7 @@ def plan_study(
         fusing=fusing,
         idle=idle,
         host_memory=hardware.host_memory,
+        keys={**recorded, **before},
     )
     limits = study.limits()
     first = FirstPlan(planner, pool, limits.watchdog, slow_s=limits.slow_s, sink=sink)

@@ -216,9 +216,12 @@ def _damaged(found: Restart, path: Path, why: str) -> None:
 
 ALONE: Mapping[str, Scalar] = {
     "array": "none",
+    "compiled modules": 0,
     "copies": 1,
+    "loss_rows": "all at once",
     "replicas": 1,
     "sums": "in order",
+    "use_cache": "as it is",
     "weights": "newest",
 }
 """What a numerics key says by leaving it out."""

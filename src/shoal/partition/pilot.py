@@ -51,6 +51,13 @@ def pilot(model: nn.Module, recipe: Recipe, batch: Batch, device: torch.device) 
     that key-value caches stay switched off until the chain is closed.
     """
     plain = _plain_step(model, recipe, batch, device)
+    if sparse := [n for n, t in plain.tensors.items() if t.layout is not torch.strided]:
+        note = (
+            f"{sparse[0]} is sparse, and shards, stages and copies of a pipeline hold and add up "
+            "dense ones. Build its module with sparse=False to have it cut"
+        )
+        loss = float(plain.tensors["the loss"])
+        return PilotReport(chain=None, bitwise=False, loss=loss, notes=(note,))
     report = _attempt(model, recipe, batch, device, plain)
     if report.chain is not None or not configs_with_cache(model):
         return report

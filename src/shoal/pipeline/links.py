@@ -37,6 +37,7 @@ class Links:
         packer: Of the stage's parameters, which go by name.
         notify: Called from other threads when something came.
         device: Where what came is put.
+        name: What errors call a peer.
     """
 
     def __init__(
@@ -45,8 +46,9 @@ class Links:
         packer: Packer,
         notify: Callable[[], None],
         device: torch.device,
+        name: Callable[[int], str] = "stage {}".format,
     ) -> None:
-        self._packer, self._device = packer, device
+        self._packer, self._device, self._name = packer, device, name
         self._ends = {peer: _End(peer, sock, notify) for peer, sock in sockets.items()}
 
     def know(self, packer: Packer) -> None:
@@ -71,7 +73,7 @@ class Links:
         """
         end = self._ends[peer]
         if end.error is not None:
-            raise WorkerError(f"what stage {peer} sent could not be read: {end.error}")
+            raise WorkerError(f"what {self._name(peer)} sent could not be read: {end.error}")
         return bool(end.came[kind])
 
     def gone(self, peer: int) -> bool:

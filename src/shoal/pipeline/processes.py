@@ -120,10 +120,16 @@ class StageProcesses:
         return [process.pid for process in self._idle]
 
     def run(
-        self, function: Callable[[StagePlace], Any], world: int, *, hang_s: float = HANG_S
+        self,
+        function: Callable[[StagePlace], Any],
+        world: int,
+        *,
+        hang_s: float = HANG_S,
+        name: Callable[[int], str] = "stage {}".format,
     ) -> list[Any]:
         """Run ``function`` on every rank of a group of ``world``; what each returned.
 
+        ``name`` is what errors call a rank.
         The function goes by cloudpickle, and so does what it returns. After an error no process
         of the group is left.
 
@@ -148,7 +154,7 @@ class StageProcesses:
                     meeting = os.path.join(folder, "meeting")
                     job = Job(rank=rank, world=world, meeting=meeting, function=data)
                     process.begin(job)
-                values = _Watch(group, hang_s).results()
+                values = _Watch(group, hang_s, name).results()
         except BaseException:
             for process in group:
                 process.kill()
@@ -166,8 +172,8 @@ class StageProcesses:
 class _Watch:
     """Waits for a group's results, and for what may come in their place."""
 
-    def __init__(self, group: list[_Process], hang_s: float) -> None:
-        self._group, self._hang_s = group, hang_s
+    def __init__(self, group: list[_Process], hang_s: float, name: Callable[[int], str]) -> None:
+        self._group, self._hang_s, self._name = group, hang_s, name
         self._ranks = {process.connection: rank for rank, process in enumerate(group)}
         self._values: dict[int, Any] = {}
         self._errors: dict[int, Done] = {}
@@ -220,9 +226,9 @@ class _Watch:
     def _hung(self, limit_s: float) -> WorkerError:
         unsettled = [r for r in range(len(self._group)) if r not in self._values]
         busy = [r for r in unsettled if not self._records[r][2]] or unsettled
-        where = "; ".join(f"stage {rank} at {self._action_of(rank)}" for rank in unsettled)
+        where = "; ".join(f"{self._name(rank)} at {self._action_of(rank)}" for rank in unsettled)
         return WorkerError(
-            f"stage {busy[0]} has been at {self._action_of(busy[0])} for {limit_s:g} s, and "
+            f"{self._name(busy[0])} has been at {self._action_of(busy[0])} for {limit_s:g} s, and "
             f"no stage has begun anything since ({where}). All of them were ended. Look at what "
             f"it does there, or allow it longer with hang_s=.\n{self._group[busy[0]].stacks()}"
         )
@@ -241,17 +247,17 @@ class _Watch:
             self._listen(_LOOK_S)
         cause = self._causes()
         if cause is not None and cause in self._errors:
-            return _raised(cause, self._errors[cause])
+            return _raised(self._name(cause), self._errors[cause])
         if self._gone:
             rank = self._gone[0]
             how = self._group[rank].how_it_ended()
             return WorkerError(
-                f"stage {rank} (process {self._group[rank].pid}) ended with {how} at "
+                f"{self._name(rank)} (process {self._group[rank].pid}) ended with {how} at "
                 f"{self._action_of(rank)}. The other {len(self._group) - 1} stages were ended: "
                 "nothing of this training is left. Start it again."
             )
         rank = min(self._errors)
-        return _raised(rank, self._errors[rank])
+        return _raised(self._name(rank), self._errors[rank])
 
     def _causes(self) -> int | None:
         """A rank that failed by itself, if it is known by now."""
@@ -261,9 +267,9 @@ class _Watch:
         return self._gone[0] if self._gone else None
 
 
-def _raised(rank: int, done: Done) -> ShoalError:
+def _raised(name: str, done: Done) -> ShoalError:
     error = cloudpickle.loads(done.error)
-    told = WorkerError(f"stage {rank} failed; its traceback:\n{done.traceback}")
+    told = WorkerError(f"{name} failed; its traceback:\n{done.traceback}")
     if isinstance(error, ShoalError):
         error.__cause__ = told
         return error

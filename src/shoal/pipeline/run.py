@@ -18,7 +18,7 @@ from shoal.pipeline.processes import HANG_S, StageProcesses
 from shoal.pipeline.schedule import Pipeline
 from shoal.pipeline.stage import Ran
 from shoal.pipeline.train import Part, train_stage
-from shoal.pipeline.wide import mean_in_order
+from shoal.pipeline.wide import called, mean_in_order
 from shoal.program.ir import Program
 from shoal.recipe import Recipe
 
@@ -104,7 +104,8 @@ def run_stages(
         return _joined(run_launched(work, world, hang_s=hang_s), stages)
     with ExitStack() as stack:
         crew = processes or stack.enter_context(StageProcesses(world))
-        return _joined(crew.run(work, world, hang_s=hang_s), stages)
+        name = functools.partial(called, stages=stages, width=width)
+        return _joined(crew.run(work, world, hang_s=hang_s, name=name), stages)
 
 
 def _require_possible(training: Training) -> None:

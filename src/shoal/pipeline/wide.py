@@ -79,6 +79,12 @@ class Copies:
         return micros_of(self.groups, self.width, copy)
 
 
+def called(device: int, stages: int, width: int) -> str:
+    """What errors call the stage of a device: of several copies, also which one it is of."""
+    copy, stage = divmod(device, stages)
+    return f"stage {stage} of copy {copy}" if width > 1 else f"stage {stage}"
+
+
 def widened(alone: Sequence[Program], copies: Copies) -> Program:
     """The program of all copies, of that which each would have with its micro-batches alone."""
     micros = [copies.micros(copy) for copy in range(copies.width)]

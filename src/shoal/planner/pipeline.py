@@ -141,7 +141,7 @@ def _quickest(
 ) -> Iterator[Pipelined]:
     """The candidates with their cuts, those that the closed formula has as the quickest."""
     micros = asked.micro_batches or terms.request.micro_batches
-    open_ = replace(asked, micro_batches=micros)
+    open_ = replace(asked, micro_batches=micros, schedule=asked.known_schedule)
     most = devices // asked.width
     if asked.schedule == "2bw":
         shortest = terms.shortest or terms.request.micro_batches
@@ -231,7 +231,8 @@ def staged(
     """What a resolved technique needs and takes with these shards, guessed or measured."""
     batch, ties = terms.batch(technique.micro_batches or 1), ties_of(layout)
     stages = _stages(technique, shards, terms, layout)
-    step_s, bubbles = _replayed(technique, stages, ties, batch, terms)
+    steps = _Steps(technique=technique, stages=stages, ties=ties, batch=batch, terms=terms)
+    step_s, bubbles = steps.replayed()
     return Staged(
         technique=technique,
         stages=stages,
@@ -290,7 +291,7 @@ def pipeline_of(
     tied = {stage for pair in ties for stage in pair}
     changed = {s.index for s in stages if s.stash_bytes and technique.recompute}
     return Pipeline(
-        schedule=technique.schedule,
+        schedule=technique.known_schedule,
         stages=technique.stages or 1,
         groups=groups,
         recompute=bool(technique.recompute),
@@ -388,58 +389,85 @@ def evaluating(
 # -- seconds --------------------------------------------------------------------------------
 
 
-def _replayed(
-    technique: Pipelined,
-    stages: Sequence[ShardSpec],
-    ties: tuple[tuple[int, int], ...],
-    batch: Bytes,
-    terms: Terms,
-) -> tuple[Seconds, float]:
-    """Seconds of a step in the middle of a training, and the part of them that is bubbles."""
-    micros, count = technique.micro_batches or 1, len(stages)
-    some = min(micros, technique.width * max(MOST_MICROS, 2 * count))
-    step_s, busy_s = _steady(technique, stages, ties, batch, terms, some)
-    if some < micros:
-        fewer = some // 2
-        before_s, busy_before_s = _steady(technique, stages, ties, batch, terms, fewer)
-        more = (micros - some) / (some - fewer)
-        step_s += more * (step_s - before_s)
-        busy_s += more * (busy_s - busy_before_s)
-    devices = count * technique.width
-    bubbles = 1.0 - busy_s / (devices * step_s) if step_s > 0 else 0.0
-    return Seconds(max(step_s, 1e-6)), min(max(bubbles, 0.0), 1.0)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Steps:
+    """Steps of a resolved technique on paper, with so many trials of its kind on the devices."""
 
+    technique: Pipelined
+    stages: Sequence[ShardSpec]
+    ties: tuple[tuple[int, int], ...]
+    batch: Bytes
+    terms: Terms
+    together: int = 1
 
-def _steady(
-    technique: Pipelined,
-    stages: Sequence[ShardSpec],
-    ties: tuple[tuple[int, int], ...],
-    batch: Bytes,
-    terms: Terms,
-    micros: int,
-) -> tuple[float, float]:
-    """Seconds of a step with so many micro-batches, and those in which its devices compute."""
-    stepping = tuple(
-        replace(stage, step_s=Seconds(stage.step_s * terms.speeds.device_step)) for stage in stages
-    )
-    one = JobCosts(shards=stepping, batch_bytes=batch)
-    costs = dict.fromkeys(range(technique.width), one)
+    def replayed(self) -> tuple[Seconds, float]:
+        """Seconds of a step of one of them in the middle of a training, and what is bubbles."""
+        technique, count = self.technique, len(self.stages)
+        micros = technique.micro_batches or 1
+        some = min(micros, technique.width * max(MOST_MICROS, 2 * count))
+        step_s, busy_s = self._steady(some)
+        if some < micros:
+            fewer = some // 2
+            before_s, busy_before_s = self._steady(fewer)
+            more = (micros - some) / (some - fewer)
+            step_s += more * (step_s - before_s)
+            busy_s += more * (busy_s - busy_before_s)
+        devices = count * technique.width
+        bubbles = 1.0 - busy_s / (devices * step_s) if step_s > 0 else 0.0
+        return Seconds(max(step_s, 1e-6)), min(max(bubbles, 0.0), 1.0)
 
-    def ran(steps: int) -> tuple[float, float]:
-        pipeline = pipeline_of(technique, stages, terms, (micros,) * steps, ties)
-        devices = tuple(range(pipeline.copies.devices))
-        run = Run(program=pipeline.program(), costs=costs, devices=devices)
+    def _steady(self, micros: int) -> tuple[float, float]:
+        """Seconds of a step with so many micro-batches, and those in which its devices compute."""
+        overlaps = self.technique.is_stale or self.together > 1
+        few, many = (2, 4) if overlaps else (1, 2)
+        (first_s, first_busy_s), (all_s, all_busy_s) = (
+            self._ran(micros, few),
+            self._ran(micros, many),
+        )
+        steps = (many - few) * self.together
+        return (all_s - first_s) / steps, (all_busy_s - first_busy_s) / steps
+
+    def _ran(self, micros: int, steps: int) -> tuple[float, float]:
+        """Until all of them have done so many steps, and what devices computed of that."""
+        technique, terms = self.technique, self.terms
+        groups = (micros,) * steps
+        pipeline = pipeline_of(technique, self.stages, terms, groups, self.ties)
+        stepping = tuple(
+            replace(stage, step_s=Seconds(stage.step_s * terms.speeds.device_step))
+            for stage in self.stages
+        )
+        one = JobCosts(shards=stepping, batch_bytes=self.batch)
+        run = Run(
+            program=pipeline.program(),
+            costs=dict.fromkeys(range(technique.width), one),
+            devices=tuple(range(pipeline.copies.devices)),
+        )
         timeline = replay(
-            [run],
-            durations=lambda action: _message_s(action, stages, batch, terms.speeds),
+            [replace(run, trial=trial) for trial in range(self.together)]
+            if self.together > 1
+            else [run],
+            durations=lambda action: _message_s(action, self.stages, self.batch, terms.speeds),
             keep_spans=False,
         )
         computes = [s for (_, stream), s in timeline.busy_s.items() if stream == "compute"]
         return timeline.makespan_s, sum(computes)
 
-    few, many = (2, 4) if technique.schedule == "2bw" else (1, 2)
-    (first_s, first_busy_s), (all_s, all_busy_s) = ran(few), ran(many)
-    return (all_s - first_s) / (many - few), (all_busy_s - first_busy_s) / (many - few)
+
+def together_s(staged: Staged, terms: Terms, layout: TrialLayout | None, together: int) -> Seconds:
+    """Seconds of the devices that a step of one of so many trials takes.
+
+    One computes in the bubbles of the others.
+    """
+    technique = staged.technique
+    steps = _Steps(
+        technique=technique,
+        stages=staged.stages,
+        ties=ties_of(layout),
+        batch=terms.batch(technique.micro_batches or 1),
+        terms=terms,
+        together=together,
+    )
+    return steps.replayed()[0]
 
 
 def _message_s(

@@ -100,7 +100,8 @@ def _settings(asked: Pipelined, terms: Terms, devices: int) -> Iterator[Pipeline
     most = min(devices, _pieces(terms), asked.shards or devices)
     counts = [asked.stages] if asked.stages else range(2, most + 1)
     for stages, where in itertools.product(counts, places):
-        yield replace(asked, stages=stages, micro_batches=micros, optimizer=where)
+        named = replace(asked, schedule=asked.known_schedule)
+        yield replace(named, stages=stages, micro_batches=micros, optimizer=where)
 
 
 def _pieces(terms: Terms) -> int:
@@ -256,7 +257,7 @@ class _Paper:
         technique, draws = self.technique, self.terms.measure.draws
         assert technique.optimizer is not None
         pipeline = Pipeline(
-            schedule=technique.schedule,
+            schedule=technique.known_schedule,
             stages=technique.stages or 1,
             groups=(micros,),
             recompute=bool(technique.recompute),

@@ -8,6 +8,8 @@ of each is measured, on whichever worker is free, and speaks for the others.
     deciding.py   what is measured of one trial until its technique is settled, and why
     pipelining.py  the same of one over several devices: its stages
     replicating.py  and its replicas
+    weighing.py   its schedules, by the time to the loss
+    staleness.py  which trials train with stale weights
     gangs.py      what can be said of both before anything is measured
     fusing.py     which trials share an array, and how wide it is
     planned.py    what comes of it
@@ -29,6 +31,7 @@ from shoal.planning.planned import Planned, with_seconds
 from shoal.planning.planner import Planner
 from shoal.planning.replicating import BY_SHARDS
 from shoal.planning.spilling import asked_of
+from shoal.planning.staleness import agree_on_weights
 
 __all__ = [
     "ALONE",
@@ -41,6 +44,7 @@ __all__ = [
     "Receive",
     "Times",
     "Wish",
+    "agree_on_weights",
     "array_kind",
     "array_place",
     "asked_of",

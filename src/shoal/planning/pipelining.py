@@ -15,7 +15,7 @@ from shoal.core.errors import PlanError
 from shoal.core.spec import DeviceSpec, JobMeasure, Scalar, TrialSpec
 from shoal.core.technique import SPILLING, Pipelined, Resident, Technique
 from shoal.core.units import Bytes, format_bytes, format_seconds
-from shoal.memory.layout import lenders, with_previous
+from shoal.memory.layout import with_previous
 from shoal.planner.choose import choices
 from shoal.planner.need import Need, Request, need
 from shoal.planner.paper import Paper
@@ -31,6 +31,7 @@ from shoal.planner.pipeline import (
 )
 from shoal.planner.price import Speeds
 from shoal.planner.stages import legal_cuts
+from shoal.planner.timetoloss import Place
 from shoal.planning.planned import Settled
 from shoal.planning.speeds import corrected
 from shoal.planning.spillingstages import (
@@ -40,6 +41,7 @@ from shoal.planning.spillingstages import (
     too_many_shards,
     why_spilled,
 )
+from shoal.planning.weighing import TIED, Finder, Found, Weighed, Weighing, guesses_ties
 from shoal.planning.widening import (
     instead,
     least_micros,
@@ -137,7 +139,7 @@ def technique_on_record(keys: Iterable[Mapping[str, Scalar]]) -> Technique | Non
         copies = key.get("copies")
         if weights or micros or copies:
             return Pipelined(
-                schedule="2bw" if weights else "flush",
+                schedule="2bw" if weights else None,
                 predict="guessed" in str(weights),
                 micro_batches=int(micros) if micros else None,
                 width=int(copies or 1),
@@ -178,6 +180,7 @@ class Pipelining:
         Raises:
             PlanError: it cannot be cut so, or fits in no such way; names the stage.
         """
+        is_open, asked = asked.schedule is None, replace(asked, schedule=asked.known_schedule)
         measured = yield Measure(trial, cut=True)
         self._refuse(trial, measured.measure, asked)
         speeds = corrected(speeds, measured.measure.link)
@@ -185,16 +188,15 @@ class Pipelining:
         found = yield from self._whole_or_spilled(trial, asked, terms, trials)
         if isinstance(found, PlanError):
             raise found
-        exact, chosen = found
-        if asked.predict and exact.layout is not None and lenders(exact.layout):
-            raise PlanError(
-                _head(trial, chosen.technique) + "stages have weights in common, and where they "
-                "are borrowed only the guess of them is known, which is not to be evaluated. "
-                "Leave predict=True out."
-            )
+        weighed: Weighed = None, ()
+        if is_open:
+            weighed = yield from self._weigh(trial, asked, terms, trials, found)
+        exact, chosen = weighed[0] or found
+        if guesses_ties(asked, exact):
+            raise PlanError(_head(trial, chosen.technique) + f"{TIED}. Leave predict=True out.")
         whole = self._resident(measured)
         other = self._alone(measured.measure, whole, speeds)
-        why = [*self._why_so(whole, exact, chosen, asked, terms), *_against(other)]
+        why = [*self._why_so(whole, exact, chosen, asked, terms), *weighed[1], *_against(other)]
         return self._settled(exact, chosen, why)
 
     def _whole_or_spilled(
@@ -247,18 +249,47 @@ class Pipelining:
             best = best_on_paper(asked, terms, self._budget, devices, trials)
         if best is None:
             return settled
+        taken: Found | None = None
         if may and is_worth(best, other, devices, trials):
             found = yield from self._whole_or_spilled(trial, asked, terms, trials)
             if not isinstance(found, PlanError) and is_worth(found[1], other, devices, trials):
-                why = self._why_so(self._resident(measured), *found, asked, terms)
-                return self._settled(*found, [*why, *_against(other)])
+                taken = found
+        weighed: Weighed = None, ()
+        if may:
+            weighed = yield from self._weigh(trial, asked, terms, trials, taken or other)
+        taken, said = weighed[0] or taken, weighed[1]
+        if taken is not None:
+            why = self._why_so(self._resident(measured), *taken, asked, terms)
+            return self._settled(*taken, [*why, *said, *_against(other)])
         spilled = "spilled " if best.technique.is_spilled else ""
         words = (
             f"as a pipeline of {best.gang} {spilled}stages it would take about "
             f"{format_seconds(best.step_s)} of {best.gang} devices a step; {other.name} "
             f"{format_seconds(other.step_s)} of one"
         )
-        return replace(settled, why=(*settled.why, words))
+        return replace(settled, why=(*settled.why, words, *said))
+
+    def _weigh(
+        self,
+        trial: TrialSpec,
+        asked: Pipelined,
+        terms: Terms,
+        trials: int,
+        first: Found | Alternative,
+    ) -> Generator[Order, Measured, Weighed]:
+        """What is sooner at the loss than ``first``, where the recipe allows stale weights."""
+        stale = self._recipe.stale
+        if stale is None:
+            return None, ()
+        weighing = Weighing(
+            trial=trial,
+            asked=asked,
+            terms=terms,
+            place=Place(budget=self._budget, devices=self._devices, trials=trials),
+            stale=stale,
+            finder=Finder(impossible=self._impossible, fitting=self._fitting, exact=self._exact),
+        )
+        return (yield from weighing.weigh(first))
 
     # -- looking for it -------------------------------------------------------------------
 
@@ -382,8 +413,8 @@ class Pipelining:
             reasons.append(why_wide(technique, chosen.stages))
         if technique.schedule == "2bw":
             reasons.append(
-                "gradients are of weights that are one step old, as 2bw was asked for; the "
-                "version before is part of the trial's state"
+                "gradients are of weights that are one step old with 2bw; the version before is "
+                "part of the trial's state"
             )
         return reasons
 
@@ -403,7 +434,7 @@ class Pipelining:
             outs.append("leave cuts= out to have others tried")
         if asked.recompute is False:
             outs.append("leave recompute= out to have forwards run again")
-        if asked.schedule in SPILLING and asked.cuts is not None and asked.width == 1:
+        if asked.known_schedule in SPILLING and asked.cuts is not None and asked.width == 1:
             outs.append("have stages of several shards that come and go, with shards=")
         if (most := self._devices // asked.width) > count:
             outs.append(f"ask for more stages, up to {most}")

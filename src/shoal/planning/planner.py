@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
 
+from shoal.core.errors import PlanError
 from shoal.core.plan import Plan
-from shoal.core.spec import DeviceSpec, Place, TrialSpec
+from shoal.core.spec import DeviceSpec, Place, Scalar, TrialSpec
 from shoal.core.technique import Technique
 from shoal.core.units import Seconds
 from shoal.planning.asking import Asking, Receive
 from shoal.planning.deciding import Deciding
 from shoal.planning.fusing import Fusing
+from shoal.planning.pipelining import Question, early
 from shoal.planning.planned import Planned, Settled
+from shoal.planning.staleness import ALIKE, OPEN, Staleness, Way
 from shoal.recipe import Recipe
 from shoal.runtime.messages import Order
 from shoal.runtime.pool import Worker, WorkerPool
@@ -29,6 +34,7 @@ class Planner:
         fusing: Which trials train as arrays; None: none.
         idle: Devices beside these, which no trial of the first plan would have: a trial may be
             a pipeline over them, if nothing else is asked for. Then they are the plan's too.
+        keys: The numerics keys of all trials that were planned before.
     """
 
     def __init__(
@@ -45,19 +51,23 @@ class Planner:
         fusing: Fusing | None = None,
         idle: Sequence[DeviceSpec] = (),
         host_memory: int | None = None,
+        keys: Mapping[int, Mapping[str, Scalar]] = MappingProxyType({}),
     ) -> None:
         self._host_memory = host_memory
         self._name, self._pool, self._devices, self._recipe = name, pool, tuple(devices), recipe
-        self._deciding = Deciding(
+        self._decide = partial(
+            Deciding,
             devices,
-            recipe,
-            technique,
-            place,
+            place=place,
             steps=steps,
             varies=growth != 1.0,
             idle=idle,
             host_memory=host_memory,
         )
+        self._technique, self._decidings = technique, dict[Way, Deciding]()
+        self._deciding = self._deciding_of(OPEN)
+        may_be_stale = recipe.stale is not None
+        self._staleness = Staleness(technique, keys, may_be_stale=may_be_stale)
         self._idle, self._others = tuple(idle), 0
         self._growth, self._steps = growth, steps
         self._fusing = fusing or Fusing(0, devices, {})
@@ -105,27 +115,36 @@ class Planner:
 
     def _plan(self, trials: Sequence[TrialSpec], asking: Asking) -> Planned:
         described = asking.describe(trials, arrays=self._fusing.is_wanted)
-        signatures, decide = described.signatures, self._deciding
+        kinds, ways = self._kinds(trials, described.signatures)
+        decide = self._deciding_of(next(iter(ways.values()), OPEN))
         alike: dict[str, list[TrialSpec]] = {}
         for trial in trials:
-            if trial.number in signatures:
-                alike.setdefault(signatures[trial.number], []).append(trial)
-        crowd = len(signatures) > len(self._devices)
-        count = len(signatures) + self._others
-        settled = asking.settle(alike, lambda trial: decide.settle(trial, crowd, count))
+            if trial.number in kinds:
+                alike.setdefault(kinds[trial.number], []).append(trial)
+        crowd = len(kinds) > len(self._devices)
+        count = len(kinds) + self._others
+
+        def asks(trial: TrialSpec, crowd: bool = crowd) -> Question:
+            return self._question(ways[kinds[trial.number]], trial, crowd, count)
+
+        settled = asking.settle(alike, asks)
+        if odd := self._staleness.odd(settled):
+            ways.update(dict.fromkeys(odd, ALIKE))
+            settled |= asking.settle({kind: alike[kind] for kind in odd}, asks)
         gang = max((found.gang for found in settled.values()), default=1)
-        share = crowd or len(signatures) * gang > len(self._devices)
+        share = crowd or len(kinds) * gang > len(self._devices)
         active = decide.active(settled.values()) if share else 1
         if active == 1:  # what was settled for several at a time may do better alone
             again = {s: alike[s] for s, found in settled.items() if found.active > 1}
             settled |= asking.settle(again, lambda trial: decide.settle(trial, False, count))
         elif len(settled) > 1 and gang == 1:
-            present = [signatures[t.number] for t in trials if signatures.get(t.number) in settled]
+            present = [kinds[t.number] for t in trials if kinds.get(t.number) in settled]
             settled, active = decide.mix(settled, present[:: len(self._devices)], active)
         self._take_idle(settled.values())
         able = [trial for trial in trials if trial.number not in asking.failures]
-        found = [(trial, settled[signatures[trial.number]]) for trial in able]
+        found = [(trial, settled[kinds[trial.number]]) for trial in able]
         planned = self._collect(found, active, asking.failures)
+        self._staleness.add(planned.plan.jobs)
         if not described.arrays:
             return planned
         jobs = self._fusing.places(
@@ -141,6 +160,42 @@ class Planner:
         plan = replace(planned.plan, jobs=jobs, notes=notes)
         layouts = {**planned.layouts, **self._fusing.layouts}
         return replace(planned, plan=plan, layouts={j.trial: layouts[j.trial] for j in jobs})
+
+    def _kinds(
+        self, trials: Sequence[TrialSpec], signatures: Mapping[int, str]
+    ) -> tuple[dict[int, str], dict[str, Way]]:
+        """By trial what tells those that are settled alike, and by that how they are."""
+        found = {t.number: self._staleness.way_of(t) for t in trials if t.number in signatures}
+        kinds = {
+            n: signatures[n] if way == OPEN else f"{signatures[n]} {way}"
+            for n, way in found.items()
+        }
+        return kinds, {kinds[number]: way for number, way in found.items()}
+
+    def _deciding_of(self, way: Way) -> Deciding:
+        """Who decides for trials that train so."""
+        if way not in self._decidings:
+            recipe = self._recipe if way.may_be_stale else replace(self._recipe, stale=None)
+            technique = way.technique or self._technique
+            self._decidings[way] = self._decide(recipe=recipe, technique=technique)
+        return self._decidings[way]
+
+    def _question(self, way: Way, trial: TrialSpec, crowd: bool, count: int) -> Question:
+        """What is measured of a trial that trains so, or as the others do if it can.
+
+        Raises:
+            PlanError: it fits in no way, or cannot go on as it began.
+        """
+        why = way.why
+        try:
+            early(way.technique, self._recipe, (*self._devices, *self._idle))
+            settled = yield from self._deciding_of(way).settle(trial, crowd, count)
+        except PlanError as error:
+            if not way.falls_back:
+                raise
+            why = f"it cannot train with stale weights as the other trials do: {error}"
+            settled = yield from self._deciding_of(ALIKE).settle(trial, crowd, count)
+        return replace(settled, why=(*settled.why, why)) if why else settled
 
     def _take_idle(self, settled: Iterable[Settled]) -> None:
         """The devices that would idle are the plan's where a pipeline is over them, or nobody's.

@@ -26,7 +26,7 @@ Found = tuple[Measured, Staged]
 def may_spill(asked: Pipelined) -> bool:
     """Whether stages may be spilled that were asked for without a word about that."""
     is_open = asked.cuts is None and not asked.is_spilled
-    return is_open and asked.width == 1 and asked.schedule in SPILLING
+    return is_open and asked.width == 1 and asked.known_schedule in SPILLING
 
 
 def best_on_paper(

@@ -79,7 +79,7 @@ def merge(recorded: StudyRecord, progress: Progress, asked: StudyRecord) -> Merg
         asked,
         trials=recorded.trials + new,
         additions=recorded.additions,
-        recipe=recorded.recipe if is_same_recipe else asked.recipe,
+        recipe=recorded.recipe.allowing(asked.recipe) if is_same_recipe else asked.recipe,
     )
     ended = tuple(_ended(recorded.trials, progress, longer, may_retry=not is_same_recipe))
     return Merged(
@@ -169,8 +169,10 @@ def _more_trials(new: tuple[TrialRecord, ...]) -> Iterable[str]:
 
 def _changes(recorded: StudyRecord, merged: StudyRecord, longer: tuple[int, ...]) -> Iterable[str]:
     """A sentence for each difference that is accepted."""
-    if merged.recipe is not recorded.recipe:
+    if not merged.recipe.is_same(recorded.recipe):
         yield "another recipe: no trial had a step of the one before."
+    else:
+        yield from _other_permissions(recorded, merged)
     if merged.space != recorded.space:
         yield f"the space is {merged.space}; it was {recorded.space}."
     if merged.length != recorded.length:
@@ -194,6 +196,18 @@ def _changes(recorded: StudyRecord, merged: StudyRecord, longer: tuple[int, ...]
             "its hyperparameters, and keeps it."
         )
     yield from _checkpoint_changes(recorded, merged)
+
+
+def _other_permissions(recorded: StudyRecord, merged: StudyRecord) -> Iterable[str]:
+    """What the recipe allows now and did not, or the other way round."""
+    was, now = recorded.recipe.allows(), merged.recipe.allows()
+    for name in sorted(was.keys() | now.keys()):
+        if was.get(name) != now.get(name):
+            before, after = (allowed.get(name, "(default)") for allowed in (was, now))
+            yield (
+                f"Recipe({name}={after}); it was {before}: trials that have begun go on as they "
+                "began."
+            )
 
 
 def _how_often(record: StudyRecord) -> str:

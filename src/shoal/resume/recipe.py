@@ -13,6 +13,10 @@ from shoal.resume.home import Home
 from shoal.resume.walk import Walk
 from shoal.resume.words import is_plain
 
+PERMISSIONS = frozenset(("splittable", "stale"))
+"""Fields of a recipe that allow something, and change no bit by themselves: what a trial made of
+them is in its numerics key. They are on record, and another value is no other recipe."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeRecord:
@@ -31,9 +35,22 @@ class RecipeRecord:
         """Whether both mean one recipe, though other Pythons may have written them."""
         if self.digest == other.digest:
             return True
-        if self.fields != other.fields or self.sources.keys() != other.sources.keys():
+        if self._computes() != other._computes() or self.sources.keys() != other.sources.keys():
             return False
         return all(is_same(text, other.sources[name]) for name, text in self.sources.items())
+
+    def allows(self) -> dict[str, str]:
+        """What it says of the permissions; one that is left out is the default."""
+        return {name: text for name, text in self.fields.items() if name in PERMISSIONS}
+
+    def allowing(self, other: RecipeRecord) -> RecipeRecord:
+        """The same recipe with the permissions of another record of it."""
+        if self.allows() == other.allows():
+            return self
+        return record_of({**self._computes(), **other.allows()}, self.sources)
+
+    def _computes(self) -> dict[str, str]:
+        return {name: text for name, text in self.fields.items() if name not in PERMISSIONS}
 
 
 def describe_recipe(recipe: Any) -> RecipeRecord:
@@ -44,10 +61,11 @@ def describe_recipe(recipe: Any) -> RecipeRecord:
     """
     values = {f.name: getattr(recipe, f.name) for f in fields(recipe)}
     values = {f.name: values[f.name] for f in fields(recipe) if not _is_default(f, values[f.name])}
+    allows = {name: repr(values.pop(name)) for name in sorted(PERMISSIONS & values.keys())}
     walk = Walk(Home.of(values.values()))
     described = {name: walk.describe(value) for name, value in values.items()}
     walk.follow_all()
-    return record_of(described, walk.sources)
+    return record_of(described | allows, walk.sources)
 
 
 def _is_default(field: Field[Any], value: Any) -> bool:

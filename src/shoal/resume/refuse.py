@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from shoal.core.errors import SpecError
 from shoal.core.spec import Scalar
 from shoal.resume.code import is_same
-from shoal.resume.recipe import RecipeRecord
+from shoal.resume.recipe import PERMISSIONS, RecipeRecord
 from shoal.resume.record import StudyRecord, TrialRecord
 from shoal.resume.words import list_some
 from shoal.search.parameters import first_difference
@@ -197,6 +197,8 @@ def _differences(old: RecipeRecord, now: RecipeRecord) -> tuple[list[str], list[
     for name in names:
         lines += _diff(old.sources.get(name, ""), now.sources.get(name, ""))
     for name in _changed(old.fields, now.fields):
+        if name in PERMISSIONS:
+            continue
         before, after = (record.fields.get(name, "(default)") for record in (old, now))
         lines += [f"-{name}={before}", f"+{name}={after}"]
         names.append(f"Recipe({name}=...)")

@@ -109,8 +109,6 @@ class GangSeat(ABC):
         left: Its part is in the region, and its memory on the device is free.
     """
 
-    what = "member"
-
     def __init__(
         self,
         session: GangSession,
@@ -132,6 +130,11 @@ class GangSeat(ABC):
         self._has_counted = False  # a step's allocations, in this lease
         self._script = self._lead() if stage == 0 else self._follow()
         self._waiting: Waiting = None
+
+    @property
+    @abstractmethod
+    def called(self) -> str:
+        """What errors call it."""
 
     # -- for the device's loop --------------------------------------------------------------
 
@@ -254,7 +257,7 @@ class GangSeat(ABC):
             self._hands.room()
         except CapacityError as error:
             outgrown = CapacityError(
-                f"{self.what} {self.stage} of trial {self.trial} took {format_bytes(Bytes(peak))} "
+                f"{self.called} of trial {self.trial} took {format_bytes(Bytes(peak))} "
                 f"on {self.device.spec.name}, {format_bytes(Bytes(planned))} were reserved for "
                 f"it, and there is no room for the rest: {error} Where batches differ in size, "
                 "let the first one be the largest: it is the one that is measured."

@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from shoal.core.errors import CapacityError
@@ -537,7 +538,8 @@ class Seat(Generic[T]):
             for micro in task.micros.values():
                 tensors += micro.tensors()
                 tensors += tensors_of(micro.batch)
-        storages = [tensor.untyped_storage() for tensor in tensors]
+        dense = (tensor for tensor in tensors if tensor.layout is torch.strided)
+        storages = [tensor.untyped_storage() for tensor in dense]
         storages += [storage for saved in self._saved.values() for storage in saved.alive()]
         found = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in elsewhere}
         return Bytes(held + sum(found.values()))

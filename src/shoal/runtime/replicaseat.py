@@ -66,7 +66,11 @@ class ReplicaSeat(GangSeat):
     """A replica's place on a device for the time of a lease: see ``GangSeat``."""
 
     session: ReplicaSession
-    what = "replica"
+
+    @property
+    def called(self) -> str:
+        """Its number."""
+        return f"replica {self.stage}"
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

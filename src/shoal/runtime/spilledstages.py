@@ -122,7 +122,7 @@ class SpilledStage:
         look_at_draws(session, self._chain, session.job.shards[0].layers[1])
         session.refuse_mixed_draws()
         return Pipeline(
-            schedule=technique.schedule,
+            schedule=technique.known_schedule,
             stages=session.stages,
             groups=groups,
             recompute=bool(technique.recompute),
@@ -149,7 +149,7 @@ class SpilledStage:
         """This stage's part of a validation batch; of the first stage its batch too."""
         session, technique = self._session, self._session.technique
         session.model.eval()
-        one = Pipeline(schedule=technique.schedule, stages=session.stages, groups=(1,))
+        one = Pipeline(schedule=technique.known_schedule, stages=session.stages, groups=(1,))
         batches = {} if batch is None else {0: batch}
         return Task(self._list(self._spilled(one).evaluation()), "evaluation", batches=batches)
 

@@ -212,7 +212,7 @@ class Stage:
         look_at_draws(session, self._chain, first)
         session.refuse_mixed_draws()
         return Pipeline(
-            schedule=technique.schedule,
+            schedule=technique.known_schedule,
             stages=session.stages,
             groups=groups,
             recompute=bool(technique.recompute),

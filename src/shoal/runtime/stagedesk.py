@@ -22,6 +22,7 @@ from shoal.core.units import Bytes
 from shoal.memory.store import Region
 from shoal.pipeline.links import Links
 from shoal.pipeline.packing import Packer
+from shoal.pipeline.wide import called
 from shoal.rng import capture_rng
 from shoal.runtime import checkpoint
 from shoal.runtime.gangs import GangSession
@@ -111,6 +112,7 @@ class StageDesk:
             Packer(dict(session.model.named_parameters())),
             self._device.notify,
             where,
+            functools.partial(_called, grant.job),
         )
         try:
             seat = self._made(grant, session, region, links)
@@ -273,3 +275,10 @@ class StageDesk:
         self._reports.send_events()  # whoever finds the generation has heard of its step
         session.rng = capture_rng(self._device.torch_device)  # where nobody was waited for
         self._saver.save(functools.partial(checkpoint.content, session, copy=True))
+
+
+def _called(job: Job, peer: int) -> str:
+    """What errors call another member of a trial's gang."""
+    if isinstance(job.technique, Pipelined):
+        return called(peer, job.parts, job.technique.width)
+    return f"replica {peer}"

@@ -26,7 +26,7 @@ from shoal.pipeline.packing import Packer
 from shoal.pipeline.schedule import Pipeline
 from shoal.pipeline.stage import Compute
 from shoal.pipeline.validate import validation
-from shoal.pipeline.wide import mean_in_order
+from shoal.pipeline.wide import called, mean_in_order
 from shoal.program.costs import unit_seconds
 from shoal.program.ir import Action, Op, Program
 from shoal.program.needs import message_kind
@@ -72,7 +72,6 @@ class StageSeat(GangSeat):
     """A stage's place on a device for the time of a lease: see ``GangSeat``."""
 
     session: PipelineSession
-    what = "stage"
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -93,6 +92,11 @@ class StageSeat(GangSeat):
     def _place(self) -> tuple[int, int]:
         """Which copy of the pipeline this is of, and which stage of it."""
         return divmod(self.stage, self.session.stages)
+
+    @property
+    def called(self) -> str:
+        """Its stage, and of several copies which one."""
+        return called(self.stage, self.session.stages, self.session.technique.width)
 
     @property
     def _first_copy(self) -> range:

@@ -49,7 +49,13 @@ def test_the_same_key_how_it_was_cut_and_new_trials_are_no_change():
     refuse_numerics([])
 
 
-@pytest.mark.parametrize("name", ["copies", "replicas", "weights", "micro_batches"])
+NAMES = (
+    *("copies", "replicas", "weights", "micro_batches"),
+    *("use_cache", "loss_rows", "compiled modules"),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_what_only_one_of_the_keys_says_is_another_one_too(name):
     """A trial in copies of a pipeline, say, does not go on alone unasked."""
     alone, other = {"accumulate": 4}, {"accumulate": 4, name: 8}

@@ -324,3 +324,16 @@ def test_lists_that_follow_each_other_form_one_chain(make_recipe):
     chain = pilot(model, make_recipe(model), batch, CPU).chain
 
     assert chain.layer_names[1:-1] == ("one.0", "one.1", "two.0", "two.1")
+
+
+def test_a_model_with_sparse_gradients_is_named_and_not_cut(make_recipe):
+    model = nn.Sequential(nn.Embedding(10, 8, sparse=True), nn.Linear(8, 8), nn.Linear(8, 3))
+    batch = torch.randint(10, (4,)), torch.randint(3, (4,))
+    recipe = make_recipe(model, lambda output, batch: F.cross_entropy(output, batch[1]))
+
+    report = pilot(model, recipe, batch, CPU)
+
+    assert report.chain is None
+    assert "the gradient of '0.weight' is sparse" in report.notes[0]
+    assert "sparse=False" in report.notes[0]
+    assert all(parameter.grad is None for parameter in model.parameters())

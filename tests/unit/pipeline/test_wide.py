@@ -10,6 +10,7 @@ from shoal.core.technique import Pipelined
 from shoal.pipeline.check import check_pipeline
 from shoal.pipeline.schedule import Pipeline
 from shoal.pipeline.sums import InOrder, Sum
+from shoal.pipeline.wide import called
 from shoal.program.ir import parse_program
 from shoal.testing import same_bits
 
@@ -123,3 +124,8 @@ def test_nothing_is_added_to_nothing():
 def test_a_width_that_cannot_be_is_refused_with_the_numbers(options, words):
     with pytest.raises(SpecError, match=words):
         Pipelined(**options)
+
+
+def test_errors_call_a_device_by_its_stage_and_of_several_copies_by_its_copy():
+    assert [called(device, 2, 1) for device in range(2)] == ["stage 0", "stage 1"]
+    assert called(3, 2, 2) == "stage 1 of copy 1"

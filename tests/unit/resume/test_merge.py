@@ -285,6 +285,26 @@ def test_another_recipe_is_accepted_while_nothing_is_trained() -> None:
     assert merged.record.recipe == OTHER
 
 
+def test_what_the_recipe_only_allows_may_change_while_trials_train() -> None:
+    allows = record_of({**RECIPE.fields, "stale": "Stale(efficiency=0.8)"}, RECIPE.sources)
+    before, after = study(points(1)), study(points(1), recipe=allows)
+
+    merged = merge(before, {0: RUNNING}, after)
+
+    assert merged.continued == (0,)
+    assert merged.record.recipe == allows
+    assert merged.changes == (
+        "Recipe(stale=Stale(efficiency=0.8)); it was (default): trials that have begun go on as "
+        "they began.",
+    )
+    back = merge(merged.record, {0: RUNNING}, before)
+    assert back.record.recipe == RECIPE
+    other = record_of({**allows.fields, "accumulate": "7"}, RECIPE.sources)
+    said = refusal(before, {0: RUNNING}, study(points(1), recipe=other))
+    assert "Recipe(accumulate=...)" in said
+    assert "stale" not in said
+
+
 def test_trials_added_by_hand_are_kept_though_nobody_asks() -> None:
     recorded = with_clone(with_points(study(points(2)), points(3), 1), 0, {"lr": 9.0}, warm=True)
 
