@@ -18,11 +18,13 @@ import torch
 import traps
 from pipelining import decay
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
 from shoal.recipe import Recipe
 from shoal.runtime.pipelined import without_versions
+from shoal.runtime.session import Session
 from shoal.runtime.spilledstages import SpilledStage
 from shoal.runtime.stage import Stage
 from shoal.testing import assert_same, plain_2bw_loop, plain_loop
@@ -155,6 +157,14 @@ def wide(hp):
     for _ in range(6):
         layers += [nn.Linear(96, 96), nn.GELU()]
     return nn.Sequential(*layers, nn.Linear(96, 3))
+
+
+def noisy(hp):
+    """Weights of 6 MiB, and dropout in every block."""
+    layers: list[nn.Module] = [nn.Linear(12, 512)]
+    for _ in range(6):
+        layers += [nn.Linear(512, 512), nn.GELU(), nn.Dropout(0.1)]
+    return nn.Sequential(*layers, nn.Linear(512, 3))
 
 
 def large() -> Recipe:
@@ -319,3 +329,38 @@ def numerics(report) -> list[dict[str, Any]]:
 def rows(report) -> list[Any]:
     """What the record says of each trial."""
     return list(Snapshot.of(read_outline(report.directory)).trials)
+
+
+# ------------------------------------------------------------------ memory of the device
+
+
+def bytes_held(session: Session) -> int:
+    """What a session refers to outside of its host region: parameters, buffers, state."""
+    binding = getattr(session, "binding", None)
+    if binding is None:
+        return 0
+    tensors = [*session.model.buffers()]
+    tensors += [t for p in session.model.parameters() for t in (p.data, p.grad) if t is not None]
+    tensors += pytree.tree_leaves(list(session.optimizer.state.values()))
+    for placed in [*binding._bound.values(), *(one for one, _ in binding._settled.values())]:
+        tensors += [placed.param_bytes, placed.state_bytes, *placed.params.values()]
+    storages = {t.untyped_storage() for t in tensors if isinstance(t, torch.Tensor)}
+    home = session.region.bytes.untyped_storage().data_ptr()
+    held = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() != home}
+    return sum(size for size in held.values() if size > 8)  # not a number in the place of each
+
+
+class CountingHolders(Counting):
+    """Refuses to be read where more than one trial refers to memory beside its region."""
+
+    def __iter__(self):
+        gc.collect()
+        sessions = [one for one in gc.get_objects() if isinstance(one, Session)]
+        held = {one.job.trial: bytes_held(one) for one in sessions}
+        if sum(map(bool, held.values())) > 1:
+            raise RuntimeError(f"trials hold these bytes of the device: {held}")
+        yield from even(None)[0]
+
+
+def counting_holders(hp):
+    return CountingHolders(), even(hp)[1]

@@ -9,53 +9,28 @@ import pytest
 import staging
 import traps
 import zoo
-from listening import Heard, Orders
+from listening import Heard
 
 import shoal
 from shoal import Pipelined
-from shoal.control import CloneTrial, StopStudy
+from shoal.control import CloneTrial
 from shoal.core.errors import PlanError
 from shoal.core.event import (
     CheckpointWritten,
     PeakMeasured,
-    StepFinished,
     TrialMoved,
     TrialParked,
     TrialPruned,
-    TrialReplanned,
 )
-from shoal.execution import floor
 from shoal.observe import read_timeline
-from shoal.planning import deciding
 from shoal.runtime.checkpoint import read_state
 from shoal.runtime.pipelined import without_versions
-from shoal.scheduler import leases, placing
+from shoal.scheduler import placing
 from shoal.testing import compare, same_bits
 from shoal.verify import verify_trials
 
 SYNCHRONOUS = ("naive", "gpipe", "flush", "zb-h1")
 LR = {"lr": 1e-2}
-
-
-@pytest.fixture
-def run_staged(run_study):
-    """Run a study in stages, hold all its trials to their loop, and return the report."""
-
-    def run(recipe, technique, space=None, *, devices=None, options=None, **loop):
-        heard = Heard()
-        loop = loop or {"epochs": 2}
-        report = run_study(
-            recipe,
-            space or LR,
-            technique=technique,
-            devices=devices or technique.stages,
-            **{"callbacks": [heard], **loop, **(options or {})},
-        )
-        staging.assert_staged(report, recipe, technique, **loop)
-        assert not heard.of(TrialReplanned)
-        return report
-
-    return run
 
 
 # -- schedules ----------------------------------------------------------------------------
@@ -208,15 +183,6 @@ def test_evaluations_and_ends_fall_anywhere(schedule, loop, run_staged):
 
 
 @pytest.fixture
-def impatient(monkeypatch):
-    """Leases of a step, one trial on a device at a time; it leaves as soon as another waits."""
-    monkeypatch.setattr(floor, "LEASE_S", 1e-3)
-    monkeypatch.setattr(floor, "STEADY_S", 0.0)
-    monkeypatch.setattr(leases, "should_leave", lambda roster, *args: bool(roster.waiting))
-    monkeypatch.setattr(deciding, "MOST_ACTIVE", 1)
-
-
-@pytest.fixture
 def restless(impatient, monkeypatch):
     """A trial comes back to other devices than it left, or to the same ones in another order."""
 
@@ -339,39 +305,6 @@ def test_a_later_batch_that_cannot_be_cut_fails_its_trial_alone(run_study):
 
 
 # -- interrupted --------------------------------------------------------------------------
-
-
-@pytest.fixture
-def interrupted(tmp_path, warm_workers, monkeypatch):
-    """Run a study, stop it after a step of trial 0, and run it again otherwise."""
-
-    def run(recipe, technique, then, *, devices=3, step=5, again=None, **options):
-        orders, heard = Orders(tmp_path / "k", monkeypatch), Heard()
-        space = options.pop("space", LR)
-        settings = {"epochs": 6, "checkpoint_every": 60, **options}
-        shown = {"progress": False, "timeline": False, "workers": warm_workers}
-        orders.at(after_step(step), StopStudy(), "stop")
-        for how, callback in ((technique, orders), (then, heard)):
-            study = shoal.Study("k", recipe, space=space, directory=tmp_path, **settings)
-            hardware = shoal.Hardware.virtual(devices=devices, memory="64MiB")
-            more = (again or {}) if callback is heard else {}
-            told = {**shown, **more, "callbacks": [callback], "technique": how}
-            report = study.run(hardware=hardware, **told)
-            if callback is orders:
-                orders.join()
-                assert report.stopped
-                assert 0 < saved_step(report) < 2 * settings["epochs"]
-        return report
-
-    return run
-
-
-def after_step(step):
-    return lambda event: isinstance(event, StepFinished) and event.step >= step
-
-
-def saved_step(report):
-    return report.trials[0].load_state()["step"]
 
 
 RESUMES = [

@@ -1,46 +1,127 @@
-"""Models with sparse gradients train whole; what would have to cut them says so by name."""
+"""A model with sparse gradients trains resident, to the plain loop's bits; all else refuses it."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
-from torch.nn import functional as F
 
 import shoal
-from shoal import Pipelined
-from shoal.core.errors import PlanError
+from shoal.core.errors import PlanError, SpecError
+from shoal.recipe import Recipe
+
+LR = shoal.grid(lr=[0.01, 0.003])
 
 
-def model(hp):
-    return nn.Sequential(nn.Embedding(10, 8, sparse=True), nn.Linear(8, 8), nn.Linear(8, 3))
+class Bag(nn.Module):
+    """Two tables of which a batch reads a few rows, and one that none reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(64, 8, sparse=True)
+        self.bags = nn.EmbeddingBag(32, 8, sparse=True, mode="sum")
+        self.unread = nn.Embedding(16, 8, sparse=True)
+
+    def forward(self, x):
+        return self.words(x).mean(1) + self.bags(x % 32)
+
+
+class Dense(nn.Module):
+    """The same with layers after it, whose gradients are dense."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.layers = Bag(), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        x = self.table(x)
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+def bag(hp):
+    return Bag()
+
+
+def dense(hp):
+    return Dense()
 
 
 def data(hp):
-    generator = torch.Generator().manual_seed(0)
-    words = torch.randint(10, (8, 4), generator=generator)
-    kinds = torch.randint(3, (8, 4), generator=generator)
-    return list(zip(words, kinds, strict=True)), None
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda high, *size: torch.randint(high, size, generator=generator)  # noqa: E731
+    return [(draw(64, 4, 5), draw(8, 4)) for _ in range(6)], [(draw(64, 4, 5), draw(8, 4))]
 
 
 def loss(output, batch):
     return F.cross_entropy(output, batch[1])
 
 
+def sparse_adam(named_parameters, hp):
+    return torch.optim.SparseAdam([p for _, p in named_parameters], lr=hp["lr"])
+
+
 def sgd(named_parameters, hp):
-    return torch.optim.SGD([parameter for _, parameter in named_parameters], lr=hp["lr"])
+    return torch.optim.SGD([p for _, p in named_parameters], lr=hp["lr"])
 
 
-RECIPE = shoal.Recipe(model=model, data=data, loss=loss, optimizer=sgd, accumulate=4)
+def recipe_of(model, optimizer, **changes):
+    return Recipe(model=model, data=data, loss=loss, optimizer=optimizer, **changes)
 
 
-def test_a_model_with_sparse_gradients_trains_as_alone(run_study, assert_alone):
-    report = run_study(RECIPE, {"lr": 0.1}, steps=4)
-    assert_alone(report, report.trials, RECIPE, steps=4)
+@pytest.mark.parametrize(
+    ("model", "optimizer", "accumulate"),
+    [(bag, sparse_adam, 1), (bag, sparse_adam, 2), (dense, sgd, 2)],
+)
+@pytest.mark.parametrize("technique", ["resident", None])
+def test_resident_it_trains_to_the_plain_loops_bits(
+    model, optimizer, accumulate, technique, run_study, assert_alone
+):
+    recipe = recipe_of(model, optimizer, accumulate=accumulate)
+    report = run_study(recipe, LR, technique=technique, steps=6, eval_every=3)
+    assert_alone(report, report.trials, recipe, steps=6, eval_every=3)
 
 
-@pytest.mark.parametrize("width", [1, 2])
-def test_its_gradient_is_named_where_stages_or_copies_are_asked_for(width, run_study):
-    technique = Pipelined(stages=2, width=width)
-    with pytest.raises(PlanError, match=r"the gradient of '0.weight' is sparse.*sparse=False"):
-        run_study(RECIPE, {"lr": 0.1}, technique=technique, devices=2 * width, steps=4)
+@pytest.mark.parametrize(
+    ("technique", "devices"),
+    [
+        (shoal.Spilled(shards=2), 1),
+        (shoal.Pipelined(stages=2), 2),
+        (shoal.Pipelined(stages=2, shards=4), 2),
+        (shoal.Pipelined(stages=2, width=2), 4),
+    ],
+    ids=str,
+)
+def test_a_model_with_sparse_gradients_is_not_cut(technique, devices, run_study):
+    recipe = recipe_of(dense, sgd, accumulate=2)
+    with pytest.raises(PlanError, match=r"gradient of 'table.\w+.weight' is sparse, and what is"):
+        run_study(recipe, LR, technique=technique, devices=devices, steps=2)
+
+
+def test_where_it_does_not_fit_the_words_say_why_it_is_not_spilled(run_study):
+    recipe = recipe_of(dense, sgd)
+    with pytest.raises(PlanError, match=r"is sparse, and what is cut"):
+        run_study(recipe, LR, memory="6KiB", steps=2)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_replicas_refuse_it(shard, run_study):
+    recipe = recipe_of(dense, sgd, splittable=True)
+    technique = shoal.DataParallel(width=2, shard=shard)
+    with pytest.raises(PlanError, match="is sparse, and replicas do not add those up"):
+        run_study(recipe, LR, technique=technique, devices=2, steps=2)
+
+
+@pytest.mark.parametrize("model", [bag, dense])
+def test_arrays_leave_it_to_train_alone(model, run_study, assert_alone):
+    recipe = recipe_of(model, sparse_adam if model is bag else sgd)
+    report = run_study(recipe, LR, fuse=2, steps=4)
+    assert_alone(report, report.trials, recipe, steps=4)
+
+
+def test_clipping_asks_for_a_norm_that_torch_does_not_take(run_study):
+    recipe = recipe_of(dense, sgd, clip_grad_norm=1.0)
+    with pytest.raises(SpecError, match=r"that of 'table.words.weight' is sparse, of which torch"):
+        run_study(recipe, LR, steps=2)

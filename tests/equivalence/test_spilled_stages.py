@@ -11,24 +11,18 @@ import staging
 import traps
 import unlucky
 import zoo
-from listening import Heard, Orders
+from listening import Heard
 
 import shoal
 from shoal import Pipelined
-from shoal.control import StopStudy
 from shoal.core.errors import PlanError
 from shoal.core.event import (
     PeakMeasured,
-    StepFinished,
     TrialParked,
-    TrialReplanned,
 )
-from shoal.execution import floor
 from shoal.observe import read_timeline
-from shoal.planning import deciding
 from shoal.recipe import Recipe
 from shoal.runtime.checkpoint import read_state
-from shoal.scheduler import leases
 from shoal.testing import compare
 from shoal.verify import verify_trials
 
@@ -36,30 +30,9 @@ LR = {"lr": 1e-2}
 SCHEDULES = ("naive", "gpipe", "flush")
 
 
-@pytest.fixture
-def run_spilled(run_study):
-    """Run a study in spilled stages, hold all its trials to their loop; the report."""
-
-    def run(recipe, technique, space=None, *, devices=None, options=None, **loop):
-        heard = Heard()
-        loop = loop or {"epochs": 2}
-        report = run_study(
-            recipe,
-            space or LR,
-            technique=technique,
-            devices=devices or technique.stages,
-            **{"callbacks": [heard], **loop, **(options or {})},
-        )
-        staging.assert_staged(report, recipe, technique, **loop)
-        assert not heard.of(TrialReplanned)
-        return report
-
-    return run
-
-
 @pytest.mark.parametrize("keep", [None, (0,)])
-def test_what_stays_is_there_when_the_first_batch_is_looked_at(keep, run_spilled):
-    run_spilled(unlucky.probability(), Pipelined(stages=2, shards=4, optimizer="host", keep=keep))
+def test_what_stays_is_there_when_the_first_batch_is_looked_at(keep, run_staged):
+    run_staged(unlucky.probability(), Pipelined(stages=2, shards=4, optimizer="host", keep=keep))
 
 
 @pytest.mark.parametrize(
@@ -70,8 +43,8 @@ def test_what_stays_is_there_when_the_first_batch_is_looked_at(keep, run_spilled
     ],
     ids=["whole", "spilled"],
 )
-def test_a_new_size_in_mid_step_is_no_write_to_what_forwards_saved(technique, run_spilled):
-    run_spilled(unlucky.uneven(), technique)
+def test_a_new_size_in_mid_step_is_no_write_to_what_forwards_saved(technique, run_staged):
+    run_staged(unlucky.uneven(), technique)
 
 
 # -- schedules ----------------------------------------------------------------------------
@@ -92,13 +65,13 @@ def settings():
 
 @pytest.mark.parametrize(("stages", "schedule", "place", "clips"), list(settings()))
 def test_dropout_clipping_a_falling_rate_and_validation(
-    stages, schedule, place, clips, run_spilled
+    stages, schedule, place, clips, run_staged
 ):
     recipe = staging.rich(clip_grad_norm=0.01 if clips else None)
     technique = Pipelined(
         stages=stages, schedule=schedule, shards=6, optimizer=place, keep=(), lookahead=1
     )
-    run_spilled(recipe, technique)
+    run_staged(recipe, technique)
 
 
 HOW = [
@@ -120,8 +93,8 @@ HOW = [pytest.param(t, marks=() if n in QUICK else pytest.mark.full) for n, t in
 
 
 @pytest.mark.parametrize("technique", HOW, ids=str)
-def test_what_stays_and_what_comes_ahead_changes_no_bit(technique, run_spilled):
-    run_spilled(staging.rich(), technique)
+def test_what_stays_and_what_comes_ahead_changes_no_bit(technique, run_staged):
+    run_staged(staging.rich(), technique)
 
 
 @pytest.mark.parametrize("poison", [True])
@@ -164,11 +137,11 @@ def models():
 
 
 @pytest.mark.parametrize(("model", "schedule", "place"), list(models()))
-def test_models_that_break_a_careless_engine(model, schedule, place, run_spilled):
+def test_models_that_break_a_careless_engine(model, schedule, place, run_staged):
     """Batches of two sizes; an epoch's last step is short."""
     recipe = staging.trap(model, clip_grad_norm=0.01)
     technique = Pipelined(stages=2, shards=4, schedule=schedule, optimizer=place, keep=())
-    run_spilled(recipe, technique)
+    run_staged(recipe, technique)
 
 
 @pytest.mark.parametrize(
@@ -184,12 +157,12 @@ def test_models_that_break_a_careless_engine(model, schedule, place, run_spilled
     ],
 )
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
-def test_the_zoo(model, stages, schedule, place, precision, run_spilled):
+def test_the_zoo(model, stages, schedule, place, precision, run_staged):
     """Tied weights on two devices, BatchNorm's statistics, masks that all shards read."""
     recipe = zoo.recipe(clip=0.1, accumulate=3, schedule=True, precision=precision)
     space = {**LR, "model": model, "optimizer": "adamw"}
     technique = Pipelined(stages=stages, shards=4, schedule=schedule, optimizer=place)
-    run_spilled(recipe, technique, space)
+    run_staged(recipe, technique, space)
 
 
 @pytest.mark.parametrize(
@@ -203,10 +176,10 @@ def test_the_zoo(model, stages, schedule, place, precision, run_spilled):
         pytest.param("device", (0, 1, 2), marks=pytest.mark.full),
     ],
 )
-def test_tied_weights_whose_owner_stays_or_travels(place, keep, run_spilled):
+def test_tied_weights_whose_owner_stays_or_travels(place, keep, run_staged):
     recipe = Recipe(model=pitfalls.build, data=pitfalls.data, loss=pitfalls.loss, accumulate=2)
     technique = Pipelined(stages=2, shards=4, optimizer=place, keep=keep)
-    run_spilled(recipe, technique, shoal.grid(kind=["Tied"], lr=[0.01]), steps=6)
+    run_staged(recipe, technique, shoal.grid(kind=["Tied"], lr=[0.01]), steps=6)
 
 
 @pytest.mark.parametrize(
@@ -218,10 +191,10 @@ def test_tied_weights_whose_owner_stays_or_travels(place, keep, run_spilled):
         pytest.param("CountsLate", "gpipe", marks=pytest.mark.full),
     ],
 )
-def test_what_pipelines_got_wrong_once(kind, schedule, run_spilled):
+def test_what_pipelines_got_wrong_once(kind, schedule, run_staged):
     recipe = Recipe(model=pitfalls.build, data=pitfalls.data, loss=pitfalls.loss, accumulate=2)
     technique = Pipelined(stages=2, shards=4, schedule=schedule, optimizer="host", keep=())
-    run_spilled(recipe, technique, shoal.grid(kind=[kind], lr=[0.01]), steps=6)
+    run_staged(recipe, technique, shoal.grid(kind=[kind], lr=[0.01]), steps=6)
 
 
 @pytest.mark.parametrize(
@@ -232,46 +205,37 @@ def test_what_pipelines_got_wrong_once(kind, schedule, run_spilled):
         pytest.param(traps.two_rates, "device", marks=pytest.mark.full),
     ],
 )
-def test_optimizers_with_and_without_a_state(optimizer, place, run_spilled):
+def test_optimizers_with_and_without_a_state(optimizer, place, run_staged):
     limit = None if optimizer is traps.last_layers else 0.01
     recipe = staging.rich(optimizer=optimizer, clip_grad_norm=limit)
-    run_spilled(recipe, Pipelined(stages=2, shards=4, optimizer=place, keep=()))
+    run_staged(recipe, Pipelined(stages=2, shards=4, optimizer=place, keep=()))
 
 
 @pytest.mark.parametrize(
     "data", ["reusing", "shuffled", pytest.param("quiet", marks=pytest.mark.full)]
 )
-def test_sources_of_any_habit(data, run_spilled):
+def test_sources_of_any_habit(data, run_staged):
     recipe = staging.trap(traps.Chain, data=getattr(staging, data))
-    run_spilled(recipe, Pipelined(stages=2, shards=4, schedule="gpipe", optimizer="host"))
+    run_staged(recipe, Pipelined(stages=2, shards=4, schedule="gpipe", optimizer="host"))
 
 
-def test_batches_in_pieces_end_on_the_bits_of_as_many_micro_batches(run_spilled):
+def test_batches_in_pieces_end_on_the_bits_of_as_many_micro_batches(run_staged):
     recipe = staging.rich(2, splittable=True, schedule=None)
     technique = Pipelined(stages=2, shards=5, schedule="gpipe", micro_batches=8, keep=())
-    report = run_spilled(recipe, technique)
+    report = run_staged(recipe, technique)
     assert staging.numerics(report)[0]["micro_batches"] == 8
 
 
 # -- leases -------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def impatient(monkeypatch):
-    """Leases of a step, one trial on a device at a time; it leaves as soon as another waits."""
-    monkeypatch.setattr(floor, "LEASE_S", 1e-3)
-    monkeypatch.setattr(floor, "STEADY_S", 0.0)
-    monkeypatch.setattr(leases, "should_leave", lambda roster, *args: bool(roster.waiting))
-    monkeypatch.setattr(deciding, "MOST_ACTIVE", 1)
-
-
 @pytest.mark.parametrize(
     ("place", "keep"),
     [("host", (1,)), pytest.param("device", (0, 3), marks=pytest.mark.full)],
 )
-def test_trials_that_leave_and_come_back_end_on_the_same_bits(place, keep, run_spilled, impatient):
+def test_trials_that_leave_and_come_back_end_on_the_same_bits(place, keep, run_staged, impatient):
     heard = Heard()
-    run_spilled(
+    run_staged(
         staging.rich(),
         Pipelined(stages=2, shards=5, optimizer=place, keep=keep),
         shoal.grid(lr=[0.01, 0.003, 0.001]),
@@ -297,10 +261,10 @@ def test_every_generation_is_of_one_step(run_study):
         assert found.equal, f"step {step}: {found.first_difference}"
 
 
-def test_two_spilled_pipelines_fill_each_others_bubbles(run_spilled):
+def test_two_spilled_pipelines_fill_each_others_bubbles(run_staged):
     technique = Pipelined(stages=2, shards=6, optimizer="host", keep=())
     space = shoal.grid(lr=[0.01, 0.003])
-    report = run_spilled(staging.rich(), technique, space, options={"timeline": True}, epochs=6)
+    report = run_staged(staging.rich(), technique, space, options={"timeline": True}, epochs=6)
     actions = [a for a in read_timeline(report.directory) if a.stream == "compute"]
     assert {a.stream for a in read_timeline(report.directory)} == {"compute", "up", "down", "host"}
     for device in {action.device for action in actions}:
@@ -325,13 +289,13 @@ def test_two_spilled_pipelines_fill_each_others_bubbles(run_spilled):
     ids=str,
 )
 def test_a_model_whose_stages_fit_no_device_trains_over_two(
-    technique, memory, run_spilled, run_study
+    technique, memory, run_staged, run_study
 ):
     recipe, heard = staging.large(), Heard()
     with pytest.raises(PlanError, match="needs"):
         run_study(recipe, LR, technique=Pipelined(cuts=(7,)), devices=2, memory=memory, epochs=1)
     options = {"memory": memory, "callbacks": [heard], "timeline": True}
-    report = run_spilled(recipe, technique, options=options)
+    report = run_staged(recipe, technique, options=options)
     actions = list(read_timeline(report.directory))
     assert {a.stream for a in actions} >= {"compute", "up", "down"}
     assert {re.match("[A-Z]+", a.action)[0] for a in actions} >= {"LOAD", "STORE", "F", "B"}
@@ -341,28 +305,39 @@ def test_a_model_whose_stages_fit_no_device_trains_over_two(
     assert all(peak.predicted_bytes <= peak.budget_bytes for peak in peaks.values())
 
 
+@pytest.mark.parametrize("schedule", ["flush", pytest.param("gpipe", marks=pytest.mark.full)])
+def test_a_model_that_draws_and_is_larger_than_its_device_is_never_there_as_a_whole(
+    schedule, run_staged
+):
+    """The first stage foretells what all others draw, with a layer of theirs at a time."""
+    heard, recipe = Heard(), staging.rich(model=staging.noisy)
+    weights = sum(p.nbytes for p in staging.noisy(None).parameters())
+    how = {"shards": 8, "lookahead": 0, "keep": (), "keep_gradients": False}
+    technique = Pipelined(stages=2, schedule=schedule, optimizer="host", **how)
+    options = {"memory": "5500KiB", "callbacks": [heard], "timeline": True}
+    run_staged(recipe, technique, options=options)
+    assert weights > 5500 * 2**10
+    for peak in heard.of(PeakMeasured):
+        assert peak.peak_bytes <= peak.predicted_bytes <= peak.budget_bytes
+
+
+@pytest.mark.parametrize(
+    "technique",
+    [
+        Pipelined(stages=2, shards=4, optimizer="host", keep=()),
+        Pipelined(stages=2),
+        Pipelined(stages=2, schedule="2bw"),
+    ],
+    ids=["spilled", "whole", "2bw"],
+)
+def test_the_timeline_says_of_which_step_an_action_is(technique, run_staged):
+    report = run_staged(staging.rich(), technique, options={"timeline": True}, epochs=2)
+    actions = [a for a in read_timeline(report.directory) if a.action.startswith("B ")]
+    assert {a.step for a in actions} == {1, 2, 3, 4}
+    assert len({sum(a.step == step for a in actions) for step in (1, 2, 3, 4)}) == 1
+
+
 # -- interrupted --------------------------------------------------------------------------
-
-
-@pytest.fixture
-def interrupted(tmp_path, warm_workers, monkeypatch):
-    """Run a study, stop it after a few steps of trial 0, and run it again otherwise."""
-
-    def run(recipe, technique, then, **options):
-        orders = Orders(tmp_path / "k", monkeypatch)
-        settings = {"epochs": 6, "checkpoint_every": 60, **options}
-        orders.at(lambda e: isinstance(e, StepFinished) and e.step >= 5, StopStudy(), "stop")
-        for how, callbacks in ((technique, [orders]), (then, [])):
-            study = shoal.Study("k", recipe, space=LR, directory=tmp_path, **settings)
-            hardware = shoal.Hardware.virtual(devices=3, memory="64MiB")
-            shown = {"progress": False, "timeline": False, "workers": warm_workers}
-            report = study.run(hardware=hardware, callbacks=callbacks, technique=how, **shown)
-            if callbacks:
-                orders.join()
-                assert report.stopped
-        return report
-
-    return run
 
 
 SPILLED = Pipelined(stages=2, shards=5, optimizer="host", keep=(1,))
@@ -411,9 +386,9 @@ def test_what_fails_at_a_stage_fails_its_trial_alone(what, run_study):
 
 
 @pytest.mark.full
-def test_a_trial_that_waits_holds_no_memory_of_the_device(run_spilled, impatient):
+def test_a_trial_that_waits_holds_no_memory_of_the_device(run_staged, impatient):
     """The data count the seats that are there, whose memory it is, and refuse more than one."""
-    run_spilled(
+    run_staged(
         staging.rich(data=staging.counting_seats),
         SPILLED,
         shoal.grid(lr=[0.01, 0.003, 0.001]),

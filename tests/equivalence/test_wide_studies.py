@@ -12,13 +12,11 @@ import shoal
 from shoal import Pipelined
 from shoal.control import StopStudy
 from shoal.core.errors import SpecError
-from shoal.core.event import PeakMeasured, StepFinished, TrialMoved, TrialParked, TrialReplanned
-from shoal.execution import floor
+from shoal.core.event import PeakMeasured, StepFinished, TrialMoved, TrialParked
 from shoal.observe import read_timeline
-from shoal.planning import deciding
 from shoal.runtime.checkpoint import read_state
 from shoal.runtime.pipelined import without_versions
-from shoal.scheduler import leases, placing
+from shoal.scheduler import placing
 from shoal.testing import compare, plain_loop
 from shoal.verify import verify_trials
 
@@ -27,30 +25,6 @@ LR = {"lr": 1e-2}
 
 def wide(stages=2, **how):
     return Pipelined(**({"stages": stages, "width": 2} | how))
-
-
-@pytest.fixture
-def run_wide(run_study):
-    """Run a study with copies, hold its trials to their loop, and return the report."""
-
-    def run(recipe, technique, space=None, *, options=None, **loop):
-        heard, loop = Heard(), loop or {"epochs": 2}
-        report = run_study(
-            recipe,
-            space or LR,
-            technique=technique,
-            **{
-                "devices": technique.stages * technique.width,
-                "callbacks": [heard],
-                **loop,
-                **(options or {}),
-            },
-        )
-        staging.assert_staged(report, recipe, technique, **loop)
-        assert not heard.of(TrialReplanned)
-        return report
-
-    return run
 
 
 @pytest.mark.parametrize(
@@ -66,8 +40,8 @@ def run_wide(run_study):
     ],
     ids=str,
 )
-def test_every_schedule_with_dropout_clipping_a_falling_rate_and_validation(technique, run_wide):
-    report = run_wide(staging.rich(), technique)
+def test_every_schedule_with_dropout_clipping_a_falling_rate_and_validation(technique, run_staged):
+    report = run_staged(staging.rich(), technique)
     assert report.trials[0].history
 
 
@@ -81,42 +55,42 @@ def test_every_schedule_with_dropout_clipping_a_falling_rate_and_validation(tech
         ),
     ],
 )
-def test_models_that_break_a_careless_engine(model, schedule, run_wide):
+def test_models_that_break_a_careless_engine(model, schedule, run_staged):
     recipe = staging.trap(model, 4, data=staging.even, clip_grad_norm=0.01)
-    run_wide(recipe, wide(schedule=schedule))
+    run_staged(recipe, wide(schedule=schedule))
 
 
 @pytest.mark.parametrize(
     ("model", "schedule"),
     [("gpt", "2bw"), ("resnet", "flush"), pytest.param("gpt", "zb-h1", marks=pytest.mark.full)],
 )
-def test_ties_and_buffers(model, schedule, run_wide):
+def test_ties_and_buffers(model, schedule, run_staged):
     """Five batches an epoch: with four a step the last step would have one, with five it fits."""
     recipe = zoo.recipe(clip=0.1, accumulate=5, schedule=True)
-    run_wide(recipe, wide(schedule=schedule), {**LR, "model": model, "optimizer": "adamw"})
+    run_staged(recipe, wide(schedule=schedule), {**LR, "model": model, "optimizer": "adamw"})
 
 
 @pytest.mark.parametrize("data", ["reusing", pytest.param("shuffled", marks=pytest.mark.full)])
-def test_sources_of_any_habit(data, run_wide):
+def test_sources_of_any_habit(data, run_staged):
     accumulate = 4 if data == "reusing" else 5
-    run_wide(staging.trap(traps.Chain, accumulate, data=getattr(staging, data)), wide())
+    run_staged(staging.trap(traps.Chain, accumulate, data=getattr(staging, data)), wide())
 
 
-def test_uneven_steps_and_evaluations_anywhere(run_wide):
+def test_uneven_steps_and_evaluations_anywhere(run_staged):
     """Five batches an epoch, three a step: copies take two and one, then one and one."""
-    report = run_wide(staging.trap(), wide(), steps=7, eval_every=2)
+    report = run_staged(staging.trap(), wide(), steps=7, eval_every=2)
     assert len(report.trials[0].history) == 4
 
 
-def test_batches_in_pieces(run_wide):
+def test_batches_in_pieces(run_staged):
     recipe = staging.rich(2, splittable=True)
-    report = run_wide(recipe, wide(schedule="2bw", micro_batches=8))
+    report = run_staged(recipe, wide(schedule="2bw", micro_batches=8))
     assert staging.numerics(report)[0]["copies"] == 2
 
 
-def test_it_is_the_plain_loop_but_for_rounding(run_wide):
+def test_it_is_the_plain_loop_but_for_rounding(run_staged):
     recipe = staging.rich()
-    (trial,) = run_wide(recipe, wide()).trials
+    (trial,) = run_staged(recipe, wide()).trials
     plain = plain_loop(recipe, trial.hp, trial.seed, epochs=2)
     state = trial.load_state()["model"]
     for name, parameter in plain.parameters.items():
@@ -158,15 +132,13 @@ def wander(roster, trial):
 
 
 @pytest.mark.parametrize("schedule", ["flush", pytest.param("2bw", marks=pytest.mark.full)])
-def test_trials_that_leave_and_come_back_end_on_the_same_bits(schedule, run_wide, monkeypatch):
+def test_trials_that_leave_and_come_back_end_on_the_same_bits(
+    schedule, run_staged, impatient, monkeypatch
+):
     """What was stage 0 of copy 0 is another stage of another copy."""
     monkeypatch.setattr(placing, "choose_devices", wander)
-    monkeypatch.setattr(floor, "LEASE_S", 1e-3)
-    monkeypatch.setattr(floor, "STEADY_S", 0.0)
-    monkeypatch.setattr(leases, "should_leave", lambda roster, *args: bool(roster.waiting))
-    monkeypatch.setattr(deciding, "MOST_ACTIVE", 1)
     heard = Heard()
-    run_wide(
+    run_staged(
         staging.rich(),
         wide(schedule=schedule),
         shoal.grid(lr=[0.01, 0.003]),
@@ -209,9 +181,9 @@ def test_an_interrupted_study_goes_on_to_the_same_bits(
 
 
 @pytest.mark.parametrize("schedule", ["2bw", pytest.param("flush", marks=pytest.mark.full)])
-def test_trials_in_copies_share_their_devices(schedule, run_wide):
+def test_trials_in_copies_share_their_devices(schedule, run_staged):
     space = shoal.grid(lr=[0.01, 0.003, 0.001])
-    report = run_wide(staging.rich(), wide(schedule=schedule), space, options={"timeline": True})
+    report = run_staged(staging.rich(), wide(schedule=schedule), space, options={"timeline": True})
     actions = [a for a in read_timeline(report.directory) if a.stream == "compute"]
     assert {a.device for a in actions} == {f"cpu:{number}" for number in range(4)}
     for device in {a.device for a in actions}:
@@ -230,9 +202,9 @@ def test_the_record_says_how_many_copies_there_are_and_verify_repeats_them(sched
         assert verdict.equal, verdict
 
 
-def test_what_was_predicted_is_enough(run_wide):
+def test_what_was_predicted_is_enough(run_staged):
     heard = Heard()
-    run_wide(staging.large(), wide(), options={"callbacks": [heard], "memory": "8MiB"})
+    run_staged(staging.large(), wide(), options={"callbacks": [heard], "memory": "8MiB"})
     peaks = heard.of(PeakMeasured)
     assert {event.device for event in peaks} == {f"cpu:{number}" for number in range(4)}
     assert all(peak.peak_bytes <= peak.predicted_bytes <= peak.budget_bytes for peak in peaks)

@@ -69,7 +69,8 @@ class CudaStream:
         """Enqueue ``work`` behind ``after``. CUDA events are waited for on the device, host
         events by the calling thread: host memory must be ready before a copy is issued.
         ``seconds`` are for emulated devices: ignored."""
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True, blocking=True)  # who waits for it sleeps
         for event in after:
             if isinstance(event, CudaEvent):
                 event.order(self.stream)

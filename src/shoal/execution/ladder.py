@@ -14,18 +14,30 @@ Of a pipeline, forwards run again in the backward, then its stages are spilled; 
 less, load nothing ahead, and have more shards. Of replicas, FSDP2 for DDP.
 
 No rung changes the numerics key: the optimizer steps where it did, micro-batches stay as they
-are, and how many shards there are is placement.
+are, and how many shards there are is placement. Where a step on the host has other bits than one
+on the device, what is not kept on the device with its step would step elsewhere: there all rungs
+keep what was kept, or nothing (``at_its_place``).
 
 A pipeline one of whose devices is gone has ``fewer_stages``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from shoal.core.plan import Job
 from shoal.core.spec import Place, Scalar
-from shoal.core.technique import SPILLING, DataParallel, Pipelined, Resident, Spilled, Technique
+from shoal.core.technique import (
+    SPILLING,
+    DataParallel,
+    Pipelined,
+    Resident,
+    Spilled,
+    Technique,
+    kept_shards,
+    steps_on_host,
+)
 from shoal.spill.generate import Route
 
 LEAST_GROWTH = 1.25
@@ -137,4 +149,66 @@ def same_bits(before: Mapping[str, Scalar], after: Mapping[str, Scalar]) -> bool
     """Whether two numerics keys promise the same bits."""
     return all(
         before.get(name) == after.get(name) for name in (before.keys() | after.keys()) - NO_KEY
+    )
+
+
+def place_matters(numerics: Mapping[str, Scalar]) -> bool:
+    """Whether a step on the host has other bits than one on the device: not on CPUs alone."""
+    return numerics.get("optimizer_place") not in (None, "cpu")
+
+
+def at_its_place(options: Iterable[Technique], job: Job) -> Iterator[Technique]:
+    """Those of the rungs that step every parameter of a job where it steps now."""
+    if not place_matters(job.numerics):
+        yield from options
+        return
+    seen: set[Technique] = set()
+    for option in options:
+        if steps_on_host(option) != steps_on_host(job.technique):
+            continue
+        settled = _keeping_as(option, job)
+        if settled is not None and settled not in seen:
+            seen.add(settled)
+            yield settled
+
+
+def _keeping_as(option: Technique, job: Job) -> Technique | None:
+    """An option that keeps the shards that step on the device; None: it has other shards."""
+    before = job.technique
+    if not steps_on_host(before):
+        return option
+    assert isinstance(option, Spilled | Pipelined)
+    kept, cut = kept_shards(before), (len(job.shards), *_stages_of(before))
+    if kept and (option.shards, *_stages_of(option)) != cut:
+        return None
+    return replace(option, keep=kept)
+
+
+def _stages_of(technique: Technique) -> tuple[object, ...]:
+    return (technique.stages, technique.cuts) if isinstance(technique, Pipelined) else ()
+
+
+def stepped_here(job: Job) -> frozenset[int]:
+    """The layers that a job steps on the device while the others are stepped on the host."""
+    if not steps_on_host(job.technique):
+        return frozenset()
+    kept = [job.shards[shard] for shard in kept_shards(job.technique)]
+    return frozenset(layer for shard in kept for layer in range(*shard.layers))
+
+
+def steps_alike(before: Job, after: Job) -> bool:
+    """Whether every parameter is stepped where it was, as far as that changes bits."""
+    return not place_matters(before.numerics) or stepped_here(before) == stepped_here(after)
+
+
+def nothing_smaller(job: Job) -> str:
+    """The words for that no rung is left."""
+    kept = kept_shards(job.technique)
+    if not (place_matters(job.numerics) and steps_on_host(job.technique) and kept):
+        return "there is nothing smaller to try."
+    named = "+".join(map(str, kept))
+    return (
+        f"of its {len(job.shards)} shards {named} stay on the device and step there, the others "
+        "on the host. That is part of its numerics key, and nothing that needs less leaves it so. "
+        "Train it with keep=(), or with optimizer='device'."
     )

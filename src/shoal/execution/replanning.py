@@ -12,7 +12,17 @@ from shoal.core.plan import Job
 from shoal.core.spec import DeviceSpec, TrialSpec
 from shoal.core.technique import Pipelined, Spilled, Technique
 from shoal.execution.floor import Floor
-from shoal.execution.ladder import MAX_RUNGS, fewer_stages, grow, same_bits, techniques
+from shoal.execution.ladder import (
+    MAX_RUNGS,
+    at_its_place,
+    fewer_stages,
+    grow,
+    nothing_smaller,
+    same_bits,
+    stepped_here,
+    steps_alike,
+    techniques,
+)
 from shoal.execution.trial import TrialRun
 from shoal.planning import Abandoned, Planned, Planner, Receive
 from shoal.runtime.messages import Order
@@ -147,8 +157,8 @@ class Replanning:
         options: Iterable[Technique],
         devices: Sequence[DeviceSpec] | None = None,
     ) -> Planned:
-        refusal: ShoalError = PlanError("there is nothing smaller to try.")
-        for technique in options:
+        refusal: ShoalError = PlanError(nothing_smaller(state.job))
+        for technique in at_its_place(options, state.job):
             try:
                 return self._planned_as(state, technique, devices)
             except PlanError as error:
@@ -189,6 +199,12 @@ def _check_key(before: Job, after: Job) -> None:
         raise PlanError(
             f"trial {before.trial} would train to other bits: its numerics key is "
             f"{dict(before.numerics)}, and would be {dict(after.numerics)}."
+        )
+    if not steps_alike(before, after):
+        here, would = sorted(stepped_here(before)), sorted(stepped_here(after))
+        raise PlanError(
+            f"trial {before.trial} would train to other bits: layers {here} step on the device, "
+            f"the others on the host, and layers {would} would."
         )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,7 +47,8 @@ class Chain:
     """Runs ranges of a model's layers; made by ``build.build_chain``.
 
     Gradient mode, autocast, random state, changing buffers and the parameters' memory are
-    the caller's; ``units`` has the two units a worker runs.
+    the caller's; ``units`` has the two units a worker runs. ``around`` is entered for each layer
+    while it runs: for who has the weights of one layer at a time.
     """
 
     skeleton: Skeleton
@@ -55,6 +57,7 @@ class Chain:
     notes: tuple[str, ...] = ()
     caches_off: bool = False
     on_close: list[Callable[[], None]] = field(default_factory=list)
+    around: Callable[[int], AbstractContextManager[object]] = nullcontext
 
     @property
     def model(self) -> nn.Module:
@@ -202,9 +205,10 @@ class Chain:
         alive = self._enter(micro, start, wires)
         for layer in range(start, self.num_layers - 1):
             self._run_layer(micro, layer, alive, None)
-        return run_epilogue(
-            self.skeleton, _sheet_of(micro), micro.batch, alive, on_resume=on_resume
-        )
+        with self.around(self.num_layers - 1):
+            return run_epilogue(
+                self.skeleton, _sheet_of(micro), micro.batch, alive, on_resume=on_resume
+            )
 
     def on(self, device: torch.device) -> Chain:
         """This chain for a model that has moved to ``device``."""
@@ -213,6 +217,10 @@ class Chain:
     def with_recipe(self, recipe: Recipe) -> Chain:
         """This chain for a recipe that differs in no function."""
         return replace(self, skeleton=replace(self.skeleton, recipe=recipe))
+
+    def with_around(self, around: Callable[[int], AbstractContextManager[object]]) -> Chain:
+        """This chain with ``around`` entered for each layer while it runs."""
+        return replace(self, around=around)
 
     def close(self) -> None:
         """Put back what was switched off on the model."""
@@ -233,10 +241,11 @@ class Chain:
     ) -> None:
         """Run one layer; what it makes comes alive, what nothing reads any more goes."""
         section = self.skeleton.sections.headed_by(layer)
-        if section is None:
-            self._run_block(micro, layer, alive)
-            return
-        self._run_head(micro, section, alive, on_resume)
+        with self.around(layer):
+            if section is None:
+                self._run_block(micro, layer, alive)
+                return
+            self._run_head(micro, section, alive, on_resume)
         _let_go(_sheet_of(micro), layer, alive)
 
     def _run_head(

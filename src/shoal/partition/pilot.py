@@ -51,18 +51,25 @@ def pilot(model: nn.Module, recipe: Recipe, batch: Batch, device: torch.device) 
     that key-value caches stay switched off until the chain is closed.
     """
     plain = _plain_step(model, recipe, batch, device)
-    if sparse := [n for n, t in plain.tensors.items() if t.layout is not torch.strided]:
-        note = (
-            f"{sparse[0]} is sparse, and shards, stages and copies of a pipeline hold and add up "
-            "dense ones. Build its module with sparse=False to have it cut"
-        )
+    if sparse := _sparse_gradients(plain):
         loss = float(plain.tensors["the loss"])
-        return PilotReport(chain=None, bitwise=False, loss=loss, notes=(note,))
+        return PilotReport(chain=None, bitwise=False, loss=loss, notes=(sparse,))
     report = _attempt(model, recipe, batch, device, plain)
     if report.chain is not None or not configs_with_cache(model):
         return report
     second = _attempt(model, recipe, batch, device, plain, switch_caches_off=True)
     return second if second.chain is not None else report
+
+
+def _sparse_gradients(plain: _Outcome) -> str:
+    """Why a model cannot be cut whose gradients are no dense tensors; empty where they are."""
+    sparse = [n for n, tensor in plain.tensors.items() if tensor.layout is not torch.strided]
+    if not sparse:
+        return ""
+    return (
+        f"{sparse[0]} is sparse, and what is cut keeps its gradients in flat memory, which has no "
+        "place for one; a layer built with sparse=False has a dense one"
+    )
 
 
 def _attempt(

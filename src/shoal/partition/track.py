@@ -60,10 +60,10 @@ class AllocationTracker(TorchDispatchMode):
 
     def _storages(self, tree: Any) -> Iterator[torch.UntypedStorage]:
         for leaf in pytree.tree_leaves(tree):
-            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+            if isinstance(leaf, Tensor):
                 kind = leaf.device.type
                 if kind != "meta" and self._device in (None, kind):
-                    yield leaf.untyped_storage()
+                    yield from storages_of(leaf)
 
     def _add(self, storage: torch.UntypedStorage, key: int, size: int) -> None:
         reference = weakref.ref(storage, lambda _: self._remove(key))
@@ -84,6 +84,15 @@ class AllocationTracker(TorchDispatchMode):
     def _remove(self, key: int) -> None:
         _, size = self._alive.pop(key)
         self.current_bytes -= size
+
+
+def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
+    """The memory of a tensor; of a sparse one that of its indices and values."""
+    if tensor.layout is torch.strided:
+        return [tensor.untyped_storage()]
+    if tensor.layout is not torch.sparse_coo:
+        return []
+    return [part.untyped_storage() for part in (tensor._indices(), tensor._values())]
 
 
 def peak_of(work: Callable[[], object]) -> Bytes:

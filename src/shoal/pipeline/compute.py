@@ -100,6 +100,7 @@ class StageCompute:
         on_loss: Callable[[Sequence[float]], None] = lambda losses: None,
     ) -> None:
         self._pipeline, self._chain, self._share = pipeline, chain, share
+        self._device = chain.device
         self._steps_before, self._on_loss = 0, on_loss
         self._weights, self._fetch, self._after_step = weights, fetch, after_step
         self._foretelling = foretelling
@@ -185,9 +186,9 @@ class StageCompute:
         if self._foretelling is None or self._newest is None or self._rng is None:
             return
         number, batch = self._newest
-        restore_rng(self._rng)
+        restore_rng(self._rng, self._device)
         self._foretelling.draw_on(batch)
-        self._rng = self._foretold[number] = capture_rng()
+        self._rng = self._foretold[number] = capture_rng(self._device)
 
     def _take_norm(self, action: Action, tree: Any) -> None:
         if self._share.stage == 0:
@@ -230,11 +231,11 @@ class StageCompute:
         if number not in self._flights:
             self._foretell()
             if self._rng is not None:
-                restore_rng(self._rng)
+                restore_rng(self._rng, self._device)
             batch = self._fetch(self._pipeline.group_of(number))
             self._flights[number] = Flight(self._chain.begin(batch))
             if self._pipeline.draws:
-                self._rng, self._newest = capture_rng(), (number, batch)
+                self._rng, self._newest = capture_rng(self._device), (number, batch)
         self.most_in_flight = max(self.most_in_flight, len(self._flights))
         return self._flights[number]
 
@@ -246,10 +247,10 @@ class StageCompute:
             TrialError: it draws some, and the pilot did not.
         """
         if self._rng is not None:
-            restore_rng(self._rng)
-        before = capture_rng()
+            restore_rng(self._rng, self._device)
+        before = capture_rng(self._device)
         yield
-        after = capture_rng()
+        after = capture_rng(self._device)
         if self._pipeline.draws:
             self._rng = after
         elif not same_rng(before, after):
@@ -263,7 +264,7 @@ class StageCompute:
         flight = self._begin(action)
         share, chain = self._share, self._chain
         if Part.SAVED not in action.parts:
-            flight.rng = self._rng or capture_rng()
+            flight.rng = self._rng or capture_rng(self._device)
             flight.buffers = read_buffers(chain.model, share.buffers)
         with self._drawing():
             if Part.SAVED in action.parts:
@@ -343,13 +344,13 @@ class StageCompute:
     def _again(self, action: Action) -> Iterator[Flight]:
         """A forward that is run again, with what the first one drew and found."""
         flight, model = self._flights[action.micro or 0], self._chain.model
-        after_rng, after = capture_rng(), read_buffers(model, self._share.buffers)
+        after_rng, after = capture_rng(self._device), read_buffers(model, self._share.buffers)
         assert flight.rng is not None
-        restore_rng(flight.rng)
+        restore_rng(flight.rng, self._device)
         write_buffers(model, flight.buffers)
         yield flight
         write_buffers(model, after)
-        restore_rng(after_rng)
+        restore_rng(after_rng, self._device)
 
     def _end(self, action: Action, result: BackwardResult, half: Half | None = None) -> None:
         """Only what the stage before waits for, and the other half, are left of a flight."""
@@ -404,7 +405,7 @@ class StageCompute:
     @property
     def end_rng(self) -> RngState:
         """The random state after the last forward that this stage knows of."""
-        return self._rng or capture_rng()
+        return self._rng or capture_rng(self._device)
 
 
 def _given(flight: Flight) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import TrialError
@@ -53,12 +54,16 @@ class Dealer:
     Args:
         fetch: The next micro-batch of a step; it has memory of its own.
         foretelling: What the whole model draws for one, where it draws.
+        device: Whose random streams there are beside the process's.
     """
 
     def __init__(
-        self, fetch: Callable[[int], Batch], foretelling: Foretelling | None = None
+        self,
+        fetch: Callable[[int], Batch],
+        foretelling: Foretelling | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        self._fetch, self._foretelling = fetch, foretelling
+        self._fetch, self._foretelling, self._device = fetch, foretelling, device
         self._pipeline: Pipeline | None = None
         self._ready: dict[int, Handed] = {}
         self._next = 0
@@ -79,28 +84,29 @@ class Dealer:
     @property
     def end_rng(self) -> RngState:
         """The random state after the last micro-batch that was read."""
-        return self._rng or capture_rng()
+        return self._rng or capture_rng(self._device)
 
     def _read(self, micro: int) -> Handed:
         pipeline = self._pipeline
         assert pipeline is not None
         if self._rng is not None:
-            restore_rng(self._rng)
+            restore_rng(self._rng, self._device)
         batch = self._fetch(pipeline.group_of(micro))
         if not pipeline.draws:
             return Handed(batch)
         assert self._foretelling is not None
-        begins = capture_rng()
+        begins = capture_rng(self._device)
         self._foretelling.draw_on(batch)
-        self._rng = capture_rng()
+        self._rng = capture_rng(self._device)
         return Handed(batch, begins, self._rng)
 
 
 class Dealt:
     """What a copy's first stage was handed and has not begun, in its order."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         self._waiting: deque[Handed] = deque()
+        self._device = device
 
     def put(self, handed: Handed) -> None:
         """It is the next one."""
@@ -110,7 +116,7 @@ class Dealt:
         """The next micro-batch; the random state is the one that it begins with."""
         handed = self._waiting.popleft()
         if handed.begins is not None:
-            restore_rng(handed.begins)
+            restore_rng(handed.begins, self._device)
         return handed.batch
 
 

@@ -10,6 +10,9 @@ form of a batch, as operators and shapes, and drawn again into nothing.
     stage 1        F0                   F1
     stage 2             F0                   F1    -> its random state goes back to stage 0
 
+The weights that the recorded forward needs may be elsewhere: ``lent`` has those of one layer there
+at a time, so that no device holds more of the model than that for it.
+
 Every state that was foretold is compared with the real one before the gradients of its
 micro-batch are complete. Where the first batch shows that it cannot be done (a forward that
 draws from Python's or NumPy's streams), stage 0 waits for the real state instead.
@@ -20,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +35,7 @@ from shoal.partition.chain import Chain
 from shoal.partition.preserve import preserved
 from shoal.partition.units import run_forward
 from shoal.recipe import Batch, autocast
-from shoal.rng import capture_rng, restore_rng, same_rng
+from shoal.rng import RngState, capture_rng, restore_rng, same_rng
 
 Form = tuple[object, ...]
 
@@ -44,10 +47,11 @@ class _Like:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    device: torch.device
 
     def tensor(self) -> Tensor:
         """One like it, of ones: probabilities, or scales, that every operator takes."""
-        made = torch.empty_strided(self.size, self.stride, dtype=self.dtype)
+        made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
         return made.fill_(1)
 
 
@@ -71,7 +75,7 @@ def _real(leaf: Any) -> Any:
 def _likeness(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    return _Like(tuple(leaf.shape), leaf.stride(), leaf.dtype)
+    return _Like(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device)
 
 
 class _Recorder(TorchDispatchMode):
@@ -90,13 +94,30 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+class Look(NamedTuple):
+    """What a first batch shows: whether the model draws, and whether that can be foretold."""
+
+    draws: bool
+    foretold: bool
+
+
+class _Seen(NamedTuple):
+    """A forward of the whole model: what was recorded of it, and the random state on its way."""
+
+    draws: list[_Draw]
+    begin: RngState
+    after_first: RngState  # where recording began
+    end: RngState
+
+
 class Foretelling:
     """What stages after the first draw for a micro-batch.
 
     Args:
         chain: The model's; its later parameters may be gone: what they compute is not looked at.
-        stop: The layer at which the second stage begins; 0 to foretell the first stage's too.
-        whole: Has all of the model's weights there, of whatever values, while others' draws are
+        stop: The layer at which the second stage begins; 0 to foretell the first stage's too: then
+            the model runs as it is, and needs all of its weights.
+        lent: Has the weights of some layers there, of whatever values, while they run to be
             recorded.
     """
 
@@ -104,52 +125,52 @@ class Foretelling:
         self,
         chain: Chain,
         stop: int,
-        whole: Callable[[], AbstractContextManager[None]] = nullcontext,
+        lent: Callable[[range], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._chain, self._stop, self._whole = chain, stop, whole
+        self._stop, self._lent = stop, lent
+        self._chain = chain.with_around(lambda layer: lent(range(layer, layer + 1)))
         self._known: dict[Form, list[_Draw]] = {}
 
     def works(self, batch: Batch) -> bool:
-        """Does it come to the random state that the whole model comes to? Needs all weights."""
-        before = capture_rng()
-        draws = self._record(batch)  # leaves the state after it as it was
-        with preserved(self._chain.model, self._chain.device):
-            micro, wires = self._first_stage(batch)
-            after_first = capture_rng()
-            self._others(micro, wires)
-            real = capture_rng()
-        restore_rng(after_first)
-        for draw in draws:
-            draw.again()
-        found = same_rng(real, capture_rng())
-        restore_rng(before)
-        return found
+        """Does it come to the random state that the whole model comes to?"""
+        return self.look(batch).foretold
+
+    def look(self, batch: Batch) -> Look:
+        """Run the whole model once, and see what it draws; leaves the random state as it is."""
+        device = self._chain.device
+        seen = self._run(batch)
+        self._known[_form_of(batch)] = seen.draws
+        restore_rng(seen.after_first, device)
+        self._draw(seen.draws)
+        foretold = same_rng(seen.end, capture_rng(device))
+        restore_rng(seen.begin, device)
+        return Look(not same_rng(seen.begin, seen.end), foretold)
 
     def draw_on(self, batch: Batch) -> None:
         """Move the random state on as later stages do for this micro-batch."""
-        with torch.no_grad():
-            for draw in self._record(batch):
-                draw.again()
-
-    def _record(self, batch: Batch) -> list[_Draw]:
         form = _form_of(batch)
         if form not in self._known:
-            recorder = _Recorder()
-            with self._whole(), preserved(self._chain.model, self._chain.device):
-                micro, wires = self._first_stage(batch)
-                with recorder:
-                    self._others(micro, wires)
-            self._known[form] = recorder.draws
-        return self._known[form]
+            self._known[form] = self._run(batch).draws
+        self._draw(self._known[form])
 
-    def _first_stage(self, batch: Batch) -> tuple[Any, Any]:
-        micro = self._chain.begin(clone_batch(batch))
-        wires = run_forward(self._chain, micro, 0, self._stop, {}) if self._stop else {}
-        return micro, wires
+    def _draw(self, draws: list[_Draw]) -> None:
+        with torch.no_grad():
+            for draw in draws:
+                draw.again()
 
-    def _others(self, micro: Any, wires: Any) -> None:
-        with torch.no_grad(), autocast(self._chain.recipe, self._chain.device):
-            self._chain.loss(micro, self._stop, wires)
+    def _run(self, batch: Batch) -> _Seen:
+        """A forward in which nothing is kept; the random state is afterwards what it was."""
+        chain, device, recorder = self._chain, self._chain.device, _Recorder()
+        with preserved(chain.model, device):
+            begin = after_first = capture_rng(device)
+            micro, wires = chain.begin(clone_batch(batch)), {}
+            if self._stop:
+                wires = run_forward(chain, micro, 0, self._stop, {})
+                after_first = capture_rng(device)
+            whole = nullcontext() if self._stop else self._lent(range(chain.num_layers))
+            with whole, recorder, torch.no_grad(), autocast(chain.recipe, device):
+                chain.loss(micro, self._stop, wires)
+            return _Seen(recorder.draws, begin, after_first, capture_rng(device))
 
 
 def _form_of(batch: Batch) -> Form:

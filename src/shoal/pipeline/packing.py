@@ -117,7 +117,8 @@ def pack_rng(state: RngState) -> dict[str, Tensor]:
 
 
 def unpack_rng(packed: Mapping[str, Tensor]) -> RngState:
-    """The state that ``pack_rng`` took apart."""
+    """The state that ``pack_rng`` took apart; a message may have brought it to a device."""
+    packed = {name: tensor.cpu() for name, tensor in packed.items()}
     has_gauss, gauss = packed["gauss"].tolist()
     position, has_cached, cached = packed["place"].tolist()
     keys = packed["numpy"].numpy().astype(np.uint32)

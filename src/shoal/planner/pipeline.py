@@ -253,7 +253,9 @@ def _stages(
     stages = as_stages(travelling, terms.split(micros), tied)
     if technique.schedule == "zb-h1":
         stages = with_halves(stages, terms.measure.layers, terms.split(micros))
-    return drawing_ahead(stages, terms.batch(micros)) if terms.measure.draws else stages
+    if not terms.measure.draws:
+        return stages
+    return drawing_ahead(stages, terms.batch(micros), terms.measure.layers)
 
 
 # -- ties -----------------------------------------------------------------------------------

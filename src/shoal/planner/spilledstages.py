@@ -42,7 +42,7 @@ from shoal.planner.pipeline import (
     tied_bytes,
     ties_of,
 )
-from shoal.planner.stages import Cutter, as_stages, drawing_ahead, legal_cuts
+from shoal.planner.stages import Cutter, as_stages, legal_cuts
 from shoal.program.costs import JobCosts
 from shoal.program.footprint import footprint
 from shoal.program.ir import Action, Op, Part
@@ -90,6 +90,17 @@ def fitted(
     paper = _Paper(_bare(one.technique, asked), shards, terms, layout)
     filled = [one.staged() for one in _filled(paper, asked, budget)]
     return min(filled, key=lambda one: one.step_s, default=None)
+
+
+def as_measured(
+    asked: Pipelined,
+    one: Staged,
+    shards: Sequence[ShardSpec],
+    terms: Terms,
+    layout: TrialLayout | None,
+) -> Staged:
+    """What a candidate needs with its measured shards and nothing kept that was not asked for."""
+    return _Paper(_bare(one.technique, asked), shards, terms, layout).staged(timed=False)
 
 
 def _settings(asked: Pipelined, terms: Terms, devices: int) -> Iterator[Pipelined]:
@@ -245,12 +256,11 @@ class _Paper:
         split, tied = self.terms.split(self.micros), tied_bytes(self.layout, len(self.measured))
         whole = tuple(replace(shard, narrow=None) for shard in self.measured)
         firsts = {first for first, _ in self.spans}
-        found = tuple(
+        return tuple(
             here if shard.index in firsts else replace(here, boundary_bytes=split.of(new))
             for shard, here in zip(whole, as_stages(whole, split, tied), strict=True)
             for new in [shard.boundary_bytes]
         )
-        return drawing_ahead(found, self.batch) if self.terms.measure.draws else found
 
     def spilled(self, micros: int, *, foretold: bool = True) -> SpilledPipeline:
         """The pipeline of a step of so many micro-batches."""
@@ -341,6 +351,9 @@ class _Paper:
         inside = ceil(scale * (largest + inner))
         held = max(held, region + seen)
         peak = max(peak, region + seen + inside, held)
+        if not stage:  # a batch of a new form may come when the most is held
+            peak = max(peak, (held if self.terms.measure.draws else region) + self._look)
+            inside = max(inside, self._look)
         unit = max(found.unit_bytes, inside) if self.terms.request.varies else peak - held
         fixed = self.terms.measure.buffer_bytes
         return Need(
@@ -349,6 +362,19 @@ class _Paper:
             peak=Bytes(fixed + peak),
             moved=Bytes(found.up_bytes + found.down_bytes),
         )
+
+    @cached_property
+    def _look(self) -> int:
+        """What the first stage takes to see what a batch draws, beside what it holds.
+
+        It runs the whole model once, and has the weights of one layer there at a time.
+        """
+        measure, split = self.terms.measure, self.terms.split(self.micros)
+        entered = as_stages(self.measured, split, tied_bytes(self.layout, len(self.measured)))
+        inside = max(shard.forward_peak_bytes + shard.boundary_bytes for shard in entered)
+        layers = (layer.parameter_bytes + layer.borrowed_bytes for layer in measure.layers)
+        batches = (1 + split.pieces) * self.batch  # as it was read, and a copy of a piece
+        return inside + max(layers, default=0) + batches + measure.buffer_bytes
 
     @cached_property
     def _entries(self) -> tuple[ShardSpec, ...]:

@@ -90,11 +90,17 @@ def _as_stage(shard: ShardSpec, split: Split, entering: int, tied: int) -> Shard
     )
 
 
-def drawing_ahead(stages: Sequence[ShardSpec], batch: Bytes) -> tuple[ShardSpec, ...]:
-    """With a first stage that has room to run the others' forwards, to see what they draw."""
+def drawing_ahead(
+    stages: Sequence[ShardSpec], batch: Bytes, layers: Sequence[LayerMeasure]
+) -> tuple[ShardSpec, ...]:
+    """With a first stage that has room to run the others' forwards, to see what they draw.
+
+    It has the weights of one of their ``layers`` at a time there.
+    """
     most = max(stage.forward_peak_bytes + stage.boundary_bytes for stage in stages)
     first = stages[0]
-    inside = max(most + batch, first.forward_peak_bytes, first.saving_peak_bytes)
+    weights = max((layer.parameter_bytes + layer.borrowed_bytes for layer in layers), default=0)
+    inside = max(most + weights + batch, first.forward_peak_bytes, first.saving_peak_bytes)
     changed = replace(first, forward_peak_bytes=Bytes(inside), saving_peak_bytes=Bytes(inside))
     return (changed, *stages[1:])
 

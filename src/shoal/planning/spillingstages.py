@@ -12,7 +12,7 @@ from shoal.core.units import Bytes, format_bytes, format_seconds
 from shoal.memory.layout import lenders
 from shoal.planner.need import Need
 from shoal.planner.pipeline import MESSAGE_S, Staged, Terms
-from shoal.planner.spilledstages import fitted, smallest, spilled_candidates
+from shoal.planner.spilledstages import as_measured, fitted, smallest, spilled_candidates
 from shoal.planner.stages import legal_cuts
 from shoal.runtime.messages import Measured, MeasureShards, Order
 
@@ -41,7 +41,7 @@ def settle_spilled(
 ) -> Generator[Order, Measured, Found | PlanError]:
     """The first candidate whose measured shards fit; or the words for that none does."""
     measured: dict[tuple[int, ...], Measured] = {}
-    closest: Staged | None = None
+    least: Staged | None = None
     for one in _tries(asked, terms, budget, devices, trials):
         edges = tuple(shard.layers[0] for shard in one.stages[1:])
         if edges not in measured:
@@ -54,8 +54,9 @@ def settle_spilled(
         found = fitted(asked, one, exact.measure.shards, terms, exact.layout, budget)
         if found is not None:
             return exact, found
-        closest = closest or one
-    return _too_large(trial, asked, terms, budget, devices, closest)
+        needed = as_measured(asked, one, exact.measure.shards, terms, exact.layout)
+        least = min(least or needed, needed, key=lambda staged: _most(staged.need))
+    return _too_large(trial, asked, terms, budget, devices, least)
 
 
 def _tries(
@@ -110,10 +111,13 @@ def _too_large(
     terms: Terms,
     budget: Bytes,
     devices: int,
-    closest: Staged | None,
+    measured: Staged | None,
 ) -> PlanError:
-    """Nothing fits: what the finest cut needs where it needs the most, and what would help."""
-    least = smallest(asked, terms, devices) or closest
+    """Nothing fits: what needs the least needs where it needs the most, and what would help.
+
+    That is of what was measured; where nothing seemed worth it, the finest cut on paper.
+    """
+    least = measured or smallest(asked, terms, devices)
     if least is None:
         return PlanError(
             f"{_head(trial, asked)}its model cannot be cut into so many shards over these stages. "
@@ -132,12 +136,16 @@ def _too_large(
         outs.append("use schedule='flush', which holds the activations of fewer micro-batches")
     return PlanError(
         f"{_head(trial, asked)}with spilled stages too: in {technique.stages} stages of "
-        f"{technique.shards} shards stage {stage}, {layers}, needs about "
+        f"{technique.shards} shards stage {stage}, {layers}, {_needs(measured)} "
         f"{format_bytes(_most(least.needs[stage]))} on a device of {format_bytes(budget)}, "
         f"{format_bytes(largest.parameter_bytes)} for the parameters of its largest shard and "
         f"{format_bytes(largest.backward_peak_bytes)} inside that one's backward among that. "
         f"{'; '.join(outs).capitalize()}."
     )
+
+
+def _needs(measured: Staged | None) -> str:
+    return "needs about" if measured is None else "was measured and needs"
 
 
 def _most(need: Need) -> Bytes:
@@ -176,6 +184,8 @@ def why_spilled(
             "shards come for each micro-batch; schedule='gpipe' loads less where there is room "
             "for what enters shards of all micro-batches"
         )
+    if technique.schedule == "gpipe" and asked.keep_gradients is False:
+        reasons.append(_GRADIENTS_STAY)
     if terms.measure.draws:
         reasons.append(
             "the model draws random numbers: its first stage is taken to draw ahead what the "
@@ -184,6 +194,13 @@ def why_spilled(
     if exact.layout is not None and lenders(exact.layout):
         reasons.append("shards with weights in common read them from the host, after each step")
     return reasons
+
+
+_GRADIENTS_STAY = (
+    "keep_gradients=False was asked for: with gpipe a shard's gradients are added up on the "
+    "device in its one visit all the same, and leave it once a step; where the model draws what "
+    "cannot be foretold, they wait there for the last micro-batch"
+)
 
 
 def _head(trial: TrialSpec, asked: Pipelined) -> str:

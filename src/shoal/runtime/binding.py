@@ -224,6 +224,23 @@ class Binding:
         for part in (shard, *(part for part, _ in self.pieces[shard])):
             self._settled.pop(part, None)
 
+    def let_go(self) -> None:
+        """Hold on to no memory of the device: what goes on from here is placed anew before.
+
+        Parameters and state that is stored are poison, and what else the optimizer keeps for a
+        parameter is on the host.
+        """
+        self._bound.clear()
+        self._settled.clear()
+        host = torch.device("cpu")
+        self.poison = {name: _poison_like(p, host) for name, p in self.params.items()}
+        for name, parameter in self.params.items():
+            parameter.data, parameter.grad = self.poison[name], None
+            state = self.optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    state[key] = _poison_like(value, host) if is_stored(value) else value.to(host)
+
     def step(
         self, shard: int, placed: Placed, grads: Mapping[str, Tensor], number: int = 0
     ) -> None:
@@ -436,10 +453,11 @@ class Binding:
             group.update({k: v for k, v in saved.items() if k != "params"})
 
 
-def _poison_like(tensor: Tensor) -> Tensor:
-    """NaN, or 0, of the same shape and without memory of its own."""
+def _poison_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """NaN, or 0, of the same shape and without memory of its own; there, or where it is."""
     value = float("nan") if tensor.is_floating_point() else 0
-    return tensor.new_full((), value).expand(tensor.shape)
+    place = tensor.device if device is None else device
+    return torch.full((), value, dtype=tensor.dtype, device=place).expand(tensor.shape)
 
 
 def is_stored(value: object) -> bool:

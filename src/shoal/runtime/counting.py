@@ -15,11 +15,31 @@ from shoal.several import each_kind
 
 
 def fill_missing_gradients(model: nn.Module) -> None:
-    """Zeros where a backward left none."""
+    """Zeros where a backward left none; a sparse gradient has none of them."""
+    sparse = {id(module.weight) for module in model.modules() if has_sparse_gradient(module)}
     for parameter in model.parameters():
-        if parameter.requires_grad and parameter.grad is None:
-            dtype = parameter.grad_dtype or parameter.dtype
-            parameter.grad = torch.zeros_like(parameter, dtype=dtype)
+        if not parameter.requires_grad or parameter.grad is not None:
+            continue
+        if id(parameter) in sparse:  # SparseAdam takes no other
+            parameter.grad = torch.zeros_like(parameter).to_sparse(1)
+            continue
+        dtype = parameter.grad_dtype or parameter.dtype
+        parameter.grad = torch.zeros_like(parameter, dtype=dtype)
+
+
+def sparse_gradient_of(model: nn.Module) -> str:
+    """The name of a parameter whose gradient is sparse, or will be; empty where none is."""
+    told = {id(module.weight) for module in model.modules() if has_sparse_gradient(module)}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        if id(parameter) in told or (grad is not None and grad.layout is not torch.strided):
+            return name
+    return ""
+
+
+def has_sparse_gradient(module: nn.Module) -> bool:
+    """Whether a module was told to have a sparse gradient."""
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and bool(module.sparse)
 
 
 def fill_gradients(model: nn.Module, round_: int) -> None:

@@ -1,4 +1,7 @@
-"""Whether an optimizer may step some parameters at a time: tried on a model of the trial's."""
+"""What an optimizer does that steps some parameters at a time: its bits, and its bytes.
+
+Both are tried on a model of the trial's.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.core.spec import HyperParameters, TrialSpec
+from shoal.core.units import Bytes
+from shoal.memory.layout import TrialLayout
+from shoal.partition.track import peak_of
 from shoal.recipe import Recipe, build_model, build_optimizer_of, rounding_of
 from shoal.rng import seed_all
 from shoal.runtime.binding import Binding
@@ -88,3 +94,21 @@ def _stepped(recipe: Recipe, trial: TrialSpec, parts: Parts) -> _Stepped:
 def _different(one: _Stepped, other: _Stepped) -> list[str]:
     pairs = one.parameters.items()
     return [name for name, p in pairs if not torch.equal(p, other.parameters[name])]
+
+
+def step_peaks(
+    recipe: Recipe, trial: TrialSpec, model: nn.Module, layout: TrialLayout
+) -> list[Bytes]:
+    """What the step of each shard allocates: the first one, which makes state, and later."""
+    hp = HyperParameters(trial.hp)
+    optimizer = build_optimizer_of(recipe, model, hp)
+    owned = [[f.spec.name for f in shard.param.fields] for shard in layout.shards]
+    rounding = rounding_of(recipe, dict(model.named_parameters()), 0)
+    here = next(model.parameters()).device
+    binding = Binding(model, optimizer, owned, here, rounding)
+    peaks = []
+    for index in range(len(owned)):
+        fill_gradients(model, index)
+        rounds = [peak_of(lambda i=index: binding.step_part(i)) for _ in range(3)]  # type: ignore[misc]
+        peaks.append(max(rounds))
+    return peaks

@@ -234,10 +234,14 @@ class GangSeat(ABC):
     def _compute(self, action: Action, work: Callable[[], None], seconds: float | None) -> None:
         """Run an action's work on the device."""
         event = self.device.compute(work, seconds=seconds)
-        step = self.session.step + 1
+        step = self._step_of(action)
         self._hands.record(Issued("compute", str(action), event, 0, step, self.trial))
         if event.error is not None:
             raise event.error
+
+    def _step_of(self, action: Action) -> int:
+        """The number of the step that an action is of, from 1."""
+        return self.session.step + 1
 
     def _report_peak(self, peak: int | None) -> None:
         """Tell what was counted; reserve more where a unit took more than was measured.

@@ -31,24 +31,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
 from shoal.core.errors import CapacityError
 from shoal.core.profile import Direction
-from shoal.core.units import Bytes, format_bytes
+from shoal.core.units import Bytes
 from shoal.device import Device, Event, Lane
 from shoal.device.flops import host_step_bytes, step_bytes
 from shoal.device.streams import Piece
 from shoal.memory.layout import Arena
 from shoal.memory.ledger import Ledger
-from shoal.partition.track import AllocationTracker
-from shoal.program.costs import unit_peak_bytes, unit_seconds
+from shoal.partition.track import AllocationTracker, storages_of
+from shoal.program.costs import unit_seconds
 from shoal.program.ir import Action, Op, Part, lone_part
 from shoal.runtime.binding import Placed, place_on_host
 from shoal.runtime.compute import Compute, Work, tensors_of
 from shoal.runtime.copies import Copies, Copy
 from shoal.runtime.mail import Mail
+from shoal.runtime.outgrown import growth_of, outgrown
 from shoal.runtime.score import Score, score_of
 from shoal.runtime.session import Task
 from shoal.runtime.tenant import Tenant
@@ -138,6 +138,7 @@ class Seat(Generic[T]):
         self._loads: dict[int, list[Event]] = {}  # shard -> its LOADs
         self._written: dict[int, Event] = {}  # shard -> last write of its host parameters
         self._grads_written: dict[int, Event] = {}
+        self._waker: Event | None = None  # who waits for them so that the device need not
         self._saved: dict[tuple[int, int | None], AllocationTracker] = {}  # of forwards
         self._away: dict[_Lone, Event] = {}  # what waits on the host -> its STORE
         self._synced: Event | None = None
@@ -186,11 +187,21 @@ class Seat(Generic[T]):
     def issue_copies(self) -> None:
         """Issue everything up to the next compute action, or to a message that is not here."""
         while self.head is not None and not self.waits_for_compute:
-            if self.waits_for_message:
-                return
-            if not all(event.startable for event in self._needs() if self._may_block):
+            if not self.may_issue:
+                self._wake_when_written()
                 return
             self._issue()
+
+    @property
+    def may_issue(self) -> bool:
+        """Whether the next action can be issued without blocking; whoever sees to it notifies."""
+        if self.head is None:
+            return True
+        if self.waits_for_compute:
+            return self.startable()
+        if self.head.op in (Op.SEND, Op.RECV):
+            return not self.waits_for_message
+        return not self._may_block or self.startable()
 
     @property
     def waits_for_message(self) -> bool:
@@ -202,6 +213,18 @@ class Seat(Generic[T]):
             return Part.PARAM in action.parts and not all(e.done for e in self._written.values())
         assert self.mail is not None
         return not self.mail.has(action)
+
+    def _wake_when_written(self) -> None:
+        """Have the device woken when the copies are over that a SEND waits for.
+
+        A copy of CUDA tells nobody that it is over: the host's thread waits for it.
+        """
+        head = self.head
+        if not self._may_block or head is None or head.op is not Op.SEND:
+            return
+        if self._waker is None or self._waker.done:
+            left = [event for event in self._written.values() if not event.done]
+            self._waker = self._lane.host.submit(_nothing, left) if left else None
 
     def issue_compute(self) -> None:
         """Run the next compute action; the trial's random streams are in place."""
@@ -343,15 +366,15 @@ class Seat(Generic[T]):
         """Submit to a lane's stream; ``sources`` stay alive until it is done."""
         event: Event = getattr(self._lane, stream).submit(work, after)
         self._in_flight.append((event, sources))
-        if size is None:
-            size = sum(source.nbytes for source in sources)
-        self._note(stream, event, size)
+        self._note(stream, event, sum(s.nbytes for s in sources) if size is None else size)
         return event
 
     def _note(self, stream: str, event: Event, size: int = 0) -> None:
-        assert self._run is not None
-        text = self._run.score.texts[self._run.cursor]
-        self._record(Issued(stream, text, event, size, self.session.step + 1, self.trial))
+        run = self._run
+        assert run is not None
+        step = run.task.step or self.session.step + 1
+        text = run.score.texts[run.cursor]
+        self._record(Issued(stream, text, event, size, step, self.trial))
 
     def _release(self, after: list[Event]) -> None:
         """Let go of what copies read that the compute stream comes after from now on.
@@ -504,23 +527,16 @@ class Seat(Generic[T]):
         try:
             self.reserve_units()
         except CapacityError as error:
-            outgrown = CapacityError(
-                f"{action} of trial {self.trial} allocated {format_bytes(peak)} on "
-                f"{self.device.spec.name}, {format_bytes(left)} were reserved for it, and "
-                f"there is no room for the rest: {error} Where batches differ in size, let the "
-                "first one be the largest: it is the one that is measured."
+            what, device = f"{action} of trial {self.trial}", self.device.spec.name
+            found = CapacityError(outgrown(what, device, peak, Bytes(left), error))
+            found.growth = growth_of(
+                self.session.job,
+                action,
+                peak,
+                self.copies.region.nbytes,
+                evaluates=task.kind == "evaluation",
             )
-            # A forward's peak is small, and grows by more than what it makes the plan grow by.
-            shards = self.session.job.shards
-            own = unit_peak_bytes(action, shards[action.shard])
-            largest = max(shard.backward_peak_bytes for shard in shards)
-            measured = own if action.op is Op.B and task.kind != "evaluation" else largest
-            expected = max(1, min(measured or largest, largest))
-            kept = 0  # what earlier forwards saved has grown too, and is in ``peak``
-            if Part.SAVED in action.parts:
-                kept = max(0, self.session.job.held_bytes - self.copies.region.nbytes)
-            outgrown.growth = (peak + kept) / (expected + kept)
-            raise outgrown from None
+            raise found from None
 
     def resident_bytes(self) -> Bytes:
         """What this seat holds on the device now, between units."""
@@ -538,8 +554,7 @@ class Seat(Generic[T]):
             for micro in task.micros.values():
                 tensors += micro.tensors()
                 tensors += tensors_of(micro.batch)
-        dense = (tensor for tensor in tensors if tensor.layout is torch.strided)
-        storages = [tensor.untyped_storage() for tensor in dense]
+        storages = [storage for tensor in tensors for storage in storages_of(tensor)]
         storages += [storage for saved in self._saved.values() for storage in saved.alive()]
         found = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in elsewhere}
         return Bytes(held + sum(found.values()))
@@ -578,3 +593,7 @@ class Seat(Generic[T]):
             self._in_flight.append((self._advanced, ()))
         else:
             self.session.advance_schedule()
+
+
+def _nothing() -> None:
+    """Work that is over when what it waits for is."""

@@ -454,6 +454,7 @@ class DeviceLoop:
         if over is not None and over.checkpoint:
             session.close()
         else:
+            session.park()
             self._parked[session.job.trial] = session
         if over is not None:
             self._reports.reply(over)

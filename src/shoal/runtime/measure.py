@@ -30,7 +30,7 @@ from shoal.data.sources import batch_bytes
 from shoal.device import Device
 from shoal.device.flops import host_step_bytes, stopwatch_of
 from shoal.device.pace import SystemClock
-from shoal.memory.layout import TensorSpec, TrialLayout
+from shoal.memory.layout import TensorSpec
 from shoal.memory.store import describe, same_bits
 from shoal.ownstep import Modes, require_evaluation
 from shoal.partition.chain import Chain
@@ -66,10 +66,11 @@ from shoal.runtime.counting import (
     fill_gradients,
     fill_missing_gradients,
     optimizer_name,
+    sparse_gradient_of,
     with_step,
     with_step_seconds,
 )
-from shoal.runtime.coupling import Coupling, coupling_of
+from shoal.runtime.coupling import Coupling, coupling_of, step_peaks
 from shoal.runtime.describe import describe as describe_trials
 from shoal.runtime.describe import first_batch, own_error, rows_of
 from shoal.runtime.layouts import grads_of, layout_of
@@ -247,6 +248,7 @@ class Measurer:
         optimizer = build_optimizer_of(self._recipe, model, hp)
         build_schedule(self._recipe, optimizer, hp)
         self._refuse_forgotten(model, optimizer)
+        self._refuse_sparse_norm(model)
         batch = to_device(first_batch(train), self._here)
         first_valid = to_device(next(iter(valid or ()), None), self._here)
         modes.train()
@@ -280,6 +282,15 @@ class Measurer:
                 f"{forgotten[0]!r}, and clip_grad_norm is set: their gradients are never cleared, "
                 "and would count in the norm, larger at every step. Freeze them with "
                 "requires_grad_(False), or give them to the optimizer."
+            )
+
+    def _refuse_sparse_norm(self, model: nn.Module) -> None:
+        """torch clips no gradient that is sparse."""
+        name = sparse_gradient_of(model)
+        if name and self._recipe.clip_grad_norm is not None:
+            raise SpecError(
+                f"clip_grad_norm takes the norm of all gradients, and that of {name!r} is sparse, "
+                "of which torch takes none. Leave it out, or build the layer with sparse=False."
             )
 
     def _measure_whole(self, built: _Built) -> JobMeasure:
@@ -513,7 +524,7 @@ class Measurer:
         whole = self._whole.shards[0]
         bounds = [0, *cuts, self._chain.num_layers]
         layout = layout_of(bounds, self._chain, self._built.model, self._states)
-        peaks = self._step_peaks(self._built, layout)
+        peaks = step_peaks(self._recipe, trial, self._built.model, layout)
         emulated = self._device.spec.profile is not None
         finished = [with_step(s, whole, p, emulated) for s, p in zip(shards, peaks, strict=True)]
         measure = replace(
@@ -525,22 +536,6 @@ class Measurer:
             steps_by_tensor=self._by_tensor,
         )
         return Measured(trial.number, measure, layout)
-
-    def _step_peaks(self, built: _Built, layout: TrialLayout) -> list[Bytes]:
-        """What the step of each shard allocates: the first one, which makes state, and later."""
-        hp = HyperParameters(built.trial.hp)
-        model = built.model
-        optimizer = build_optimizer_of(self._recipe, model, hp)
-        owned = [[f.spec.name for f in shard.param.fields] for shard in layout.shards]
-        rounding = rounding_of(self._recipe, dict(model.named_parameters()), 0)
-        here = next(model.parameters()).device
-        binding = Binding(model, optimizer, owned, here, rounding)
-        peaks = []
-        for index in range(len(owned)):
-            fill_gradients(model, index)
-            rounds = [peak_of(lambda i=index: binding.step_part(i)) for _ in range(3)]  # type: ignore[misc]
-            peaks.append(max(rounds))
-        return peaks
 
     def _draws(self, built: _Built) -> str:
         """Whether the optimizer's step draws random numbers; why that cannot be spilled."""

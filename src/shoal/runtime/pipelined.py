@@ -8,9 +8,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from shoal.core.errors import TrialError
 from shoal.core.technique import Pipelined, kept_shards, saving_shards, spans_of
-from shoal.memory.layout import GUESS, PREVIOUS
+from shoal.memory.layout import GUESS, PREVIOUS, TrialLayout
+from shoal.memory.store import Region
 from shoal.partition.build import clone_batch
 from shoal.partition.chain import Chain
 from shoal.pieces import cut_rows
@@ -51,11 +54,11 @@ class PipelineSession(GangSession):
     Attributes:
         pieces: Micro-batches that were read and not used yet.
         foretelling: What later stages draw, where the first one can know that.
-        before_all_there: Called before parameters point elsewhere: nobody else may step meanwhile.
+        before_lent: Called before parameters point elsewhere: nobody else may step meanwhile.
     """
 
     foretelling: Foretelling | None = None
-    before_all_there: Callable[[], None] = staticmethod(lambda: None)
+    before_lent: Callable[[], None] = staticmethod(lambda: None)
 
     @property
     def technique(self) -> Pipelined:
@@ -94,6 +97,12 @@ class PipelineSession(GangSession):
         route = Route(len(spans), saves=saving_shards(self.technique))
         return ChainUnits(chain, recipe, spans, self.device, route)
 
+    def place(self, layout: TrialLayout, region: Region, *, fresh: bool) -> None:
+        """As every trial; and where in the region each shard's parameters are."""
+        super().place(layout, region, fresh=fresh)
+        shards = range(len(layout.shards))
+        self._homes = [place_on_host(region, layout, shard).params for shard in shards]
+
     @property
     def _staying(self) -> tuple[int, ...]:
         """The shards of the first stage whose parameters are there all the time."""
@@ -102,28 +111,34 @@ class PipelineSession(GangSession):
         return tuple(s for s in kept_shards(self.technique) if s < self.spans[0][1])
 
     @contextmanager
-    def all_there(self) -> Iterator[None]:
-        """At the first stage the whole model's parameters, others as the region has them.
+    def lent(self, layers: range) -> Iterator[None]:
+        """At the first stage the parameters of these layers, others as the region has them.
 
-        Nothing of a lease is held on to: what foretells draws outlives it.
+        Each is on the device for as long as this is: of a model that fits no device a layer at a
+        time. Nothing of a lease is held on to: what foretells draws outlives it.
         """
-        self.before_all_there()
-        params, shards = self.binding.params, range(len(self.layout.shards))
+        self.before_lent()
         here = {name for shard in self._staying for name in self.owned[shard]}
-        elsewhere = {
-            name: tensor
-            for shard in shards
-            for name, tensor in place_on_host(self.region, self.layout, shard).params.items()
-            if name not in here
-        }
-        before = {name: params[name].data for name in elsewhere}
-        for name, tensor in elsewhere.items():
-            params[name].data = tensor.to(self.device)
+        params = self.binding.params
+        before = {}
+        for name, tensor in self._on_host(layers):
+            if name not in here:
+                before[name] = params[name].data
+                params[name].data = tensor.to(self.device, copy=True)
         try:
             yield
         finally:
             for name, tensor in before.items():
                 params[name].data = tensor
+
+    def _on_host(self, layers: range) -> Iterator[tuple[str, Tensor]]:
+        """The parameters of some layers in the region."""
+        wanted = set(self.units.chain.parameters_in(layers.start, layers.stop))
+        for index, shard in enumerate(self.job.shards):
+            if set(range(*shard.layers)) & set(layers):
+                places = self._homes[index]
+                yield from ((name, places[name]) for name in places.keys() & wanted)
+                wanted -= places.keys()
 
     # -- steps --------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from shoal.recipe import (
 )
 from shoal.replicas import cut_for_replicas, slice_of, step_by_shards
 from shoal.rng import capture_rng, restore_rng, seed_all
+from shoal.runtime.counting import sparse_gradient_of
 from shoal.runtime.group import GangGroup, NoWays, joined, put_aside
 from shoal.runtime.units import evaluate_metrics
 from shoal.runtime.wrapped import Sharded, Whole, shard_groups
@@ -50,8 +51,8 @@ class Probe:
     ) -> ReplicaMeasure:
         """Bytes and comparisons; ``alone`` is what the model takes of a replica's rows."""
         losses = self._losses(model, batch)
-        problem, alike = "", True
-        if self._shard:
+        problem, alike = _sparse(model), True
+        if self._shard and not problem:
             problem, alike = self._problem(batch)
         held = unit = 0
         if not problem:
@@ -209,3 +210,11 @@ class Probe:
 
 def _equal(one: Any, other: Tensor) -> bool:
     return one.shape == other.shape and bool(torch.allclose(one, other, rtol=1e-4, atol=1e-7))
+
+
+def _sparse(model: nn.Module) -> str:
+    """Why replicas cannot have a model some gradient of which is sparse; empty if none is."""
+    name = sparse_gradient_of(model)
+    if not name:
+        return ""
+    return f"the gradient of {name!r} is sparse, and replicas do not add those up"

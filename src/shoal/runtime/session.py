@@ -70,7 +70,8 @@ class Task:
 
     ``micros`` are filled in by the first unit of each micro-batch. ``batches`` holds batches
     that are fetched already; a training task fetches the others through ``fetch``. ``groups`` are
-    the steps of a pipeline's program, by how many micro-batches they take.
+    the steps of a pipeline's program, by how many micro-batches they take. ``step`` is the number
+    of the step that it is of, where that is not always the session's next one.
     """
 
     program: Program
@@ -80,6 +81,7 @@ class Task:
     batches: dict[int, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     groups: tuple[int, ...] = ()
+    step: int | None = None
 
 
 class Session:
@@ -293,6 +295,14 @@ class Session:
         for name, place in places.items():
             if names is None or name in names:
                 place.copy_(get(locate(self.model, name)))
+
+    def park(self) -> None:
+        """Let go of the device's memory: all of the trial is in its region, until ``place``."""
+        self.binding.let_go()
+        places = views(self.region.bytes, self.layout.buffers, self.layout.buffers_at)
+        for name, aliases in self._buffer_aliases.items():
+            for owner, leaf in aliases:
+                owner._buffers[leaf] = places[name]
 
     def leave(self) -> None:
         """Let go of what the device loop hung on this trial."""

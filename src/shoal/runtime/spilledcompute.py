@@ -75,7 +75,7 @@ class SpilledCompute(Compute):
     @property
     def end_rng(self) -> RngState:
         """The random state after the last forward that the first stage knows of."""
-        return self._next or capture_rng()
+        return self._next or capture_rng(self._staged.device)
 
     def end_step(self) -> None:
         """A clean slate for the next step."""
@@ -99,7 +99,7 @@ class SpilledCompute(Compute):
             self._foretell(number - 1)
             batch = self._staged.fetch_micro()
             if self._draws:
-                self._streams[number] = capture_rng()
+                self._streams[number] = capture_rng(self._staged.device)
         self._note_size(batch)
         task.micros[number] = self._units.begin(batch)
 
@@ -112,11 +112,11 @@ class SpilledCompute(Compute):
         """Move on to where a micro-batch begins, before all shards have come there."""
         if self._foretelling is not None and self._newest is not None:
             batch, after_first = self._newest
-            restore_rng(after_first)
+            restore_rng(after_first, self._staged.device)
             self._foretelling.draw_on(batch)
-            self._next = self._foretold[before] = capture_rng()
+            self._next = self._foretold[before] = capture_rng(self._staged.device)
         if self._next is not None:
-            restore_rng(self._next)
+            restore_rng(self._next, self._staged.device)
 
     def _forward(self, task: Task, action: Action) -> None:
         number = action.micro or 0
@@ -149,10 +149,10 @@ class SpilledCompute(Compute):
         trains = task.kind != "evaluation"
         stream = self._streams.get(number) if trains else None
         if stream is not None:
-            restore_rng(stream)
-        before = capture_rng()
+            restore_rng(stream, self._staged.device)
+        before = capture_rng(self._staged.device)
         yield
-        after = capture_rng()
+        after = capture_rng(self._staged.device)
         if trains and self._draws:
             self._streams[number] = after
         elif not same_rng(before, after):

@@ -13,10 +13,13 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from shoal.core.errors import CapacityError
 from shoal.core.technique import kept_shards
+from shoal.core.units import Bytes
 from shoal.device import Device
 from shoal.memory.layout import stage_arena
 from shoal.partition.chain import Chain
+from shoal.partition.track import AllocationTracker
 from shoal.pipeline.build import shares_of, ties_of
 from shoal.pipeline.links import Links
 from shoal.pipeline.schedule import Pipeline
@@ -26,6 +29,7 @@ from shoal.recipe import Batch
 from shoal.rng import restore_rng
 from shoal.runtime.gangseat import Waiting
 from shoal.runtime.interpret import Issued, Seat
+from shoal.runtime.outgrown import outgrown
 from shoal.runtime.pipelined import PipelineSession
 from shoal.runtime.score import is_sampled
 from shoal.runtime.session import Task
@@ -76,11 +80,11 @@ class SpilledStage:
         assert isinstance(self.seat.compute, SpilledCompute)
         self._compute = self.seat.mail = self.seat.compute
         self._buffers = BufferWatch(session.model)
-        session.before_all_there = self.seat.drain
+        session.before_lent = self.seat.drain
 
     def close(self) -> None:
         """Free what is on the device."""
-        self._session.before_all_there = lambda: None
+        self._session.before_lent = lambda: None
         self.seat.close()
 
     # -- coming and going -----------------------------------------------------------------
@@ -118,8 +122,10 @@ class SpilledStage:
 
     def pipeline(self, groups: tuple[int, ...]) -> Pipeline:
         """What all stages run for the next step; of the first stage."""
+        stop = self._session.job.shards[0].layers[1]
         session, technique = self._session, self._session.technique
-        look_at_draws(session, self._chain, session.job.shards[0].layers[1])
+        if session.draws is None:
+            self._count(lambda: look_at_draws(session, self._chain, stop), "the first batch")
         session.refuse_mixed_draws()
         return Pipeline(
             schedule=technique.known_schedule,
@@ -133,11 +139,37 @@ class SpilledStage:
             follows=True,
         )
 
+    def _count(self, work: Callable[[], None], what: str) -> None:
+        """Run what is no action, and count every byte that it allocates against the budget.
+
+        Raises:
+            CapacityError: there is no room for it.
+        """
+        seat, tracker = self.seat, AllocationTracker()
+        if not seat.counts:
+            work()
+            return
+        before = seat.resident_bytes()
+        with tracker:
+            work()
+        more = Bytes(tracker.peak_bytes)
+        seat.peak_bytes = max(seat.peak_bytes, before + more)
+        on_top = Bytes(before + more - self._session.job.held_bytes)
+        if on_top <= seat.unit_bytes:
+            return
+        left, seat.unit_bytes = Bytes(max(0, more - on_top + seat.unit_bytes)), on_top
+        try:
+            seat.reserve_units()
+        except CapacityError as error:
+            who, device = f"{what} of trial {seat.trial}", seat.device.spec.name
+            raise CapacityError(outgrown(who, device, more, left, error)) from None
+
     def step(self, pipeline: Pipeline) -> Task:
         """This stage's list of a step."""
         self._session.model.train()
         self._compute.begin_step(pipeline, self._session.foretelling)
-        return Task(self._list(self._spilled(pipeline).program()), "step")
+        number = self._session.step + 1  # the first stage hears of the loss while its list goes on
+        return Task(self._list(self._spilled(pipeline).program()), "step", step=number)
 
     def end_step(self, pipeline: Pipeline) -> None:
         """The list is issued, and has computed."""
@@ -272,4 +304,4 @@ class SpilledStageSeat(StageSeat):
         seat = self._here.seat
         if self.stage == 0 and self._has_heard():
             return True
-        return seat.startable() if seat.waits_for_compute else not seat.waits_for_message
+        return seat.may_issue

@@ -14,7 +14,7 @@ from shoal.memory.layout import GUESS, PREVIOUS
 from shoal.memory.store import same_bits, state_views
 from shoal.partition.chain import Chain
 from shoal.partition.track import AllocationTracker
-from shoal.pipeline.build import draws_numbers, shares_of, ties_of, whole_stages
+from shoal.pipeline.build import shares_of, ties_of, whole_stages
 from shoal.pipeline.compute import StageCompute
 from shoal.pipeline.copies import CopyCompute, Dealer, Dealt
 from shoal.pipeline.foretell import Foretelling
@@ -52,17 +52,18 @@ class BufferWatch:
 def look_at_draws(session: PipelineSession, chain: Chain, stop: int) -> None:
     """Find out on the first batch whether the model draws, and if that can be foretold.
 
-    What is foretold is what layers from ``stop`` on draw.
+    What is foretold is what layers from ``stop`` on draw. The device has those of the model's
+    weights that stay there, and one more layer at a time; with copies of a pipeline, whose first
+    stage foretells all of a forward, the whole model.
     """
     if session.draws is not None:
         return
     session.model.train()  # a lease may begin with an evaluation
     batch, rng = session.pieces[0], capture_rng(session.device)
-    foretelling = Foretelling(chain, stop, whole=session.all_there)
-    with session.all_there():
-        session.draws = draws_numbers(chain, batch)
-        if session.draws and foretelling.works(batch):
-            session.foretelling = foretelling
+    foretelling = Foretelling(chain, stop, session.lent)
+    session.draws, foretold = foretelling.look(batch)
+    if session.draws and foretold:
+        session.foretelling = foretelling
     restore_rng(rng, session.device)
 
 
@@ -261,7 +262,8 @@ class Stage:
 
     def _one_of_several(self, pipeline: Pipeline) -> CopyCompute:
         """With what copies of the pipeline send each other; the leader reads for all of them."""
-        dealt, session = Dealt(), self._session
+        session = self._session
+        dealt, device = Dealt(session.device), session.device
         return CopyCompute(
             pipeline,
             self._alone(pipeline.of_copy(self._copy), dealt.fetch),
@@ -270,7 +272,7 @@ class Stage:
             self._weights,
             session.model,
             dealt=dealt,
-            dealer=Dealer(self._fetch, session.foretelling) if self._leads else None,
+            dealer=Dealer(self._fetch, session.foretelling, device) if self._leads else None,
         )
 
     def end(self, pipeline: Pipeline) -> None:

@@ -79,6 +79,7 @@ class StageSeat(GangSeat):
         self._metrics: deque[Task] = deque()
         self._known: list[Known] = []
         self._losses: dict[int, deque[tuple[float, ...]]] = {}  # of each copy, of its steps
+        self._running: tuple[Pipeline, int] | None = None  # and the steps before it
 
     def _let_go(self) -> None:
         self._settled = None
@@ -225,12 +226,13 @@ class StageSeat(GangSeat):
 
     def _run(self, pipeline: Pipeline, steps_before: int) -> Iterator[Waiting]:
         """This stage's list of a pipeline's program."""
-        stage = self._stage
+        stage, self._running = self._stage, (pipeline, steps_before)
         counts = not self.session.compiled
         if counts and not (self._has_counted and not is_sampled(steps_before)):
             stage.count()
         yield from self._play(stage.begin(pipeline, steps_before), _program(pipeline))
         stage.end(pipeline)
+        self._running = None
         self._report_peak(stage.counted_peak())
 
     def _pass_on(self, batch: Batch | None) -> Iterator[Waiting]:
@@ -264,6 +266,13 @@ class StageSeat(GangSeat):
             else:
                 yield lambda: came() or self._has_heard()
                 self._hear()
+
+    def _step_of(self, action: Action) -> int:
+        if self._running is None:
+            return super()._step_of(action)
+        pipeline, before = self._running  # the first stage counts a step when it hears its loss
+        group = action.version if action.micro is None else pipeline.group_of(action.micro)
+        return before + 1 + max(0, group - pipeline.begun)
 
     def _run_action(self, compute: Compute, action: Action) -> None:
         def work() -> None:

@@ -44,6 +44,7 @@ from shoal.recipe import (
     to_device,
 )
 from shoal.rng import capture_rng, seed_all
+from shoal.runtime.counting import sparse_gradient_of
 from shoal.runtime.describe import first_batch
 from shoal.runtime.messages import ArrayTry, TimeArray
 from shoal.runtime.spilledarray import chain_for
@@ -280,6 +281,8 @@ def _obstacle(recipe: Recipe, device: Device, trial: TrialSpec, member: Member) 
         return "an emulated device has no times for arrays"
     if compiles(member.module):
         return "its model is compiled"
+    if name := sparse_gradient_of(member.module):
+        return f"the gradient of {name!r} is sparse, which no rows of stacked tensors are"
     if recipe.accumulate > 1:
         train, _ = read_data(recipe, HyperParameters(trial.hp))
         if epoch_length(train) is None:

@@ -27,6 +27,7 @@ from shoal.core.errors import TrialError
 from shoal.partition.discover import NotCuttable, find_candidates
 from shoal.recipe import Batch, Recipe, autocast, compute_loss, model_inputs
 from shoal.replicas import clip_by_shards, shard_norms
+from shoal.runtime.counting import has_sparse_gradient
 from shoal.runtime.group import GangGroup
 
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13's
@@ -310,7 +311,7 @@ def _local(tensor: Any) -> Tensor:
 
 def _refuse_sparse(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+        if has_sparse_gradient(module):
             raise TrialError(
                 f"{name!r} has sparse gradients, which replicas do not add up. Build it with "
                 "sparse=False, or train on one device."

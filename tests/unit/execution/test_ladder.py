@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,13 +15,17 @@ from shoal.core.units import Bytes, Seconds
 from shoal.execution.ladder import (
     LEAST_GROWTH,
     MAX_RUNGS,
+    at_its_place,
     fewer_stages,
     grow,
+    nothing_smaller,
     same_bits,
+    stepped_here,
+    steps_alike,
     techniques,
 )
 from shoal.planner.growth import grown
-from shoal.testing import make_measure
+from shoal.testing import make_job, make_measure, make_shard
 
 
 def tried(technique, shards=4, place="device", *, has_neighbours=False):
@@ -206,3 +213,56 @@ def test_copies_of_a_pipeline_stay_as_many():
     left = list(fewer_stages(technique, 5, accumulate=4))
     assert left == [Pipelined(stages=2, width=2)]
     assert not list(fewer_stages(technique, 3, accumulate=4))
+
+
+# -- where each parameter steps ----------------------------------------------------------------
+
+KEPT = Pipelined(stages=2, cuts=(4,), shards=4, optimizer="host", keep=(1,), lookahead=1)
+
+
+def job_of(technique, place, edges=(0, 2, 4, 6, 8)):
+    shards = [make_shard(n, layers=span) for n, span in enumerate(pairwise(edges))]
+    return make_job(shards=shards, technique=technique, numerics={"optimizer_place": place})
+
+
+def rungs(technique, place, shards=4):
+    options = techniques(technique, shards, "host", has_neighbours=False)
+    return list(at_its_place(options, job_of(technique, place)))
+
+
+@pytest.mark.parametrize("technique", [KEPT, Spilled(shards=4, optimizer="host", keep=(1,))])
+def test_on_a_gpu_no_rung_moves_the_step_of_a_shard_that_stays(technique):
+    found = rungs(technique, "host, of 4 shards 1 on the device")
+    assert found
+    assert {rung.keep for rung in found} == {(1,)}
+    assert {rung.shards for rung in found} == {4}
+    assert 0 in {rung.lookahead for rung in found}
+
+
+@pytest.mark.parametrize("technique", [replace(KEPT, keep=()), Spilled(shards=4, keep=())])
+def test_where_nothing_steps_on_the_gpu_no_rung_keeps_a_shard(technique):
+    technique = replace(technique, optimizer="host")
+    found = rungs(technique, "host")
+    assert {rung.keep for rung in found} == {()}
+    assert None in {rung.shards for rung in found}  # more of them is placement
+
+
+def test_on_a_cpu_both_places_have_the_same_bits_and_less_is_kept():
+    found = rungs(KEPT, "cpu")
+    assert {rung.keep for rung in found} == {None}
+    assert found == list(techniques(KEPT, 4, "host", has_neighbours=False))
+
+
+def test_a_key_with_the_same_words_and_other_layers_is_not_the_same():
+    here, place = job_of(KEPT, "host, of 4 shards 1 on the device"), {"optimizer_place": "cpu"}
+    other = job_of(KEPT, here.numerics["optimizer_place"], edges=(0, 1, 4, 6, 8))
+    assert stepped_here(here) == {2, 3}
+    assert same_bits(here.numerics, other.numerics)
+    assert not steps_alike(here, other)
+    assert steps_alike(replace(here, numerics=place), replace(other, numerics=place))
+
+
+def test_where_no_rung_is_left_the_words_say_which_shards_step_where():
+    words = nothing_smaller(job_of(KEPT, "host, of 4 shards 1 on the device"))
+    assert "4 shards 1 stay on the device and step there" in words
+    assert nothing_smaller(job_of(KEPT, "cpu")) == "there is nothing smaller to try."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -98,3 +99,47 @@ def test_draws_that_depend_on_values_are_found_out(stage_processes):
     trained = run_stages(recipe(values), {"lr": 0.01}, 4, steps=4, foretell=False, **how)
     plain = plain_loop(recipe(values), {"lr": 0.01}, 4, steps=4)
     assert compare(plain, trained.state, losses=trained.losses).equal
+
+
+class Lender:
+    """Has the weights of the layers that run, and NaN in the place of all others."""
+
+    def __init__(self, chain):
+        self.chain, self.lent, self.most = chain, 0, 0
+        self.values = {name: p.data for name, p in chain.model.named_parameters()}
+        for parameter in chain.model.parameters():
+            parameter.data = torch.full((), float("nan")).expand(parameter.shape)
+
+    @contextmanager
+    def __call__(self, layers):
+        params = dict(self.chain.model.named_parameters())
+        names = self.chain.parameters_in(layers.start, layers.stop)
+        before = {name: params[name].data for name in names}
+        for name in names:
+            params[name].data = self.values[name]
+        self.lent += len(names)
+        self.most = max(self.most, self.lent)
+        yield
+        self.lent -= len(names)
+        for name in names:
+            params[name].data = before[name]
+
+
+def test_a_layers_weights_are_enough_at_a_time():
+    torch.manual_seed(0)
+    made, batch = model({}).train(), data({})[0][0]
+    chain = build_chain(made, recipe(), batch, torch.device("cpu"))
+    lender, before = Lender(chain), capture_rng()
+    foretelling = Foretelling(chain, 2, lender)
+    assert foretelling.look(batch) == (True, True)
+    assert same_rng(before, capture_rng())
+    assert (lender.lent, lender.most) == (0, 2)  # a weight and a bias
+    foretelling.draw_on(batch[:3])  # another form is looked at in the same way
+    assert (lender.lent, lender.most) == (0, 2)
+    assert not same_rng(before, capture_rng())
+
+
+def test_a_model_that_draws_nothing_is_seen_to_draw_nothing():
+    made, batch = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).train(), data({})[0][0]
+    chain = build_chain(made, recipe(), batch, torch.device("cpu"))
+    assert not Foretelling(chain, 2).look(batch).draws

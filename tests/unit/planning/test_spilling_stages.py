@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,9 @@ import shoal
 from shoal.core.errors import PlanError, SpecError
 from shoal.core.plan import Plan
 from shoal.core.technique import Pipelined, Spilled
+from shoal.core.units import format_bytes
+from shoal.planner import spilledstages
+from shoal.planning import spillingstages
 
 WIDTH, ROWS, BATCHES = 64, 16, 8
 SMALL = "800KiB"  # half of the chain does not fit, in no cut
@@ -174,6 +179,29 @@ def test_devices_that_would_idle_are_spilled_stages_where_those_are_quicker(plan
 def test_what_cannot_be_is_refused_with_numbers_and_a_way_out(technique, options, words, plan):
     with pytest.raises(PlanError, match=words):
         plan(technique, **options)
+
+
+def test_what_was_measured_and_does_not_fit_is_told_as_measured(plan, monkeypatch):
+    monkeypatch.setattr(spillingstages, "fitted", lambda *args: None)
+    measured = []
+
+    def as_measured(*args):
+        measured.append(spilledstages.as_measured(*args))
+        return measured[-1]
+
+    monkeypatch.setattr(spillingstages, "as_measured", as_measured)
+    with pytest.raises(PlanError, match="was measured and needs") as raised:
+        plan(Pipelined(stages=2))
+    least = min(max(need.total, need.peak) for need in [one.need for one in measured])
+    assert f"was measured and needs {format_bytes(least)} on a device" in str(raised.value)
+
+
+def test_a_plan_says_that_gpipe_adds_up_gradients_on_the_device(plan):
+    asked = Pipelined(stages=2, shards=4, schedule="gpipe", keep_gradients=False)
+    (job,) = plan(asked, memory="16MiB").jobs
+    assert any("keep_gradients=False was asked for" in why for why in job.why)
+    (job,) = plan(replace(asked, schedule="flush"), memory="16MiB").jobs
+    assert not any("keep_gradients=False" in why for why in job.why)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 from shoal.core.errors import SpecError
-from shoal.runtime.binding import Binding
+from shoal.runtime.binding import Binding, Placed
 
 CPU = torch.device("cpu")
 
@@ -182,3 +184,34 @@ def test_a_shard_that_is_not_cut_is_one_piece():
         [(3, ["1.weight"]), (4, ["1.bias"])],
         [(2, ["2.weight"])],
     ]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_what_lets_go_refers_to_no_memory_that_it_stepped_in(kind):
+    """A step notes where it left every tensor; a trial that waits has to forget it."""
+    model = nn.Linear(16, 16)
+    binding = Binding(model, kind(model.parameters(), lr=0.1), [["weight", "bias"]], CPU)
+    memory = torch.zeros(16384, dtype=torch.uint8)
+    seen, storage = model.weight.numel() * 4, weakref.ref(memory.untyped_storage())
+    fields = {"weight": memory[:seen].view(torch.float32).view(16, 16)}
+    fields["bias"] = memory[seen : seen + 64].view(torch.float32)
+    states = {
+        name: {
+            key: memory[at : at + like.nbytes].view(torch.float32).view(like.shape)
+            for key, at in (("exp_avg", 4096 + n * 2048), ("exp_avg_sq", 8192 + n * 2048))
+        }
+        for n, (name, like) in enumerate(fields.items())
+    }
+    placed = Placed(fields, states, {}, memory[:2048], memory[4096:], {})
+    grads = {name: torch.ones_like(tensor) for name, tensor in fields.items()}
+    for _ in range(2):
+        binding.step(0, placed, grads)
+    del memory, fields, states, placed
+    gc.collect()
+    assert storage() is not None
+    scalars = binding.scalars()
+    binding.let_go()
+    gc.collect()
+    assert storage() is None
+    assert str(binding.scalars()) == str(scalars)  # what is no tensor of the store stays
+    assert all(p.isnan().all() for p in model.parameters())
