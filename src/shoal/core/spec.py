@@ -214,6 +214,7 @@ class WidthMeasure:
     its graph and its compiling, and ``refill_s`` what it costs that a slot gets another trial.
     ``noise`` is by what part rounds differed. ``declined``: why there is no such array. One
     that is spilled has ``shards``, moves ``moved_bytes`` a step, and its ``step_s`` is worked out.
+    ``is_over``: the device has no room for it, and it has no seconds of its own.
     """
 
     width: int
@@ -229,6 +230,7 @@ class WidthMeasure:
     declined: str = ""
     shards: int = 0
     moved_bytes: Bytes = NO_BYTES
+    is_over: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,15 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils import _pytree as pytree
 
 from shoal.fusion.batches import combined
 from shoal.fusion.crew import Crew, Evaluated, Trained, Undo
 from shoal.fusion.declined import Declined, Disagreement
+from shoal.fusion.idle import Rows, idle_slots, in_danger, put_aside, put_back
 from shoal.fusion.level import Level, entered
 from shoal.fusion.loop import error_alone
 from shoal.fusion.member import Member
 from shoal.fusion.mode import SlotMode
+from shoal.fusion.outputs import by_slot, taken_apart
 from shoal.fusion.outside import Outside
 from shoal.fusion.slots import Slots
 from shoal.fusion.stacked import owners
@@ -106,6 +107,7 @@ class StackedBackend:
             return self._train_others(crew, batches, active, scale, found)
         blocks = crew.stacked.parameters.values()
         holds = scale != 1 and any(block.grad is not None for block in blocks)
+        rows = self._put_aside(crew, losses, active, scale)
         weights = torch.tensor(active, dtype=losses.dtype, device=losses.device) * scale
         try:
             torch.autograd.backward([losses], [weights])
@@ -119,8 +121,14 @@ class StackedBackend:
                 "the model's code runs again in the backward (checkpointing, or a hook), where it "
                 f"cannot for all slots at once: {first_line(error)}"
             ) from error
+        put_back(crew.stacked.parameters, rows)
         self._keep_idle(crew, active)
         return Trained(masked(losses.detach(), active), {})
+
+    def _put_aside(self, crew: Crew, losses: Tensor, active: Sequence[bool], scale: float) -> Rows:
+        if not in_danger(losses, active, scale):
+            return {}
+        return put_aside(crew.stacked.parameters, idle_slots(active))
 
     def _keep_idle(self, crew: Crew, active: Sequence[bool]) -> None:
         """Buffers of slots that took no part; autograd needs them as they are until now."""
@@ -184,6 +192,8 @@ class StackedBackend:
             except (Exception, SystemExit) as error:
                 crew.streams.undo()
                 self._undo.put_back(crew.stacked)
+                if is_out_of_memory(error):
+                    raise
                 self._learn(error, crew)
 
     @contextmanager
@@ -366,12 +376,8 @@ def masked(losses: Tensor, active: Sequence[bool]) -> Tensor:
 
 
 def _outputs(level: Level, output: Any) -> Sequence[Any]:
-    leaves, tree = pytree.tree_flatten(output)
-    opened = [level.stacked(x) if isinstance(x, Tensor) else x for x in leaves]
-    return [
-        pytree.tree_unflatten([x[slot] if isinstance(x, Tensor) else x for x in opened], tree)
-        for slot in range(level.width)
-    ]
+    tensors, form = taken_apart(output)
+    return by_slot(form, [level.stacked(tensor) for tensor in tensors], level.width)
 
 
 def give(parameter: Tensor, row: Tensor) -> None:

@@ -75,12 +75,15 @@ def entered(width: int) -> Iterator[Level]:
         _functorch._set_vmap_fallback_enabled(allowed)
 
 
-def like_alone(width: int, one: Tensor) -> Tensor:
-    """An empty stacked tensor whose slots lie in memory as ``one`` would: [N, *one.shape]."""
-    alone = torch.empty_like(one, requires_grad=False)
+def like_alone(width: int, one: Tensor, device: torch.device | None = None) -> Tensor:
+    """An empty stacked tensor whose slots lie in memory as ``one`` would: [N, *one.shape].
+
+    On the device of ``one``, if no other is named.
+    """
+    alone = torch.empty_like(one, requires_grad=False, device="meta")
     return torch.empty_strided(
         (width, *alone.shape),
         (max(alone.numel(), 1), *alone.stride()),
         dtype=alone.dtype,
-        device=alone.device,
+        device=device or one.device,
     )

@@ -21,6 +21,8 @@ def copies(members: Sequence[Member]) -> list[Member]:
     shared = {id(member.recipe): member.recipe for member in members}
     try:
         return [copy.deepcopy(member, dict(shared)) for member in members]
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
     except Exception as error:
         raise Declined(f"the model cannot be copied: {error}") from error
 

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
@@ -42,6 +41,7 @@ from shoal.fusion.level import Level, entered
 from shoal.fusion.likeness import RowAt, Snapshot, row_at
 from shoal.fusion.meeting import Lanes, Run, current_run, in_turns
 from shoal.fusion.mode import SlotMode
+from shoal.fusion.outputs import by_slot, taken_apart
 from shoal.fusion.slots import Slots
 from shoal.fusion.stacked import owners
 from shoal.fusion.template import Template
@@ -286,18 +286,8 @@ class _Model(StackedBackend):
 
 def _rows_of(level: Level, output: Any) -> list[Any]:
     """Each slot's output; its tensors are rows, in one step of autograd."""
-    leaves, tree = pytree.tree_flatten(output)
-    rows = [level.stacked(x).unbind(0) if isinstance(x, Tensor) else x for x in leaves]
-    return [
-        pytree.tree_unflatten(
-            [
-                row[slot] if isinstance(leaf, Tensor) else leaf
-                for leaf, row in zip(leaves, rows, strict=True)
-            ],
-            tree,
-        )
-        for slot in range(level.width)
-    ]
+    tensors, form = taken_apart(output)
+    return by_slot(form, [level.stacked(x).unbind(0) for x in tensors], level.width)
 
 
 def _part(crew: Crew, name: str) -> Crew:

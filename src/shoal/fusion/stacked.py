@@ -19,17 +19,17 @@ class Stacked:
     """``parameters`` and ``buffers`` by their first name, each [N, ...].
 
     A row lies in memory as its tensor did alone. Parameters are leaves of autograd: their
-    gradients are stacked too.
+    gradients are stacked too. They are on ``device``, or where the modules are.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], device: torch.device | None = None) -> None:
         first = modules[0]
         width = len(modules)
         self.parameters = {
-            name: like_alone(width, parameter.detach())
+            name: like_alone(width, parameter.detach(), device)
             for name, parameter in first.named_parameters()
         }
-        self.buffers = {name: like_alone(width, b) for name, b in first.named_buffers()}
+        self.buffers = {name: like_alone(width, b, device) for name, b in first.named_buffers()}
         for slot, module in enumerate(modules):
             self.take(slot, module)
         for name, parameter in first.named_parameters():

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import _pop_mode_temporarily
 
@@ -115,6 +116,8 @@ class Template:
 def _copied(module: nn.Module, kept: Mapping[int, Tensor]) -> nn.Module:
     try:
         return copy.deepcopy(module, dict(kept))
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
     except Exception as error:
         raise Declined(f"the model cannot be copied: {error}") from error
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from shoal.fusion.batches import holds_floats, layout_of, rebuilt, stacked_leaves
 from shoal.fusion.constants import constants_of
@@ -25,7 +24,9 @@ from shoal.fusion.crew import Crew, Evaluated, Trained, Undo
 from shoal.fusion.declined import Untraceable
 from shoal.fusion.fused import StackedBackend, filled, is_out_of_memory, masked
 from shoal.fusion.graph import Graph, Inputs, Left, Ran, capture, same_bits
+from shoal.fusion.idle import put_back
 from shoal.fusion.level import entered
+from shoal.fusion.outputs import by_slot, taken_apart
 from shoal.fusion.outside import Given, Heard, Mask, Outside, draw
 from shoal.fusion.slots import Slots
 
@@ -41,7 +42,7 @@ class Kept:
 
     constants: tuple[str, ...] = ()  # of the slots it was made for
     graph: Graph | None = None
-    tree: Any = None  # of its output: a structure, and leaves that are no tensors
+    form: Sequence[Any] = ()  # of its output, alone; nothing where nobody reads it
     masks: tuple[Mask, ...] = ()
     crew: int = -1  # the members whose rates the masks have
     proven: bool = False  # equal to a second eager pass
@@ -100,7 +101,9 @@ class TracedBackend(StackedBackend):
             inputs = self._inputs(crew, kept.masks, batches, active, scale)
             ran = self._replay(kept, crew, inputs, active)
             if ran is not None:
+                rows = self._put_aside(crew, ran.losses, active, scale)
                 add_gradients(crew.stacked.parameters, ran.gradients)
+                put_back(crew.stacked.parameters, rows)
                 return Trained(masked(ran.losses, active), {})
         is_first = all(block.grad is None for block in crew.stacked.parameters.values())
         with self._listening(crew) as heard:
@@ -121,7 +124,7 @@ class TracedBackend(StackedBackend):
                 inputs = self._inputs(crew, kept.masks, batches, active, None)
                 ran = self._replay(kept, crew, inputs, active)
                 if ran is not None:
-                    outputs = _unstacked(kept.tree, ran.others, crew.width)
+                    outputs = _unstacked(kept.form, ran.others, crew.width)
                     return Evaluated(masked(ran.losses, active), outputs)
             with self._listening(crew) as heard:
                 found = super().evaluate(crew, batches, active)
@@ -244,18 +247,18 @@ class TracedBackend(StackedBackend):
         self, kept: Kept, crew: Crew, inputs: Inputs, batch: Any, active: Sequence[bool]
     ) -> None:
         kept.constants, kept.waits = self._constants, 0
-        kept.graph, kept.tree = self._captured(crew, inputs, batch, active)
+        kept.graph, kept.form = self._captured(crew, inputs, batch, active)
         kept.crew = -1
 
     def _captured(
         self, crew: Crew, inputs: Inputs, batch: Any, active: Sequence[bool]
-    ) -> tuple[Graph, Any]:
-        """A graph of the pass, and the structure of its output.
+    ) -> tuple[Graph, Sequence[Any]]:
+        """A graph of the pass, and the form of its output.
 
         Raises:
             Untraceable: there is none.
         """
-        tree: list[Any] = [None]
+        form: list[Any] = []
         wants_outputs = inputs.weights is None and bool(crew.members[0].recipe.metrics)
 
         def code(
@@ -267,14 +270,14 @@ class TracedBackend(StackedBackend):
                 mine = rebuilt(batch, iter([level.slotted(leaf) for leaf in leaves]))
                 output, losses = self._code(crew, slots, blocks, mine)
                 if wants_outputs:
-                    found, spec = pytree.tree_flatten(output)
-                    others = [level.stacked(x) for x in found if isinstance(x, Tensor)]
-                    tree[0] = spec, [None if isinstance(x, Tensor) else x for x in found]
+                    tensors, left = taken_apart(output)
+                    others = [level.stacked(tensor) for tensor in tensors]
+                    form.append(left)
             return Left(losses, outside.checks, others)
 
         graph = capture(code, inputs)
         graph.look(inputs)
-        return graph, tree[0]
+        return graph, form[-1:]
 
     def _code(self, crew: Crew, slots: Slots, blocks: Any, batch: Any) -> tuple[Any, Tensor]:
         output, losses = super()._code(crew, slots, blocks, batch)
@@ -319,18 +322,10 @@ def add_gradients(blocks: Mapping[str, Tensor], gradients: Mapping[str, Tensor])
 
 def _stacked(outputs: Sequence[Any]) -> list[Tensor]:
     """The tensors of all slots' outputs, put back into one for each."""
-    columns = zip(*(pytree.tree_leaves(output) for output in outputs), strict=True)
-    return [torch.stack(column) for column in columns if isinstance(column[0], Tensor)]
+    columns = zip(*(taken_apart(output)[0] for output in outputs), strict=True)
+    return [torch.stack(column) for column in columns]
 
 
-def _unstacked(tree: Any, leaves: Sequence[Tensor], width: int) -> Sequence[Any]:
+def _unstacked(form: Sequence[Any], leaves: Sequence[Tensor], width: int) -> Sequence[Any]:
     """Each slot's output; nothing where nobody reads it."""
-    if tree is None:
-        return [None] * width
-    spec, others = tree
-    found: list[Any] = []
-    for slot in range(width):
-        rows = iter([leaf[slot] for leaf in leaves])
-        mine = [next(rows) if other is None else other for other in others]
-        found.append(pytree.tree_unflatten(mine, spec))
-    return found
+    return by_slot(form[0], leaves, width) if form else [None] * width

@@ -15,14 +15,16 @@ class Unplaced(Stacked):
     """Stacked tensors whose parameters are wherever somebody puts them.
 
     Until then they are NaN, or 0, without memory; so that touching what is not there is seen.
-    Buffers are rows as ever. The members' own parameters are not touched.
+    Buffers are rows as ever, on ``device`` or where the modules are. The members' own parameters
+    are not touched.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], device: torch.device | None = None) -> None:
         first, width = modules[0], len(modules)
-        self._nowhere = {n: _nowhere(width, p.detach()) for n, p in first.named_parameters()}
+        named = first.named_parameters()
+        self._nowhere = {name: _nowhere(width, p.detach(), device) for name, p in named}
         self.parameters = {name: one.detach() for name, one in self._nowhere.items()}
-        self.buffers = {name: like_alone(width, b) for name, b in first.named_buffers()}
+        self.buffers = {name: like_alone(width, b, device) for name, b in first.named_buffers()}
         for slot, module in enumerate(modules):
             self.take(slot, module)
         for name, parameter in first.named_parameters():
@@ -51,6 +53,6 @@ class Unplaced(Stacked):
             self.parameters[name].data = self._nowhere[name]
 
 
-def _nowhere(width: int, one: Tensor) -> Tensor:
+def _nowhere(width: int, one: Tensor, device: torch.device | None) -> Tensor:
     fill = float("nan") if one.is_floating_point() or one.is_complex() else 0
-    return one.new_full((), fill).expand(width, *one.shape)
+    return one.new_full((), fill, device=device).expand(width, *one.shape)

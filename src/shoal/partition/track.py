@@ -23,15 +23,16 @@ class AllocationTracker(TorchDispatchMode):
     ``peak_bytes`` the most at any time, ``allocated_bytes`` all of them together. A view is
     not counted, nor what existed before. Scratch memory that a kernel takes and gives
     back inside one operator is not seen. ``device`` restricts the count to one kind, such
-    as ``"cuda"``.
+    as ``"cuda"``. More than ``limit`` bytes at a time are refused as a device refuses them, with
+    ``torch.OutOfMemoryError``: what was made is gone with the error.
     """
 
-    def __init__(self, device: str | None = None) -> None:
+    def __init__(self, device: str | None = None, limit: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.current_bytes = 0
         self.peak_bytes = 0
         self.allocated_bytes = 0
-        self._device = device
+        self._device, self._limit = device, limit
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def __torch_dispatch__(
@@ -66,6 +67,7 @@ class AllocationTracker(TorchDispatchMode):
                     yield from storages_of(leaf)
 
     def _add(self, storage: torch.UntypedStorage, key: int, size: int) -> None:
+        self._require(size)
         reference = weakref.ref(storage, lambda _: self._remove(key))
         self._alive[key] = (reference, size)
         self._grow(size)
@@ -73,8 +75,16 @@ class AllocationTracker(TorchDispatchMode):
     def _resize(self, key: int, size: int) -> None:
         reference, old = self._alive[key]
         if size != old:
+            self._require(size - old)
             self._alive[key] = (reference, size)
             self._grow(size - old)
+
+    def _require(self, size: int) -> None:
+        if self._limit is not None and self.current_bytes + size > self._limit:
+            raise torch.OutOfMemoryError(
+                f"cannot allocate memory: {size} bytes were asked for beside "
+                f"{self.current_bytes}, and there is room for {self._limit}"
+            )
 
     def _grow(self, size: int) -> None:
         self.current_bytes += size

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from shoal.core.spec import ArrayMeasure, PassKind, WidthMeasure
+from shoal.core.spec import NO_SECONDS, ArrayMeasure, PassKind, WidthMeasure
 from shoal.core.units import Bytes, Seconds, format_bytes, format_seconds
 
 MOST = 64  # slots
@@ -34,6 +34,8 @@ PAYS = 10.0
 """Nothing is compiled, not even to see, for less than so many times what compiling takes."""
 SPENDS = 0.04
 """Part of the trials' time one by one that measuring may take, beyond its first candidate."""
+LOOKS = 6
+"""Steps of an array that looking for its shards is reckoned to take."""
 LEAST_S, MOST_S = 2.0, 20.0  # what it may take at least, and at most
 LIGHT_S = 0.01
 """Of a trial whose step alone takes less, much is Python, which a graph leaves out: that is looked
@@ -261,7 +263,9 @@ def why_not_compiled(measure: ArrayMeasure, load: Load) -> str:
         return (
             "floats in the trials' code differ or change on the way, and compiled code holds them"
         )
-    usable = [found for found in measure.widths if not found.declined]
+    usable = [f for f in measure.widths if not f.declined and not f.is_over]
+    if not usable:
+        return "no array has room"
     shortest = min(
         min(array_s(f, load, measure.valid_batches), serial_s(f, load, measure.valid_batches))
         for f in usable
@@ -301,7 +305,8 @@ def worth_spilling(
     And no less than looking for its shards takes. ``without``: widths that have none.
     """
     batches = measure.valid_batches
-    able = [f for f in measure.widths if not f.declined and f.kind == "eager"]
+    eager = [f for f in measure.widths if not f.declined and f.kind == "eager"]
+    able = [at_best(found, measure) for found in eager]
     over = [f for f in able if not fits(f) and f.width not in without and gains(f, load, batches)]
     best = min(over, key=lambda f: (_part(f, load, batches), f.width), default=None)
     if best is None:
@@ -309,22 +314,65 @@ def worth_spilling(
     rival = _best(measure, load, fits)
     least = WORTH * _part(rival, load, batches) if rival is not None else 1.0
     alone_s, part = serial_s(best, load, batches), _part(best, load, batches)
-    saves_s = (least - part) * alone_s
-    return best if part < least and (saves_s > LEAST_S or not load.is_known) else None
+    saves_s, looking_s = (least - part) * alone_s, max(LEAST_S, LOOKS * best.step_s)
+    return best if part < least and (saves_s > looking_s or not load.is_known) else None
 
 
-def when_spilled(
-    found: WidthMeasure, step_s: Seconds, shards: int, moved_bytes: Bytes
-) -> WidthMeasure:
-    """The same array in shards: a step as it was replayed, validation slower by as much."""
-    step_s = max(step_s, found.step_s)
+def at_best(found: WidthMeasure, measure: ArrayMeasure) -> WidthMeasure:
+    """An array that was not there, as one may hope it is were there room for it.
+
+    Between the widest one that was there as it is, and as quick as that slot by slot; without any,
+    all slots in the time of one. What it is worth is told by its shards: this only says whether to
+    look at them.
+    """
+    if not found.is_over:
+        return found
+    there = [f for f in measure.widths if not f.declined and not f.is_over and f.alone_s > 0]
+    if not there:
+        return replace(found, step_s=found.alone_s, valid_s=found.alone_valid_s)
+    widest = max(there, key=lambda f: (f.width, -f.step_s))
+    part = math.sqrt(found.width / widest.width)
+    valid = widest.valid_s / widest.alone_valid_s if widest.alone_valid_s > 0 else 0.0
+    return replace(
+        found,
+        step_s=Seconds(part * found.alone_s * widest.step_s / widest.alone_s),
+        valid_s=Seconds(part * found.alone_valid_s * valid),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InShards:
+    """What an array in shards is reckoned to take.
+
+    ``build_s``: to cut the model; ``visit_s``: to bring what stays on the device home and back, as
+    is done for trials that come and leave.
+    """
+
+    shards: int
+    moved_bytes: Bytes
+    step_s: Seconds
+    valid_s: Seconds = NO_SECONDS
+    build_s: Seconds = NO_SECONDS
+    visit_s: Seconds = NO_SECONDS
+
+
+def when_spilled(found: WidthMeasure, spilled: InShards) -> WidthMeasure:
+    """The same array in shards: a step as it was replayed, validation slower by as much.
+
+    An array that was there as a whole is no quicker in shards. Where one trial follows another in
+    a slot all that stays comes home twice: for the one that leaves, and for the one that comes.
+    """
+    step_s = max(spilled.step_s, found.step_s)
     slower = step_s / found.step_s if found.step_s > 0 else 1.0
     return replace(
         found,
         step_s=step_s,
-        valid_s=Seconds(found.valid_s * slower),
-        shards=shards,
-        moved_bytes=moved_bytes,
+        valid_s=max(Seconds(found.valid_s * slower), spilled.valid_s),
+        build_s=Seconds(found.build_s + spilled.build_s + spilled.visit_s),
+        refill_s=Seconds(found.refill_s + 2 * spilled.visit_s),
+        shards=spilled.shards,
+        moved_bytes=spilled.moved_bytes,
+        is_over=False,
     )
 
 
@@ -401,6 +449,9 @@ def _table(measure: ArrayMeasure, load: Load, fits: Fits, best: WidthMeasure | N
             name += f", spilled in {found.shards} shards"
         if found.declined:
             lines.append(f"{name}: none, {found.declined}")
+            continue
+        if found.is_over:
+            lines.append(f"{name}: over the device's budget, so it was not timed")
             continue
         took, alone = (of(found, load, measure.valid_batches) for of in (array_s, serial_s))
         takes = f"{format_bytes(found.unit_bytes)} a unit"

@@ -42,7 +42,7 @@ from shoal.planning.arrayjobs import (
 )
 from shoal.planning.asking import Asking
 from shoal.planning.spilling import SpilledArrayPlan, Spilling
-from shoal.planning.trying import try_arrays
+from shoal.planning.trying import Room, try_arrays
 
 Wish = str | int | None
 """``"auto"`` measures, a number is a width, 0 is none; None is what the study has on record.
@@ -277,6 +277,7 @@ class Fusing:
             trials,
             min(self._devices, len(trials)),
             lambda measure: next_candidate(priced(measure), load, fits),
+            room=self._room(job),
         )
         measure, told = self._with_spilled(shape, priced(measure), trials, asking, load, fits)
         shape.width, shape.kind, shape.why = choose(measure, load, fits)
@@ -285,22 +286,33 @@ class Fusing:
         for found in measure.widths:
             shape.found[Candidate(found.width, found.kind)] = found
 
+    def _room(self, job: Job) -> Room:
+        """What the device has room for by the trials' states; the rest is found out by trying."""
+        return Room(
+            lambda width: held_bytes(job, width) <= self._budget,
+            has_trial=held_bytes(job, 1) <= self._budget,
+        )
+
     def _with_lone_price(self, measure: ArrayMeasure, job: Job) -> ArrayMeasure:
         """Where one trial alone is spilled, beside what that takes."""
         if self._spilling is None or not isinstance(job.technique, Spilled):
             return measure
-        alone_s = self._spilling.lone_s(job)
-        widths = (
-            replace(
+        alone_s, forward_s = self._spilling.lone_s(job), sum(s.forward_s for s in job.shards)
+        valid_s = max(forward_s, alone_s / 3) if measure.valid_batches else 0.0
+
+        def priced(found: WidthMeasure) -> WidthMeasure:
+            if found.declined:
+                return found
+            if not found.alone_s:  # it has no room on the device
+                return replace(found, alone_s=alone_s, alone_valid_s=Seconds(valid_s))
+            slower = max(1.0, alone_s / found.alone_s)
+            return replace(
                 found,
-                alone_valid_s=Seconds(found.alone_valid_s * max(1.0, alone_s / found.alone_s)),
+                alone_valid_s=Seconds(found.alone_valid_s * slower),
                 alone_s=Seconds(max(alone_s, found.alone_s)),
             )
-            if found.alone_s > 0
-            else found
-            for found in measure.widths
-        )
-        return replace(measure, widths=tuple(widths))
+
+        return replace(measure, widths=tuple(map(priced, measure.widths)))
 
     def _with_spilled(
         self,
@@ -319,8 +331,10 @@ class Fusing:
                 break
             found = self._spilled(shape, trials, best.width, asking)
             if isinstance(found, SpilledArrayPlan):
-                count, moved = len(found.measure.shards), found.need.moved
-                spilled = when_spilled(best, found.step_s, count, moved)
+                there = next(
+                    f for f in measure.widths if (f.width, f.kind) == (best.width, best.kind)
+                )
+                spilled = when_spilled(there, found.in_shards)
                 return replace(measure, widths=(*measure.widths, spilled)), tuple(told.values())
             told[best.width] = f"{best.width} wide, spilled: none, {found}"
         return measure, tuple(told.values())
@@ -341,13 +355,23 @@ class Fusing:
         return shape.spilled[width]
 
     def _look_at(
-        self, shape: _Shape, trials: Sequence[TrialSpec], candidate: Candidate, asking: Asking
+        self,
+        shape: _Shape,
+        trials: Sequence[TrialSpec],
+        candidate: Candidate,
+        asking: Asking,
+        job: Job,
     ) -> WidthMeasure:
         """What an array that is settled already takes."""
         if candidate not in shape.found:
             todo = [candidate]
             measure = try_arrays(
-                asking, trials, 1, lambda _: todo.pop() if todo else None, briefly=True
+                asking,
+                trials,
+                1,
+                lambda _: todo.pop() if todo else None,
+                room=self._room(job),
+                briefly=True,
             )
             declined = WidthMeasure(
                 width=candidate.width, kind=candidate.kind, declined=measure.declined
@@ -362,6 +386,8 @@ class Fusing:
     def _fits(self, job: Job, found: WidthMeasure) -> bool:
         if found.shards:
             return True
+        if found.is_over:
+            return False
         return held_bytes(job, found.width) + found.unit_bytes <= self._budget
 
     def _kind(
@@ -396,9 +422,9 @@ class Fusing:
         if kind == "compiled":  # of those that share its code
             mine = str((before or {}).get("array_floats", shape.constants))
             trials = [trial for trial in trials if told[trial.number] == mine]
-        found = self._look_at(shape, trials, Candidate(width, kind or "traced"), asking)
+        found = self._look_at(shape, trials, Candidate(width, kind or "traced"), asking, job)
         if found.declined and kind in (None, "traced"):  # the same bits, operation by operation
-            found = self._look_at(shape, trials, Candidate(width, "eager"), asking)
+            found = self._look_at(shape, trials, Candidate(width, "eager"), asking, job)
         if found.declined:
             return replace(job, why=(*job.why, f"unfused: {found.declined}"))
         slot = known[0] if known else self._free_slot(shape, width)
@@ -419,9 +445,9 @@ class Fusing:
             return replace(job, why=(*job.why, f"unfused: {words}"))
         self.layouts[job.trial] = spilled.layout
         whole = Bytes(held_bytes(job, width) + found.unit_bytes)
-        found = when_spilled(
-            found, spilled.step_s, len(spilled.measure.shards), spilled.need.moved
-        )
+        if found.is_over:  # about: nobody saw it
+            whole = spilled.measure.resident_bytes
+        found = when_spilled(found, spilled.in_shards)
         why = shape.why or (praise(found, shape.notes),)
         why = (*why, *why_spilled(spilled, whole, self._budget, width))
         passes = kind if before is not None and kind else "eager"

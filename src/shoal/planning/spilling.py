@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shoal.core.plan import Job
-from shoal.core.spec import ALIGNMENT, JobMeasure, LayerMeasure, ShardSpec, TrialSpec
-from shoal.core.technique import Spilled, Technique
+from shoal.core.spec import ALIGNMENT, NO_SECONDS, JobMeasure, LayerMeasure, ShardSpec, TrialSpec
+from shoal.core.technique import Spilled, Technique, kept_shards, kept_weights
 from shoal.core.units import Bytes, Seconds, format_bytes, round_up
 from shoal.memory.chunks import in_chunks
 from shoal.memory.layout import Field, TrialLayout
@@ -23,7 +23,7 @@ from shoal.planner.keep import keep_best
 from shoal.planner.need import Need, Request, need
 from shoal.planner.price import Speeds, price
 from shoal.planner.room import Room
-from shoal.planner.width import MOST
+from shoal.planner.width import MOST, InShards
 from shoal.planning.asking import Asking
 from shoal.runtime.messages import (
     Measure,
@@ -53,7 +53,8 @@ ASKED = Spilled(
 class SpilledArrayPlan:
     """An array in shards that fits: its bytes, and those of one of its trials alone.
 
-    ``measure`` is the whole array's, ``layout`` one trial's home, in the same shards.
+    ``measure`` is the whole array's, ``layout`` one trial's home, in the same shards. Seconds are
+    as in ``InShards``.
     """
 
     technique: Spilled
@@ -61,10 +62,25 @@ class SpilledArrayPlan:
     layout: TrialLayout
     need: Need
     step_s: Seconds
+    valid_s: Seconds = NO_SECONDS
+    build_s: Seconds = NO_SECONDS
+    visit_s: Seconds = NO_SECONDS
     lone: JobMeasure
     lone_technique: Spilled
     lone_need: Need
     host_bytes: Bytes  # of the array, beside its trials' homes
+
+    @property
+    def in_shards(self) -> InShards:
+        """What it is compared by."""
+        return InShards(
+            shards=len(self.measure.shards),
+            moved_bytes=self.need.moved,
+            step_s=self.step_s,
+            valid_s=self.valid_s,
+            build_s=self.build_s,
+            visit_s=self.visit_s,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,10 +147,12 @@ class Spilling:
                 return str(stacked)
             if stacked.declined:
                 return stacked.declined
+            if stacked.is_over:  # smaller shards may do
+                continue
             measure = with_shards(paper, stacked.shards, exact, width)
             plan = self._plan(measure, exact, choice.technique, request, width)
             if isinstance(plan, SpilledArrayPlan):
-                return plan
+                return replace(plan, build_s=stacked.build_s)
             closest = plan
         budget = format_bytes(self.budget)
         if closest is None:
@@ -180,19 +198,42 @@ class Spilling:
         if kept is None or lone is None:
             least = replace(technique, keep=(), keep_turn=0, keep_gradients=0)
             return need(measure, measure.shards, least, request, rows)
-        batch = measure.batch_bytes
-        step_s = price(measure.shards, batch, kept[0], request, self.speeds, 1).step_s
+        batch, shards = measure.batch_bytes, measure.shards
+        step_s = price(shards, batch, kept[0], request, self.speeds, 1).step_s
+        waiting = rows_waiting(rows) if request.micro_batches > 1 else 0
         return SpilledArrayPlan(
             technique=kept[0],
             measure=measure,
             layout=exact.layout,
             need=kept[1],
             step_s=step_s,
+            valid_s=evaluation_s(measure, kept[0], self.speeds),
+            visit_s=visit_s(shards, kept[0], self.speeds),
             lone=exact.measure,
             lone_technique=lone[0],
             lone_need=lone[1],
-            host_bytes=Bytes(rows.num_bytes),
+            host_bytes=Bytes(rows.num_bytes + waiting),
         )
+
+
+def rows_waiting(rows: TrialLayout) -> int:
+    """Host memory for gradients of slots whose batch is an odd one before a step's last."""
+    return sum(shard.grad.num_bytes for shard in rows.shards)
+
+
+def evaluation_s(measure: JobMeasure, technique: Spilled, speeds: Speeds) -> Seconds:
+    """A validation batch of all slots: its units, or what comes for them, whichever is longer."""
+    stays = {*kept_shards(technique), *kept_weights(technique)}
+    coming = sum(s.parameter_bytes for s in measure.shards if s.index not in stays)
+    units_s = measure.valid_scale * sum(shard.forward_s for shard in measure.shards)
+    return Seconds(max(units_s, coming / speeds.up_bytes_per_s))
+
+
+def visit_s(shards: Sequence[ShardSpec], technique: Spilled, speeds: Speeds) -> Seconds:
+    """What stays on the device goes to the host, and comes back."""
+    whole = sum(shards[s].owned_bytes + shards[s].state_bytes for s in kept_shards(technique))
+    size = whole + sum(shards[s].owned_bytes for s in kept_weights(technique))
+    return Seconds(size / speeds.up_bytes_per_s + size / speeds.down_bytes_per_s)
 
 
 def asked_of(forced: Technique | None) -> tuple[Spilled, str]:

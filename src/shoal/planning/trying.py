@@ -7,9 +7,10 @@ moments, since that is how it will be ([Note: all at once] in ``runtime/widths.p
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
+from typing import NamedTuple
 
 from shoal.core.spec import ArrayMeasure, TrialSpec, WidthMeasure
 from shoal.core.units import Bytes, Seconds
@@ -23,7 +24,7 @@ from shoal.runtime.messages import (
     TimeArray,
     TimedArray,
 )
-from shoal.runtime.pool import Gone
+from shoal.runtime.pool import Gone, Worker
 
 ROUNDS = 5
 SLICE_S = 0.04  # of a contender in a round; as long as what takes longer
@@ -33,23 +34,35 @@ LEAD_S = 0.02  # until all workers have heard
 Next = Callable[[ArrayMeasure], Candidate | None]
 
 
+class Room(NamedTuple):
+    """What a device has room for, as far as states tell: an array of a width, a trial alone."""
+
+    has_array: Callable[[int], bool] = lambda width: True
+    has_trial: bool = True
+
+
+ANY = Room()
+
+
 def try_arrays(
     asking: Asking,
     trials: Sequence[TrialSpec],
     devices: int,
     next_candidate: Next,
     *,
+    room: Room = ANY,
     briefly: bool = False,
 ) -> ArrayMeasure:
     """Measure candidates until ``next_candidate`` has no other, on so many devices at once.
 
-    ``briefly``: by one round, where nothing is chosen by it.
+    Those that have no ``room`` are not built. ``briefly``: by one round, where nothing is chosen
+    by it.
     """
     began = time.monotonic()
     measure = ArrayMeasure()
-    most = 1 if briefly else ROUNDS
+    tries = _Tries(asking, trials, devices, room, 1 if briefly else ROUNDS)
     while (candidate := next_candidate(measure)) is not None:
-        measure = _tried(measure, candidate, asking, trials, devices, most)
+        measure = _tried(measure, candidate, tries)
         took_s = Seconds(time.monotonic() - began)
         last_s = Seconds(took_s - measure.took_s)
         first_s = measure.first_s or took_s
@@ -57,35 +70,33 @@ def try_arrays(
     return measure
 
 
-def _tried(
-    measure: ArrayMeasure,
-    candidate: Candidate,
-    asking: Asking,
-    trials: Sequence[TrialSpec],
-    devices: int,
-    most: int,
-) -> ArrayMeasure:
+class _Tries(NamedTuple):
+    """Who is asked about whom; ``most``: rounds."""
+
+    asking: Asking
+    trials: Sequence[TrialSpec]
+    devices: int
+    room: Room
+    most: int
+
+
+def _tried(measure: ArrayMeasure, candidate: Candidate, tries: _Tries) -> ArrayMeasure:
     """The measure with one candidate more, also if a worker is killed meanwhile."""
     for _ in range(MAX_DEATHS):
         try:
-            return _with(measure, candidate, asking, trials, devices, most)
+            return _with(measure, candidate, tries)
         except _WorkerLost as error:
             words = str(error)
     return replace(measure, declined=words)
 
 
-def _with(
-    measure: ArrayMeasure,
-    candidate: Candidate,
-    asking: Asking,
-    trials: Sequence[TrialSpec],
-    devices: int,
-    most: int,
-) -> ArrayMeasure:
+def _with(measure: ArrayMeasure, candidate: Candidate, asked: _Tries) -> ArrayMeasure:
     """The measure with one candidate more."""
-    width, kind = candidate
-    built_for = trials[0]
-    built = asking.measure_arrays(MeasureArray(tuple(trials[:MOST]), width, kind), devices)
+    (width, kind), room, asking = candidate, asked.room, asked.asking
+    some = tuple(asked.trials[:MOST])
+    is_whole = room.has_array(width)
+    order = MeasureArray(some, width, kind, is_whole=is_whole, alone_fits=room.has_trial)
+    built = asking.measure_arrays(order, asked.devices)
     tries: list[ArrayTry] = []
     for reply in built.values():
         if isinstance(reply, Refused):
@@ -96,19 +107,9 @@ def _with(
         if reply.found.declined:
             return _declined(measure, candidate, reply.found.declined, is_kind=reply.found.is_kind)
         tries.append(reply.found)
-    slices = slices_of(tries, SLICE_S if most > 1 else 0.0)
-    if most == 1:
-        slices = (*slices[:2], 0.0, 0.0)
-    rounds = min(most, ROUNDS if max(slices[:2]) < FEWER_S else ROUNDS - 2)
-    order = TimeArray(built_for, time.monotonic() + LEAD_S, slices, rounds)
-    timed = asking.measure_arrays(order, devices, only=built)
-    told = [reply.rounds for reply in timed.values() if isinstance(reply, TimedArray)]
-    refused = [reply for reply in timed.values() if isinstance(reply, Refused)]
-    if refused:
-        words = refused[0].error.strip().rpartition("\n")[2]
-        return _declined(measure, candidate, words, is_kind=True)
-    if len(told) < len(built):
-        raise _WorkerLost(next((r for r in timed.values() if isinstance(r, Gone)), None))
+    told = _timed(tries, built, asked)
+    if isinstance(told, str):
+        return _declined(measure, candidate, told, is_kind=True)
     notes = dict.fromkeys((*measure.notes, *(note for found in tries for note in found.notes)))
     return replace(
         measure,
@@ -118,6 +119,27 @@ def _with(
         nodes=max(measure.nodes, *(found.nodes for found in tries)),
         compiler=next((found.compiler for found in tries if found.compiler), measure.compiler),
     )
+
+
+def _timed(
+    tries: Sequence[ArrayTry], built: Mapping[Worker, object], asked: _Tries
+) -> list[Sequence[Sequence[float]]] | str:
+    """The rounds of each worker; in words, why there are none."""
+    slices = slices_of(tries, SLICE_S if asked.most > 1 else 0.0)
+    if asked.most == 1:
+        slices = (*slices[:2], 0.0, 0.0)
+    if not any(slices):  # nothing has room
+        return [[slices] for _ in tries]
+    rounds = min(asked.most, ROUNDS if max(slices[:2]) < FEWER_S else ROUNDS - 2)
+    order = TimeArray(asked.trials[0], time.monotonic() + LEAD_S, slices, rounds)
+    timed = asked.asking.measure_arrays(order, asked.devices, only=built)
+    told = [reply.rounds for reply in timed.values() if isinstance(reply, TimedArray)]
+    refused = [reply for reply in timed.values() if isinstance(reply, Refused)]
+    if refused:
+        return refused[0].error.strip().rpartition("\n")[2]
+    if len(told) < len(built):
+        raise _WorkerLost(next((r for r in timed.values() if isinstance(r, Gone)), None))
+    return list(told)
 
 
 class _WorkerLost(Exception):
@@ -150,10 +172,14 @@ def found_of(
 ) -> WidthMeasure:
     """Of each worker the median of its rounds, and of the workers the slowest.
 
+    Of what was not there in the rounds, what it took once.
+
     ``told``: for each worker, round and contender (``TimedArray``), seconds.
     """
     columns = [[_median([row[at] for row in rounds]) for rounds in told] for at in range(4)]
-    alone_s, step_s, alone_valid_s, valid_s = (Seconds(max(column)) for column in columns)
+    once = list(zip(*(found.once_s for found in tries), strict=True))
+    longest = [max(column) or max(roughly) for column, roughly in zip(columns, once, strict=True)]
+    alone_s, step_s, alone_valid_s, valid_s = map(Seconds, longest)
     return WidthMeasure(
         width=candidate.width,
         kind=candidate.kind,
@@ -165,6 +191,7 @@ def found_of(
         build_s=Seconds(max(found.build_s for found in tries)),
         refill_s=Seconds(max(found.refill_s for found in tries)),
         noise=max(noise_of(rounds) for rounds in told),
+        is_over=any(found.is_over for found in tries),
     )
 
 

@@ -91,6 +91,7 @@ from shoal.runtime.messages import (
     TimeArray,
     TimedArray,
 )
+from shoal.runtime.meter import rest_on_host
 from shoal.runtime.probe import Probe
 from shoal.runtime.stepmeasure import OWN_STEP, StepMeasure
 from shoal.runtime.units import evaluate_metrics
@@ -200,11 +201,13 @@ class Measurer:
             self.note(None)
 
     def _measure_array(self, order: MeasureArray) -> ArrayTry:
-        found = self._bench_of(order.trials).build(order.trials, order.width, order.kind)
+        found = self._bench_of(order.trials).build(order)
         self._bench_until = time.monotonic() + BENCH_S
         return found
 
     def _bench_of(self, trials: Sequence[TrialSpec]) -> ArrayBench:
+        if self._built is not None:
+            rest_on_host(self._built.model, self._built.optimizer)
         if self._bench is None or not self._bench.is_of(trials[0]):
             self._bench = ArrayBench(self._recipe, self._device, trials)
         return self._bench
@@ -215,7 +218,9 @@ class Measurer:
             bench = self._bench_of(order.trials)
             found = bench.shards(order.trials, order.width, order.cuts, order.num_layers)
         self._bench_until = time.monotonic() + BENCH_S
-        return MeasuredArrayShards(trial, found.found, found.declined)
+        return MeasuredArrayShards(
+            trial, found.found, found.declined, is_over=found.is_over, build_s=found.build_s
+        )
 
     # -- measure --------------------------------------------------------------------------
 

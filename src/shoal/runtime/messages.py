@@ -129,11 +129,17 @@ class MeasureShards:
 
 @dataclass(frozen=True, slots=True)
 class MeasureArray:
-    """Build an array of so many of these trials, which are of one shape, to be timed."""
+    """Build an array of so many of these trials, which are of one shape, to be timed.
+
+    ``is_whole``: the device may have room for it; else it is not built, and what a trial alone
+    takes is asked for. ``alone_fits``: it has room for that one.
+    """
 
     trials: tuple[TrialSpec, ...]
     width: int
     kind: PassKind = "eager"
+    is_whole: bool = True
+    alone_fits: bool = True
 
     @property
     def trial(self) -> TrialSpec:
@@ -279,12 +285,14 @@ class Measured:
 class ArrayTry:
     """An array that was built; as in ``WidthMeasure`` and ``ArrayMeasure``.
 
-    ``declined``: why there is none; ``is_kind``: other ways to run passes may do.
+    ``declined``: why there is none; ``is_kind``: other ways to run passes may do. ``is_over``: the
+    device has no room for it, and only a trial alone is there to be timed, if that.
     ``once_s``: seconds of each contender (``TimedArray``), roughly; 0 if there is none.
     """
 
     declined: str = ""
     is_kind: bool = False
+    is_over: bool = False
     unit_bytes: Bytes = NO_BYTES
     build_s: Seconds = NO_SECONDS
     refill_s: Seconds = NO_SECONDS
@@ -305,11 +313,17 @@ class MeasuredArray:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredArrayShards:
-    """The shards of an array; ``declined``: why it cannot be run in shards, if it cannot."""
+    """The shards of an array; ``declined``: why it cannot be run in shards, if it cannot.
+
+    ``is_over``: a unit needs more than the device has, and smaller shards may do.
+    ``build_s``: what it takes to cut the model.
+    """
 
     trial: int
     shards: tuple[ShardSpec, ...] = ()
     declined: str = ""
+    is_over: bool = False
+    build_s: Seconds = NO_SECONDS
 
 
 @dataclass(frozen=True, slots=True)

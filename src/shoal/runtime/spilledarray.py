@@ -6,7 +6,12 @@
 Programs, slots, streams and copies are those of any spilled trial (``interpret.Seat``), for shards
 N times as large. Units run for all slots (``stackedunits``); every trial steps its own row with
 its own optimizer, in shards too. A trial that comes or leaves copies its row between its home and
-the array's host memory, which all of the state is in between two programs.
+the array's host memory, which all of the state is in meanwhile.
+
+[Note: coming and going]
+For a trial that comes or leaves all that stays on the device goes home, and is back before the
+next program. Whoever comes or goes between two programs shares that with the others: all trials
+of an array that begin or end together move it once. One that is saved takes its row from there.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.core.technique import Spilled
+from shoal.core.technique import Spilled, kept_heads, kept_shards
 from shoal.device import Device
 from shoal.fusion import Array, Member
 from shoal.fusion.array import Stepped
@@ -38,7 +43,7 @@ from shoal.partition.transplant import obstacle
 from shoal.program.ir import Program
 from shoal.recipe import HP, Recipe, build_model, read_data
 from shoal.rng import RngState, capture_rng, restore_rng, seed_all
-from shoal.runtime.binding import place_on_host
+from shoal.runtime.binding import Placed, place_on_host
 from shoal.runtime.interpret import Issued, Seat
 from shoal.runtime.session import Session, Task
 from shoal.runtime.spilledsession import ArrayCompute, StackedSession, row_of
@@ -47,6 +52,8 @@ from shoal.runtime.stay import here
 from shoal.spill.generate import arrival, departure, route_of
 
 CPU = torch.device("cpu")
+_Tensors = Mapping[str, torch.Tensor]
+_States = Mapping[str, _Tensors]
 
 
 def chain_for(recipe: Recipe, hp: HP, seed: int, device: torch.device, num_layers: int) -> Chain:
@@ -135,15 +142,10 @@ class SpilledArray:
             self._open(slot, member)
             for empty in range(self._width):  # somebody's weights, where nobody is
                 self._fill(empty, session)
-            self._take(slot, session)
-            self._go()
-            return
-        self._bring_home()
-        try:
+        else:
+            self._bring_home()
             self._array.refill(slot, member)
-            self._take(slot, session)
-        finally:
-            self._go()
+        self._take(slot, session)
 
     def _take(self, slot: int, session: Session) -> None:
         stacked = self._session
@@ -209,21 +211,19 @@ class SpilledArray:
             stacked.failures.pop(slot, None)
             stacked.binding.forget(slot)
             session.evict_everything()
-            if stacked.trials:
-                self._go()
         return member
 
     def save(self, slot: int) -> None:
-        """Bring a trial's home up to date; it trains on.
+        """Bring a trial's home up to date; it trains on, and what stays on the device is there.
 
         Raises:
             Exception: its own optimizer or schedule, in the last step.
         """
-        self._bring_home()
-        try:
-            self._put_home(slot)
-        finally:
-            self._go()
+        if self._broken is None:
+            self.seat.drain()
+        if kept_heads(self._technique):  # of a shard that is in two places
+            self._bring_home()
+        self._put_home(slot)
 
     def _put_home(self, slot: int) -> None:
         stacked = self._session
@@ -232,14 +232,24 @@ class SpilledArray:
         if slot in stacked.failures:
             raise stacked.failures[slot]
         session = stacked.trials[slot]
-        for home, rows in self._rows(session, slot):
-            _copy(rows.params, home.params)
+        for shard, (home, rows) in enumerate(self._rows(session, slot)):
+            params, states_now = self._current(shard, slot, rows)
+            _copy(params, home.params)
             for name, states in home.states.items():
-                _copy(rows.states[name], states)
+                _copy(states_now[name], states)
                 entry = session.optimizer.state[session.binding.params[name]]
                 for key in session.binding.stateful.get(name, ()):
                     entry[key] = states[key]
         session.put_buffers_back()
+
+    def _current(self, shard: int, slot: int, rows: Placed) -> tuple[_Tensors, _States]:
+        """A slot's parameters and states of a shard, wherever they are up to date."""
+        placed = self.seat.compute.placed.get(shard)
+        if placed is None:
+            return rows.params, rows.states
+        on_device = row_of(placed, slot)
+        whole = shard in kept_shards(self._technique)
+        return on_device.params, on_device.states if whole else rows.states
 
     def _rows(self, session: Session, slot: int) -> list[tuple[Any, Any]]:
         """Of each shard what is in the trial's home, and its row in the array's host memory."""
@@ -263,6 +273,7 @@ class SpilledArray:
         """One optimizer step of all slots: for each micro-batch the batches by slot."""
         session = self._session
         self._begin(rows)
+        self._go()
         self.array.fill_empty_slots()
         self._run(session.units.step_program(len(rows), self._clip), "step")
         session.stepping()
@@ -274,6 +285,7 @@ class SpilledArray:
         """A program for these batches; the trial of the first slot stands for the array."""
         session = self._session
         session.begin(rows)
+        session.units.restart(len(rows))
         first = session.trials[min(session.trials)]
         session.step, self.seat.trial = first.step, first.job.trial
 
@@ -291,6 +303,7 @@ class SpilledArray:
                 ]
                 self._usual = layout
                 self._begin([mine])
+                self._go()
                 self._run(session.units.evaluation_program(), "evaluation")
                 self._measure(mine, found)
         finally:
@@ -349,8 +362,10 @@ class SpilledArray:
             self.seat.drain()
 
     def _go(self) -> None:
-        """What stays on the device is there again."""
-        if any(stays := here(self._technique)) and self._broken is None:
+        """What stays on the device is there; it may have been home since the last program."""
+        if self._broken is not None or self.seat.compute.placed:
+            return
+        if any(stays := here(self._technique)):
             self._run(arrival(*stays), "arrival")
 
     # -- what an array's seat asks ----------------------------------------------------

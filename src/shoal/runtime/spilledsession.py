@@ -20,6 +20,7 @@ from torch import Tensor
 from shoal.core.errors import TrialError
 from shoal.core.plan import Job
 from shoal.fusion.finish import clip_stacked_factor, scale_stacked, stacked_norm
+from shoal.fusion.fused import is_out_of_memory
 from shoal.fusion.unplaced import Unplaced
 from shoal.memory.layout import TrialLayout
 from shoal.memory.store import Region, create_region
@@ -191,10 +192,19 @@ class StackedSession:
 
     def fetch(self, task: Task, micro: int) -> list[Any]:
         """The batches of one micro-batch, on the device."""
-        return [
-            None if batch is None or slot in self.failures else self.fetch_one(batch)
-            for slot, batch in enumerate(self._batches[micro])
-        ]
+        return [self._fetched(slot, batch) for slot, batch in enumerate(self._batches[micro])]
+
+    def _fetched(self, slot: int, batch: Any) -> Any:
+        """A slot's batch; None where it has none, or one that cannot be moved."""
+        if batch is None or slot in self.failures:
+            return None
+        try:
+            return self.fetch_one(batch)
+        except (Exception, SystemExit) as error:
+            if is_out_of_memory(error):
+                raise
+            self.failures[slot] = error
+            return None
 
     def fetch_one(self, batch: Any) -> Any:
         """A batch on the device."""
@@ -283,6 +293,12 @@ class ArrayCompute(Compute):
     """The units of an array: what is clipped, stepped and evaluated is each slot's own."""
 
     _session: StackedSession
+
+    def begin(self, task: Task, action: Any) -> None:
+        """Also who runs by himself, and whose batch is none, before anything reads that."""
+        super().begin(task, action)
+        if (micro := task.micros.get(action.micro)) is not None:
+            self._session.take(_stacked(micro))
 
     def _forward(self, task: Task, action: Any) -> None:
         super()._forward(task, action)

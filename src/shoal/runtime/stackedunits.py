@@ -6,7 +6,7 @@ forward again, with the random numbers and the buffers that the first one saw.
 
 [Note: who takes part]
 Slots whose batch has the usual layout run together. One with a batch of another layout, the
-short last one, runs by itself, shard by shard as a trial alone does, on its rows. A slot whose
+short last one, runs by itself (``oddslots``). A slot whose
 code or data raises takes no part from then on: where a part raises, the slots are tried one by
 one, everybody with that one's batch and inputs; what was found to raise gets somebody else's.
 """
@@ -20,14 +20,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.utils import _pytree as pytree
 
 from shoal.fusion.crew import Crew
 from shoal.fusion.declined import Declined
 from shoal.fusion.fused import filled, first_line, is_out_of_memory, masked
-from shoal.fusion.loop import alone
+from shoal.fusion.idle import Rows, idle_slots, in_danger, put_aside, put_back
+from shoal.fusion.outputs import put_together, taken_apart
 from shoal.fusion.sharded import Inside, Packed, ShardBackend, backward
 from shoal.fusion.streams import States
 from shoal.partition.chain import Chain
@@ -44,7 +44,8 @@ from shoal.partition.units import (
 )
 from shoal.partition.wires import Wire
 from shoal.program.ir import Program
-from shoal.runtime.units import ChainUnits, Micro
+from shoal.runtime.oddslots import OddSlots
+from shoal.runtime.units import Micro
 from shoal.spill.generate import Route
 
 LOSS = "loss"
@@ -66,6 +67,8 @@ class StackedMicro(Micro):
         active: Slots that run together.
         apart: What is left of those that run by themselves, by slot.
         failures: Why slots take no part any more.
+        is_last: Whether it is the last of its step.
+        spoils: Whether gradients of slots that take no part would become NaN.
     """
 
     dims: dict[Wire, int | None] = field(default_factory=dict)
@@ -73,6 +76,8 @@ class StackedMicro(Micro):
     active: list[bool] = field(default_factory=list)
     apart: dict[int, Micro] = field(default_factory=dict)
     failures: dict[int, BaseException] = field(default_factory=dict)
+    is_last: bool = True
+    spoils: bool = False
 
     def tensors(self) -> list[Tensor]:
         """Everything held, for the byte count."""
@@ -107,7 +112,8 @@ class StackedUnits:
             for span in spans
         ]
         self._chains: tuple[Any, Chain] | None = None  # of which template
-        self._lone: dict[int, tuple[Any, ChainUnits]] = {}  # by slot, of which member
+        self._odd = OddSlots(crew, chain, spans, route)
+        self._to_come = 1  # micro-batches of the step
         self.scale = 1.0 / chain.recipe.accumulate
 
     def written(self, shard: int) -> Sequence[str]:
@@ -123,14 +129,35 @@ class StackedUnits:
         before, here = self._spans[shard - 1 : shard + 1]
         return private_wires(self._chain, micro.context, before, here, micro.wires)
 
+    def restart(self, micro_batches: int) -> None:
+        """A step of so many micro-batches begins, or an evaluation of one batch."""
+        self._to_come = micro_batches
+        self._odd.restart()
+
     def begin(self, batch: Sequence[Any]) -> StackedMicro:
-        """Take up a batch of each slot; None of one that waits."""
-        together = [one is not None and self._usual(one) for one in batch]
-        micro = StackedMicro(batch, context=Context(None), active=together)
+        """Take up a batch of each slot; None of one that waits.
+
+        A batch that cannot be taken up is its slot's failure, and no other's.
+        """
+        self._to_come -= 1
+        micro = StackedMicro(batch, context=Context(None), active=[False] * len(batch))
+        micro.is_last = self._to_come <= 0
         for slot, one in enumerate(batch):
-            if one is not None and not together[slot]:
-                micro.apart[slot] = self._alone(slot).begin(one)
+            if one is not None:
+                self._take_up(slot, one, micro)
+        self._odd.ran_together(slot for slot, is_active in enumerate(micro.active) if is_active)
         return micro
+
+    def _take_up(self, slot: int, batch: Any, micro: StackedMicro) -> None:
+        try:
+            if self._usual(batch):
+                micro.active[slot] = True
+            else:
+                micro.apart[slot] = self._odd.begin(slot, batch)
+        except (Exception, SystemExit) as error:
+            if is_out_of_memory(error):
+                raise
+            micro.failures[slot] = error
 
     def step_program(self, micro_batches: int, clip: bool) -> Program:
         """One optimizer step."""
@@ -148,8 +175,8 @@ class StackedUnits:
         if any(micro.active):
             result = self._guarded(shard, micro, lambda: self._forward(shard, micro))
         for slot in list(micro.apart):
-            with self._by_itself(shard, slot, micro):
-                self._alone(slot).forward(shard, micro.apart[slot])
+            with self._by_itself(slot, micro):
+                self._odd.forward(shard, slot, micro.apart[slot])
         return result
 
     def _forward(self, shard: int, micro: StackedMicro) -> Result | None:
@@ -194,23 +221,19 @@ class StackedUnits:
     def _evaluated(self, micro: StackedMicro) -> Result:
         start, _ = self._spans[-1]
         crew = self._crew()
-        trees: list[Any] = []
+        form: list[Any] = []
         given = self._given(micro, start)
 
         def work(inside: Inside) -> dict[Any, Tensor]:
             loss, output = self._loss(inside, micro, start, given)
-            leaves, tree = pytree.tree_flatten(output)
-            trees[:] = [tree, [None if isinstance(x, Tensor) else x for x in leaves]]
-            some = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
-            return {LOSS: loss, **some}
+            tensors, left = taken_apart(output)
+            form[:] = [left]
+            return {LOSS: loss, **dict(enumerate(tensors))}
 
         made = self._part(crew, micro, self.num_shards - 1, work)
         losses = self._by_slot(made.pop(LOSS))
-        tree, plain = trees
         outputs = [
-            pytree.tree_unflatten(
-                [made[i].row(slot) if i in made else x for i, x in enumerate(plain)], tree
-            )
+            put_together(form[0], slot, lambda index, slot=slot: made[index].row(slot))  # type: ignore[misc]
             for slot in range(crew.width)
         ]
         return Result(masked(losses, micro.active), outputs)
@@ -227,38 +250,21 @@ class StackedUnits:
         counted = set[int]()
         if any(micro.active):
             work = self._backward_last if last else self._backward
-            mine = self._rows_apart(shard, micro)
             found = self._guarded(shard, micro, lambda: work(shard, micro))
-            self._put_rows(mine)
             losses = losses if found is None else found
             counted = {slot for slot, is_active in enumerate(micro.active) if is_active}
         for slot in list(micro.apart):
-            with self._by_itself(shard, slot, micro):
-                loss = self._backward_alone(shard, slot, micro)
+            with self._by_itself(slot, micro):
+                mine, is_last = micro.apart[slot], micro.is_last
+                loss = self._odd.backward(shard, slot, mine, is_last=is_last)
                 if loss is not None:
                     losses[slot] = loss
                     counted.add(slot)
+        if micro.is_last:
+            self._odd.settle(shard)
         if not last:
             return None
         return Result(losses, counted=[slot in counted for slot in range(len(losses))])
-
-    def _rows_apart(self, shard: int, micro: StackedMicro) -> dict[tuple[str, int], Tensor | None]:
-        """Gradients so far of slots by themselves, whose rows the others' pass writes too."""
-        stacked = self._crew().stacked.parameters
-        found: dict[tuple[str, int], Tensor | None] = {}
-        for name in self._chain.parameters_in(*self._spans[shard]) if micro.apart else ():
-            grad = stacked[name].grad
-            for slot in micro.apart:
-                found[name, slot] = None if grad is None else grad[slot].clone()
-        return found
-
-    def _put_rows(self, rows: Mapping[tuple[str, int], Tensor | None]) -> None:
-        for (name, slot), row in rows.items():
-            grad = self._crew().stacked.parameters[name].grad
-            if grad is not None and row is None:
-                grad[slot].zero_()
-            elif grad is not None and row is not None:
-                grad[slot].copy_(row)
 
     def _backward_last(self, shard: int, micro: StackedMicro) -> Tensor:
         crew, (start, stop) = self._crew(), self._spans[shard]
@@ -271,10 +277,13 @@ class StackedUnits:
 
         with torch.enable_grad():
             losses = self._by_slot(self._part(crew, micro, shard, work)[LOSS])
+        micro.spoils = in_danger(losses, micro.active, self.scale)
+        rows = self._put_aside(shard, micro)
         weights = torch.tensor(micro.active, dtype=losses.dtype, device=losses.device)
         parts.arrive({})
         with parts:
             backward([losses], [weights * self.scale])
+        put_back(self._blocks_of(shard), rows)
         self._hand_on(shard, micro, entries, parts)
         self._keep_idle(crew, micro, before)
         return masked(losses.detach(), micro.active)
@@ -285,6 +294,7 @@ class StackedUnits:
             return
         crew, (start, stop) = self._crew(), self._spans[shard]
         streams, after = crew.streams.now(), self._buffers_now(crew, shard)
+        rows = self._put_aside(shard, micro)
         if states is not None:
             crew.streams.put(states)
         self._write_buffers(crew, before)
@@ -305,9 +315,21 @@ class StackedUnits:
         if roots:
             with parts:
                 backward([edge for edge, _ in roots], [grad for _, grad in roots])
+        put_back(self._blocks_of(shard), rows)
         self._hand_on(shard, micro, entries, parts)
         self._write_buffers(crew, after)  # only now: batch_norm saves its statistics
         crew.streams.put(streams)
+
+    def _put_aside(self, shard: int, micro: StackedMicro) -> Rows:
+        """Gradients of slots that take no part, if this micro-batch puts them in danger."""
+        if not micro.spoils:
+            return {}
+        return put_aside(self._blocks_of(shard), idle_slots(micro.active))
+
+    def _blocks_of(self, shard: int) -> dict[str, Tensor]:
+        """The stacked parameters that a shard reads, by name."""
+        names = self._chain.parameters_in(*self._spans[shard])
+        return {name: self._crew().stacked.parameters[name] for name in names}
 
     def _hand_on(
         self, shard: int, micro: StackedMicro, entries: Mapping[Wire, Boundary], parts: TiedParts
@@ -483,59 +505,18 @@ class StackedUnits:
             for wire, tensor in micro.wires.items()
         }
 
-    # -- slots by themselves ----------------------------------------------------------
-
-    def _alone(self, slot: int) -> ChainUnits:
-        """The units of a slot's own module."""
-        member = self._crew().members[slot]
-        known = self._lone.get(slot)
-        if known is None or known[0] is not member:
-            chain = transplanted(self._chain, member.module, member.recipe)
-            units = ChainUnits(chain, member.recipe, self._spans, self._chain.device, self._route)
-            self._lone[slot] = known = member, units
-        return known[1]
+    # -- slots by themselves: see ``OddSlots`` ------------------------------------------
 
     @contextmanager
-    def _by_itself(self, shard: int, slot: int, micro: StackedMicro) -> Iterator[None]:
-        """A slot's own random streams, and its rows of the shard as its module's parameters.
-
-        Those of other shards may be under way on the host's thread. What it raises is its failure.
-        """
-        crew = self._crew()
-        mine = self._parameters_of(shard, slot)
-        before = [(parameter, parameter.data) for parameter in mine.values()]
+    def _by_itself(self, slot: int, micro: StackedMicro) -> Iterator[None]:
+        """What is raised inside is the slot's failure."""
         try:
-            for name, parameter in mine.items():
-                parameter.data = crew.stacked.parameters[name].data[slot]
-            with alone(crew, slot):
-                yield
+            yield
         except (Exception, SystemExit) as error:
             if is_out_of_memory(error):
                 raise
             micro.failures[slot] = error
             del micro.apart[slot]
-        finally:
-            for parameter, data in before:
-                parameter.data = data
-
-    def _parameters_of(self, shard: int, slot: int) -> dict[str, nn.Parameter]:
-        module = self._crew().members[slot].module
-        names = self._chain.parameters_in(*self._spans[shard])
-        return {name: module.get_parameter(name) for name in names}
-
-    def _backward_alone(self, shard: int, slot: int, micro: StackedMicro) -> float | None:
-        """Its gradients become its rows of the stacked ones, or are added to them."""
-        stacked = self._crew().stacked.parameters
-        loss = self._alone(slot).backward(shard, micro.apart[slot])
-        for name, parameter in self._parameters_of(shard, slot).items():
-            if parameter.grad is None:
-                continue
-            block = stacked[name]
-            if block.grad is None:
-                block.grad = torch.zeros_like(block.data)
-            block.grad[slot].add_(parameter.grad)
-            parameter.grad = None
-        return None if loss is None else float(loss.detach())
 
 
 class _Beginning(NamedTuple):

@@ -1,6 +1,7 @@
 """What an array of so many trials takes, and one of them alone: built, compared, timed.
 
-Everything happens outside the device's budget, on copies, before a trial trains.
+On copies, before a trial trains. What is on the device is counted, and an array that has no room
+there is found out by that, or is not built at all where its trials' states alone are too much.
 
 [Note: all at once]
 Alone on a machine an array has caches and memory to itself that it will share with the arrays of
@@ -17,22 +18,25 @@ import dataclasses
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 
-from shoal.core.spec import HyperParameters, PassKind, ShardSpec, TrialSpec
+from shoal.core.spec import NO_SECONDS, HyperParameters, PassKind, ShardSpec, TrialSpec
 from shoal.core.units import Bytes, Seconds
 from shoal.data import epoch_length
 from shoal.device import Device
 from shoal.fusion import Array, Declined, Member, backend_of, dry_run
 from shoal.fusion.compiled import compiler
+from shoal.fusion.crew import ArrayBackend
 from shoal.fusion.dryrun import difference
-from shoal.fusion.finish import clip_alone
+from shoal.fusion.fused import first_line, is_out_of_memory
 from shoal.fusion.likeness import copies
-from shoal.fusion.loop import lone_pass
+from shoal.fusion.stacked import Stacked
 from shoal.fusion.traced import TracedBackend
-from shoal.ownstep import Modes, OwnStep, own_evaluation
+from shoal.ownstep import Modes
 from shoal.partition.compiled import compiles
 from shoal.partition.track import AllocationTracker
 from shoal.recipe import (
@@ -44,32 +48,52 @@ from shoal.recipe import (
     to_device,
 )
 from shoal.rng import capture_rng, seed_all
+from shoal.runtime.compute import tensors_of
 from shoal.runtime.counting import sparse_gradient_of
 from shoal.runtime.describe import first_batch
-from shoal.runtime.messages import ArrayTry, TimeArray
+from shoal.runtime.lonebench import LoneTrial, on_device, one_that_can
+from shoal.runtime.messages import ArrayTry, MeasureArray, TimeArray
+from shoal.runtime.meter import HOST, Meter
 from shoal.runtime.spilledarray import chain_for
 from shoal.runtime.stackedmeasure import StackedMeasure
 
 TRIED = 4  # trials that are compared, one step as an array with one step of each alone
+LONE_ROUNDS = 5  # of a trial alone that has no room beside the array
 LONG_S = 0.2  # a contender with longer slices is timed in one round
 
 
 class Shards(NamedTuple):
-    """Of an array, or why it has none."""
+    """Of an array, or why it has none; ``is_over``: a unit needs more than the device has."""
 
     found: tuple[ShardSpec, ...]
     declined: str
+    is_over: bool = False
+    build_s: Seconds = NO_SECONDS
+
+
+class _Probe(NamedTuple):
+    """Bytes of an array on its device: of a pass, between steps, at the most."""
+
+    unit_bytes: Bytes
+    held_bytes: int
+    peak_bytes: int
 
 
 class ArrayBench:
-    """The array that is looked at now, and a trial alone beside it; of one shape of trials."""
+    """The array that is looked at now, and a trial alone beside it; of one shape of trials.
+
+    ``meter`` counts what they hold of the device. Trials that nothing is done with are in host
+    memory, and so is what is compared where the device is a CPU.
+    """
 
     def __init__(self, recipe: Recipe, device: Device, trials: Sequence[TrialSpec]) -> None:
         self._recipe, self._device, self._where = recipe, device, device.torch_device
         self._first = trials[0]
+        self.meter = Meter(self._where, device.spec.memory)
         self._crowd = _Crowd(recipe, trials, self._where)
         self._declined: str | None = None  # not looked at yet
-        self._alone: tuple[Member, list[Any]] | None = None
+        self._alone: LoneTrial | None = None
+        self._alone_fits = True
         self._works: tuple[Callable[[], Any] | None, ...] = ()
         self._valid_batches = 0
 
@@ -77,13 +101,14 @@ class ArrayBench:
         """Whether these are the trials of the one of that number."""
         return self._first == trial
 
-    def build(self, trials: Sequence[TrialSpec], width: int, kind: PassKind) -> ArrayTry:
-        """Compare a few of the trials with themselves alone, and build an array."""
+    def build(self, order: MeasureArray) -> ArrayTry:
+        """Compare a few of the trials with themselves alone, and build an array that fits."""
+        width, kind = order.width, order.kind
         self._works = ()
-        self._crowd.trials = trials
+        self._crowd.trials = order.trials
         self._crowd.grow(min(TRIED, max(2, width)))
         if self._declined is None:
-            self._declined = self._first_look()
+            self._declined = self._first_look(order)
         if self._declined:
             return ArrayTry(declined=self._declined)
         if self._recipe.step is not None and kind != "eager":
@@ -91,59 +116,74 @@ class ArrayBench:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch's, of schedules of copied optimizers
-                return self._built(width, kind)
+                return self._built(width, kind) if order.is_whole else self._over()
         except Declined as error:
             return ArrayTry(declined=str(error), is_kind=kind != "eager")
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return self._over()
 
-    def _first_look(self) -> str:
+    def _first_look(self, order: MeasureArray) -> str:
         crowd = self._crowd
         declined = _obstacle(self._recipe, self._device, self._first, crowd.members[0])
-        declined = declined or dry_run(
-            crowd.members, [group[0] for group in crowd.batches], device=self._where
-        )
+        declined = declined or self._dry_run()
+        self._alone_fits = order.alone_fits
         if not declined:
             try:
-                self._alone = _one_that_can(crowd, self._where)
+                self._place_alone()
             except Declined as error:
                 declined = str(error)
         hp = HyperParameters(self._first.hp)
         self._valid_batches = 0 if declined else _count(read_data(self._recipe, hp)[1])
         return declined
 
-    def _built(self, width: int, kind: PassKind) -> ArrayTry:
+    def _dry_run(self) -> str:
+        """On the device; in host memory where it has no room, or is a CPU."""
         crowd, where = self._crowd, self._where
-        crowd.grow(width)
-        backend = backend_of(kind)
-        array = Array(copies(crowd.members[:width]), device=where, backend=backend)
-        rows = list(zip(*crowd.batches[:width], strict=True))
-        valid = crowd.valid[:width]
+        batches = crowd.first_batches(len(crowd.members))
+        if where.type != "cpu":
+            with suppress(torch.OutOfMemoryError), self.meter.counting():
+                placed = on_device(copies(crowd.members), where)
+                return dry_run(placed, [to_device(b, where) for b in batches], device=where)
+        return dry_run(crowd.members, batches, device=HOST)
+
+    def _place_alone(self) -> None:
+        """A trial alone comes to the device, if it has room."""
+        crowd = self._crowd
+        if self._alone is None and self._alone_fits:
+            self._alone = one_that_can(crowd.members, crowd.batches, crowd.valid, self.meter)
+            self._alone_fits = self._alone is not None
+
+    def _built(self, width: int, kind: PassKind) -> ArrayTry:
+        self._crowd.grow(width)
+        probe = self._probed(width, kind)
+        if probe is None:
+            return self._over()
+        self._place_alone()
+        alone_once = self._alone_beside(probe)
+        backend, where = backend_of(kind), self._where
+        array, (rows, valid) = self._array(self._copies(width), backend), self._batches(width)
         has_valid = any(batch is not None for batch in valid)
         began = time.perf_counter()
         _settle(array, rows, valid if has_valid and kind == "traced" else ())
         build_s = time.perf_counter() - began
         if isinstance(backend, TracedBackend) and kind == "traced" and backend.why_eager:
             return ArrayTry(declined=backend.why_eager, is_kind=True)
-        if kind == "compiled":
-            words = difference(
-                copies(crowd.members[:width]), crowd.first_batches(width), where, backend
-            )
-            if words:
-                return ArrayTry(declined=words, is_kind=True)
-        assert self._alone is not None
-        lone, group = self._alone
-        alone_s = _seconds(lambda: _step_alone(lone, group, where), where)
+        if kind == "compiled" and (words := self._differs(width, backend)):
+            return ArrayTry(declined=words, is_kind=True)
         step_s = _seconds(lambda: array.step(*rows), where)
-        unit, alone_valid_s, valid_s = self._allocated(width, kind, rows), 0.0, 0.0
+        unit, valid_s = probe.unit_bytes, 0.0
         if has_valid:
-            alone_valid_s = _seconds(lambda: _evaluate_alone(lone, valid[0], where), where)
             began = time.perf_counter()
             unit = Bytes(max(unit, _evaluated(array, valid)))
             valid_s = time.perf_counter() - began
         refill_s = self._refilled(array, rows) - step_s
+        step, evaluate = self._works_alone()
         self._works = (
-            lambda: _step_alone(lone, group, where),
+            step,
             lambda: array.step(*rows),
-            (lambda: _evaluate_alone(lone, valid[0], where)) if has_valid else None,
+            evaluate,
             (lambda: _evaluate_array(array, valid)) if has_valid else None,
         )
         return ArrayTry(
@@ -151,48 +191,110 @@ class ArrayBench:
             unit_bytes=unit,
             build_s=Seconds(build_s),
             refill_s=Seconds(max(0.0, refill_s)),
-            once_s=(alone_s, step_s, alone_valid_s, valid_s),
+            once_s=(alone_once[0], step_s, alone_once[1], valid_s),
             valid_batches=self._valid_batches,
             nodes=getattr(backend, "nodes", 0),
             compiler=compiler() if where.type == "cpu" else "",
         )
 
-    def shards(
-        self, trials: Sequence[TrialSpec], width: int, cuts: Sequence[int], num_layers: int
-    ) -> Shards:
-        """An array of ``width`` in shards; why there is none, in words."""
-        crowd = self._crowd
-        crowd.trials = trials
-        crowd.grow(width)
-        trial = self._first
-        try:
-            hp = HyperParameters(trial.hp)
-            chain = chain_for(self._recipe, hp, trial.seed, self._where, num_layers)
-            members, batches = crowd.members[:width], crowd.first_batches(width)
-            measure = StackedMeasure(members, batches, chain, self._where, self._clock)
-            return Shards(measure.shards(cuts), "")
-        except Declined as error:
-            return Shards((), str(error))
-        finally:
-            self._works = ()
+    def _differs(self, width: int, backend: ArrayBackend) -> str:
+        """How a step of compiled code differs from the trials'; on a CPU, which alone compiles."""
+        members, batches = self._crowd.members[:width], self._crowd.first_batches(width)
+        return difference(copies(members), batches, self._where, backend)
 
-    def _clock(self) -> float:
-        _wait(self._where)
-        return time.perf_counter()
+    def _array(self, members: Sequence[Member], backend: ArrayBackend) -> Array:
+        """An array on the device, of trials in host memory that become its rows."""
+        where = self._where
+        return Array(
+            members,
+            device=where,
+            backend=backend,
+            stacking=lambda modules: Stacked(modules, where),
+        )
 
-    def _allocated(self, width: int, kind: PassKind, rows: Sequence[Sequence[Any]]) -> Bytes:
-        """The most bytes that a step allocates, where it makes its graph too.
+    def _copies(self, width: int) -> list[Member]:
+        return copies(self._crowd.members[:width])
 
+    def _batches(self, width: int) -> tuple[list[tuple[Any, ...]], list[Any]]:
+        """Of a step by micro-batch and slot, and to evaluate by slot; on the device."""
+        crowd, where = self._crowd, self._where
+        groups = [[to_device(b, where) for b in group] for group in crowd.batches[:width]]
+        valid = [to_device(batch, where) for batch in crowd.valid[:width]]
+        return list(zip(*groups, strict=True)), valid
+
+    # -- a trial alone ----------------------------------------------------------------
+
+    def _works_alone(self) -> tuple[Callable[[], Any] | None, Callable[[], Any] | None]:
+        """A step, and a validation batch; None of what is not there."""
+        alone = self._alone
+        if alone is None:
+            return None, None
+        return alone.step, alone.evaluate if alone.valid is not None else None
+
+    def _once_alone(self, times: int = 1) -> tuple[float, float]:
+        """Seconds of both, the median of a few; 0 where there is none."""
+        works = self._works_alone()
+        step, valid = (
+            median(_seconds(work, self._where) for _ in range(times)) if work else 0.0
+            for work in works
+        )
+        return step, valid
+
+    def _alone_beside(self, probe: _Probe) -> tuple[float, float]:
+        """Its seconds once; where it has no room beside the array it is gone then."""
+        alone = self._alone
+        if alone is None:
+            return 0.0, 0.0
+        most = max(probe.peak_bytes + alone.held_bytes, probe.held_bytes + alone.peak_bytes)
+        if most <= self.meter.budget:
+            self.meter.peak_bytes = max(self.meter.peak_bytes, most)
+            return self._once_alone()
+        found = self._once_alone(times=LONE_ROUNDS)
+        self._alone = None
+        return found
+
+    def _over(self) -> ArrayTry:
+        """Of an array that does not fit: what a trial alone takes, if that does."""
+        self._place_alone()
+        once = self._once_alone()
+        step, evaluate = self._works_alone()
+        self._works = (step, None, evaluate, None)
+        return ArrayTry(
+            is_over=True,
+            once_s=(once[0], 0.0, once[1], 0.0),
+            valid_batches=self._valid_batches,
+        )
+
+    # -- what it takes ----------------------------------------------------------------
+
+    def _probed(self, width: int, kind: PassKind) -> _Probe | None:
+        """An array and a few passes, every byte counted; None if the device has no room for it.
+
+        A trial alone is not on the device meanwhile, whatever is there of it is not counted.
         Compiled code, whose allocations nothing sees, is taken to need what the eager pass does.
         """
         backend = backend_of("eager" if kind == "compiled" else kind)
-        array = Array(copies(self._crowd.members[:width]), device=self._where, backend=backend)
-        array.step(*rows)  # its optimizers' states are there from now on
-        if isinstance(backend, TracedBackend):
-            backend.forget()
+        members, on_host = self._copies(width), self._where.type == "cpu"
+        rows, valid = self._batches(width) if on_host else ([], [])
+        try:
+            with self.meter.hold(tensors_of([rows, valid])), self.meter.counting() as whole:
+                rows, valid = self._batches(width)
+                return self._passes(self._array(members, backend), rows, valid, whole)
+        except torch.OutOfMemoryError:
+            return None
+
+    def _passes(
+        self, array: Array, rows: Sequence[Any], valid: Sequence[Any], whole: AllocationTracker
+    ) -> _Probe:
+        """``unit_bytes``: of a step that makes its graph too."""
+        _step(array, rows)  # its optimizers' states are there from now on
+        if isinstance(array.backend, TracedBackend):
+            array.backend.forget()
         with AllocationTracker() as tracker:
-            array.step(*rows)
-        return Bytes(tracker.peak_bytes)
+            _step(array, rows)
+        if any(batch is not None for batch in valid):
+            _evaluate_array(array, valid)
+        return _Probe(Bytes(tracker.peak_bytes), whole.current_bytes, whole.peak_bytes)
 
     def _refilled(self, array: Array, rows: Sequence[Sequence[Any]]) -> float:
         """Seconds in which a slot gets another trial, and a step is done."""
@@ -202,6 +304,41 @@ class ArrayBench:
         array.step(*rows)
         _wait(self._where)
         return time.perf_counter() - began
+
+    # -- in shards --------------------------------------------------------------------
+
+    def shards(
+        self, trials: Sequence[TrialSpec], width: int, cuts: Sequence[int], num_layers: int
+    ) -> Shards:
+        """An array of ``width`` in shards; why there is none, in words."""
+        crowd, trial = self._crowd, self._first
+        self._works, self._alone = (), None
+        crowd.trials = trials
+        crowd.grow(width)
+        began = time.perf_counter()
+        try:
+            hp = HyperParameters(trial.hp)
+            chain = chain_for(self._recipe, hp, trial.seed, self._where, num_layers)
+            build_s = Seconds(time.perf_counter() - began)
+            measure = StackedMeasure(
+                crowd.members[:width],
+                crowd.first_batches(width),
+                chain,
+                self.meter,
+                self._clock,
+                as_whole=self._where.type == "cpu",
+            )
+            return Shards(measure.shards(cuts), "", build_s=build_s)
+        except Declined as error:
+            return Shards((), str(error))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return Shards((), first_line(error), is_over=True)
+
+    def _clock(self) -> float:
+        _wait(self._where)
+        return time.perf_counter()
 
     def time(self, order: TimeArray) -> tuple[tuple[float, ...], ...]:
         """For each round, seconds of each of the four contenders; 0 for one that is left out."""
@@ -221,7 +358,7 @@ class ArrayBench:
 
 
 class _Crowd:
-    """Trials with their batches, built one after the other as they are needed."""
+    """Trials with their batches, in host memory; built one after the other as they are needed."""
 
     def __init__(self, recipe: Recipe, trials: Sequence[TrialSpec], device: torch.device) -> None:
         # Timing takes many steps on one batch: what diverges is to take as long as ever.
@@ -236,7 +373,7 @@ class _Crowd:
             trial = self.trials[index % len(self.trials)]  # some twice, if there are too few
             hp = HyperParameters(trial.hp)
             seed_all(trial.seed)
-            model = build_model(self._recipe, hp).to(self._device)
+            model = build_model(self._recipe, hp)
             modes = Modes(self._recipe, model) if self._recipe.step else None
             train, valid = read_data(self._recipe, hp)
             optimizer = build_optimizer_of(self._recipe, model, hp)
@@ -252,9 +389,8 @@ class _Crowd:
                     modes=modes,
                 )
             )
-            batch = to_device(first_batch(train), self._device)
-            self.batches.append([batch] * self._recipe.accumulate)
-            self.valid.append(to_device(next(iter(valid or ()), None), self._device))
+            self.batches.append([first_batch(train)] * self._recipe.accumulate)
+            self.valid.append(next(iter(valid or ()), None))
 
     def first_batches(self, count: int) -> list[Any]:
         """One for each of the first ``count``."""
@@ -300,6 +436,13 @@ def _settle(array: Array, rows: Sequence[Sequence[Any]], valid: Sequence[Any]) -
             return
 
 
+def _step(array: Array, rows: Sequence[Any]) -> None:
+    """A step in which no slot is out of memory."""
+    for failure in array.step(*rows).failures.values():
+        if is_out_of_memory(failure):
+            raise torch.OutOfMemoryError(first_line(failure))
+
+
 def _count(valid: Any) -> int:
     """Batches of one evaluation; 1 where the data does not say."""
     if valid is None:
@@ -318,20 +461,6 @@ def _evaluate_array(array: Array, batches: Sequence[Any]) -> None:
     array.set_training(False)
     array.evaluate(batches)
     array.set_training(True)
-
-
-def _evaluate_alone(member: Member, batch: Any, device: torch.device) -> None:
-    """A validation batch as the plain loop does it."""
-    member.train(False)
-    with torch.no_grad():
-        if member.recipe.evaluate is not None:
-            own_evaluation(member.recipe, member.module, batch, member.hp)
-        else:
-            output, loss = lone_pass(member, batch, device)
-            float(loss)
-            for metric in member.recipe.metrics.values():
-                float(metric(output, batch))
-    member.train()
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:
@@ -361,40 +490,3 @@ def _in_slice(work: Callable[[], Any], until: float, device: torch.device) -> fl
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _one_that_can(crowd: _Crowd, device: torch.device) -> tuple[Member, list[Any]]:
-    """The first trial whose own code does not raise, with its batches.
-
-    Raises:
-        Declined: there is none.
-    """
-    for member, group in zip(crowd.members, crowd.batches, strict=True):
-        (lone,) = copies([member])
-        try:
-            _step_alone(lone, group, device)
-        except Exception as error:
-            failure = error
-        else:
-            return lone, group
-    raise Declined(f"none of the trials can do a step: {type(failure).__name__}: {failure}")
-
-
-def _step_alone(member: Member, group: Sequence[Any], device: torch.device) -> None:
-    """An optimizer step as the plain loop does it."""
-    if member.modes is not None:
-        own = OwnStep(member.recipe, member.module, member.optimizer, member.hp, member.modes)
-        own(group[0], member.step)
-        if member.schedule:
-            member.schedule.step()
-        return
-    member.optimizer.zero_grad(set_to_none=True)
-    accumulate = member.recipe.accumulate
-    for batch in group:
-        _, loss = lone_pass(member, batch, device)
-        (loss if accumulate == 1 else loss / accumulate).backward()
-        float(loss.detach())
-    clip_alone(member)
-    member.optimizer.step()
-    if member.schedule:
-        member.schedule.step()

@@ -13,8 +13,10 @@ from shoal.core.spec import ArrayMeasure, WidthMeasure
 from shoal.core.units import Bytes, Seconds
 from shoal.planner.width import (
     MOST,
+    InShards,
     Load,
     array_s,
+    at_best,
     choose,
     gains,
     next_candidate,
@@ -340,6 +342,44 @@ def test_why_nothing_is_compiled_is_said(changes, words):
 # -- arrays that do not fit ---------------------------------------------------------------
 
 
+def in_shards(step_s, moved, **seconds):
+    return InShards(shards=3, moved_bytes=moved, step_s=Seconds(step_s), **seconds)
+
+
+def test_trials_that_follow_each_other_bring_home_what_stays_twice():
+    whole = found(4, 1.0, build_s=Seconds(2.0), refill_s=Seconds(0.5))
+    spilled = when_spilled(whole, in_shards(2.0, Bytes(5), visit_s=Seconds(3.0)))
+    assert (spilled.build_s, spilled.refill_s) == (5.0, 6.5)
+    load = Load(steps=(10,) * 8, devices=1)
+    assert array_s(spilled, load, 0) == 5.0 + 20 * 2.0 + 4 * 6.5
+
+
+def over(width, **changes):
+    """An array that the device had no room for; a trial alone was timed."""
+    return found(width, 0.0, is_over=True, **changes)
+
+
+def test_an_array_that_was_not_there_is_looked_at_as_quick_as_one_may_hope():
+    assert at_best(over(8), ArrayMeasure()).step_s == 1.0
+    there = ArrayMeasure(widths=(found(2, 1.5),))
+    assert at_best(over(8), there).step_s == pytest.approx(3.0)
+    assert at_best(found(8, 0.7), there).step_s == 0.7
+
+
+def test_an_array_that_was_not_there_is_never_taken_as_it_is():
+    measure = ArrayMeasure(widths=(over(8, unit_bytes=Bytes(9)),))
+    load = Load(steps=(10,) * 8, devices=1)
+    choice = choose(measure, load, fits_in(5))
+    assert choice.width == 1
+    assert "8 wide, eager: over the device's budget, so it was not timed" in choice.why
+    best = worth_spilling(measure, load, fits_in(5))
+    assert best is not None
+    spilled = when_spilled(best, in_shards(2.0, Bytes(5), valid_s=Seconds(0.5)))
+    assert (spilled.step_s, spilled.valid_s, spilled.is_over) == (2.0, 0.5, False)
+    every = replace(measure, widths=(*measure.widths, spilled))
+    assert choose(every, load, lambda one: one.shards > 0)[:2] == (8, "eager")
+
+
 @given(measures(), loads(), st.integers(0, 1000))
 def test_what_is_worth_spilling_does_not_fit_and_would_gain_if_nothing_moved(measure, load, room):
     fits = fits_in(room)
@@ -357,7 +397,7 @@ def test_a_spilled_array_is_taken_only_where_it_ends_first(measure, load, room, 
     best = worth_spilling(measure, load, fits_in(room))
     if best is None:
         return
-    spilled = when_spilled(best, Seconds(step_s), 3, Bytes(5))
+    spilled = when_spilled(best, in_shards(step_s, Bytes(5)))
     assert spilled.step_s >= best.step_s
 
     def fits(one):
@@ -378,7 +418,7 @@ def test_a_spilled_array_that_loses_is_told_among_the_losers():
     load = Load(steps=(10,) * 4, devices=1)
     best = worth_spilling(measure, load, fits_in(5))
     assert best is measure.widths[0]
-    spilled = when_spilled(best, Seconds(7.0), 3, Bytes(2048))
+    spilled = when_spilled(best, in_shards(7.0, Bytes(2048)))
     every = replace(measure, widths=(*measure.widths, spilled))
     choice = choose(every, load, lambda one: one.shards > 0)
     assert choice.width == 1

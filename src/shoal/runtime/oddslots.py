@@ -1,0 +1,134 @@
+"""Slots of an array in shards whose batch has another layout than the others': each by itself.
+
+Each runs shard by shard as a trial alone does, on its rows of what is on the device.
+
+[Note: two sums]
+A whole array sums a slot's gradients of batches that ran together, apart from them those of
+batches that ran by themselves, and adds the two at the end of the step. Floating-point sums depend
+on their order, so here it is the same one: what a slot's own backward makes waits in host memory,
+and becomes, or is added to, its row after the backward of the step's last micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.fusion.crew import Crew
+from shoal.fusion.loop import alone
+from shoal.partition.chain import Chain
+from shoal.partition.transplant import transplanted
+from shoal.runtime.units import ChainUnits, Micro
+from shoal.spill.generate import Route
+
+HOST = torch.device("cpu")
+
+
+class OddSlots:
+    """The units of slots by themselves, and their gradients of the step so far.
+
+    Args:
+        crew: Who is there now.
+        chain: Of a model of the members' code.
+        spans: Layers of each shard.
+    """
+
+    def __init__(
+        self,
+        crew: Callable[[], Crew],
+        chain: Chain,
+        spans: Sequence[tuple[int, int]],
+        route: Route,
+    ) -> None:
+        self._crew, self._chain, self._spans, self._route = crew, chain, spans, route
+        self._lone: dict[int, tuple[Any, ChainUnits]] = {}  # by slot, of which member
+        self._sums: dict[int, dict[int, dict[str, Tensor]]] = {}  # by shard and slot
+        self._together: set[int] = set()
+
+    def restart(self) -> None:
+        """A step begins."""
+        self._sums.clear()
+        self._together.clear()
+
+    def ran_together(self, slots: Iterable[int]) -> None:
+        """These have gradients of this step among the stacked ones."""
+        self._together.update(slots)
+
+    def begin(self, slot: int, batch: Any) -> Micro:
+        """Take up a slot's batch; what is wrong with it is raised."""
+        return self._units(slot).begin(batch)
+
+    def forward(self, shard: int, slot: int, micro: Micro) -> None:
+        """A forward without gradients."""
+        with self._placed(shard, slot):
+            self._units(slot).forward(shard, micro)
+
+    def backward(self, shard: int, slot: int, micro: Micro, *, is_last: bool) -> float | None:
+        """A backward; the loss when it is the last shard's.
+
+        Its gradients wait, in host memory if another micro-batch of the step is to come.
+        """
+        with self._placed(shard, slot):
+            loss = self._units(slot).backward(shard, micro)
+            sums = self._sums.setdefault(shard, {}).setdefault(slot, {})
+            for name, parameter in self._parameters_of(shard, slot).items():
+                grad, parameter.grad = parameter.grad, None
+                if grad is None:
+                    continue
+                held = sums.get(name)
+                if held is not None:
+                    grad = held.add_(grad.to(held.device))
+                sums[name] = grad if is_last else grad.to(HOST)
+        return None if loss is None else float(loss.detach())
+
+    def settle(self, shard: int) -> None:
+        """After the step's last backward of a shard: its slots' gradients come to their rows."""
+        stacked = self._crew().stacked.parameters
+        for slot, sums in self._sums.pop(shard, {}).items():
+            for name, grad in sums.items():
+                block = stacked[name]
+                is_only = block.grad is None or slot not in self._together
+                if block.grad is None:
+                    block.grad = torch.zeros_like(block.data)
+                if is_only:
+                    block.grad[slot].copy_(grad)
+                else:
+                    block.grad[slot].add_(grad.to(block.grad.device))
+
+    def _units(self, slot: int) -> ChainUnits:
+        """Those of the slot's own module."""
+        member = self._crew().members[slot]
+        known = self._lone.get(slot)
+        if known is None or known[0] is not member:
+            chain = transplanted(self._chain, member.module, member.recipe)
+            units = ChainUnits(chain, member.recipe, self._spans, self._chain.device, self._route)
+            self._lone[slot] = known = member, units
+        return known[1]
+
+    @contextmanager
+    def _placed(self, shard: int, slot: int) -> Iterator[None]:
+        """A slot's own random streams, and its rows of the shard as its module's parameters.
+
+        Those of other shards may be under way on the host's thread.
+        """
+        crew = self._crew()
+        mine = self._parameters_of(shard, slot)
+        before = [(parameter, parameter.data) for parameter in mine.values()]
+        try:
+            for name, parameter in mine.items():
+                parameter.data = crew.stacked.parameters[name].data[slot]
+            with alone(crew, slot):
+                yield
+        finally:
+            for parameter, data in before:
+                parameter.grad = None
+                parameter.data = data
+
+    def _parameters_of(self, shard: int, slot: int) -> dict[str, nn.Parameter]:
+        module = self._crew().members[slot].module
+        names = self._chain.parameters_in(*self._spans[shard])
+        return {name: module.get_parameter(name) for name in names}

@@ -1,0 +1,235 @@
+"""Arrays are measured within the device's budget, whatever they would take as a whole."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shoal.core.spec import TrialSpec
+from shoal.core.units import Bytes
+from shoal.device import open_device
+from shoal.recipe import Recipe
+from shoal.runtime import stackedmeasure
+from shoal.runtime.measure import Measurer
+from shoal.runtime.messages import MeasureArray, MeasureArrayShards, TimeArray, TimedArray
+from shoal.runtime.meter import Meter, copied_to, stored_bytes
+from shoal.runtime.stackedmeasure import StackedMeasure
+from shoal.runtime.widths import ArrayBench
+from shoal.testing import make_device
+
+WIDTH, CUTS, KIB = 4, (3, 5), 1024
+TRIALS = tuple(TrialSpec(number=n, hp={"drop": 0.1 + 0.1 * n}, seed=n) for n in range(WIDTH))
+CPU = torch.device("cpu")
+
+
+def build(hp):
+    """With statistics, masks, and one weight in the first and the last layer."""
+    model = nn.Sequential(
+        nn.Linear(24, 24),
+        nn.BatchNorm1d(24),
+        nn.Dropout(hp["drop"]),
+        nn.Linear(24, 24),
+        nn.Tanh(),
+        nn.Linear(24, 24),
+        nn.Linear(24, 24),
+    )
+    model[6].weight = model[0].weight
+    return model
+
+
+def data(hp):
+    draws = torch.Generator().manual_seed(5)
+    batch = torch.randn(6, 24, generator=draws), torch.randint(3, (6,), generator=draws)
+    return [batch] * 4, [batch]
+
+
+def adam(named, hp):
+    return torch.optim.AdamW([p for _, p in named], lr=0.01)
+
+
+def recipe():
+    return Recipe(
+        model=build,
+        data=data,
+        loss=lambda output, batch: F.cross_entropy(output, batch[1]),
+        optimizer=adam,
+    )
+
+
+def bench(memory: int) -> ArrayBench:
+    device = open_device(dataclasses.replace(make_device(), memory=Bytes(memory)))
+    return ArrayBench(recipe(), device, TRIALS)
+
+
+NUM_LAYERS = 9  # the blocks, what is before and what is after them
+
+
+def spec_bytes(spec):
+    return dataclasses.replace(spec, forward_s=0.0, backward_s=0.0)
+
+
+# -- the meter ----------------------------------------------------------------------------
+
+
+def test_what_has_no_room_is_refused_before_it_comes():
+    meter = Meter(CPU, Bytes(100))
+    with meter.hold([torch.zeros(20)]):
+        assert meter.held_bytes == 80
+        refused = pytest.raises(torch.OutOfMemoryError, match="cannot allocate memory")
+        with refused, meter.hold([torch.zeros(6)]):
+            raise AssertionError("it came")
+    assert (meter.held_bytes, meter.peak_bytes) == (0, 80)
+
+
+def test_what_is_made_beside_what_is_held_counts_too():
+    meter = Meter(CPU, Bytes(100))
+    with meter.hold([torch.zeros(10)]), meter.counting():
+        kept = torch.zeros(15)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.zeros(1)
+        del kept
+        torch.zeros(15)
+    assert meter.peak_bytes == 100
+
+
+def test_copies_share_what_was_shared_and_lie_as_it_lay():
+    whole = torch.arange(12.0).reshape(3, 4)
+    found = copied_to(CPU, {"rows": whole, "turned": whole.t(), "one": whole[0].expand(5, 4)})
+    assert stored_bytes(found.values()) == 48
+    assert found["turned"].stride() == (1, 4)
+    assert found["one"].stride() == (0, 1)
+    found["rows"][0, 0] = 7.0
+    assert found["one"][3, 0] == 7.0
+    assert whole[0, 0] == 0.0
+
+
+# -- whole arrays -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["eager", pytest.param("traced", marks=pytest.mark.slow)])
+def test_an_array_that_fits_is_timed_within_the_budget(kind):
+    found = (here := bench(400 * KIB)).build(MeasureArray(TRIALS, WIDTH, kind))
+    assert not found.is_over
+    assert not found.declined
+    assert all(found.once_s)
+    assert 0 < here.meter.peak_bytes <= 400 * KIB
+
+
+@pytest.mark.parametrize("kind", ["eager", pytest.param("traced", marks=pytest.mark.full)])
+@pytest.mark.parametrize("is_whole", [True, False], ids=["by trying", "by its states"])
+def test_an_array_that_has_no_room_is_found_out_and_a_trial_alone_is_timed(kind, is_whole):
+    here = bench(100 * KIB)
+    found = here.build(MeasureArray(TRIALS, WIDTH, kind, is_whole=is_whole))
+    assert found.is_over
+    assert not found.declined
+    assert found.once_s[0] > 0 < found.once_s[2]
+    assert found.once_s[1] == found.once_s[3] == 0
+    assert 0 < here.meter.peak_bytes <= 100 * KIB
+    (row,) = here.time(TimeArray(TRIALS[0], 0.0, (0.01, 0.0, 0.01, 0.0), 1))
+    assert row[0] > 0 < row[2]
+    assert row[1] == row[3] == 0
+
+
+def test_a_trial_that_has_no_room_itself_is_not_timed():
+    here = bench(30 * KIB)
+    found = here.build(MeasureArray(TRIALS, WIDTH, "eager"))
+    assert found.is_over
+    assert not any(found.once_s)
+    assert here.meter.peak_bytes <= 30 * KIB
+
+
+@pytest.mark.slow
+def test_a_trial_that_has_no_room_beside_the_array_is_timed_before_it():
+    ample = bench(400 * KIB)
+    ample.build(MeasureArray(TRIALS, WIDTH, "eager"))
+    probe = ample._probed(WIDTH, "eager")
+    tight = bench(probe.peak_bytes + 1 * KIB + 6 * 24 * 4 * WIDTH)
+    found = tight.build(MeasureArray(TRIALS, WIDTH, "eager"))
+    assert not found.is_over
+    assert found.once_s[0] > 0
+    (row,) = tight.time(TimeArray(TRIALS[0], 0.0, (0.01, 0.01, 0.01, 0.01), 1))
+    assert row[0] == row[2] == 0 < row[1]
+
+
+# -- in shards ----------------------------------------------------------------------------
+
+
+def test_an_array_that_does_not_fit_is_measured_in_shards_within_the_budget():
+    ample, tight = bench(10_000 * KIB), bench(72 * KIB)
+    whole = ample.build(MeasureArray(TRIALS, WIDTH, "eager"))
+    assert not whole.is_over
+    assert tight.build(MeasureArray(TRIALS, WIDTH, "eager")).is_over
+    before, found = (one.shards(TRIALS, WIDTH, CUTS, NUM_LAYERS) for one in (ample, tight))
+    assert not found.declined, found.declined
+    assert not found.is_over
+    assert tight.meter.peak_bytes <= 72 * KIB
+    assert tight.meter.held_bytes == 0
+    assert list(map(spec_bytes, found.found)) == list(map(spec_bytes, before.found))
+
+
+def test_shards_that_are_too_large_are_no_reason_against_smaller_ones():
+    found = bench(24 * KIB).shards(TRIALS, WIDTH, CUTS, NUM_LAYERS)
+    assert found.is_over
+    assert not found.found
+
+
+def measure(monkeypatch):
+    """An array in shards that is held against its trials alone, as on a GPU."""
+    monkeypatch.setattr(
+        "shoal.runtime.widths.StackedMeasure",
+        lambda *args, as_whole: StackedMeasure(*args, as_whole=False),
+    )
+    return bench(96 * KIB).shards(TRIALS, WIDTH, CUTS, NUM_LAYERS)
+
+
+def test_where_there_is_no_room_for_the_whole_it_is_held_against_trials_alone(monkeypatch):
+    lone, seen = stackedmeasure.lone_pass_in_shards, []
+
+    def spy(*args):
+        seen.append(lone(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(stackedmeasure, "lone_pass_in_shards", spy)
+    found = measure(monkeypatch)
+    assert not found.declined, found.declined
+    assert len(found.found) == 3
+    assert len(seen) == WIDTH
+    names = {name for name, _ in build(TRIALS[0].hp).named_parameters()}
+    assert all(one.grads.keys() == names for one in seen)
+
+
+@pytest.mark.parametrize("what", ["loss", "grads", "buffers", "rng"])
+def test_what_differs_from_a_trial_alone_is_declined(what, monkeypatch):
+    lone = stackedmeasure.lone_pass_in_shards
+
+    def other(*args):
+        found = lone(*args)
+        if what == "loss":
+            found.loss *= 1.1
+        elif what == "rng":
+            found.rng = dataclasses.replace(found.rng, torch=found.rng.torch.flip(0))
+        else:
+            some = getattr(found, what)
+            some[next(iter(some))] += 1
+        return found
+
+    monkeypatch.setattr(stackedmeasure, "lone_pass_in_shards", other)
+    words = {"grads": "the gradient of", "buffers": "buffer", "rng": "random numbers"}
+    assert words.get(what, what) in measure(monkeypatch).declined
+
+
+@pytest.mark.slow
+def test_a_measurer_answers_with_both():
+    device = open_device(dataclasses.replace(make_device(), memory=Bytes(72 * KIB)))
+    measurer = Measurer(recipe(), device)
+    built = measurer.answer(MeasureArray(TRIALS, WIDTH, "eager", is_whole=False))
+    assert built.found.is_over
+    order = TimeArray(TRIALS[0], 0.0, (0.01, 0.0, 0.0, 0.0), 1)
+    assert isinstance(measurer.answer(order), TimedArray)
+    shards = measurer.answer(MeasureArrayShards(TRIALS, WIDTH, CUTS, NUM_LAYERS))
+    assert len(shards.shards) == 3
+    assert shards.build_s > 0
