@@ -9,6 +9,7 @@ Needs ray[tune], joblib and scikit-learn beside shoal. ``--text`` is any file of
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import os
 import resource
@@ -23,6 +24,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
+import shoal
 from common import facts, finish, spread
 
 ARMS = ("shoal", "unfused", "compiled", "ray", "joblib", "serial")
@@ -34,10 +36,12 @@ def measured(arm: str, task: str, text: str, *, asha: bool, trials: int) -> dict
     place = tempfile.mkdtemp()
     command = [sys.executable, str(HERE / "arm.py"), arm, task, "--directory", place]
     command += ["--text", text, "--trials", str(trials)] + ["--asha"] * asha
+    # A package that pip installed has its bytecode; a checkout may be told to write none.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, check=False, env={**os.environ}
+            command, capture_output=True, text=True, check=False, env=environment
         )
     finally:
         shutil.rmtree(place, ignore_errors=True)
@@ -61,6 +65,7 @@ def main() -> None:
     parser.add_argument("--json")
     asked = parser.parse_args()
     arms = [arm for arm in asked.arms if not asked.asha or arm in ("shoal", "unfused", "ray")]
+    compileall.compile_dir(str(Path(shoal.__file__).parent), quiet=2)
     begun, rows = facts(), []
     for task in asked.tasks:
         runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}

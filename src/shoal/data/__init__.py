@@ -4,6 +4,7 @@ from shoal.data.feed import RESTARTS, Feed
 from shoal.data.loaders import TIMEOUT_S, reader_of
 from shoal.data.position import Position
 from shoal.data.reading import Reader, batches_of
+from shoal.data.shared import with_shared_data
 from shoal.data.sources import Rule, epoch_length, host_bytes, rule_of
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "host_bytes",
     "reader_of",
     "rule_of",
+    "with_shared_data",
 ]

@@ -32,14 +32,15 @@ class _Rows:
 
 def take_rows_at_once(iterator: Iterator[Batch], source: Iterable[Batch]) -> Iterator[Batch]:
     """The iterator of a loader, which from now on fetches whole batches where that is the same."""
-    if isinstance(source, DataLoader) and _is_rows_only(source):
+    if isinstance(source, DataLoader) and is_rows_only(source):
         fetcher = getattr(iterator, "_dataset_fetcher", None)
         if getattr(fetcher, "dataset", None) is source.dataset:
             vars(iterator)["_dataset_fetcher"] = _Rows(source.dataset.tensors)
     return iterator
 
 
-def _is_rows_only(loader: DataLoader[Any]) -> bool:
+def is_rows_only(loader: DataLoader[Any]) -> bool:
+    """Whether its batches are rows of tensors, copied and stacked as torch does it."""
     dataset = loader.dataset
     return (
         type(loader) is DataLoader

@@ -55,7 +55,11 @@ class Kept:
 
 
 class TracedBackend(StackedBackend):
-    """Runs graphs of its own eager passes."""
+    """Runs graphs of its own eager passes.
+
+    Attributes:
+        is_paused: It trains eagerly, and makes no graphs, for now.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,6 +69,7 @@ class TracedBackend(StackedBackend):
         self._known: dict[int, tuple[Any, str]] = {}  # the same by id of a module
         self._listener: Heard | None = None
         self._dtype = torch.float32  # of losses
+        self.is_paused = False
 
     def changed(self, crew: Crew) -> None:
         """Rates may be others now; graphs stay good where the floats of the code are the same."""
@@ -88,14 +93,12 @@ class TracedBackend(StackedBackend):
         """Of the largest graph there is."""
         return max((k.graph.nodes for k in self._kept.values() if k.graph is not None), default=0)
 
-    def forget(self) -> None:
-        """Make all graphs again."""
-        self._kept.clear()
-
     def train(
         self, crew: Crew, batches: Sequence[Any], active: Sequence[bool], scale: float
     ) -> Trained:
         """By a graph where there is one, else eagerly."""
+        if self.is_paused:
+            return super().train(crew, batches, active, scale)
         kept = self._kept_for(crew, filled(batches, active))
         if kept is not None and self._is_ready(kept):
             inputs = self._inputs(crew, kept.masks, batches, active, scale)

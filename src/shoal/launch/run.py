@@ -28,7 +28,7 @@ from shoal.execution.floor import Tally
 from shoal.execution.run import Execution
 from shoal.launch.case import Case, more_points, refuse_early, take_up
 from shoal.launch.commands import Commands, Door
-from shoal.launch.directory import RESERVE, StudyDirectory
+from shoal.launch.directory import RECORD, RESERVE, StudyDirectory
 from shoal.launch.keeping import Keeper
 from shoal.launch.plan import check_host_memory, fits_host, plan_study
 from shoal.launch.policy import bytes_on_disk
@@ -64,6 +64,7 @@ class Run:
         """
         study, request = self._study, self._request
         refuse_early(study, request)
+        self._warm_up()
         with ExitStack() as stack:
             interrupts = stack.enter_context(Interrupts(self._pool))
             place = stack.enter_context(
@@ -76,6 +77,17 @@ class Run:
             stack.enter_context(ControlServer(place.path, self._door.deliver))
             stack.callback(self._pool.release)
             self._go_on(case, interrupts)
+
+    def _warm_up(self) -> None:
+        """Have workers import torch while the directory is made.
+
+        Of a study that ran before, how many are left to train is not known yet.
+        """
+        study, request = self._study, self._request
+        if not (study.directory / RECORD).exists():
+            trials = max(1, study.search.trials or len(study.trials))
+            used = request.hardware.fewer_trials(trials, request.technique)
+            self._pool.warm(len(used.devices))
 
     def _nothing_to_do(self, case: Case) -> None:
         """Every trial has ended: only what is asked for, or known of them, may be new."""

@@ -37,6 +37,10 @@ SPENDS = 0.04
 LOOKS = 6
 """Steps of an array that looking for its shards is reckoned to take."""
 LEAST_S, MOST_S = 2.0, 20.0  # what it may take at least, and at most
+NARROWER, AS_GRAPH = 0.2, 0.3
+"""By what part narrower arrays, and graphs of eager ones, may be hoped to end sooner."""
+SHORT_S = 60.0
+"""Trials that are through in less are looked at for less long."""
 LIGHT_S = 0.01
 """Of a trial whose step alone takes less, much is Python, which a graph leaves out: that is looked
 at first, since a short study ends before there is time for a second look."""
@@ -175,6 +179,19 @@ def _evaluation_rounds(device: Sequence[Sequence[int]], load: Load) -> int:
 # -- what is measured -------------------------------------------------------------------
 
 
+class Pace(NamedTuple):
+    """For how long a candidate is timed: rounds, and seconds of a contender in each."""
+
+    rounds: int
+    slice_s: float
+
+
+def pace(load: Load) -> Pace:
+    """In proportion to what there is to train."""
+    through_s = sum(load.steps) * load.step_s / load.devices
+    return Pace(3, 0.02) if load.is_known and through_s < SHORT_S else Pace(5, 0.04)
+
+
 def next_candidate(measure: ArrayMeasure, load: Load, fits: Fits) -> Candidate | None:
     """What is worth a look after what was measured so far; None: it is enough.
 
@@ -188,12 +205,12 @@ def next_candidate(measure: ArrayMeasure, load: Load, fits: Fits) -> Candidate |
     if load.is_light and (width := _needs_eager(measure, load, fits)) is not None:
         return Candidate(width, "eager")
     looked = [f for f in measure.widths if f.kind == "eager" or (load.is_light and _is_graph(f))]
-    width = _next_width(looked, measure, load, fits)
-    if looked and _is_dear(width, measure, load):
+    for width in _next_widths(looked, measure, load, fits):
+        if not looked or not _is_dear(width, measure, load, fits):
+            is_graph = load.is_light and all(map(_is_graph, measure.widths))
+            return Candidate(width, "traced" if is_graph else "eager")
+    if looked and _is_dear(None, measure, load, fits):
         return None
-    if width is not None:
-        is_graph = load.is_light and all(map(_is_graph, measure.widths))
-        return Candidate(width, "traced" if is_graph else "eager")
     able = [found for found in looked if not found.declined and fits(found)]
     ranked = sorted(able, key=lambda found: _part(found, load, batches))
     if not ranked or _part(ranked[0], load, batches) > HOPELESS:
@@ -212,34 +229,40 @@ def _is_graph(found: WidthMeasure) -> bool:
 
 
 def _needs_eager(measure: ArrayMeasure, load: Load, fits: Fits) -> int | None:
-    """The width that was tried as a graph, and should have been eager."""
+    """The width that was tried as a graph, and should have been eager.
+
+    One that gains nothing may still do so without the making of the graph.
+    """
     eager = {found.width for found in measure.widths if found.kind == "eager"}
     for found in filter(_is_graph, measure.widths):
-        is_none = bool(found.declined) or not fits(found)
-        if found.width not in eager and (is_none or not gains(found, load, measure.valid_batches)):
+        free, is_none = replace(found, build_s=Seconds(0.0)), bool(found.declined)
+        might = gains(free, load, measure.valid_batches) and not gains(
+            found, load, measure.valid_batches
+        )
+        if found.width not in eager and (is_none or not fits(found) or might):
             return found.width
     return None
 
 
-def _next_width(
+def _next_widths(
     looked: Sequence[WidthMeasure], measure: ArrayMeasure, load: Load, fits: Fits
-) -> int | None:
+) -> list[int]:
+    """Those that may do better, the likeliest first."""
     widths = widths_to_try(len(load.steps), load.devices)
     done = {found.width for found in looked}
     if not done:
-        return max((w for w in widths if w <= MIDDLE), default=min(widths, default=None))
+        return [max(w for w in widths if w <= MIDDLE or w == min(widths))] if widths else []
     parts = dict.fromkeys(done, math.inf)
     for found in filter(fits, looked):
         part = _part(found, load, measure.valid_batches)
         parts[found.width] = min(parts[found.width], part)
     best = min(parts, key=lambda width: (parts[width], width))
     wider = [width for width in widths if width > max(done)]
-    if wider and best == max(done) and parts[best] < 1:
-        return wider[0]
     narrower = [width for width in widths if width < min(done)]
-    if narrower and best == min(done) and parts[best] > CLOSE:
-        return narrower[-1]
-    return None
+    return [
+        *(wider[:1] if best == max(done) and parts[best] < 1 else ()),
+        *(narrower[-1:] if best == min(done) and parts[best] > CLOSE else ()),
+    ]
 
 
 def _part(found: WidthMeasure, load: Load, valid_batches: int) -> float:
@@ -279,12 +302,40 @@ def why_not_compiled(measure: ArrayMeasure, load: Load) -> str:
     return ""
 
 
-def _is_dear(width: int | None, measure: ArrayMeasure, load: Load) -> bool:
-    """Whether the next candidate, taken to take as the last one, slot by slot, is too much."""
+def _is_dear(width: int | None, measure: ArrayMeasure, load: Load, fits: Fits) -> bool:
+    """Whether looking at the next candidate costs more than it may gain, or in all too much.
+
+    It is taken to take as long as the last one did, slot by slot. None: a graph of one that is
+    known.
+    """
     last = measure.widths[-1]
     next_s = measure.last_s * (width or last.width) / last.width
     usable = next((found for found in measure.widths if not found.declined), last)
+    if load.is_known and next_s > _hope_s(width, measure, load, fits):
+        return True
     return measure.took_s - measure.first_s + next_s > _allowance(usable, measure, load)
+
+
+def _hope_s(width: int | None, measure: ArrayMeasure, load: Load, fits: Fits) -> float:
+    """Seconds by which all trials may be through sooner, if the next candidate does well.
+
+    A wider array shares among more trials what a step costs whoever takes part: of that a step of
+    one trial alone, beside one of an array, tells how much there is.
+    """
+    batches = measure.valid_batches
+    able = [found for found in measure.widths if not found.declined and fits(found)]
+    able = [found for found in able if found.step_s > 0]
+    if not able:
+        return math.inf
+    best = min(able, key=lambda found: (_part(found, load, batches), found.width))
+    soonest_s = min(array_s(best, load, batches), serial_s(best, load, batches))
+    if width is None:
+        return AS_GRAPH * soonest_s
+    if width < best.width:
+        return NARROWER * soonest_s
+    each_s = (best.step_s - best.alone_s) / (best.width - 1)
+    shared_s = max(0.0, best.alone_s - max(0.0, each_s))
+    return soonest_s * min(1.0, shared_s * (1 - best.width / width) / best.step_s)
 
 
 def _allowance(found: WidthMeasure, measure: ArrayMeasure, load: Load) -> float:

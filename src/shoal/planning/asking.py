@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,6 +28,9 @@ from shoal.runtime.pool import Gone, Worker, WorkerPool
 MAX_DEATHS = 3
 """A trial that ends its worker so often while it is measured has failed. A worker that was
 ended because it hung counts as one that died."""
+
+EACH = 8
+"""Trials that a worker is asked to describe at a time, while others describe others."""
 
 Receive = Callable[[], tuple[Worker | None, object] | None]
 """The next message of a worker, or None when there was none for a moment. Whoever gives it
@@ -69,19 +73,32 @@ class Asking:
     def describe(self, trials: Sequence[TrialSpec], *, arrays: bool = False) -> Described:
         """The signatures of the trials that can be built; equal ones cost the same.
 
-        ``arrays``: also which could share an array.
+        All workers build some, as they are free to. ``arrays``: also which could share an array.
 
         Raises:
             SpecError, WorkerError: none can be built.
         """
-        reply: object = None
-        while not isinstance(reply, Described):
-            able = [trial for trial in trials if trial.number not in self.failures]
-            if not able:
-                raise self._none_can_run(trials)
-            worker, reply = self._ask_one(Describe(tuple(able), arrays))
-            if isinstance(reply, Gone):
-                self._blame(worker, reply, able)
+        waiting = [tuple(trials[i : i + EACH]) for i in range(0, len(trials), EACH)]
+        running: dict[Worker, tuple[TrialSpec, ...]] = {}
+        found: list[Described] = []
+        while waiting or running:
+            for worker in [w for w in self._pool.workers.values() if w not in running]:
+                if waiting:
+                    running[worker] = waiting.pop(0)
+                    self._ask(worker, Describe(running[worker], arrays))
+            answer = self._receive()
+            if answer is None or answer[0] not in running:
+                continue
+            worker, reply = answer
+            some = running.pop(worker)
+            if isinstance(reply, Described):
+                found.append(reply)
+                continue
+            assert isinstance(reply, Gone)
+            self._blame(worker, reply, some)
+            if able := tuple(t for t in some if t.number not in self.failures):
+                waiting.insert(0, able)
+        reply = _together(found)
         if not reply.signatures and reply.cause:
             raise reply.cause
         self.failures |= reply.errors
@@ -238,3 +255,15 @@ class Asking:
             f"none of the {len(trials)} trials can run; the first one says:\n"
             + self.failures[trials[0].number]
         )
+
+
+def _together(found: Sequence[Described]) -> Described:
+    """Answers about several trials each as one; the cause is that of the first trial."""
+    told = sorted(found, key=lambda one: min(one.errors, default=math.inf))
+    return Described(
+        signatures={n: s for one in found for n, s in one.signatures.items()},
+        errors={n: e for one in found for n, e in one.errors.items()},
+        cause=next((one.cause for one in told if one.cause), None),
+        arrays={n: s for one in found for n, s in one.arrays.items()},
+        constants={n: c for one in found for n, c in one.constants.items()},
+    )

@@ -27,6 +27,7 @@ from shoal.planner.width import (
     Load,
     choose,
     next_candidate,
+    pace,
     praise,
     shortened,
     when_spilled,
@@ -42,7 +43,7 @@ from shoal.planning.arrayjobs import (
 )
 from shoal.planning.asking import Asking
 from shoal.planning.spilling import SpilledArrayPlan, Spilling
-from shoal.planning.trying import Room, try_arrays
+from shoal.planning.trying import BRIEFLY, Room, try_arrays
 
 Wish = str | int | None
 """``"auto"`` measures, a number is a width, 0 is none; None is what the study has on record.
@@ -278,6 +279,7 @@ class Fusing:
             min(self._devices, len(trials)),
             lambda measure: next_candidate(priced(measure), load, fits),
             room=self._room(job),
+            pace=pace(load),
         )
         measure, told = self._with_spilled(shape, priced(measure), trials, asking, load, fits)
         shape.width, shape.kind, shape.why = choose(measure, load, fits)
@@ -371,7 +373,7 @@ class Fusing:
                 1,
                 lambda _: todo.pop() if todo else None,
                 room=self._room(job),
-                briefly=True,
+                pace=BRIEFLY,
             )
             declined = WidthMeasure(
                 width=candidate.width, kind=candidate.kind, declined=measure.declined

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from shoal.core.spec import ArrayMeasure, TrialSpec, WidthMeasure
 from shoal.core.units import Bytes, Seconds
-from shoal.planner.width import MOST, Candidate
+from shoal.planner.width import MOST, Candidate, Pace
 from shoal.planning.asking import MAX_DEATHS, Asking
 from shoal.runtime.messages import (
     ArrayTry,
@@ -26,9 +26,8 @@ from shoal.runtime.messages import (
 )
 from shoal.runtime.pool import Gone, Worker
 
-ROUNDS = 5
-SLICE_S = 0.04  # of a contender in a round; as long as what takes longer
-FEWER_S = 0.25  # with slices so long a round less will do
+AT_LENGTH, BRIEFLY = Pace(5, 0.04), Pace(1, 0.0)
+FEWER, FEWER_S = 3, 0.25  # rounds that will do with slices so long
 LEAD_S = 0.02  # until all workers have heard
 
 Next = Callable[[ArrayMeasure], Candidate | None]
@@ -51,16 +50,16 @@ def try_arrays(
     next_candidate: Next,
     *,
     room: Room = ANY,
-    briefly: bool = False,
+    pace: Pace = AT_LENGTH,
 ) -> ArrayMeasure:
     """Measure candidates until ``next_candidate`` has no other, on so many devices at once.
 
-    Those that have no ``room`` are not built. ``briefly``: by one round, where nothing is chosen
-    by it.
+    Those that have no ``room`` are not built. ``pace``: for how long each; by one round where
+    nothing is chosen by it.
     """
     began = time.monotonic()
     measure = ArrayMeasure()
-    tries = _Tries(asking, trials, devices, room, 1 if briefly else ROUNDS)
+    tries = _Tries(asking, trials, devices, room, pace)
     while (candidate := next_candidate(measure)) is not None:
         measure = _tried(measure, candidate, tries)
         took_s = Seconds(time.monotonic() - began)
@@ -71,13 +70,13 @@ def try_arrays(
 
 
 class _Tries(NamedTuple):
-    """Who is asked about whom; ``most``: rounds."""
+    """Who is asked about whom, and how long."""
 
     asking: Asking
     trials: Sequence[TrialSpec]
     devices: int
     room: Room
-    most: int
+    pace: Pace
 
 
 def _tried(measure: ArrayMeasure, candidate: Candidate, tries: _Tries) -> ArrayMeasure:
@@ -125,12 +124,13 @@ def _timed(
     tries: Sequence[ArrayTry], built: Mapping[Worker, object], asked: _Tries
 ) -> list[Sequence[Sequence[float]]] | str:
     """The rounds of each worker; in words, why there are none."""
-    slices = slices_of(tries, SLICE_S if asked.most > 1 else 0.0)
-    if asked.most == 1:
+    pace = asked.pace
+    slices = slices_of(tries, pace.slice_s)
+    if pace.rounds == 1:
         slices = (*slices[:2], 0.0, 0.0)
     if not any(slices):  # nothing has room
         return [[slices] for _ in tries]
-    rounds = min(asked.most, ROUNDS if max(slices[:2]) < FEWER_S else ROUNDS - 2)
+    rounds = min(pace.rounds, FEWER if max(slices[:2]) >= FEWER_S else pace.rounds)
     order = TimeArray(asked.trials[0], time.monotonic() + LEAD_S, slices, rounds)
     timed = asked.asking.measure_arrays(order, asked.devices, only=built)
     told = [reply.rounds for reply in timed.values() if isinstance(reply, TimedArray)]

@@ -41,12 +41,16 @@ class TrialOutput:
     ``install`` for a study, ``close`` at its end, and again for the next one. Nothing that
     happens to a log file is raised into the code that prints: what cannot be written is
     dropped and counted in ``dropped``, in lines.
+
+    Attributes:
+        taken: How often something was printed, whoever did it.
     """
 
     def __init__(
         self, *, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = time.time
     ) -> None:
         self._max_bytes, self._stamp = max_bytes, Stamp(clock)
+        self.taken = 0
         self._current: int | None = None
         self._home = threading.get_ident()
         self._study: Path | None = None
@@ -167,6 +171,7 @@ class TrialOutput:
 
     def take(self, stream: _Stream, text: str) -> None:
         """Take what was written to a stream: to the trial's log, or to the stream below."""
+        self.taken += 1
         trial = self.whose() if self._study is not None else None
         if trial is None:
             stream.write_below(text)

@@ -29,7 +29,7 @@ from shoal.core.units import Bytes, Seconds
 from shoal.data import epoch_length
 from shoal.device import Device
 from shoal.fusion import Array, Declined, Member, backend_of, dry_run
-from shoal.fusion.compiled import compiler
+from shoal.fusion.compiled import CompiledBackend, compiler
 from shoal.fusion.crew import ArrayBackend
 from shoal.fusion.dryrun import difference
 from shoal.fusion.fused import first_line, is_out_of_memory
@@ -71,12 +71,25 @@ class Shards(NamedTuple):
     build_s: Seconds = NO_SECONDS
 
 
+class _Ready(NamedTuple):
+    """An array that runs as it will from then on, its batches, and what getting there took."""
+
+    array: Array
+    rows: Sequence[Any]  # of a step, by micro-batch and slot
+    valid: Sequence[Any]
+    build_s: float
+
+
 class _Probe(NamedTuple):
-    """Bytes of an array on its device: of a pass, between steps, at the most."""
+    """Bytes of an array on its device: of a pass, between steps, at the most.
+
+    ``ready`` where it is there still: not on a GPU, where a trial alone takes its place.
+    """
 
     unit_bytes: Bytes
     held_bytes: int
     peak_bytes: int
+    ready: _Ready | None
 
 
 class ArrayBench:
@@ -162,12 +175,9 @@ class ArrayBench:
             return self._over()
         self._place_alone()
         alone_once = self._alone_beside(probe)
-        backend, where = backend_of(kind), self._where
-        array, (rows, valid) = self._array(self._copies(width), backend), self._batches(width)
+        array, rows, valid, build_s = probe.ready or self._made(width, kind)
+        backend, where = array.backend, self._where
         has_valid = any(batch is not None for batch in valid)
-        began = time.perf_counter()
-        _settle(array, rows, valid if has_valid and kind == "traced" else ())
-        build_s = time.perf_counter() - began
         if isinstance(backend, TracedBackend) and kind == "traced" and backend.why_eager:
             return ArrayTry(declined=backend.why_eager, is_kind=True)
         if kind == "compiled" and (words := self._differs(width, backend)):
@@ -268,33 +278,38 @@ class ArrayBench:
     # -- what it takes ----------------------------------------------------------------
 
     def _probed(self, width: int, kind: PassKind) -> _Probe | None:
-        """An array and a few passes, every byte counted; None if the device has no room for it.
+        """An array and its first passes, every byte counted; None if the device has no room.
 
         A trial alone is not on the device meanwhile, whatever is there of it is not counted.
         Compiled code, whose allocations nothing sees, is taken to need what the eager pass does.
         """
-        backend = backend_of("eager" if kind == "compiled" else kind)
-        members, on_host = self._copies(width), self._where.type == "cpu"
+        on_host, counted = self._where.type == "cpu", "eager" if kind == "compiled" else kind
         rows, valid = self._batches(width) if on_host else ([], [])
         try:
             with self.meter.hold(tensors_of([rows, valid])), self.meter.counting() as whole:
-                rows, valid = self._batches(width)
-                return self._passes(self._array(members, backend), rows, valid, whole)
+                ready, unit = self._counted(width, counted)
         except torch.OutOfMemoryError:
             return None
+        stays = on_host and counted == kind
+        return _Probe(unit, whole.current_bytes, whole.peak_bytes, ready if stays else None)
 
-    def _passes(
-        self, array: Array, rows: Sequence[Any], valid: Sequence[Any], whole: AllocationTracker
-    ) -> _Probe:
-        """``unit_bytes``: of a step that makes its graph too."""
-        _step(array, rows)  # its optimizers' states are there from now on
-        if isinstance(array.backend, TracedBackend):
-            array.backend.forget()
-        with AllocationTracker() as tracker:
-            _step(array, rows)
-        if any(batch is not None for batch in valid):
-            _evaluate_array(array, valid)
-        return _Probe(Bytes(tracker.peak_bytes), whole.current_bytes, whole.peak_bytes)
+    def _counted(self, width: int, kind: PassKind) -> tuple[_Ready, Bytes]:
+        """With what a step allocates, and an evaluation done."""
+        ready, unit = self._settled(width, kind)
+        if any(batch is not None for batch in ready.valid):
+            _evaluate_array(ready.array, ready.valid)
+        return ready, unit
+
+    def _made(self, width: int, kind: PassKind) -> _Ready:
+        return self._settled(width, kind)[0]
+
+    def _settled(self, width: int, kind: PassKind) -> tuple[_Ready, Bytes]:
+        array = self._array(self._copies(width), backend_of(kind))
+        rows, valid = self._batches(width)
+        has_valid = any(batch is not None for batch in valid)
+        began = time.perf_counter()
+        unit = _settle(array, rows, valid if has_valid and kind == "traced" else ())
+        return _Ready(array, rows, valid, time.perf_counter() - began), unit
 
     def _refilled(self, array: Array, rows: Sequence[Sequence[Any]]) -> float:
         """Seconds in which a slot gets another trial, and a step is done."""
@@ -426,14 +441,30 @@ def _obstacle(recipe: Recipe, device: Device, trial: TrialSpec, member: Member) 
     return ""
 
 
-def _settle(array: Array, rows: Sequence[Sequence[Any]], valid: Sequence[Any]) -> None:
-    """Steps and evaluations until the array runs as it will from then on."""
-    for _ in range(3):
-        array.step(*rows)
-        if valid:
-            _evaluate_array(array, valid)
-        if not isinstance(array.backend, TracedBackend):
-            return
+def _settle(array: Array, rows: Sequence[Sequence[Any]], valid: Sequence[Any]) -> Bytes:
+    """Steps and evaluations until the array runs as it will from then on.
+
+    Returns the most bytes that a step allocates, where it makes its graph too. The optimizers'
+    states are there by then.
+    """
+    backend = array.backend
+    if isinstance(backend, CompiledBackend):
+        _step(array, rows)
+        return Bytes(0)
+    if isinstance(backend, TracedBackend):
+        backend.is_paused = True
+    _step(array, rows)
+    if isinstance(backend, TracedBackend):
+        backend.is_paused = False
+    with AllocationTracker() as tracker:
+        _step(array, rows)
+    if isinstance(backend, TracedBackend):
+        for evaluates in (bool(valid), False, bool(valid)):  # made, then proven
+            if evaluates:
+                _evaluate_array(array, valid)
+            else:
+                _step(array, rows)
+    return Bytes(tracker.peak_bytes)
 
 
 def _step(array: Array, rows: Sequence[Any]) -> None:

@@ -27,6 +27,7 @@ import cloudpickle
 import torch
 
 from shoal.core.event import WorkerStarted, pack_event
+from shoal.data import with_shared_data
 from shoal.device import Device, open_device
 from shoal.partition.compiled import watch_compiling
 from shoal.recipe import Recipe, with_fixed_data
@@ -118,7 +119,9 @@ def _run(
     torch.set_num_threads(order.device.threads)
     device = open_device(order.device)
     watch_compiling()
-    recipe: Recipe = with_fixed_data(cloudpickle.loads(order.recipe), order.settings.varied)
+    given: Recipe = cloudpickle.loads(order.recipe)
+    shared = with_shared_data(given, device.torch_device, lambda: output.taken)
+    recipe = with_fixed_data(shared, order.settings.varied)
     orders: Orders = queue.SimpleQueue()
     started = WorkerStarted(time=time.time(), device=order.device.name, pid=os.getpid())
     send(Happened((pack_event(started),)))

@@ -20,6 +20,7 @@ from shoal.planner.width import (
     choose,
     gains,
     next_candidate,
+    pace,
     serial_s,
     shortened,
     when_spilled,
@@ -302,10 +303,45 @@ def test_light_trials_are_tried_as_graphs_and_eagerly_where_that_is_none():
     assert light(graph(16, 4.0), graph(64, 8.0)) is None
     assert light(graph(16, 1.0, declined="no")) == (16, "eager")
     assert light(graph(16, 1.0, unit_bytes=Bytes(11))) == (16, "eager")
-    assert light(graph(16, 16.0)) == (16, "eager")
+    assert light(graph(16, 16.0)) == (4, "traced")  # eager it would be no quicker
+    assert light(graph(16, 12.0, build_s=Seconds(9e4))) == (16, "eager")  # but sooner there
     assert light(graph(16, 1.0, declined="no"), found(16, 4.0)) == (64, "eager")
     spent = {"took_s": Seconds(21.0), "first_s": Seconds(1.0)}
     assert light(graph(16, 1.0, declined="no"), **spent) == (16, "eager")
+
+
+def test_nothing_is_looked_at_that_costs_more_than_it_may_bring():
+    """Of a step of 16 in 4 s, beside one of a second alone, 0.8 s are shared: by 64, 15 % less."""
+    load = Load(steps=(1,) * 64, devices=1, step_s=1.0)
+    assert array_s(found(16, 4.0), load, 0) * 0.15 == pytest.approx(2.4)
+
+    def after(last_s, *some):
+        measure = ArrayMeasure(widths=some, last_s=Seconds(last_s))
+        return next_candidate(measure, load, fits_in(10))
+
+    assert after(0.59, found(16, 4.0)) == (64, "eager")
+    assert after(0.61, found(16, 4.0)) == (16, "traced")
+    assert after(1.0, found(16, 15.0)) == (4, "eager")
+    assert after(1.0, found(16, 4.0), found(64, 16.0)) == (16, "traced")
+    assert after(5.0, found(16, 4.0), found(64, 16.0)) is None  # of 16 s it may save 4.8
+    assert next_candidate(
+        ArrayMeasure(widths=(found(16, 4.0),), last_s=Seconds(0.9)),
+        replace(load, is_known=False),
+        fits_in(10),
+    ) == (64, "eager")
+
+
+@given(measures(), loads(), st.floats(0.0, 100.0))
+def test_what_is_not_worth_a_look_is_not_if_looking_costs_more(measure, load, more):
+    dearer = replace(measure, last_s=Seconds(measure.last_s + more))
+    if next_candidate(measure, load, fits_in(500)) is None:
+        assert next_candidate(dearer, load, fits_in(500)) is None
+
+
+def test_short_trials_are_timed_for_less_long():
+    load = Load(steps=(100,) * 64, devices=2, step_s=0.01)
+    assert pace(load).rounds < pace(replace(load, step_s=1.0)).rounds
+    assert pace(replace(load, is_known=False)) == pace(replace(load, step_s=math.inf))
 
 
 def test_measuring_stops_when_it_has_cost_enough():
@@ -313,7 +349,9 @@ def test_measuring_stops_when_it_has_cost_enough():
     assert tried(found(16, 4.0), took_s=Seconds(900.0), first_s=Seconds(899.0)) is not None
     spent = {"took_s": Seconds(21.0), "first_s": Seconds(21.0)}  # 20 more may be
     assert tried(found(16, 4.0), **spent, last_s=Seconds(4.0)) == (64, "eager")
-    assert tried(found(16, 4.0), **spent, last_s=Seconds(6.0)) is None  # four times as many slots
+    # Four times as many slots, or a graph of as many.
+    assert tried(found(16, 4.0), **spent, last_s=Seconds(6.0)) == (16, "traced")
+    assert tried(found(16, 4.0), **spent, last_s=Seconds(21.0)) is None
 
 
 @pytest.mark.parametrize(

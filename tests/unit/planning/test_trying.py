@@ -8,8 +8,8 @@ import pytest
 
 from shoal.core.spec import TrialSpec
 from shoal.core.units import Bytes, Seconds
-from shoal.planner.width import Candidate
-from shoal.planning.trying import LEAD_S, SLICE_S, found_of, noise_of, try_arrays
+from shoal.planner.width import Candidate, Pace
+from shoal.planning.trying import AT_LENGTH, BRIEFLY, LEAD_S, found_of, noise_of, try_arrays
 from shoal.runtime.messages import (
     ArrayTry,
     MeasuredArray,
@@ -56,20 +56,29 @@ def test_all_workers_are_told_the_same_moment_which_is_still_to_come():
     (built, two), (timed, also) = workers.asked
     assert (built.width, built.kind, two, also) == (4, "eager", 2, 2)
     assert before + LEAD_S <= timed.begin <= time.monotonic() + LEAD_S
-    assert timed.slices_s == (SLICE_S, SLICE_S, 0.0, 0.0)
+    assert timed.slices_s == (AT_LENGTH.slice_s, AT_LENGTH.slice_s, 0.0, 0.0)
+    assert timed.rounds == AT_LENGTH.rounds
 
 
 def test_a_slice_is_as_long_as_what_takes_longest_on_any_device():
     workers = Workers([BUILT, ArrayTry(once_s=(0.01, 2.0, 0.1, 9.0))])
     tried(workers, Candidate(4, "eager"))
     timed = workers.asked[1][0]
-    assert timed.slices_s == pytest.approx((SLICE_S, 2.4, 0.12, 10.8))
+    assert timed.slices_s == pytest.approx((AT_LENGTH.slice_s, 2.4, 0.12, 10.8))
     assert timed.rounds == 3
+
+
+def test_short_studies_are_looked_at_for_less_long():
+    workers = Workers([BUILT])
+    tried(workers, Candidate(4, "eager"), pace=Pace(3, 0.02))
+    timed = workers.asked[1][0]
+    assert timed.rounds == 3
+    assert timed.slices_s == pytest.approx((0.02, 0.024, 0.0, 0.0))
 
 
 def test_briefly_is_one_round():
     workers = Workers([BUILT])
-    tried(workers, Candidate(4, "eager"), briefly=True)
+    tried(workers, Candidate(4, "eager"), pace=BRIEFLY)
     assert workers.asked[1][0].rounds == 1
 
 

@@ -1,0 +1,104 @@
+"""Trials are described by all workers, a few at a time, and whoever ends one is to blame alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.core.errors import SpecError, WorkerError
+from shoal.core.spec import TrialSpec
+from shoal.planning.asking import EACH, MAX_DEATHS, Asking
+from shoal.runtime.messages import Described
+from shoal.runtime.pool import Gone
+
+TRIALS = [TrialSpec(number=n, hp={}, seed=n) for n in range(3 * EACH + 1)]
+
+
+class FakeWorker:
+    def __init__(self, pool):
+        self.pool, self.running, self.last_words, self.orders = pool, set(), "", []
+
+    def send(self, order):
+        self.orders.append(order)
+        self.pool.inbox.append((self, order))
+
+
+class FakePool:
+    """Workers answer the last order first, as ``answer`` says; one that is gone is replaced."""
+
+    def __init__(self, count, answer):
+        self.inbox, self.answer = [], answer
+        self.workers = {f"cpu:{n}": FakeWorker(self) for n in range(count)}
+
+    def receive(self):
+        worker, order = self.inbox.pop()
+        reply = self.answer(worker, order)
+        if isinstance(reply, Gone):
+            name = next(n for n, one in self.workers.items() if one is worker)
+            self.workers[name] = FakeWorker(self)
+        return worker, reply
+
+    @property
+    def orders(self):
+        return [order for worker in self.workers.values() for order in worker.orders]
+
+
+def fine(worker, order):
+    return Described({t.number: "s" for t in order.trials}, {}, arrays={})
+
+
+def described(count, answer=fine, trials=TRIALS):
+    pool = FakePool(count, answer)
+    asking = Asking(pool, pool.receive, 1.0)
+    return asking.describe(trials), pool, asking
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_every_trial_is_described_once_by_whichever_worker_is_free(count):
+    found, pool, _ = described(count)
+    assert found.signatures == {t.number: "s" for t in TRIALS}
+    asked = sorted(t.number for order in pool.orders for t in order.trials)
+    assert asked == [t.number for t in TRIALS]
+    assert all(len(order.trials) <= EACH for order in pool.orders)
+    assert sum(bool(worker.orders) for worker in pool.workers.values()) == min(count, 4)
+
+
+def test_few_trials_keep_one_worker_busy():
+    _, pool, _ = described(2, trials=TRIALS[:EACH])
+    assert [len(worker.orders) for worker in pool.workers.values()] == [1, 0]
+
+
+def test_a_trial_that_ends_its_worker_again_and_again_fails_and_the_others_are_described():
+    bad = 2 * EACH + 1
+
+    def answer(worker, order):
+        if bad in {t.number for t in order.trials}:
+            worker.running, worker.last_words = {bad}, "Fatal"
+            return Gone("signal 9")
+        return fine(worker, order)
+
+    found, _, asking = described(2, answer)
+    assert found.signatures.keys() == {t.number for t in TRIALS} - {bad}
+    assert asking.failures.keys() == {bad}
+    assert f"died {MAX_DEATHS} times" in asking.failures[bad]
+
+
+def test_errors_are_the_trials_own():
+    def answer(worker, order):
+        errors = {t.number: "ValueError: odd" for t in order.trials if t.number % 2}
+        signatures = {t.number: "s" for t in order.trials if t.number % 2 == 0}
+        return Described(signatures, errors)
+
+    found, _, asking = described(2, answer)
+    assert asking.failures.keys() == {t.number for t in TRIALS if t.number % 2}
+    assert found.signatures.keys() == {t.number for t in TRIALS if t.number % 2 == 0}
+
+
+def test_where_none_can_be_built_the_cause_of_the_first_is_raised():
+    def answer(worker, order):
+        first = order.trials[0].number
+        return Described({}, {t.number: "no" for t in order.trials}, SpecError(f"at {first}"))
+
+    with pytest.raises(SpecError, match=r"at 0$"):
+        described(3, answer)
+    with pytest.raises(WorkerError, match="none of the 25 trials can run"):
+        described(3, lambda w, order: Described({}, {t.number: "no" for t in order.trials}))
