@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from shoal.core.profile import Profile
 from shoal.core.spec import ALIGNMENT, JobMeasure, LayerMeasure, Place, ShardSpec
 from shoal.core.technique import Spilled, kept_shards, kept_weights
-from shoal.core.units import Bytes, round_up
+from shoal.core.units import Bytes, Seconds, round_up
 from shoal.memory.layout import TensorSpec, TrialLayout, lay_out
 from shoal.planner.choose import choices
-from shoal.planner.keep import keep_most
+from shoal.planner.keep import keep_best
 from shoal.planner.need import Need, Request, footprints
 from shoal.planner.predict import predict_shards
 from shoal.planner.price import Speeds
 from shoal.planner.room import Room
-from shoal.planner.spare import head_most, use_turn
 from shoal.testing import make_layer, make_measure
 
 VOCABULARY = 256
 MIB = 2**20
-FEWEST = Speeds(up_bytes_per_s=1e15, down_bytes_per_s=1e15, device_step=0.0, host_step=0.0)
-"""With copies and steps that take no time the fewest bytes decide."""
+FEWEST = Speeds(up_bytes_per_s=inf, down_bytes_per_s=inf, device_step=0.0, host_step=0.0)
+"""With nothing that takes time the fewest bytes decide."""
+NO_TIME = Seconds(0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +146,9 @@ def _layer(name: str, tensors: Sequence[int], tensor: int) -> LayerMeasure:
         forward_peak_bytes=Bytes(10 * tensor),
         saved_bytes=Bytes(16 * tensor),
         backward_peak_bytes=Bytes(24 * tensor + size),
+        forward_s=NO_TIME,
+        backward_s=NO_TIME,
+        step_s=NO_TIME,
     )
 
 
@@ -190,9 +194,8 @@ def plan(
             active=active,
             layout=layout,
         )
-        found = keep_most(room)
+        found = keep_best(room, speeds)
         if found is not None:
-            found = head_most(room, use_turn(room, found))
             return _planned(shards, case, request, found, active)
     return None
 

@@ -54,6 +54,42 @@ def test_of_every_model_with_a_neighbour_under_poison(model, lookahead, lookbehi
     assert sorted(stored) == ["STORE s3 grad", "STORE s4 grad"]
 
 
+@pytest.mark.parametrize("lookahead", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "model", ["gpt", *(pytest.param(m, marks=pytest.mark.full) for m in zoo.MODELS if m != "gpt")]
+)
+def test_state_that_comes_at_the_end_of_a_step_that_waits_for_no_norm(model, lookahead, train):
+    technique = shoal.Spilled(
+        shards=5,
+        keep=(3,),
+        keep_weights=(0, 1, 2),
+        late_state=True,
+        lookahead=lookahead,
+    )
+    actions = train(zoo.recipe(), space_of(model), technique, poison=True)
+    late = [action for action in actions if action.endswith("late")]
+    assert late == [f"LOAD s{shard} state late" for shard in (2, 1, 0)]
+    behind = next(i for i, action in enumerate(actions) if action.startswith("B s3 m0"))
+    assert behind < actions.index("LOAD s2 state late")
+
+
+@pytest.mark.parametrize("order", ["micro", "shard"])
+@pytest.mark.parametrize("source", ["known", "unknown"])
+@pytest.mark.parametrize("gradients", [0, 3])
+def test_state_that_comes_at_the_end_of_several_micro_batches(gradients, source, order, train):
+    technique = shoal.Spilled(
+        shards=4,
+        keep=(3,),
+        keep_weights=(0, 1),
+        keep_gradients=gradients,
+        late_state=True,
+        lookahead=1,
+        order=order if source == "known" else None,
+    )
+    options = {} if source == "known" else {"data": stream}
+    train(chain(accumulate=3, **options), rates(), technique, poison=True)
+
+
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("order", ["micro", "shard"])
 @pytest.mark.parametrize("gradients", [0, 2, 4])
@@ -208,6 +244,10 @@ def test_what_cannot_be_is_refused():
         shoal.Spilled(shards=3, optimizer="device", keep=(1,), keep_head=(1, 512))
     with pytest.raises(SpecError, match="keep_gradients=2 with the step on the host"):
         shoal.Spilled(optimizer="host", keep_gradients=2)
+    with pytest.raises(SpecError, match="late_state=True with the step on the host"):
+        shoal.Spilled(optimizer="host", late_state=True)
+    with pytest.raises(SpecError, match="late_state is True or False, got 1"):
+        shoal.Spilled(late_state=1)
     with pytest.raises(SpecError, match="keep_gradients is a number of shards"):
         shoal.Spilled(keep_gradients=-1)
     for value in (2, True, 0.0):

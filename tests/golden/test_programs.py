@@ -31,6 +31,7 @@ PROGRAMS = {
     "spilled_3_kept": spilled_step(3, keep=(1,), lookahead=0),
     "spilled_3_kept_host_clip": spilled_step(3, keep=(0,), optimizer="host", clip=True),
     "spilled_3_weights_lent": spilled_step(3, weights=(0, 2), lent=(0,)),
+    "spilled_4_late": spilled_step(4, keep=(3,), weights=(0, 1, 2), late=(0, 1, 2)),
     "spilled_4_saves": spilled_step(4, keep=(0,), saves=(0, 2), micro_batches=2),
     "spilled_6_saves_and_moves": spilled_step(
         6, optimizer="host", keep=(4,), saves=(4,), spills=(0, 2), boundaries="host"

@@ -59,6 +59,7 @@ class Shape:
     waits: tuple[int, ...] = ()
     lookbehind: int = 1
     heads: tuple[int, ...] = ()
+    late: tuple[int, ...] = ()
 
     @property
     def route(self) -> Route:
@@ -75,6 +76,7 @@ class Shape:
             turn=self.turn,
             waits=self.waits,
             lookbehind=self.lookbehind,
+            late=self.late,
         )
 
     @property
@@ -114,6 +116,8 @@ def shapes_of(draw, *, shards, micros, lookahead):
     shape = dataclasses.replace(shape, turn=tuple(sorted(turn)), waits=tuple(sorted(waits)))
     heads = draw(some) - keep if place == "device" else ()
     shape = dataclasses.replace(shape, heads=tuple(sorted(heads)))
+    late = draw(st.sets(st.sampled_from(sorted(weights)))) if weights else ()
+    shape = dataclasses.replace(shape, late=tuple(sorted(late)))
     able = shape.route.may_save
     saves = draw(st.sets(st.sampled_from(able))) if able else ()
     able = sorted(set(shape.route.may_spill) - set(saves))
@@ -219,7 +223,9 @@ def test_every_store_of_gradients_outside_the_slots_is_waited_for_or_left_to_the
     waited = {
         i for index, action in enumerate(actions) if is_unit(action) for i in slots.waits[index]
     }
+    late = {action.shard for action in actions if action.late}
     steps = [i for i, a in enumerate(actions) if a.op is Op.STORE and Part.STATE in a.parts]
+    steps = [index for index in steps if actions[index].shard in late]
     left = steps[len(steps) - slots.num_late :]  # what the late slots had in them last
     assert waited | set(slots.stores_left) == outside | set(left)
     assert not waited & set(slots.stores_left)
@@ -300,7 +306,8 @@ def _visits(shape):
         steps = micro == micros - 1 and not shape.clip and shape.place == "device"
         for shard in reversed(range(shape.num_shards)):
             gradients = micro > 0 and shard not in shape.waits
-            if shard not in shape.keep and (gradients or steps or shard not in shape.weights):
+            state = steps and shard not in shape.late
+            if shard not in shape.keep and (gradients or state or shard not in shape.weights):
                 yield shard, "B and STEP" if steps else "B"
     if shape.clip and shape.place == "device":
         order = sorted(range(shape.num_shards), key=lambda shard: shard not in shape.waits)
@@ -704,10 +711,11 @@ def test_behind_a_unit_with_lookbehind_zero_no_gradients_are_on_their_way(shape)
     actions = dataclasses.replace(shape, lookbehind=0).program.devices[0]
     slots = assign_slots(actions, start=shape.kept)
     for index, action in enumerate(actions):
-        if action.op is Op.DROP and action.now and slots.slots[index - 1] is None:
+        is_waited_for = action.now and Part.GRAD in action.parts
+        if action.op is Op.DROP and is_waited_for and slots.slots[index - 1] is None:
             units = [i for i in range(index, len(actions)) if is_unit(actions[i])]
             waited = slots.waits[units[0]] if units else slots.stores_left
-            assert index - 1 in waited or Part.BOUNDARY in action.parts
+            assert index - 1 in waited
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
@@ -729,14 +737,19 @@ def test_gradients_that_wait_on_the_device_change_no_weight(weights, waits, clip
 
 @quick
 @given(shapes_with_costs())
-def test_a_late_slot_is_there_from_the_norm_and_no_two_shards_are_in_it_at_once(case):
+def test_a_late_slot_is_there_after_a_backward_and_no_two_shards_are_in_it_at_once(case):
     shape, _ = case
     actions = shape.program.devices[0]
     slots = assign_slots(actions, start=shape.kept)
     late = [index for index, action in enumerate(actions) if action.late]
-    assert bool(late) == (shape.clip and shape.place == "device" and slots.num_late > 0)
+    assert bool(late) == (slots.num_late > 0)
     assert slots.num_late <= shape.lookahead + 1
-    assert all(index > actions.index(Action(Op.SYNC)) for index in late)
+    if shape.clip:
+        assert all(index > actions.index(Action(Op.SYNC)) for index in late)
+    elif late:
+        assert {actions[index].shard for index in late} == set(shape.late)
+        behind = [i for i, a in enumerate(actions) if a.op is Op.B and a.shard > max(shape.late)]
+        assert all(index > i for index in late for i in behind)
     ends = {}
     for index in late:
         if slots.slots[index] in ends:

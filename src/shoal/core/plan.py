@@ -16,6 +16,7 @@ from shoal.core.technique import (
     Technique,
     kept_shards,
     kept_weights,
+    late_shards,
     spans_of,
     turned_shards,
     waiting_gradients,
@@ -211,6 +212,8 @@ def _explain_job(job: Job, like: int) -> list[str]:
         if weights := kept_weights(job.technique):
             names = ", ".join(map(str, weights))
             lines.append(f"    of {len(weights)} the parameters stay, the state travels: {names}")
+        if late_shards(job.technique):
+            lines.append("    it has memory there from the first load of it to the end of a step")
         if head := job.technique.keep_head:
             part = "state" if head[0] in kept_weights(job.technique) else "parameters"
             size = format_bytes(Bytes(head[1]))

@@ -40,8 +40,10 @@ class Spilled:
     to the turn from forward to backward, hold their parameters from one to the other, None for as
     many as fit; it goes with the step on the host. ``keep_gradients`` goes with the step on the
     device: of how many shards, the first ones that are not kept, the gradients stay there while
-    they wait, for clipping or for more micro-batches; None for as many as fit. ``recompute`` True
-    runs every shard's forward
+    they wait, for clipping or for more micro-batches; None for as many as fit. ``late_state``
+    has the state of shards in ``keep_weights`` come into memory that is there from the first
+    such load to the end of the step, None where that moves less; with clipping it always does.
+    ``recompute`` True runs every shard's forward
     again before its backward; "auto" leaves that out where that is quicker, False wherever it can
     be left out. What the forward saved stays on the device meanwhile, of the shards named in
     ``keep_activations`` if that is not None, which are shards whose parameters stay there; or it
@@ -62,6 +64,7 @@ class Spilled:
     keep_head: tuple[int, int] | None = None
     keep_turn: int | None = None
     keep_gradients: int | None = None
+    late_state: bool | None = None
     order: Order | None = None
     boundaries: Place | None = None
     transfer: Transfer | None = None
@@ -85,6 +88,7 @@ class Spilled:
             raise SpecError(f"boundaries is 'device' or 'host', got {self.boundaries!r}")
         self._check_turn()
         self._check_gradients()
+        self._check_late()
         self._check_head()
         if self.transfer not in (None, "bf16", "fp32"):
             raise SpecError(f"transfer is 'bf16' or 'fp32', got {self.transfer!r}")
@@ -132,6 +136,17 @@ class Spilled:
             raise SpecError(
                 f"keep_gradients={count} with the step on the host, where the gradients go. Leave "
                 "it out, or step on the device."
+            )
+
+    def _check_late(self) -> None:
+        if self.late_state not in (None, True, False) or type(self.late_state) is int:
+            raise SpecError(f"late_state is True or False, got {self.late_state!r}")
+        if self.late_state and self.optimizer is None:
+            object.__setattr__(self, "optimizer", "device")
+        if self.late_state and self.optimizer == "host":
+            raise SpecError(
+                "late_state=True with the step on the host, where the state is. Leave it out, or "
+                "step on the device."
             )
 
     def _check_head(self) -> None:
@@ -394,6 +409,12 @@ def kept_weights(technique: Technique) -> tuple[int, ...]:
     if not isinstance(technique, Spilled):
         return ()
     return tuple(s for s in technique.keep_weights if s not in kept_shards(technique))
+
+
+def late_shards(technique: Technique) -> tuple[int, ...]:
+    """Shards whose state comes into late slots where the norm is not waited for."""
+    late = isinstance(technique, Spilled) and technique.late_state
+    return kept_weights(technique) if late else ()
 
 
 def kept_heads(technique: Technique) -> tuple[int, ...]:

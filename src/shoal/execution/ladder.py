@@ -95,7 +95,7 @@ def techniques(
         keep_activations=(),
         spill_activations=(),
     )
-    fewer_kept = replace(same, keep=None, keep_weights=(), order=None)
+    fewer_kept = replace(same, keep=None, keep_weights=(), late_state=None, order=None)
     stays = technique.keep or technique.keep_weights or technique.keep_activations
     if has_neighbours or stays or technique.spill_activations:
         yield fewer_kept

@@ -26,6 +26,7 @@ from shoal.core.technique import (
     kept_heads,
     kept_shards,
     kept_weights,
+    late_shards,
     travels_narrow,
     waiting_gradients,
 )
@@ -205,7 +206,8 @@ def _narrowed(spec: TensorSpec, names: Collection[str]) -> TensorSpec:
 def slot_parts(technique: Spilled, *, clip: bool, accumulate: int) -> tuple[str, ...]:
     """Which parts a device slot has room for besides the parameters.
 
-    Of a step that clips what the optimizer needs comes into late slots.
+    Of a step that clips what the optimizer needs comes into late slots; so does the state of
+    ``late_shards`` of any.
     """
     with_state = technique.optimizer == "device" and not clip
     in_turns = accumulate > 1 and technique.order != "shard"
@@ -231,7 +233,8 @@ class Arena:
         kept: Shard -> its spot; in order of shard.
         parts: What a slot has room for besides parameters.
         slots_at: The first byte of the first slot.
-        late_bytes: Of one late slot, which has room for state and gradients.
+        late_bytes: Of one late slot, which has room for state, and for gradients after a norm.
+        late: Shards whose state has room in late slots alone, not in ``parts``.
     """
 
     kept: Mapping[int, Spot]
@@ -241,11 +244,16 @@ class Arena:
     num_slots: int
     late_bytes: int = 0
     num_late: int = 0
+    late: tuple[int, ...] = ()
 
     @property
     def num_bytes(self) -> int:
         """All of it."""
         return self.slots_at + self.num_slots * self.slot_bytes
+
+    def parts_of(self, shard: int) -> tuple[str, ...]:
+        """What of a shard a slot has room for besides parameters."""
+        return tuple(part for part in self.parts if part != "state" or shard not in self.late)
 
     def place(self, slot: int) -> tuple[int, int]:
         """First byte and size of a slot as programs number them: what is kept comes first."""
@@ -267,17 +275,15 @@ def arena(layout: TrialLayout, technique: Technique, *, clip: bool, accumulate: 
     if not isinstance(technique, Spilled):
         return Arena(kept, (), offset, 0, 0)
     parts = slot_parts(technique, clip=clip, accumulate=accumulate)
-    weights = kept_weights(technique)
-    sizes = [
-        _size(shard, parts if number in weights else ("param", *parts))
-        - heads.get(number, 0) * (number not in weights or "state" in parts)
-        for number, shard in enumerate(layout.shards)
-        if number not in whole
-    ]
-    count = min(1 + (technique.lookahead or 0), len(sizes))
-    late = _late_sizes(layout, technique) if clip and technique.optimizer == "device" else []
-    most = max(late, default=0)
-    return Arena(kept, parts, offset, max(sizes, default=0), count, most, min(count, len(late)))
+    late = () if clip else late_shards(technique)
+    moving = [number for number in range(len(layout.shards)) if number not in whole]
+    slotted = [number for number in moving if number not in late or "grad" in parts]
+    sizes = [_in_a_slot(layout, technique, number, parts) for number in slotted]
+    most = 1 + (technique.lookahead or 0)
+    count = min(most, len(sizes))
+    after = _late_sizes(layout, technique, clip=clip)
+    room = max(after, default=0), min(most, len(after))
+    return Arena(kept, parts, offset, max(sizes, default=0), count, *room, late)
 
 
 def stage_arena(
@@ -304,10 +310,26 @@ def stage_arena(
     return Arena(kept, parts, offset, slot, count, most, count)
 
 
-def _late_sizes(layout: TrialLayout, technique: Spilled) -> list[int]:
-    """What each shard that is not kept has in a late slot."""
-    waiting = waiting_gradients(technique, len(layout.shards))
+def _in_a_slot(
+    layout: TrialLayout, technique: Spilled, number: int, parts: tuple[str, ...]
+) -> int:
+    """What a shard that is not kept has in a slot; its state may be for late slots alone."""
+    head = _heads(technique).get(number, 0)
+    if number not in kept_weights(technique):
+        return _size(layout.shards[number], ("param", *parts)) - head
+    if number in late_shards(technique):
+        parts = tuple(part for part in parts if part != "state")
+    return _size(layout.shards[number], parts) - head * ("state" in parts)
+
+
+def _late_sizes(layout: TrialLayout, technique: Spilled, *, clip: bool) -> list[int]:
+    """What each shard has in a late slot: gradients after a norm alone."""
     heads, weights = _heads(technique), kept_weights(technique)
+    if not clip:
+        return [layout.shards[s].state.num_bytes - heads.get(s, 0) for s in late_shards(technique)]
+    if technique.optimizer != "device":
+        return []
+    waiting = waiting_gradients(technique, len(layout.shards))
     return [
         _size(shard, ("state",) if number in waiting else ("state", "grad"))
         - heads.get(number, 0) * (number in weights)

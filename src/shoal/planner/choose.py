@@ -24,7 +24,7 @@ from shoal.core.technique import Spilled
 from shoal.core.units import Bytes, Seconds
 from shoal.planner.keep import ALIKE
 from shoal.planner.need import Request, place_asked, transfer_of
-from shoal.planner.paper import Choice, Paper
+from shoal.planner.paper import Choice, Paper, weight
 from shoal.planner.price import Speeds
 from shoal.spill.generate import route_of
 
@@ -41,14 +41,18 @@ def choices(
 
     def found(places: Iterable[Place]) -> Iterator[Choice]:
         priced: list[tuple[Seconds, Choice]] = []
+        leaner: list[tuple[Seconds, Choice]] = []
         for place, active in itertools.product(places, actives):
             for technique in _settings(measure, request, place):
                 fewest = next(paper.by_shards(technique, budget, active), None)
                 if fewest is not None:
-                    best = paper.best_count(fewest, budget)
+                    best, *others = paper.best_counts(fewest, budget)
                     priced.append((paper.step_s(best, speeds, budget), best))
+                    leaner += [(paper.step_s(one, speeds, budget), one) for one in others]
+        least = min((step_s for step_s, _ in priced), default=Seconds(0.0))
+        priced += [(least, one) for step_s, one in leaner if step_s <= least]  # for no more time
         for rank, choice in enumerate(_cheapest_first(priced, request, paper, budget)):
-            if not rank and (better := paper.refined(choice, budget)) != choice:
+            if not rank and (better := paper.refined(choice, speeds, budget)) != choice:
                 yield better
             yield choice
             yield from paper.finer(choice, budget)
@@ -67,7 +71,8 @@ def _cheapest_first(
     """
 
     def least_bytes(choice: Choice) -> tuple[float, bool]:
-        return choice.moved_bytes, choice.technique.optimizer != request.prefers
+        moved = weight(choice, choice.moved_bytes)
+        return moved, choice.technique.optimizer != request.prefers
 
     least = min((step_s for step_s, _ in found), default=0.0)
     alike = [choice for step_s, choice in found if step_s <= ALIKE * least]

@@ -20,6 +20,7 @@ from shoal.core.spec import ShardSpec
 from shoal.core.technique import Spilled
 from shoal.core.units import Seconds
 from shoal.planner.away import with_none_recomputed, with_some_moved
+from shoal.planner.lean import keep_lean
 from shoal.planner.need import waiting_input_bytes
 from shoal.planner.price import Speeds, price
 from shoal.planner.room import Option, Room, most_of
@@ -39,14 +40,17 @@ def keep_best(room: Room, speeds: Speeds) -> Option | None:
         batch = room.measure.batch_bytes
         return [(price(room.shards, batch, t, *args).step_s, (t, n)) for t, n in some]
 
-    options = _divisions(room)
+    spread = keep_most(room)
+    if spread is None:
+        return None
+    options, lean = _divisions(room, spread), _lean_divisions(room, spread)
     if room.technique.recompute is False:
-        none = [with_none_recomputed(room, kept) for kept in options]
-        options = [option for option in none if option is not None]
+        options, lean = _not_recomputed(room, options), _not_recomputed(room, lean)
     bases = list(dict.fromkeys(_bare(t, room.technique) for t, _ in options))
     moved = priced(o for base in bases for o in with_some_moved(room, base))
     for _, some in sorted(moved, key=lambda one: one[0])[:FILLED]:
         options += [_filled(room, some, order) for order in ORDERS]
+    options += [option for option in lean if option not in options]
     if len(options) < 2:
         return options[0] if options else None
     prices = priced(options)
@@ -55,23 +59,41 @@ def keep_best(room: Room, speeds: Speeds) -> Option | None:
     return min(cheapest, key=lambda one: (one[1][1].moved, one[0]))[1]
 
 
-def _divisions(room: Room) -> list[Option]:
+def _divisions(room: Room, spread: Option) -> list[Option]:
     """The room for shards, for the turn and for activations, divided in a few ways."""
     technique = room.technique
     options: list[Option] = []
     none_named = not technique.keep_activations and technique.optimizer == "host"
     open_ = technique.keep is None and (technique.keep_activations is None or none_named)
     for share in SHARES if open_ else SHARES[:1]:
-        kept = keep_most(room, share)
+        kept = keep_most(room, share) if share < 1.0 else spread
         if kept is None:
             break
-        for order in ORDERS if technique.optimizer == "host" else ORDERS[:1]:
-            found = _filled(room, kept, order)
-            if not waiting_input_bytes(room.shards, found[0], room.request.micro_batches):
-                found = (replace(found[0], boundaries="device"), found[1])  # nothing would wait
-            if found not in options:
-                options.append(found)
+        options += [found for found in _filled_ways(room, kept) if found not in options]
     return options
+
+
+def _lean_divisions(room: Room, spread: Option) -> list[Option]:
+    """The same with other shards kept than those that leave the others evenly ``spread``."""
+    kept = keep_lean(room, spread)
+    return _filled_ways(room, kept)[:1] if kept else []
+
+
+def _filled_ways(room: Room, kept: Option) -> list[Option]:
+    """``kept`` with the room that is left used in one order or another."""
+    found: list[Option] = []
+    for order in ORDERS if room.technique.optimizer == "host" else ORDERS[:1]:
+        technique, need = _filled(room, kept, order)
+        if not waiting_input_bytes(room.shards, technique, room.request.micro_batches):
+            technique = replace(technique, boundaries="device")  # nothing would wait
+        if (technique, need) not in found:
+            found.append((technique, need))
+    return found
+
+
+def _not_recomputed(room: Room, options: Sequence[Option]) -> list[Option]:
+    none = [with_none_recomputed(room, kept) for kept in options]
+    return [option for option in none if option is not None]
 
 
 FILLED = 2
@@ -154,15 +176,7 @@ def keep_most(room: Room, share: float = 1.0) -> Option | None:
 def _with_first(room: Room, step: int) -> Spilled:
     """The technique with the first ``step`` of all there is to keep: parameters, then state."""
     technique, count, borrowers = room.technique, len(room.shards), room.borrowers
-    resolved = replace(
-        technique,
-        shards=count,
-        keep_head=technique.keep_head if technique.keep is not None else None,
-        keep_activations=technique.keep_activations or (),
-        spill_activations=technique.spill_activations or (),
-        keep_turn=technique.keep_turn or 0,
-        keep_gradients=technique.keep_gradients or 0,
-    )
+    resolved = room.resolved()
     if technique.keep is not None:
         return resolved
     if technique.optimizer == "device":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, log2
 
 from shoal.core.spec import JobMeasure, LayerMeasure, ShardSpec
 from shoal.core.technique import Spilled, as_they_travel
@@ -13,6 +13,7 @@ from shoal.core.units import Bytes, Seconds
 from shoal.partition.cut import cut, shard_cost
 from shoal.planner.guess import guess_most, guess_saves
 from shoal.planner.keep import keep_most
+from shoal.planner.lean import keep_lean
 from shoal.planner.need import Need, Request, fits, need
 from shoal.planner.predict import predict_shards
 from shoal.planner.price import Speeds, price
@@ -35,7 +36,9 @@ class Choice:
 
 
 LESS = 0.95
-"""More shards than necessary have to move at most so much of what the fewest move."""
+"""More shards than necessary have to move at most so much of what the fewest move ..."""
+A_DOUBLING = 0.01
+"""... or, where they take no longer, so much less where they are twice as many."""
 
 
 class Paper:
@@ -66,25 +69,27 @@ class Paper:
                     technique=open_, cuts=cuts, moved_bytes=Bytes(0), active=active, fits=False
                 )
 
-    def best_count(self, fewest: Choice, budget: Bytes) -> Choice:
-        """The choice with the number of shards that moves clearly less than fewer shards do."""
-        best = fewest
-        if self._counts_forced:
-            return best
-        for count in self._counts(len(fewest.cuts) + 1):
+    def best_counts(self, fewest: Choice, budget: Bytes) -> list[Choice]:
+        """The choice with the number of shards that moves clearly less than fewer shards do.
+
+        And the one that moves a little less yet, if there is one.
+        """
+        best, all_ = fewest, [fewest]
+        for count in () if self._counts_forced else self._counts(len(fewest.cuts) + 1):
             technique = replace(fewest.technique, shards=count)
             for choice in self.by_shards(technique, budget, fewest.active):
+                all_.append(choice)
                 if choice.moved_bytes < LESS * best.moved_bytes:
                     best = choice
-        return best
+        return list(dict.fromkeys((best, min(all_, key=lambda one: weight(one, one.moved_bytes)))))
 
     def _counts(self, least: int) -> list[int]:
         """Numbers of shards to compare with ``least``."""
         most = len(self._measure.layers)
         return sorted({min(most, least * times // 2) for times in (3, 4, 6, 8, 12)} | {most})
 
-    def refined(self, choice: Choice, budget: Bytes) -> Choice:
-        """The same settings with the number of shards that moves the fewest bytes.
+    def refined(self, choice: Choice, speeds: Speeds, budget: Bytes) -> Choice:
+        """The same settings with the number of shards that moves the fewest bytes in no more time.
 
         Worked out, not guessed: whole shards stay or travel, and a few more or less of them may
         leave a gap or fill it.
@@ -94,12 +99,15 @@ class Paper:
         open_, active = replace(choice.technique, shards=None), choice.active
         first = next(self.by_shards(open_, budget, active), choice)
         least = len(first.cuts) + 1
-        best, moved = choice, self._moved(choice, budget)
-        for count in [least, least + 1, *self._counts(least)]:
-            for other in self.by_shards(replace(open_, shards=count), budget, active):
-                if (found := self._moved(other, budget)) < LESS * moved:
-                    best, moved = other, found
-        return best
+        others = [choice]
+        for count in sorted({least, least + 1, *self._counts(least)} - {len(choice.cuts) + 1}):
+            others += self.by_shards(replace(open_, shards=count), budget, active)
+        weights = [weight(other, self._moved(other, budget)) for other in others]
+        most_s = self.step_s(choice, speeds, budget)
+        for _, other in sorted(zip(weights, others, strict=True), key=lambda one: one[0]):
+            if other is choice or self.step_s(other, speeds, budget) <= most_s:
+                return other
+        return choice
 
     def worked_out(self, choice: Choice, budget: Bytes) -> Choice:
         """The choice with the bytes that move, as a program has them, if it fits."""
@@ -114,7 +122,8 @@ class Paper:
         kept = keep_most(room)
         if kept is None:
             return inf
-        return use_turn(room, kept, fewer=False)[1].moved  # many are compared: quickly
+        found = [one for one in (kept, keep_lean(room, kept)) if one is not None]
+        return min(use_turn(room, one, fewer=False)[1].moved for one in found)  # quickly
 
     def step_s(self, choice: Choice, speeds: Speeds, budget: Bytes) -> Seconds:
         """The price of a step, with as much kept as there should be room for."""
@@ -190,6 +199,11 @@ class Paper:
         if key not in self._cuts:
             self._cuts[key] = _cut(self._measure.layers, count, technique)
         return self._cuts[key]
+
+
+def weight(choice: Choice, moved: float) -> float:
+    """``moved`` as it is compared with that of other numbers of shards."""
+    return moved * (1 + A_DOUBLING * log2(len(choice.cuts) + 1))
 
 
 def _least_outside(

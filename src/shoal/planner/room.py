@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.core.spec import JobMeasure, ShardSpec
 from shoal.core.technique import Spilled
@@ -39,6 +39,19 @@ class Room:
     def beside(self, base: Need) -> int:
         """Bytes that each job has beyond ``base``; less than none where that does not fit."""
         return (self.budget - base.unit) // self.active - base.held
+
+    def resolved(self) -> Spilled:
+        """The technique with nothing open but what is kept: of all else what was asked for."""
+        technique = self.technique
+        return replace(
+            technique,
+            shards=len(self.shards),
+            keep_head=technique.keep_head if technique.keep is not None else None,
+            keep_activations=technique.keep_activations or (),
+            spill_activations=technique.spill_activations or (),
+            keep_turn=technique.keep_turn or 0,
+            keep_gradients=technique.keep_gradients or 0,
+        )
 
     @property
     def borrowers(self) -> list[int]:

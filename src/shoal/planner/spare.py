@@ -12,6 +12,7 @@ from dataclasses import replace
 from shoal.core.spec import ShardSpec
 from shoal.core.technique import Spilled, turned_shards
 from shoal.memory.layout import head_sizes, lenders
+from shoal.planner.lean import kept_lean
 from shoal.planner.room import Option, Room, most_of
 from shoal.spill.generate import kept_of
 
@@ -54,9 +55,14 @@ FEWER = (1, 2, 3)
 
 def _with_fewer(room: Room, kept: Spilled) -> Iterator[Spilled]:
     count = len(kept.keep or ())
+    is_spread = kept.keep == _spread(room, count)
     for left in sorted({max(count - less, 0) for less in FEWER} | {0}, reverse=True):
         if left < count:
-            yield replace(kept, keep=kept_of(len(room.shards), left, room.borrowers))
+            yield replace(kept, keep=(_spread if is_spread else kept_lean)(room, left))
+
+
+def _spread(room: Room, count: int) -> tuple[int, ...]:
+    return kept_of(len(room.shards), count, room.borrowers)
 
 
 def _wait_most(room: Room, kept: Option) -> Option:

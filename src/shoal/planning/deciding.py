@@ -436,6 +436,7 @@ class Deciding:
         asked = forced if isinstance(forced, Spilled) else Spilled()
         if asked.keep is None and (technique.keep or forced is None):
             technique = replace(technique, keep=None, keep_weights=(), keep_head=None)
+            technique = replace(technique, late_state=asked.late_state)
         turn, gradients = asked.keep_turn, asked.keep_gradients
         technique = replace(technique, keep_turn=turn, keep_gradients=gradients)
         if technique.recompute is not True:
@@ -529,7 +530,7 @@ def _as_named(technique: Spilled) -> Spilled:
 
 def _all_travel(technique: Spilled) -> Spilled:
     none = replace(technique, keep=(), keep_weights=(), keep_head=None)
-    none = replace(none, keep_turn=0, keep_gradients=0)
+    none = replace(none, keep_turn=0, keep_gradients=0, late_state=None)
     return replace(none, keep_activations=(), spill_activations=())
 
 

@@ -119,12 +119,12 @@ class Copies:
                 placed[shard] = self._spot(shard)
         elif Part.HEAD in action.parts:
             placed.pop(shard, None)
+        elif Part.PARAM in self.kept.get(shard, ()) and shard in placed:
+            placed[shard] = self._spot(shard)
         elif under is not None:
             placed[shard] = under
         elif shard in self._own:
             placed[shard] = self._own[shard][1]
-        elif Part.PARAM in self.kept.get(shard, ()) and shard in placed:
-            placed[shard] = self._spot(shard)
 
     def store_boundary(self, action: Action, micro: Micro) -> list[Copy]:
         """The copies of a shard's input to the host, into memory that is used step after step."""
@@ -258,14 +258,14 @@ class Copies:
         key = (slot, shard)
         if shard in self._own:  # the memory is another one each time
             layout, placed = self._layout.shards[shard], self._own[shard][1]
-            return place_in_slot(self._bytes(slot), layout, self._arena.parts, placed)
+            return place_in_slot(self._bytes(slot), layout, self._arena.parts_of(shard), placed)
         if key not in self._placed:
             layout, region = self._layout.shards[shard], self._bytes(slot)
             if slot < len(self.kept):
                 made = place_what_stays(region, layout, self._arena.kept[shard].parts)
             else:
                 stays = self._spot(shard) if shard in self.kept else None
-                made = place_in_slot(region, layout, self._arena.parts, stays)
+                made = place_in_slot(region, layout, self._arena.parts_of(shard), stays)
             self._placed[key] = made
         return self._placed[key]
 

@@ -12,6 +12,8 @@ Belady's rule would decide it:
                    room for both the parameters of more shards stay. With clipping the state
                    comes when the activations and most gradients have gone, into slots that
                    are not there before; until then there is room for gradients to wait.
+                   Without clipping such slots are there from the backward of the last shard
+                   whose state travels, when the inputs of those behind it have gone
                    The room that is left keeps some tensors of one shard, its head: in its
                    steps no action names it, since the rest alone moves
     the others     visit one after another. A shard whose next unit is so near that its slot
@@ -71,6 +73,7 @@ from shoal.core.technique import (
     Spilled,
     kept_shards,
     kept_weights,
+    late_shards,
     turned_shards,
     waiting_gradients,
 )
@@ -130,7 +133,8 @@ class Route:
     the shards whose parameters stay until then, see ``may_save``. Of those in ``spills`` it waits
     on the host, see ``may_spill``. Those in ``turn`` hold their
     parameters from each forward to its backward, where the step is on the host. Of those in
-    ``waits`` the gradients stay until the step, where that is on the device.
+    ``waits`` the gradients stay until the step, where that is on the device. Of those in ``late``,
+    which are among ``weights``, the state comes into late slots also where nothing is clipped.
     """
 
     num_shards: int
@@ -146,11 +150,13 @@ class Route:
     spills: tuple[int, ...] = ()
     turn: tuple[int, ...] = ()
     waits: tuple[int, ...] = ()
+    late: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert not set(self.spills) & set(self.saves)
         assert not self.turn or self.optimizer == "host"
         assert not self.waits or self.optimizer == "device"
+        assert set(self.late) <= set(self.weights)
 
     def step(self, micro_batches: int, clip: bool) -> Program:
         """One optimizer step."""
@@ -220,6 +226,7 @@ def route_of(technique: Spilled, num_shards: int, lent: tuple[int, ...] = ()) ->
         spills=technique.spill_activations or (),
         turn=turned_shards(technique, num_shards),
         waits=waiting_gradients(technique, num_shards),
+        late=late_shards(technique),
     )
 
 
@@ -333,7 +340,8 @@ class Shape:
             return [self.backward(shard, micros), self.late_step(shard)]
         backwards = (self._compute(Op.B, shard, micro) for micro in micros)
         loads = (PARAM, STATE, GRAD) if micros[0] else (PARAM, STATE)
-        return [self._stepping(shard, loads, (*backwards, Action(Op.STEP, shard)))]
+        unit = self._stepping(shard, loads, (*backwards, Action(Op.STEP, shard)))
+        return [self._at_the_end(unit)]
 
     def _compute(self, op: Op, shard: int, micro: int) -> Action:
         saves = shard in self.route.saves or shard in self.route.spills
@@ -350,7 +358,13 @@ class Shape:
         first = tuple(shard for shard in first if shard in here)
         last = [shard for shard in here if shard not in first]
         units = [self.late_step(shard) for shard in (*first, *last)]
-        return [after_norm(unit) for unit in units] if clip else units
+        return [after_norm(unit) if clip else self._at_the_end(unit) for unit in units]
+
+    def _at_the_end(self, unit: Unit) -> Unit:
+        """With its state in a late slot, where that is to have room at the end of a step alone."""
+        if unit.shard not in self.route.late:
+            return unit
+        return replace(unit, loads=_without(unit.loads, STATE), late=(STATE,))
 
     def late_step(self, shard: int) -> Unit:
         if shard not in self.route.keep and self.route.optimizer == "host":
