@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from shoal.core.spec import NO_BYTES, DeviceSpec, PassKind, Scalar, ShardSpec
+from shoal.core.spec import NO_BYTES, DeviceSpec, Halves, PassKind, Scalar, ShardSpec
 from shoal.core.technique import (
     DataParallel,
     Pipelined,
@@ -345,8 +345,12 @@ def _shards_from(records: Sequence[Mapping[str, Any]]) -> tuple[ShardSpec, ...]:
 
 
 def _shard_from(record: Mapping[str, Any]) -> ShardSpec:
-    chunks = tuple(record.get("step_chunks", ()))
-    return ShardSpec(**{**record, "layers": tuple(record["layers"]), "step_chunks": chunks})
+    rebuilt = {
+        "layers": tuple(record["layers"]),
+        "halves": Halves(**record["halves"]) if record.get("halves") else None,
+        "step_chunks": tuple(record.get("step_chunks", ())),
+    }
+    return ShardSpec(**{**record, **rebuilt})
 
 
 def _array_from(record: Mapping[str, Any]) -> ArrayPlace:

@@ -127,6 +127,29 @@ class Narrow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Halves:
+    """What a backward in two needs and takes: of inputs first, of parameters later.
+
+    ``left_bytes`` are what the first half leaves for the second, of what was allocated from the
+    forward on. Where the second reads of what entered it ``keeps_boundary``, and ``keeps_carry``
+    where it reads gradients that came from the layers after: then all that came with these waits
+    too. Peaks are inside each half, while the parameters have gradients; the first includes what
+    the forward saved. Where they have none the second has ``making_peak_bytes``, with those it
+    makes. ``first_s`` includes a forward, as ``backward_s`` does. A backward that cannot be cut in
+    two is all in its first half, and leaves nothing.
+    """
+
+    left_bytes: Bytes
+    keeps_boundary: bool
+    keeps_carry: bool
+    first_peak_bytes: Bytes
+    second_peak_bytes: Bytes
+    making_peak_bytes: Bytes
+    first_s: Seconds = NO_TIME
+    second_s: Seconds = NO_TIME
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerMeasure:
     """What one layer of a chain costs, measured on a real batch.
 
@@ -152,6 +175,7 @@ class LayerMeasure:
     reason: str = ""  # why not
     gradient_bytes: Bytes | None = None  # of those that are trained; None: as the parameters
     narrow: Narrow | None = None
+    halves: Halves | None = None  # where they were measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,10 +194,9 @@ class ShardSpec:
     and parameters that a forward changes, as they were, kept for the recompute. ``narrow`` is what
     differs if its weights travel as bfloat16, None where they cannot; a job's shards have it
     worked in (``as_they_travel``), and so is the head: ``head_bytes`` of its parameters, or
-    where those stay of its state, stay on the device from step to step. ``half_bytes`` are what
-    the first half of a backward leaves for the second one, None for what a forward saves.
-    ``step_chunks`` are the bytes of its parameters that a step on the host takes at a time, ()
-    where it takes all at once.
+    where those stay of its state, stay on the device from step to step. ``halves`` is its
+    backward in two, None where that was not measured. ``step_chunks`` are the bytes of its
+    parameters that a step on the host takes at a time, () where it takes all at once.
     """
 
     index: int
@@ -200,8 +223,8 @@ class ShardSpec:
     narrow: Narrow | None = None
     head_bytes: Bytes = NO_BYTES
     head_of_state: bool = False
-    half_bytes: Bytes | None = None
     step_chunks: tuple[Bytes, ...] = ()
+    halves: Halves | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,8 @@ is moved or freed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -72,11 +73,7 @@ def recompute(
     note_saved: NoteSaved | None = None,
 ) -> BackwardResult:
     """A shard's backward, from the state its forward saw; that state is put back afterwards."""
-    rng = capture_rng(chain.device)
-    buffers = read_buffers(chain.model, visit.buffers)
-    restore_rng(visit.rng, chain.device)
-    write_buffers(chain.model, visit.buffers)
-    try:
+    with as_before(chain, visit):
         return run_backward(
             chain,
             micro,
@@ -88,6 +85,17 @@ def recompute(
             after_forward=after_forward,
             note_saved=note_saved,
         )
+
+
+@contextmanager
+def as_before(chain: Chain, visit: Visit) -> Iterator[None]:
+    """Random state and buffers are what a shard's forward saw; afterwards what they are now."""
+    rng = capture_rng(chain.device)
+    buffers = read_buffers(chain.model, visit.buffers)
+    restore_rng(visit.rng, chain.device)
+    write_buffers(chain.model, visit.buffers)
+    try:
+        yield
     finally:
         write_buffers(chain.model, buffers)
         restore_rng(rng, chain.device)

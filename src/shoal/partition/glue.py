@@ -274,7 +274,7 @@ class _Run:
             calls=tuple(self._writer.calls),
             outputs=tuple(self._outputs),
             returned={name: tuple(calls) for name, calls in self._returned.items()},
-            rng=self._rng,
+            rng=self._rng if self.skeleton.draws else None,  # it travels: only what is replayed
         )
         return Headed(part, self._made | self._writer.made, frozenset(self._touch.touched))
 

@@ -11,13 +11,21 @@ The first half runs the nodes on the way and keeps the gradients that come to th
 The second runs each of these again, towards its parameters alone; no product is computed twice,
 as a node computes only the gradients that somebody asked for. A parameter below two seams
 would get its parts in another order than plain autograd's: then the first half is all of it.
+
+[Note: what waits between the halves]
+The graph, of which nodes at the seam and those below them run again. What the other ones on the
+way saved (the gelu's input, an attention's queries and keys, the softmax of the loss) nobody reads
+any more. autograd frees a node's saved tensors after it has run, or keeps those of all
+(``retain_graph``). So they are let go one by one: a saved tensor may be given hooks, which pack it
+into something else, here into nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -45,7 +53,7 @@ class _Seam:
 
 @dataclass(slots=True)
 class Half:
-    """The half of a backward that is still to be run; it holds the graph until then."""
+    """The half of a backward that is still to be run; it holds of the graph what that reads."""
 
     seams: list[_Seam] = field(default_factory=list)
 
@@ -74,6 +82,8 @@ def backward_of_inputs(roots: Sequence[Root], anchors: Sequence[Tensor]) -> Half
     finally:
         for handle in handles:
             handle.remove()
+    again = {seam.node for seam in met}
+    _let_go(node for node, leads in graph.leads.items() if leads and node not in again)
     return Half(met)
 
 
@@ -83,6 +93,40 @@ def _catch(seam: _Seam, met: list[_Seam]) -> Any:
         met.append(seam)
 
     return note
+
+
+def _let_go(nodes: Iterable[Node]) -> None:
+    """Free what nodes saved that will not run again; see [Note: what waits between the halves]."""
+    for node in nodes:
+        kind: Any = type(node)
+        for name in _saved_by(kind):
+            for saved in _raw(node, name):
+                try:
+                    saved.register_hooks(_nothing, _is_gone)
+                except RuntimeError:  # nothing is saved there, or hooks of the user's have it
+                    continue
+
+
+@functools.lru_cache(maxsize=1024)
+def _saved_by(kind: type) -> tuple[str, ...]:
+    """Under which names nodes of a kind have what they saved."""
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def _raw(node: Node, name: str) -> Iterator[Any]:
+    try:
+        found = getattr(node, name)
+    except RuntimeError:  # it is free already
+        return
+    yield from found if isinstance(found, tuple) else (found,)
+
+
+def _nothing(saved: Tensor) -> None:
+    """What a saved tensor is packed into that nobody reads any more."""
+
+
+def _is_gone(packed: object) -> NoReturn:
+    raise AssertionError("the second half of a backward read what only its first half needed")
 
 
 class _Graph:

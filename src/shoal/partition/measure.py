@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from shoal.core.spec import ALIGNMENT, LayerMeasure, Narrow, ShardSpec
+from shoal.core.spec import ALIGNMENT, Halves, LayerMeasure, Narrow, ShardSpec
 from shoal.core.units import Bytes, Seconds, round_up
 from shoal.partition.build import clone_batch
 from shoal.partition.chain import Chain, Micro
@@ -26,6 +26,7 @@ from shoal.partition.drive import (
     recompute,
     run_evaluation,
 )
+from shoal.partition.halfmeasure import measure_halves
 from shoal.partition.narrow import narrowed
 from shoal.partition.preserve import drop_gradients, preserved
 from shoal.partition.rehearsal import Rehearsal, outcome, rehearse
@@ -46,10 +47,12 @@ class _How:
 
     ``cast`` are parameters whose gradients come as bfloat16 and stand for float32. ``rehearses``:
     whether what forwards save is sent to the host and back, which is known of shards alone.
+    ``halves``: whether backwards are run in two as well.
     """
 
     timed: Timed
     rehearses: bool
+    halves: bool
     cast: Collection[str] = ()
 
 
@@ -69,6 +72,7 @@ class _Cost:
     rehearsal: Rehearsal  # what of it can wait on the host
     private_bytes: int = 0  # what enters it from the range before and no later one reads
     stash_bytes: int = 0  # what its forward changes, as it was
+    halves: Halves | None = None
 
 
 def measure_layers(
@@ -79,16 +83,17 @@ def measure_layers(
     timed: Timed | None = None,
     narrow: Collection[str] = (),
     sums: bool = False,
+    halves: bool = False,
 ) -> tuple[LayerMeasure, ...]:
     """Every layer as a shard of its own, measured on ``batch``.
 
     ``state_bytes`` are the aligned bytes of each parameter's optimizer state. Of layers
     that are alike only the first is measured. Seconds of a step are not known here: 0.
     Buffers, gradients and random state are afterwards as before, not parameters that a
-    forward writes to.
+    forward writes to. With ``halves`` backwards are measured in two as well.
     """
     ranges = every_layer(chain)
-    how = _How(timed=timed or faster_of_two(), rehearses=False)
+    how = _How(timed=timed or faster_of_two(), rehearses=False, halves=halves)
     costs = _measure(chain, batch, ranges, how)
     narrows = _measure_narrow(chain, batch, ranges, how, narrow, sums)
     return tuple(
@@ -109,6 +114,7 @@ def measure_layers(
             stash_bytes=Bytes(cost.stash_bytes),
             gradient_bytes=_gradient_bytes(chain, chain.parameters_of(layer)),
             narrow=narrows[layer],
+            halves=cost.halves,
         )
         for layer, (name, cost) in enumerate(zip(chain.layer_names, costs, strict=True))
     )
@@ -123,6 +129,7 @@ def measure_shards(
     timed: Timed | None = None,
     narrow: Collection[str] = (),
     sums: bool = False,
+    halves: bool = False,
 ) -> tuple[ShardSpec, ...]:
     """The shards between ``cuts``, each distinct one's units run and counted to the byte.
 
@@ -130,7 +137,7 @@ def measure_shards(
     is in the second one's ``boundary_bytes`` only. What a step needs is the caller's to fill.
     """
     ranges = tuple(itertools.pairwise([0, *cuts, chain.num_layers]))
-    how = _How(timed=timed or faster_of_two(), rehearses=True)
+    how = _How(timed=timed or faster_of_two(), rehearses=True, halves=halves)
     costs = _measure(chain, batch, ranges, how)
     narrows = _measure_narrow(chain, batch, ranges, how, narrow, sums)
     specs = []
@@ -161,6 +168,7 @@ def measure_shards(
                 why_not_movable=cost.rehearsal.why_not,
                 stash_bytes=Bytes(cost.stash_bytes),
                 narrow=narrows[index],
+                halves=cost.halves,
             )
         )
     return tuple(specs)
@@ -183,7 +191,8 @@ def _measure_narrow(
     if not names:
         return [None] * len(ranges)
     with narrowed(chain.model, names, sums=sums):
-        costs = _measure(chain, batch, ranges, replace(how, cast=() if sums else names))
+        how = replace(how, halves=False, cast=() if sums else names)
+        costs = _measure(chain, batch, ranges, how)
         return [
             Narrow(
                 parameter_bytes=_parameter_bytes(chain, owned),
@@ -385,6 +394,10 @@ def _measure_backward(
     tried = rehearse(chain, micro, span, visit, after, wanted) if holds else Rehearsal()
     seconds = how.timed(lambda: recompute(chain, micro, span, visit, after))
     drop_gradients(chain.model)
+    halves: Halves | None = None
+    if how.halves and span[0]:  # for the first layers nobody waits
+        halves = measure_halves(chain, micro, span, visit, after, how.timed)
+        drop_gradients(chain.model)
     written = [name for layer in range(*span) for name in chain.written_parameters(layer)]
     written_bytes = sum(chain.model.get_parameter(name).nbytes for name in written)
     return _Cost(
@@ -399,6 +412,7 @@ def _measure_backward(
         backward_peak_bytes=peak_bytes + written_bytes,
         forward_s=forward.seconds,
         backward_s=seconds,
+        halves=halves,
     )
 
 

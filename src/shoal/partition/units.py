@@ -325,8 +325,14 @@ def _backward(roots: list[Root]) -> None:
 
 
 def handed_on(entries: Mapping[Wire, Boundary]) -> Wires:
-    """The gradients that fell into the boxes at a shard's start."""
-    return {wire: entry.box[0] for wire, entry in entries.items() if entry.box}
+    """The gradients that fell into the boxes at a shard's start.
+
+    The boxes are empty then: between the halves of a backward its graph still has them.
+    """
+    found = {wire: entry.box[0] for wire, entry in entries.items() if entry.box}
+    for entry in entries.values():
+        entry.box.clear()
+    return found
 
 
 def require_known_gradients(chain: Chain, made: Mapping[Wire, Tensor]) -> None:

@@ -303,11 +303,12 @@ def pipeline_of(training: Training, found: Found, shares: Sequence[Share]) -> Pi
 def whole_stages(shares: Sequence[Share], recompute: bool) -> tuple[int, ...]:
     """Stages whose backwards are not cut in two.
 
-    Tied parameters' gradients travel with the first half. And where a forward is run again, the
-    buffers that it changes are put back after it, which would be between the halves.
+    Tied parameters' gradients travel with the first half. And where a forward is run again, as
+    the last stage's never is, the buffers that it changes are put back after it, which would be
+    between the halves.
     """
     tied = {stage for pair in ties_of(shares) for stage in pair}
-    changed = {share.stage for share in shares if share.buffers and recompute}
+    changed = {share.stage for share in shares[:-1] if share.buffers and recompute}
     return tuple(sorted(tied | changed))
 
 

@@ -1,7 +1,8 @@
 """What the actions of one stage do with the user's model: its share of the arithmetic.
 
 When an action runs is the list's business (``stage``). A micro-batch in flight is a ``Flight``:
-what came in with its boundary, and what its forward left for its backward.
+what came in with its boundary, and what its forward left for its backward. After
+that, or its first half, only what the stage before waits for is left, and the other half.
 """
 
 from __future__ import annotations
@@ -52,8 +53,6 @@ class Flight:
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     grads: Mapping[Any, Tensor] = field(default_factory=dict)  # from the next stage
     tied: Mapping[str, Tensor] = field(default_factory=dict)
-    back: BackwardResult | None = None  # for the stage before
-    half: Half = field(default_factory=Half)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +107,8 @@ class StageCompute:
         self._newest: tuple[int, Batch] | None = None  # which the first stage took last
         self._is_last = share.stop == chain.num_layers
         self._flights: dict[int, Flight] = {}
+        self._backs: dict[int, BackwardResult] = {}  # for the stage before
+        self._halves: dict[int, Half] = {}  # of backwards, still to be run
         self._rng: RngState | None = None  # where this stage's next forward begins, if it draws
         self._norms: dict[int, dict[str, Tensor]] = {}
         self._factors: dict[int, Tensor | None] = {}
@@ -125,7 +126,7 @@ class StageCompute:
 
     def begin(self, pipeline: Pipeline, steps_before: int) -> None:
         """Go on with another program, after so many steps; the one before is through."""
-        assert not self._flights
+        assert not self._flights.keys() | self._backs.keys() | self._halves.keys()
         self._pipeline, self._steps_before = pipeline, steps_before
         self._rng, self._newest = None, None
         self._foretold.clear()
@@ -215,11 +216,7 @@ class StageCompute:
         return (micro.batch, micro.sheet.parts, micro.touched, leaving, rng)
 
     def _carry(self, number: int) -> Any:
-        flight = self._flights[number]
-        assert flight.back is not None
-        result, flight.back = flight.back, None
-        if not flight.half.seams:
-            del self._flights[number]
+        result = self._backs.pop(number)
         return result.grads, result.tied
 
     # -- units ----------------------------------------------------------------------------
@@ -236,7 +233,8 @@ class StageCompute:
             self._flights[number] = Flight(self._chain.begin(batch))
             if self._pipeline.draws:
                 self._rng, self._newest = capture_rng(self._device), (number, batch)
-        self.most_in_flight = max(self.most_in_flight, len(self._flights))
+        here = self._flights.keys() | self._backs.keys() | self._halves.keys()
+        self.most_in_flight = max(self.most_in_flight, len(here))
         return self._flights[number]
 
     @contextmanager
@@ -312,9 +310,9 @@ class StageCompute:
     def _backward_of_weights(self, action: Action) -> None:
         number = action.micro or 0
         self._weights.bind(action.version)
-        flight = self._flights.pop(number, None)
-        if flight is not None:
-            flight.half.run()
+        half = self._halves.pop(number, None)
+        if half is not None:
+            half.run()
         self._end_of_group(action)
 
     def _where(self, flight: Flight) -> tuple[Chain, Micro, int, int]:
@@ -353,13 +351,16 @@ class StageCompute:
         restore_rng(after_rng, self._device)
 
     def _end(self, action: Action, result: BackwardResult, half: Half | None = None) -> None:
-        """Only what the stage before waits for, and the other half, are left of a flight."""
+        """Only what the stage before waits for, and the other half, are left of a flight.
+
+        Not its batch: that is one block of memory with all that came with it.
+        """
         number = action.micro or 0
-        flight = self._flights[number]
-        kept = half or Half()
-        self._flights[number] = Flight(flight.micro, back=result, half=kept)
-        if self._share.stage == 0 and not kept.seams:
-            del self._flights[number]
+        del self._flights[number]
+        if self._share.stage:
+            self._backs[number] = result
+        if half is not None and half.seams:
+            self._halves[number] = half
 
     def _end_of_group(self, action: Action) -> None:
         micro = action.micro or 0

@@ -83,7 +83,8 @@ class Links:
     def take(self, peer: int, kind: Kind) -> Any:
         """The next structure of this kind, which is here."""
         form, frame = self._ends[peer].came[kind].popleft()
-        return self._packer.unpack(form, frame.to(self._device), 0)
+        here = frame.to(self._device, copy=True)  # on a virtual device too, where that counts it
+        return self._packer.unpack(form, here, 0)
 
     def close(self) -> None:
         """Send what was handed over, then close; what comes is not read any more."""

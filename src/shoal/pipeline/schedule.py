@@ -169,7 +169,13 @@ class Pipeline:
         """The program; see ``check.check_pipeline`` for its proof."""
         if self.width > 1:
             return widened([self.of_copy(c).program() for c in range(self.width)], self.copies)
-        return Program(tuple(tuple(_Stage(self, s).actions()) for s in range(self.stages)))
+        return Program(tuple(map(self.actions, range(self.stages))))
+
+    def actions(self, device: int) -> tuple[Action, ...]:
+        """One device's list of the program; lists of other devices are made for copies alone."""
+        if self.width > 1:
+            return self.program().devices[device]
+        return tuple(_Stage(self, device).actions())
 
     def order(self, stage: int) -> Order:
         """What a stage computes; forwards of the last stage are in its backwards."""

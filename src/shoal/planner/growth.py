@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil
 
-from shoal.core.spec import JobMeasure, LayerMeasure, Narrow, ReplicaMeasure, ShardSpec
+from shoal.core.spec import Halves, JobMeasure, LayerMeasure, Narrow, ReplicaMeasure, ShardSpec
 from shoal.core.units import Bytes
 
 
@@ -44,6 +44,7 @@ def _grown_layer(layer: LayerMeasure, growth: float) -> LayerMeasure:
         saved_bytes=_times(layer.saved_bytes, growth),
         backward_peak_bytes=_times(layer.backward_peak_bytes, growth),
         narrow=_grown_narrow(layer.narrow, growth),
+        halves=_grown_halves(layer.halves, growth),
     )
 
 
@@ -61,6 +62,7 @@ def grown_shard(shard: ShardSpec, growth: float) -> ShardSpec:
         forward_peak_bytes=_times(shard.forward_peak_bytes, growth),
         backward_peak_bytes=_times(shard.backward_peak_bytes, growth),
         narrow=_grown_narrow(shard.narrow, growth),
+        halves=_grown_halves(shard.halves, growth),
     )
 
 
@@ -75,6 +77,18 @@ def _grown_narrow(narrow: Narrow | None, growth: float) -> Narrow | None:
         saved_bytes=_times(narrow.saved_bytes, growth),
         forward_peak_bytes=_times(narrow.forward_peak_bytes, growth),
         backward_peak_bytes=_times(narrow.backward_peak_bytes, growth),
+    )
+
+
+def _grown_halves(halves: Halves | None, growth: float) -> Halves | None:
+    if halves is None:
+        return None
+    return replace(
+        halves,
+        left_bytes=_times(halves.left_bytes, growth),
+        first_peak_bytes=_times(halves.first_peak_bytes, growth),
+        second_peak_bytes=_times(halves.second_peak_bytes, growth),
+        making_peak_bytes=_times(halves.making_peak_bytes, growth),
     )
 
 

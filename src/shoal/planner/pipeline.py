@@ -25,12 +25,13 @@ from shoal.pipeline.schedule import Pipeline
 from shoal.pipeline.wide import ROUNDS_AHEAD
 from shoal.planner.need import Need, Request
 from shoal.planner.price import Speeds
-from shoal.planner.stages import Cutter, Split, as_stages, drawing_ahead, predicted, with_halves
+from shoal.planner.stages import Cutter, Split, as_stages, drawing_ahead, predicted
 from shoal.program.costs import JobCosts
 from shoal.program.footprint import Footprint
 from shoal.program.ir import Action, Op, Part
 from shoal.program.replay import Run, replay
 
+RNG_BYTES = 2**14  # of a random state, which travels with each micro-batch: ``packing.pack_rng``
 MESSAGE_S = 2e-4  # to pack a message, wake who waits for it, and unpack it
 MESSAGE_BYTES_PER_S = 1e9  # between two processes of a machine, through its memory
 FRAMES_AHEAD = 3  # messages of a line that nobody asked for yet, at most
@@ -251,8 +252,6 @@ def _stages(
     micros = technique.micro_batches or 1
     travelling, tied = as_they_travel(shards, technique), tied_bytes(layout, len(shards))
     stages = as_stages(travelling, terms.split(micros), tied)
-    if technique.schedule == "zb-h1":
-        stages = with_halves(stages, terms.measure.layers, terms.split(micros))
     if not terms.measure.draws:
         return stages
     return drawing_ahead(stages, terms.batch(micros), terms.measure.layers)
@@ -326,7 +325,8 @@ def _needs(
     terms: Terms,
 ) -> tuple[Need, ...]:
     pipeline = pipeline_of(technique, stages, terms, _bounding(technique), ties)
-    costs = {0: JobCosts(shards=tuple(stages), batch_bytes=batch)}
+    travels = Bytes(batch + RNG_BYTES * terms.measure.draws)
+    costs = {0: JobCosts(shards=tuple(stages), batch_bytes=travels)}
     prints = check_pipeline(pipeline, pipeline.program(), costs)
     return tuple(
         _need(pipeline, technique, stages, stage, found, batch, terms)
@@ -365,15 +365,20 @@ def _need(
 def frames(pipeline: Pipeline, stages: Sequence[ShardSpec], stage: int, batch: Bytes) -> int:
     """Messages that came before they are asked for, and one on its way out, of each line.
 
-    With copies of the pipeline the first one reads the next micro-batches of all ahead.
+    With copies of the pipeline the first one reads the next micro-batches of all ahead. What is on
+    its way out is the host's memory: it is room for what is counted less closely than halves are,
+    such as an optimizer's first step.
     """
+    halves = pipeline.schedule == "zb-h1"
     size = ROUNDS_AHEAD * pipeline.width * batch if pipeline.width > 1 and not stage else 0
     if stage:
         ahead = pipeline.bound(stage - 1) - pipeline.bound(stage)
         came = max(1, min(FRAMES_AHEAD, ahead))
-        size += came * (stages[stage].boundary_bytes + batch) + stages[stage].carry_bytes
+        size += came * (stages[stage].boundary_bytes + batch)
+        size += 0 if halves else stages[stage].carry_bytes
     if stage + 1 < len(stages):
-        size += stages[stage + 1].boundary_bytes + batch + stages[stage + 1].carry_bytes
+        size += stages[stage + 1].carry_bytes
+        size += 0 if halves else stages[stage + 1].boundary_bytes + batch
     return size
 
 

@@ -7,6 +7,11 @@ more micro-batches than the last. So each place in the pipeline has a table of i
 A stage hands on all that later ones read, and each of them holds what it was handed, with the
 batch, from the message to its backward. A shard's ``boundary_bytes`` are only what is new in it:
 what passes through is added here, as far as ``private_bytes`` do not say that it ends.
+
+[Note: halves]
+Between the two halves of a backward there is what the second one reads. It was measured for each
+layer alone; of several in a row it is what each leaves, with what one hands to the next as far as
+that one reads it, on the way up or down.
 """
 
 from __future__ import annotations
@@ -18,14 +23,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.spec import LayerMeasure, ShardSpec
-from shoal.core.units import Bytes
+from shoal.core.spec import Halves, LayerMeasure, ShardSpec
+from shoal.core.units import Bytes, Seconds
 from shoal.pipeline.schedule import Pipeline
 from shoal.planner.predict import predict_shards
-
-HALF = 2.5
-"""What the first half of a backward leaves over what the forward saved: that, and the gradients
-of all that parameters made. It was 2.43 for layers of a Linear, a GELU and a LayerNorm."""
 
 _Table = NDArray[np.float64]
 
@@ -74,6 +75,7 @@ def as_stages(
 def _as_stage(shard: ShardSpec, split: Split, entering: int, tied: int) -> ShardSpec:
     casts = split.cast_bytes(shard.parameter_bytes)
     inside = casts + shard.gradient_bytes
+    halves = shard.halves
     saved = shard.saved_bytes
     return replace(
         shard,
@@ -87,6 +89,22 @@ def _as_stage(shard: ShardSpec, split: Split, entering: int, tied: int) -> Shard
         saving_peak_bytes=split.of(shard.saving_peak_bytes, casts),
         forward_s=type(shard.forward_s)(shard.forward_s / split.pieces),
         backward_s=type(shard.backward_s)(shard.backward_s / split.pieces),
+        halves=None if halves is None else _split_halves(halves, split, casts, inside),
+    )
+
+
+def _split_halves(halves: Halves, split: Split, casts: int, inside: int) -> Halves:
+    """Halves of a micro-batch; of a gradient that is made inside no part shrinks with its rows."""
+    return replace(
+        halves,
+        left_bytes=split.of(halves.left_bytes, casts),
+        first_peak_bytes=split.of(
+            halves.first_peak_bytes, casts if halves.making_peak_bytes else inside
+        ),
+        second_peak_bytes=split.of(halves.second_peak_bytes, inside),
+        making_peak_bytes=split.of(halves.making_peak_bytes, inside),
+        first_s=Seconds(halves.first_s / split.pieces),
+        second_s=Seconds(halves.second_s / split.pieces),
     )
 
 
@@ -103,22 +121,6 @@ def drawing_ahead(
     inside = max(most + weights + batch, first.forward_peak_bytes, first.saving_peak_bytes)
     changed = replace(first, forward_peak_bytes=Bytes(inside), saving_peak_bytes=Bytes(inside))
     return (changed, *stages[1:])
-
-
-def with_halves(
-    stages: Sequence[ShardSpec], layers: Sequence[LayerMeasure], split: Split = WHOLE
-) -> tuple[ShardSpec, ...]:
-    """With what the first half of a backward leaves for the second, where it is cut in two."""
-    found = []
-    for stage in stages:
-        kept = stage.saved_bytes
-        if kept is None:  # the last one's, which nobody keeps otherwise
-            start, stop = stage.layers
-            saved = sum(layer.saved_bytes for layer in layers[start:stop])
-            inner = sum(layer.boundary_bytes for layer in layers[start : stop - 1])
-            kept = split.of(saved + inner, split.cast_bytes(stage.parameter_bytes))
-        found.append(replace(stage, half_bytes=Bytes(round(HALF * kept))))
-    return tuple(found)
 
 
 def predicted(layers: Sequence[LayerMeasure], cuts: Sequence[int]) -> tuple[ShardSpec, ...]:
@@ -139,7 +141,49 @@ def _with_inner(layers: Sequence[LayerMeasure], shard: ShardSpec) -> ShardSpec:
         saved_bytes=None if saved is None else Bytes(saved + inner),
         saving_peak_bytes=Bytes(shard.saving_peak_bytes + inner),
         backward_peak_bytes=Bytes(shard.backward_peak_bytes + inner),
+        halves=_halves_of(layers, start, stop, inner),
     )
+
+
+def _halves_of(layers: Sequence[LayerMeasure], start: int, stop: int, inner: int) -> Halves | None:
+    """A stage's halves from those of its layers; see [Note: halves]."""
+    chosen = [layer.halves for layer in layers[start:stop] if layer.halves is not None]
+    if len(chosen) < stop - start:
+        return None
+    left, first = 0, 0
+    saved: int = sum(layer.saved_bytes for layer in layers[start:stop])
+    for place in reversed(range(start, stop)):
+        halves = chosen[place - start]
+        saved -= layers[place].saved_bytes
+        came = layers[place + 1].carry_bytes if place + 1 < stop else 0
+        first = max(first, saved + halves.first_peak_bytes + came + left)
+        left += _left_by(layers, place, inside=(place > start, place + 1 < stop))
+    return Halves(
+        left_bytes=Bytes(left),
+        keeps_boundary=chosen[0].keeps_boundary,
+        keeps_carry=chosen[-1].keeps_carry,
+        first_peak_bytes=Bytes(first + inner),
+        second_peak_bytes=max(halves.second_peak_bytes for halves in chosen),
+        making_peak_bytes=Bytes(sum(halves.making_peak_bytes for halves in chosen)),
+        first_s=Seconds(sum(halves.first_s for halves in chosen)),
+        second_s=Seconds(sum(halves.second_s for halves in chosen)),
+    )
+
+
+def _left_by(layers: Sequence[LayerMeasure], place: int, inside: tuple[bool, bool]) -> int:
+    """What a layer leaves between the halves, with what comes from the layers beside it.
+
+    ``inside``: whether the layer before, and the one after, are of the same stage.
+    """
+    halves = layers[place].halves
+    if halves is None:
+        return 0
+    left: int = halves.left_bytes
+    if halves.keeps_boundary and inside[0]:
+        left += layers[place - 1].boundary_bytes
+    if halves.keeps_carry and inside[1]:
+        left += layers[place + 1].carry_bytes
+    return left
 
 
 def legal_cuts(layers: Sequence[LayerMeasure]) -> tuple[int, ...]:
@@ -173,7 +217,10 @@ class Cutter:
         self._saved = self._sums(saved) + inner
         self._stash = self._sums([layer.stash_bytes for layer in layers])
         self._entering = _entering(layers, split)[list(self._edges)]
-        self._inside = self._peaks(layers, saved, gradients, split) + inner
+        inside = [_in_backward(layer, gradients[i], split) for i, layer in enumerate(layers)]
+        self._inside = self._peaks(inside, saved, gradients) + inner
+        self._first, self._left, self._second = self._in_two(layers, saved, split)
+        self._first += inner
 
     @property
     def most(self) -> int:
@@ -212,27 +259,38 @@ class Cutter:
         table: _Table = np.triu(self._sums(boundaries) - left[None, :], 1)
         return table
 
-    def _peaks(
-        self,
-        layers: Sequence[LayerMeasure],
-        saved: Sequence[int],
-        gradients: Sequence[int],
-        split: Split,
-    ) -> _Table:
-        """Inside a backward, saved activations and the gradients that it makes included."""
+    def _peaks(self, inside: Sequence[int], saved: Sequence[int], after: Sequence[int]) -> _Table:
+        """The most inside a layer, with what earlier ones saved and later ones have left."""
         places = {edge: place for place, edge in enumerate(self._edges)}
         table = np.full((len(self._edges), len(self._edges)), -np.inf)
         peak = np.full(len(self._edges), -np.inf)  # of the layers from ``start`` to each edge
-        edges, made = np.array(self._edges), np.cumsum([0.0, *gradients])
-        for start in reversed(range(len(layers))):
-            layer = layers[start]
-            weights = gradients[start] + split.cast_bytes(layer.parameter_bytes)
-            inside = split.of(layer.backward_peak_bytes, weights)
-            after = np.where(edges > start, made[edges] - made[start + 1], -np.inf)
-            peak = np.maximum(inside + after, saved[start] + peak)
+        edges, left = np.array(self._edges), np.cumsum([0.0, *after])
+        for start in reversed(range(len(inside))):
+            behind = np.where(edges > start, left[edges] - left[start + 1], -np.inf)
+            peak = np.maximum(inside[start] + behind, saved[start] + peak)
             if start in places:
                 table[places[start]] = peak
         return table
+
+    def _in_two(
+        self, layers: Sequence[LayerMeasure], saved: Sequence[int], split: Split
+    ) -> tuple[_Table, _Table, _Table]:
+        """Inside the first half of a backward, between the two, and inside the second."""
+        cut = [_in_pieces(layer, split) for layer in layers]
+        halves, last = [_halves_or_all(layer) for layer in cut], len(layers) - 1
+        left = [_left_by(cut, i, inside=(i > 0, i < last)) for i in range(len(layers))]
+        # Of what enters a stage all is there, with the batch, where its first layer keeps any.
+        alone = np.array([0, *(layer.boundary_bytes for layer in cut)])[list(self._edges)]
+        keeps = np.array([*(half.keeps_boundary for half in halves), False])[list(self._edges)]
+        beside = keeps * (self._entering - alone + self._batch)
+        came = [*(layer.carry_bytes for layer in cut[1:]), 0]
+        first = [half.first_peak_bytes + c for half, c in zip(halves, came, strict=True)]
+        nothing = [0] * len(layers)
+        return (
+            self._peaks(first, saved, left),
+            self._sums(left) + beside[:, None],
+            self._peaks([half.second_peak_bytes for half in halves], nothing, nothing),
+        )
 
     def _seconds(self, pipeline: Pipeline, stage: int) -> _Table:
         again = pipeline.recompute and stage < pipeline.stages - 1
@@ -247,13 +305,25 @@ class Cutter:
         is_last = stage == pipeline.stages - 1
         flights = pipeline.bound(stage)
         entering = (self._entering[:, None] if stage else 0.0) + self._batch
-        held = flights * entering + (flights - 1) * (
-            0.0 if is_last else self._stash if pipeline.recompute else self._saved
-        )
-        if pipeline.schedule == "zb-h1" and stage:  # it is as many halves behind as its number
-            held = held + (stage + 1) * (HALF if is_last else HALF - 1) * self._saved
+        waits = 0.0 if is_last else self._stash if pipeline.recompute else self._saved
+        if pipeline.schedule == "zb-h1" and stage:
+            inside = self._in_halves(pipeline, stage, entering, waits)
+        else:
+            inside = flights * entering + (flights - 1) * waits + self._inside
         frames = 2.0 * (0 if is_last else self._entering[None, :] + self._batch) + entering
-        found: _Table = self._fixed + weights + held + frames + self._inside
+        found: _Table = self._fixed + weights + frames + inside
+        return found
+
+    def _in_halves(
+        self, pipeline: Pipeline, stage: int, entering: _Table | float, waits: _Table | float
+    ) -> _Table:
+        """Inside the half of inputs, or that of weights which comes after it.
+
+        It is as many halves behind as its number.
+        """
+        ahead = pipeline.ahead(stage) * (entering + waits)
+        first = ahead + entering + stage * self._left + self._first
+        found: _Table = np.maximum(first, ahead + (stage + 1) * self._left + self._second)
         return found
 
     # -- dynamic programming ---------------------------------------------------------------
@@ -283,6 +353,34 @@ class Cutter:
             place = int(choice[place])
             cuts.append(self._edges[place])
         return tuple(reversed(cuts))
+
+
+def _in_backward(layer: LayerMeasure, gradients: int, split: Split) -> int:
+    weights = gradients + split.cast_bytes(layer.parameter_bytes)
+    return split.of(layer.backward_peak_bytes, weights)
+
+
+def _in_pieces(layer: LayerMeasure, split: Split) -> LayerMeasure:
+    """A layer with the bytes of a micro-batch, as far as halves are made of them."""
+    casts = split.cast_bytes(layer.parameter_bytes)
+    return replace(
+        layer,
+        boundary_bytes=split.of(layer.boundary_bytes),
+        carry_bytes=split.of(layer.carry_bytes),
+        halves=_split_halves(_halves_or_all(layer), split, casts, casts + _gradients(layer)),
+    )
+
+
+def _halves_or_all(layer: LayerMeasure) -> Halves:
+    """A layer's halves; where they were not measured, all that a backward takes in each."""
+    return layer.halves or Halves(
+        left_bytes=layer.saved_bytes,
+        keeps_boundary=True,
+        keeps_carry=True,
+        first_peak_bytes=layer.backward_peak_bytes,
+        second_peak_bytes=layer.backward_peak_bytes,
+        making_peak_bytes=layer.backward_peak_bytes,
+    )
 
 
 def _gradients(layer: LayerMeasure) -> int:

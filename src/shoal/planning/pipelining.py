@@ -13,7 +13,7 @@ from dataclasses import replace
 from shoal import rounding
 from shoal.core.errors import PlanError
 from shoal.core.spec import DeviceSpec, JobMeasure, Scalar, TrialSpec
-from shoal.core.technique import SPILLING, Pipelined, Resident, Technique
+from shoal.core.technique import SPILLING, Pipelined, Resident, Schedule, Technique
 from shoal.core.units import Bytes, format_bytes, format_seconds
 from shoal.memory.layout import with_previous
 from shoal.planner.choose import choices
@@ -61,6 +61,8 @@ MARGINS = (1.0, 0.9, 0.8)
 """What should fit is tried, and if it did not what should leave so much of the budget."""
 MOST_MEASURED = 8
 NEARBY = 3
+HALVING: Schedule = "zb-h1"
+"""The schedule whose backwards are cut in two: what their halves take is measured for it alone."""
 
 
 def early(technique: Technique | None, recipe: Recipe, devices: Sequence[DeviceSpec]) -> None:
@@ -181,7 +183,8 @@ class Pipelining:
             PlanError: it cannot be cut so, or fits in no such way; names the stage.
         """
         is_open, asked = asked.schedule is None, replace(asked, schedule=asked.known_schedule)
-        measured = yield Measure(trial, cut=True)
+        weighs = is_open and self._recipe.stale is not None
+        measured = yield Measure(trial, cut=True, halves=weighs or asked.schedule == HALVING)
         self._refuse(trial, measured.measure, asked)
         speeds = corrected(speeds, measured.measure.link)
         terms = self._terms(measured.measure, speeds)
@@ -337,7 +340,8 @@ class Pipelining:
             if technique in tried or (cuts not in known and len(known) >= MOST_MEASURED):
                 continue
             if cuts not in known:
-                known[cuts] = yield MeasureShards(trial, cuts)
+                halves = technique.schedule == HALVING
+                known[cuts] = yield MeasureShards(trial, cuts, halves=halves)
             exact = known[cuts]
             if shared := _shares_buffers(exact):
                 return PlanError(_head(trial, technique) + shared)

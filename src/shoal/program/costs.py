@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
 
-from shoal.core.spec import ShardSpec
+from shoal.core.spec import Halves, ShardSpec
 from shoal.core.units import Bytes, Seconds
 from shoal.program.ir import Action, Op, Part
 
@@ -89,6 +89,8 @@ def _stored_bytes(shard: ShardSpec, part: Part) -> Bytes:
 def unit_peak_bytes(action: Action, shard: ShardSpec) -> Bytes:
     """What runs inside a unit on the device, its outputs included; 0 for other actions."""
     saved = shard.saved_bytes or 0 if Part.SAVED in action.parts else 0
+    if action.op in (Op.I, Op.W) and shard.halves is not None:
+        return _half_peak_bytes(action, shard, shard.halves)
     if action.op is Op.F:
         return shard.saving_peak_bytes if Part.SAVED in action.parts else shard.forward_peak_bytes
     if action.op in (Op.B, Op.I, Op.W):
@@ -98,16 +100,28 @@ def unit_peak_bytes(action: Action, shard: ShardSpec) -> Bytes:
     return Bytes(0)
 
 
+def _half_peak_bytes(action: Action, shard: ShardSpec, halves: Halves) -> Bytes:
+    """Inside half a backward; the first may run its forward again, or find what that saved."""
+    if action.op is Op.W:
+        return halves.second_peak_bytes
+    if Part.SAVED in action.parts:
+        return Bytes(max(halves.first_peak_bytes - (shard.saved_bytes or 0), 0))
+    return Bytes(max(halves.first_peak_bytes, shard.saving_peak_bytes))
+
+
 def unit_seconds(action: Action, shard: ShardSpec) -> Seconds:
     """How long an F, B, I or W computes; a B whose forward was saved does not run it again.
 
-    Of a backward I and W take half each, where nothing better is known (``Durations``).
+    Of a backward I and W take half each where that was not measured, nor known (``Durations``).
     """
     if action.op is Op.F:
         return shard.forward_s
     again = shard.forward_s if Part.SAVED in action.parts else 0.0
     if action.op is Op.B:
         return Seconds(max(shard.backward_s - again, 0.0))
+    if shard.halves is not None:
+        first_s = max(shard.halves.first_s - again, 0.0)
+        return Seconds(first_s) if action.op is Op.I else shard.halves.second_s
     half = max(shard.backward_s - shard.forward_s, 0.0) / 2
     return Seconds(half + shard.forward_s - again if action.op is Op.I else half)
 

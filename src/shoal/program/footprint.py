@@ -9,11 +9,13 @@
     boundaries  into shard s: from F(s - 1) or RECV until B(s) or SEND; in a program
                 without backward until F(s); less what of it waits on the host, from its DROP,
                 or rather the unit that waits for its STORE, until its LOAD
-    saved       by F(s) with gradients, until its B(s); where that is the boundary into s + 1 too,
-                it is counted here; less what of it waits on the host, likewise
+    saved       by F(s) with gradients, until its B(s) or I(s); where that is the boundary into
+                s + 1 too, it is counted here; less what of it waits on the host, likewise
+    half        by I(s), until W(s): what it left, the message with the boundary, and that with the
+                carry out of s, where the second half reads any of it
     stash       by any other F(s), until its B(s): what the recompute must find as it was
     carries     out of shard s: from B(s) or RECV until B(s - 1) or SEND
-    gradients   not loaded into a slot: from B until STEP; or, when they are stored and
+    gradients   not loaded into a slot: from B or W until STEP; or, when they are stored and
                 dropped, until the unit that waits for the STORE (see [Note: slots])
     the unit    the peak inside F, B or STEP, what it produces included
 """
@@ -134,12 +136,12 @@ class _Memory:
             self._give(("stored", store))
         if action.op in (Op.F, Op.B, Op.I):
             self._take(_batch(action), self.costs[action.trial].batch_bytes)
-        before = self.total
+        before, more = self.total, self._first_gradients(action)
         self._move(index, action)
         if index in self.batch_ends:
             self._give(_batch(action))
         self.most = max(self.most, before, self.total)
-        return before if is_unit(action) else self.total
+        return before + more if is_unit(action) else self.total
 
     def _move(self, index: int, action: Action) -> None:
         key = (action.trial, action.shard)
@@ -161,7 +163,7 @@ class _Memory:
         elif action.op is Op.I:
             self._backward_of_inputs(action)
         elif action.op is Op.W:
-            self._give(("saved", *_of(action, action.shard)))
+            self._give(("half", *_of(action, action.shard)))
             self._take_gradient(action)
         elif action.op in (Op.SEND, Op.RECV):
             self._exchange(action)
@@ -230,11 +232,36 @@ class _Memory:
         self._take_gradient(action)
 
     def _backward_of_inputs(self, action: Action) -> None:
-        """What the forward saved stays, also that of a forward that was run again, and more."""
-        shard = self.costs[action.trial].shards[action.shard]
-        kept = shard.saved_bytes if shard.half_bytes is None else shard.half_bytes
-        self._take(("saved", *_of(action, action.shard)), kept or Bytes(0))
+        """What its second half reads stays, also of a forward that was run again."""
+        self._give(("saved", *_of(action, action.shard)))
+        self._take(("half", *_of(action, action.shard)), self._left(action))
         self._hand_back(action)
+
+    def _first_gradients(self, action: Action) -> int:
+        """How much more half a backward needs while its parameters have no gradients yet.
+
+        Those of one that could not be cut in two are made by its first half.
+        """
+        shard = self.costs[action.trial].shards[action.shard]
+        halves, has = shard.halves, ("grad", action.trial, action.shard) in self.outside
+        if halves is None or has or action.op not in (Op.I, Op.W):
+            return 0
+        if action.op is Op.W:
+            return halves.making_peak_bytes - halves.second_peak_bytes
+        return 0 if halves.making_peak_bytes else shard.gradient_bytes
+
+    def _left(self, action: Action) -> Bytes:
+        """What an I leaves for its W, with the messages that any of it came in."""
+        costs = self.costs[action.trial]
+        shard = costs.shards[action.shard]
+        halves, left = shard.halves, shard.saved_bytes or 0
+        if halves is not None:
+            left = halves.left_bytes
+            if halves.keeps_boundary:
+                left += shard.boundary_bytes + costs.batch_bytes
+            if halves.keeps_carry and action.shard + 1 < len(costs.shards):
+                left += costs.shards[action.shard + 1].carry_bytes
+        return Bytes(left)
 
     def _hand_back(self, action: Action) -> None:
         self._give(("boundary", *_of(action, action.shard)))

@@ -193,8 +193,8 @@ class Measurer:
             if isinstance(order, MeasureReplica):
                 return self._measure_replica(trial, order.width, order.shard)
             if isinstance(order, MeasureShards):
-                return self._measure_shards(trial, order.cuts, narrow=order.narrow)
-            return self._measure(trial, cut=order.cut, narrow=order.narrow)
+                return self._measure_shards(order)
+            return self._measure(trial, cut=order.cut, narrow=order.narrow, halves=order.halves)
         except (Exception, SystemExit) as error:
             return Refused(trial.number, traceback.format_exc(), own_error(error))
         finally:
@@ -224,7 +224,9 @@ class Measurer:
 
     # -- measure --------------------------------------------------------------------------
 
-    def _measure(self, trial: TrialSpec, *, cut: bool, narrow: bool) -> Measured:
+    def _measure(
+        self, trial: TrialSpec, *, cut: bool, narrow: bool = False, halves: bool = False
+    ) -> Measured:
         if self._built is None or self._built.trial != trial:
             self._built = self._build(trial)
             self._chain = None
@@ -235,7 +237,7 @@ class Measurer:
         if not cut:
             return Measured(trial.number, self._whole, layout)
         with eagerly():
-            measure = self._measure_cut(self._built, self._whole, narrow=narrow)
+            measure = self._measure_cut(self._built, self._whole, narrow=narrow, halves=halves)
         if self._link is None:
             link = glance(self._device.spec, self._device.torch_device, SystemClock())
             self._link = (link.up.best, link.down.best) if link else ()
@@ -439,7 +441,7 @@ class Measurer:
 
     def _measure_replica(self, trial: TrialSpec, width: int, shard: bool) -> Measured:
         """The measure of the whole model, with what a replica takes beside it."""
-        whole = self._measure(trial, cut=False, narrow=False)
+        whole = self._measure(trial, cut=False)
         assert self._built is not None
         try:
             piece = cut_for_replicas(self._built.batch, width)[0].batch
@@ -454,7 +456,9 @@ class Measurer:
 
     # -- cut ------------------------------------------------------------------------------
 
-    def _measure_cut(self, built: _Built, whole: JobMeasure, *, narrow: bool) -> JobMeasure:
+    def _measure_cut(
+        self, built: _Built, whole: JobMeasure, *, narrow: bool, halves: bool
+    ) -> JobMeasure:
         """The chain, compared with the module, and its layers; or why there is none."""
         for parameter in built.model.parameters():
             parameter.grad = None
@@ -482,6 +486,7 @@ class Measurer:
             timed=self._timed,
             narrow=self._narrow,
             sums=sums,
+            halves=halves,
         )
         return replace(
             whole,
@@ -508,11 +513,10 @@ class Measurer:
     def _state_bytes(self) -> dict[str, int]:
         return {name: int(_aligned(specs)) for name, specs in self._states.items()}
 
-    def _measure_shards(
-        self, trial: TrialSpec, cuts: tuple[int, ...], *, narrow: bool
-    ) -> Measured:
+    def _measure_shards(self, order: MeasureShards) -> Measured:
+        trial, cuts = order.trial, order.cuts
         if self._chain is None or self._built is None or self._built.trial != trial:
-            self._measure(trial, cut=True, narrow=narrow)
+            self._measure(trial, cut=True, narrow=order.narrow)
         assert self._chain is not None
         assert self._built is not None
         assert self._whole is not None
@@ -525,6 +529,7 @@ class Measurer:
                 timed=self._timed,
                 narrow=self._narrow,
                 sums=self._recipe.accumulate > 1,
+                halves=order.halves,
             )
         whole = self._whole.shards[0]
         bounds = [0, *cuts, self._chain.num_layers]

@@ -102,11 +102,13 @@ class Measure:
     """Measure a trial's model unsharded, and its layers if it can be cut.
 
     ``narrow``: find out which weights may travel as bfloat16, and measure with them too.
+    ``halves``: measure each backward in two as well.
     """
 
     trial: TrialSpec
     cut: bool
     narrow: bool = False
+    halves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +122,12 @@ class MeasureReplica:
 
 @dataclass(frozen=True, slots=True)
 class MeasureShards:
-    """Measure the units of the measured trial's model cut at ``cuts``."""
+    """Measure the units of the measured trial's model cut at ``cuts``, as ``Measure`` does."""
 
     trial: TrialSpec
     cuts: tuple[int, ...]
     narrow: bool = False
+    halves: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,18 +17,19 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shoal.device.flops import step_bytes
+from shoal.pipeline.lists import Lists
 from shoal.pipeline.packing import Packer
 from shoal.pipeline.schedule import Pipeline
 from shoal.pipeline.stage import Compute
 from shoal.pipeline.validate import validation
 from shoal.pipeline.wide import called, mean_in_order
 from shoal.program.costs import unit_seconds
-from shoal.program.ir import Action, Op, Program
+from shoal.program.ir import Action, Op
 from shoal.program.needs import message_kind
 from shoal.recipe import Batch
 from shoal.runtime.gangseat import (
@@ -45,6 +46,8 @@ from shoal.runtime.pipelined import PipelineSession
 from shoal.runtime.score import is_sampled
 from shoal.runtime.session import Task
 from shoal.runtime.stage import Stage
+
+_LISTS = Lists()
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,18 +233,19 @@ class StageSeat(GangSeat):
         counts = not self.session.compiled
         if counts and not (self._has_counted and not is_sampled(steps_before)):
             stage.count()
-        yield from self._play(stage.begin(pipeline, steps_before), _program(pipeline))
+        actions = _LISTS.of(pipeline, self.stage)
+        yield from self._play(stage.begin(pipeline, steps_before), actions)
         stage.end(pipeline)
         self._running = None
         self._report_peak(stage.counted_peak())
 
     def _pass_on(self, batch: Batch | None) -> Iterator[Waiting]:
         """This stage's part of a validation batch, which the first one has."""
-        program = validation(self.session.stages)
-        yield from self._play(self._stage.validation(batch), program)
+        actions = validation(self.session.stages).devices[self.stage]
+        yield from self._play(self._stage.validation(batch), actions)
 
-    def _play(self, compute: Compute, program: Program) -> Iterator[Waiting]:
-        for action in program.devices[self.stage]:
+    def _play(self, compute: Compute, actions: Iterable[Action]) -> Iterator[Waiting]:
+        for action in actions:
             if self.stage == 0:
                 self._hear()
             if action.op is Op.RECV:
@@ -253,6 +257,7 @@ class StageSeat(GangSeat):
                 with self._stage.counted():
                     given = compute.give(action)
                 self.links.send(action.peer or 0, message_kind(action), given)
+                del given  # it is on its way, and a unit may follow that takes long
             else:
                 self._run_action(compute, action)
                 yield None
@@ -291,12 +296,6 @@ class StageSeat(GangSeat):
         if action.op is Op.STEP:
             return profile.memory_seconds(step_bytes(shard))
         return unit_seconds(action, shard)
-
-
-@functools.lru_cache(maxsize=32)
-def _program(pipeline: Pipeline) -> Program:
-    """Made once for steps that are alike."""
-    return pipeline.program()
 
 
 def _nothing(value: object) -> None:

@@ -9,6 +9,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 from shoal.partition.halves import backward_of_inputs
+from shoal.partition.track import AllocationTracker
 from shoal.testing import same_bits
 
 
@@ -95,3 +96,60 @@ def test_halves_of_several_micro_batches_add_up_in_their_order():
         half.run()
     for parameter, grad in zip(module.parameters(), wanted, strict=True):
         assert same_bits(parameter.grad, grad)
+
+
+ROWS = 5 * 8 * 4  # bytes of what the first layer makes
+
+
+def test_between_the_halves_only_what_parameters_read_is_there():
+    """Not the input of the GELU, nor what was handed on and back."""
+    module, x = MODULES["linear"](), torch.randn(5, 6)
+    anchor = x.requires_grad_()
+    seed = torch.randn(5, 6)
+    with AllocationTracker() as tracker:
+        output = module(anchor)
+        half = backward_of_inputs([(get_gradient_edge(output), seed)], [anchor])
+        anchor.grad = None
+        del output
+    assert tracker.current_bytes == 2 * ROWS  # what the GELU made, and the gradient of its input
+    half.run()
+    assert not tracker.current_bytes
+
+
+def test_what_saved_tensors_were_packed_into_by_the_users_hooks_is_left_alone():
+    torch.manual_seed(1)
+    module, x = MODULES["attention"](), torch.randn(5, 4, 6)
+    run(module, x, halves=False)
+    wanted = [p.grad for p in module.parameters()]
+    module.zero_grad()
+    with torch.autograd.graph.save_on_cpu():
+        _, half = run(module, x, halves=True)
+    half.run()
+    for parameter, grad in zip(module.parameters(), wanted, strict=True):
+        assert same_bits(parameter.grad, grad)
+
+
+def test_a_function_of_the_users_gives_up_what_it_saved():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x, None)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, _ = ctx.saved_tensors
+            return 2 * x * grad
+
+    torch.manual_seed(1)
+    layer, anchor = nn.Linear(6, 8), torch.randn(5, 6, requires_grad=True)
+    with AllocationTracker() as tracker:
+        output = Square.apply(layer(anchor))
+        edge = get_gradient_edge(output)
+        half = backward_of_inputs([(edge, torch.ones(5, 8))], [anchor])
+        anchor.grad = None
+        del output, edge
+    assert tracker.current_bytes == ROWS  # the gradient that the layer's weights wait for
+    half.run()
+    made = layer(anchor.detach())
+    assert same_bits(layer.bias.grad, (2 * made * torch.ones(5, 8)).sum(0).detach())

@@ -8,10 +8,11 @@ import re
 import pytest
 
 from shoal.core.errors import ProgramError
-from shoal.core.units import Bytes
+from shoal.core.spec import Halves
+from shoal.core.units import Bytes, Seconds
 from shoal.pipeline.check import check_pipeline
 from shoal.pipeline.schedule import Pipeline
-from shoal.program.costs import JobCosts
+from shoal.program.costs import JobCosts, unit_seconds
 from shoal.program.ir import Program, parse_action
 from shoal.testing import make_shard
 
@@ -129,3 +130,61 @@ def test_bytes_count_both_versions_and_what_is_in_flight():
     assert peaks["gpipe"] - peaks["flush"] >= 1.9 * 10**6
     assert peaks["flush"] - peaks["naive"] >= 0.9 * 10**6
     assert peaks["2bw"] - peaks["flush"] == shards[0].parameter_bytes
+
+
+def halved(index, **changes):
+    values = {
+        "left_bytes": Bytes(1000),
+        "keeps_boundary": False,
+        "keeps_carry": False,
+        "first_peak_bytes": Bytes(3000),
+        "second_peak_bytes": Bytes(500),
+        "making_peak_bytes": Bytes(600),
+    }
+    return make_shard(index, 64, halves=Halves(**(values | changes)), saved_bytes=Bytes(2000))
+
+
+def running(shard, *, recompute=False):
+    """What the middle one of three stages holds at its last I and W, above what it keeps."""
+    pipeline = Pipeline(schedule="zb-h1", stages=3, groups=(6,), recompute=recompute)
+    shards = (make_shard(0, 64, saved_bytes=Bytes(2000)), shard, halved(2))
+    costs = {0: JobCosts(shards=shards, batch_bytes=Bytes(7))}
+    found = check_pipeline(pipeline, pipeline.program(), costs)[1]
+    actions = [str(action) for action in pipeline.actions(1)]
+    saved = "" if recompute else " saved"
+    inputs, weights = actions.index(f"I s1 m3{saved}"), actions.index("W s1 m2")
+    kept = found.kept_bytes + shard.gradient_bytes
+    return [found.running_bytes[place] - kept for place in (inputs, weights)]
+
+
+def test_bytes_between_the_halves_of_a_backward():
+    message, carry = 256 + 7, 256
+    inputs, weights = running(halved(1))
+    # m4 has run forward; m2 has one half left; m3, with its message, is inside its first
+    assert inputs == 2000 + message + 1000 + (message + carry + 3000)
+    assert weights == 2000 + message + 2 * 1000 + 500
+
+
+def test_messages_wait_with_what_is_read_of_them():
+    message, carry = 256 + 7, 256
+    least = running(halved(1))
+    assert running(halved(1, keeps_boundary=True)) == [
+        least[0] + message,
+        least[1] + 2 * message,
+    ]
+    assert running(halved(1, keeps_carry=True)) == [least[0] + carry, least[1] + 2 * carry]
+
+
+def test_a_first_half_that_runs_its_forward_again():
+    message, carry = 256 + 7, 256
+    inputs, weights = running(halved(1), recompute=True)
+    assert inputs == message + 1000 + (message + carry + 3000)
+    assert weights == message + 2 * 1000 + 500
+
+
+def test_seconds_of_the_halves_are_those_that_were_measured():
+    shard = halved(1, first_s=Seconds(0.005), second_s=Seconds(0.003))
+    action = parse_action("I s1 m0")
+    assert unit_seconds(action, shard) == 0.005
+    assert unit_seconds(parse_action("I s1 m0 saved"), shard) == 0.005 - shard.forward_s
+    assert unit_seconds(parse_action("W s1 m0"), shard) == 0.003

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shoal.pipeline.packing import Packer, pack_rng, unpack_rng
+from shoal.planner.pipeline import RNG_BYTES
 from shoal.rng import capture_rng, restore_rng, same_rng
 from shoal.testing import same_bits
 
@@ -78,3 +79,7 @@ def test_random_states_survive_with_their_spare_gauss():
     assert drawn[:2] == again[:2]
     assert torch.equal(drawn[2], again[2])
     restore_rng(before)
+
+
+def test_a_random_state_takes_no_more_than_plans_count():
+    assert Packer().pack(pack_rng(capture_rng())).num_bytes <= RNG_BYTES
