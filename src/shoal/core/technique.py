@@ -214,8 +214,8 @@ class Pipelined:
     computes which micro-batch: ``"naive"``, ``"gpipe"``, ``"flush"`` (1F1B), ``"zb-h1"`` and
     ``"2bw"``; all but the last end on the bits of training alone, ``"2bw"`` computes gradients
     with weights that are one step old, at every stage the same, and ``predict`` with a guess of
-    the newer ones: other numerics. None is ``"flush"``, but where ``Recipe(stale=...)`` allows
-    stale weights: there it is the one of ``"flush"``, ``"zb-h1"`` and ``"2bw"`` that is soonest at
+    the newer ones: other numerics. None is the quicker of ``"flush"`` and ``"zb-h1"``; where
+    ``Recipe(stale=...)`` allows stale weights the one of these and ``"2bw"`` that is soonest at
     the loss. ``micro_batches`` is how many a
     step has: the recipe's ``accumulate`` batches, or a multiple of that where the recipe says
     ``splittable=True``: then each batch is cut into equal rows. ``cuts`` are the layers at which

@@ -8,8 +8,9 @@ once, several pipelines compute in each other's bubbles; then their steps are re
 and there is little left that stale weights could win.
 
 "2bw" changes a trial's bits, and its efficiency is somebody's word for a whole training: so it has
-to be clearly sooner than every synchronous way. What "zb-h1" takes to cut a backward in two is not
-in the replay: so it has to be clearly quicker than "flush".
+to be clearly sooner than every synchronous way. "zb-h1" has the bits of "flush", and takes more
+memory: so it has to be clearly quicker, with the seconds that its half backwards were measured to
+take.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from shoal.planner.need import fits
 from shoal.planner.pipeline import WORTH, Alternative, Staged, Terms, together_s
 
 RIVALS: tuple[Schedule, ...] = ("zb-h1", "2bw")
-"""What is weighed against the synchronous choice, where stale weights are allowed."""
+"""What is weighed against "flush"; the second where stale weights are allowed."""
 MOST_TOGETHER = 3
 """Pipelines that compute in each other's bubbles, at most."""
 
@@ -63,20 +64,21 @@ class Pace:
         return self.rounds * self.turn_s / self.efficiency
 
 
-def rival(asked: Pipelined, schedule: Schedule, stale: Stale) -> Pipelined | str:
+def rival(asked: Pipelined, schedule: Schedule, stale: Stale | None) -> Pipelined | str:
     """What was asked for with another schedule; in words, why it cannot have that."""
     if asked.is_spilled:
         return "stages that are spilled have neither half backwards nor a second weight version"
     is_stale = schedule == "2bw"
     lag = asked.lag if is_stale else 0  # what it hides is there in "flush" and "2bw"
     try:
-        return replace(asked, schedule=schedule, predict=is_stale and stale.predict, lag=lag)
+        predict = is_stale and stale is not None and stale.predict
+        return replace(asked, schedule=schedule, predict=predict, lag=lag)
     except SpecError as error:
         return str(error).rstrip(".")
 
 
 def pace_of(
-    staged: Staged, layout: TrialLayout | None, terms: Terms, place: Place, stale: Stale
+    staged: Staged, layout: TrialLayout | None, terms: Terms, place: Place, stale: Stale | None
 ) -> Pace:
     """The pace of a pipeline, guessed or measured."""
     technique = staged.technique
@@ -92,7 +94,7 @@ def pace_of(
         turn_s=turn_s,
         together=together,
         rounds=rounds,
-        efficiency=stale.efficiency if technique.is_stale else 1.0,
+        efficiency=stale.efficiency if stale is not None and technique.is_stale else 1.0,
         is_stale=technique.is_stale,
     )
 
@@ -119,9 +121,11 @@ def soonest(first: Pace, others: Sequence[Pace]) -> Pace:
 
 
 def in_words(
-    chosen: Pace, paces: Sequence[Pace], refused: Mapping[str, str], stale: Stale
+    chosen: Pace, paces: Sequence[Pace], refused: Mapping[str, str], stale: Stale | None
 ) -> list[str]:
     """What each way takes to the loss, the chosen one first, and why the others lose."""
+    if stale is None:
+        return _in_words_of_steps(chosen, paces)
     lines = [f"{_taken(chosen, paces)}: {_said(chosen)}"]
     for pace in sorted(paces, key=lambda one: one.loss_s):
         if pace is not chosen:
@@ -139,6 +143,17 @@ def in_words(
             f"{1 / stale.efficiency:.3g} times the steps"
         )
     return lines
+
+
+def _in_words_of_steps(chosen: Pace, paces: Sequence[Pace]) -> list[str]:
+    """Of schedules whose steps are worth the same."""
+    line = f"{chosen.name} is taken: {_said(chosen)}"
+    for pace in paces:
+        if pace is not chosen:
+            times = pace.loss_s / chosen.loss_s if chosen.loss_s else 1.0
+            near = ", not clearly less" if times < 1 else ""
+            line += f"; {pace.name}, to the same bits, would take {times:.2f} times that{near}"
+    return [line]
 
 
 def _taken(chosen: Pace, paces: Sequence[Pace]) -> str:

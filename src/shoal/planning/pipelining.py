@@ -183,8 +183,7 @@ class Pipelining:
             PlanError: it cannot be cut so, or fits in no such way; names the stage.
         """
         is_open, asked = asked.schedule is None, replace(asked, schedule=asked.known_schedule)
-        weighs = is_open and self._recipe.stale is not None
-        measured = yield Measure(trial, cut=True, halves=weighs or asked.schedule == HALVING)
+        measured = yield Measure(trial, cut=True, halves=is_open or asked.schedule == HALVING)
         self._refuse(trial, measured.measure, asked)
         speeds = corrected(speeds, measured.measure.link)
         terms = self._terms(measured.measure, speeds)
@@ -280,16 +279,13 @@ class Pipelining:
         trials: int,
         first: Found | Alternative,
     ) -> Generator[Order, Measured, Weighed]:
-        """What is sooner at the loss than ``first``, where the recipe allows stale weights."""
-        stale = self._recipe.stale
-        if stale is None:
-            return None, ()
+        """What is sooner at the loss than ``first``; stale weights if the recipe allows them."""
         weighing = Weighing(
             trial=trial,
             asked=asked,
             terms=terms,
             place=Place(budget=self._budget, devices=self._devices, trials=trials),
-            stale=stale,
+            stale=self._recipe.stale,
             finder=Finder(impossible=self._impossible, fitting=self._fitting, exact=self._exact),
         )
         return (yield from weighing.weigh(first))

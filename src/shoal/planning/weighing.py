@@ -1,4 +1,4 @@
-"""Schedules weighed by the time to the loss, for recipes that allow stale weights.
+"""Schedules weighed by the time to the loss: half backwards, and stale weights if allowed.
 
 Candidates are on paper; only what is about to be taken is measured, and weighed again.
 """
@@ -61,14 +61,15 @@ class Weighing:
     """The schedules of one trial's pipeline against what would be taken without them.
 
     Args:
-        asked: The synchronous pipeline.
+        asked: The pipeline with flush.
+        stale: What a step with stale weights is worth; None: they are not weighed.
     """
 
     trial: TrialSpec
     asked: Pipelined
     terms: Terms
     place: Place
-    stale: Stale
+    stale: Stale | None
     finder: Finder
     _options: dict[str, Pipelined] = field(default_factory=dict, init=False)
     _paces: dict[str, Pace] = field(default_factory=dict, init=False)
@@ -81,6 +82,8 @@ class Weighing:
         else:
             start = self._pace(first)
         self._on_paper()
+        if not self._paces and self.stale is None:
+            return None, ()  # nobody asked for what could not be
         exacts: dict[str, Found] = {}
         while (best := soonest(start, list(self._paces.values()))) is not start:
             if best.name in exacts:
@@ -89,13 +92,16 @@ class Weighing:
             if measured is not None:
                 exacts[best.name] = measured
                 self._paces[best.name] = self._pace(measured)
+        if self.stale is None and best is start and isinstance(first, Alternative):
+            return None, ()  # nobody asked for stages
         paces = [start, *self._paces.values()]
         return exacts.get(best.name), in_words(best, paces, self._refused, self.stale)
 
     def _on_paper(self) -> None:
         """What is weighed, and why other schedules are not."""
         place = self.place
-        for schedule in RIVALS:
+        rivals = [one for one in RIVALS if one != "2bw" or self.stale is not None]
+        for schedule in rivals:
             option = rival(self.asked, schedule, self.stale)
             if isinstance(option, str):
                 self._refused[schedule] = option

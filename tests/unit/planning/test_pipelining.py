@@ -17,7 +17,8 @@ from shoal.core.technique import Pipelined, Resident, Spilled
 from shoal.launch.plan import plan_study
 from shoal.launch.request import settings_of
 from shoal.memory.layout import PREVIOUS
-from shoal.planning import Planner, technique_on_record
+from shoal.planner import timetoloss
+from shoal.planning import Planner, technique_on_record, weighing
 
 WIDTH, ROWS, BATCHES = 64, 120, 8
 SMALL = "4MiB"  # the chain in no way, half of it
@@ -156,11 +157,30 @@ def plan(study, warm_workers):
     return make
 
 
+@pytest.fixture(autouse=True)
+def flush_it_is(monkeypatch):
+    """Whichever schedule steps of milliseconds would be quicker with."""
+    monkeypatch.setattr(weighing, "RIVALS", ())
+
+
 def sizes(job):
     return [stage.parameter_bytes for stage in job.shards]
 
 
 # -- what is planned ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("worth", "schedule"), [(100.0, "zb-h1"), (0.0, "flush")])
+def test_half_backwards_are_taken_where_they_are_clearly_quicker(
+    worth, schedule, plan, monkeypatch
+):
+    monkeypatch.setattr(weighing, "RIVALS", timetoloss.RIVALS)
+    monkeypatch.setattr(timetoloss, "WORTH", worth)
+    (job,) = plan().jobs
+    assert job.technique.schedule == schedule
+    assert "weights" not in job.numerics
+    assert f"{schedule} is taken: " in "\n".join(job.why)
+    assert "to the same bits, would take" in "\n".join(job.why)
 
 
 def test_a_pipeline_is_planned_with_nothing_left_open(plan):
