@@ -78,7 +78,7 @@ def impatient(monkeypatch):
 def interrupted(tmp_path, warm_workers, monkeypatch):
     """Run a study, stop it after a step of trial 0, and run it again otherwise."""
 
-    def run(recipe, technique, then, *, devices=3, step=5, again=None, **options):
+    def run(recipe, technique, then, *, devices=3, step=3, again=None, **options):
         orders, heard = Orders(tmp_path / "k", monkeypatch), Heard()
         space = options.pop("space", LR)
         settings = {"epochs": 6, "checkpoint_every": 60, **options}

@@ -221,7 +221,9 @@ class Pipelined:
     ``splittable=True``: then each batch is cut into equal rows. ``cuts`` are the layers at which
     the later stages begin, None for the quickest slowest stage. ``recompute`` runs forwards again
     in the backward instead of keeping what they saved; None keeps it if there is room. ``lag`` is
-    how many micro-batches more a stage of "flush" or "2bw" runs ahead, to hide slow messages.
+    how many micro-batches more a stage of "flush" or "2bw" runs ahead, to hide slow messages: one
+    less than there are stages hides those between all of them, fewer those of the last ones. None
+    is that or 0, whichever is quicker.
     ``width`` is how many copies of the pipeline share a step's micro-batches, each on as many
     devices as there are stages. Every stage's gradients are added up over the copies, in their
     order, while others still compute: other numerics (``shoal.testing.plain_wide_loop``), which
@@ -244,7 +246,7 @@ class Pipelined:
     micro_batches: int | None = None
     cuts: tuple[int, ...] | None = None
     recompute: bool | None = None
-    lag: int = 0
+    lag: int | None = None
     predict: bool = False
     width: int = 1
     shards: int | None = None
@@ -259,7 +261,7 @@ class Pipelined:
             raise SpecError(f"schedule is one of {known}, got {self.schedule!r}.")
         for name, least in (("stages", 2), ("micro_batches", 1), ("lag", 0), ("width", 1)):
             count = getattr(self, name)
-            may_be_open = name in ("stages", "micro_batches")
+            may_be_open = name in ("stages", "micro_batches", "lag")
             if count is None and may_be_open:
                 continue
             if type(count) is not int or count < least:

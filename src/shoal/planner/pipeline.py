@@ -40,6 +40,8 @@ MOST_LARGE = 6  # of those that should not fit, those with the most stages
 NEAR = 2.0  # times what the closed formula has as the least, of what is replayed
 MOST_MICROS = 24  # of a step that is replayed, or two a stage; longer ones go on as its end does
 MARGINS = (1.0, 0.98, 0.95, 0.9, 0.8)
+AWAY = 0.02
+"""What messages take of a micro-batch's computing that is worth a longer pipeline of them."""
 ALIKE = 1.03
 """Candidates that take up to so many times as long as the quickest are as quick."""
 
@@ -131,10 +133,15 @@ def ranked(found: list[Staged], devices: int, trials: int) -> list[Staged]:
         alike = seconds <= ALIKE * least
         return (
             not alike,
-            one.gang + bool(one.technique.recompute) / 2 if alike else seconds,
+            _costs(one) if alike else seconds,
         )
 
     return sorted(found, key=rank)
+
+
+def _costs(one: Staged) -> float:
+    """What takes less of the devices, and of their memory."""
+    return one.gang + bool(one.technique.recompute) / 2 + bool(one.technique.lag) / 4
 
 
 def _quickest(
@@ -142,7 +149,7 @@ def _quickest(
 ) -> Iterator[Pipelined]:
     """The candidates with their cuts, those that the closed formula has as the quickest."""
     micros = asked.micro_batches or terms.request.micro_batches
-    open_ = replace(asked, micro_batches=micros, schedule=asked.known_schedule)
+    open_ = replace(asked, micro_batches=micros, schedule=asked.known_schedule, lag=asked.lag or 0)
     most = devices // asked.width
     if asked.schedule == "2bw":
         shortest = terms.shortest or terms.request.micro_batches
@@ -155,7 +162,15 @@ def _quickest(
         for recompute in (False, True) if asked.recompute is None else (asked.recompute,):
             one = _with_cuts(replace(open_, stages=stages, recompute=recompute), terms, budget)
             if one is not None and one[1]:
-                fitting.append((times * closed_form_s(one[0], terms.measure), one[0]))
+                about_s = times * closed_form_s(one[0], terms.measure)
+                fitting.append((about_s, one[0]))
+                if asked.lag is None and _waits_for_messages(one[0], terms):
+                    ahead = _with_cuts(
+                        replace(open_, stages=stages, recompute=recompute, lag=stages - 1),
+                        terms,
+                        budget,
+                    )
+                    fitting += [(about_s, ahead[0])] if ahead is not None and ahead[1] else []
                 break  # forwards are not run again for nothing
             if one is not None:
                 large.append(one[0])
@@ -185,6 +200,17 @@ def _with_cuts(asked: Pipelined, terms: Terms, budget: Bytes) -> tuple[Pipelined
             return technique, True
     cuts = cutter.smallest(pipeline, predict=asked.predict)
     return None if cuts is None else (replace(asked, cuts=cuts), False)
+
+
+def _waits_for_messages(technique: Pipelined, terms: Terms) -> bool:
+    """Whether there and back between two stages is long beside what the slowest computes."""
+    if technique.known_schedule not in ("flush", "2bw"):
+        return False
+    stages = _stages(technique, guessed(technique.cuts or (), terms.measure), terms, None)
+    batch = terms.batch(technique.micro_batches or 1)
+    most = max(shard.boundary_bytes + batch + shard.carry_bytes for shard in stages)
+    away_s = 2 * MESSAGE_S + most * byte_s(terms.speeds)
+    return away_s > AWAY * max(shard.forward_s + shard.backward_s for shard in stages)
 
 
 def closed_form_s(technique: Pipelined, measure: JobMeasure) -> float:
@@ -296,7 +322,7 @@ def pipeline_of(
         stages=technique.stages or 1,
         groups=groups,
         recompute=bool(technique.recompute),
-        lag=technique.lag,
+        lag=technique.lag or 0,
         clip=terms.request.clip,
         ties=ties,
         draws=terms.measure.draws,

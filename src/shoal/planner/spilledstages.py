@@ -111,7 +111,7 @@ def _settings(asked: Pipelined, terms: Terms, devices: int) -> Iterator[Pipeline
     most = min(devices, _pieces(terms), asked.shards or devices)
     counts = [asked.stages] if asked.stages else range(2, most + 1)
     for stages, where in itertools.product(counts, places):
-        named = replace(asked, schedule=asked.known_schedule)
+        named = replace(asked, schedule=asked.known_schedule, lag=asked.lag or 0)
         yield replace(named, stages=stages, micro_batches=micros, optimizer=where)
 
 
@@ -271,7 +271,7 @@ class _Paper:
             stages=technique.stages or 1,
             groups=(micros,),
             recompute=bool(technique.recompute),
-            lag=technique.lag,
+            lag=technique.lag or 0,
             clip=self.terms.request.clip,
             draws=draws,
             foretold=draws and foretold,

@@ -403,6 +403,11 @@ class Pipelining:
                 if technique.recompute
                 else "what forwards save is kept, for which there is room"
             )
+        if asked.lag is None and technique.lag:
+            reasons.append(
+                f"stages run up to {technique.lag} micro-batches further ahead than computing "
+                "needs, so that nothing waits for messages"
+            )
         if terms.measure.draws:
             otherwise = "waits for them" if technique.width == 1 else "the trial fails"
             reasons.append(

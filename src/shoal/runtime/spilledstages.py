@@ -132,7 +132,7 @@ class SpilledStage:
             stages=session.stages,
             groups=groups,
             recompute=bool(technique.recompute),
-            lag=technique.lag,
+            lag=technique.lag or 0,
             clip=session.recipe.clip_grad_norm is not None,
             draws=bool(session.draws),
             foretold=session.foretelling is not None,

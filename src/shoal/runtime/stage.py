@@ -217,7 +217,7 @@ class Stage:
             stages=session.stages,
             groups=groups,
             recompute=bool(technique.recompute),
-            lag=technique.lag,
+            lag=technique.lag or 0,
             clip=session.recipe.clip_grad_norm is not None,
             ties=self._ties,
             draws=bool(session.draws),

@@ -78,6 +78,32 @@ def best(found, budget=LARGE, *, devices=4, trials=1, asked=None, **options):
     )[0]
 
 
+# -- messages ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["flush", "2bw"])
+def test_stages_run_ahead_where_messages_are_slow(schedule):
+    slow = alike(8, boundary_bytes=Bytes(8 * MIB), carry_bytes=Bytes(8 * MIB))
+    asked = Pipelined(schedule=schedule, stages=4, recompute=False)
+
+    def best_of(layers, budget=LARGE, **changes):
+        return best(measure(layers), budget, micro_batches=8, asked=replace(asked, **changes))
+
+    chosen, not_ahead, some = (best_of(slow, **how) for how in ({}, {"lag": 0}, {"lag": 1}))
+    assert (chosen.technique.lag, not_ahead.technique.lag) == (3, 0)
+    assert chosen.step_s < 0.95 * not_ahead.step_s
+    assert chosen.step_s < some.step_s
+    assert chosen.need.total > not_ahead.need.total
+    assert best_of(slow, budget=chosen.need.total - 1).technique.lag == 0
+    assert best_of(alike(8, boundary_bytes=Bytes(0), carry_bytes=Bytes(0))).technique.lag == 0
+
+
+def test_half_backwards_do_not_run_ahead():
+    slow = alike(8, boundary_bytes=Bytes(8 * MIB), carry_bytes=Bytes(8 * MIB))
+    for schedule in ("naive", "gpipe", "zb-h1"):
+        assert best(measure(slow), asked=Pipelined(schedule=schedule)).technique.lag == 0
+
+
 # -- bytes -------------------------------------------------------------------------------------
 
 

@@ -255,13 +255,13 @@ def test_a_stage_may_borrow_tied_parameters(plan):
 
 
 def test_where_memory_is_short_forwards_run_again_and_then_it_is_refused(plan):
-    roomy, again = (plan(Pipelined(cuts=(4,), recompute=r)).jobs[0] for r in (False, True))
+    roomy, again = (plan(Pipelined(cuts=(4,), lag=0, recompute=r)).jobs[0] for r in (False, True))
     assert again.peak_bytes < roomy.peak_bytes
     short = again.held_bytes + again.unit_bytes
     assert short < roomy.held_bytes + roomy.unit_bytes
-    assert plan(Pipelined(cuts=(4,)), memory=short).jobs[0].technique.recompute is True
+    assert plan(Pipelined(cuts=(4,), lag=0), memory=short).jobs[0].technique.recompute is True
     with pytest.raises(PlanError, match=r"stage [01], layers .* needs .* on a device of") as found:
-        plan(Pipelined(cuts=(4,)), memory=short - 1)
+        plan(Pipelined(cuts=(4,), lag=0), memory=short - 1)
     assert "leave cuts= out" in str(found.value)
 
 
@@ -455,7 +455,7 @@ def test_copies_go_on_as_copies():
 
 
 def test_gradients_of_other_copies_need_room(plan):
-    one, two = (plan(Pipelined(stages=2, width=w), devices=4).jobs[0] for w in (1, 2))
+    one, two = (plan(Pipelined(stages=2, lag=0, width=w), devices=4).jobs[0] for w in (1, 2))
     assert two.held_bytes >= one.held_bytes + max(s.gradient_bytes for s in one.shards)
 
 
