@@ -106,6 +106,7 @@ def shoal(asked: Any, fuse: Any = "auto") -> dict[str, Any]:
     recipe = library.Recipe(
         model=task.model,
         data=task.data,
+        share_data=True,
         loss=task.loss,
         optimizer=lambda named, hp: task.optimizer(named, points[hp["point"]]),
     )

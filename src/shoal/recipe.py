@@ -78,6 +78,11 @@ class Recipe:
             ``valid_loss``. In place of ``loss``, ``inputs`` and ``metrics``.
         splittable: may a batch be cut by rows? ``Pipelined(micro_batches=...)`` does so, and
             ``DataParallel``.
+        share_data: may the trials of a worker share what ``data`` made, where they agree in all
+            hyperparameters that it read? True says that it follows from these alone, that the
+            function leaves nothing elsewhere that the loss or anything else reads, and that
+            nobody writes to it. Only plain loaders over a TensorDataset are shared
+            (docs/design/0007).
         stale: ``shoal.Stale(efficiency=...)`` lets the planner take ``"2bw"`` where a pipeline's
             schedule is left open and the loss is reached clearly sooner so; None: never. It
             changes nothing else: a trial that has begun goes on as it began.
@@ -101,6 +106,7 @@ class Recipe:
     step: Callable[..., Any] | None = None
     evaluate: Callable[[Any, Batch, HP], Any] | None = None
     splittable: bool = False
+    share_data: bool = False
     stale: Stale | None = None
 
     def __post_init__(self) -> None:

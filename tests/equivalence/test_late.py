@@ -90,6 +90,19 @@ def test_state_that_comes_at_the_end_of_several_micro_batches(gradients, source,
     train(chain(accumulate=3, **options), rates(), technique, poison=True)
 
 
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_late_state_beside_a_shard_that_travels_whole(lookahead, train):
+    technique = shoal.Spilled(
+        shards=4,
+        keep=(3,),
+        keep_weights=(0, 2),
+        keep_gradients=0,
+        late_state=True,
+        lookahead=lookahead,
+    )
+    train(chain(accumulate=3), rates(), technique, poison=True)
+
+
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("order", ["micro", "shard"])
 @pytest.mark.parametrize("gradients", [0, 2, 4])

@@ -47,6 +47,7 @@ def recipe(data, log):
         model=model,
         data=lambda hp: data(hp, log),
         loss=lambda output, batch: F.cross_entropy(output, batch[1]),
+        share_data=True,
     )
 
 

@@ -305,12 +305,13 @@ def test_a_model_whose_stages_fit_no_device_trains_over_two(
     assert all(peak.predicted_bytes <= peak.budget_bytes for peak in peaks.values())
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("schedule", ["flush", pytest.param("gpipe", marks=pytest.mark.full)])
 def test_a_model_that_draws_and_is_larger_than_its_device_is_never_there_as_a_whole(
-    schedule, run_staged
+    schedule, precision, run_staged
 ):
     """The first stage foretells what all others draw, with a layer of theirs at a time."""
-    heard, recipe = Heard(), staging.rich(model=staging.noisy)
+    heard, recipe = Heard(), staging.rich(model=staging.noisy, precision=precision)
     weights = sum(p.nbytes for p in staging.noisy(None).parameters())
     how = {"shards": 8, "lookahead": 0, "keep": (), "keep_gradients": False}
     technique = Pipelined(stages=2, schedule=schedule, optimizer="host", **how)

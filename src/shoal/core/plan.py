@@ -350,7 +350,8 @@ def _shard_from(record: Mapping[str, Any]) -> ShardSpec:
         "halves": Halves(**record["halves"]) if record.get("halves") else None,
         "step_chunks": tuple(record.get("step_chunks", ())),
     }
-    return ShardSpec(**{**record, **rebuilt})
+    known = {name: value for name, value in record.items() if name != "half_bytes"}
+    return ShardSpec(**{**known, **rebuilt})
 
 
 def _array_from(record: Mapping[str, Any]) -> ArrayPlace:

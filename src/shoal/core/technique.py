@@ -139,7 +139,7 @@ class Spilled:
             )
 
     def _check_late(self) -> None:
-        if self.late_state not in (None, True, False) or type(self.late_state) is int:
+        if self.late_state is not None and type(self.late_state) is not bool:
             raise SpecError(f"late_state is True or False, got {self.late_state!r}")
         if self.late_state and self.optimizer is None:
             object.__setattr__(self, "optimizer", "device")

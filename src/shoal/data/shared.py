@@ -1,4 +1,4 @@
-"""Data that the trials of one worker share, where their data function makes the same for all.
+"""Data that the trials of one worker share, where their recipe allows it: ``share_data=True``.
 
 A search of many small trials calls ``Recipe(data=...)`` once for each of them, and again to
 measure them: often that reads one file again and again, into as many copies.
@@ -16,8 +16,10 @@ are given what it made. Everything else is called as ever:
 
 Of the last kind is all of which a batch may be a part of the data itself. A plain ``DataLoader``
 over a ``TensorDataset`` copies rows into each batch (``rows.py``), keeps nothing between epochs,
-and draws its order from the streams of the trial that reads it. So nobody can tell that it is
-shared.
+and draws its order from the streams of the trial that reads it.
+
+What the function leaves elsewhere, for the loss maybe, no rows can show: that is why the recipe
+has to say so.
 """
 
 from __future__ import annotations
@@ -145,9 +147,8 @@ class _Reads(HyperParameters):
         self.seen: dict[Any, Any] = {}
 
     def __getitem__(self, name: str) -> Scalar:
-        value = self._of[name]
         self._note(name)
-        return value
+        return self._of[name]
 
     def get(self, name: str, default: Any = None) -> Any:
         value = self._of.get(name, default)
@@ -193,13 +194,18 @@ def _facts_of(source: Any) -> Any:
     if order_generators(source) or getattr(order, "data_source", None) is not source.dataset:
         return None
     tensors = source.dataset.tensors
-    if set(vars(source.dataset)) != {"tensors"} or any(t.device.type != "cpu" for t in tensors):
+    if set(vars(source.dataset)) != {"tensors"} or any(map(_is_special, tensors)):
         return None
     return (
         (batches.batch_size, batches.drop_last, source.pin_memory, source.timeout),
         (type(order), len(order), getattr(order, "replacement", False)),
         [(tensor.dtype, tensor.shape) for tensor in tensors],
     )
+
+
+def _is_special(tensor: torch.Tensor) -> bool:
+    """Whether its bits cannot be compared, or its writes counted."""
+    return tensor.device.type != "cpu" or tensor.is_inference() or tensor.is_quantized
 
 
 def _tensors(sources: Iterable[Any]) -> list[torch.Tensor]:

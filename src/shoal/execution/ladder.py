@@ -95,7 +95,8 @@ def techniques(
         keep_activations=(),
         spill_activations=(),
     )
-    fewer_kept = replace(same, keep=None, keep_weights=(), late_state=None, order=None)
+    late = False if technique.late_state is False else None  # what was forbidden stays so
+    fewer_kept = replace(same, keep=None, keep_weights=(), late_state=late, order=None)
     stays = technique.keep or technique.keep_weights or technique.keep_activations
     if has_neighbours or stays or technique.spill_activations:
         yield fewer_kept

@@ -10,7 +10,8 @@ A node of the graph that lies on a way to the boundary and also feeds parameters
 The first half runs the nodes on the way and keeps the gradients that come to those at the seam.
 The second runs each of these again, towards its parameters alone; no product is computed twice,
 as a node computes only the gradients that somebody asked for. A parameter below two seams
-would get its parts in another order than plain autograd's: then the first half is all of it.
+would get its parts in another order than plain autograd's, and hooks of a tensor at the seam would
+be called twice: then the first half is all of it.
 
 [Note: what waits between the halves]
 The graph, of which nodes at the seam and those below them run again. What the other ones on the
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -31,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+_HOOKED = "shoal: has hooks of a tensor"
 Root = tuple[GradientEdge, Tensor]
 Node = Any
 """A node of autograd's graph: torch has no public type that its C++ nodes share."""
@@ -63,6 +66,29 @@ class Half:
             self.seams.pop(0).run()
 
 
+@contextmanager
+def noting_hooks() -> Iterator[None]:
+    """A forward whose graph remembers which tensors of it were given hooks.
+
+    A node that runs again would call them twice, and autograd does not say where there are any.
+    Those of ``register_multi_grad_hook``, as what counts operations has them, change no gradient.
+    """
+    register: Any = Tensor.register_hook
+
+    def noted(tensor: Tensor, hook: Any) -> Any:
+        by = getattr(getattr(hook, "func", hook), "__module__", "")
+        if tensor.grad_fn is not None and by != torch.autograd.graph.__name__:
+            node: Any = tensor.grad_fn
+            node.metadata[_HOOKED] = True
+        return register(tensor, hook)
+
+    Tensor.register_hook = noted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Tensor.register_hook = register  # type: ignore[method-assign]
+
+
 def backward_of_inputs(roots: Sequence[Root], anchors: Sequence[Tensor]) -> Half:
     """The half of the backward of ``roots`` that leads to ``anchors``, leaves of the graph."""
     if not roots:
@@ -70,7 +96,7 @@ def backward_of_inputs(roots: Sequence[Root], anchors: Sequence[Tensor]) -> Half
     graph = _Graph(anchors)
     for edge, _ in roots:
         graph.walk(edge.node)
-    seams = graph.seams()
+    seams = None if graph.checkpoints else graph.seams()
     if seams is None or not all(graph.leads[edge.node] for edge, _ in roots):
         torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
         return Half()
@@ -137,6 +163,11 @@ class _Graph:
         self.leads: dict[Node, bool] = {}
         self._order: list[Node] = []
 
+    @property
+    def checkpoints(self) -> bool:
+        """Whether it runs a forward again with use_reentrant=True, which takes no ``inputs``."""
+        return any(type(node).__name__ == "CheckpointFunctionBackward" for node in self._order)
+
     def walk(self, root: Node) -> None:
         """Visit all nodes below; children come before parents in the order."""
         stack = [(root, False)]
@@ -156,7 +187,7 @@ class _Graph:
         self._order.append(node)
 
     def seams(self) -> list[_Seam] | None:
-        """The nodes at the seam; None where a parameter is below two of them."""
+        """The nodes at the seam; None: a parameter is below two of them, or hooks are there."""
         below = self._parameters_below()
         seams: list[_Seam] = []
         seen: set[int] = set()
@@ -168,6 +199,8 @@ class _Graph:
             if found.keys() & seen:
                 return None
             seen |= found.keys()
+            if found and _HOOKED in node.metadata:
+                return None
             if found:
                 seams.append(_Seam(node, list(found.values())))
         return seams

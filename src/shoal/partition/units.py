@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shoal.core.errors import TrialError
 from shoal.partition.chain import Chain, Micro
-from shoal.partition.halves import Half, backward_of_inputs
+from shoal.partition.halves import Half, backward_of_inputs, noting_hooks
 from shoal.partition.savedset import SavedSet
 from shoal.partition.ties import Root, TiedParts
 from shoal.partition.wires import Wire, Wires, storage_key
@@ -143,7 +143,7 @@ def run_held_forward(
     parts = TiedParts(chain, start, stop)
     saved = _saved_set(chain, start, stop, wires) if spills else None
     saving = saved.saving(chain.device) if saved else contextlib.nullcontext()
-    with torch.enable_grad(), autocast(chain.recipe, chain.device), saving:
+    with torch.enable_grad(), autocast(chain.recipe, chain.device), saving, noting_hooks():
         parts.watch_casts()
         made = chain.forward(micro, start, stop, inside)
         require_known_gradients(chain, made)
@@ -313,7 +313,7 @@ def _forward_last(
     entries = {wire: Boundary(tensor, chain.needs_grad(wire)) for wire, tensor in wires.items()}
     inside = {wire: entry.tensor for wire, entry in entries.items()}
     parts = TiedParts(chain, start, chain.num_layers)
-    with torch.enable_grad(), autocast(chain.recipe, chain.device):
+    with torch.enable_grad(), autocast(chain.recipe, chain.device), noting_hooks():
         parts.watch_casts()
         loss = chain.loss(micro, start, inside)[0]
     return loss, entries, parts

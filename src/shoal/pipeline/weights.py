@@ -164,7 +164,8 @@ class Weights:
                     bank[name].copy_((self._masters or before)[name])
             self._subsets.step(0)
         for name, master in self._masters.items():
-            bank[name].neg_().add_(master, alpha=2)
+            if bank[name].data_ptr() != master.data_ptr():  # a frozen one has no other place
+                bank[name].neg_().add_(master, alpha=2)
 
     @contextmanager
     def _stepping(

@@ -136,7 +136,7 @@ class Planner:
         active = decide.active(settled.values()) if share else 1
         if active == 1:  # what was settled for several at a time may do better alone
             again = {s: alike[s] for s, found in settled.items() if found.active > 1}
-            settled |= asking.settle(again, lambda trial: decide.settle(trial, False, count))
+            settled |= asking.settle(again, partial(asks, crowd=False))
         elif len(settled) > 1 and gang == 1:
             present = [kinds[t.number] for t in trials if kinds.get(t.number) in settled]
             settled, active = decide.mix(settled, present[:: len(self._devices)], active)

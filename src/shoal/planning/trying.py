@@ -203,7 +203,7 @@ def _median(seconds: Sequence[float]) -> float:
 
 def noise_of(rounds: Sequence[Sequence[float]]) -> float:
     """By what part the median of a worker's rounds may be off, of array to lone step."""
-    ratios = [row[1] / row[0] for row in rounds if row[0] > 0]
+    ratios = [row[1] / row[0] for row in rounds if row[0] > 0 and row[1] > 0]
     if len(ratios) < 2:
         return 0.0
     middle = median(ratios)

@@ -13,7 +13,7 @@ from shoal.resume.home import Home
 from shoal.resume.walk import Walk
 from shoal.resume.words import is_plain
 
-PERMISSIONS = frozenset(("splittable", "stale"))
+PERMISSIONS = frozenset(("splittable", "share_data", "stale"))
 """Fields of a recipe that allow something, and change no bit by themselves: what a trial made of
 them is in its numerics key. They are on record, and another value is no other recipe."""
 

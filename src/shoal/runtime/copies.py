@@ -70,7 +70,10 @@ class Copies:
             return self._up(action, placed), None
         placed = self._in_slot(slot, shard)
         joins = self._compute.placed.get(shard) is placed
-        self._compute.placed[shard] = placed
+        if shard in self._under:  # its state came first, into a late slot
+            self._under[shard] = placed
+        else:
+            self._compute.placed[shard] = placed
         return self._up(action, placed), None if joins else self._bytes(slot)
 
     def _load_late(self, action: Action, slot: int) -> tuple[list[Copy], Tensor | None]:

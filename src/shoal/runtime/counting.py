@@ -31,6 +31,8 @@ def sparse_gradient_of(model: nn.Module) -> str:
     """The name of a parameter whose gradient is sparse, or will be; empty where none is."""
     told = {id(module.weight) for module in model.modules() if has_sparse_gradient(module)}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         grad = parameter.grad
         if id(parameter) in told or (grad is not None and grad.layout is not torch.strided):
             return name

@@ -6,7 +6,7 @@ Both are tried on a model of the trial's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ class _Stepped(NamedTuple):
     parameters: dict[str, Tensor]
     kept: str  # what a step left beside the optimizer's state
     kind: str  # of optimizer
+    groups: list[dict[str, Any]]  # as the steps left their options
 
 
 def coupling_of(recipe: Recipe, trial: TrialSpec, layers: Parts) -> Coupling:
@@ -62,6 +63,12 @@ def coupling_of(recipe: Recipe, trial: TrialSpec, layers: Parts) -> Coupling:
             f"shard at a time changes {different[0]!r} and {len(different) - 1} others",
             by_tensor=False,
         )
+    if option := _changed(together, by_layer):
+        return Coupling(
+            f"the optimizer {by_layer.kind} changes {option!r} of its groups at each step, and "
+            "each shard would change it once more",
+            by_tensor=False,
+        )
     del by_layer
     return Coupling("", by_tensor=_by_tensor(step, layers, together))
 
@@ -72,7 +79,7 @@ def _by_tensor(step: Callable[[Parts], _Stepped], layers: Parts, together: _Step
         alone = step([[name] for names in layers for name in names])
     except Exception:
         return False
-    return not alone.kept and not _different(together, alone)
+    return not (alone.kept or _different(together, alone) or _changed(together, alone))
 
 
 def _stepped(recipe: Recipe, trial: TrialSpec, parts: Parts) -> _Stepped:
@@ -87,7 +94,10 @@ def _stepped(recipe: Recipe, trial: TrialSpec, parts: Parts) -> _Stepped:
         for index in reversed(range(len(parts))):  # as a backward comes by
             binding.step_part(index)
     return _Stepped(
-        dict(model.named_parameters()), binding.kept_beside(), type(optimizer).__name__
+        dict(model.named_parameters()),
+        binding.kept_beside(),
+        type(optimizer).__name__,
+        binding.groups(),
     )
 
 
@@ -112,3 +122,18 @@ def step_peaks(
         rounds = [peak_of(lambda i=index: binding.step_part(i)) for _ in range(3)]  # type: ignore[misc]
         peaks.append(max(rounds))
     return peaks
+
+
+def _changed(one: _Stepped, other: _Stepped) -> str:
+    """An option of a group that steps left otherwise."""
+    for mine, theirs in zip(one.groups, other.groups, strict=True):
+        for key, value in mine.items():
+            if not _same(value, theirs.get(key)):
+                return key
+    return ""
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)

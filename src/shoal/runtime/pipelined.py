@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shoal.core.errors import TrialError
@@ -130,6 +131,7 @@ class PipelineSession(GangSession):
         finally:
             for name, tensor in before.items():
                 params[name].data = tensor
+            torch.clear_autocast_cache()  # which has a cast of each weight that was there\n
 
     def _on_host(self, layers: range) -> Iterator[tuple[str, Tensor]]:
         """The parameters of some layers in the region."""

@@ -70,13 +70,13 @@ class StackedBinding:
     def evict(self, shard: int, placed: Placed) -> None:
         """Have them be nowhere, for every trial too."""
         self._session.stacked.evict(placed.params)
-        known = self._rows.pop(shard, None)
-        for slot, rows in known[1].items() if known else ():
-            if (trial := self._session.trials.get(slot)) is not None:
-                trial.binding.evict(shard, rows)
+        self._rows.pop(shard, None)
+        for trial in self._session.trials.values():
+            trial.binding.evict(shard, placed)
 
     def evict_state(self, shard: int) -> None:
         """Let go of the memory that holds the shard's state."""
+        self._rows.pop(shard, None)
         for trial in self._session.trials.values():
             trial.binding.evict_state(shard)
 

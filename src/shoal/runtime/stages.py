@@ -216,6 +216,7 @@ class StageSeat(GangSeat):
                 case Train():
                     session.step = order.steps_before
                     yield from self._run(order.pipeline, order.steps_before)
+                    session.step += len(order.pipeline.groups)
                 case Validate():
                     yield from self._pass_on(None)
                 case Store():

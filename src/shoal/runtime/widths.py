@@ -459,11 +459,9 @@ def _settle(array: Array, rows: Sequence[Sequence[Any]], valid: Sequence[Any]) -
     with AllocationTracker() as tracker:
         _step(array, rows)
     if isinstance(backend, TracedBackend):
-        for evaluates in (bool(valid), False, bool(valid)):  # made, then proven
-            if evaluates:
-                _evaluate_array(array, valid)
-            else:
-                _step(array, rows)
+        _step(array, rows)  # proven
+        for _ in range(2 if valid else 0):  # made, then proven
+            _evaluate_array(array, valid)
     return Bytes(tracker.peak_bytes)
 
 

@@ -120,8 +120,9 @@ def _run(
     device = open_device(order.device)
     watch_compiling()
     given: Recipe = cloudpickle.loads(order.recipe)
-    shared = with_shared_data(given, device.torch_device, lambda: output.taken)
-    recipe = with_fixed_data(shared, order.settings.varied)
+    recipe = with_fixed_data(given, order.settings.varied)
+    if given.share_data and not order.settings.varied:
+        recipe = with_shared_data(recipe, device.torch_device, lambda: output.taken)
     orders: Orders = queue.SimpleQueue()
     started = WorkerStarted(time=time.time(), device=order.device.name, pid=os.getpid())
     send(Happened((pack_event(started),)))

@@ -83,6 +83,29 @@ def test_trials_that_differ_in_what_it_read_share_nothing(read):
     assert calls.count == 8
 
 
+def test_one_that_it_looked_for_in_vain_is_read_too():
+    def make(hp):
+        try:
+            return loaders(by=hp["by"])
+        except Exception:
+            return loaders(by=0.5)
+
+    calls = Calls(make)
+    found = calls.of({}, {}, {"by": 2.0})
+    assert calls.count == 3
+    assert found[2][0].dataset.tensors[0].max() == 46
+
+
+def test_rows_that_torch_does_not_watch_are_not_shared():
+    def make(hp):
+        with torch.inference_mode():
+            return DataLoader(TensorDataset(torch.ones(4, 2)), 2), None
+
+    calls = Calls(make)
+    calls.of({}, {}, {})
+    assert calls.count == 3
+
+
 def test_one_that_it_did_not_find_is_read_too():
     calls = Calls(lambda hp: loaders(batch=hp.get("batch", 4)))
     found = calls.of({}, {}, {"batch": 3}, {}, {"lr": 0.1})

@@ -8,7 +8,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
-from shoal.partition.halves import backward_of_inputs
+from shoal.partition.halves import backward_of_inputs, noting_hooks
 from shoal.partition.track import AllocationTracker
 from shoal.testing import same_bits
 
@@ -35,9 +35,27 @@ MODULES = {
 }
 
 
+class Hooked(nn.Module):
+    """Halves a gradient on its way, at the node of the first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.calls = nn.Linear(6, 6), nn.Linear(6, 6), 0
+
+    def forward(self, x):
+        inside = self.first(x)
+        inside.register_hook(self.hook)
+        return self.second(inside)
+
+    def hook(self, grad):
+        self.calls += 1
+        return grad / 2
+
+
 def run(module, x, *, halves):
     anchor = x.clone().requires_grad_()
-    output = module(anchor)
+    with noting_hooks():
+        output = module(anchor)
     seed = torch.randn(output.shape, generator=torch.Generator().manual_seed(3))
     half = None
     if halves:
@@ -45,6 +63,18 @@ def run(module, x, *, halves):
     else:
         output.backward(seed)
     return anchor.grad, half
+
+
+def test_hooks_of_tensors_are_called_once():
+    torch.manual_seed(1)
+    module, x = Hooked(), torch.randn(5, 6)
+    run(module, x, halves=False)
+    wanted = {n: p.grad for n, p in module.named_parameters()}
+    module.zero_grad()
+    _, half = run(module, x, halves=True)
+    half.run()
+    assert module.calls == 2
+    assert all(same_bits(p.grad, wanted[n]) for n, p in module.named_parameters())
 
 
 @pytest.mark.parametrize("name", MODULES)

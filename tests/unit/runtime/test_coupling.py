@@ -49,6 +49,15 @@ class Counts(torch.optim.SGD):
         return super().step(closure)
 
 
+class CountsInGroups(torch.optim.SGD):
+    """What it counts matters much later."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        return super().step(closure)
+
+
 def coupling(kind):
     recipe = Recipe(
         model=lambda hp: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)),
@@ -69,7 +78,10 @@ def test_one_that_needs_all_of_a_layer_steps_layers_apart(kind):
     assert coupling(kind) == ("", False)
 
 
-@pytest.mark.parametrize(("kind", "word"), [(OfAll, "couples"), (Counts, "keeps 'calls'")])
+@pytest.mark.parametrize(
+    ("kind", "word"),
+    [(OfAll, "couples"), (Counts, "keeps 'calls'"), (CountsInGroups, "changes 'count'")],
+)
 def test_one_that_needs_all_of_the_model_says_why(kind, word):
     found = coupling(kind)
     assert word in found.why
