@@ -68,6 +68,7 @@ def keys(report):
 def assert_verified(report, recipe):
     for verdict in verify_trials(report.directory, staging.rows(report), recipe=recipe):
         assert verdict.equal, verdict
+        assert any("by the rule of 2bw" in note for note in verdict.notes)
 
 
 @pytest.mark.parametrize(

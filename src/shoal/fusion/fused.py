@@ -107,7 +107,7 @@ class StackedBackend:
             return self._train_others(crew, batches, active, scale, found)
         blocks = crew.stacked.parameters.values()
         holds = scale != 1 and any(block.grad is not None for block in blocks)
-        rows = self._put_aside(crew, active, scale)
+        rows = self._put_aside(crew, losses, active, scale)
         weights = torch.tensor(active, dtype=losses.dtype, device=losses.device) * scale
         try:
             torch.autograd.backward([losses], [weights])
@@ -125,8 +125,8 @@ class StackedBackend:
         self._keep_idle(crew, active)
         return Trained(masked(losses.detach(), active), {})
 
-    def _put_aside(self, crew: Crew, active: Sequence[bool], scale: float) -> Rows:
-        if not in_danger(active, scale):
+    def _put_aside(self, crew: Crew, losses: Tensor, active: Sequence[bool], scale: float) -> Rows:
+        if not in_danger(losses, active, scale):
             return {}
         return put_aside(crew.stacked.parameters, idle_slots(active))
 

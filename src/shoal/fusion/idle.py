@@ -1,7 +1,9 @@
 """Slots that take no part in a micro-batch, and have gradients of others of the same step.
 
-They see somebody's batch and weigh nothing. But 0 times what is not finite is NaN, in a loss or on
-the way back from a finite one: so the gradients that they have are put aside meanwhile.
+They see somebody's batch and weigh nothing. But 0 times what is not finite is NaN: where they
+make such a loss of that batch, the gradients that they have are put aside meanwhile. Not where
+the loss is finite and its gradient is not, as of the root of 0: copies for every batch that
+somebody lacks would be memory that no plan has.
 """
 
 from __future__ import annotations
@@ -19,9 +21,12 @@ def idle_slots(active: Sequence[bool]) -> list[int]:
     return [slot for slot, is_active in enumerate(active) if not is_active]
 
 
-def in_danger(active: Sequence[bool], scale: float) -> bool:
-    """Whether gradients of slots that take no part may become NaN."""
-    return scale != 1 and not all(active)  # of a step of one batch none is used
+def in_danger(losses: Tensor, active: Sequence[bool], scale: float) -> bool:
+    """Whether gradients of slots that take no part would become NaN; ``losses`` [N]."""
+    idle = idle_slots(active)
+    if scale == 1 or not idle:  # of a step of one batch none is used
+        return False
+    return not bool(losses.detach()[idle].isfinite().all())
 
 
 def put_aside(blocks: Mapping[str, Tensor], slots: Iterable[int]) -> Rows:

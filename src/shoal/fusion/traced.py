@@ -104,7 +104,7 @@ class TracedBackend(StackedBackend):
             inputs = self._inputs(crew, kept.masks, batches, active, scale)
             ran = self._replay(kept, crew, inputs, active)
             if ran is not None:
-                rows = self._put_aside(crew, active, scale)
+                rows = self._put_aside(crew, ran.losses, active, scale)
                 add_gradients(crew.stacked.parameters, ran.gradients)
                 put_back(crew.stacked.parameters, rows)
                 return Trained(masked(ran.losses, active), {})

@@ -277,7 +277,7 @@ class StackedUnits:
 
         with torch.enable_grad():
             losses = self._by_slot(self._part(crew, micro, shard, work)[LOSS])
-        micro.spoils = in_danger(micro.active, self.scale)
+        micro.spoils = in_danger(losses, micro.active, self.scale)
         rows = self._put_aside(shard, micro)
         weights = torch.tensor(micro.active, dtype=losses.dtype, device=losses.device)
         parts.arrive({})

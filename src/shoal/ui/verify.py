@@ -114,13 +114,15 @@ def describe_verdicts(verdicts: Sequence[TrialVerdict]) -> str:
     different = sum(not verdict.equal for verdict in done)
     if different:
         return f"{different} of {len(done)} trials differ from training alone"
+    has_rule = any("by the rule of" in note for verdict in done for note in verdict.notes)
+    alone = "training alone" + ", by the rule in the notes" * has_rule
     common = [name for name in _WHOLE if all(name in (v.compared or _WHOLE) for v in done)]
     if "optimizer state" in common:
         return (
             "weights, buffers, optimizer state, schedule, random numbers and every loss: "
-            "the same bits as training alone"
+            f"the same bits as {alone}"
         )
-    return f"{', '.join(common)}: the same bits as training alone"
+    return f"{', '.join(common)}: the same bits as {alone}"
 
 
 def _nothing(verdicts: Sequence[TrialVerdict]) -> str:

@@ -114,6 +114,8 @@ class _Case:
             notes += (f"by the rule of {width} replicas, one after the other in one process",)
         if width := self.row.numerics.get("copies"):
             notes += (f"by the rule of {width} copies, whose gradients are added in their order",)
+        if weights := self.row.numerics.get("weights"):
+            notes += (f"by the rule of 2bw in one process: weights {weights}",)
         try:
             state = self.trial.load_state()
         except SpecError as error:  # nothing is there to compare
