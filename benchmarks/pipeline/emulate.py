@@ -24,17 +24,22 @@ from shoal.program.ir import Action, Op
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """Seconds of one stage's units for one micro-batch, and the boundary's size in floats."""
+    """Seconds of one stage's units for one micro-batch, and the boundary's size in floats.
+
+    With ``recompute`` a B takes its forward's time too.
+    """
 
     forward_s: float
     inputs_s: float
     weights_s: float
     step_s: float
     boundary: int
+    recompute: bool = False
 
     def seconds(self, action: Action, stages: int) -> Seconds | None:
         """Of an action that computes; None of others. The last stage's B begins with its F."""
-        first = self.forward_s if action.shard == stages - 1 else 0.0
+        begins = self.recompute or action.shard == stages - 1
+        first = self.forward_s if begins else 0.0
         known = {
             Op.F: self.forward_s,
             Op.I: first + self.inputs_s,

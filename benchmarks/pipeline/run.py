@@ -72,13 +72,13 @@ def _whole(ran: Sequence[Sequence[Ran]]) -> float:
     return max(stage[-1].end_s for stage in ran) - first
 
 
-def on_paper(what: Pipeline, over: Overheads) -> float:
+def on_paper(what: Pipeline, over: Overheads, kernels: Kernels = KERNELS) -> float:
     """The same by replay, with what this machine was found to add."""
 
     def seconds(action: Action) -> Seconds | None:
         if action.op is Op.SEND:
             return Seconds(over.message_s)
-        found = KERNELS.seconds(action, what.stages)
+        found = kernels.seconds(action, what.stages)
         return None if found is None else Seconds(found + over.unit_s)
 
     shards = tuple(make_shard(stage) for stage in range(what.stages))

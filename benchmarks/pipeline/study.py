@@ -1,11 +1,11 @@
 """Studies whose trials train in stages: what schedules and filled bubbles are worth end to end.
 
-    python benchmarks/pipeline/study.py [--real | --copies | --spilled] [--rounds 3] [--json FILE]
+    python benchmarks/pipeline/study.py [--real | --copies] [--rounds 3] [--json FILE]
 
 Workers, leases, links, programs and the training are shoal's and real. Kernels take an emulated
 device's time, so that four devices do not share this machine's two cores; with ``--real`` there
 are two devices that compute as fast as they can. ``--copies`` has pipelines that share a step's
-micro-batches, ``--spilled`` stages that fit no device. See README.md beside this file.
+micro-batches. See README.md beside this file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from shoal.examples.gpt import GPT, next_byte_loss
 from shoal.runtime.pool import WorkerPool
 
 DEPTH, CONTEXT = 12, 64
-SMALL = "16MiB"  # not half of the training state of SPILLED
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,6 @@ class Setting:
 
 
 STAGES = Setting(width=64, rows=4, steps=14, skipped=3, scale=40_000.0)
-SPILLED = Setting(width=128, rows=8, steps=6, skipped=2, scale=4_000.0)
 REAL = Setting(width=192, rows=8, steps=14, skipped=3, scale=0.0)
 
 
@@ -183,20 +181,6 @@ def copies() -> Arms:
     }
 
 
-def spilled() -> Arms:
-    """Two devices that hold less than half of the training state each, beside one of them."""
-    run = functools.partial(train, setting=SPILLED, micros=8, memory=SMALL)
-    two = functools.partial(run, devices=2)
-    arms: dict[str, Callable[[WorkerPool], dict[str, float]]] = {
-        "one device, spilled": functools.partial(run, devices=1, technique=shoal.Spilled())
-    }
-    for schedule in ("flush", "gpipe"):
-        for place in ("device", "host"):
-            technique = shoal.Pipelined(schedule=schedule, stages=2, shards=8, optimizer=place)
-            arms[f"{schedule}, step on the {place}"] = functools.partial(two, technique=technique)
-    return arms
-
-
 RATIOS = {
     "2bw over naive": ("2bw", "naive"),
     "2bw over flush": ("2bw", "flush"),
@@ -209,16 +193,13 @@ RATIOS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     what = parser.add_mutually_exclusive_group()
-    for name in ("real", "copies", "spilled"):
+    for name in ("real", "copies"):
         what.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json")
     asked = parser.parse_args()
     devices = 2 if asked.real else 4
-    if asked.copies:
-        arms = copies()
-    else:
-        arms = spilled() if asked.spilled else schedules(devices, asked.real)
+    arms = copies() if asked.copies else schedules(devices, asked.real)
     begun = common.facts()
     found: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
     with WorkerPool() as pool:
