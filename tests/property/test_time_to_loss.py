@@ -173,6 +173,9 @@ def test_trials_beside_each_other_are_no_rounds():
 def test_a_rival_is_what_was_asked_for_but_for_the_schedule(schedule, predict, lag):
     asked = Pipelined(stages=2, schedule="flush", cuts=(3,), recompute=True, lag=lag)
     found = rival(asked, schedule, Stale(efficiency=0.5, predict=predict))
+    if lag and schedule == "zb-h1":
+        assert f"lag={lag} was asked for" in found
+        return
     assert found.schedule == schedule
     assert found.predict == (predict and schedule == "2bw")
     assert replace(found, schedule="flush", predict=False, lag=lag) == asked

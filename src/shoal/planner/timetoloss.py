@@ -69,6 +69,8 @@ def rival(asked: Pipelined, schedule: Schedule, stale: Stale | None) -> Pipeline
     if asked.is_spilled:
         return "stages that are spilled have neither half backwards nor a second weight version"
     is_stale = schedule == "2bw"
+    if asked.lag and not is_stale:
+        return f"its stages do not run ahead, and lag={asked.lag} was asked for"
     lag = asked.lag if is_stale else 0  # what it hides is there in "flush" and "2bw"
     try:
         predict = is_stale and stale is not None and stale.predict

@@ -175,7 +175,7 @@ class ArrayBench:
             return self._over()
         self._place_alone()
         alone_once = self._alone_beside(probe)
-        array, rows, valid, build_s = probe.ready or self._made(width, kind)
+        array, rows, valid, build_s = probe.ready or self._settled(width, kind)[0]
         backend, where = array.backend, self._where
         has_valid = any(batch is not None for batch in valid)
         if isinstance(backend, TracedBackend) and kind == "traced" and backend.why_eager:
@@ -299,9 +299,6 @@ class ArrayBench:
         if any(batch is not None for batch in ready.valid):
             _evaluate_array(ready.array, ready.valid)
         return ready, unit
-
-    def _made(self, width: int, kind: PassKind) -> _Ready:
-        return self._settled(width, kind)[0]
 
     def _settled(self, width: int, kind: PassKind) -> tuple[_Ready, Bytes]:
         array = self._array(self._copies(width), backend_of(kind))
