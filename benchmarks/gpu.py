@@ -3,7 +3,8 @@
     python benchmarks/gpu.py --probe        # links, host memory, Adam, pinning, repeatability
     python benchmarks/gpu.py --exactness    # the zoo, bitwise against the plain loop
     python benchmarks/gpu.py --spill        # a GPT larger than its budget, beside plain PyTorch
-    python benchmarks/gpu.py                # all three; --json FILE keeps the results
+    python benchmarks/gpu.py --captured     # steps as CUDA graphs: bits, and seconds of passes
+    python benchmarks/gpu.py                # all of it; --json FILE keeps the results
 
 Without a GPU it says so and exits 0.
 """
@@ -319,16 +320,132 @@ def spill() -> dict[str, Any]:
     return result
 
 
+# ---------------------------------------------------------------- captured steps
+
+
+def captured() -> dict[str, Any]:
+    """Whole trials that are captured, bitwise; and passes: eager, captured, several at once."""
+    return {"exactness": _captured_trials(), "seconds": {k: _passes(k) for k in ("mlp", "gpt")}}
+
+
+def _captured_trials() -> dict[str, str]:
+    import zoo
+
+    import shoal
+    from shoal.runtime.pool import WorkerPool
+    from shoal.testing import compare, plain_loop
+
+    found = {}
+    hardware = shoal.Hardware.parse("cuda:0", "8GiB")
+    with WorkerPool() as pool, tempfile.TemporaryDirectory() as directory:
+        for model, precision in itertools.product(zoo.MODELS, ("fp32", "bf16")):
+            for accumulate in (1, 2):
+                name = f"{model}, {precision}, {accumulate} batches a step"
+                recipe = zoo.recipe(clip=0.5, accumulate=accumulate, precision=precision)
+                space = shoal.grid(model=[model], optimizer=["adamw"], lr=[1e-3])
+                study = shoal.Study(
+                    name.replace(", ", "-").replace(" ", "-"),
+                    recipe,
+                    space=space,
+                    epochs=4,
+                    directory=directory,
+                )
+                options: dict[str, Any] = {"progress": False, "workers": pool}
+                try:
+                    report = study.run(hardware=hardware, technique="captured", **options)
+                except shoal.ShoalError as error:
+                    found[name] = f"{type(error).__name__}: {error}"
+                    continue
+                trial = report.trials[0]
+                if trial.error:
+                    found[name] = trial.error.strip().splitlines()[-1]
+                    continue
+                plain = plain_loop(recipe, trial.hp, trial.seed, epochs=4, device="cuda")
+                same = compare(plain, trial.load_state())
+                found[name] = "bitwise" if same.equal else same.first_difference
+    return found
+
+
+BRANCHES = 4
+
+
+def _passes(kind: str) -> dict[str, float]:
+    """Seconds of a forward and a backward of one trial, and of several."""
+    import shoal
+    from shoal.examples.gpt import GPT, next_byte_loss
+    from shoal.fusion.batches import leaves_of, rebuilt
+    from shoal.recipe import compute_loss, model_inputs
+    from shoal.runtime.captures import Captures
+    from shoal.runtime.cudagraph import CapturedPass, CudaGraphs, branches
+    from shoal.runtime.replay import Pass
+    from shoal.runtime.units import Micro, ResidentUnits
+
+    device = torch.device("cuda")
+
+    def build(hp: Any = None) -> nn.Module:
+        if kind == "gpt":
+            return GPT(width=128, depth=4, heads=4, context=64, dropout=0.0)
+        return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    def class_loss(output: Tensor, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(output, batch[1])
+
+    if kind == "gpt":
+        batch: Any = tuple(torch.randint(256, (8, 64), device=device) for _ in range(2))
+    else:
+        batch = torch.randn(32, 64, device=device), torch.randint(10, (32,), device=device)
+    loss = next_byte_loss if kind == "gpt" else class_loss
+    recipe = shoal.Recipe(model=build, data=lambda hp: ([batch], None), loss=loss)
+    models = [build().to(device) for _ in range(BRANCHES)]
+
+    def run(units: Any, model: nn.Module) -> None:
+        model.zero_grad(set_to_none=True)
+        units.backward(0, Micro(batch))
+
+    def code(model: nn.Module) -> Pass:
+        def compute(leaves: Any) -> Tensor:
+            mine = rebuilt(batch, iter(leaves))
+            args, kwargs = model_inputs(recipe, mine)
+            return compute_loss(recipe, model(*args, **kwargs), mine)
+
+        return Pass(model, compute, list(model.parameters()), 1, frozenset())
+
+    eager = [ResidentUnits(model, recipe, device) for model in models]
+    alone = [Captures(recipe, device).units(model) for model in models]
+    for units, model in zip(alone, models, strict=True):
+        for _ in range(3):
+            run(units, model)
+        assert units.is_captured, units.why_not
+    cuda = CudaGraphs(device)
+    leaves = leaves_of(batch)
+    together = branches([CapturedPass(code(m), leaves, cuda) for m in models], cuda)
+
+    def all_of(kinds: Any) -> Callable[[], None]:
+        def work() -> None:
+            for units, model in zip(kinds, models, strict=True):
+                run(units, model)
+
+        return work
+
+    return {
+        "eager": seconds(lambda: run(eager[0], models[0]), 50),
+        "captured": seconds(lambda: run(alone[0], models[0]), 50),
+        f"{BRANCHES} eager": seconds(all_of(eager), 50),
+        f"{BRANCHES} captured, one after another": seconds(all_of(alone), 50),
+        f"{BRANCHES} captured as branches": seconds(lambda: together([leaves] * BRANCHES), 50),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for part in ("probe", "exactness", "spill"):
+    for part in ("probe", "exactness", "spill", "captured"):
         parser.add_argument(f"--{part}", action="store_true")
     parser.add_argument("--json")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print(f"no GPU here (torch {torch.__version__}): nothing to measure.")
         return
-    parts = {"probe": probe, "exactness": exactness, "spill": spill}
+    parts = {"probe": probe, "exactness": exactness, "spill": spill, "captured": captured}
     chosen = [name for name in parts if getattr(options, name)] or list(parts)
     common.finish({name: parts[name]() for name in chosen}, options.json)
 

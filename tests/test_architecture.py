@@ -29,6 +29,7 @@ PURE = (
     "shoal.memory.ledger",
     "shoal.pipeline.check",
     "shoal.pipeline.schedule",
+    "shoal.pipeline.stops",
     "shoal.planner.choose",
     "shoal.planner.pipeline",
     "shoal.planner.stages",

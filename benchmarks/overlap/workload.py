@@ -47,8 +47,8 @@ class Case:
 
 
 CASES = {
-    "h200": Case(profile="h200", scale=6000, width=32),
-    "rtx4090": Case(profile="rtx4090", scale=6000, width=20),
+    "h200": Case(profile="h200", scale=12000, width=32),
+    "rtx4090": Case(profile="rtx4090", scale=12000, width=20),
 }
 
 

@@ -15,7 +15,7 @@ from touches import Step, fits, in_turns, one_trial
 
 from shoal.core.profile import find_profile
 from shoal.core.spec import JobMeasure, Place, ShardSpec
-from shoal.core.technique import turned_shards, waiting_gradients
+from shoal.core.technique import heads_of, turned_shards, waiting_gradients
 from shoal.planning.speeds import speeds_of
 from shoal.testing import make_device
 
@@ -178,7 +178,7 @@ def _of(
         "turned": len(turned_shards(technique, len(found.shards))),
         "lookbehind": technique.lookbehind,
         "gradients_kept": len(waiting_gradients(technique, len(found.shards))),
-        "head_bytes": technique.keep_head[1] if technique.keep_head else 0,
+        "head_bytes": sum(heads_of(technique).values()),
         "bytes": found.moved,
         "bytes_a_visit": found.change,
         "reserved": found.reserved,

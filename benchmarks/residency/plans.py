@@ -8,7 +8,7 @@ from math import inf
 
 from shoal.core.profile import Profile
 from shoal.core.spec import ALIGNMENT, JobMeasure, LayerMeasure, Place, ShardSpec
-from shoal.core.technique import Spilled, kept_shards, kept_weights
+from shoal.core.technique import Spilled, heads_of, kept_shards, kept_weights
 from shoal.core.units import Bytes, Seconds, round_up
 from shoal.memory.layout import TensorSpec, TrialLayout, lay_out
 from shoal.planner.choose import choices
@@ -212,7 +212,7 @@ def _planned(
     whole, weights = kept_shards(technique), kept_weights(technique)
     stays = sum(shards[s].parameter_bytes + shards[s].state_bytes for s in whole)
     stays += sum(shards[s].parameter_bytes for s in weights)
-    stays += technique.keep_head[1] if technique.keep_head else 0
+    stays += sum(heads_of(technique).values())
     return Planned(
         technique=technique,
         shards=shards,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from shoal.core.plan import Plan
     from shoal.core.stale import Stale
-    from shoal.core.technique import DataParallel, Pipelined, Resident, Spilled
+    from shoal.core.technique import Captured, DataParallel, Pipelined, Resident, Spilled
     from shoal.hardware import Hardware
     from shoal.recipe import Recipe
     from shoal.report import Report, TrialResult
@@ -37,6 +37,7 @@ __version__ = "0.1.0"
 __all__ = [
     "PBT",
     "CapacityError",
+    "Captured",
     "DataParallel",
     "Hardware",
     "Pipelined",
@@ -70,7 +71,7 @@ _HOMES = {
     "shoal.core.errors": tuple(name for name in __all__ if name.endswith("Error")),
     "shoal.core.plan": ("Plan",),
     "shoal.core.stale": ("Stale",),
-    "shoal.core.technique": ("DataParallel", "Pipelined", "Resident", "Spilled"),
+    "shoal.core.technique": ("Captured", "DataParallel", "Pipelined", "Resident", "Spilled"),
     "shoal.hardware": ("Hardware",),
     "shoal.recipe": ("Recipe",),
     "shoal.report": ("Report", "TrialResult"),

@@ -18,6 +18,8 @@ from typing import Any
 
 from shoal.core.errors import SpecError
 from shoal.core.stale import Stale
+from shoal.core.units import counted
+from shoal.core.values import flag, items, plain, whole
 from shoal.plain import plain_2bw_loop, plain_loop
 from shoal.recipe import HP, Recipe
 
@@ -82,12 +84,12 @@ class StaleEfficiency:
         head = f"{steps} steps with weights one step old{guess}"
         if self.stuck:
             seeds = ", ".join(map(str, self.stuck))
-            which = f" with {len(self.stuck)} of {len(self.seeds)} seeds ({seeds})"
+            which = f" with {len(self.stuck)} of {counted(len(self.seeds), 'seed')} ({seeds})"
             return f"{head} made no progress{which}: the loss does not fall any more."
         each = ", ".join(f"{one.reached:.0f}" for one in self.seeds)
         return (
-            f"{head} came as far as {each} synchronous ones (seed by seed): an efficiency of "
-            f"{self.efficiency:.2f}."
+            f"{head} came as far as {each} synchronous ones"
+            f"{' (seed by seed)' * (len(self.seeds) > 1)}: an efficiency of {self.efficiency:.2f}."
         )
 
 
@@ -112,17 +114,13 @@ def stale_efficiency(
         SpecError: fewer than 20 steps, no seeds, or batches that cannot be cut so.
         TrialError: a loss of the synchronous training is not finite, and the recipe minds.
     """
-    if type(steps) is not int or steps < FEWEST:
-        raise SpecError(
-            f"stale_efficiency(steps={steps!r}): fewer than {FEWEST} steps say nothing of a "
-            "curve. Give some hundred."
-        )
-    if not seeds:
-        raise SpecError("stale_efficiency(seeds=...) has one seed or more, got none.")
+    steps = _enough(steps)
+    seeds = _seeds(seeds)
+    predict = flag("stale_efficiency(predict=...)", predict)
     options: dict[str, Any] = {
         "steps": steps,
         "pieces": _pieces(recipe, micro_batches),
-        "threads": threads,
+        "threads": whole("stale_efficiency(threads=...)", threads, 1),
     }
     found = []
     for seed in seeds:
@@ -133,8 +131,26 @@ def stale_efficiency(
     return StaleEfficiency(predict=predict, seeds=tuple(found))
 
 
+def _enough(steps: int) -> int:
+    found = plain(steps)
+    if type(found) is not int or found < FEWEST:
+        raise SpecError(
+            f"stale_efficiency(steps={steps!r}): fewer than {FEWEST} steps say nothing of a "
+            "curve. Give some hundred, a whole number."
+        )
+    return found
+
+
+def _seeds(seeds: Sequence[int]) -> tuple[int, ...]:
+    name = "stale_efficiency(seeds=...)"
+    found = items(name, seeds, "seeds=(0, 1)")
+    if not found:
+        raise SpecError(f"{name} has one seed or more, got none.")
+    return tuple(whole(f"a seed of {name}", seed, 0) for seed in found)
+
+
 def _pieces(recipe: Recipe, micro_batches: int | None) -> int:
-    micros = recipe.accumulate if micro_batches is None else micro_batches
+    micros = recipe.accumulate if micro_batches is None else plain(micro_batches)
     if type(micros) is not int or micros < 1 or micros % recipe.accumulate:
         raise SpecError(
             f"micro_batches={micro_batches!r} is no multiple of the {recipe.accumulate} batches "

@@ -6,6 +6,7 @@ that naming virtual devices costs nothing.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from shoal.core.profile import PROFILES, Profile, find_profile
 from shoal.core.spec import DeviceSpec
 from shoal.core.technique import DataParallel, Pipelined, Technique
 from shoal.core.units import Bytes, format_bytes, parse_bytes
+from shoal.core.values import flag, is_number, items, plain, whole
 
 FREE_SHARE = 0.8  # of what is free now; the rest is for the libraries and other processes
 _DEVICES = re.compile(
@@ -41,7 +43,14 @@ class Hardware:
     shared_cores: int | None = None
 
     def __post_init__(self) -> None:
-        names = [device.name for device in self.devices]
+        devices = items("Hardware(devices=...)", self.devices, "devices=(DeviceSpec(...),)")
+        if not all(isinstance(device, DeviceSpec) for device in devices):
+            raise SpecError(
+                f"Hardware(devices=...) are DeviceSpecs, got {self.devices!r}. Write "
+                "shoal.Hardware.virtual(devices=2, memory='256MiB'), or shoal.Hardware.detect()."
+            )
+        object.__setattr__(self, "devices", devices)
+        names = [device.name for device in devices]
         if not names:
             raise SpecError("the hardware has no device. Give at least one.")
         if len(set(names)) < len(names):
@@ -62,8 +71,8 @@ class Hardware:
         ``link`` is bytes per second of the copies between host and device, as a number
         or a size such as ``"1GB"``; None copies at memory speed.
         """
-        _check_count("devices", devices)
-        _check_count("threads", threads)
+        devices, threads = whole("devices", devices, 1), whole("threads", threads, 1)
+        poison = flag("poison", poison)
         specs = tuple(
             DeviceSpec(
                 name=f"cpu:{index}",
@@ -105,10 +114,16 @@ class Hardware:
         The devices are ``cpu:0``, ``cpu:1``, ... with a link each; they share the profile's
         host memory bandwidth equally.
         """
-        _check_count("devices", devices)
-        _check_count("threads", threads)
+        devices, threads = whole("devices", devices, 1), whole("threads", threads, 1)
+        poison = flag("poison", poison)
         found = find_profile(profile) if isinstance(profile, str) else profile
-        slow = found.slowed(found.default_scale if scale is None else scale, sharing=devices)
+        if not isinstance(found, Profile):
+            raise SpecError(
+                f"profile is a name ({', '.join(PROFILES)}) or a shoal.core.profile.Profile, got "
+                f"{profile!r}."
+            )
+        factor = found.default_scale if scale is None else plain(scale)
+        slow = found.slowed(factor, sharing=devices)
         budget = max(1, int(found.memory / slow.scale)) if memory is None else memory
         specs = tuple(
             DeviceSpec(
@@ -152,7 +167,7 @@ class Hardware:
         if device_memory is not None:
             specs = tuple(_with_memory(spec, parse_bytes(device_memory)) for spec in specs)
         if threads is not None:
-            _check_count("threads", threads)
+            threads = whole("threads", threads, 1)
             specs = tuple(replace(spec, threads=threads) for spec in specs)
         limit = _optional_bytes(host_memory) if host_memory is not None else hardware.host_memory
         cores = None if threads is not None or device_memory is not None else hardware.shared_cores
@@ -165,8 +180,7 @@ class Hardware:
         has one device, with a ``technique`` of stages or replicas one for each, or as many as
         there are.
         """
-        _check_count("trials", trials)
-        trials *= self._each(technique)
+        trials = whole("trials", trials, 1) * self._each(technique)
         if trials >= len(self.devices):
             return self
         kept = self.devices[:trials]
@@ -250,6 +264,8 @@ def gpu_names() -> tuple[str, ...]:
 
 
 def _named(devices: str | None) -> Hardware:
+    if devices is not None and not isinstance(devices, str):
+        raise SpecError(f"devices is text such as 'cpu:2' or 'cuda', got {devices!r}.")
     text = (devices or "auto").strip().lower()
     if text == "auto":
         return Hardware.detect()
@@ -275,8 +291,7 @@ def _cpu_named(count: str | None) -> Hardware:
 def _count_of(count: str) -> int:
     if "," in count:
         raise SpecError(f"cpu:{count}: write how many virtual devices, for example cpu:2.")
-    _check_count("devices", int(count))
-    return int(count)
+    return whole("devices", int(count), 1)
 
 
 def _emulated_named(kind: str, count: str | None, profile: str, scale: str | None) -> Hardware:
@@ -350,11 +365,6 @@ def _memory_share(count: int) -> Bytes:
     return Bytes(max(1, int(FREE_SHARE * free_memory()) // count))
 
 
-def _check_count(name: str, value: int) -> None:
-    if type(value) is not int or value < 1:
-        raise SpecError(f"{name} is a whole number from 1, got {value!r}.")
-
-
 def _optional_bytes(size: int | str | None) -> Bytes | None:
     return None if size is None else parse_bytes(size)
 
@@ -362,9 +372,10 @@ def _optional_bytes(size: int | str | None) -> Bytes | None:
 def _link_speed(link: float | str | None) -> float | None:
     if link is None or isinstance(link, str):
         return None if link is None else float(parse_bytes(link.removesuffix("/s")))
-    if isinstance(link, bool) or not link > 0:
+    number = plain(link)
+    if not is_number(number) or not 0 < number < math.inf:
         raise SpecError(f"link is bytes per second, positive or None, got {link!r}.")
-    return float(link)
+    return float(number)
 
 
 def available_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:

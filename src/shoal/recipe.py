@@ -20,6 +20,7 @@ from shoal.core.errors import SpecError
 from shoal.core.spec import HyperParameters as HyperParameters
 from shoal.core.spec import Scalar
 from shoal.core.stale import Stale
+from shoal.core.values import flag, is_number, one_of, optional_whole, plain, whole
 from shoal.rounding import Rounding
 from shoal.rowwise import LossByRows
 from shoal.several import (
@@ -115,25 +116,24 @@ class Recipe:
         for name in ("loss", "inputs", "optimizer", "schedule", "step", "evaluate"):
             if getattr(self, name) is not None:
                 _require_callable(name, getattr(self, name))
-        for name, metric in self.metrics.items():
-            _require_callable(f"metrics[{name!r}]", metric)
-        if self.accumulate < 1 or self.accumulate != int(self.accumulate):
-            raise SpecError(f"accumulate is a whole number from 1, got {self.accumulate!r}")
-        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
-            raise SpecError(f"clip_grad_norm is positive or None, got {self.clip_grad_norm!r}")
-        if self.precision not in ("fp32", "bf16", rounding.NAME):
-            raise SpecError(f"precision is 'fp32', 'bf16' or 'bf16-sr', got {self.precision!r}")
-        if self.loss_rows is not None and not _is_count(self.loss_rows):
-            raise SpecError(
-                f"loss_rows is a whole number of rows from 1, or None, got {self.loss_rows!r}"
-            )
-        if self.on_nonfinite not in ("fail", "ignore"):
-            raise SpecError(f"on_nonfinite is 'fail' or 'ignore', got {self.on_nonfinite!r}")
+        _check_metrics(self.metrics)
+        self._set("accumulate", whole("accumulate", self.accumulate, 1))
+        self._set("clip_grad_norm", _norm(self.clip_grad_norm))
+        known = ("fp32", "bf16", rounding.NAME)
+        self._set("precision", one_of("precision", self.precision, known))
+        self._set("loss_rows", optional_whole("loss_rows", self.loss_rows, 1))
+        self._set("on_nonfinite", one_of("on_nonfinite", self.on_nonfinite, ("fail", "ignore")))
+        for name in ("splittable", "share_data"):
+            self._set(name, flag(f"Recipe({name}=...)", getattr(self, name)))
         if self.stale is not None and not isinstance(self.stale, Stale):
             raise SpecError(
                 f"Recipe(stale=...) is shoal.Stale(efficiency=...) or None, got {self.stale!r}"
             )
         self._check_step()
+
+    def _set(self, name: str, value: object) -> None:
+        """What was given, as it is kept."""
+        object.__setattr__(self, name, value)
 
     def _check_step(self) -> None:
         """What a step of one's own does itself is not to be asked for beside it."""
@@ -165,8 +165,23 @@ class Recipe:
             )
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 1
+def _check_metrics(metrics: object) -> None:
+    if not isinstance(metrics, Mapping):
+        raise SpecError(
+            f"Recipe(metrics=...) is a dict, as in {{'accuracy': function}}, got {metrics!r}."
+        )
+    for name, metric in metrics.items():
+        if not isinstance(name, str) or not name:
+            raise SpecError(f"a metric's name is a string that is not empty, got {name!r}.")
+        _require_callable(f"metrics[{name!r}]", metric)
+
+
+def _norm(asked: object) -> float | None:
+    """The largest norm of a gradient that is not clipped."""
+    norm: float | None = plain(asked)
+    if norm is not None and (not is_number(norm) or not norm > 0):
+        raise SpecError(f"clip_grad_norm is positive or None, got {asked!r}.")
+    return norm
 
 
 def _require_callable(name: str, value: object) -> None:

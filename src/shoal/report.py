@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.core.errors import SpecError
 from shoal.core.spec import HyperParameters, Scalar
-from shoal.core.units import format_bytes, format_seconds
+from shoal.core.units import counted, format_bytes, format_seconds
 from shoal.observe import jsonl
 from shoal.observe.connect import DATABASE
 from shoal.observe.reader import read_events
@@ -294,8 +294,9 @@ class Report:
         failed = next((t for t in self.trials if t.state is TrialState.FAILED), None)
         reason = f" Trial {failed.number} failed: {failed.error_line}." if failed else ""
         return (
-            f"study {self.study!r} has no best trial: {finished} of {len(self.trials)} trials "
-            f"finished, and none with a finite {self.metric!r}. Metrics there are: "
+            f"study {self.study!r} has no best trial: {finished} of "
+            f"{counted(len(self.trials), 'trial')} finished, and none with a finite "
+            f"{self.metric!r}. Metrics there are: "
             f"{', '.join(known) or 'none'}.{reason}"
         )
 
@@ -370,7 +371,7 @@ def leaderboard(report: Report) -> str:
         f"{report.count(state)} {state.lower()}" for state in TrialState if report.count(state)
     )
     lines = [
-        f"study {report.study}: {len(report.trials)} trials ({counts}) in "
+        f"study {report.study}: {counted(len(report.trials), 'trial')} ({counts}) in "
         f"{format_seconds(report.wall_seconds)}; {report.mode} {report.metric}"
     ]
     if report.stopped:

@@ -21,14 +21,15 @@ from shoal.core.plan import Plan
 from shoal.core.spec import TrialSpec
 from shoal.core.technique import Technique
 from shoal.core.units import Seconds, parse_bytes, parse_seconds
+from shoal.core.values import flag, optional_whole, whole
 from shoal.execution.floor import Sink
 from shoal.execution.run import Limits
 from shoal.hardware import Hardware
 from shoal.launch.checks import (
+    check_directory,
     check_length,
     check_metric,
     check_name,
-    check_retries,
     num_evaluations,
 )
 from shoal.launch.plan import plan_study
@@ -36,7 +37,7 @@ from shoal.launch.policy import CheckpointPolicy
 from shoal.launch.request import Request, settings_of
 from shoal.launch.run import Run
 from shoal.launch.sinks import Callback
-from shoal.launch.wishes import refuse_future, technique_of, wish_of
+from shoal.launch.wishes import refuse_future, refuse_useless, technique_of, wish_of
 from shoal.recipe import Recipe
 from shoal.report import Report, read_report
 from shoal.runtime.pool import WorkerPool
@@ -105,13 +106,13 @@ class Study:
         check_name(name)
         if not isinstance(recipe, Recipe):
             raise SpecError(f"recipe is a shoal.Recipe, got {type(recipe).__name__}")
-        check_length(epochs, steps, eval_every)
+        epochs, steps, eval_every = check_length(epochs, steps, eval_every)
         check_metric(recipe, metric, mode)
         self.name, self.recipe, self.space = name, recipe, space
         self.epochs, self.steps, self.eval_every = epochs, steps, eval_every
-        self.metric, self.mode, self.seed = metric, mode, seed
-        self.directory = Path(directory) / name
-        self.sampler, self.retries = sampler, check_retries(retries)
+        self.metric, self.mode, self.seed = metric, mode, whole("seed", seed, 0)
+        self.directory = check_directory(directory) / name
+        self.sampler, self.retries = sampler, whole("retries", retries, 0)
         self.time_limit_s = _seconds(time_limit)
         self.trial_time_limit_s = _seconds(trial_time_limit)
         self.policy = CheckpointPolicy(
@@ -127,8 +128,8 @@ class Study:
             sampler=sampler,
             pruner=pruner,
             generation=generation,
-            trials=trials,
-            seed=seed,
+            trials=optional_whole("trials", trials, 1),
+            seed=self.seed,
             mode=mode,
             metric=metric,
             evaluations=num_evaluations(epochs, steps, eval_every),
@@ -154,10 +155,11 @@ class Study:
             PlanError: a trial fits in no way, or what is forced cannot be done.
         """
         forced = technique_of(technique)
+        refuse_useless(forced, self.recipe)
         given = self._hardware(hardware)
         used = given.fewer_trials(self.search.trials or len(self.trials), forced)
         with ExitStack() as stack:
-            pool = workers or stack.enter_context(WorkerPool())
+            pool = _pool(workers, stack)
             stack.callback(pool.release)
             _, planned = plan_study(
                 self,
@@ -166,7 +168,7 @@ class Study:
                 forced,
                 trials=self.trials,
                 settings=settings_of(self, timeline=False),
-                sink=_lines(progress),
+                sink=_lines(flag("progress", progress)),
                 fuse=wish_of(fuse, forced),
                 idle=given.idle(used, forced),
             )
@@ -201,12 +203,13 @@ class Study:
 
         Args:
             hardware: Default: the GPUs there are, else one virtual device per core.
-            technique: Forces what the planner would choose: ``"resident"``, ``"spilled"``,
-                ``"pipelined"``, ``"data_parallel"``, or a ``shoal.Resident()``,
-                ``shoal.Spilled(...)``, ``shoal.Pipelined(...)``, ``shoal.DataParallel(...)`` that
-                says more. A pipelined trial has a device for each of its stages. Its bits are
-                those of training alone, but with ``schedule="2bw"``. A data-parallel one has a
-                device for each of its replicas, and adds up in another order.
+            technique: Forces what the planner would choose: ``"resident"``, ``"captured"``,
+                ``"spilled"``, ``"pipelined"``, ``"data_parallel"``, or a ``shoal.Resident()``,
+                ``shoal.Captured()``, ``shoal.Spilled(...)``, ``shoal.Pipelined(...)``,
+                ``shoal.DataParallel(...)`` that says more. A pipelined trial has a device for
+                each of its stages. Its bits are those of training alone, but with
+                ``schedule="2bw"``. A data-parallel one has a device for each of its replicas,
+                and adds up in another order.
             callbacks: Called in this process with every event, in order. One that raises
                 is warned about and not called again.
             progress: Show a live table, or plain lines when not on a terminal.
@@ -238,12 +241,13 @@ class Study:
         """
         refuse_future(plan=plan, exact=exact)
         forced = technique_of(technique)
+        refuse_useless(forced, self.recipe)
         with ExitStack() as stack:
-            pool = workers or stack.enter_context(WorkerPool())
+            pool = _pool(workers, stack)
             request = Request(
                 hardware=self._hardware(hardware),
                 technique=forced,
-                callbacks=[*callbacks, *_progress(stack, progress)],
+                callbacks=callbacks,
                 overwrite=overwrite,
                 resume=resume,
                 extend=extend,
@@ -254,6 +258,8 @@ class Study:
                 fuse=wish_of(fuse, forced),
                 versions={"shoal": shoal.__version__},
             )
+            shown = _progress(stack, flag("progress", progress))
+            request = replace(request, callbacks=(*request.callbacks, *shown))
             self.source = self.source or _script_source(self)
             Run(self, request, pool).run()
         return read_report(self.directory, recipe=self.recipe)
@@ -263,7 +269,7 @@ class Study:
         return read_report(self.directory, recipe=self.recipe)
 
     def _hardware(self, hardware: Hardware | None) -> Hardware:
-        chosen = hardware or Hardware.detect()
+        chosen = Hardware.detect() if hardware is None else hardware
         if not isinstance(chosen, Hardware):
             raise SpecError(f"hardware is a shoal.Hardware, got {type(chosen).__name__}")
         return chosen
@@ -275,6 +281,16 @@ class Study:
             time_limit_s=self.time_limit_s,
             trial_time_limit_s=self.trial_time_limit_s,
         )
+
+
+def _pool(workers: WorkerPool | None, stack: ExitStack) -> WorkerPool:
+    """The workers that were given, or some of the run's own."""
+    if workers is not None and not isinstance(workers, WorkerPool):
+        raise SpecError(
+            f"workers is a pool of warm workers or None, got {workers!r}. How many there are, the "
+            "hardware says: hardware=shoal.Hardware.virtual(devices=2)."
+        )
+    return workers or stack.enter_context(WorkerPool())
 
 
 def open(path: str | os.PathLike[str], recipe: Recipe | None = None) -> Report:

@@ -7,12 +7,14 @@ docs/design/0003-real-optimizer-on-subsets.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import SpecError
+from shoal.kernelstep import is_one_kernel, step_by_kernel
 from shoal.several import members_of
 
 
@@ -76,6 +78,8 @@ class _Subsets:
         if not self.stepped[index]:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # see below
             return
+        if is_one_kernel(optimizer) and step_by_kernel(optimizer, self._of(index)):
+            return
         if self._steps_all[index]:
             optimizer.step()
             return
@@ -88,6 +92,11 @@ class _Subsets:
         for group, whole in zip(part.param_groups, wholes, strict=True):
             whole.update((key, value) for key, value in group.items() if key != "params")
         optimizer._opt_called = True  # type: ignore[attr-defined]  # a schedule asks for it
+
+    def _of(self, index: int) -> Iterator[tuple[dict[str, Any], list[nn.Parameter]]]:
+        """The groups' settings, each with those of its parameters that one part has."""
+        for group, names in self._chosen[index]:
+            yield self._optimizer.param_groups[group], [self._params[name] for name in names]
 
     def kept_beside(self) -> str:
         """The name of something that a step has left on a part, which is lost with the part."""

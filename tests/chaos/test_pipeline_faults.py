@@ -62,7 +62,7 @@ def test_a_killed_stage_is_named_at_once_and_no_process_is_left(crew):
     with pytest.raises(
         WorkerError, match=r"stage 2 \(process \d+\) ended with signal 9 at 'STEP s2"
     ):
-        train(crew, "kill")
+        train(crew, "kill", direct=True)
     assert time.monotonic() - start < 30
     assert workers_of(os.getpid()) == before
 

@@ -61,6 +61,16 @@ def even(hp):
     return traps.batches([4] * 8), traps.batches([4, 4, 3], 30)
 
 
+def broad(hp):
+    """Boundaries of half a mebibyte, which go through shared memory."""
+    return nn.Sequential(nn.Linear(12, 2048), nn.Tanh(), nn.Linear(2048, 3))
+
+
+def broad_rows(hp):
+    """Batches of which some have fewer rows."""
+    return traps.batches([64, 64, 40, 64, 16, 64, 64, 64]), traps.batches([64], 30)
+
+
 class Reusing:
     """Fills one buffer again and again."""
 
@@ -174,6 +184,26 @@ def large() -> Recipe:
 
 def many_rows(hp):
     return traps.batches([64] * 8), traps.batches([64], 30)
+
+
+class Counter(nn.Linear):
+    """A last layer that counts its forwards; ``late``: only those of three rows in evaluation."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__(traps.WIDTH, 3)
+        self.late = late
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        if not self.late or (len(x) == 3 and not self.training):
+            self.seen += 1
+        return super().forward(x)
+
+
+def counts(hp):
+    model = traps.Chain()
+    model.leave = Counter(bool(hp.get("late", 0)))
+    return model
 
 
 # ------------------------------------------------------------------ what goes wrong

@@ -462,9 +462,9 @@ def test_a_planned_trial_moves_what_the_links_have_time_for_and_says_so(tmp_path
     technique = plan.jobs[0].technique
     assert technique.spill_activations == tuple(range(1, 8))  # the first one computes nothing
     text = " ".join(plan.explain().split())
-    assert "of 7 what the forward saved waits on the host: 1, 2, 3, 4, 5, 6, 7" in text
+    assert "what the forward of 7 saved waits on the host: 1, 2, 3, 4, 5, 6, 7" in text
     assert re.search(
-        r"the forwards of 7 shards saved waits on the host, .* 1 keep it .* 1 run", text
+        r"the forward of 7 shards saved waits on the host, .* 1 keeps it .* 1 runs", text
     )
     assert shoal.Plan.from_json(plan.to_json()) == plan
     slow = planned(tmp_path, warm_workers, ALL_TRAVEL, link=1e9).jobs[0].technique

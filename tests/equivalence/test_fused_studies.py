@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import squads
 from listening import Heard
+from torch.utils.data import DataLoader
 
 import shoal
 from shoal.core.event import PeakMeasured, TrialReplanned
@@ -166,3 +167,17 @@ def test_fused_trials_are_verified_in_their_slots(run_case):
     for verdict in verify_trials(report.directory, rows, recipe=case.recipe):
         assert verdict.equal, verdict
         assert any("slot" in note for note in verdict.notes)
+
+
+@pytest.mark.parametrize("technique", [None, shoal.Spilled(shards=2)])
+def test_who_waits_to_be_evaluated_leaves_the_others_in_training(technique, run_study):
+    """Epochs of 4 and 6 steps, 12 batches to evaluate: the first trial waits for the second."""
+
+    def data(hp):
+        return DataLoader(squads.points(hp["rows"]), 5), DataLoader(squads.points(24, 1), 2)
+
+    recipe = squads.recipe(data=data)
+    space = shoal.grid(lr=[0.01], drop=[0.3], rows=[20, 30])
+    report = run_study(recipe, space, epochs=2, fuse=2, technique=technique)
+    assert squads.widths(report) == [2, 2]
+    squads.assert_arrayed(report, report.trials, recipe, 2, epochs=2)

@@ -86,6 +86,24 @@ def test_a_graph_is_what_runs(monkeypatch):
         fusing.step(traced, made)
 
 
+def test_a_trial_with_the_same_settings_takes_the_graph_over(monkeypatch):
+    found = []
+    for backend in (StackedBackend(), TracedBackend()):
+        array, made = make("language", backend)
+        for _ in range(3):
+            fusing.step(array, made)
+        array.retire(1)
+        (made[1],) = fusing.trials(fusing.recipe("language"), fusing.hps("language", 3)[1:2], 9)
+        array.refill(1, made[1].member)
+        if isinstance(backend, TracedBackend):
+            monkeypatch.setattr(StackedBackend, "_pass", None)  # no eager pass from here on
+        for _ in range(3):
+            fusing.step(array, made)
+        found.append([bits(array, slot) for slot in range(3)])
+    for one, other in zip(*found, strict=True):
+        assert_same_bits(one, other)
+
+
 @pytest.mark.parametrize("name", ["mlp", "generator"])
 def test_slots_that_wait_fail_leave_and_come_do_not_show_in_a_graph(name):
     found = []

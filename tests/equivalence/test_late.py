@@ -14,6 +14,7 @@ import shoal
 from shoal.core.errors import PlanError, SpecError
 from shoal.core.technique import waiting_gradients
 from shoal.memory.layout import head_sizes as layout_sizes
+from shoal.memory.layout import largest_first
 from shoal.planning import Planner
 
 FULL_STATE = pytest.param("state", None, marks=pytest.mark.full)
@@ -71,6 +72,23 @@ def test_state_that_comes_at_the_end_of_a_step_that_waits_for_no_norm(model, loo
     assert late == [f"LOAD s{shard} state late" for shard in (2, 1, 0)]
     behind = next(i for i, action in enumerate(actions) if action.startswith("B s3 m0"))
     assert behind < actions.index("LOAD s2 state late")
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_late_state_of_which_several_shards_share_what_travels(lookahead, train, layout_of_shards):
+    layout = layout_of_shards(zoo.recipe(), space_of("gpt"))
+    sizes = {s: layout_sizes(largest_first(layout[s].state)) for s in (1, 2)}
+    technique = shoal.Spilled(
+        shards=5,
+        keep=(3,),
+        keep_weights=(0, 1, 2),
+        keep_head=tuple((shard, found[len(found) // 2]) for shard, found in sizes.items()),
+        late_state=True,
+        lookahead=lookahead,
+    )
+    actions = train(zoo.recipe(), space_of("gpt"), technique, poison=True)
+    late = [action for action in actions if action.endswith("late")]
+    assert late == [f"LOAD s{shard} state late" for shard in (2, 1, 0)]
 
 
 @pytest.mark.parametrize("order", ["micro", "shard"])
@@ -201,10 +219,10 @@ def test_they_go_where_their_trial_goes_with_nothing_else_that_stays(of, train, 
 
 
 @pytest.fixture
-def head_sizes(tmp_path, monkeypatch):
-    """Shard -> bytes of its first tensors, of one, two, and so on; of those in the middle."""
+def layout_of_shards(tmp_path, monkeypatch):
+    """The layouts of a trial's shards."""
 
-    def found(recipe, space, of, shards=5):
+    def found(recipe, space, shards=5):
         made = []
         plan = Planner.plan
 
@@ -215,8 +233,18 @@ def head_sizes(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(Planner, "plan", planned)
             plan_of(recipe, space, tmp_path, shoal.Spilled(shards=shards), "64MiB")
-        layout = next(iter(made[0].layouts.values()))
-        middle = {s: layout.shards[s] for s in range(shards // 2, shards - 1)}
+        return next(iter(made[0].layouts.values())).shards
+
+    return found
+
+
+@pytest.fixture
+def head_sizes(layout_of_shards):
+    """Shard -> bytes of its first tensors, of one, two, and so on; of those in the middle."""
+
+    def found(recipe, space, of, shards=5):
+        layout = layout_of_shards(recipe, space, shards)
+        middle = {s: layout[s] for s in range(shards // 2, shards - 1)}
         wanted = {s: m.state if of == "state" else m.param for s, m in middle.items()}
         return {shard: layout_sizes(segment) for shard, segment in wanted.items()}
 
@@ -236,7 +264,7 @@ def test_room_that_is_empty_until_the_norm_is_used_and_said(tmp_path, run_study,
     plan = plan_of(recipe, space, tmp_path, settled("device"), memory)
     job = plan.jobs[0]
     assert waiting_gradients(job.technique, len(job.shards))
-    assert "gradients wait for the step there" in plan.explain()
+    assert "wait there for the step: " in plan.explain()
     assert "wait for the step on the device, for which there is room" in plan.explain()
     report = run_study(recipe, space, steps=2, technique=job.technique, memory=memory)
     assert_alone(report, report.trials, recipe, steps=2)
@@ -266,11 +294,12 @@ def test_what_cannot_be_is_refused():
     for value in (2, True, 0.0):
         with pytest.raises(SpecError, match="lookbehind is 0 or 1"):
             shoal.Spilled(lookbehind=value)
-    for value in ((1,), (1, 2, 3), 5, (1, "x"), (2, 1024.0), (True, 512)):
+    for value in ((1,), (1, 2, 3), 5, (), (1, "x"), (2, 1024.0), (True, 512), ((1, 2), 3)):
         with pytest.raises(SpecError, match="keep_head is a shard and a number of bytes"):
             shoal.Spilled(shards=3, optimizer="device", keep_head=value)
-    with pytest.raises(SpecError, match="at least one byte"):
-        shoal.Spilled(shards=3, optimizer="device", keep_head=(1, 0))
+    for value in ((1, 0), ((0, 512), (0, 1024)), ((0, 512), (3, 512))):
+        with pytest.raises(SpecError, match="at least one byte of it, each shard once"):
+            shoal.Spilled(shards=3, optimizer="device", keep_head=value)
 
 
 def test_a_head_that_is_asked_for_needs_no_other_shard_that_stays(train, head_sizes):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
+import companies
 import numpy as np
 import ownsteps
 import pytest
@@ -126,6 +127,17 @@ def test_slots_that_do_different_things_are_right_all_the_same(train):
     """The generators step in every, every second and every third step."""
     space = shoal.grid(lr=[0.01], every=[1, 2, 3])
     train("penalty", space=space, width=3, loop={"steps": 7}, recipe=by_floats())
+
+
+@pytest.mark.parametrize(
+    "words", [("uuuuu", "uuuuu", "uuuuu"), ("uumsu", "zuzzu", "suuzm")], ids=["usual", "roots"]
+)
+def test_a_slot_has_gradients_of_the_models_that_its_loss_comes_from_alone(words, one_thread):
+    """Not zeros of others, and nothing of what a neighbour's weights make of its tensors."""
+    recipe = companies.own_recipe(companies.sgd)
+    hps = [{"lr": 0.1, "drop": 0.2, "data": at, "word": word} for at, word in enumerate(words)]
+    trials = [companies.Trial(slot, hp, joins=slot % 2) for slot, hp in enumerate(hps)]
+    companies.assert_each_as_alone(recipe, 3, "eager", trials)
 
 
 @pytest.mark.parametrize("nodes", [0, 700, 20_000])

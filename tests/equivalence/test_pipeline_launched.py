@@ -30,22 +30,22 @@ def launch(ranks, *words):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "stages", "width", "schedule"),
+    ("ranks", "stages", "width", "schedule", "way"),
     [
-        (2, 2, 1, "flush"),
-        pytest.param(2, 2, 1, "2bw", marks=pytest.mark.full),
-        pytest.param(4, 2, 2, "zb-h1", marks=pytest.mark.full),
+        (2, 2, 1, "flush", "direct"),
+        pytest.param(2, 2, 1, "2bw", "host", marks=pytest.mark.full),
+        pytest.param(4, 2, 2, "zb-h1", "direct", marks=pytest.mark.full),
     ],
 )
-def test_every_rank_has_the_plain_bits(ranks, stages, width, schedule):
-    ended = launch(ranks, stages, width, schedule)
+def test_every_rank_has_the_plain_bits(ranks, stages, width, schedule, way):
+    ended = launch(ranks, stages, width, schedule, way)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("EQUAL") == ranks
 
 
 @pytest.mark.slow
 def test_another_number_of_ranks_is_refused():
-    ended = launch(2, 3, 1, "flush")
+    ended = launch(2, 3, 1, "flush", "host")
     assert ended.returncode
     words = "the pipeline takes 3 processes, one for each stage of each copy, and 2 were started"
     assert words in ended.stderr
@@ -55,6 +55,31 @@ def test_another_number_of_ranks_is_refused():
 def test_a_group_that_cannot_carry_messages_is_refused(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
-    with pytest.raises(SpecError, match="uses 'nccl'"):
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:mpi,cuda:mpi")
+    with pytest.raises(SpecError, match="uses 'mpi'"):
         launched.run_launched(lambda rank: None, 2, hang_s=1)
+
+
+@pytest.mark.parametrize(
+    ("backends", "device", "has_own"),
+    [
+        ("cpu:gloo,cuda:gloo", "cpu", False),
+        ("cpu:gloo,cuda:nccl", "cpu", True),
+        ("cuda:nccl", "cuda", True),
+    ],
+)
+def test_a_group_of_nccls_is_gone_along_with_by_one_of_gloos(
+    backends, device, has_own, monkeypatch
+):
+    made = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
+    monkeypatch.setattr(dist, "new_group", lambda **how: made.append(how["backend"]) or "group")
+    monkeypatch.setattr(dist, "barrier", lambda group: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: None)
+    launched._require(2)
+    assert launched.device_of_group() == device
+    with launched._host_group(1) as host:
+        assert host == ("group" if has_own else None)
+    assert made == (["gloo"] if has_own else [])

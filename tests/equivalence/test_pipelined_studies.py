@@ -55,6 +55,12 @@ def test_every_schedule_with_dropout_clipping_a_falling_rate_and_validation(tech
     run_staged(staging.rich(), technique)
 
 
+@pytest.mark.parametrize("schedule", ["flush", "2bw"])
+def test_large_boundaries_of_sizes_that_change(schedule, run_staged):
+    recipe = staging.trap(accumulate=4, model=staging.broad, data=staging.broad_rows)
+    run_staged(recipe, Pipelined(schedule=schedule, cuts=(2,)))
+
+
 @pytest.mark.parametrize("predict", [False, True])
 def test_a_frozen_parameter_that_the_optimizer_has_stays_as_it_is(predict, run_staged):
     technique = Pipelined(schedule="2bw", stages=2, predict=predict)

@@ -171,7 +171,7 @@ def test_the_planner_keeps_what_there_is_room_for(check, jobs):
     assert technique.order == "micro"  # the other one is for those who know their model
     assert technique.keep or technique.keep_weights
     assert "order='shard' loads less" in " ".join(jobs[0].why)
-    assert "stay on the device" in " ".join(jobs[0].why)
+    assert "on the device, for which there is room; if all travelled" in " ".join(jobs[0].why)
     assert moved[0] > 0
 
 
@@ -195,6 +195,13 @@ def test_a_model_that_draws_cannot_be_told_to_go_by_shard(run_study):
             steps=2,
             technique=shoal.Spilled(shards=3, order="shard"),
         )
+
+
+def test_a_model_that_draws_may_be_told_so_where_a_step_has_one_micro_batch(check):
+    drawing = shoal.Recipe(model=traps.Build(traps.Chain), data=traps.data, loss=traps.loss)
+    report = check(drawing, shoal.Spilled(shards=3, order="shard"), lr=(1e-2,))
+    words = (report.directory / "plan.json").read_text()
+    assert "order='shard' changes nothing: a step has one micro-batch" in words
 
 
 def one_buffer(hp: Any) -> tuple[Any, None]:

@@ -152,5 +152,5 @@ def test_recomputing_all_and_keeping_some_contradict_each_other():
         shoal.Spilled(shards=3, recompute=True, keep_activations=(0,))
     with pytest.raises(SpecError, match="True, False or 'auto', got 1"):
         shoal.Spilled(shards=3, recompute=1)
-    with pytest.raises(SpecError, match="names shards, as in"):
+    with pytest.raises(SpecError, match="names shards: it is a list, as in"):
         shoal.Spilled(shards=3, keep_activations=3)

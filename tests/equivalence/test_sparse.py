@@ -121,7 +121,43 @@ def test_arrays_leave_it_to_train_alone(model, run_study, assert_alone):
     assert_alone(report, report.trials, recipe, steps=4)
 
 
-def test_clipping_asks_for_a_norm_that_torch_does_not_take(run_study):
-    recipe = recipe_of(dense, sgd, clip_grad_norm=1.0)
-    with pytest.raises(SpecError, match=r"that of 'table.words.weight' is sparse, of which torch"):
-        run_study(recipe, LR, steps=2)
+class Asked(nn.Module):
+    """Its code asks for a sparse gradient, which no layer tells."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(64, 8))
+
+    def forward(self, x):
+        return F.embedding(x, self.table, sparse=True).mean(1)
+
+
+MODELS = {"sparse": Dense, "asked": Asked, "dense": lambda: nn.EmbeddingBag(64, 8)}
+
+
+def chosen(hp):
+    return MODELS[hp["model"]]()
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("sparse", "table.words.weight"), ("asked", "table")],
+    ids=["layer", "code"],
+)
+def test_clipping_asks_for_a_norm_that_torch_does_not_take(model, name, run_study):
+    recipe = recipe_of(chosen, sgd, clip_grad_norm=1.0)
+    with pytest.raises(SpecError, match=f"that of '{name}' is sparse, of which torch"):
+        run_study(recipe, LR | shoal.grid(model=[model]), steps=2)
+
+
+@pytest.mark.parametrize("fuse", [False, 2])
+def test_it_fails_those_trials_and_no_other(fuse, run_study, assert_alone):
+    recipe = recipe_of(chosen, sgd, clip_grad_norm=1.0)
+    space = shoal.grid(lr=[0.01, 0.003], model=list(MODELS))
+    report = run_study(recipe, space, fuse=fuse, steps=2)
+    failed = [trial for trial in report.trials if str(trial.state) == "FAILED"]
+    assert [trial.hp["model"] for trial in failed] == ["sparse", "asked"] * 2
+    assert all("is sparse, of which torch takes none" in trial.error for trial in failed)
+    others = [trial for trial in report.trials if trial not in failed]
+    assert_alone(report, others, recipe, steps=2) if not fuse else None
+    assert {str(trial.state) for trial in others} == {"FINISHED"}

@@ -39,6 +39,16 @@ def test_a_short_batch_anywhere_in_a_step_leaves_the_bits_of_the_whole_array(
     squads.assert_arrayed(report, report.trials, recipe, 4, **loop)
 
 
+@pytest.mark.parametrize("way", [HOST, DEVICE], ids=["host", "device"])
+def test_weights_that_a_short_batch_passes_by_are_not_stepped(way, run_study):
+    """Where nobody has a gradient for them, one by itself has, or those that ran together have."""
+    recipe, loop = uneven.left_out(accumulate=1), {"epochs": 1}
+    space = shoal.grid(lr=[0.1], short=["all", "ends", "last"], usual=[False], drop=[0.1])
+    report = run_study(recipe, space, **loop, fuse=3, technique=way)
+    assert techniques(report) == ["Spilled"] * 3
+    squads.assert_arrayed(report, report.trials, recipe, 3, **loop)
+
+
 @pytest.mark.parametrize("way", [HOST, pytest.param(DEVICE, marks=pytest.mark.full)])
 def test_in_one_shard_the_norm_of_a_slot_by_itself_is_known_in_time(way, run_study):
     way = Spilled(shards=1, optimizer=way.optimizer, lookahead=0)
@@ -125,6 +135,14 @@ def test_a_neighbour_without_finite_numbers_is_nothing_to_one_that_waits(techniq
         squads.assert_near([trial], recipe, 1e-6, **loop)
 
 
+@pytest.mark.parametrize("technique", [HOST, pytest.param(DEVICE, marks=pytest.mark.full)])
+def test_nor_is_one_whose_loss_is_finite_and_its_gradient_is_not(technique, run_study):
+    recipe, loop = uneven.neighbours(model=uneven.rooted, clip_grad_norm=0.5), {"epochs": 1}
+    space = shoal.grid(kind=["zero", "ends early", "usual"], lr=[0.01], drop=[0.1])
+    report = run_study(recipe, space, **loop, fuse=3, technique=technique)
+    squads.assert_arrayed(report, report.trials, recipe, 3, **loop)
+
+
 # -- what metrics are given ---------------------------------------------------------------
 
 
@@ -151,7 +169,7 @@ def test_a_metric_is_given_what_its_trial_alone_would_give(name, model, options,
 # -- chosen -------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.full  # what is measured decides: a busy machine may find no gain
 def test_an_array_in_shards_is_taken_where_it_is_quicker_by_replay(run_study, jobs):
     """Many small operations, whose activations do not fit for 8 trials, nor for 4."""
     recipe, loop = uneven.settled(), {"epochs": 2}

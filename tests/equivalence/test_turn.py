@@ -35,6 +35,18 @@ def test_of_every_model_with_a_neighbour_under_poison(model, lookahead, train):
     assert not [s for s in turned if f"LOAD s{s} param" in loads]  # no second one
 
 
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_where_all_that_travel_are_held_so_there_are_no_slots(lookahead, watch):
+    technique = shoal.Spilled(
+        shards=5, optimizer="host", keep=(1,), keep_turn=4, lookahead=lookahead
+    )
+    seen = watch(zoo.recipe(), space_of("gpt"), technique, poison=True, exact=True)
+    owns = [action for action in seen.first_step if action.endswith("own")]
+    assert sorted(owns) == [f"LOAD s{shard} param own" for shard in (0, 2, 3, 4)]
+    every = {action for action in seen.words if action.startswith("LOAD")}  # evaluations too
+    assert every == {"LOAD s1 param+state", *owns}
+
+
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("order", ["micro", "shard"])
 def test_with_several_micro_batches_in_either_order(order, clip, train):
@@ -65,8 +77,8 @@ def test_room_at_the_turn_is_used_and_said(tmp_path, run_study, assert_alone):
     plan = plan_of(recipe, space, tmp_path, technique, int(0.6 * whole))
     job = plan.jobs[0]
     assert turned_shards(job.technique, len(job.shards))
-    assert "stay from forward to backward" in plan.explain()
-    assert "there is room at the turn" in plan.explain()
+    assert "from forward to backward" in plan.explain()
+    assert "from forward to backward, when there is room for them" in plan.explain()
     report = run_study(recipe, space, steps=2, technique=job.technique, memory=int(0.6 * whole))
     assert_alone(report, report.trials, recipe, steps=2)
 

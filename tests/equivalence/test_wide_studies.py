@@ -105,6 +105,31 @@ def test_draws_that_nobody_can_foretell_fail_the_trial_in_words(run_study):
     assert "Use width=1" in report.trials[0].error_line
 
 
+# -- evaluation -------------------------------------------------------------------------------
+
+
+def test_validation_batches_go_to_the_copies_in_turn(run_staged):
+    """Three batches a pass: copy 0 takes two, copy 1 one; the metrics are the plain loop's."""
+    report = run_staged(staging.rich(), wide(), options={"timeline": True})
+    assert len(report.trials[0].history) == 2
+    actions = [a for a in read_timeline(report.directory) if a.stream == "compute"]
+    forwards = [a.device for a in actions if a.action.startswith("F s1")]  # in training none
+    assert sorted(forwards) == ["cpu:1"] * 4 + ["cpu:3"] * 2
+
+
+def test_a_buffer_that_evaluation_changes_is_one_copys(run_staged):
+    run_staged(staging.trap(accumulate=4, data=staging.even, model=staging.counts), wide())
+
+
+def test_a_buffer_that_a_later_validation_batch_changes_fails_the_trial_in_words(run_study):
+    recipe = staging.trap(accumulate=4, data=staging.even, model=staging.counts)
+    report = run_study(recipe, {**LR, "late": 1}, technique=wide(), devices=4, epochs=1)
+    (trial,) = report.trials
+    assert trial.state == "FAILED"
+    assert "evaluating a batch wrote to the buffer 'leave.seen'" in trial.error_line
+    assert "Use width=1" in trial.error_line
+
+
 # -- leases, generations, resuming ------------------------------------------------------------
 
 

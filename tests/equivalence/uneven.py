@@ -47,6 +47,23 @@ def short(**changes) -> Recipe:
     return squads.recipe(**({"data": loaded, "accumulate": 3, "clip_grad_norm": 0.1} | changes))
 
 
+class Long(nn.Linear):
+    """A layer for batches of three and more, which others pass by."""
+
+    def forward(self, x):
+        return super().forward(x) if len(x) > 2 else x
+
+
+def with_a_layer_for_long_batches(hp):
+    layers = [nn.Linear(squads.INSIDE, 8), nn.Tanh(), Long(8, 8), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(8, squads.CLASSES)).double()
+
+
+def left_out(**changes) -> Recipe:
+    """Some steps have no gradient for some weights; decay would change these all the same."""
+    return short(model=with_a_layer_for_long_batches, optimizer=squads.sgd, **changes)
+
+
 # ------------------------------------------------------------------ batches that are none
 
 BAD_STEP = 4
@@ -102,7 +119,7 @@ def bad_batches(**changes) -> Recipe:
 
 
 def unending(hp):
-    """One trial has batches that are not finite; another's last step has fewer batches."""
+    """One trial's last batch is not finite, or 0; another's last step has fewer batches."""
     count = 5 if hp["kind"] == "ends early" else 6
     draws = torch.Generator().manual_seed(21)
     found = [
@@ -112,8 +129,8 @@ def unending(hp):
         )
         for _ in range(count)
     ]
-    if hp["kind"] == "nan":
-        found[-1][0].fill_(torch.nan)
+    if hp["kind"] in ("nan", "zero"):
+        found[-1][0].fill_(torch.nan if hp["kind"] == "nan" else 0.0)
     return found, None
 
 
@@ -121,6 +138,18 @@ def plain(hp):
     """Without statistics or masks, which batches would share."""
     layers = [nn.Linear(squads.INSIDE, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()]
     return nn.Sequential(*layers, nn.Linear(8, squads.CLASSES)).double()
+
+
+class Rooted(nn.Linear):
+    """Its output at 0 is 0, and its gradient there is none."""
+
+    def forward(self, x):
+        return super().forward(x).square().sum(1, keepdim=True).sqrt() + x
+
+
+def rooted(hp):
+    layers = [Rooted(squads.INSIDE, squads.INSIDE, bias=False) for _ in range(3)]
+    return nn.Sequential(*layers, nn.Linear(squads.INSIDE, squads.CLASSES)).double()
 
 
 def neighbours(**changes) -> Recipe:

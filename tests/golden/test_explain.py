@@ -16,6 +16,7 @@ from shoal.core.spec import JobMeasure, TrialSpec
 from shoal.core.technique import Pipelined
 from shoal.core.units import Bytes, Seconds
 from shoal.memory.layout import TensorSpec, lay_out
+from shoal.pipeline.stops import Stops
 from shoal.planner.job import make_pipeline_job
 from shoal.planner.need import Request
 from shoal.planner.price import Speeds
@@ -26,7 +27,7 @@ from shoal.testing import make_device, make_layer, make_shard
 
 FOLDER = Path(__file__).parent / "explain"
 MIB = 2**20
-SPEEDS = Speeds(up_bytes_per_s=1e9, down_bytes_per_s=1e9, source="the link it was given")
+SPEEDS = Speeds(up_bytes_per_s=1e9, down_bytes_per_s=1e9, source="the link speed that was given")
 TRIAL = TrialSpec(number=0, hp={"lr": 0.1}, seed=7)
 PLANS = {
     "flush": Pipelined(),
@@ -70,7 +71,7 @@ def measured() -> Measured:
         cuttable=True,
         bitwise=True,
         draws=False,
-        data="position: index into a list",
+        data="place in the data: index into a list",
         rows=64,
     )
     return Measured(0, measure, layout([tuple(range(6))]))
@@ -89,7 +90,9 @@ def explain(asked: Pipelined, stale: shoal.Stale | None = None) -> str:
     request = Request(micro_batches=4, clip=False, technique=asked, prefers="host")
     each = (24 if stale is None else 40) * MIB
     devices = [make_device(f"cpu:{i}", each) for i in range(2)]
-    question = Pipelining(devices, recipe, request).settle(TRIAL, asked, 1, SPEEDS)
+    stops = Stops(epochs=2, eval_every=10)
+    pipelining = Pipelining(devices, recipe, request, stops=stops)
+    question = pipelining.settle(TRIAL, asked, 1, SPEEDS)
     order, first, answer = next(question), measured(), measured()
     while True:
         if isinstance(order, MeasureShards):

@@ -211,6 +211,25 @@ def test_only_the_peak_inside_a_unit_is_above_what_is_held(case):
 
 
 @quick
+@given(shapes_with_costs())
+def test_where_all_that_travel_have_memory_of_their_own_there_are_no_slots(case):
+    shape, costs = case
+    travel = tuple(shard for shard in range(shape.num_shards) if shard not in shape.keep)
+    nothing = dict.fromkeys(("weights", "waits", "heads", "late", "saves", "spills"), ())
+    shape = dataclasses.replace(shape, place="host", micro_batches=1, **nothing)
+    slotted = dataclasses.replace(shape, turn=travel[: -1 - shape.lookahead])
+    alone = dataclasses.replace(shape, turn=travel)
+    whole = (dataclasses.replace(s, head_bytes=0) for s in costs[0].shards)
+    costs = {0: dataclasses.replace(costs[0], shards=tuple(whole))}
+    before, after = slotted.check(costs), alone.check(costs)
+    assert after.num_slots == 0
+    assert after.peak_bytes <= before.peak_bytes
+    assert (after.up_bytes, after.down_bytes) == (before.up_bytes, before.down_bytes)
+    tested = check(alone.route.evaluation(), costs, start=alone.kept, end=alone.kept)
+    assert tested.num_slots == 0
+
+
+@quick
 @given(shapes)
 def test_every_store_of_gradients_outside_the_slots_is_waited_for_or_left_to_the_next(shape):
     actions = shape.program.devices[0]

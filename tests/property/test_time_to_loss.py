@@ -13,9 +13,11 @@ from shoal.core.spec import JobMeasure
 from shoal.core.stale import Stale
 from shoal.core.technique import Pipelined
 from shoal.core.units import Bytes, Seconds
+from shoal.pipeline.stops import Stops
 from shoal.planner.need import Request
-from shoal.planner.pipeline import WORTH, Terms, candidates
+from shoal.planner.pipeline import WORTH, candidates
 from shoal.planner.price import Speeds
+from shoal.planner.steptime import Steps, Terms
 from shoal.planner.timetoloss import Pace, Place, in_words, pace_of, rival, soonest
 from shoal.testing import make_layer
 
@@ -116,8 +118,8 @@ def even_layers(count, forward_s=0.02):
     )
 
 
-def paces(stages, micro_batches, trials, budget=2**40, efficiency=1.0):
-    some = terms(even_layers(stages), micro_batches)
+def paces(stages, micro_batches, trials, budget=2**40, efficiency=1.0, stops=None):
+    some = replace(terms(even_layers(stages), micro_batches), stops=stops)
     place = Place(budget=Bytes(budget), devices=stages, trials=trials)
     stale = Stale(efficiency=efficiency)
     found = {}
@@ -137,6 +139,48 @@ def test_one_trial_alone_is_soonest_without_bubbles_and_a_stale_step_is_weighed(
     worth = paces(stages, micro_batches, trials=1, efficiency=0.5)["2bw"]
     assert worth.loss_s == pytest.approx(2 * found["2bw"].loss_s)
     assert worth.turn_s == worth.step_s == found["2bw"].step_s
+
+
+def test_where_a_pipeline_often_stops_stale_weights_are_not_taken():
+    """Four stages, four micro-batches: 12 of 80 ms to fill and drain, and 16 a step."""
+    often, seldom = Stops(steps=400, eval_every=3), Stops(steps=400)
+    unpriced, stopped, going = (
+        paces(4, 4, trials=1, stops=some) for some in (None, often, seldom)
+    )
+    assert soonest(unpriced["flush"], [unpriced["2bw"]]).is_stale
+    assert not soonest(stopped["zb-h1"], [stopped["2bw"]]).is_stale
+    assert soonest(going["flush"], [going["2bw"]]).is_stale
+    for name in ("flush", "zb-h1"):
+        assert stopped[name] == unpriced[name]
+    assert stopped["2bw"].turn_s == pytest.approx(unpriced["2bw"].turn_s + stopped["2bw"].stops_s)
+    said = in_words(stopped["2bw"], list(stopped.values()), {}, Stale(efficiency=1.0))
+    assert "of it since it runs empty at stops)" in said[0]
+
+
+def test_trials_compute_in_what_the_stops_of_others_leave_empty():
+    often = Stops(steps=400, eval_every=3)
+    alone, shared = (paces(4, 4, trials=n, stops=often)["2bw"] for n in (1, 3))
+    assert shared.stops_s < alone.stops_s / 2
+
+
+@pytest.mark.parametrize(("stages", "width"), [(2, 1), (4, 1), (2, 2)])
+def test_a_steps_part_of_the_stops_is_what_a_replay_of_the_training_has(stages, width):
+    """Twelve steps that stop after each three, against the same without a stop."""
+    some = terms(even_layers(stages), 8)
+    asked = Pipelined(schedule="2bw", stages=stages, width=width)
+    place = (some, Bytes(2**40), stages * width, 1)
+    (one, *_) = candidates(asked, *place)
+    (two, *_) = candidates(asked, replace(some, stops=Stops(steps=12, eval_every=3)), *place[1:])
+    steps = Steps(
+        technique=one.technique,
+        stages=one.stages,
+        ties=(),
+        batch=some.batch(8),
+        terms=some,
+    )
+    (stopping_s, _), (going_s, _) = steps._ran(8, 3, programs=4), steps._ran(8, 12)
+    assert two.stops == 5 / 12  # an epoch has eight steps
+    assert two.stops_s / two.stops == pytest.approx((stopping_s - going_s) / 3, rel=0.02)
 
 
 @pytest.mark.parametrize("trials", [2, 3, 7])

@@ -14,9 +14,11 @@ from shoal.core.technique import SCHEDULES
 from shoal.core.units import Seconds
 from shoal.pipeline.check import check_pipeline
 from shoal.pipeline.schedule import Pipeline
+from shoal.pipeline.validate import validation
 from shoal.pipeline.wide import mean_in_order, micros_of, shares
 from shoal.program.costs import JobCosts
 from shoal.program.ir import Action, Op, Part, Program, parse_program
+from shoal.program.needs import matching_sends
 from shoal.program.replay import Run, replay
 from shoal.testing import make_shard
 
@@ -187,6 +189,22 @@ def test_a_replay_runs_every_action_once(pipeline):
     timeline = replay_of(pipeline)
     spans = sorted(str(span.action) for span in timeline.spans)
     assert spans == sorted(map(str, pipeline.program()))
+
+
+# -- validation -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stages", "width"), [(1, 2), (2, 1), (2, 3), (4, 2)])
+def test_a_validation_batch_goes_through_all_stages_of_one_copy_alone(stages, width):
+    for copy in range(width):
+        program = validation(stages, width, copy)
+        units = [
+            (d, a.shard) for d, part in enumerate(program.devices) for a in part if a.op is Op.F
+        ]
+        assert units == [(copy * stages + stage, stage) for stage in range(stages)]
+        sends = sum(a.op is Op.SEND for a in program)
+        assert len(matching_sends(program)) == sends == stages - 1 + (copy > 0)
+        assert parse_program(str(program)) == program
 
 
 # -- what is refused --------------------------------------------------------------------------

@@ -364,7 +364,7 @@ def test_without_loss_rows_there_is_no_mode():
 
 @pytest.mark.parametrize("rows", [0, -1, 1.5, True, "all"])
 def test_loss_rows_is_a_whole_number_or_none(rows):
-    with pytest.raises(SpecError, match="loss_rows is a whole number of rows from 1, or None"):
+    with pytest.raises(SpecError, match="loss_rows is a whole number from 1"):
         Recipe(model=dict, data=dict, loss_rows=rows)
 
 

@@ -119,7 +119,7 @@ def test_a_training_that_is_stuck_is_called_so():
     found = stale_efficiency(some, {"lr": 0.4}, steps=60, seeds=(0,))
     assert found.efficiency == 0.0
     assert found.stuck == (0,)
-    assert "made no progress with 1 of 1 seeds (0)" in str(found)
+    assert "made no progress with 1 of 1 seed (0)" in str(found)
     with pytest.raises(SpecError, match="made no progress"):
         found.stale()
 

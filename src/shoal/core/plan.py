@@ -9,11 +9,13 @@ from typing import Any
 
 from shoal.core.spec import NO_BYTES, DeviceSpec, Halves, PassKind, Scalar, ShardSpec
 from shoal.core.technique import (
+    Captured,
     DataParallel,
     Pipelined,
     Resident,
     Spilled,
     Technique,
+    heads_of,
     kept_shards,
     kept_weights,
     late_shards,
@@ -21,7 +23,7 @@ from shoal.core.technique import (
     turned_shards,
     waiting_gradients,
 )
-from shoal.core.units import Bytes, Seconds, format_bytes, format_seconds
+from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +119,10 @@ NO_ARRAY = "none since step"
 """How the numerics key of a trial begins that left its array for good, with the step."""
 
 
+BITWISE = "bitwise in the pilot"
+"""How a numerics key says that a chain was compared with its module, and equal."""
+
+
 def alone(job: Job, step: int, why: str) -> Job:
     """The job of a trial that leaves its array after ``step`` steps and trains by itself."""
     assert job.array is not None
@@ -160,8 +166,9 @@ class Plan:
     def explain(self) -> str:
         """The plan in words: per trial the technique, the shards, bytes by name, and why."""
         lines = [
-            f"study {self.study}: {len(self.jobs)} trials on {len(self.devices)} devices, "
-            f"up to {self.active} at a time on each; predicted {format_seconds(self.seconds)}"
+            f"study {self.study}: {counted(len(self.jobs), 'trial')} on "
+            f"{counted(len(self.devices), 'device')}, up to {self.active} at a time on each; "
+            f"predicted {format_seconds(self.seconds)}"
         ]
         lines += [f"  device {d.name}: {format_bytes(d.memory)}" for d in self.devices]
         first: dict[object, int] = {}
@@ -197,39 +204,43 @@ def _explain_job(job: Job, like: int) -> list[str]:
         "parameters": sum(s.owned_bytes for s in shards),
         "gradients": sum(s.gradient_bytes for s in shards),
         "optimizer state": sum(s.state_bytes for s in shards),
-        "boundaries": sum(s.boundary_bytes for s in shards),
+        f"inputs of {_part(job.technique)}s": sum(s.boundary_bytes for s in shards),
         "buffers": job.buffer_bytes,
         "batch": job.batch_bytes,
     }
     if isinstance(job.technique, Spilled):
         place = job.technique.optimizer
-        lines.append(f"    {len(shards)} shards, the optimizer steps on the {place}")
+        lines.append(f"    {counted(len(shards), 'shard')}, the optimizer steps on the {place}")
         if job.technique.transfer == "bf16":
             lines.append("    weights that only bf16 products read travel as bfloat16")
         if kept := kept_shards(job.technique):
             names = ", ".join(map(str, kept))
-            lines.append(f"    {len(kept)} of them stay on the device and step there: {names}")
+            stay = counted(len(kept), "of them stays", "of them stay")
+            lines.append(f"    {stay} on the device between steps: {names}")
         if weights := kept_weights(job.technique):
             names = ", ".join(map(str, weights))
-            lines.append(f"    of {len(weights)} the parameters stay, the state travels: {names}")
+            stay = counted(len(weights), "keeps its", "keep their")
+            lines.append(f"    {stay} parameters there, and the optimizer state travels: {names}")
         if late_shards(job.technique):
-            lines.append("    it has memory there from the first load of it to the end of a step")
-        if head := job.technique.keep_head:
-            part = "state" if head[0] in kept_weights(job.technique) else "parameters"
-            size = format_bytes(Bytes(head[1]))
-            lines.append(f"    of the {part} of shard {head[0]} {size} stay too")
+            lines.append("    that state takes memory there from its first load to a step's end")
+        for shard, num_bytes in heads_of(job.technique).items():
+            part = "state" if shard in kept_weights(job.technique) else "parameters"
+            size = format_bytes(Bytes(num_bytes))
+            lines.append(f"    {size} of the {part} of shard {shard} stay there too")
         if turned := turned_shards(job.technique, len(shards)):
             names = ", ".join(map(str, turned))
-            lines.append(f"    {len(turned)} stay from forward to backward: {names}")
+            stay = counted(len(turned), "more stays", "more stay")
+            lines.append(f"    {stay} from forward to backward: {names}")
         if waiting := waiting_gradients(job.technique, len(shards)):
             names = ", ".join(map(str, waiting))
-            lines.append(f"    of {len(waiting)} gradients wait for the step there: {names}")
+            lines.append(f"    gradients of {len(waiting)} wait there for the step: {names}")
         if saves := job.technique.keep_activations:
             names = ", ".join(map(str, saves))
-            lines.append(f"    {len(saves)} do not recompute their forward: {names}")
+            keep = counted(len(saves), "keeps what its", "keep what their")
+            lines.append(f"    {keep} forward saved, and run it once: {names}")
         if spills := job.technique.spill_activations:
             names = ", ".join(map(str, spills))
-            lines.append(f"    of {len(spills)} what the forward saved waits on the host: {names}")
+            lines.append(f"    what the forward of {len(spills)} saved waits on the host: {names}")
         lines += [f"    {_explain_shard(shard)}" for shard in shards]
     if isinstance(job.technique, Pipelined):
         lines += _explain_pipeline(job, job.technique)
@@ -241,25 +252,32 @@ def _explain_job(job: Job, like: int) -> list[str]:
         where = "on each device"
     lines.append(
         f"    {where}: up to {format_bytes(job.held_bytes)} held, up to "
-        f"{format_bytes(job.unit_bytes)} more inside a unit, {format_bytes(job.peak_bytes)} at "
-        f"the peak; on the host {format_bytes(job.host_bytes)}; "
+        f"{format_bytes(job.unit_bytes)} more while it computes, "
+        f"{format_bytes(job.peak_bytes)} at the peak; on the host {format_bytes(job.host_bytes)}; "
         f"{format_seconds(job.step_s)} a step"
     )
-    lines += [f"    because {reason}" for reason in job.why]
+    lines += [f"    - {reason}" for reason in job.why]
     lines.append("    numerics: " + ", ".join(f"{k}={v}" for k, v in job.numerics.items()))
     return lines
 
 
+def _part(technique: Technique) -> str:
+    is_cut = isinstance(technique, Pipelined) and not technique.is_spilled
+    return "stage" if is_cut else "shard"
+
+
 def _explain_pipeline(job: Job, technique: Pipelined) -> list[str]:
     count, micros = job.parts, technique.micro_batches or job.micro_batches
-    step = f"{micros} micro-batches a step"
+    step = f"{counted(micros, 'micro-batch', 'micro-batches')} a step"
     copies = "" if technique.width == 1 else f"{technique.width} copies of "
     if micros != job.micro_batches:
         step += f", {micros // job.micro_batches} of each batch"
     saves = "forwards are run again in the backward"
     if not technique.recompute:
         saves = "what forwards save waits for the backward"
-    lag = f", {technique.lag} more in flight" if technique.lag else ""
+    lag = ""
+    if technique.lag:
+        lag = f", {counted(technique.lag, 'micro-batch', 'micro-batches')} further ahead"
     weights = ", weights one step old" if technique.is_stale else ""
     guess = ", with a guess of the newer ones" if technique.predict else ""
     parts = [f"    {_explain_shard(shard, 'stage')}" for shard in job.shards]
@@ -267,7 +285,7 @@ def _explain_pipeline(job: Job, technique: Pipelined) -> list[str]:
         saves, parts = _explain_spilled(technique), _explain_stages(job, technique)
     how = f"schedule {technique.known_schedule}{lag}{weights}{guess}"
     return [
-        f"    {copies}{count} stages, a device each, {how}; {step}; {saves}",
+        f"    {copies}{counted(count, 'stage')}, a device each, {how}; {step}; {saves}",
         *parts,
     ]
 
@@ -275,7 +293,7 @@ def _explain_pipeline(job: Job, technique: Pipelined) -> list[str]:
 def _explain_spilled(technique: Pipelined) -> str:
     where = "wait on the device" if technique.keep_gradients else "go to the host"
     said = f"the stages are spilled: {technique.shards} shards, the optimizer steps on the "
-    said += f"{technique.optimizer}, loads are {technique.lookahead} units ahead"
+    said += f"{technique.optimizer}, shards are loaded {technique.lookahead} ahead"
     return f"{said}, gradients {where} between micro-batches"
 
 
@@ -284,7 +302,7 @@ def _explain_stages(job: Job, technique: Pipelined) -> list[str]:
     for stage, (first, stop) in enumerate(spans_of(technique, job.shards)):
         stay = ", ".join(str(shard) for shard in range(first, stop) if shard in kept) or "none"
         lines.append(
-            f"    stage {stage}: {stop - first} shards; of them stay and step there: {stay}"
+            f"    stage {stage}: {counted(stop - first, 'shard')}; between steps stay: {stay}"
         )
         lines += [f"      {_explain_shard(shard)}" for shard in job.shards[first:stop]]
     return lines
@@ -305,7 +323,7 @@ def _explain_shard(shard: ShardSpec, name: str = "shard") -> str:
     return (
         f"{name} {shard.index}: layers {first}..{stop - 1}, parameters "
         f"{format_bytes(shard.parameter_bytes)}, state {format_bytes(shard.state_bytes)}, "
-        f"boundary {format_bytes(shard.boundary_bytes)}, inside a forward "
+        f"input {format_bytes(shard.boundary_bytes)}, inside a forward "
         f"{format_bytes(shard.forward_peak_bytes)}, inside a backward "
         f"{format_bytes(shard.backward_peak_bytes)}"
     )
@@ -322,7 +340,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
 def plan_from_dict(record: Mapping[str, Any]) -> Plan:
     """The inverse of ``plan_to_dict``."""
-    kinds = {kind.__name__: kind for kind in (Resident, Spilled, Pipelined, DataParallel)}
+    every = (Resident, Captured, Spilled, Pipelined, DataParallel)
+    kinds = {kind.__name__: kind for kind in every}
     jobs = []
     for entry in record["jobs"]:
         technique = dict(entry["technique"])

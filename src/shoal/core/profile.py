@@ -33,6 +33,7 @@ GB and TB are powers of ten here, GiB powers of two. Measure your own machine: `
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -40,6 +41,7 @@ from typing import Any, Literal
 
 from shoal.core.errors import SpecError
 from shoal.core.units import Bytes, Seconds
+from shoal.core.values import is_number, plain
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Direction = Literal["up", "down"]
@@ -73,13 +75,14 @@ class Profile:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+            value = plain(getattr(self, field.name))
             if field.name == "name" or (field.name == "both_bytes_per_s" and value is None):
                 continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            if not is_number(value) or not value > 0:
                 raise SpecError(
                     f"{field.name} of profile {self.name!r} is a number above 0, got {value!r}."
                 )
+            object.__setattr__(self, field.name, value)
 
     @property
     def default_scale(self) -> float:
@@ -88,7 +91,7 @@ class Profile:
 
     def slowed(self, scale: float, sharing: int = 1) -> Profile:
         """Everything ``scale`` times slower; the host memory shared by ``sharing`` devices."""
-        if isinstance(scale, bool) or not isinstance(scale, int | float) or not scale > 0:
+        if not is_number(scale) or not 0 < scale < math.inf:
             raise SpecError(f"scale is a number above 0, got {scale!r}.")
         rates = {
             field.name: getattr(self, field.name) / scale

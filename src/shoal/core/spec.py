@@ -12,6 +12,8 @@ from shoal.core.units import Bytes, Seconds
 
 NO_TIME = Seconds(0.0)
 NO_BYTES = Bytes(0)
+CAPTURED_LAYOUTS = 4
+"""Layouts of batches whose passes are captured, each with memory of its own on a GPU."""
 NO_SECONDS = Seconds(0.0)
 ALIGNMENT = 512  # bytes of every tensor in a flat store or slot, as device allocators give it
 Scalar = bool | int | float | str | None
@@ -226,6 +228,15 @@ class ShardSpec:
     step_chunks: tuple[Bytes, ...] = ()
     halves: Halves | None = None
 
+    @property
+    def step_bytes(self) -> Bytes:
+        """What an element-wise optimizer reads and writes for its step.
+
+        Parameters and state are read and written, gradients read: 28 bytes a parameter for
+        AdamW in float32.
+        """
+        return Bytes(2 * self.owned_bytes + self.gradient_bytes + 2 * self.state_bytes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WidthMeasure:
@@ -300,6 +311,21 @@ class ReplicaMeasure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureMeasure:
+    """What a training pass takes eagerly and captured, turn by turn; seconds.
+
+    ``make_s`` is what capturing it took, with the passes that it was compared with. ``noise`` is
+    by what part rounds differed. ``declined`` says why it cannot be captured.
+    """
+
+    eager_s: Seconds = NO_SECONDS
+    captured_s: Seconds = NO_SECONDS
+    make_s: Seconds = NO_SECONDS
+    noise: float = 0.0
+    declined: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobMeasure:
     """A model as a worker measured it: what a plan is decided from.
 
@@ -329,6 +355,7 @@ class JobMeasure:
     compiled: int = 0  # modules that torch.compile has compiled
     rows: int | None = None  # of the batch, where all its tensors have as many
     replica: ReplicaMeasure | None = None  # of what was asked for
+    capture: CaptureMeasure | None = None  # where it was asked for
     trained: tuple[str, ...] = ()  # parameters
     written: tuple[str, ...] = ()  # parameters that a forward writes to
     steps_by_tensor: bool = False  # its tensors may step one after another: the bits are the same

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.core.errors import SpecError
+from shoal.core.values import flag, is_number, plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,12 +27,12 @@ class Stale:
     predict: bool = False
 
     def __post_init__(self) -> None:
-        if type(self.efficiency) not in (int, float) or not 0 < self.efficiency <= 1:
+        efficiency = plain(self.efficiency)
+        if not is_number(efficiency) or not 0 < efficiency <= 1:
             raise SpecError(
                 "Stale(efficiency=...) is the part of a synchronous step's progress that a step "
                 f"with stale weights makes, above 0 and up to 1, got {self.efficiency!r}. Measure "
                 "it with shoal.testing.stale_efficiency, or leave Recipe(stale=...) out."
             )
-        if type(self.predict) is not bool:
-            raise SpecError(f"Stale(predict=...) is True or False, got {self.predict!r}.")
-        object.__setattr__(self, "efficiency", float(self.efficiency))
+        object.__setattr__(self, "efficiency", float(efficiency))
+        object.__setattr__(self, "predict", flag("Stale(predict=...)", self.predict))

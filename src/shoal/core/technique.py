@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from shoal.core.errors import PlanError, SpecError
 from shoal.core.spec import Order, Place, ShardSpec, Transfer
-from shoal.core.units import Bytes
+from shoal.core.units import Bytes, counted
+from shoal.core.values import flag, items, one_of, optional_flag, optional_whole, plain, whole
+
+Head = tuple[int, int]
+"""A shard, and how many bytes of it stay."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resident:
     """The whole model stays on the device; nothing moves inside a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Captured(Resident):
+    """As ``Resident``, with each training pass run without the Python code that it comes from.
+
+    Forward and backward are seen once and run again from then on: on a CPU as a list of torch's
+    operations, on a GPU as one CUDA graph. They are the eager pass's own kernels, so the bits are
+    those of ``Resident``, which is looked at before a capture is trusted: whether a trial is
+    captured is no part of its numerics key. A pass that cannot be captured (its data decides
+    what is computed, a module has hooks, its code counts its calls) runs as in ``Resident``, with
+    a warning that says why; so do evaluations.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,15 +47,16 @@ class Spilled:
     ``keep_weights`` the parameters stay, and the optimizer's state travels to the device for
     each step; it goes with ``keep`` and with the step on the device, as ``keep_head`` does: a
     shard more, and how many bytes of its parameters stay, or where those stay of its state, in
-    whole tensors from the first on. ``order``
-    "shard" has a shard run all micro-batches of a step while it is on the device, which
+    whole tensors from the first on; or several such pairs, of late state the largest ones.
+    ``order`` "shard" has a shard run all micro-batches of a step while it is on the device, which
     gives the same bits where the model draws no random numbers and no two layers share, or
     read from each other, what a forward changes (a BatchNorm used twice). Nothing chooses it
     but you; ``shoal verify`` is the proof. ``boundaries`` is where a shard's input waits between
     its forward and its backward, None for wherever there is room: on the host where the device
     has none, or where that room is better used. ``keep_turn`` is how many shards more, those next
     to the turn from forward to backward, hold their parameters from one to the other, None for as
-    many as fit; it goes with the step on the host. ``keep_gradients`` goes with the step on the
+    many as fit; it goes with the step on the host. If it is as many as travel, all of them come
+    into memory of their own, and there are no slots. ``keep_gradients`` goes with the step on the
     device: of how many shards, the first ones that are not kept, the gradients stay there while
     they wait, for clipping or for more micro-batches; None for as many as fit. ``late_state``
     has the state of shards in ``keep_weights`` come into memory that is there from the first
@@ -61,7 +79,7 @@ class Spilled:
     lookbehind: int | None = None
     keep: tuple[int, ...] | None = None
     keep_weights: tuple[int, ...] = ()
-    keep_head: tuple[int, int] | None = None
+    keep_head: Head | tuple[Head, ...] | None = None
     keep_turn: int | None = None
     keep_gradients: int | None = None
     late_state: bool | None = None
@@ -74,33 +92,23 @@ class Spilled:
     spill_activations: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.shards is not None and self.shards < 1:
-            raise SpecError(f"Spilled(shards=...) must be at least 1, got {self.shards}")
-        if self.optimizer not in (None, "device", "host"):
-            raise SpecError(f"optimizer is 'device' or 'host', got {self.optimizer!r}")
-        if self.lookahead not in (None, 0, 1, 2):
-            raise SpecError(f"lookahead is 0, 1 or 2, got {self.lookahead!r}")
-        if type(self.lookbehind) not in (type(None), int) or self.lookbehind not in (None, 0, 1):
-            raise SpecError(f"lookbehind is 0 or 1, got {self.lookbehind!r}")
-        if self.order not in (None, "micro", "shard"):
-            raise SpecError(f"order is 'micro' or 'shard', got {self.order!r}")
-        if self.boundaries not in (None, "device", "host"):
-            raise SpecError(f"boundaries is 'device' or 'host', got {self.boundaries!r}")
+        _set(self, "shards", optional_whole("Spilled(shards=...)", self.shards, 1))
+        _check_words(self, _SPILLED_WORDS)
+        _set(self, "lookahead", _ahead("lookahead", self.lookahead, 2))
+        _set(self, "lookbehind", _ahead("lookbehind", self.lookbehind, 1))
         self._check_turn()
         self._check_gradients()
         self._check_late()
         self._check_head()
-        if self.transfer not in (None, "bf16", "fp32"):
-            raise SpecError(f"transfer is 'bf16' or 'fp32', got {self.transfer!r}")
         if self.transfer == "bf16" and (self.optimizer == "device" or self.keep_weights):
             raise SpecError(
                 "transfer='bf16' with the step on the device, which needs the weights whole. "
                 "Step on the host, or leave transfer= out."
             )
         if self.keep_weights and self.keep is None:
-            object.__setattr__(self, "keep", ())
+            _set(self, "keep", ())
         if self.keep_weights and self.optimizer is None:
-            object.__setattr__(self, "optimizer", "device")
+            _set(self, "optimizer", "device")
         if self.keep is not None:
             self._check_keep("keep", self.keep)
         self._check_keep("keep_weights", self.keep_weights)
@@ -110,16 +118,15 @@ class Spilled:
                 "device would be old after each step. Name the shards in keep=, or step on the "
                 "device."
             )
-        if self.offload != "host":
+        if one_of("offload", self.offload, ("host", "disk")) != "host":
             raise PlanError(f"offload={self.offload!r} cannot be done yet; use offload='host'.")
         self._check_recompute()
 
     def _check_turn(self) -> None:
-        count = self.keep_turn
-        if count is not None and (type(count) is not int or count < 0):
-            raise SpecError(f"keep_turn is a number of shards, 0 or more, got {count!r}")
+        count = _number_of_shards("keep_turn", self.keep_turn)
+        _set(self, "keep_turn", count)
         if count and self.optimizer is None:
-            object.__setattr__(self, "optimizer", "host")
+            _set(self, "optimizer", "host")
         if count and self.optimizer == "device":
             raise SpecError(
                 f"keep_turn={count} with the step on the device: what room there is has better "
@@ -127,11 +134,10 @@ class Spilled:
             )
 
     def _check_gradients(self) -> None:
-        count = self.keep_gradients
-        if count is not None and (type(count) is not int or count < 0):
-            raise SpecError(f"keep_gradients is a number of shards, 0 or more, got {count!r}")
+        count = _number_of_shards("keep_gradients", self.keep_gradients)
+        _set(self, "keep_gradients", count)
         if count and self.optimizer is None:
-            object.__setattr__(self, "optimizer", "device")
+            _set(self, "optimizer", "device")
         if count and self.optimizer == "host":
             raise SpecError(
                 f"keep_gradients={count} with the step on the host, where the gradients go. Leave "
@@ -139,10 +145,9 @@ class Spilled:
             )
 
     def _check_late(self) -> None:
-        if self.late_state is not None and type(self.late_state) is not bool:
-            raise SpecError(f"late_state is True or False, got {self.late_state!r}")
+        _set(self, "late_state", optional_flag("late_state", self.late_state))
         if self.late_state and self.optimizer is None:
-            object.__setattr__(self, "optimizer", "device")
+            _set(self, "optimizer", "device")
         if self.late_state and self.optimizer == "host":
             raise SpecError(
                 "late_state=True with the step on the host, where the state is. Leave it out, or "
@@ -152,31 +157,38 @@ class Spilled:
     def _check_head(self) -> None:
         if self.keep_head is None:
             return
-        if not _is_pair(self.keep_head):
+        given: Any = self.keep_head
+        heads = [given] if _is_pair(given) else given
+        is_list = isinstance(heads, tuple | list) and all(map(_is_pair, heads))
+        if not is_list or not heads:
             raise SpecError(
-                f"keep_head is a shard and a number of bytes, as in (2, 65536), got "
-                f"{self.keep_head!r}"
+                f"keep_head is a shard and a number of bytes, as in (2, 65536), or several of "
+                f"these pairs, got {given!r}"
             )
-        shard, num_bytes = self.keep_head
-        object.__setattr__(self, "keep_head", (shard, num_bytes))
+        pairs = tuple((plain(shard), plain(num_bytes)) for shard, num_bytes in heads)
+        _set(self, "keep_head", pairs if len(pairs) > 1 else pairs[0])
         if self.keep is None:
-            object.__setattr__(self, "keep", ())
+            _set(self, "keep", ())
         if self.optimizer != "device":
             raise SpecError(
                 f"keep_head={self.keep_head} without the step on the device: it would be old "
                 "after each step. Add optimizer='device', or leave it out."
             )
-        if num_bytes < 1 or shard in (self.keep or ()) or shard not in range(self.shards or 0):
+        can_be = set(range(self.shards or 0)) - set(self.keep or ())
+        named = {shard for shard, num_bytes in pairs if num_bytes >= 1 and shard in can_be}
+        if len(named) < len(pairs):
             raise SpecError(
                 f"keep_head={self.keep_head} names a shard that is not in keep={self.keep}, of "
-                f"shards={self.shards}, and at least one byte of it. Leave it out to keep what "
-                "fits."
+                f"shards={self.shards}, and at least one byte of it, each shard once. Leave it "
+                "out to keep what fits."
             )
 
     def _check_recompute(self) -> None:
         names = ("keep_activations", "spill_activations")
-        if self.recompute not in (True, False, "auto") or type(self.recompute) is int:
-            raise SpecError(f"recompute is True, False or 'auto', got {self.recompute!r}")
+        if not isinstance(self.recompute, str):
+            _set(self, "recompute", plain(self.recompute))
+        if self.recompute != "auto" and type(self.recompute) is not bool:
+            raise SpecError(f"recompute is True, False or 'auto', got {self.recompute!r}.")
         for name in names:
             named = getattr(self, name)
             if self.recompute is True and named:
@@ -185,7 +197,7 @@ class Spilled:
                     "shall not. Leave one of them out."
                 )
             if self.recompute is True:
-                object.__setattr__(self, name, ())
+                _set(self, name, ())
             elif named is not None:
                 self._check_keep(name, named)
         both = set(self.keep_activations or ()) & set(self.spill_activations or ())
@@ -197,11 +209,13 @@ class Spilled:
             )
 
     def _check_keep(self, name: str, shards: Iterable[int]) -> None:
-        object.__setattr__(self, name, _named_shards(name, shards, self.shards, "Spilled"))
+        _set(self, name, _named_shards(name, shards, self.shards, "Spilled"))
 
 
 Schedule = Literal["naive", "gpipe", "flush", "zb-h1", "2bw"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+AHEAD: tuple[Schedule, ...] = ("flush", "2bw")
+"""Those whose stages may run ahead (``lag``)."""
 SPILLING: tuple[Schedule, ...] = ("naive", "gpipe", "flush")
 """Those whose stages may be made of shards that come and go."""
 
@@ -256,33 +270,33 @@ class Pipelined:
     keep_gradients: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.schedule is not None and self.schedule not in SCHEDULES:
-            known = ", ".join(map(repr, SCHEDULES))
-            raise SpecError(f"schedule is one of {known}, got {self.schedule!r}.")
-        for name, least in (("stages", 2), ("micro_batches", 1), ("lag", 0), ("width", 1)):
-            count = getattr(self, name)
-            may_be_open = name in ("stages", "micro_batches", "lag")
-            if count is None and may_be_open:
-                continue
-            if type(count) is not int or count < least:
-                raise SpecError(f"Pipelined({name}=...) is {least} or more, got {count!r}.")
+        _check_words(self, {"schedule": SCHEDULES, "optimizer": PLACES})
+        for name, least in (("stages", 2), ("micro_batches", 1), ("lag", 0), ("shards", 2)):
+            count = optional_whole(f"Pipelined({name}=...)", getattr(self, name), least)
+            _set(self, name, count)
+        _set(self, "width", whole("Pipelined(width=...)", self.width, 1))
+        _set(self, "predict", flag("Pipelined(predict=...)", self.predict))
+        for name in ("recompute", "keep_gradients"):
+            _set(self, name, optional_flag(f"Pipelined({name}=...)", getattr(self, name)))
+        _set(self, "lookahead", _ahead("lookahead", self.lookahead, 2))
         if self.predict and self.schedule != "2bw":
             raise SpecError(
                 f"predict=True guesses the weights that stale gradients will meet; those of "
                 f"{self.known_schedule!r} are not stale. Leave it out, or use schedule='2bw'."
             )
         if self.cuts is not None:
-            cuts = tuple(self.cuts)
+            cuts = _layers(self.cuts)
             if self.stages is None:
-                object.__setattr__(self, "stages", len(cuts) + 1)
+                _set(self, "stages", len(cuts) + 1)
             if len(cuts) + 1 != self.stages or list(cuts) != sorted(set(cuts)):
                 raise SpecError(
-                    f"{self.stages} stages need {(self.stages or 1) - 1} cuts, ascending; got "
-                    f"{cuts}. Leave cuts= out to have them chosen."
+                    f"{self.stages} stages need {counted((self.stages or 1) - 1, 'cut')}, "
+                    f"ascending; got {cuts}. Leave cuts= out to have them chosen."
                 )
-            object.__setattr__(self, "cuts", cuts)
+            _set(self, "cuts", cuts)
         self._check_shards()
         self._require_enough()
+        self._require_use()
 
     def _require_enough(self) -> None:
         if self.micro_batches is None:
@@ -301,22 +315,26 @@ class Pipelined:
                 "more of them, for fewer stages, or for schedule='flush'."
             )
 
+    def _require_use(self) -> None:
+        """What its schedule has no use for is not to be asked for.
+
+        Raises:
+            SpecError: it is.
+        """
+        if self.lag and self.known_schedule not in AHEAD:
+            raise SpecError(
+                f"lag={self.lag} with schedule={self.schedule!r}, whose stages do not run ahead. "
+                "Leave it out, or use schedule='flush' or '2bw'."
+            )
+
     def _check_shards(self) -> None:
-        if self.shards is not None and (type(self.shards) is not int or self.shards < 2):
-            raise SpecError(f"Pipelined(shards=...) is 2 or more, got {self.shards!r}.")
         if self.shards is not None and self.shards < (self.stages or 0):
             raise SpecError(
-                f"{self.stages} stages of {self.shards} shards: every stage has one or more. Ask "
-                "for fewer stages, or for more shards."
+                f"{self.stages} stages of {counted(self.shards, 'shard')}: every stage has one or "
+                "more. Ask for fewer stages, or for more shards."
             )
-        if self.optimizer not in (None, "device", "host"):
-            raise SpecError(f"optimizer is 'device' or 'host', got {self.optimizer!r}")
-        if type(self.lookahead) not in (type(None), int) or self.lookahead not in (None, 0, 1, 2):
-            raise SpecError(f"lookahead is 0, 1 or 2, got {self.lookahead!r}")
-        if type(self.keep_gradients) not in (type(None), bool):
-            raise SpecError(f"keep_gradients is True or False, got {self.keep_gradients!r}")
         if self.keep is not None:
-            object.__setattr__(self, "keep", _named_shards("keep", self.keep, self.shards))
+            _set(self, "keep", _named_shards("keep", self.keep, self.shards))
         if self.is_spilled and self.width > 1:
             raise SpecError(
                 f"width={self.width} with stages that are spilled: nothing brings the copies' "
@@ -365,15 +383,10 @@ class DataParallel:
     shard: bool = False
 
     def __post_init__(self) -> None:
-        if self.width is not None and (type(self.width) is not int or self.width < 2):
-            raise SpecError(
-                f"DataParallel(width=...) is 2 or more, got {self.width!r}. One device trains "
-                "with technique='resident'."
-            )
-        if type(self.shard) is not bool:
-            raise SpecError(
-                f"DataParallel(shard=...) is False for DDP or True for FSDP2, got {self.shard!r}."
-            )
+        hint = "One device trains with technique='resident'."
+        _set(self, "width", optional_whole("DataParallel(width=...)", self.width, 2, hint))
+        hint = "False is DDP, True is FSDP2."
+        _set(self, "shard", flag("DataParallel(shard=...)", self.shard, hint))
 
 
 Technique = Resident | Spilled | Pipelined | DataParallel
@@ -421,30 +434,46 @@ def late_shards(technique: Technique) -> tuple[int, ...]:
 
 def kept_heads(technique: Technique) -> tuple[int, ...]:
     """Shards that travel, but for some of their tensors, which stay on the device."""
+    return tuple(heads_of(technique))
+
+
+def heads_of(technique: Technique) -> Mapping[int, int]:
+    """Shard -> how many bytes of it stay, of those that travel."""
     if not isinstance(technique, Spilled) or technique.keep_head is None:
-        return ()
-    return (technique.keep_head[0],)
+        return {}
+    heads: Any = technique.keep_head  # one pair, or several
+    return dict([heads] if _is_pair(heads) else heads)
 
 
 def turned_shards(technique: Technique, num_shards: int) -> tuple[int, ...]:
     """Shards that hold their parameters from forward to backward outside the slots.
 
-    The last of those that travel, but for the ones that find theirs in a slot at the turn.
+    The last of those that travel, but for the ones that find theirs in a slot at the turn; all
+    that travel where so many are asked for, the last one too, which is there for its backward.
     """
     if not isinstance(technique, Spilled) or not technique.keep_turn:
         return ()
-    travel = [shard for shard in range(num_shards) if shard not in kept_shards(technique)]
-    in_slots = 1 + (technique.lookahead or 0)
-    return tuple(travel[:-in_slots][-technique.keep_turn :])
+    travel = _travelling(technique, num_shards)
+    if technique.keep_turn >= len(travel):
+        return travel
+    return turnable_shards(technique, num_shards)[-technique.keep_turn :]
+
+
+def turnable_shards(technique: Spilled, num_shards: int) -> tuple[int, ...]:
+    """Those that travel and are not in a slot at the turn anyway."""
+    return _travelling(technique, num_shards)[: -1 - (technique.lookahead or 0)]
+
+
+def _travelling(technique: Spilled, num_shards: int) -> tuple[int, ...]:
+    kept = kept_shards(technique)
+    return tuple(shard for shard in range(num_shards) if shard not in kept)
 
 
 def waiting_gradients(technique: Technique, num_shards: int) -> tuple[int, ...]:
     """Shards that are not kept and whose gradients wait on the device for their step."""
     if not isinstance(technique, Spilled) or not technique.keep_gradients:
         return ()
-    kept = kept_shards(technique)
-    travel = [shard for shard in range(num_shards) if shard not in kept]
-    return tuple(travel[: technique.keep_gradients])
+    return _travelling(technique, num_shards)[: technique.keep_gradients]
 
 
 def travels_narrow(technique: Technique, shard: int) -> bool:
@@ -460,14 +489,11 @@ def as_they_travel(shards: Sequence[ShardSpec], technique: Technique) -> tuple[S
 
 
 def _with_head(shard: ShardSpec, technique: Technique) -> ShardSpec:
-    if not isinstance(technique, Spilled) or shard.index not in kept_heads(technique):
+    num_bytes = heads_of(technique).get(shard.index)
+    if num_bytes is None:
         return shard
-    assert technique.keep_head is not None
-    return replace(
-        shard,
-        head_bytes=Bytes(technique.keep_head[1]),
-        head_of_state=shard.index in kept_weights(technique),
-    )
+    of_state = shard.index in kept_weights(technique)
+    return replace(shard, head_bytes=Bytes(num_bytes), head_of_state=of_state)
 
 
 def _as_it_travels(shard: ShardSpec, technique: Technique) -> ShardSpec:
@@ -492,8 +518,63 @@ def _as_it_travels(shard: ShardSpec, technique: Technique) -> ShardSpec:
     )
 
 
+PLACES: tuple[Place, ...] = get_args(Place)
+_SPILLED_WORDS = {
+    "optimizer": PLACES,
+    "order": get_args(Order),
+    "boundaries": PLACES,
+    "transfer": get_args(Transfer),
+}
+
+
+def _set(technique: object, name: str, value: object) -> None:
+    """What a frozen technique was given, as it is kept."""
+    object.__setattr__(technique, name, value)
+
+
+def _check_words(technique: object, known: Mapping[str, tuple[str, ...]]) -> None:
+    for name, words in known.items():
+        value = getattr(technique, name)
+        if value is not None:
+            _set(technique, name, one_of(name, value, words))
+
+
+def _ahead(name: str, value: int | None, most: int) -> int | None:
+    """How many units ahead of the running one, or behind it.
+
+    Raises:
+        SpecError: more than ``most``, or no number.
+    """
+    found: int | None = plain(value)
+    if found is not None and (type(found) is not int or not 0 <= found <= most):
+        words = "0 or 1" if most == 1 else "0, 1 or 2"
+        raise SpecError(f"{name} is {words}, got {value!r}.")
+    return found
+
+
+def _number_of_shards(name: str, value: int | None) -> int | None:
+    return optional_whole(f"{name} is a number of shards: it", value, 0)
+
+
+def _layers(cuts: Iterable[int]) -> tuple[int, ...]:
+    """The layers at which later stages begin, as they were given; a set has no order.
+
+    Raises:
+        SpecError: they are no layers.
+    """
+    found = items("cuts", cuts, "cuts=(4, 8)")
+    if not found or not all(type(cut) is int and cut >= 0 for cut in found):
+        raise SpecError(
+            f"cuts are the layers at which the later stages begin, whole numbers, got "
+            f"{cuts!r}. Leave cuts= out to have them chosen."
+        )
+    return tuple(sorted(found)) if isinstance(cuts, Set) else found
+
+
 def _is_pair(value: object) -> bool:
-    return isinstance(value, tuple | list) and [type(item) for item in value] == [int, int]
+    if not isinstance(value, tuple | list):
+        return False
+    return [type(plain(item)) for item in value] == [int, int]
 
 
 def _named_shards(
@@ -504,16 +585,14 @@ def _named_shards(
     Raises:
         SpecError: it names no shards of ``count``.
     """
-    if not isinstance(shards, Iterable):
-        raise SpecError(f"{name} names shards, as in {name}=(0, 2), got {shards!r}")
-    keep = tuple(shards)
+    keep = items(f"{name} names shards: it", shards, f"{name}=(0, 2)")
     if count is None and keep:
         raise SpecError(
             f"{kind}({name}={keep}) names shards; say how many there are with shards=."
         )
     if not all(type(s) is int and 0 <= s < (count or 0) for s in keep):
         raise SpecError(
-            f"{name} names shards from 0 to {(count or 0) - 1}, got {keep}. Leave it "
+            f"{name} names shards from 0 to {(count or 0) - 1}, got {shards!r}. Leave it "
             "out to keep as many as fit."
         )
     return tuple(sorted(set(keep)))

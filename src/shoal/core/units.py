@@ -6,6 +6,7 @@ import re
 from typing import NewType
 
 from shoal.core.errors import SpecError
+from shoal.core.values import is_number, plain
 
 Bytes = NewType("Bytes", int)
 Seconds = NewType("Seconds", float)
@@ -25,12 +26,13 @@ def parse_bytes(size: int | str) -> Bytes:
     Raises:
         SpecError: the text is no size, or the size is not positive.
     """
-    if isinstance(size, bool) or not isinstance(size, int | str):
+    number = plain(size)
+    if isinstance(number, bool) or not isinstance(number, int | str):
         raise SpecError(f"a size is bytes or a string such as '256MiB', got {size!r}")
-    if isinstance(size, int):
-        value = size
+    if isinstance(number, int):
+        value = number
     else:
-        match = _SIZE.fullmatch(size)
+        match = _SIZE.fullmatch(number)
         if match is None or match[2].lower() not in _FACTORS:
             raise SpecError(
                 f"cannot read the size {size!r}. Write a number and a unit, for example "
@@ -53,9 +55,9 @@ def parse_seconds(duration: float | str) -> Seconds:
     Raises:
         SpecError: the text is no duration, or it is negative.
     """
-    if isinstance(duration, bool) or not isinstance(duration, int | float | str):
+    value = plain(duration)
+    if not isinstance(value, str) and not is_number(value):
         raise SpecError(f"a duration is seconds or a string such as '5min', got {duration!r}")
-    value = duration
     if isinstance(value, str):
         match = _SIZE.fullmatch(value)
         if match is None or match[2].lower() not in _SECONDS:
@@ -90,6 +92,11 @@ def format_seconds(seconds: float) -> str:
         return f"{minutes}m {rest:02d}s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h {minutes:02d}m"
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """A number with its noun: ``"1 trial"``, ``"2 trials"``; "y" and "ch" need their plural."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
 def round_up(size: int, multiple: int) -> int:

@@ -51,7 +51,7 @@ class Rule:
     why: str
 
     def __str__(self) -> str:
-        return f"position: {self.why}"
+        return f"place in the data: {self.why}"
 
 
 def rule_of(source: Iterable[Batch]) -> Rule:

@@ -16,6 +16,13 @@ GiveWay = Callable[[], None]
 """Called between two pieces of work: returns when it is the caller's turn to go on."""
 Turn = Callable[[], AbstractContextManager[GiveWay | None]]
 """What work waits for when all it needs is there, and holds while it runs."""
+IsOff = Callable[[], bool]
+"""Whether nobody wants the work any more: what of it has not begun is left out then."""
+
+
+def never() -> bool:
+    """Of work that is always wanted."""
+    return False
 
 
 class Piece(NamedTuple):
@@ -118,49 +125,80 @@ class Turns:
         self.choose: Callable[[Sequence[int]], int] = lambda trials: trials[0]
         self._lock = threading.Lock()
         self._free = places
-        self._waiting: list[tuple[int, threading.Event]] = []
+        self._waiting: list[_Hold] = []
 
     @contextlib.contextmanager
-    def take(self, trial: int) -> Iterator[GiveWay]:
-        """Wait for a turn, and hold it inside; what is given hands it on where that is due."""
-        with self._lock:
-            waits = threading.Event() if not self._free else None
-            if waits is None:
-                self._free -= 1
-            else:
-                self._waiting.append((trial, waits))
-        if waits is not None:
-            waits.wait()
-        try:
-            yield functools.partial(self._give_way, trial)
-        finally:
-            self._pass_on()
+    def take(self, trial: int, is_off: IsOff = never) -> Iterator[GiveWay]:
+        """Wait for a turn, and hold it inside; what is given hands it on where that is due.
 
-    def _give_way(self, trial: int) -> None:
-        """Let who waits go before ``trial`` where the rule says so; wait for a turn again then."""
+        Work that ``is_off`` goes on without a turn, if ``let_go`` is called after it came to be.
+        """
+        hold = _Hold(trial, is_off)
         with self._lock:
-            if not self._waiting:
+            if self._free:
+                self._free -= 1
+                hold.has_turn = True
+            else:
+                self._wait_in_line(hold)
+        hold.wait()
+        try:
+            yield functools.partial(self._give_way, hold)
+        finally:
+            if hold.has_turn:
+                self._pass_on()
+
+    def let_go(self) -> None:
+        """Have work that is off wait for no turn."""
+        with self._lock:
+            for hold in [hold for hold in self._waiting if hold.is_off()]:
+                self._waiting.remove(hold)
+                hold.go_on.set()
+
+    def _wait_in_line(self, hold: _Hold) -> None:
+        """Under the lock."""
+        hold.has_turn = False
+        if not hold.is_off():
+            hold.go_on.clear()
+            self._waiting.append(hold)
+
+    def _give_way(self, hold: _Hold) -> None:
+        """Let who waits go first where the rule says so; wait for a turn again then."""
+        with self._lock:
+            if not self._waiting or not hold.has_turn:
                 return
-            trials = [trial, *(waiting for waiting, _ in self._waiting)]
+            trials = [hold.trial, *(waiting.trial for waiting in self._waiting)]
             at = trials.index(self.choose(trials))
             if not at:
                 return
-            waits = threading.Event()
-            _, other = self._waiting.pop(at - 1)
-            self._waiting.append((trial, waits))
-            other.set()
-        waits.wait()
+            self._waiting.pop(at - 1).begin()
+            self._wait_in_line(hold)
+        hold.wait()
 
     def _pass_on(self) -> None:
         with self._lock:
             if not self._waiting:
                 self._free += 1
                 return
-            trials, at = [trial for trial, _ in self._waiting], 0
+            trials, at = [waiting.trial for waiting in self._waiting], 0
             try:
                 at = trials.index(self.choose(trials))
             finally:  # a rule that raises fails the work that asked, and leaves nobody waiting
-                self._waiting.pop(at)[1].set()
+                self._waiting.pop(at).begin()
+
+
+class _Hold:
+    """Work that has a turn, waits for one, or goes on without."""
+
+    def __init__(self, trial: int, is_off: IsOff) -> None:
+        self.trial, self.is_off, self.has_turn = trial, is_off, False
+        self.go_on = threading.Event()
+        self.go_on.set()
+        self.wait = self.go_on.wait
+
+    def begin(self) -> None:
+        """It has the turn."""
+        self.has_turn = True
+        self.go_on.set()
 
 
 class ThreadStream:
@@ -193,14 +231,16 @@ class ThreadStream:
         after: Iterable[Event] = (),
         *,
         turn: Turn = contextlib.nullcontext,
+        is_off: IsOff = never,
     ) -> ThreadEvent:
         """As ``submit``, of work in pieces; between two of them others may have the turn.
 
-        One event is of all. Where a piece raises, those behind it do not run.
+        One event is of all. Where a piece raises, those behind it do not run; where the work
+        ``is_off``, those that have not begun.
         """
         event, waits = self._event(), tuple(after)
         works = [self._paced(piece, event, waits) for piece in pieces]
-        self._queue.put((works, waits, event, turn))
+        self._queue.put((works, waits, event, turn, is_off))
         return event
 
     def _event(self) -> ThreadEvent:
@@ -218,7 +258,7 @@ class ThreadStream:
     def _run(self) -> None:
         broken: BaseException | None = None  # a rule for turns raised: nothing runs any more
         while (item := self._queue.get()) is not None:
-            works, after, event, turn = item
+            works, after, event, turn, is_off = item
             try:
                 if broken is not None:
                     raise broken
@@ -229,20 +269,22 @@ class ThreadStream:
             else:
                 try:
                     with turn() as give_way:
-                        event.run(functools.partial(_run_pieces, works, give_way))
+                        event.run(functools.partial(_run_pieces, works, give_way, is_off))
                 except BaseException as error:
                     broken = error
             del item, works, after  # tensors in the closures are free now, not at the next item
             self._notify()
 
 
-_Item = tuple[list[Work], tuple[Event, ...], ThreadEvent, Turn]
+_Item = tuple[list[Work], tuple[Event, ...], ThreadEvent, Turn, IsOff]
 
 
-def _run_pieces(works: Sequence[Work], give_way: GiveWay | None) -> None:
+def _run_pieces(works: Sequence[Work], give_way: GiveWay | None, is_off: IsOff) -> None:
     for index, work in enumerate(works):
-        if index and give_way is not None:
+        if index and give_way is not None and not is_off():
             give_way()
+        if is_off():
+            return
         work()
 
 

@@ -33,6 +33,7 @@ from shoal.core.plan import Job, Plan
 from shoal.core.units import format_bytes
 from shoal.execution.trial import TrialRun
 from shoal.memory.store import create_region
+from shoal.pipeline.stops import STEADY_S
 from shoal.runtime.messages import Extend, Grant, Settings, Stop
 from shoal.runtime.pool import Worker, WorkerPool
 from shoal.runtime.saver import interval_s
@@ -40,7 +41,6 @@ from shoal.scheduler import leases
 from shoal.scheduler.policy import LongestRemainingFirst
 
 LEASE_S = 2.0
-STEADY_S = 6.0
 Sink = Callable[[Sequence[events.Event]], None]
 
 

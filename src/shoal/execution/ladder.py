@@ -6,6 +6,7 @@ these that fits is the trial's next job, and each time the growth is larger than
 
     as it is, alone            where it shared its device: fewer neighbours, and of its own
                                shards fewer that stay on the device, and no activations
+    no longer captured         what passes are compared with, or a graph's memory, is not needed
     no lookahead               where it had some: one slot instead of two
     boundaries on the host     what enters a shard waits there between forward and backward
     spilled, as many shards as it takes
@@ -18,24 +19,28 @@ are, and how many shards there are is placement. Where a step on the host has ot
 on the device, what is not kept on the device with its step would step elsewhere: there all rungs
 keep what was kept, or nothing (``at_its_place``).
 
-A pipeline one of whose devices is gone has ``fewer_stages``.
+A pipeline one of whose devices is gone has ``fewer_stages``; where shards that stay step on their
+device and others on the host, these are put together of the same shards (``over_fewer``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from shoal.core.plan import Job
+from shoal.core.plan import BITWISE, Job
 from shoal.core.spec import Place, Scalar
 from shoal.core.technique import (
     SPILLING,
+    Captured,
     DataParallel,
     Pipelined,
     Resident,
     Spilled,
     Technique,
     kept_shards,
+    spans_of,
     steps_on_host,
 )
 from shoal.spill.generate import Route
@@ -43,7 +48,7 @@ from shoal.spill.generate import Route
 LEAST_GROWTH = 1.25
 """Each rung plans for at least so many times what the one before was planned for."""
 MAX_RUNGS = 8
-NO_KEY = {"cut", "array_group"}
+_NO_KEY = {"cut", "array_group"}
 """How the pilot compared a chain, which then has the same bits; what a shape is called."""
 
 
@@ -66,6 +71,8 @@ def techniques(
     if isinstance(technique, Resident):
         if has_neighbours:
             yield technique
+        if isinstance(technique, Captured):
+            yield Resident()
         yield Spilled(optimizer=place, recompute=True)
         return
     if isinstance(technique, DataParallel):
@@ -146,11 +153,51 @@ def fewer_stages(technique: Pipelined, devices: int, accumulate: int) -> Iterato
         yield Spilled(optimizer="host")
 
 
+def over_fewer(job: Job, devices: int, accumulate: int) -> Iterator[Technique]:
+    """What a pipeline's job may go on as with so many devices, each parameter stepping as now."""
+    technique = job.technique
+    assert isinstance(technique, Pipelined)
+    options = fewer_stages(technique, devices, accumulate)
+    if not has_both_places(job):
+        yield from at_its_place(options, job)
+        return
+    kept, shards = kept_shards(technique), len(job.shards)
+    for option in filter(steps_on_host, options):
+        if isinstance(option, Pipelined):
+            yield replace(option, shards=shards, keep=kept, cuts=_merged(job, option.stages or 1))
+        elif isinstance(option, Spilled):
+            yield replace(option, shards=shards, keep=kept)
+
+
+def _merged(job: Job, stages: int) -> tuple[int, ...]:
+    """The cuts that are left when neighbours are put together, with few shards in each stage."""
+    technique = job.technique
+    assert isinstance(technique, Pipelined)
+    spans = spans_of(technique, job.shards)
+    sizes = [stop - start for start, stop in spans]
+    starts = [job.shards[start].layers[0] for start, _ in spans]
+
+    def most(edges: Sequence[int]) -> int:
+        groups = itertools.pairwise((0, *edges, len(sizes)))
+        return max(sum(sizes[start:stop]) for start, stop in groups)
+
+    chosen = min(itertools.combinations(range(1, len(sizes)), stages - 1), key=most)
+    return tuple(starts[edge] for edge in chosen)
+
+
 def same_bits(before: Mapping[str, Scalar], after: Mapping[str, Scalar]) -> bool:
     """Whether two numerics keys promise the same bits."""
-    return all(
-        before.get(name) == after.get(name) for name in (before.keys() | after.keys()) - NO_KEY
-    )
+    return bits_of(before) == bits_of(after)
+
+
+def bits_of(key: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """What of a numerics key may change bits.
+
+    Key-value caches that were switched off to cut a model do not, where the pilot found the bits
+    of the model that has them on.
+    """
+    left_out = _NO_KEY | ({"use_cache"} if key.get("cut") == BITWISE else set())
+    return {name: value for name, value in key.items() if name not in left_out}
 
 
 def place_matters(numerics: Mapping[str, Scalar]) -> bool:
@@ -202,12 +249,18 @@ def steps_alike(before: Job, after: Job) -> bool:
     return not place_matters(before.numerics) or stepped_here(before) == stepped_here(after)
 
 
+def has_both_places(job: Job) -> bool:
+    """Whether some parameters step on the device and others on the host, with other bits there."""
+    technique = job.technique
+    is_mixed = steps_on_host(technique) and bool(kept_shards(technique))
+    return is_mixed and place_matters(job.numerics)
+
+
 def nothing_smaller(job: Job) -> str:
     """The words for that no rung is left."""
-    kept = kept_shards(job.technique)
-    if not (place_matters(job.numerics) and steps_on_host(job.technique) and kept):
+    if not has_both_places(job):
         return "there is nothing smaller to try."
-    named = "+".join(map(str, kept))
+    named = "+".join(map(str, kept_shards(job.technique)))
     return (
         f"of its {len(job.shards)} shards {named} stay on the device and step there, the others "
         "on the host. That is part of its numerics key, and nothing that needs less leaves it so. "

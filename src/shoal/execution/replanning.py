@@ -15,9 +15,9 @@ from shoal.execution.floor import Floor
 from shoal.execution.ladder import (
     MAX_RUNGS,
     at_its_place,
-    fewer_stages,
     grow,
     nothing_smaller,
+    over_fewer,
     same_bits,
     stepped_here,
     steps_alike,
@@ -98,7 +98,7 @@ class Replanning:
             spill_activations=None,
         )
         smaller = techniques(whole, len(job.shards), state.place, has_neighbours=True)
-        self._replan(state, error, lambda: self._first_planned(state, [whole, *smaller]))
+        self._replan(state, error, lambda: self._first_rung(state, [whole, *smaller]))
 
     def over_fewer(self, state: TrialRun, devices: Sequence[DeviceSpec]) -> Planned:
         """A job of the same bits for a gang that has only these devices.
@@ -118,8 +118,9 @@ class Replanning:
                 f"copies of 2 stages or more take {2 * technique.width} devices; "
                 f"{len(devices)} are there."
             )
-        options = fewer_stages(technique, len(devices), self._planner.accumulate)
-        return self._first_planned(state, options, devices)
+        options = over_fewer(state.job, len(devices), self._planner.accumulate)
+        refusal = f"no form of it for {len(devices)} has the same bits."
+        return self._first_planned(state, options, refusal, devices)
 
     def _replan(self, state: TrialRun, error: str, plan: Callable[[], Planned]) -> None:
         floor, trial = self._floor, state.job.trial
@@ -147,18 +148,23 @@ class Replanning:
             )
         state.growth = grow(state.growth, growth)
         crowded = self._floor.plan.active > 1
-        return self._first_planned(
+        return self._first_rung(
             state, techniques(job.technique, len(job.shards), state.place, has_neighbours=crowded)
         )
+
+    def _first_rung(self, state: TrialRun, options: Iterable[Technique]) -> Planned:
+        job = state.job
+        return self._first_planned(state, at_its_place(options, job), nothing_smaller(job))
 
     def _first_planned(
         self,
         state: TrialRun,
         options: Iterable[Technique],
+        none_left: str,
         devices: Sequence[DeviceSpec] | None = None,
     ) -> Planned:
-        refusal: ShoalError = PlanError(nothing_smaller(state.job))
-        for technique in at_its_place(options, state.job):
+        refusal: ShoalError = PlanError(none_left)
+        for technique in options:
             try:
                 return self._planned_as(state, technique, devices)
             except PlanError as error:

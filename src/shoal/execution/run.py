@@ -17,6 +17,7 @@ from shoal.core import event as events
 from shoal.core.errors import ShoalError, StorageError
 from shoal.core.plan import Job, Plan
 from shoal.core.spec import TrialSpec
+from shoal.core.units import counted
 from shoal.execution.endings import Endings
 from shoal.execution.failures import SameFailures
 from shoal.execution.floor import Floor, Sink, Tally
@@ -394,7 +395,8 @@ class Execution:
         elif state.steps_left == 0:
             self._endings.failed(
                 reply.trial,
-                f"TrialError: the trial ran {state.step} steps, all that its data promised, and "
+                f"TrialError: the trial ran {counted(state.step, 'step')}, all that its data "
+                "promised, and "
                 "its data goes on. Let __len__ of the training data be its number of batches.",
             )
         else:

@@ -32,17 +32,36 @@ def holds_floats(batch: Any) -> bool:
     return isinstance(batch, float)
 
 
-def combined(batches: Sequence[Any], join: Callable[[Tensor], Tensor]) -> Any:
+def combined(
+    batches: Sequence[Any], join: Callable[[Tensor], Tensor], active: Sequence[bool] = ()
+) -> Any:
     """A batch of the first one's structure; its tensors are ``join`` of the stacked ones.
 
-    The batches are of one kind (``signature.kind_of``).
+    The batches are of one kind (``signature.kind_of``). Where tensors may have a gradient,
+    ``active`` says whose: what a neighbour makes of a slot's tensor is nothing to that slot.
     """
-    return _built(batches, lambda tensors: join(torch.stack(list(tensors))))
+
+    def leaf(tensors: Sequence[Tensor]) -> Tensor:
+        pairs = zip(tensors, active or [True] * len(tensors), strict=True)
+        return join(torch.stack([t if is_active else t.detach() for t, is_active in pairs]))
+
+    return _built(batches, leaf)
 
 
 def rebuilt(batch: Any, leaves: Iterator[Tensor]) -> Any:
     """A batch of this one's structure, with the next of ``leaves`` for each of its tensors."""
     return _built([batch], lambda _: next(leaves))
+
+
+def leaves_of(batch: Any) -> list[Tensor]:
+    """The tensors of a batch, in the order in which ``rebuilt`` puts others there."""
+    if isinstance(batch, Tensor):
+        return [batch]
+    if isinstance(batch, Mapping):
+        return [leaf for value in batch.values() for leaf in leaves_of(value)]
+    if isinstance(batch, tuple | list):
+        return [leaf for value in batch for leaf in leaves_of(value)]
+    return []
 
 
 def _built(batches: Sequence[Any], leaf: Callable[[Sequence[Tensor]], Tensor]) -> Any:

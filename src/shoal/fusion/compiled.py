@@ -27,8 +27,9 @@ from shoal.fusion.crew import Crew, Trained
 from shoal.fusion.declined import Declined, Untraceable
 from shoal.fusion.fused import filled, is_out_of_memory, masked
 from shoal.fusion.graph import Graph, Inputs
+from shoal.fusion.idle import add_gradients
 from shoal.fusion.member import Member
-from shoal.fusion.traced import Kept, TracedBackend, add_gradients
+from shoal.fusion.traced import Kept, TracedBackend
 
 NEAR, NEAR_BF16 = 1e-3, 1e-1
 """By how much a compiled pass's losses may differ from the eager pass's: by rounding."""
@@ -75,7 +76,7 @@ class CompiledBackend(TracedBackend):
             Declined: there is none for this model, or its floats differ between the slots.
         """
         kept, full = self._steps, filled(batches, active)
-        if kept.graph is None or kept.crew != self._crews:
+        if kept.graph is None or not self._knows_masks(kept):
             try:
                 self._make_ready(kept, crew, batches, active)
             except Untraceable as error:
@@ -87,7 +88,7 @@ class CompiledBackend(TracedBackend):
         if ran is None:
             lost = IndexError("an index that no row has, or an operation that raised")
             return self._without_those_that_fail(crew, batches, active, scale, lost)
-        add_gradients(crew.stacked.parameters, ran.gradients)
+        add_gradients(crew.stacked.parameters, ran.gradients, active, scale)
         return Trained(masked(ran.losses, active), {})
 
     def _without_those_that_fail(
@@ -133,7 +134,7 @@ class CompiledBackend(TracedBackend):
         elif [m.shape for m in masks] != [m.shape for m in kept.masks]:
             raise Untraceable("which masks it draws depends on more than its settings")
         self._require_near(kept.graph, crew, inputs, active, losses)
-        kept.masks, kept.crew = masks, self._crews
+        kept.masks, kept.crew, kept.rates = masks, self._crews, self._rates
 
     def _require_near(
         self, graph: Graph, crew: Crew, inputs: Inputs, active: Sequence[bool], losses: Tensor

@@ -25,15 +25,16 @@ RATES: dict[type[nn.Module], str] = {
 """Modules of torch's own whose rate goes nowhere but to the masks."""
 
 
-def constants_of(recipe: Recipe, module: nn.Module) -> str:
-    """All of them, as a digest that two processes agree on."""
+def constants_of(recipe: Recipe, module: nn.Module, *, rates: bool = False) -> str:
+    """All of them, as a digest that two processes agree on; ``rates``: and what masks have."""
     told = hashlib.sha256()
     for path, child in module.named_modules():
         rate = RATES.get(type(child))
         for name, value in vars(child).items():
             if name in HIDDEN or name.endswith("_hooks"):
                 continue
-            told.update(f"{path}.{name}={_words(name, value, rate)};".encode())
+            words = repr(value) if rates and name == rate else _words(name, value, rate)
+            told.update(f"{path}.{name}={words};".encode())
     for name in ("loss", "inputs"):
         told.update(f"{name}={' '.join(_floats(getattr(recipe, name)))};".encode())
     return told.hexdigest()[:12]

@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from shoal.fusion.batches import combined
 from shoal.fusion.crew import Crew, Evaluated, Trained, Undo
 from shoal.fusion.declined import Declined, Disagreement
-from shoal.fusion.idle import Rows, idle_slots, in_danger, put_aside, put_back
+from shoal.fusion.idle import idle_slots, nothing_for_idle
 from shoal.fusion.level import Level, entered
 from shoal.fusion.loop import error_alone
 from shoal.fusion.member import Member
@@ -107,10 +107,10 @@ class StackedBackend:
             return self._train_others(crew, batches, active, scale, found)
         blocks = crew.stacked.parameters.values()
         holds = scale != 1 and any(block.grad is not None for block in blocks)
-        rows = self._put_aside(crew, losses, active, scale)
         weights = torch.tensor(active, dtype=losses.dtype, device=losses.device) * scale
         try:
-            torch.autograd.backward([losses], [weights])
+            with nothing_for_idle(blocks, active, scale):
+                torch.autograd.backward([losses], [weights])
         except RuntimeError as error:
             if holds:  # gradients of the step's earlier micro-batches, which would be lost
                 raise
@@ -121,19 +121,12 @@ class StackedBackend:
                 "the model's code runs again in the backward (checkpointing, or a hook), where it "
                 f"cannot for all slots at once: {first_line(error)}"
             ) from error
-        put_back(crew.stacked.parameters, rows)
         self._keep_idle(crew, active)
         return Trained(masked(losses.detach(), active), {})
 
-    def _put_aside(self, crew: Crew, losses: Tensor, active: Sequence[bool], scale: float) -> Rows:
-        if not in_danger(losses, active, scale):
-            return {}
-        return put_aside(crew.stacked.parameters, idle_slots(active))
-
     def _keep_idle(self, crew: Crew, active: Sequence[bool]) -> None:
         """Buffers of slots that took no part; autograd needs them as they are until now."""
-        idle = [slot for slot, is_active in enumerate(active) if not is_active]
-        if idle:
+        if idle := idle_slots(active):
             self._undo.put_back(crew.stacked, idle)
 
     def _take_back(self, crew: Crew) -> None:
@@ -176,7 +169,7 @@ class StackedBackend:
             if b.numel() > SMALL and b._version == versions[name]
             if name not in undo.kept or torch.equal(b, undo.kept[name])
         ]
-        silent = _written_silently(crew.members[0].module) if found else ()
+        silent = written_silently(crew.members[0].module) if found else ()
         constant[kind] = tuple(name for name in found if name not in silent)
         return result
 
@@ -324,7 +317,7 @@ class StackedBackend:
         return Trained(trained.losses, {**trained.failures, **found})
 
 
-def _written_silently(module: nn.Module) -> frozenset[str]:
+def written_silently(module: nn.Module) -> frozenset[str]:
     """Names of buffers whose writes leave their version as it is: those of BatchNorm's kernel."""
     norms = [(path, m) for path, m in module.named_modules() if isinstance(m, _NormBase)]
     if not norms:

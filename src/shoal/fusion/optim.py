@@ -16,8 +16,7 @@ from torch import Tensor
 
 from shoal.fusion.crew import Crew
 from shoal.fusion.member import Member
-
-KNOWN = frozenset((torch.optim.Adam, torch.optim.AdamW))
+from shoal.kernelstep import is_one_kernel, run_kernel
 
 ONE = torch.ones(())  # adding a tensor is quicker than a number, which torch makes one of
 
@@ -46,21 +45,12 @@ class FusedSteps:
 
     def takes(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether a step is the kernel and nothing else; torch makes the first, and the state."""
-        if type(optimizer) not in KNOWN:
+        if not is_one_kernel(optimizer):
             return False
-        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-            return False
-        has_state = id(optimizer) in self._lists or all(
+        return id(optimizer) in self._lists or all(
             parameter in optimizer.state
             for group in optimizer.param_groups
             for parameter in group["params"]
-        )
-        return has_state and all(
-            group["fused"] is True
-            and not (group["amsgrad"] or group["maximize"])
-            and not (group["capturable"] or group["differentiable"])
-            and not isinstance(group["lr"], Tensor)
-            for group in optimizer.param_groups
         )
 
     def step(self, crew: Crew, slots: Sequence[int]) -> None:
@@ -130,23 +120,8 @@ def _lists_of(
 def _call(lists: GroupLists, row: Sequence[Tensor]) -> None:
     if not lists.parameters:
         return
-    settings = lists.settings
-    decoupled = settings.get("decoupled_weight_decay", False)
-    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    beta1, beta2 = settings["betas"]
     lists.counts.add_(ONE)
-    kernel(
-        lists.parameters,
-        list(row) if lists.all_columns else [row[at] for at in lists.at],
-        lists.averages,
-        lists.squares,
-        [],
-        lists.steps,
-        lr=settings["lr"],
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=settings["weight_decay"],
-        eps=settings["eps"],
-        amsgrad=False,
-        maximize=False,
+    gradients = list(row) if lists.all_columns else [row[at] for at in lists.at]
+    run_kernel(
+        lists.settings, lists.parameters, gradients, lists.averages, lists.squares, lists.steps
     )

@@ -37,11 +37,11 @@ from shoal.fusion.crew import Crew, Undo
 from shoal.fusion.declined import Declined
 from shoal.fusion.fused import StackedBackend, first_line, give, is_out_of_memory
 from shoal.fusion.installed import places_of
-from shoal.fusion.level import Level, entered
+from shoal.fusion.level import entered
 from shoal.fusion.likeness import RowAt, Snapshot, row_at
 from shoal.fusion.meeting import Lanes, Run, current_run, in_turns
 from shoal.fusion.mode import SlotMode
-from shoal.fusion.outputs import by_slot, taken_apart
+from shoal.fusion.reach import by_passes, rows_of
 from shoal.fusion.slots import Slots
 from shoal.fusion.stacked import owners
 from shoal.fusion.template import Template
@@ -186,7 +186,16 @@ class OwnSteps:
         return error is None
 
     def _backward(self, crew: Crew, group: Sequence[Run], *, retain: bool) -> None:
-        """One backward from the tensors of all; gradients become the slots' parameters'."""
+        """One backward from the tensors of all; gradients become the slots' parameters'.
+
+        Slots whose tensors come from other passes are another backward: of a parameter that only
+        others' passes read a slot gets no gradient, as alone, and not one of zeros.
+        """
+        alike = by_passes(group)
+        for at, some in enumerate(alike):
+            self._backward_of(crew, some, retain=retain or at + 1 < len(alike))
+
+    def _backward_of(self, crew: Crew, group: Sequence[Run], *, retain: bool) -> None:
         tensors = [t for run in group for t in run.asked.tensors]
         gradients = [g for run in group for g in run.asked.gradients]
         retain = retain or group[0].asked.retain
@@ -272,7 +281,14 @@ class _Model(StackedBackend):
         with entered(crew.width) as level:
             slots = Slots(level, crew.streams, active)
             tensors = {name: level.slotted(block) for name, block in blocks.items()}
-            arguments, keywords = combined(batches, level.slotted)
+            inputs: list[Any] = []
+
+            def join(stacked: Tensor) -> Tensor:
+                if stacked.grad_fn is not None:
+                    inputs.append(stacked.grad_fn)
+                return level.slotted(stacked)
+
+            arguments, keywords = combined(batches, join, active)
             with (
                 template.running(slots, crew.stacked, tensors) as replaced,
                 SlotMode(slots, own_factories=self._known_of(crew).own_factories),
@@ -280,14 +296,8 @@ class _Model(StackedBackend):
                 output = template.module(*arguments, **keywords)
             for name, value in replaced.items():
                 crew.stacked.buffers[name].data.copy_(level.stacked(value.detach()))
-            outputs = _rows_of(level, output)
+            outputs = rows_of(level, output, inputs)
         return outputs, ()
-
-
-def _rows_of(level: Level, output: Any) -> list[Any]:
-    """Each slot's output; its tensors are rows, in one step of autograd."""
-    tensors, form = taken_apart(output)
-    return by_slot(form, [level.stacked(x).unbind(0) for x in tensors], level.width)
 
 
 def _part(crew: Crew, name: str) -> Crew:

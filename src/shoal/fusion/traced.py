@@ -22,10 +22,17 @@ from shoal.fusion.batches import holds_floats, layout_of, rebuilt, stacked_leave
 from shoal.fusion.constants import constants_of
 from shoal.fusion.crew import Crew, Evaluated, Trained, Undo
 from shoal.fusion.declined import Untraceable
-from shoal.fusion.fused import StackedBackend, filled, is_out_of_memory, masked
+from shoal.fusion.fused import (
+    StackedBackend,
+    filled,
+    is_out_of_memory,
+    masked,
+    written_silently,
+)
 from shoal.fusion.graph import Graph, Inputs, Left, Ran, capture, same_bits
-from shoal.fusion.idle import put_back
+from shoal.fusion.idle import add_gradients
 from shoal.fusion.level import entered
+from shoal.fusion.member import Member
 from shoal.fusion.outputs import by_slot, taken_apart
 from shoal.fusion.outside import Given, Heard, Mask, Outside, draw
 from shoal.fusion.slots import Slots
@@ -45,6 +52,7 @@ class Kept:
     form: Sequence[Any] = ()  # of its output, alone; nothing where nobody reads it
     masks: tuple[Mask, ...] = ()
     crew: int = -1  # the members whose rates the masks have
+    rates: tuple[str, ...] = ()  # of the slots then, with all other floats
     proven: bool = False  # equal to a second eager pass
     waits: int = 0  # eager passes until the next try
     declined: str = ""
@@ -66,7 +74,8 @@ class TracedBackend(StackedBackend):
         self._kept: dict[Hashable, Kept] = {}
         self._crews = 0
         self._constants: tuple[str, ...] = ()  # of the slots' code now
-        self._known: dict[int, tuple[Any, str]] = {}  # the same by id of a module
+        self._rates: tuple[str, ...] = ()  # the same with what masks have
+        self._known: dict[int, tuple[Any, str, str]] = {}  # both by id of a module
         self._listener: Heard | None = None
         self._dtype = torch.float32  # of losses
         self.is_paused = False
@@ -75,13 +84,11 @@ class TracedBackend(StackedBackend):
         """Rates may be others now; graphs stay good where the floats of the code are the same."""
         super().changed(crew)
         self._crews += 1
-        known = {
-            id(m.module): self._known.get(id(m.module))
-            or (m.module, constants_of(m.recipe, m.module))
-            for m in crew.members
+        self._known = {  # keeps the modules, so that no other gets one's id
+            id(m.module): self._known.get(id(m.module)) or _told(m) for m in crew.members
         }
-        self._known = known  # keeps the modules, so that no other gets one's id
-        self._constants = tuple(known[id(m.module)][1] for m in crew.members)
+        told = [self._known[id(m.module)] for m in crew.members]
+        self._constants, self._rates = (tuple(one[at] for one in told) for at in (1, 2))
 
     @property
     def why_eager(self) -> str:
@@ -104,9 +111,7 @@ class TracedBackend(StackedBackend):
             inputs = self._inputs(crew, kept.masks, batches, active, scale)
             ran = self._replay(kept, crew, inputs, active)
             if ran is not None:
-                rows = self._put_aside(crew, ran.losses, active, scale)
-                add_gradients(crew.stacked.parameters, ran.gradients)
-                put_back(crew.stacked.parameters, rows)
+                add_gradients(crew.stacked.parameters, ran.gradients, active, scale)
                 return Trained(masked(ran.losses, active), {})
         is_first = all(block.grad is None for block in crew.stacked.parameters.values())
         with self._listening(crew) as heard:
@@ -154,7 +159,11 @@ class TracedBackend(StackedBackend):
     def _is_ready(self, kept: Kept) -> bool:
         if kept.graph is None or not kept.proven or kept.constants != self._constants:
             return False
-        return kept.crew == self._crews
+        return self._knows_masks(kept)
+
+    def _knows_masks(self, kept: Kept) -> bool:
+        """Whether slots have the rates that they had when an eager pass drew these masks."""
+        return kept.crew == self._crews or kept.rates == self._rates
 
     def _inputs(
         self,
@@ -244,7 +253,7 @@ class TracedBackend(StackedBackend):
             self._hold_against(kept, crew, inputs, active, eager)
         except Untraceable as error:
             kept.declined, kept.graph = str(error), None
-        kept.masks, kept.crew = tuple(heard.asked), self._crews
+        kept.masks, kept.crew, kept.rates = tuple(heard.asked), self._crews, self._rates
 
     def _make(
         self, kept: Kept, crew: Crew, inputs: Inputs, batch: Any, active: Sequence[bool]
@@ -279,6 +288,8 @@ class TracedBackend(StackedBackend):
             return Left(losses, outside.checks, others)
 
         graph = capture(code, inputs)
+        if (module := crew.members[0].module).training:  # this batch may leave them as they were
+            graph.writes = tuple(dict.fromkeys((*graph.writes, *written_silently(module))))
         graph.look(inputs)
         return graph, form[-1:]
 
@@ -298,29 +309,29 @@ class TracedBackend(StackedBackend):
         assert kept.graph is not None
         copies = inputs.copied()
         ran = kept.graph(copies)
-        rows = [slot for slot, takes_part in enumerate(active) if takes_part]
-        pairs = [(masked(ran.losses, active), eager.losses)]
-        pairs += list(zip(ran.others, eager.others, strict=True))
-        pairs += [
-            (copies.buffers[name][rows], crew.stacked.buffers[name][rows])
-            for name in copies.buffers
-        ]
         if ran.gradients.keys() != eager.gradients.keys() or not ran.holds:
             raise Untraceable("its graph finds other gradients than the pass")
-        pairs += [(ran.gradients[name], eager.gradients[name]) for name in ran.gradients]
-        if not all(same_bits(*pair) for pair in pairs):
+        pairs = [(masked(ran.losses, active), eager.losses)]
+        pairs += list(zip(ran.others, eager.others, strict=True))
+        blocks = [(copies.buffers[name], crew.stacked.buffers[name]) for name in copies.buffers]
+        blocks += [(ran.gradients[name], eager.gradients[name]) for name in ran.gradients]
+        if not all(same_bits(*pair) for pair in pairs) or not _same_rows(blocks, active):
             raise Untraceable("its graph comes to other bits than the pass")
         kept.proven = kept.crew != -1  # the second time
 
 
-def add_gradients(blocks: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
-    """As autograd does: a gradient that is there already is added to."""
-    for name, gradient in gradients.items():
-        held = blocks[name].grad
-        if held is None:
-            blocks[name].grad = gradient
-        else:
-            held.add_(gradient)
+def _told(member: Member) -> tuple[Any, str, str]:
+    """A member's module, the floats of its code, and the same with its masks' rates."""
+    recipe, module = member.recipe, member.module
+    return module, constants_of(recipe, module), constants_of(recipe, module, rates=True)
+
+
+def _same_rows(pairs: Sequence[tuple[Tensor, Tensor]], active: Sequence[bool]) -> bool:
+    """Whether stacked tensors have the same bits in the slots that take part."""
+    if all(active):
+        return all(same_bits(*pair) for pair in pairs)
+    rows = [slot for slot, takes_part in enumerate(active) if takes_part]
+    return all(same_bits(one[slot], other[slot]) for one, other in pairs for slot in rows)
 
 
 def _stacked(outputs: Sequence[Any]) -> list[Tensor]:

@@ -75,6 +75,9 @@ def refuse_early(study: Asked, request: Request) -> None:
         )
     if request.overwrite and (request.resume or orders):
         raise SpecError("overwrite=True deletes what resume=True goes on with. Choose one.")
+    if request.retry_failed and (request.overwrite or request.resume is False):
+        other = "overwrite=True deletes" if request.overwrite else "resume=False refuses to find"
+        raise SpecError(f"{other} what retry_failed=True trains again. Choose one.")
     pack_recipe(study.recipe)
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
+from typing import NamedTuple
 
 from shoal.core.errors import SpecError
+from shoal.core.values import one_of, optional_whole
 from shoal.recipe import Recipe
 
 _NAME = re.compile(r"[a-z0-9._-]{1,64}")
@@ -22,8 +26,16 @@ def check_name(name: object) -> None:
         )
 
 
-def check_length(epochs: object, steps: object, eval_every: object) -> None:
-    """How long trials train, and how often they are evaluated.
+class Length(NamedTuple):
+    """How long trials train, one of the two, and how often they are evaluated."""
+
+    epochs: int | None
+    steps: int | None
+    eval_every: int | None
+
+
+def check_length(epochs: object, steps: object, eval_every: object) -> Length:
+    """The length that is asked for.
 
     Raises:
         SpecError: both lengths or none of them are given, or what is no count.
@@ -33,9 +45,11 @@ def check_length(epochs: object, steps: object, eval_every: object) -> None:
             f"a study trains for epochs or for steps, got epochs={epochs} and steps={steps}. "
             "Give exactly one of them."
         )
-    for label, count in (("epochs", epochs), ("steps", steps), ("eval_every", eval_every)):
-        if count is not None and (not isinstance(count, int) or count < 1):
-            raise SpecError(f"{label} is a whole number from 1, got {count!r}")
+    return Length(
+        optional_whole("epochs", epochs, 1),
+        optional_whole("steps", steps, 1),
+        optional_whole("eval_every", eval_every, 1),
+    )
 
 
 def check_metric(recipe: Recipe, metric: str, mode: str) -> None:
@@ -44,8 +58,9 @@ def check_metric(recipe: Recipe, metric: str, mode: str) -> None:
     Raises:
         SpecError: the recipe does not measure that, or the mode is none.
     """
-    if mode not in ("min", "max"):
-        raise SpecError(f"mode is 'min' or 'max', got {mode!r}")
+    one_of("mode", mode, ("min", "max"))
+    if not isinstance(metric, str):
+        raise SpecError(f"metric is a name, such as 'valid_loss', got {metric!r}.")
     known = {"train_loss", "valid_loss", *(f"valid_{name}" for name in recipe.metrics)}
     its_own = recipe.step is not None and metric.startswith(("train_", "valid_"))
     if metric not in known and not its_own:  # a step names its losses when it runs
@@ -62,12 +77,12 @@ def num_evaluations(epochs: int | None, steps: int | None, eval_every: int | Non
     return None if steps is None else -(-steps // eval_every)
 
 
-def check_retries(retries: int) -> int:
-    """How often a trial that raised goes on.
+def check_directory(directory: object) -> Path:
+    """Where studies live.
 
     Raises:
-        SpecError: that is no number of times.
+        SpecError: that is no path.
     """
-    if type(retries) is not int or retries < 0:
-        raise SpecError(f"retries is a whole number from 0, got {retries!r}")
-    return retries
+    if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
+        raise SpecError(f"directory is where studies live, such as 'runs', got {directory!r}.")
+    return Path(directory)

@@ -132,6 +132,12 @@ def read_record(path: Path) -> StudyRecord | None:
     return record_from_json(text, str(path / RECORD))
 
 
+def holds_no_record(path: Path) -> bool:
+    """Whether all that is there is what a process left that died before it wrote the record."""
+    names = {entry.name for entry in path.iterdir()}
+    return bool(names) and names <= _ANEW
+
+
 def _refuse_links(path: Path) -> None:
     """What a study writes stays inside its directory, whoever made it.
 

@@ -22,6 +22,7 @@ from datetime import datetime
 from shoal.control import CloneTrial, ExtendTrials
 from shoal.core.errors import SpecError
 from shoal.core.spec import Scalar
+from shoal.core.units import counted
 from shoal.resume import (
     Addition,
     StudyRecord,
@@ -107,13 +108,14 @@ def _grow_to(
     there = len(record.trials)
     if to < there:
         raise SpecError(
-            f"cannot extend study {record.name!r} to {to} trials: it has {there}, and none is "
+            f"cannot extend study {record.name!r} to {counted(to, 'trial')}: it has {there}, and "
+            "none is "
             f"ever removed. Give --to {there} or more, or stop some: shoal stop STUDY TRIAL."
         )
     if to == there:
         open_ = [trial.number for trial in record.trials if trial.number not in ended]
         rest = f"; going on with {_name(open_)}" if open_ else ""
-        text = f"study {record.name!r} has {there} trials already: none was added{rest}"
+        text = f"study {record.name!r} has {counted(there, 'trial')} already: none was added{rest}"
         return Grown(record=record, trials=(), is_new=False, text=text)
     new = more_points(record, to - there)
     trials = tuple(trial.number for trial in new.trials[there:])

@@ -9,7 +9,7 @@ from shoal.core.errors import PlanError
 from shoal.core.plan import Job, Plan
 from shoal.core.spec import DeviceSpec, Place, Scalar, TrialSpec
 from shoal.core.technique import Technique
-from shoal.core.units import format_bytes
+from shoal.core.units import counted, format_bytes
 from shoal.execution.announce import predict_seconds, steps_of
 from shoal.execution.firstplan import FirstPlan
 from shoal.execution.floor import Sink
@@ -19,6 +19,7 @@ from shoal.hardware import Hardware
 from shoal.launch.packing import pack_recipe
 from shoal.launch.policy import generation_bytes
 from shoal.launch.request import Asked
+from shoal.pipeline.stops import Stops
 from shoal.planning import (
     Fusing,
     Planned,
@@ -85,10 +86,12 @@ def plan_study(
     planner = Planner(
         *args,
         steps=settings.steps,
+        stops=stops_of(settings),
         fusing=fusing,
         idle=idle,
         host_memory=hardware.host_memory,
         keys={**recorded, **before},
+        total=times.total,
     )
     limits = study.limits()
     first = FirstPlan(planner, pool, limits.watchdog, slow_s=limits.slow_s, sink=sink)
@@ -103,6 +106,16 @@ def plan_study(
     check_host_memory(planned.plan, hardware.host_memory, may_wait=not study.search.is_plain)
     seconds = predict_seconds(planned.plan, steps_of(planned, settings))
     return planner, replace(planned, plan=with_seconds(planned.plan, seconds))
+
+
+def stops_of(settings: Settings) -> Stops:
+    """Where the trials of a study stop."""
+    return Stops(
+        steps=settings.steps,
+        epochs=settings.epochs,
+        eval_every=settings.eval_every,
+        each_step=not settings.checkpoint_every_s,
+    )
 
 
 def _in_a_population(study: Asked, fuse: Wish, trials: Sequence[TrialSpec]) -> Wish:
@@ -147,7 +160,8 @@ def check_host_memory(plan: Plan, budget: int | None, *, may_wait: bool = False)
     some = sorted(job.trial for job in smallest[: fitting[-1]]) if fitting else []
     largest = smallest[-1]
     raise PlanError(
-        f"{len(plan.jobs)} trials keep {format_bytes(needed)} of state on the host, of "
+        f"{counted(len(plan.jobs), 'trial keeps', 'trials keep')} {format_bytes(needed)} of state "
+        f"on the host, of "
         f"{format_bytes(budget)} that it may use; the largest is trial {largest.trial} with "
         f"{format_bytes(largest.host_bytes)}. "
         + (f"Together fit trials {list_some(some)}. " if some else "Not even the smallest fits. ")

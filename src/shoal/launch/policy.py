@@ -12,6 +12,7 @@ from shoal.core.errors import PlanError, SpecError
 from shoal.core.plan import Job, Plan
 from shoal.core.spec import Scalar
 from shoal.core.units import Bytes, Seconds, format_bytes
+from shoal.core.values import whole
 from shoal.runtime import checkpoint
 
 _BEST = re.compile(r"best:([1-9][0-9]{0,6})")
@@ -37,11 +38,8 @@ class CheckpointPolicy:
     disk_budget: Bytes | None
 
     def __post_init__(self) -> None:
-        if type(self.keep) is not int or self.keep < 1:
-            raise SpecError(
-                f"keep is how many generations of a trial stay, at least 1 (2 survive damage to "
-                f"one), got {self.keep!r}."
-            )
+        what = "keep, how many generations of a trial stay (2 survive damage to one),"
+        object.__setattr__(self, "keep", whole(what, self.keep, 1))
         if self.keep_finished not in ("all", "weights") and self.best is None:
             raise SpecError(
                 "keep_finished is 'all', 'weights' or 'best:N' for a number of trials, got "

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from shoal.control import CloneTrial, ExtendTrials
+from shoal.core.errors import SpecError
 from shoal.core.spec import TrialSpec
 from shoal.core.technique import Technique
+from shoal.core.values import flag, items, optional_flag, whole
 from shoal.execution.run import Limits
 from shoal.hardware import Hardware
 from shoal.launch.growing import Order
@@ -60,6 +62,18 @@ class Request:
     fuse: Wish = None
     versions: dict[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name in ("overwrite", "retry_failed", "accept_numerics", "timeline"):
+            object.__setattr__(self, name, flag(name, getattr(self, name)))
+        object.__setattr__(self, "resume", optional_flag("resume", self.resume))
+        for name, example, is_one in (
+            ("callbacks", "callbacks=[print]", callable),
+            ("clones", "clones=[CloneTrial(...)]", _is_clone),
+        ):
+            object.__setattr__(self, name, _all(name, getattr(self, name), example, is_one))
+        if not isinstance(self.extend, ExtendTrials):
+            object.__setattr__(self, "extend", whole("extend", self.extend, 0))
+
     @property
     def orders(self) -> Sequence[Order]:
         """The trials to add beside the study's own.
@@ -73,6 +87,20 @@ class Request:
         else:
             extensions = [extend]
         return [*extensions, *self.clones]
+
+
+def _is_clone(value: object) -> bool:
+    return isinstance(value, CloneTrial)
+
+
+def _all(
+    name: str, values: object, example: str, is_one: Callable[[object], bool]
+) -> tuple[Any, ...]:
+    found = items(name, values, example)
+    wrong = [value for value in found if not is_one(value)]
+    if wrong:
+        raise SpecError(f"{name} is a list as in {example}, and {wrong[0]!r} is no such item.")
+    return found
 
 
 def settings_of(study: Asked, *, timeline: bool) -> Settings:

@@ -25,7 +25,7 @@ from shoal.core import event as events
 from shoal.core.errors import SpecError, StorageError
 from shoal.core.plan import NO_ARRAY, Plan
 from shoal.core.spec import Scalar
-from shoal.execution.ladder import NO_KEY
+from shoal.execution.ladder import bits_of
 from shoal.execution.trial import Start
 from shoal.observe.rows import TrialRow, TrialState
 from shoal.observe.snapshot import Snapshot
@@ -229,7 +229,7 @@ ALONE: Mapping[str, Scalar] = {
 
 def _in_full(key: Mapping[str, Scalar]) -> Mapping[str, Scalar]:
     whole: dict[str, Scalar] = {"micro_batches": key["accumulate"]} if "accumulate" in key else {}
-    return {**ALONE, **whole, **key}
+    return {**ALONE, **whole, **bits_of(key)}
 
 
 def check_numerics(plan: Plan, before: Mapping[int, Mapping[str, Scalar]]) -> list[str]:
@@ -239,7 +239,7 @@ def check_numerics(plan: Plan, before: Mapping[int, Mapping[str, Scalar]]) -> li
         known = before.get(job.trial, {})
         now = _in_full(job.numerics)
         then = _in_full(known) if known else {}
-        for name in sorted(set(then) & set(now) - NO_KEY):
+        for name in sorted(set(then) & set(now)):
             left = name == "array" and str(now[name]).startswith(NO_ARRAY)  # on record already
             if then[name] != now[name] and not left:
                 sentences.append(

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from shoal.core.errors import PlanError, SpecError
-from shoal.core.technique import DataParallel, Pipelined, Resident, Spilled, Technique
+from shoal.core.technique import (
+    Captured,
+    DataParallel,
+    Pipelined,
+    Resident,
+    Spilled,
+    Technique,
+)
 from shoal.planner.width import MOST
 from shoal.planning import Wish, asked_of, width_wished
+from shoal.recipe import Recipe
 
 _TECHNIQUES: dict[object, Technique] = {
     "resident": Resident(),
+    "captured": Captured(),
     "spilled": Spilled(),
     "pipelined": Pipelined(),
     "data_parallel": DataParallel(),
 }
 _NO_ARRAYS = (
+    (
+        Captured,
+        "'captured'",
+        "runs the passes of its trials as one, for which there is 'N traced'",
+    ),
     (Pipelined, "a pipeline", "has one device"),
     (DataParallel, "a data-parallel technique", "has one device"),
 )
@@ -31,9 +45,32 @@ def technique_of(asked: str | Technique | None) -> Technique | None:
     if isinstance(asked, str) and asked in _TECHNIQUES:
         return _TECHNIQUES[asked]
     raise SpecError(
-        f"technique is 'resident', 'spilled', 'pipelined', 'data_parallel', shoal.Resident(), "
-        f"shoal.Spilled(...), shoal.Pipelined(...) or shoal.DataParallel(...), got {asked!r}."
+        f"technique is 'resident', 'captured', 'spilled', 'pipelined', 'data_parallel', "
+        f"shoal.Resident(), shoal.Captured(), shoal.Spilled(...), shoal.Pipelined(...) or "
+        f"shoal.DataParallel(...), got {asked!r}."
     )
+
+
+def refuse_useless(asked: Technique | None, recipe: Recipe) -> None:
+    """See to it that all that is asked for of a spilled model can make a difference.
+
+    Raises:
+        SpecError: something has no use in this combination.
+    """
+    if not isinstance(asked, Spilled):
+        return
+    clips = recipe.clip_grad_norm is not None
+    if asked.late_state and asked.keep is not None and not asked.keep_weights:
+        raise SpecError(
+            f"late_state=True with keep={asked.keep} and no keep_weights=: it is about shards of "
+            "which the parameters stay and the optimizer's state travels. Name some in "
+            "keep_weights=, or leave late_state= out."
+        )
+    if asked.late_state is False and clips:
+        raise SpecError(
+            f"late_state=False with clip_grad_norm={recipe.clip_grad_norm}: no shard steps before "
+            "the norm is known, so the state always comes late then. Leave it out."
+        )
 
 
 def wish_of(fuse: str | bool | int | None, technique: Technique | None) -> Wish:

@@ -9,14 +9,16 @@ between two chunks the turn goes to whose step is most urgent:
     shard of trial B            ^ ready |  all  |
 
 Chunks are whole tensors, in the order in which they lie: no tensor is cut, since its state may be
-about all of it (a norm, a count). What a chunk costs is one more call of ``step()``, 0.02 to
-0.07 ms of Python; what it gives is that nobody waits for more than ``CHUNK_S``, or for the largest
-tensor. So a chunk is a length of time, whatever a host makes of bytes: a hundred times its cost.
+about all of it (a norm, a count). Those that are frozen take no time and count nothing.
+
+What a chunk costs is one more call of ``step()``, 0.02 to 0.07 ms of Python; what it gives is that
+nobody waits for more than ``CHUNK_S``, or for the largest tensor. So a chunk is a length of time,
+whatever a host makes of bytes: a hundred times its cost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from shoal.core.spec import ALIGNMENT, JobMeasure, ShardSpec
@@ -36,8 +38,9 @@ def in_chunks(measure: JobMeasure, layout: TrialLayout, host_step: float = 1.0) 
     if not measure.steps_by_tensor:
         return measure
     shards = [
-        replace(shard, step_chunks=chunk_bytes(_sizes(own), shard.step_s * host_step))
+        replace(shard, step_chunks=chunk_bytes(sizes, shard.step_s * host_step))
         for shard, own in zip(measure.shards, layout.shards, strict=True)
+        for sizes in [_sizes(own, measure.trained)]
     ]
     return replace(measure, shards=tuple(shards))
 
@@ -64,11 +67,16 @@ def chunk_bytes(sizes: Sequence[int], seconds: float) -> tuple[Bytes, ...]:
     return chunks if len(chunks) > 1 else ()
 
 
-def chunk_names(shard: ShardSpec, layout: ShardLayout) -> tuple[tuple[str, ...], ...]:
-    """The parameters of each chunk; one of all where the chunks are not of this layout."""
+def chunk_names(
+    shard: ShardSpec, layout: ShardLayout, trained: Collection[str] = ()
+) -> tuple[tuple[str, ...], ...]:
+    """The parameters of each chunk; one of all where the chunks are not of this layout.
+
+    ``trained`` are those that count, all where none is named; others are of the chunk beside them.
+    """
     names = [field.spec.name for field in layout.param.fields]
     found: list[tuple[str, ...]] = []
-    sizes, at = _sizes(layout), 0
+    sizes, at = _sizes(layout, trained), 0
     for num_bytes in shard.step_chunks:
         stop, filled = at, 0
         while stop < len(sizes) and filled < num_bytes:
@@ -76,10 +84,15 @@ def chunk_names(shard: ShardSpec, layout: ShardLayout) -> tuple[tuple[str, ...],
             stop += 1
         if filled != num_bytes:
             return (tuple(names),)
+        while stop < len(sizes) and not sizes[stop]:
+            stop += 1
         found.append(tuple(names[at:stop]))
         at = stop
     return tuple(found) if at == len(names) else (tuple(names),)
 
 
-def _sizes(layout: ShardLayout) -> list[int]:
-    return [round_up(field.spec.num_bytes, ALIGNMENT) for field in layout.param.fields]
+def _sizes(layout: ShardLayout, trained: Collection[str]) -> list[int]:
+    return [
+        round_up(spec.num_bytes, ALIGNMENT) if not trained or spec.name in trained else 0
+        for spec in (field.spec for field in layout.param.fields)
+    ]

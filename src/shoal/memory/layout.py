@@ -23,11 +23,12 @@ from shoal.core.technique import (
     Pipelined,
     Spilled,
     Technique,
-    kept_heads,
+    heads_of,
     kept_shards,
     kept_weights,
     late_shards,
     travels_narrow,
+    turned_shards,
     waiting_gradients,
 )
 from shoal.core.units import round_up
@@ -143,12 +144,26 @@ def lay_out(
     return TrialLayout(linked, buffer_segment, offset, offset + buffer_segment.num_bytes)
 
 
+def state_of(layout: TrialLayout, technique: Technique, shard: int) -> Segment:
+    """A shard's state as it lies for a technique: where several share what travels, sorted."""
+    state = layout.shards[shard].state
+    shares = shard in late_shards(technique) and len(heads_of(technique)) > 1
+    return largest_first(state) if shares else state
+
+
+def largest_first(state: Segment) -> Segment:
+    """With small tensors at its end, so that a few more or less that travel are few bytes."""
+    specs = (field.spec for field in state.fields)
+    return segment(sorted(specs, key=lambda spec: -spec.num_bytes))
+
+
 def as_it_travels(
     layout: TrialLayout, technique: Technique, names: Collection[str], *, sums: bool
 ) -> TrialLayout:
     """``layout`` for a technique: weights in ``names`` with a bfloat16 copy where they travel.
 
-    Their gradients are bfloat16 too, unless they are ``sums`` over micro-batches.
+    Their gradients are bfloat16 too, unless they are ``sums`` over micro-batches. The state of
+    shards lies as ``state_of`` has it.
     """
     shards, offset = [], 0
     for index, shard in enumerate(layout.shards):
@@ -157,7 +172,8 @@ def as_it_travels(
             narrow = [_narrowed(f.spec, names) for f in shard.param.fields]
             copy = segment(narrow)
             grad = shard.param if sums else copy
-        made = _placed_at(offset, shard.param, shard.state, grad, copy)
+        state = state_of(layout, technique, index)
+        made = _placed_at(offset, shard.param, state, grad, copy)
         shards.append(replace(made, borrowed=shard.borrowed))
         offset = made.copy_at + (copy.num_bytes if copy else 0)
     return TrialLayout(tuple(shards), layout.buffers, offset, offset + layout.buffers.num_bytes)
@@ -267,7 +283,7 @@ def arena(layout: TrialLayout, technique: Technique, *, clip: bool, accumulate: 
     """What a technique needs of the device for the shards of ``layout``."""
     kept: dict[int, Spot] = {}
     offset = 0
-    whole, heads = kept_shards(technique), _heads(technique)
+    whole, heads = kept_shards(technique), heads_of(technique)
     for shard, stays in _staying(technique).items():
         size = _size(layout.shards[shard], stays) + heads.get(shard, 0)
         kept[shard] = Spot(offset, size, stays)
@@ -277,7 +293,12 @@ def arena(layout: TrialLayout, technique: Technique, *, clip: bool, accumulate: 
     parts = slot_parts(technique, clip=clip, accumulate=accumulate)
     late = () if clip else late_shards(technique)
     moving = [number for number in range(len(layout.shards)) if number not in whole]
-    slotted = [number for number in moving if number not in late or "grad" in parts]
+    if "grad" in parts:
+        slotted = moving
+    elif set(moving) <= set(turned_shards(technique, len(layout.shards))):
+        slotted = []  # memory of their own
+    else:
+        slotted = [number for number in moving if number not in late]
     sizes = [_in_a_slot(layout, technique, number, parts) for number in slotted]
     most = 1 + (technique.lookahead or 0)
     count = min(most, len(sizes))
@@ -314,7 +335,7 @@ def _in_a_slot(
     layout: TrialLayout, technique: Spilled, number: int, parts: tuple[str, ...]
 ) -> int:
     """What a shard that is not kept has in a slot; its state may be for late slots alone."""
-    head = _heads(technique).get(number, 0)
+    head = heads_of(technique).get(number, 0)
     if number not in kept_weights(technique):
         return _size(layout.shards[number], ("param", *parts)) - head
     if number in late_shards(technique):
@@ -324,7 +345,7 @@ def _in_a_slot(
 
 def _late_sizes(layout: TrialLayout, technique: Spilled, *, clip: bool) -> list[int]:
     """What each shard has in a late slot: gradients after a norm alone."""
-    heads, weights = _heads(technique), kept_weights(technique)
+    heads, weights = heads_of(technique), kept_weights(technique)
     if not clip:
         return [layout.shards[s].state.num_bytes - heads.get(s, 0) for s in late_shards(technique)]
     if technique.optimizer != "device":
@@ -342,15 +363,9 @@ def _staying(technique: Technique) -> Mapping[int, tuple[str, ...]]:
     """Shard -> what of it stays on the device, in order of shard; its gradients are autograd's."""
     stays: dict[int, tuple[str, ...]] = {s: ("param", "state") for s in kept_shards(technique)}
     stays |= {shard: ("param",) for shard in kept_weights(technique)}
-    for shard in kept_heads(technique):
+    for shard in heads_of(technique):
         stays[shard] = (*stays.get(shard, ()), "head")
     return dict(sorted(stays.items()))
-
-
-def _heads(technique: Technique) -> Mapping[int, int]:
-    if not isinstance(technique, Spilled) or technique.keep_head is None:
-        return {}
-    return dict([technique.keep_head])
 
 
 def head_sizes(segment: Segment) -> tuple[int, ...]:

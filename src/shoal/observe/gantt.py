@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
+from shoal.core.units import counted
 from shoal.observe.timeline import (
     Slice,
     Timeline,
@@ -136,15 +137,11 @@ def _title(timeline: Timeline, trials: int) -> str:
     devices = len(timeline.devices)
     mean = sum(busy_fractions(timeline, "compute").values()) / devices
     words = (
-        f"{_count(trials, 'trial')} on {_count(devices, 'device')}, "
+        f"{counted(trials, 'trial')} on {counted(devices, 'device')}, "
         f"{timeline.seconds:.4g} s, {mean:.0%} busy"
     )
     title = f'<text x="20" y="30" font-size="18" class="b">{escape(timeline.study)}</text>'
     return title + f'\n<text x="20" y="48" class="s m">{words}</text>'
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _legend(trials: Sequence[int], y: float) -> tuple[list[str], float]:

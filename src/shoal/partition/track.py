@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.core.units import Bytes
@@ -38,16 +37,12 @@ class AllocationTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        before = {s._cdata for s in self._storages((args, kwargs))}
-        if func.name() in _FRESH:
-            before.clear()
+        before: set[int] = set()
+        if func.name() not in _FRESH:
+            _note_storages(args, before)
+            _note_storages(kwargs, before)
         output = func(*args, **(kwargs or {}))
-        for storage in self._storages(output):
-            key, size = storage._cdata, storage.nbytes()
-            if key in self._alive:
-                self._resize(key, size)
-            elif key not in before:
-                self._add(storage, key, size)
+        self._see(output, before)
         return output
 
     def alive(self) -> list[torch.UntypedStorage]:
@@ -59,12 +54,21 @@ class AllocationTracker(TorchDispatchMode):
         """Forget the peak so far: from now on it is what is alive, or more."""
         self.peak_bytes = self.current_bytes
 
-    def _storages(self, tree: Any) -> Iterator[torch.UntypedStorage]:
-        for leaf in pytree.tree_leaves(tree):
-            if isinstance(leaf, Tensor):
-                kind = leaf.device.type
-                if kind != "meta" and self._device in (None, kind):
-                    yield from storages_of(leaf)
+    def _see(self, tree: Any, before: Collection[int]) -> None:
+        """Count the storages of what an operator returned but those that were there before."""
+        if isinstance(tree, Tensor):
+            kind = tree.device.type
+            if kind == "meta" or self._device not in (None, kind):
+                return
+            for storage in storages_of(tree):
+                key, size = storage._cdata, storage.nbytes()
+                if key in self._alive:
+                    self._resize(key, size)
+                elif key not in before:
+                    self._add(storage, key, size)
+        elif (parts := _parts(tree)) is not None:
+            for part in parts:
+                self._see(part, before)
 
     def _add(self, storage: torch.UntypedStorage, key: int, size: int) -> None:
         self._require(size)
@@ -94,6 +98,22 @@ class AllocationTracker(TorchDispatchMode):
     def _remove(self, key: int) -> None:
         _, size = self._alive.pop(key)
         self.current_bytes -= size
+
+
+def _note_storages(tree: Any, found: set[int]) -> None:
+    """Add the storages of all tensors in an operator's arguments, which are flat or nearly so."""
+    if isinstance(tree, Tensor):
+        found.update(storage._cdata for storage in storages_of(tree))
+    elif (parts := _parts(tree)) is not None:
+        for part in parts:
+            _note_storages(part, found)
+
+
+def _parts(tree: Any) -> Iterable[Any] | None:
+    """What a container holds; None of anything else."""
+    if isinstance(tree, list | tuple):
+        return tree
+    return tree.values() if isinstance(tree, dict) else None
 
 
 def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:

@@ -22,6 +22,7 @@ from shoal.partition.preserve import preserved
 from shoal.pipeline.compute import Share
 from shoal.pipeline.feed import Feed, group_sizes
 from shoal.pipeline.foretell import Foretelling
+from shoal.pipeline.meeting import DeviceKind
 from shoal.pipeline.schedule import Pipeline
 from shoal.recipe import (
     Batch,
@@ -58,6 +59,8 @@ class Training:
     foretell: bool = True
     threads: int = 1
     width: int = 1
+    device: DeviceKind = "cpu"
+    direct: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +72,7 @@ class Built:
     schedule: Any
     params: Mapping[str, nn.Parameter]
     feed: Feed | None  # of the first stage
+    device: torch.device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +87,7 @@ class Found:
     foretold: bool
 
 
-def build(training: Training, stage: int) -> tuple[Built, tuple[int, ...]]:
+def build(training: Training, stage: int, device: torch.device) -> tuple[Built, tuple[int, ...]]:
     """Model, optimizer and schedule as the plain loop makes them; on stage 0 the groups too.
 
     Stage 0 has fetched the first batch then, and its random streams are those after that.
@@ -91,7 +95,7 @@ def build(training: Training, stage: int) -> tuple[Built, tuple[int, ...]]:
     recipe, hp = training.recipe, HyperParameters(training.hp)
     torch.set_num_threads(training.threads)
     seed_all(training.seed)
-    model = build_model(recipe, hp).train()
+    model = build_model(recipe, hp).to(device).train()
     train, _ = read_data(recipe, hp)
     optimizer = build_optimizer_of(recipe, model, hp)
     schedule = build_schedule(recipe, optimizer, hp)
@@ -102,7 +106,14 @@ def build(training: Training, stage: int) -> tuple[Built, tuple[int, ...]]:
         feed = Feed(train)
     params = dict(model.named_parameters())
     _refuse_forgotten(recipe, params, optimizer)
-    built = Built(model=model, optimizer=optimizer, schedule=schedule, params=params, feed=feed)
+    built = Built(
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        params=params,
+        feed=feed,
+        device=device,
+    )
     return built, groups
 
 
@@ -134,9 +145,9 @@ def find(
         schedule=training.schedule, stages=training.stages, groups=groups, width=training.width
     )
     assert built.feed is not None
-    cpu, rng = torch.device("cpu"), capture_rng()
-    batch = to_device(built.feed.first, cpu)
-    report = pilot(built.model, training.recipe, batch, cpu)
+    device, rng = built.device, capture_rng(built.device)
+    batch = to_device(built.feed.first, device)
+    report = pilot(built.model, training.recipe, batch, device)
     if report.chain is None:
         raise PlanError(
             f"{report.notes[0]} A pipeline needs one piece of the model for each of its "
@@ -151,9 +162,9 @@ def find(
         cuts = choose_cuts(measure_layers(chain, batch, {}), training.stages)
     foretelling = None
     if draws and training.foretell and (cuts or training.width > 1):
-        told = Foretelling(chain, cuts[0] if training.width == 1 else 0)
+        told = Foretelling(chain, cuts[0] if cuts else 0, whole=training.width > 1)
         foretelling = told if told.works(batch) else None
-    restore_rng(rng)
+    restore_rng(rng, device)
     for parameter in built.params.values():
         parameter.grad = None
     found = Found(
@@ -169,15 +180,15 @@ def find(
 
 def chain_like(training: Training, built: Built, found: Found) -> Chain:
     """The chain that stage 0 found, of this process's model."""
-    rng = capture_rng()
+    rng = capture_rng(built.device)
     chain = build_chain(
         built.model,
         training.recipe,
-        to_device(found.batch, torch.device("cpu")),
-        torch.device("cpu"),
+        to_device(found.batch, built.device),
+        built.device,
         switch_caches_off=found.caches_off,
     )
-    restore_rng(rng)
+    restore_rng(rng, built.device)
     return chain
 
 
@@ -318,4 +329,5 @@ def let_go(built: Built, share: Share) -> None:
     for name, parameter in built.params.items():
         if name not in here:
             fill = float("nan") if parameter.is_floating_point() else 0
-            parameter.data = torch.full((), fill, dtype=parameter.dtype).expand(parameter.shape)
+            one = torch.full((), fill, dtype=parameter.dtype, device=parameter.device)
+            parameter.data = one.expand(parameter.shape)

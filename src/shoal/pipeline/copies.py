@@ -167,6 +167,7 @@ class CopyCompute:
         """Go on with another program, after so many steps; the one before is through."""
         assert not self._sums
         self._set(pipeline)
+        self._watch.restart()  # what an evaluation wrote to is no forward's of these steps
         self._ends.clear()
         self._alone.begin(pipeline.of_copy(self._copy), steps_before)
 

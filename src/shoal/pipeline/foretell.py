@@ -11,7 +11,8 @@ form of a batch, as operators and shapes, and drawn again into nothing.
     stage 2             F0                   F1    -> its random state goes back to stage 0
 
 The weights that the recorded forward needs may be elsewhere: ``lent`` has those of one layer there
-at a time, so that no device holds more of the model than that for it.
+at a time, so that no device holds more of the model than that for it. With copies of a pipeline
+the first stage's own draws are foretold as well: micro-batches of other copies have them too.
 
 Every state that was foretold is compared with the real one before the gradients of its
 micro-batch are complete. Where the first batch shows that it cannot be done (a forward that
@@ -115,10 +116,11 @@ class Foretelling:
 
     Args:
         chain: The model's; its later parameters may be gone: what they compute is not looked at.
-        stop: The layer at which the second stage begins; 0 to foretell the first stage's too: then
+        stop: The layer at which the second stage begins; 0 where there is one stage alone: then
             the model runs as it is, and needs all of its weights.
         lent: Has the weights of some layers there, of whatever values, while they run to be
             recorded.
+        whole: Foretell the first stage's draws too.
     """
 
     def __init__(
@@ -126,8 +128,10 @@ class Foretelling:
         chain: Chain,
         stop: int,
         lent: Callable[[range], AbstractContextManager[object]] = nullcontext,
+        *,
+        whole: bool = False,
     ) -> None:
-        self._stop, self._lent = stop, lent
+        self._stop, self._lent, self._whole = stop, lent, whole or not stop
         self._chain = chain.with_around(lambda layer: lent(range(layer, layer + 1)))
         self._known: dict[Form, list[_Draw]] = {}
 
@@ -165,10 +169,11 @@ class Foretelling:
             begin = after_first = capture_rng(device)
             micro, wires = chain.begin(clone_batch(batch)), {}
             if self._stop:
-                wires = run_forward(chain, micro, 0, self._stop, {})
-                after_first = capture_rng(device)
-            whole = nullcontext() if self._stop else self._lent(range(chain.num_layers))
-            with whole, recorder, torch.no_grad(), autocast(chain.recipe, device):
+                with recorder if self._whole else nullcontext():
+                    wires = run_forward(chain, micro, 0, self._stop, {})
+                after_first = begin if self._whole else capture_rng(device)
+            lent = nullcontext() if self._stop else self._lent(range(chain.num_layers))
+            with lent, recorder, torch.no_grad(), autocast(chain.recipe, device):
                 chain.loss(micro, self._stop, wires)
             return _Seen(recorder.draws, begin, after_first, capture_rng(device))
 

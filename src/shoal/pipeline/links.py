@@ -5,18 +5,23 @@ A message is a header, its form if that is another than the last one's of its ki
 with its tensors (``packing``). A thread for each peer writes, one reads; so a SEND never waits,
 and what has come waits in memory until its RECV. That is bounded by the program: a stage runs no
 further ahead than its schedule lets it, and then waits for an answer.
+
+Large frames lie in memory that both processes share (``shared``); then the header says where. What
+ends say each other about that memory has kinds of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import socket
 import struct
 import threading
+import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +29,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shoal.core.errors import WorkerError
 from shoal.pipeline.packing import Packer
+from shoal.pipeline.shared import (
+    LEAST_BYTES,
+    Slot,
+    Slots,
+    can_share,
+    close_descriptor,
+    is_trial,
+    mapped,
+    write_trial,
+)
 
-_HEADER = struct.Struct("!BQQ")  # kind, bytes of the form (0: as before), bytes of the frame
+_HEADER = struct.Struct("!BQQq")
+"""Kind, bytes of the form (0: as before), bytes of the frame, its slot (-1: it follows)."""
+_DROP, _SEEN, _TRIAL, _DONE = range(252, 256)  # about a slot: no kinds of messages
 Kind = int
 
 
@@ -38,6 +55,7 @@ class Links:
         notify: Called from other threads when something came.
         device: Where what came is put.
         name: What errors call a peer.
+        shares: Whether large frames may go through shared memory.
     """
 
     def __init__(
@@ -47,9 +65,14 @@ class Links:
         notify: Callable[[], None],
         device: torch.device,
         name: Callable[[int], str] = "stage {}".format,
+        *,
+        shares: bool = True,
     ) -> None:
         self._packer, self._device, self._name = packer, device, name
-        self._ends = {peer: _End(peer, sock, notify) for peer, sock in sockets.items()}
+        self._ends = {
+            peer: _End(peer, sock, notify, shares and can_share(sock))
+            for peer, sock in sockets.items()
+        }
 
     def know(self, packer: Packer) -> None:
         """Parameters are of another module from now on."""
@@ -57,13 +80,13 @@ class Links:
 
     def send(self, peer: int, kind: Kind, tree: Any) -> None:
         """Hand a structure of tensors over; they may be changed as soon as this returns."""
-        packed = self._packer.pack(tree)
-        # Until a thread has written it, it is memory of the host's: no device's units are counted
-        # for how long that takes.
+        packed, end = self._packer.pack(tree), self._ends[peer]
+        # Until it is read, it is memory of the host's: no device's units are counted for how long
+        # that takes.
         with _disable_current_modes():
-            frame = torch.empty(packed.num_bytes, dtype=torch.uint8)
-            packed.write(frame, 0)
-        self._ends[peer].put(kind, packed.form, frame)
+            where = end.slot(packed.num_bytes) or torch.empty(packed.num_bytes, dtype=torch.uint8)
+            packed.write(where.memory if isinstance(where, Slot) else where, 0)
+        end.put(kind, packed.form, packed.num_bytes, where)
 
     def has(self, peer: int, kind: Kind) -> bool:
         """Whether a message of this kind is here.
@@ -82,8 +105,13 @@ class Links:
 
     def take(self, peer: int, kind: Kind) -> Any:
         """The next structure of this kind, which is here."""
-        form, frame = self._ends[peer].came[kind].popleft()
+        end = self._ends[peer]
+        form, frame, slot = end.came[kind].popleft()
         here = frame.to(self._device, copy=True)  # on a virtual device too, where that counts it
+        if (
+            slot >= 0
+        ):  # it was copied when that returned: it is no memory that a device reads later
+            end.say(_DONE, slot)
         return self._packer.unpack(form, here, 0)
 
     def close(self) -> None:
@@ -97,54 +125,113 @@ class Links:
             end.cut()
 
 
+class _Came(NamedTuple):
+    form: bytes
+    frame: Tensor
+    slot: int
+
+
+class _Message(NamedTuple):
+    """What a writer writes; a frame after it, unless that is in a slot."""
+
+    words: bytes
+    frame: Tensor | None = None
+    slot: Slot | None = None  # whose descriptor the receiver lacks
+
+
 class _End:
     """One socket, with its threads."""
 
-    def __init__(self, peer: int, sock: socket.socket, notify: Callable[[], None]) -> None:
+    def __init__(
+        self, peer: int, sock: socket.socket, notify: Callable[[], None], shares: bool
+    ) -> None:
         self.error: BaseException | None = None
         self.is_over = False
-        self.came: Mapping[Kind, deque[tuple[bytes, Tensor]]] = _Queues()
-        self._socket, self._notify = sock, notify
+        self.came: Mapping[Kind, deque[_Came]] = _Queues()
+        self.shares = False  # the peer has seen what lies in a slot
+        self._may_ask = shares
+        self._slots, self._windows = Slots(), dict[int, Tensor]()
+        self._peer, self._socket, self._notify = peer, sock, notify
         self._forms: dict[Kind, bytes] = {}
-        self._frames: queue.SimpleQueue[tuple[bytes, bytes, Tensor] | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name=f"to-{peer}", daemon=True)
         self._writer.start()
         threading.Thread(target=self._read, name=f"from-{peer}", daemon=True).start()
 
-    def put(self, kind: Kind, form: bytes, frame: Tensor) -> None:
+    def slot(self, num_bytes: int) -> Slot | None:
+        """Where a frame may lie; None where it goes over the socket."""
+        if num_bytes < LEAST_BYTES or not (self.shares or self._may_ask):
+            return None
+        slot, given_up = self._slots.take(num_bytes)
+        for number in given_up:
+            self.say(_DROP, number)
+        if slot is not None and self._may_ask:
+            self._may_ask = False
+            write_trial(slot)
+            words = _HEADER.pack(_TRIAL, 0, num_bytes, slot.number)
+            self._messages.put(_Message(words, None, slot))
+            return None
+        return slot
+
+    def put(self, kind: Kind, form: bytes, num_bytes: int, where: Slot | Tensor) -> None:
         told, self._forms[kind] = self._forms.get(kind), form
         new = b"" if told == form else form
-        self._frames.put((_HEADER.pack(kind, len(new), frame.numel()), new, frame))
+        if isinstance(where, Slot):
+            words = _HEADER.pack(kind, len(new), num_bytes, where.number) + new
+            self._messages.put(_Message(words, None, where))
+        else:
+            words = _HEADER.pack(kind, len(new), num_bytes, -1) + new
+            self._messages.put(_Message(words, where))
+
+    def say(self, kind: Kind, slot: int, answer: int = 0) -> None:
+        """A word about a slot."""
+        self._messages.put(_Message(_HEADER.pack(kind, 0, answer, slot)))
 
     def close(self) -> None:
-        self._frames.put(None)
+        self._messages.put(None)
         self._writer.join()
         self.cut()
 
     def cut(self) -> None:
-        self._frames.put(None)  # the writer fails at what it has to send, and ends
+        self._messages.put(None)  # the writer fails at what it has to send, and ends
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+        self._writer.join()
         self._socket.close()
+        self._slots.close()
+
+    # -- the writing thread -----------------------------------------------------------------
 
     def _write(self) -> None:
         with contextlib.suppress(OSError):  # the reader sees the end
-            while (message := self._frames.get()) is not None:
-                header, form, frame = message
-                self._socket.sendall(header + form)
-                if frame.numel():
-                    self._socket.sendall(memoryview(frame.numpy().data))
+            while (message := self._messages.get()) is not None:
+                self._write_words(message)
+                if message.frame is not None and message.frame.numel():
+                    self._socket.sendall(memoryview(message.frame.numpy().data))
+
+    def _write_words(self, message: _Message) -> None:
+        sent, slot = 0, message.slot
+        if slot is not None and slot.descriptor >= 0:
+            sent = socket.send_fds(self._socket, [message.words], [slot.descriptor])
+            close_descriptor(slot)
+        self._socket.sendall(message.words[sent:])
+
+    # -- the reading thread -----------------------------------------------------------------
 
     def _read(self) -> None:
         forms: dict[Kind, bytes] = {}
         try:
             while True:
-                kind, form_bytes, size = _HEADER.unpack(self._filled(bytearray(_HEADER.size)))
+                words, descriptor = self._header()
+                kind, form_bytes, size, slot = _HEADER.unpack(words)
+                if kind >= _DROP:
+                    self._hear(kind, size, slot, descriptor)
+                    continue
                 if form_bytes:
-                    forms[kind] = bytes(self._filled(bytearray(form_bytes)))
-                frame = torch.empty(size, dtype=torch.uint8)
-                self._filled(frame.numpy())
-                self.came[kind].append((forms[kind], frame))
+                    with _closing_if_lost(descriptor):
+                        forms[kind] = bytes(self._filled(bytearray(form_bytes)))
+                frame = self._frame(size, slot, descriptor)
+                self.came[kind].append(_Came(forms[kind], frame, slot))
                 self._notify()
         except (EOFError, OSError):
             self.is_over = True  # the study sees who is gone
@@ -152,6 +239,65 @@ class _End:
         except BaseException as error:  # there is no memory for a frame, say
             self.error = error
             self._notify()
+
+    def _frame(self, size: int, slot: int, descriptor: int) -> Tensor:
+        if slot >= 0:
+            if descriptor >= 0:
+                self._windows[slot] = self._mapped(size, descriptor)
+            if slot not in self._windows:
+                raise WorkerError(
+                    f"no descriptor came with a frame of {size} bytes in shared memory: this "
+                    "process may have too many open files (ulimit -n)"
+                )
+            return self._windows[slot][:size]
+        frame = torch.empty(size, dtype=torch.uint8)
+        self._filled(frame.numpy())
+        return frame
+
+    def _mapped(self, size: int, descriptor: int) -> Tensor:
+        try:
+            return _window(descriptor)
+        except OSError as error:  # it is not the socket that has ended
+            words = f"the shared memory of a frame of {size} bytes cannot be mapped: {error}"
+            raise WorkerError(words) from error
+
+    def _hear(self, kind: Kind, size: int, slot: int, descriptor: int) -> None:
+        """What the peer says about a slot: of this end's, or of its own."""
+        if kind == _DONE:
+            self._slots.free(slot)
+        elif kind == _DROP:
+            self._windows.pop(slot, None)
+        elif kind == _TRIAL:
+            self.say(_SEEN, slot, answer=self._sees(slot, descriptor))
+        elif size:
+            self.shares = True
+            self._slots.free(slot)
+        else:
+            self._slots.close()
+            warnings.warn(
+                f"member {self._peer} of a gang cannot read memory that it is to share: large "
+                "frames to it go over the socket.",
+                stacklevel=2,
+            )
+
+    def _sees(self, slot: int, descriptor: int) -> bool:
+        try:
+            self._windows[slot] = _window(descriptor)
+        except (OSError, ValueError):
+            return False
+        return is_trial(self._windows[slot])
+
+    def _header(self) -> tuple[bytes, int]:
+        """The next header, and the descriptor that came with it; -1: none."""
+        words, descriptor = b"", -1
+        while len(words) < _HEADER.size:
+            with _closing_if_lost(descriptor):
+                more, found, _, _ = socket.recv_fds(self._socket, _HEADER.size - len(words), 1)
+                if not more:
+                    raise EOFError
+            words += more
+            descriptor = found[0] if found else descriptor
+        return words, descriptor
 
     def _filled(self, buffer: Any) -> Any:
         left = memoryview(buffer)
@@ -163,8 +309,27 @@ class _End:
         return buffer
 
 
-class _Queues(dict[Kind, deque[tuple[bytes, Tensor]]]):
+@contextlib.contextmanager
+def _closing_if_lost(descriptor: int) -> Iterator[None]:
+    """A descriptor that came before the peer was lost stays with nobody."""
+    try:
+        yield
+    except BaseException:
+        if descriptor >= 0:
+            os.close(descriptor)
+        raise
+
+
+def _window(descriptor: int) -> Tensor:
+    """A peer's slot; the descriptor is closed."""
+    try:
+        return mapped(descriptor, os.fstat(descriptor).st_size)
+    finally:
+        os.close(descriptor)
+
+
+class _Queues(dict[Kind, deque[_Came]]):
     """What came, by kind; the reading thread appends, the stage's takes."""
 
-    def __missing__(self, kind: Kind) -> deque[tuple[bytes, Tensor]]:
+    def __missing__(self, kind: Kind) -> deque[_Came]:
         return self.setdefault(kind, deque())

@@ -41,7 +41,8 @@ class StagePlace:
     """Which stage this process is, and how its parent sees what it does."""
 
     def __init__(self, job: Job, parent: Connection, recorder: mmap.mmap) -> None:
-        self.rank, self.world = job.rank, job.world
+        self.rank, self.world, self.local = job.rank, job.world, job.rank
+        self.host: None = None  # the default group is gloo's
         self._parent, self._recorder, self._count = parent, recorder, 0
 
     def begin(self, actions: list[str]) -> None:

@@ -1,14 +1,15 @@
 """Messages between stages: any structure of tensors as one flat frame and its form.
 
 The *form* is the structure without the values: names, shapes, strides, plain Python values. It
-seldom changes, and is sent only when it does; so a message is one frame of known size.
+seldom changes, and is sent only when it does; so a message is one frame of known size. Where
+frames go from device to device it is two: what lies on the device, and what lies on the host.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -17,17 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.units import round_up
-from shoal.memory.layout import TensorSpec
 from shoal.memory.store import describe, view
 from shoal.rng import RngState
 
 ALIGNMENT = 64
 
 
-class Packed(NamedTuple):
-    """A message: its form, and its tensors' bytes where ``offsets`` say."""
+class Bundle(NamedTuple):
+    """Tensors that go in one frame, where ``offsets`` say."""
 
-    form: bytes
     tensors: tuple[Tensor, ...]
     offsets: tuple[int, ...]
     num_bytes: int
@@ -38,6 +37,23 @@ class Packed(NamedTuple):
             view(frame, at + offset, describe("", tensor)).copy_(tensor)
 
 
+class Packed(NamedTuple):
+    """A message: its form, its tensors, and those that go in a frame of their own."""
+
+    form: bytes
+    inside: Bundle
+    apart: Bundle
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensors that are not apart."""
+        return self.inside.num_bytes
+
+    def write(self, frame: Tensor, at: int) -> None:
+        """Copy the tensors that are not apart into a flat byte tensor."""
+        self.inside.write(frame, at)
+
+
 class Packer:
     """Takes structures apart and puts them together; parameters of the model go by name."""
 
@@ -45,28 +61,50 @@ class Packer:
         self._parameters = dict(parameters or {})
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
 
-    def pack(self, tree: Any) -> Packed:
-        """The form of ``tree``, and its tensors, which are not copied yet."""
+    def pack(self, tree: Any, apart: torch.device | None = None) -> Packed:
+        """The form of ``tree``, and its tensors, which are not copied yet.
+
+        Those on the device ``apart`` go in a frame of their own.
+        """
         buffer = io.BytesIO()
         pickler = _Pickler(buffer, self._names)
         pickler.dump(tree)
-        offsets, size = [], 0
-        for tensor in pickler.tensors:
-            offsets.append(size)
-            size = round_up(size + tensor.numel() * tensor.element_size(), ALIGNMENT)
-        specs = [describe("", tensor) for tensor in pickler.tensors]
-        form = pickle.dumps((buffer.getvalue(), specs, offsets))
-        return Packed(form, tuple(pickler.tensors), tuple(offsets), size)
+        inside = _bundle(t for t in pickler.tensors if t.device != apart)
+        beside = _bundle(t for t in pickler.tensors if t.device == apart)
+        offsets = {False: iter(inside.offsets), True: iter(beside.offsets)}
+        places = [
+            (describe("", tensor), next(offsets[tensor.device == apart]), tensor.device == apart)
+            for tensor in pickler.tensors
+        ]
+        form = pickle.dumps((buffer.getvalue(), places, beside.num_bytes))
+        return Packed(form, inside, beside)
 
-    def unpack(self, form: bytes, frame: Tensor, at: int) -> Any:
-        """The structure whose tensors are views of ``frame`` from byte ``at``."""
-        structure, specs, offsets = pickle.loads(form)
-        tensors = [_in_frame(frame, at + o, s) for o, s in zip(offsets, specs, strict=True)]
+    def unpack(self, form: bytes, frame: Tensor, at: int, apart: Tensor | None = None) -> Any:
+        """The structure whose tensors are views of ``frame`` from byte ``at``.
+
+        ``apart`` is the frame of those that went by themselves.
+        """
+        structure, places, _ = pickle.loads(form)
+        tensors = []
+        for spec, offset, is_apart in places:
+            flat, start = (apart, 0) if is_apart else (frame, at)
+            assert flat is not None
+            tensors.append(view(flat, start + offset, spec))
         return _Unpickler(structure, tensors, self._parameters).load()
 
 
-def _in_frame(frame: Tensor, offset: int, spec: TensorSpec) -> Tensor:
-    return view(frame, offset, spec)
+def apart_bytes(form: bytes) -> int:
+    """How many bytes of a message of this form go in a frame of their own."""
+    _, _, num_bytes = pickle.loads(form)
+    return int(num_bytes)
+
+
+def _bundle(tensors: Iterable[Tensor]) -> Bundle:
+    found, offsets, size = tuple(tensors), [], 0
+    for tensor in found:
+        offsets.append(size)
+        size = round_up(size + tensor.numel() * tensor.element_size(), ALIGNMENT)
+    return Bundle(found, tuple(offsets), size)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no annotations

@@ -8,12 +8,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from shoal import rounding
 from shoal.core.errors import PlanError, SpecError
 from shoal.core.spec import Scalar
 from shoal.core.technique import Schedule
 from shoal.pipeline.build import Training
-from shoal.pipeline.launched import is_launched, run_launched
+from shoal.pipeline.launched import device_of_group, is_launched, run_launched
+from shoal.pipeline.meeting import DeviceKind
 from shoal.pipeline.processes import HANG_S, StageProcesses
 from shoal.pipeline.schedule import Pipeline
 from shoal.pipeline.stage import Ran
@@ -30,7 +33,8 @@ class Trained:
     ``losses`` has one float per optimizer step, the mean over its micro-batches. ``state`` has
     the layout of ``TrialResult.load_state()``: everything by parameter name. ``ran`` says when
     each stage of each copy computed what, ``most_in_flight`` how many micro-batches it held
-    activations of.
+    activations of. ``carried`` says which way messages went, and why where another was to be
+    expected.
     """
 
     losses: tuple[float, ...]
@@ -39,6 +43,7 @@ class Trained:
     program: Program
     ran: tuple[list[Ran], ...]
     most_in_flight: tuple[int, ...]
+    carried: str
 
 
 def run_stages(
@@ -57,6 +62,8 @@ def run_stages(
     draws: bool | None = None,
     foretell: bool = True,
     threads: int = 1,
+    device: DeviceKind | None = None,
+    direct: bool | None = None,
     hang_s: float = HANG_S,
     processes: StageProcesses | None = None,
 ) -> Trained:
@@ -72,12 +79,19 @@ def run_stages(
     whether the model draws random numbers; None to find out on the first batch; with ``foretell``
     the first stage draws ahead what later ones will draw, where that can be done, and forwards
     overlap. ``processes`` are kept for the next run.
-    Nothing is evaluated. In a process that torchrun started, or that is in a group of gloo's, the
-    stages are the group's processes: each of them calls this, and each gets the result.
+    Nothing is evaluated. In a process that torchrun started, or that is in a group of gloo's or
+    NCCL's, the stages are the group's processes: each calls this, and each gets the result.
+
+    ``device`` is "cpu" or "cuda": rank by rank the GPUs of each machine, in turn where there are
+    fewer; None for "cuda" in a group of NCCL's alone, else "cpu". With ``direct`` what lies on a
+    device goes to the other device without the host: None for that on GPUs. It needs a GPU for
+    each rank, and is checked before the first step; where it cannot be, messages go through host
+    memory, ``Trained.carried`` says why, and stage 0 warns.
 
     Raises:
         SpecError: fewer micro-batches than the schedule needs, more stages than there are
-            processes or another number than were started, cuts that make another number of stages.
+            processes or another number than were started, cuts that make another number of
+            stages, no such device.
         PlanError: the model cannot be cut so.
         TrialError: a loss is not finite, or data and model turned out otherwise than at first.
         WorkerError: a stage died, or has stood still for ``hang_s`` seconds; none is left then.
@@ -97,6 +111,8 @@ def run_stages(
         draws=draws,
         foretell=foretell,
         threads=threads,
+        device=device or device_of_group(),
+        direct=direct,
     )
     _require_possible(training)
     work, world = functools.partial(train_stage, training=training), stages * width
@@ -112,6 +128,7 @@ def _require_possible(training: Training) -> None:
     """Refuse what can be seen to be impossible before a process is started."""
     if training.steps < 1:
         raise SpecError(f"train at least one step, got steps={training.steps}.")
+    _require_device(training.device)
     Pipeline(
         schedule=training.schedule,
         stages=training.stages,
@@ -133,6 +150,16 @@ def _require_possible(training: Training) -> None:
         raise PlanError(
             f"precision={rounding.NAME!r} cannot be pipelined: its steps round weights by chance, "
             "which no test holds to the plain loop over stages yet. Use 'bf16' or 'fp32'."
+        )
+
+
+def _require_device(device: str) -> None:
+    if device not in ("cpu", "cuda"):
+        raise SpecError(f"stages train on device='cpu' or 'cuda', got {device!r}.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SpecError(
+            "stages were to train on device='cuda', and torch sees no CUDA device in this "
+            "process. Use device='cpu', or look at CUDA_VISIBLE_DEVICES, and at torch's version."
         )
 
 
@@ -160,4 +187,5 @@ def _joined(all_parts: list[Part], stages: int) -> Trained:
         program=first.program,
         ran=tuple(part.ran for part in all_parts),
         most_in_flight=tuple(part.most_in_flight for part in all_parts),
+        carried=first.carried,
     )

@@ -1,19 +1,23 @@
-"""Validation batches through the stages of a pipeline: forwards alone, and the metrics."""
+"""Validation batches through the stages of a pipeline: forwards alone, and the metrics.
+
+With copies of the pipeline the batches go to them in turn, whole, and device 0 reads all of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.core.errors import TrialError
 from shoal.partition.chain import Chain, Micro
 from shoal.partition.units import run_forward
 from shoal.pipeline.compute import Share
 from shoal.program.ir import Action, Op, Program
+from shoal.program.world import is_batch
 from shoal.recipe import Batch, autocast
 from shoal.rng import capture_rng, same_rng
 
@@ -21,17 +25,45 @@ Report = Callable[[Tensor, Any, Batch], None]
 """Told loss, output and batch of what the last stage computed."""
 
 
-def validation(stages: int) -> Program:
-    """One batch through all stages."""
-    return Program(tuple(tuple(_actions(stage, stages)) for stage in range(stages)))
+def validation(stages: int, width: int = 1, copy: int = 0) -> Program:
+    """One batch through all stages of one of the copies, which device 0 hands it."""
+    lists: list[tuple[Action, ...]] = [()] * (stages * width)
+    for stage in range(stages):
+        lists[copy * stages + stage] = tuple(_actions(stage, stages, copy))
+    if copy:
+        lists[0] = (Action(Op.SEND, 0, 0, peer=copy * stages, trial=copy),)
+    return Program(tuple(lists))
 
 
-def _actions(stage: int, stages: int) -> list[Action]:
-    found = [Action(Op.RECV, stage, 0, peer=stage - 1)] if stage else []
-    found.append(Action(Op.F, stage, 0))
+def _actions(stage: int, stages: int, copy: int) -> Iterator[Action]:
+    first = copy * stages
+    if stage:
+        yield Action(Op.RECV, stage, 0, peer=first + stage - 1, trial=copy)
+    elif copy:
+        yield Action(Op.RECV, 0, 0, peer=0, trial=copy)
+    yield Action(Op.F, stage, 0, trial=copy)
     if stage + 1 < stages:
-        found.append(Action(Op.SEND, stage + 1, 0, peer=stage + 1))
-    return found
+        yield Action(Op.SEND, stage + 1, 0, peer=first + stage + 1, trial=copy)
+
+
+class BufferWrites:
+    """Notices which buffers of a model are written to, without a copy of any.
+
+    What is written through ``.data`` is not seen.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before = {name: (b, b._version) for name, b in model.named_buffers()}
+
+    def found(self) -> list[str]:
+        """The names of those that were written to, or replaced, since this was made."""
+        now = self._model.named_buffers()
+        return sorted(name for name, buffer in now if self._is_new(name, buffer))
+
+    def _is_new(self, name: str, buffer: Tensor) -> bool:
+        before, version = self._before.get(name, (None, 0))
+        return buffer is not before or buffer._version != version
 
 
 @dataclass(slots=True)
@@ -46,7 +78,7 @@ class Validation:
     """Runs the actions of ``validation`` at one stage; the weights are bound.
 
     Args:
-        fetch: The next batch; of the first stage only.
+        fetch: The next batch; of the first stage of copy 0, or of the device that hands it out.
         report: Told what came out; of the last stage only.
     """
 
@@ -57,7 +89,10 @@ class Validation:
         self._passing: _Passing | None = None
 
     def take(self, action: Action, tree: Any) -> None:
-        """What the stage before left."""
+        """What the stage before left; of another copy's first stage the batch."""
+        if is_batch(action):
+            self._fetch = lambda: tree
+            return
         batch, parts, touched, wires = tree
         micro = self._chain.begin(batch)
         micro.sheet = replace(self._chain.skeleton.blank_sheet(), parts=parts)
@@ -85,7 +120,9 @@ class Validation:
             )
 
     def give(self, action: Action) -> Any:
-        """What the next stage needs."""
+        """What the next stage needs; a batch for another copy."""
+        if is_batch(action):
+            return self._fetch()
         assert self._passing is not None
         passing, self._passing = self._passing, None
         micro = passing.micro

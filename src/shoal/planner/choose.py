@@ -62,6 +62,23 @@ def choices(
     yield from found(last)
 
 
+def about_s(
+    measure: JobMeasure, budget: Bytes, request: Request, speeds: Speeds
+) -> Seconds | None:
+    """About what a step of one trial takes spilled, to be told beside another way; None: no fit.
+
+    Each combination of settings with the fewest shards that should fit, and nothing finer.
+    """
+    paper = Paper(measure, request)
+    for places in _boundary_places(measure, budget, request):
+        settings = (one for place in places for one in _settings(measure, request, place))
+        fewest = (next(paper.by_shards(one, budget, 1), None) for one in settings)
+        found = [paper.step_s(one, speeds, budget) for one in fewest if one is not None]
+        if found:
+            return min(found)
+    return None
+
+
 def _cheapest_first(
     found: Sequence[tuple[Seconds, Choice]], request: Request, paper: Paper, budget: Bytes
 ) -> list[Choice]:
@@ -130,6 +147,8 @@ def _can_save(technique: Spilled) -> bool:
 def _all_settings(measure: JobMeasure, request: Request, boundaries: Place) -> Iterator[Spilled]:
     forced = request.technique if isinstance(request.technique, Spilled) else Spilled()
     order: Order = forced.order or "micro"
+    if request.micro_batches == 1:
+        order = "micro"  # both are the same then, and numbers drawn at random stay in order
     place = place_asked(forced, request)
     places: tuple[Place, ...] = (place,) if place else ("host", "device")
     for place, (lookahead, lookbehind) in itertools.product(places, _looks(forced)):

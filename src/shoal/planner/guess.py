@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shoal.core.spec import ShardSpec
-from shoal.core.technique import Spilled, turned_shards
+from shoal.core.technique import Spilled, turnable_shards, turned_shards
 from shoal.core.units import Bytes
 from shoal.planner.keep import savers
 from shoal.planner.need import Need, waiting_bytes
@@ -81,7 +81,7 @@ def _guess_turn(shards: Sequence[ShardSpec], technique: Spilled, left: float) ->
     """About the shards that hold their parameters over the turn, for which there is room."""
     if technique.keep_turn is not None:
         return turned_shards(technique, len(shards))
-    able = turned_shards(replace(technique, keep_turn=len(shards)), len(shards))
+    able = turnable_shards(technique, len(shards))
     held = 0
     for shard in reversed(able):
         left -= shards[shard].parameter_bytes

@@ -24,7 +24,7 @@ from shoal.planner.lean import keep_lean
 from shoal.planner.need import waiting_input_bytes
 from shoal.planner.price import Speeds, price
 from shoal.planner.room import Option, Room, most_of
-from shoal.planner.spare import head_most, use_turn
+from shoal.planner.spare import head_most, share_late, use_turn
 from shoal.spill.generate import kept_of, route_of
 
 ALIKE = 1.03
@@ -76,7 +76,8 @@ def _divisions(room: Room, spread: Option) -> list[Option]:
 def _lean_divisions(room: Room, spread: Option) -> list[Option]:
     """The same with other shards kept than those that leave the others evenly ``spread``."""
     kept = keep_lean(room, spread)
-    return _filled_ways(room, kept)[:1] if kept else []
+    bases = dict.fromkeys((kept, share_late(room, kept))) if kept else ()
+    return [_filled_ways(room, base)[0] for base in bases]
 
 
 def _filled_ways(room: Room, kept: Option) -> list[Option]:

@@ -35,7 +35,7 @@ def keep_lean(room: Room, spread: Option) -> Option | None:
         return None
 
     def tried(number: int) -> Option | None:
-        return room.tried(_with(room, number))
+        return room.tried(with_kept(room, number))
 
     best = tried(count)
     if best is None:
@@ -62,7 +62,7 @@ def leaving(room: Room) -> list[int]:
     return [shard.index for shard in able]
 
 
-def _with(room: Room, count: int) -> Spilled:
+def with_kept(room: Room, count: int) -> Spilled:
     """The technique with so many shards kept, and on the device the parameters of all others."""
     resolved, keep = room.resolved(), kept_lean(room, count)
     if room.technique.optimizer == "host":

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shoal.core.spec import JobMeasure, Place, ShardSpec, Transfer
+from shoal.core.spec import CAPTURED_LAYOUTS, JobMeasure, Place, ShardSpec, Transfer
 from shoal.core.technique import (
+    Captured,
     Resident,
     Spilled,
     Technique,
@@ -19,9 +20,12 @@ from shoal.core.units import Bytes
 from shoal.memory.layout import TrialLayout, arena, as_it_travels, lenders
 from shoal.program.check import check
 from shoal.program.costs import JobCosts
-from shoal.program.footprint import Footprint
+from shoal.program.footprint import Footprint, footprint
 from shoal.program.ir import Program, kept
 from shoal.spill import generate
+
+COPIES = 3
+"""Of buffers, beside one of parameters and gradients, while a captured pass is compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +39,7 @@ class Request:
     place: Place | None = None  # where trials that go on stepped before
     mixes: bool = True  # may some shards step on the device and others on the host?
     varies: bool = False  # have batches been larger than what was measured?
+    has_pools: bool = False  # what is captured keeps the memory of a pass to itself
     waiting_room: Bytes | None = (
         None  # host memory for what waits there; None: as much as it takes
     )
@@ -109,8 +114,10 @@ def footprints(
     request: Request,
     valid_scale: float = 1.0,
     lent: tuple[int, ...] = (),
+    *,
+    proves: bool = True,
 ) -> list[Footprint]:
-    """What each program of a job needs; proves on the way that the programs are sound."""
+    """What each program of a job needs; if it ``proves``, they are proved to be sound."""
     here = kept(kept_shards(technique), kept_weights(technique), kept_heads(technique))
     step, evaluation = programs(len(shards), technique, request, lent)
     shards = as_they_travel(shards, technique)
@@ -118,6 +125,9 @@ def footprints(
     scale = 1.0 if isinstance(technique, Resident) else valid_scale  # that one was measured
     wide = tuple(_widened(shard, scale) for shard in shards)
     validation = {0: JobCosts(shards=wide, batch_bytes=Bytes(round(batch * valid_scale)))}
+    if not proves:
+        both = (step, training), (evaluation, validation)
+        return [footprint(one.devices[0], costs, start=here) for one, costs in both]
     return [
         check(step, training, start=here, end=here),
         check(evaluation, validation, start=here, end=here),
@@ -140,13 +150,19 @@ def need(
     technique: Technique,
     request: Request,
     layout: TrialLayout | None = None,
+    *,
+    proves: bool = True,
 ) -> Need:
-    """The bytes of a job; its arena as ``layout`` makes it when that is known."""
+    """The bytes of a job; its arena as ``layout`` makes it when that is known.
+
+    What is one of many on paper is not proved: the job that is made of one is.
+    """
     if layout is not None:
         sums = request.micro_batches > 1
         layout = as_it_travels(layout, technique, measure.narrow, sums=sums)
     lent = lenders(layout) if layout is not None else ()
-    prints = footprints(shards, measure.batch_bytes, technique, request, measure.valid_scale, lent)
+    args = (shards, measure.batch_bytes, technique, request, measure.valid_scale, lent)
+    prints = footprints(*args, proves=proves)
     region = max(p.arena_bytes for p in prints)
     if layout is not None:
         clip, accumulate = request.clip, request.micro_batches
@@ -155,6 +171,11 @@ def need(
     peak = max(p.peak_bytes - p.arena_bytes for p in prints)
     # The largest unit may come when little is held. Of batches that vary little is sure.
     unit = max(p.unit_bytes for p in prints) if request.varies else max(peak - held, 0)
+    if isinstance(technique, Captured):
+        pool = CAPTURED_LAYOUTS * unit if request.has_pools else 0
+        more = sum(shard.gradient_bytes + shard.owned_bytes for shard in shards)
+        more += COPIES * measure.buffer_bytes
+        held, unit, peak = held + pool, unit + more, peak + pool + more
     return Need(
         held=Bytes(region + held + measure.buffer_bytes),
         unit=Bytes(unit),

@@ -185,7 +185,7 @@ class Paper:
             spill_activations=(),
         )
         if (cuts, least) not in self._needs:
-            found = need(self._measure, self._of(cuts), least, self._request)
+            found = need(self._measure, self._of(cuts), least, self._request, proves=False)
             self._needs[cuts, least] = found
         return self._needs[cuts, least]
 

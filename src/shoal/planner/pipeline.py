@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, inf
+from math import ceil
 
-from shoal.core.spec import JobMeasure, ShardSpec
+from shoal.core.spec import NO_SECONDS, JobMeasure, ShardSpec
 from shoal.core.technique import Pipelined, as_they_travel
 from shoal.core.units import Bytes, Seconds
 from shoal.memory.layout import TrialLayout
@@ -25,20 +25,16 @@ from shoal.pipeline.schedule import Pipeline
 from shoal.pipeline.wide import ROUNDS_AHEAD
 from shoal.planner.need import Need, Request
 from shoal.planner.price import Speeds
-from shoal.planner.stages import Cutter, Split, as_stages, drawing_ahead, predicted
+from shoal.planner.stages import Cutter, as_stages, drawing_ahead, predicted
+from shoal.planner.steptime import MESSAGE_S, Steps, StepTime, Terms, byte_s, pipeline_of
 from shoal.program.costs import JobCosts
 from shoal.program.footprint import Footprint
-from shoal.program.ir import Action, Op, Part
-from shoal.program.replay import Run, replay
 
 RNG_BYTES = 2**14  # of a random state, which travels with each micro-batch: ``packing.pack_rng``
-MESSAGE_S = 2e-4  # to pack a message, wake who waits for it, and unpack it
-MESSAGE_BYTES_PER_S = 1e9  # between two processes of a machine, through its memory
 FRAMES_AHEAD = 3  # messages of a line that nobody asked for yet, at most
 MOST_REPLAYED = 20
 MOST_LARGE = 6  # of those that should not fit, those with the most stages
 NEAR = 2.0  # times what the closed formula has as the least, of what is replayed
-MOST_MICROS = 24  # of a step that is replayed, or two a stage; longer ones go on as its end does
 MARGINS = (1.0, 0.98, 0.95, 0.9, 0.8)
 AWAY = 0.02
 """What messages take of a micro-batch's computing that is worth a longer pipeline of them."""
@@ -51,7 +47,7 @@ class Staged:
     """A pipeline with all that is known of it. Where it is a choice yet, ``needs`` are guesses.
 
     Where stages are spilled, ``stages`` are their shards.
-    ``bubbles`` is the part of its devices' time in which none of its stages computes.
+    ``step_s``, ``bubbles``, ``stops`` and ``stops_s`` are those of ``steptime.StepTime``.
     """
 
     technique: Pipelined  # with nothing left open
@@ -59,6 +55,8 @@ class Staged:
     needs: tuple[Need, ...]
     step_s: Seconds
     bubbles: float
+    stops: float = 0.0
+    stops_s: Seconds = NO_SECONDS
 
     @property
     def need(self) -> Need:
@@ -77,27 +75,6 @@ class Staged:
     def neediest(self) -> int:
         """The stage that needs the most."""
         return max(range(len(self.needs)), key=lambda stage: self.needs[stage].total)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """What candidates have in common: the measure, and what the study asks of a step.
-
-    ``shortest`` is how many batches the shortest step has: of the last of an epoch, maybe.
-    """
-
-    measure: JobMeasure
-    request: Request
-    speeds: Speeds
-    casts: bool = False  # the model computes with copies of its weights
-    shortest: int | None = None
-
-    def split(self, micro_batches: int) -> Split:
-        return Split(pieces=micro_batches // self.request.micro_batches, casts=self.casts)
-
-    def batch(self, micro_batches: int) -> Bytes:
-        """Bytes of a micro-batch."""
-        return self.split(micro_batches).of(self.measure.batch_bytes)
 
 
 def candidates(
@@ -258,14 +235,16 @@ def staged(
     """What a resolved technique needs and takes with these shards, guessed or measured."""
     batch, ties = terms.batch(technique.micro_batches or 1), ties_of(layout)
     stages = _stages(technique, shards, terms, layout)
-    steps = _Steps(technique=technique, stages=stages, ties=ties, batch=batch, terms=terms)
-    step_s, bubbles = steps.replayed()
+    steps = Steps(technique=technique, stages=stages, ties=ties, batch=batch, terms=terms)
+    found = steps.replayed()
     return Staged(
         technique=technique,
         stages=stages,
         needs=_needs(technique, stages, ties, batch, terms),
-        step_s=step_s,
-        bubbles=bubbles,
+        step_s=found.step_s,
+        bubbles=found.bubbles,
+        stops=found.stops,
+        stops_s=found.stops_s,
     )
 
 
@@ -305,31 +284,6 @@ def tied_bytes(layout: TrialLayout | None, stages: int) -> list[int]:
                     crossing.add((stage, field.spec.name))
                     carried[stage] += field.spec.num_bytes
     return carried
-
-
-def pipeline_of(
-    technique: Pipelined,
-    stages: Sequence[ShardSpec],
-    terms: Terms,
-    groups: tuple[int, ...],
-    ties: tuple[tuple[int, int], ...] = (),
-) -> Pipeline:
-    """The program's parameters, for so many steps as there are ``groups``."""
-    tied = {stage for pair in ties for stage in pair}
-    changed = {s.index for s in stages if s.stash_bytes and technique.recompute}
-    return Pipeline(
-        schedule=technique.known_schedule,
-        stages=technique.stages or 1,
-        groups=groups,
-        recompute=bool(technique.recompute),
-        lag=technique.lag or 0,
-        clip=terms.request.clip,
-        ties=ties,
-        draws=terms.measure.draws,
-        foretold=terms.measure.draws,
-        whole=tuple(sorted(tied | changed)),
-        width=technique.width,
-    )
 
 
 # -- bytes ----------------------------------------------------------------------------------
@@ -419,114 +373,20 @@ def evaluating(
     return ceil(held), ceil(scale * stages[stage].forward_peak_bytes)
 
 
-# -- seconds --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Steps:
-    """Steps of a resolved technique on paper, with so many trials of its kind on the devices."""
-
-    technique: Pipelined
-    stages: Sequence[ShardSpec]
-    ties: tuple[tuple[int, int], ...]
-    batch: Bytes
-    terms: Terms
-    together: int = 1
-
-    def replayed(self) -> tuple[Seconds, float]:
-        """Seconds of a step of one of them in the middle of a training, and what is bubbles."""
-        technique, count = self.technique, len(self.stages)
-        micros = technique.micro_batches or 1
-        some = min(micros, technique.width * max(MOST_MICROS, 2 * count))
-        step_s, busy_s = self._steady(some)
-        if some < micros:
-            fewer = some // 2
-            before_s, busy_before_s = self._steady(fewer)
-            more = (micros - some) / (some - fewer)
-            step_s += more * (step_s - before_s)
-            busy_s += more * (busy_s - busy_before_s)
-        devices = count * technique.width
-        bubbles = 1.0 - busy_s / (devices * step_s) if step_s > 0 else 0.0
-        return Seconds(max(step_s, 1e-6)), min(max(bubbles, 0.0), 1.0)
-
-    def _steady(self, micros: int) -> tuple[float, float]:
-        """Seconds of a step with so many micro-batches, and those in which its devices compute."""
-        overlaps = self.technique.is_stale or self.together > 1
-        few, many = (2, 4) if overlaps else (1, 2)
-        (first_s, first_busy_s), (all_s, all_busy_s) = (
-            self._ran(micros, few),
-            self._ran(micros, many),
-        )
-        steps = (many - few) * self.together
-        return (all_s - first_s) / steps, (all_busy_s - first_busy_s) / steps
-
-    def _ran(self, micros: int, steps: int) -> tuple[float, float]:
-        """Until all of them have done so many steps, and what devices computed of that."""
-        technique, terms = self.technique, self.terms
-        groups = (micros,) * steps
-        pipeline = pipeline_of(technique, self.stages, terms, groups, self.ties)
-        stepping = tuple(
-            replace(stage, step_s=Seconds(stage.step_s * terms.speeds.device_step))
-            for stage in self.stages
-        )
-        one = JobCosts(shards=stepping, batch_bytes=self.batch)
-        run = Run(
-            program=pipeline.program(),
-            costs=dict.fromkeys(range(technique.width), one),
-            devices=tuple(range(pipeline.copies.devices)),
-        )
-        timeline = replay(
-            [replace(run, trial=trial) for trial in range(self.together)]
-            if self.together > 1
-            else [run],
-            durations=lambda action: _message_s(action, self.stages, self.batch, terms.speeds),
-            keep_spans=False,
-        )
-        computes = [s for (_, stream), s in timeline.busy_s.items() if stream == "compute"]
-        return timeline.makespan_s, sum(computes)
-
-
-def together_s(staged: Staged, terms: Terms, layout: TrialLayout | None, together: int) -> Seconds:
-    """Seconds of the devices that a step of one of so many trials takes.
+def together(staged: Staged, terms: Terms, layout: TrialLayout | None, trials: int) -> StepTime:
+    """What a step of one of so many trials takes of the devices.
 
     One computes in the bubbles of the others.
     """
     technique = staged.technique
-    steps = _Steps(
+    return Steps(
         technique=technique,
         stages=staged.stages,
         ties=ties_of(layout),
         batch=terms.batch(technique.micro_batches or 1),
         terms=terms,
-        together=together,
-    )
-    return steps.replayed()[0]
-
-
-def _message_s(
-    action: Action, stages: Sequence[ShardSpec], batch: Bytes, speeds: Speeds
-) -> Seconds | None:
-    """How long a message takes from device to device; None of what is none."""
-    if action.op is not Op.SEND:
-        return None
-    return Seconds(MESSAGE_S + _message_bytes(action, stages, batch) * byte_s(speeds))
-
-
-def _message_bytes(action: Action, stages: Sequence[ShardSpec], batch: Bytes) -> int:
-    shard = stages[action.shard]
-    if Part.PARAM in action.parts:
-        return shard.parameter_bytes - shard.owned_bytes
-    if Part.SUM in action.parts:
-        return shard.gradient_bytes
-    if Part.NORM in action.parts or Part.RNG in action.parts:
-        return 0
-    return shard.carry_bytes if Part.GRAD in action.parts else shard.boundary_bytes + batch
-
-
-def byte_s(speeds: Speeds) -> float:
-    """Down from one device, through the host's memory, and up to the next."""
-    links = (speeds.down_bytes_per_s, MESSAGE_BYTES_PER_S, speeds.up_bytes_per_s)
-    return sum(1 / link for link in links if link < inf)
+        together=trials,
+    ).replayed()
 
 
 # -- against one device ---------------------------------------------------------------------

@@ -9,8 +9,8 @@ from shoal.core.spec import JobMeasure, ReplicaMeasure
 from shoal.core.technique import DataParallel
 from shoal.core.units import Bytes, Seconds
 from shoal.planner.need import Need, Request
-from shoal.planner.pipeline import MESSAGE_S, byte_s
 from shoal.planner.price import Speeds
+from shoal.planner.steptime import MESSAGE_S, byte_s
 
 BUCKET_BYTES = 25 * 2**20  # of gradients that DDP sends at a time
 

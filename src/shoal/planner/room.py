@@ -33,7 +33,8 @@ class Room:
 
     def tried(self, technique: Spilled) -> Option | None:
         """``technique`` and what it needs, if the device has room for that."""
-        found = need(self.measure, self.shards, technique, self.request, self.layout)
+        args = (self.measure, self.shards, technique, self.request, self.layout)
+        found = need(*args, proves=False)
         return (technique, found) if fits([found], self.budget, self.active) else None
 
     def beside(self, base: Need) -> int:

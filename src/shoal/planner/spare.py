@@ -6,13 +6,13 @@ step on the device, gradients that wait for it there, and then some tensors of o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from shoal.core.spec import ShardSpec
-from shoal.core.technique import Spilled, turned_shards
-from shoal.memory.layout import head_sizes, lenders
-from shoal.planner.lean import kept_lean
+from shoal.core.technique import Head, Spilled, kept_weights, turnable_shards
+from shoal.memory.layout import Segment, head_sizes, largest_first, lenders
+from shoal.planner.lean import kept_lean, leaving, with_kept
 from shoal.planner.room import Option, Room, most_of
 from shoal.spill.generate import kept_of
 
@@ -27,21 +27,27 @@ def _turn_most(room: Room, kept: Option, *, fewer: bool) -> Option:
     """``kept`` with as many shards held over the turn as fit; as it is if they were asked for.
 
     A byte saves the same either way, and parameters alone leave smaller gaps than whole shards: a
-    few of those less, or none, may move less; ``fewer`` tries that. Where batches have been larger
+    few of those less, or none, may move less; ``fewer`` tries that. Where one slot too many is in
+    the way there is none, and all come into memory of their own. Where batches have been larger
     than what was measured, what room is left is a reserve.
     """
     technique, count = room.technique, len(room.shards)
     if technique.keep_turn is not None or room.request.varies:
         return kept
+    one_visit = room.request.micro_batches == 1 or kept[0].order == "shard"
 
     def used(resolved: Spilled) -> Option | None:
         def tried(turned: int) -> Option | None:
             return room.tried(replace(resolved, keep_turn=turned))
 
-        many = turned_shards(replace(resolved, keep_turn=count), count)
+        many = len(turnable_shards(resolved, count))
         is_tried = resolved is kept[0] and not resolved.keep_turn
         none = kept if is_tried else tried(0)
-        return none and most_of(tried, none, 0, len(many))
+        most = none and most_of(tried, none, 0, many)
+        if most is None or not one_visit or (most[0].keep_turn or 0) == many:
+            return most
+        without_slots = tried(count - len(resolved.keep or ()))
+        return without_slots or most
 
     is_open = fewer and technique.keep is None and not kept[0].keep_activations
     others = _with_fewer(room, kept[0]) if is_open else ()
@@ -83,7 +89,7 @@ def head_most(room: Room, kept: Option) -> Option:
     """``kept`` with as many tensors of one shard more as fit, where those are known."""
     resolved, layout = kept[0], room.layout
     asked = room.technique.keep is not None or resolved.optimizer != "device"
-    if asked or room.request.varies or layout is None:
+    if asked or room.request.varies or layout is None or resolved.keep_head:
         return kept
     shard = _next_to_keep(room.shards, resolved, lenders(layout))
     if shard is None:
@@ -95,6 +101,55 @@ def head_most(room: Room, kept: Option) -> Option:
         return room.tried(replace(resolved, keep_head=(shard, sizes[count - 1])))
 
     return most_of(tried, kept, 0, len(sizes))
+
+
+MORE = 3
+"""Shards more than necessary of which some state travels."""
+
+
+def share_late(room: Room, kept: Option) -> Option:
+    """``kept`` with the state that travels late shared out among a few shards more.
+
+    Of each as many bytes in whole tensors, its smallest. What is missing is met more closely by a
+    few tensors of several shards than by those of one, and costs a copy each way for every shard.
+    """
+    layout = room.layout
+    if not kept[0].late_state or layout is None or room.request.varies:
+        return kept
+    order, late = leaving(room), len(kept_weights(kept[0]))
+    lent = lenders(layout)
+    best = kept
+    for count in range(late, min(late + MORE, len(order)) + 1):
+        base = with_kept(room, len(order) - count)
+        able = (shard for shard in order[:count] if shard not in lent)
+        shares = _shares({shard: largest_first(layout.shards[shard].state) for shard in able})
+
+        def tried(number: int, base: Spilled = base, shares: Shares = shares) -> Option | None:
+            return room.tried(replace(base, keep_head=shares[number]))
+
+        none = tried(0)
+        if none is not None:
+            found = most_of(tried, none, 0, len(shares) - 1)
+            best = min(best, found, key=lambda one: one[1].moved)
+    return best
+
+
+Shares = list[tuple[Head, ...] | None]
+
+
+def _shares(states: Mapping[int, Segment]) -> Shares:
+    """Of each shard what stays where as many bytes travel of all: from all of it to the least."""
+    tails = {part.num_bytes - size for part in states.values() for size in head_sizes(part)}
+    shares: Shares = [None]
+    for tail in sorted(tails, reverse=True):
+        stays = {
+            shard: max((n for n in head_sizes(part) if part.num_bytes - n >= tail), default=0)
+            for shard, part in states.items()
+        }
+        heads = tuple((shard, size) for shard, size in sorted(stays.items()) if size)
+        if len(heads) > 1:
+            shares.append(heads)
+    return shares
 
 
 def _next_to_keep(

@@ -30,11 +30,7 @@ from shoal.pipeline.spilled import SpilledPipeline
 from shoal.pipeline.spilledcheck import check_evaluation, check_spilled
 from shoal.planner.need import Need
 from shoal.planner.pipeline import (
-    MESSAGE_S,
-    MOST_MICROS,
     Staged,
-    Terms,
-    byte_s,
     evaluating,
     frames,
     guessed,
@@ -43,13 +39,14 @@ from shoal.planner.pipeline import (
     ties_of,
 )
 from shoal.planner.stages import Cutter, as_stages, legal_cuts
+from shoal.planner.steptime import MESSAGE_S, MOST_MICROS, Terms, byte_s
 from shoal.program.costs import JobCosts
 from shoal.program.footprint import footprint
 from shoal.program.ir import Action, Op, Part
 from shoal.program.replay import Run, replay
 from shoal.spill.generate import kept_of
 
-TIMES = (1.0, 1.5, 2.0)
+TIMES = (2, 3)
 """Of the fewest shards that fit so many times as many are tried too."""
 ANYTHING = Bytes(2**62)
 
@@ -127,12 +124,12 @@ def _some(open_: Pipelined, asked: Pipelined, terms: Terms, budget: Bytes) -> It
         if fewest is None:
             continue
         least, pieces = len(fewest.shards), _pieces(terms)
-        more = [] if asked.shards else sorted({min(pieces, round(t * least)) for t in TIMES[1:]})
+        more = [] if asked.shards else sorted({min(pieces, times * least) for times in TIMES})
         counts = [count for count in more if count > least]
         papers = [_of_count(ahead, asked, terms, count) for count in counts]
         for paper in (fewest, *papers):
             if paper is not None:
-                yield from (one.staged() for one in _filled(paper, asked, budget))
+                yield from (one.staged(proves=False) for one in _filled(paper, asked, budget))
         return
 
 
@@ -141,7 +138,7 @@ def _fitting(open_: Pipelined, asked: Pipelined, terms: Terms, budget: Bytes) ->
     least = asked.shards or max(open_.stages or 2, 2)
     for count in [least] if asked.shards else range(least, _pieces(terms) + 1):
         paper = _of_count(open_, asked, terms, count)
-        if paper is not None and paper.least <= budget and paper.total <= budget:
+        if paper is not None and paper.least <= budget and paper.fits(budget):
             yield paper
 
 
@@ -209,7 +206,7 @@ def _edges(
 
 def _filled(paper: _Paper, asked: Pipelined, budget: Bytes) -> list[_Paper]:
     """With what room there is used: for gradients or not, for shards, for what forwards saved."""
-    if paper.total > budget:
+    if not paper.fits(budget):
         return []
     bases = [paper]
     if asked.keep_gradients is None and paper.micros > 1:
@@ -306,12 +303,11 @@ class _Paper:
     @cached_property
     def needs(self) -> tuple[Need, ...]:
         """What each stage needs; of a model that draws, whether that is foretold or not."""
-        return tuple(self._need(stage) for stage in range(len(self.spans)))
+        return tuple(map(self._need, range(len(self.spans))))
 
-    @property
-    def total(self) -> int:
-        """What is reserved on every device."""
-        return max(map(_reserved, self.needs))
+    def fits(self, budget: Bytes) -> bool:
+        """Whether every stage fits; the first holds the most and is asked first."""
+        return all(_reserved(self._need(stage)) <= budget for stage in range(len(self.spans)))
 
     def _bounding(self) -> int:
         """A step as full as any: with no more micro-batches than that takes."""
@@ -319,7 +315,16 @@ class _Paper:
             return self.micros
         return min(self.micros, 2 * len(self.spans) + 2)
 
+    @cached_property
+    def _known(self) -> dict[int, Need]:
+        return {}
+
     def _need(self, stage: int) -> Need:
+        if stage not in self._known:
+            self._known[stage] = self._need_anew(stage)
+        return self._known[stage]
+
+    def _need_anew(self, stage: int) -> Need:
         options = [self._need_of(stage, True)]
         if self.terms.measure.draws and self.technique.schedule == "gpipe":
             options.append(self._need_of(stage, False))
@@ -386,7 +391,7 @@ class _Paper:
     def if_it_fits(self, budget: Bytes, **how: object) -> _Paper:
         """Changed so, or as it is."""
         other = self.changed(**how)
-        return other if other.total <= budget else self
+        return other if other.fits(budget) else self
 
     def keeping(self, budget: Bytes) -> _Paper:
         """With as many shards of each stage kept as fit."""
@@ -413,12 +418,10 @@ class _Paper:
 
     # -- all of it ------------------------------------------------------------------------
 
-    def staged(self, *, timed: bool = True) -> Staged:
-        """It, proved, with the seconds of a step."""
-        spilled = self.spilled(self._bounding())
-        costs = {0: JobCosts(shards=self.shards, batch_bytes=self.batch)}
-        check_spilled(spilled, spilled.program(), costs)
-        check_evaluation(spilled, costs)
+    def staged(self, *, timed: bool = True, proves: bool = True) -> Staged:
+        """It, with the seconds of a step; what is one of many on paper is not proved."""
+        if proves:
+            self._prove()
         step_s, bubbles = self._replayed() if timed else (Seconds(1e-6), 0.0)
         return Staged(
             technique=self.technique,
@@ -427,6 +430,12 @@ class _Paper:
             step_s=step_s,
             bubbles=bubbles,
         )
+
+    def _prove(self) -> None:
+        spilled = self.spilled(self._bounding())
+        costs = {0: JobCosts(shards=self.shards, batch_bytes=self.batch)}
+        check_spilled(spilled, spilled.program(), costs)
+        check_evaluation(spilled, costs)
 
     def _replayed(self) -> tuple[Seconds, float]:
         """Seconds of a step in the middle of a training, and the part of them that is bubbles."""

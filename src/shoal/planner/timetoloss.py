@@ -1,7 +1,8 @@
 """Schedules by the time to the loss: the seconds of a step over what the step is worth.
 
 [Note: time to the loss]
-A step with weights that are one step old has no bubbles, and comes less far. What is compared is
+A step with weights that are one step old has no bubbles but where the pipeline stops, which is
+priced (``steptime``), and comes less far. What is compared is
 when all trials have come as far as one synchronous step takes them: the seconds of a step, over
 the efficiency that the recipe says. Where there are more trials than the devices have room for at
 once, several pipelines compute in each other's bubbles; then their steps are replayed together,
@@ -20,12 +21,14 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from shoal.core.errors import SpecError
+from shoal.core.spec import NO_SECONDS
 from shoal.core.stale import Stale
 from shoal.core.technique import Pipelined, Schedule
 from shoal.core.units import Bytes, Seconds, format_seconds
 from shoal.memory.layout import TrialLayout
 from shoal.planner.need import fits
-from shoal.planner.pipeline import WORTH, Alternative, Staged, Terms, together_s
+from shoal.planner.pipeline import WORTH, Alternative, Staged, together
+from shoal.planner.steptime import StepTime, Terms
 
 RIVALS: tuple[Schedule, ...] = ("zb-h1", "2bw")
 """What is weighed against "flush"; the second where stale weights are allowed."""
@@ -48,6 +51,7 @@ class Pace:
 
     ``step_s`` is a step of one trial alone on its devices; ``turn_s`` one of ``together`` that
     have the same devices, and ``rounds`` how many such turns it takes until all have done one.
+    ``stops_s`` of ``turn_s`` is for stops, of which a step has ``stops``.
     """
 
     name: str
@@ -57,6 +61,8 @@ class Pace:
     rounds: int = 1
     efficiency: float = 1.0
     is_stale: bool = False
+    stops: float = 0.0
+    stops_s: Seconds = NO_SECONDS
 
     @property
     def loss_s(self) -> float:
@@ -86,16 +92,18 @@ def pace_of(
     technique = staged.technique
     rounds = ceil(place.trials / max(1, place.devices // staged.gang))
     sharing = range(min(MOST_TOGETHER, rounds), 1, -1)
-    together = next((n for n in sharing if fits([staged.need], place.budget, n)), 1)
-    turn_s = staged.step_s
-    if together > 1 and not technique.is_spilled:
-        turn_s = together_s(staged, terms, layout, together)
+    count = next((n for n in sharing if fits([staged.need], place.budget, n)), 1)
+    turn: Staged | StepTime = staged
+    if count > 1 and not technique.is_spilled:
+        turn = together(staged, terms, layout, count)
     return Pace(
         name=technique.known_schedule,
         step_s=staged.step_s,
-        turn_s=turn_s,
-        together=together,
+        turn_s=turn.step_s,
+        together=count,
         rounds=rounds,
+        stops=turn.stops,
+        stops_s=turn.stops_s,
         efficiency=stale.efficiency if stale is not None and technique.is_stale else 1.0,
         is_stale=technique.is_stale,
     )
@@ -131,17 +139,17 @@ def in_words(
     lines = [f"{_taken(chosen, paces)}: {_said(chosen)}"]
     for pace in sorted(paces, key=lambda one: one.loss_s):
         if pace is not chosen:
-            lines.append(f"{pace.name} is not taken: {_said(pace)}, {_lost(pace, chosen)}")
+            lines.append(f"{pace.name} is not taken: {_said(pace)}; {_lost(pace, chosen)}")
     lines += [f"{name} is not taken: {why}" for name, why in refused.items()]
     if (most := max((chosen, *paces), key=lambda one: one.together)).together > 1:
         lines.append(
-            f"{most.together} trials share the devices and compute in each other's bubbles, "
-            "which leaves stale weights little to win; seconds are of one of them then"
+            f"{most.together} trials share the devices and each computes while the others wait, "
+            "which leaves stale weights little to win; the seconds are one trial's share"
         )
     if chosen.is_stale and stale.efficiency < 1:
         lines.append(
-            f"as many steps with stale weights come about as far as {stale.efficiency:.0%} of "
-            f"them with new ones: for the loss of a synchronous training give "
+            f"steps with stale weights come about as far as {stale.efficiency:.0%} of as many "
+            "with new ones: for the loss that a synchronous training reaches give "
             f"{1 / stale.efficiency:.3g} times the steps"
         )
     return lines
@@ -161,18 +169,20 @@ def _in_words_of_steps(chosen: Pace, paces: Sequence[Pace]) -> list[str]:
 def _taken(chosen: Pace, paces: Sequence[Pace]) -> str:
     others = [pace for pace in paces if pace is not chosen]
     if chosen.is_stale:
-        return "2bw is taken, as Recipe(stale=...) allows: it is clearly the soonest at the loss"
+        return "2bw is taken, as Recipe(stale=...) allows, since it reaches the loss soonest"
     if any(pace.loss_s < chosen.loss_s for pace in others):
-        return f"{chosen.name} is taken: no other way is clearly sooner at the loss"
-    return f"{chosen.name} is taken: it is the soonest at the loss"
+        return f"{chosen.name} is taken, since no other way reaches the loss clearly sooner"
+    return f"{chosen.name} is taken, since it reaches the loss soonest"
 
 
 def _said(pace: Pace) -> str:
     said = f"{format_seconds(pace.turn_s)} a step"
+    if pace.stops:
+        said += f" ({format_seconds(pace.stops_s)} of it since it runs empty at stops)"
     if pace.efficiency != 1.0 or pace.is_stale:
         worth_s = Seconds(pace.turn_s / pace.efficiency)
         said += (
-            f" at an efficiency of {pace.efficiency:g}, which is {format_seconds(worth_s)} for "
+            f", which at an efficiency of {pace.efficiency:g} is {format_seconds(worth_s)} for "
             "the progress of a synchronous one"
         )
     return said
@@ -180,7 +190,6 @@ def _said(pace: Pace) -> str:
 
 def _lost(pace: Pace, chosen: Pace) -> str:
     times = pace.loss_s / chosen.loss_s if chosen.loss_s else 1.0
-    whose = "all trials are" if max(pace.rounds, chosen.rounds) > 1 else "it is"
-    if times < 1:
-        return f"{whose} at the loss in {times:.2f} of {chosen.name}'s time, not clearly less"
-    return f"{whose} at the loss in {times:.2f} times the time of {chosen.name}"
+    whose = "all trials reach" if max(pace.rounds, chosen.rounds) > 1 else "it reaches"
+    less = ", which is not clearly less" if times < 1 else ""
+    return f"{whose} the loss in {times:.2f} times the time of {chosen.name}{less}"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shoal.core.spec import NO_SECONDS, ArrayMeasure, PassKind, WidthMeasure
-from shoal.core.units import Bytes, Seconds, format_bytes, format_seconds
+from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_seconds
 
 MOST = 64  # slots
 WORTH = 0.95
@@ -496,8 +496,7 @@ def _table(measure: ArrayMeasure, load: Load, fits: Fits, best: WidthMeasure | N
     lines = []
     for found in measure.widths:
         name = f"{found.width} wide, {found.kind}"
-        if found.shards:
-            name += f", spilled in {found.shards} shards"
+        name += _in_shards(found)
         if found.declined:
             lines.append(f"{name}: none, {found.declined}")
             continue
@@ -551,7 +550,7 @@ NOT_WORTH = "measuring more would cost more than it could bring, or arrays lose 
 
 
 def _in_shards(found: WidthMeasure) -> str:
-    return f", spilled in {found.shards} shards" if found.shards else ""
+    return f", spilled in {counted(found.shards, 'shard')}" if found.shards else ""
 
 
 def _some(notes: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from shoal.core.plan import ArrayPlace, Job, LoneNeed
 from shoal.core.spec import PassKind, Scalar, WidthMeasure
 from shoal.core.technique import as_they_travel, kept_shards
-from shoal.core.units import Bytes, Seconds, format_bytes, format_seconds
+from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_seconds
 from shoal.planning.spilling import SpilledArrayPlan
 
 
@@ -115,10 +115,10 @@ def why_spilled(
     if whole > budget:
         head += f", and the device has {format_bytes(budget)}"
     kept = len(kept_shards(technique))
-    stays = f", {kept} of them stay on the device" if kept else ""
+    stays = f", {counted(kept, 'of them stays', 'of them stay')} on the device" if kept else ""
     return (
-        f"{head}: the array is in {count} shards{stays}; the step on the {technique.optimizer} "
-        f"moves {format_bytes(plan.need.moved)} a step",
-        f"a step of the array is reckoned at {format_seconds(plan.step_s)} with what moves",
-        f"the rows take {format_bytes(plan.host_bytes)} of host memory beside the trials' own",
+        f"{head}: the array is in {counted(count, 'shard')}{stays}; with the optimizer's step on "
+        f"the {technique.optimizer} {format_bytes(plan.need.moved)} move over the link in a step",
+        f"a step of the array should take {format_seconds(plan.step_s)}, with what moves",
+        f"the trials' rows of it take {format_bytes(plan.host_bytes)} more of host memory",
     )

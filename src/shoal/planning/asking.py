@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from shoal.core.errors import ShoalError, TrialError, WorkerError
+from shoal.core.errors import ShoalError, SpecError, TrialError, WorkerError
 from shoal.core.spec import TrialSpec
+from shoal.core.units import counted
 from shoal.planner.growth import grown, grown_shard
 from shoal.planning.pipelining import Question
 from shoal.planning.planned import Settled
@@ -45,11 +46,15 @@ class Abandoned(WorkerError):
 
 @dataclass(slots=True)
 class _Talk:
-    """One signature: its trials that may speak for it, and how far it is with the first."""
+    """One signature: its trials that may speak for it, and how far it is with the first.
+
+    ``refused``: in which words trials of it were refused that cannot be asked for so.
+    """
 
     signature: str
     trials: list[TrialSpec]
     question: Question | None = None
+    refused: set[str] = field(default_factory=set)
 
 
 class Asking:
@@ -68,6 +73,7 @@ class Asking:
         self._pool, self._next, self._growth = pool, receive, growth
         self.asked: dict[Worker, Order] = {}
         self.failures: dict[int, str] = {}
+        self._refusal: SpecError | None = None  # the first
         self._deaths: dict[int, int] = {}
 
     def describe(self, trials: Sequence[TrialSpec], *, arrays: bool = False) -> Described:
@@ -143,12 +149,12 @@ class Asking:
     ) -> dict[str, Settled]:
         """Measure one trial of each signature, as many at a time as there are workers.
 
-        A trial whose own code raises goes to ``failures``, and the next of its shape speaks
-        for the others.
+        A trial whose own code raises, or that cannot be asked for so, goes to ``failures``, and
+        the next of its shape speaks for the others; unless two were refused in the same words.
 
         Raises:
-            PlanError, SpecError: a question or an answer refuses the study.
-            WorkerError: none can be measured.
+            PlanError: a question or an answer refuses the study.
+            SpecError, WorkerError: none can be measured.
         """
         waiting = [_Talk(signature, list(trials)) for signature, trials in alike.items()]
         running: dict[Worker, _Talk] = {}
@@ -177,7 +183,9 @@ class Asking:
                 self._drain(set(running))
             raise
         if alike and not settled:
-            raise self._none_can_run([t for trials in alike.values() for t in trials])
+            raise self._refusal or self._none_can_run(
+                [t for trials in alike.values() for t in trials]
+            )
         return settled
 
     def _hear(self, answer: tuple[Worker, object], talk: _Talk) -> Order | Settled | None:
@@ -191,7 +199,7 @@ class Asking:
                 settled: Settled = end.value
                 return settled
         if isinstance(reply, Refused):
-            self._note_failure(reply)
+            self._note_failure(reply, talk)
         else:
             assert isinstance(reply, Gone)
             self._blame(worker, reply, talk.trials[:1])
@@ -233,11 +241,18 @@ class Asking:
     def _grown(self, reply: Measured) -> Measured:
         return replace(reply, measure=grown(reply.measure, self._growth))
 
-    def _note_failure(self, reply: Refused) -> None:
+    def _note_failure(self, reply: Refused, talk: _Talk) -> None:
         """A trial that cannot be measured fails alone; a wrong request stops the study."""
-        if isinstance(reply.cause, ShoalError) and not isinstance(reply.cause, TrialError):
-            raise reply.cause
+        cause = reply.cause
+        if isinstance(cause, ShoalError) and not isinstance(cause, SpecError | TrialError):
+            raise cause
         self.failures[reply.trial] = reply.error
+        if not isinstance(cause, SpecError):
+            return
+        self._refusal = self._refusal or cause
+        if str(cause) in talk.refused:
+            self.failures |= dict.fromkeys((t.number for t in talk.trials), reply.error)
+        talk.refused.add(str(cause))
 
     def _blame(self, worker: Worker, end: Gone, asked: Sequence[TrialSpec]) -> None:
         """A trial whose code ended its worker too often while it was measured fails alone."""
@@ -252,7 +267,7 @@ class Asking:
 
     def _none_can_run(self, trials: Sequence[TrialSpec]) -> WorkerError:
         return WorkerError(
-            f"none of the {len(trials)} trials can run; the first one says:\n"
+            f"none of {counted(len(trials), 'trial')} can run; the first one says:\n"
             + self.failures[trials[0].number]
         )
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from shoal.core.errors import PlanError
-from shoal.core.plan import Job
+from shoal.core.plan import BITWISE, Job
 from shoal.core.spec import DeviceSpec, JobMeasure, Place, Scalar, TrialSpec
 from shoal.core.technique import (
     DataParallel,
@@ -17,13 +17,15 @@ from shoal.core.technique import (
     Spilled,
     Technique,
     kept_weights,
+    late_shards,
     travels_narrow,
     turned_shards,
     waiting_gradients,
 )
-from shoal.core.units import Bytes, Seconds, format_bytes, format_seconds
+from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_seconds
 from shoal.memory.chunks import in_chunks
 from shoal.memory.layout import as_it_travels
+from shoal.pipeline.stops import Stops
 from shoal.planner.choose import choices, may_go_by_shard
 from shoal.planner.job import make_job, make_pipeline_job, make_replicated_job, refuse
 from shoal.planner.keep import keep_best
@@ -37,6 +39,7 @@ from shoal.planner.need import (
 from shoal.planner.pipeline import Alternative
 from shoal.planner.price import Price, price
 from shoal.planner.room import Room
+from shoal.planning.capturing import Capturing, Total
 from shoal.planning.moving import refuse_moved, why_moved
 from shoal.planning.pipelining import Pipelining, Question
 from shoal.planning.pipelining import numerics as pipeline_numerics
@@ -68,8 +71,10 @@ class Deciding:
         technique: Forced, or None to choose.
         place: Where the trials that go on stepped, if that is part of their bits.
         steps: Of a trial; None where it ends after epochs.
+        stops: Where trials stop, if that is known.
         varies: There were batches larger than those that are measured.
         idle: Devices beside these, which no trial would have.
+        total: Steps of a trial, of the batches of an epoch and those of a step.
         host_memory: What the study may use of it, in bytes; None for any number.
     """
 
@@ -81,9 +86,11 @@ class Deciding:
         place: Place | None,
         *,
         steps: int | None = None,
+        stops: Stops | None = None,
         varies: bool = False,
         idle: Sequence[DeviceSpec] = (),
         host_memory: int | None = None,
+        total: Total = lambda batches, each: None,
     ) -> None:
         self._host_memory, self._num_devices, self._trials = host_memory, len(devices), 1
         self._device, self._recipe, self._by_epochs = devices[0], recipe, steps is None
@@ -99,9 +106,19 @@ class Deciding:
             # On a GPU which shards step where is part of a trial's bits: another budget, or
             # less memory, must not change that.
             mixes=self._device.kind == "virtual",
+            has_pools=self._device.kind == "cuda",
+        )
+        self._capturing = Capturing(
+            request=self._request,
+            budget=self._budget,
+            devices=len(devices),
+            total=total,
+            looks=technique is None and self._device.profile is None,
         )
         self._replicating = Replicating(devices, recipe, self._request)
-        self._pipelining = Pipelining(devices, recipe, self._request, steps=steps, idle=idle)
+        self._pipelining = Pipelining(
+            devices, recipe, self._request, steps=steps, stops=stops, idle=idle
+        )
 
     def spilling(self) -> Spilling:
         """Who looks for arrays in shards."""
@@ -147,7 +164,8 @@ class Deciding:
             whole = self._resident(measured)
             if whole.total <= self._budget:
                 why = self._why_resident(whole)
-                return _settled(measured, Resident(), 1, [*why, *measured.measure.notes])
+                settled = _settled(measured, Resident(), 1, [*why, *measured.measure.notes])
+                return (yield from self._capturing.instead(trial, settled, trials))
             if isinstance(forced, Resident):
                 raise PlanError(
                     f"trial {trial.number} was asked to train resident, which needs "
@@ -168,7 +186,7 @@ class Deciding:
     def _settle_own_step(self, trial: TrialSpec) -> Question:
         """A step of one's own trains resident or not at all."""
         forced = self._request.technique
-        if forced is not None and not isinstance(forced, Resident):
+        if forced is not None and type(forced) is not Resident:
             raise PlanError(
                 f"trial {trial.number} was asked to train {type(forced).__name__.lower()}, but "
                 "its recipe has a step of its own: that is one unit, and what of it a shard or a "
@@ -233,8 +251,8 @@ class Deciding:
             if forced.keep_activations:
                 kept += f" {len(forced.keep_activations)} of them with their activations,"
             raise PlanError(
-                f"trial {trial.number} was asked to train in {forced.shards} shards{kept} which "
-                f"needs {format_bytes(closest.total)} or more on a device of "
+                f"trial {trial.number} was asked to train in {counted(forced.shards, 'shard')}"
+                f"{kept} which needs {format_bytes(closest.total)} or more on a device of "
                 f"{format_bytes(self._budget)}. Ask for more shards, or leave shards= out to have "
                 "the fewest that fit."
             )
@@ -294,8 +312,8 @@ class Deciding:
 
     def _why_resident(self, whole: Need) -> list[str]:
         return [
-            f"it fits: resident it needs {format_bytes(whole.total)} of "
-            f"{format_bytes(self._budget)}, and then nothing moves"
+            f"it fits: the whole model needs {format_bytes(whole.total)} of "
+            f"{format_bytes(self._budget)}, and nothing has to move"
         ]
 
     def _why_spilled(
@@ -303,35 +321,42 @@ class Deciding:
     ) -> list[str]:
         forced = self._request.technique
         reasons = [
-            f"resident it would need {format_bytes(whole.total)} of {format_bytes(self._budget)}"
+            f"as a whole it would need {format_bytes(whole.total)}, and the device has "
+            f"{format_bytes(self._budget)}"
         ]
         if isinstance(forced, Spilled) and forced.shards:
-            reasons.append(f"{forced.shards} shards were asked for")
+            asked = counted(forced.shards, "shard was", "shards were")
+            reasons.append(f"{asked} asked for")
         else:
             share = f"{active} trials share the device" if active > 1 else "it fits the device"
-            reasons.append(
-                f"with {technique.shards} shards {share}, and other numbers of them move no less"
-            )
+            count = counted(technique.shards or 1, "shard")
+            reasons.append(f"with {count} {share}, and with no other number of them less moves")
         reasons.append(
-            f"the step on the {technique.optimizer} moves {format_bytes(found.moved)} a step"
-            + ("" if forced else ", the least of what fits")
+            f"with the optimizer's step on the {technique.optimizer} {format_bytes(found.moved)} "
+            "move over the link in a step" + ("" if forced else ", the least of what fits")
         )
         if technique.keep or technique.keep_weights:
             none = self._need(exact, _all_travel(technique), self._request)
-            weights = f", of {len(w)} the parameters" if (w := kept_weights(technique)) else ""
+            stay = counted(len(technique.keep or ()), "shard stays", "shards stay")
+            weights = kept_weights(technique)
+            more = f", and the parameters of {len(weights)} more" if weights else ""
             reasons.append(
-                f"{len(technique.keep or ())} shards stay on the device{weights}, for which there "
-                f"is room; if all travelled {format_bytes(none.moved)} would move"
+                f"{stay} on the device{more}, for which there is room; if all travelled "
+                f"{format_bytes(none.moved)} would move"
             )
         if turned := turned_shards(technique, len(exact.measure.shards)):
             reasons.append(
-                f"{len(turned)} shards more hold their parameters from forward to backward, for "
-                "which there is room at the turn"
+                f"{counted(len(turned), 'more shard holds its', 'more shards hold their')} "
+                "parameters from forward to backward, when there is room for them"
             )
         if waiting := waiting_gradients(technique, len(exact.measure.shards)):
             reasons.append(
-                f"the gradients of {len(waiting)} shards that are not kept wait for the step on "
-                "the device, for which there is room"
+                f"the gradients of {counted(len(waiting), 'shard')} that do not stay wait for the "
+                "step on the device, for which there is room"
+            )
+        if isinstance(forced, Spilled) and forced.late_state and not late_shards(technique):
+            reasons.append(
+                "late_state=True changes nothing: no state comes without its parameters"
             )
         if technique.transfer == "bf16":
             reasons.append(self._why_narrow(exact, technique))
@@ -343,8 +368,9 @@ class Deciding:
         if saves := technique.keep_activations:
             seconds = sum(exact.measure.shards[shard].forward_s for shard in saves)
             reasons.append(
-                f"{len(saves)} shards keep what their forward saved, for which there is room: "
-                f"running it again would take {format_seconds(Seconds(seconds))} a micro-batch"
+                f"{counted(len(saves), 'shard keeps what its', 'shards keep what their')} "
+                "forward saved, for which there is room: running it again would take "
+                f"{format_seconds(Seconds(seconds))} a micro-batch"
             )
         if technique.spill_activations:
             recomputes = replace(technique, spill_activations=(), recompute="auto")
@@ -352,13 +378,17 @@ class Deciding:
             moves_s, recomputes_s = (found.step_s for found in prices)
             shards = exact.measure.shards
             reasons.append(why_moved(shards, technique, moves_s, recomputes_s))
-        if self._request.micro_batches > 1:
+        by_shard = isinstance(forced, Spilled) and forced.order == "shard"
+        if self._request.micro_batches > 1 or by_shard:
             reasons.append(self._why_order(exact, technique))
         found_price = self._price_of(exact.measure, technique, active)
-        company = f"{active} such trials on a device" if active > 1 else "one trial on a device"
+        company, each = "one trial", "a step takes"
+        if active > 1:
+            company, each = f"{active} such trials", "a step of each takes, of the device's time,"
         reasons.append(
-            f"with {company} a step of one takes {format_seconds(found_price.step_s)} of it and "
-            f"it computes {found_price.busy:.0%} of the time, replayed with {self._speeds.source}"
+            f"with {company} on a device {each} {format_seconds(found_price.step_s)}, and the "
+            f"device computes {found_price.busy:.0%} of the time; worked out with "
+            f"{self._speeds.source}"
         )
         return reasons
 
@@ -379,13 +409,15 @@ class Deciding:
             if s.narrow is not None and travels_narrow(technique, s.index)
         )
         return (
-            f"weights that nothing but bf16 products reads travel as bfloat16: of the shards that "
-            f"travel {format_bytes(Bytes(narrow))} go up for {format_bytes(Bytes(whole))}, with "
-            "the same bits"
+            "weights that only bf16 products read travel as bfloat16, with the same bits: of the "
+            f"shards that travel {format_bytes(Bytes(narrow))} are loaded instead of "
+            f"{format_bytes(Bytes(whole))}"
         )
 
     def _why_order(self, exact: Measured, technique: Spilled) -> str:
         count = self._request.micro_batches
+        if count == 1:
+            return "order='shard' changes nothing: a step has one micro-batch"
         if technique.order == "shard":
             return f"a shard runs all {count} micro-batches of a step while it is there"
         plain = f"the {count} micro-batches of a step go through the model one after another"
@@ -510,7 +542,7 @@ class Deciding:
             "optimizer_place": place if device.kind == "cuda" else "cpu",
             "matmul": torch.get_float32_matmul_precision(),
             "accumulate": self._recipe.accumulate,
-            "cut": "bitwise in the pilot" if settled.measure.bitwise else "none",
+            "cut": BITWISE if settled.measure.bitwise else "none",
             **pipeline_numerics(technique, self._recipe.accumulate),
             **replica_numerics(technique, settled.measure, self._request),
         }

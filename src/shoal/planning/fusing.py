@@ -17,8 +17,8 @@ from types import MappingProxyType
 from shoal.core.errors import SpecError
 from shoal.core.plan import NO_ARRAY, Job
 from shoal.core.spec import ArrayMeasure, DeviceSpec, PassKind, Scalar, TrialSpec, WidthMeasure
-from shoal.core.technique import Resident, Spilled
-from shoal.core.units import Bytes, Seconds
+from shoal.core.technique import Captured, Resident, Spilled
+from shoal.core.units import Bytes, Seconds, counted
 from shoal.fusion.match import Signature, first_difference, groups, told_apart
 from shoal.memory.layout import TrialLayout
 from shoal.planner.width import (
@@ -206,13 +206,13 @@ class Fusing:
             return ()
         apart = told_apart([trial.hp for trial in some], signatures)
         lines = [
-            f"  arrays: {len(some)} trials of {len(shapes)} shapes; inside an array may differ: "
-            f"{', '.join(apart.fusible) or 'nothing that does'}"
+            f"  arrays: {len(some)} trials of {counted(len(shapes), 'shape')}; trials in one "
+            f"array may differ in {', '.join(apart.fusible) or 'nothing that differs here'}"
             + (f"; shapes differ by {', '.join(apart.infusible)}" if apart.infusible else "")
         ]
         first = shapes[0][0]
         lines += [
-            f"    trial {some[other[0]].number} shares none with trial {some[first].number}: "
+            f"    trial {some[other[0]].number} shares no array with trial {some[first].number}: "
             + first_difference(signatures[first], signatures[other[0]])
             for other in shapes[1:4]
         ]
@@ -293,6 +293,7 @@ class Fusing:
         return Room(
             lambda width: held_bytes(job, width) <= self._budget,
             has_trial=held_bytes(job, 1) <= self._budget,
+            captures=isinstance(job.technique, Captured),
         )
 
     def _with_lone_price(self, measure: ArrayMeasure, job: Job) -> ArrayMeasure:

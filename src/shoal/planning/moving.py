@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shoal.core.errors import PlanError
 from shoal.core.spec import ShardSpec, TrialSpec
 from shoal.core.technique import Spilled
-from shoal.core.units import Seconds, format_bytes, format_seconds
+from shoal.core.units import Seconds, counted, format_bytes, format_seconds
 from shoal.planner.away import can_move
 from shoal.planner.need import moved_saved_bytes
 from shoal.spill.generate import route_of
@@ -23,10 +23,11 @@ def why_moved(
     keep, move = len(technique.keep_activations or ()), len(technique.spill_activations or ())
     again = len(shards) - 1 - keep - move
     return (
-        f"what the forwards of {move} shards saved waits on the host, "
-        f"{format_bytes(moved_saved_bytes(shards, technique))} each way a micro-batch; {keep} "
-        f"keep it on the device, {again} run their forward again: a step takes "
-        f"{format_seconds(step_s)}, and {format_seconds(without_s)} if those {move} did so too"
+        f"what the forward of {counted(move, 'shard')} saved waits on the host, "
+        f"{format_bytes(moved_saved_bytes(shards, technique))} each way a micro-batch; "
+        f"{counted(keep, 'keeps', 'keep')} it on the device, "
+        f"{counted(again, 'runs its', 'run their')} forward again: a step takes "
+        f"{format_seconds(step_s)}, and {format_seconds(without_s)} if nothing waited on the host"
     )
 
 

@@ -14,16 +14,14 @@ from shoal import rounding
 from shoal.core.errors import PlanError
 from shoal.core.spec import DeviceSpec, JobMeasure, Scalar, TrialSpec
 from shoal.core.technique import SPILLING, Pipelined, Resident, Schedule, Technique
-from shoal.core.units import Bytes, format_bytes, format_seconds
+from shoal.core.units import Bytes, counted, format_bytes, format_seconds
 from shoal.memory.layout import with_previous
-from shoal.planner.choose import choices
+from shoal.pipeline.stops import MOST_S, Stops
+from shoal.planner.choose import about_s
 from shoal.planner.need import Need, Request, need
-from shoal.planner.paper import Paper
 from shoal.planner.pipeline import (
-    MESSAGE_S,
     Alternative,
     Staged,
-    Terms,
     candidates,
     is_worth,
     resident_s,
@@ -31,11 +29,13 @@ from shoal.planner.pipeline import (
 )
 from shoal.planner.price import Speeds
 from shoal.planner.stages import legal_cuts
+from shoal.planner.steptime import Terms
 from shoal.planner.timetoloss import Place
 from shoal.planning.planned import Settled
 from shoal.planning.speeds import corrected
 from shoal.planning.spillingstages import (
     best_on_paper,
+    how_long,
     may_spill,
     settle_spilled,
     too_many_shards,
@@ -159,6 +159,7 @@ class Pipelining:
 
     Args:
         steps: Of a trial; None where it ends after epochs.
+        stops: Where trials stop; None: that is not priced.
         idle: Devices beside these, which no trial has: only then a pipeline is chosen that
             nobody asked for.
     """
@@ -170,8 +171,10 @@ class Pipelining:
         request: Request,
         *,
         steps: int | None = None,
+        stops: Stops | None = None,
         idle: Sequence[DeviceSpec] = (),
     ) -> None:
+        self._stops = stops
         self._devices, self._recipe, self._request = len(devices) + len(idle), recipe, request
         self._budget = Bytes(min(device.memory for device in (*devices, *idle)))
         self._steps, self._may_choose = steps, bool(idle)
@@ -265,9 +268,9 @@ class Pipelining:
             return self._settled(*taken, [*why, *said, *_against(other)])
         spilled = "spilled " if best.technique.is_spilled else ""
         words = (
-            f"as a pipeline of {best.gang} {spilled}stages it would take about "
-            f"{format_seconds(best.step_s)} of {best.gang} devices a step; {other.name} "
-            f"{format_seconds(other.step_s)} of one"
+            f"as a pipeline of {best.gang} {spilled}stages a step would take about "
+            f"{format_seconds(best.step_s)} on {best.gang} devices; {other.name} it takes "
+            f"{format_seconds(other.step_s)} on one"
         )
         return replace(settled, why=(*settled.why, words, *said))
 
@@ -300,6 +303,7 @@ class Pipelining:
             speeds=speeds,
             casts=casts,
             shortest=self._shortest(measure),
+            stops=self._stops,
         )
 
     def _shortest(self, measure: JobMeasure) -> int:
@@ -365,15 +369,12 @@ class Pipelining:
         return need(measure, measure.shards, Resident(), self._request, measured.layout)
 
     def _alone(self, measure: JobMeasure, whole: Need, speeds: Speeds) -> Alternative | None:
-        """What one device would take for a step; None where it cannot."""
+        """About what one device would take for a step; None where it cannot."""
         if whole.total <= self._budget:
             return Alternative(name="resident", step_s=resident_s(measure, self._request, speeds))
         request = replace(self._request, technique=None)
-        choice = next(choices(measure, self._budget, (1,), request, speeds), None)
-        if choice is None:
-            return None
-        step_s = Paper(measure, request).step_s(choice, speeds, self._budget)
-        return Alternative(name="spilled", step_s=step_s)
+        step_s = about_s(measure, self._budget, request, speeds)
+        return None if step_s is None else Alternative(name="spilled", step_s=step_s)
 
     # -- words ----------------------------------------------------------------------------
 
@@ -381,45 +382,51 @@ class Pipelining:
         count, technique = len(chosen.stages), chosen.technique
         most, devices = self._devices // technique.width, count * technique.width
         each = ", ".join(
-            f"stage {stage} {format_bytes(n.total)}" for stage, n in enumerate(chosen.needs)
+            f"stage {stage} needs {format_bytes(n.total)}" for stage, n in enumerate(chosen.needs)
         )
         named = f"{count} stages were asked for"
         if not asked.stages:
-            named = f"of 2 to {most} stages {count} are the quickest that fit"
-        cut = "the cuts are those with the quickest slowest stage, of what fits"
+            named = f"{count} stages are the quickest that fit, of 2 to {most}"
+            if most == 2:
+                named = "there are devices for 2 stages"
+        cut = "cut so that all fit and the slowest is as quick as can be"
         if asked.cuts:
-            cut = "their cuts were asked for"
+            cut = "where they begin was asked for"
         reasons = [
-            f"resident one device would need {format_bytes(whole.total)} of "
-            f"{format_bytes(self._budget)}; in stages it needs {each}",
+            f"whole, on one device, it would need {format_bytes(whole.total)}, and one has "
+            f"{format_bytes(self._budget)}; in stages {each}",
             f"{named}; {cut}",
-            f"a step takes {format_seconds(chosen.step_s)} of {devices} devices, "
-            f"{chosen.bubbles:.0%} of it bubbles, replayed with "
-            f"{terms.speeds.source} and {1e3 * MESSAGE_S:g} ms a message",
+            how_long(chosen.step_s, devices, chosen.bubbles, terms.speeds.source),
         ]
         if asked.recompute is None:
             reasons.append(
-                "forwards are run again, since what they save does not fit"
+                "forwards are run again before their backward, since what they save does not fit"
                 if technique.recompute
-                else "what forwards save is kept, for which there is room"
+                else "what forwards save is kept until their backward, for which there is room"
             )
         if asked.lag is None and technique.lag:
             reasons.append(
-                f"stages run up to {technique.lag} micro-batches further ahead than computing "
-                "needs, so that nothing waits for messages"
+                f"stages run up to {counted(technique.lag, 'micro-batch', 'micro-batches')} "
+                "further ahead than computing needs, so that nothing waits for messages"
             )
         if terms.measure.draws:
-            otherwise = "waits for them" if technique.width == 1 else "the trial fails"
+            otherwise = "waits for the others" if technique.width == 1 else "the trial fails"
             reasons.append(
-                "the model draws random numbers: its first stage is taken to draw ahead what the "
-                f"others draw, and {otherwise} where that cannot be done"
+                "the model draws random numbers: its first stage draws those of the others ahead, "
+                f"in the order of training alone, and {otherwise} where it cannot"
             )
         if technique.width > 1:
             reasons.append(why_wide(technique, chosen.stages))
         if technique.schedule == "2bw":
             reasons.append(
-                "gradients are of weights that are one step old with 2bw; the version before is "
-                "part of the trial's state"
+                "with 2bw gradients are of weights that are one step old; both versions are part "
+                "of the trial's state"
+            )
+        if chosen.stops:
+            reasons.append(
+                f"its steps overlap but at stops (evaluations, ends of epochs and leases, or "
+                f"{MOST_S:g} s), one in {1 / chosen.stops:.3g} steps, where it runs empty: "
+                f"{format_seconds(chosen.stops_s)} of a step"
             )
         return reasons
 
@@ -441,6 +448,9 @@ class Pipelining:
             outs.append("leave recompute= out to have forwards run again")
         if asked.known_schedule in SPILLING and asked.cuts is not None and asked.width == 1:
             outs.append("have stages of several shards that come and go, with shards=")
+        if asked.width > 1:
+            others = Bytes(2 * (asked.width - 1) * stage.gradient_bytes)
+            outs.append(f"ask for width=1, {format_bytes(others)} of other copies' gradients less")
         if (most := self._devices // asked.width) > count:
             outs.append(f"ask for more stages, up to {most}")
         return PlanError(
@@ -494,8 +504,8 @@ class Pipelining:
             return ""
         return (
             f"micro_batches={asked.micro_batches} cuts each batch into {pieces} pieces of equal "
-            f"rows, and the first one has {measure.rows}. Ask for a number of pieces that divides "
-            "it, or change the batch size."
+            f"rows, and the first one has {measure.rows}. Ask for micro_batches="
+            f"{_near_micros(measure.rows, pieces, accumulate)}, or change the batch size."
         )
 
     def _too_few_micros(self, measure: JobMeasure, asked: Pipelined) -> str:
@@ -516,9 +526,9 @@ class Pipelining:
         if not words:
             return ""
         return (
-            f"{words}: {count} batches are {count // accumulate} "
-            f"steps of {accumulate} and {shortest} more. Drop the last batches, change "
-            f"accumulate=, or use {instead(asked)}."
+            f"{words}: {counted(count, 'batch is', 'batches are')} "
+            f"{counted(count // accumulate, 'step')} of {accumulate} and {shortest} more. Drop "
+            f"the last batches, change accumulate=, or use {instead(asked)}."
         )
 
 
@@ -527,11 +537,18 @@ def _head(trial: TrialSpec, asked: Pipelined) -> str:
     return f"trial {trial.number} was asked to train as a pipeline{stages}, but "
 
 
+def _near_micros(rows: int, pieces: int, accumulate: int) -> str:
+    """The micro-batches of a step nearest to what was asked for that cut rows evenly."""
+    even = [count for count in range(1, rows + 1) if not rows % count]
+    near = {max(n for n in even if n < pieces), min((n for n in even if n > pieces), default=rows)}
+    return " or ".join(str(count * accumulate) for count in sorted(near))
+
+
 def _too_few_pieces(measure: JobMeasure, asked: Pipelined) -> str:
     pieces, stages = len(legal_cuts(measure.layers)) + 1, asked.stages or 2
     if stages <= pieces:
         return ""
-    return f"its model has {pieces} pieces that may stand alone. " + (
+    return f"its model has {counted(pieces, 'piece')} that may stand alone. " + (
         f"Ask for at most {pieces}." if pieces > 1 else "Use technique='resident'."
     )
 
@@ -563,5 +580,6 @@ def _shares_buffers(exact: Measured) -> str:
 
 def _against(other: Alternative | None) -> tuple[str, ...]:
     if other is None:
-        return ("one device could train it in no way, spilled neither",)
-    return (f"{other.name} on one device a step would take {format_seconds(other.step_s)} of it",)
+        return ("one device alone could not train it, not even spilled",)
+    took = f"about {format_seconds(other.step_s)}"
+    return (f"on one device, {other.name}, a step would take {took}",)

@@ -12,7 +12,9 @@ from shoal.core.plan import Plan
 from shoal.core.spec import DeviceSpec, Place, Scalar, TrialSpec
 from shoal.core.technique import Technique
 from shoal.core.units import Seconds
+from shoal.pipeline.stops import Stops
 from shoal.planning.asking import Asking, Receive
+from shoal.planning.capturing import Total
 from shoal.planning.deciding import Deciding
 from shoal.planning.fusing import Fusing
 from shoal.planning.pipelining import Question, early
@@ -31,10 +33,12 @@ class Planner:
         place: Where trials that go on stepped before; they step there again.
         growth: Batches take so many times what the first one takes.
         steps: Of a trial; None where it ends after epochs.
+        stops: Where trials stop, if that is known.
         fusing: Which trials train as arrays; None: none.
         idle: Devices beside these, which no trial of the first plan would have: a trial may be
             a pipeline over them, if nothing else is asked for. Then they are the plan's too.
         keys: The numerics keys of all trials that were planned before.
+        total: Steps of a trial, of the batches of an epoch and those of a step.
     """
 
     def __init__(
@@ -48,10 +52,12 @@ class Planner:
         growth: float = 1.0,
         *,
         steps: int | None = None,
+        stops: Stops | None = None,
         fusing: Fusing | None = None,
         idle: Sequence[DeviceSpec] = (),
         host_memory: int | None = None,
         keys: Mapping[int, Mapping[str, Scalar]] = MappingProxyType({}),
+        total: Total = lambda batches, each: None,
     ) -> None:
         self._host_memory = host_memory
         self._name, self._pool, self._devices, self._recipe = name, pool, tuple(devices), recipe
@@ -60,16 +66,18 @@ class Planner:
             devices,
             place=place,
             steps=steps,
+            stops=stops,
             varies=growth != 1.0,
             idle=idle,
             host_memory=host_memory,
+            total=total,
         )
         self._technique, self._decidings = technique, dict[Way, Deciding]()
         self._deciding = self._deciding_of(OPEN)
         may_be_stale = recipe.stale is not None
         self._staleness = Staleness(technique, keys, may_be_stale=may_be_stale)
         self._idle, self._others = tuple(idle), 0
-        self._growth, self._steps = growth, steps
+        self._growth, self._steps, self._stops = growth, steps, stops
         self._fusing = fusing or Fusing(0, devices, {})
         self._asking: Asking | None = None  # while it plans
 
@@ -84,8 +92,13 @@ class Planner:
         ``growth``: batches take so many times what the first one takes.
         """
         of = self._devices if devices is None else devices
-        args, host = (self._name, self._pool, of, self._recipe), self._host_memory
-        return Planner(*args, technique, growth=growth, steps=self._steps, host_memory=host)
+        return Planner(
+            *(self._name, self._pool, of, self._recipe, technique),
+            growth=growth,
+            steps=self._steps,
+            stops=self._stops,
+            host_memory=self._host_memory,
+        )
 
     @property
     def accumulate(self) -> int:

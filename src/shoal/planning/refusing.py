@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from shoal.core.errors import PlanError
 from shoal.core.spec import TrialSpec
-from shoal.core.technique import Spilled, Technique, kept_shards, kept_weights
-from shoal.core.units import format_bytes
-from shoal.memory.layout import head_sizes, lenders
+from shoal.core.technique import Spilled, Technique, heads_of, kept_shards, kept_weights
+from shoal.core.units import counted, format_bytes
+from shoal.memory.layout import head_sizes, lenders, state_of
 from shoal.planner.choose import may_go_by_shard
 from shoal.planner.need import Request
 from shoal.runtime.messages import Measured
@@ -20,7 +20,7 @@ def refuse_too_many(trial: TrialSpec, measured: Measured, forced: Technique | No
     if isinstance(forced, Spilled) and (forced.shards or 1) > pieces:
         raise PlanError(
             f"trial {trial.number} was asked to train in {forced.shards} shards, but its "
-            f"model has {pieces} pieces that may stand alone. Ask for at most {pieces}."
+            f"model has {counted(pieces, 'piece')} that may stand alone. Ask for at most {pieces}."
         )
 
 
@@ -76,18 +76,21 @@ def refuse_borrowers(trial: TrialSpec, exact: Measured, technique: Spilled) -> N
 
 def refuse_head(trial: TrialSpec, exact: Measured, technique: Spilled) -> None:
     """Raises PlanError where bytes are to stay that are no whole tensors, or tied ones."""
-    if technique.keep_head is None or exact.layout is None:
+    if exact.layout is None:
         return
-    shard, asked = technique.keep_head
-    layout, spec = exact.layout.shards[shard], exact.measure.shards[shard]
-    sizes = head_sizes(layout.state if shard in technique.keep_weights else layout.param)
-    tied = shard in lenders(exact.layout) or spec.parameter_bytes > spec.owned_bytes
-    if tied or asked not in sizes:
-        why = "it has tied parameters" if tied else f"its first tensors have {sizes} bytes"
-        raise PlanError(
-            f"trial {trial.number} was asked to keep {asked} bytes of shard {shard} of "
-            f"{technique.shards} on the device, but {why}. Leave keep_head= out to keep what fits."
-        )
+    for shard, asked in heads_of(technique).items():
+        spec, part = exact.measure.shards[shard], exact.layout.shards[shard].param
+        if shard in technique.keep_weights:
+            part = state_of(exact.layout, technique, shard)
+        sizes = head_sizes(part)
+        tied = shard in lenders(exact.layout) or spec.parameter_bytes > spec.owned_bytes
+        if tied or asked not in sizes:
+            why = "it has tied parameters" if tied else f"its first tensors have {sizes} bytes"
+            raise PlanError(
+                f"trial {trial.number} was asked to keep {asked} bytes of shard {shard} of "
+                f"{technique.shards} on the device, but {why}. Leave keep_head= out to keep what "
+                "fits."
+            )
 
 
 def refuse_activations(trial: TrialSpec, exact: Measured, technique: Spilled) -> None:

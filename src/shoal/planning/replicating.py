@@ -12,7 +12,7 @@ from shoal import rounding
 from shoal.core.errors import PlanError
 from shoal.core.spec import DeviceSpec, JobMeasure, ReplicaMeasure, Scalar, TrialSpec
 from shoal.core.technique import DataParallel, Resident, Technique
-from shoal.core.units import Bytes, format_bytes, format_seconds
+from shoal.core.units import Bytes, counted, format_bytes, format_seconds
 from shoal.planner.need import Request, need
 from shoal.planner.price import Speeds
 from shoal.planner.replicas import Replicated, replicated
@@ -139,7 +139,7 @@ class Replicating:
         width = asked.width or min(len(self._devices), rows)
         if not 2 <= width <= rows:
             raise PlanError(
-                head + f"its first batch has {rows} row{'s' * (rows != 1)}, and each of "
+                head + f"its first batch has {counted(rows, 'row')}, and each of "
                 f"{max(width, 2)} replicas takes one or more. Make the batch larger, ask for "
                 "fewer replicas, or train on one device."
             )
@@ -194,8 +194,10 @@ class Replicating:
         rows = measure.rows or 0
         named = f"{width} replicas were asked for"
         if asked.width is None:
-            named = f"there are {len(self._devices)} devices, and {rows} rows in a batch"
-        each = f"{rows // (width or 1)} of its {rows} rows"
+            named = (
+                f"there are {len(self._devices)} devices, and {counted(rows, 'row')} in a batch"
+            )
+        each = f"{rows // (width or 1)} of its {counted(rows, 'row')}"
         if rows % (width or 1):
             each += ", the first ones one more"
         how = (
@@ -205,7 +207,7 @@ class Replicating:
         )
         return [
             f"{named}; each computes {each}",
-            f"a step takes {format_seconds(found.step_s)} of {width} devices, "
+            f"a step takes {format_seconds(found.step_s)} on {width} devices, "
             f"{format_seconds(found.sending_s)} of it for {format_bytes(found.sent)} that each "
             f"sends, if nothing hides them: {how} in the order of the replicas",
             self._alone(exact, speeds),
@@ -217,13 +219,13 @@ class Replicating:
         whole = need(measure, measure.shards, Resident(), self._request, exact.layout)
         if whole.total > self._budget:
             return (
-                f"resident on one device it would need {format_bytes(whole.total)} of "
+                f"whole, on one device, it would need {format_bytes(whole.total)}, and one has "
                 f"{format_bytes(self._budget)}"
             )
         shard = measure.shards[0]
         step_s = shard.backward_s * self._request.micro_batches
         step_s += shard.step_s * speeds.device_step
-        return f"resident on one device a step would take {format_seconds(step_s)} of it"
+        return f"on one device, resident, a step would take {format_seconds(step_s)}"
 
     def _too_large(self, trial: TrialSpec, found: Replicated) -> PlanError:
         shard = found.replica.shard

@@ -5,18 +5,21 @@ What is best for many trials of one kind is settled with each kind. Trials of di
 fill each other's gaps: one is bound by the host's memory, another by the device, and one of
 short steps waits long for one of long steps. So their mix is replayed, some steps of each, with
 more and more of them at a time, as long as what they need fits. What stays on the device is
-divided anew each time: a place costs room.
+divided anew each time: a place costs room. At last it is replayed with steps on the host in one
+piece: where that is quicker they are not cut into chunks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from shoal.core.units import Bytes
+from shoal.planner.keep import ALIKE
 from shoal.planner.need import Request, fits, need
 from shoal.planner.price import Speeds, mix_s, run_of
 from shoal.planning.planned import Settled
+from shoal.program.replay import Run
 
 MOST = 6
 """Trials of a mix that share a device at most, and as many are replayed."""
@@ -25,10 +28,11 @@ WORTH = 1.002
 
 Again = Callable[[Settled, int], Settled | None]
 """What stays of a kind where so many share the device; None where it does not fit."""
+Kinds = Mapping[str, Settled]
 
 
 def share(
-    settled: Mapping[str, Settled],
+    settled: Kinds,
     present: Sequence[str],
     active: int,
     again: Again,
@@ -46,17 +50,62 @@ def share(
         by_epochs: Trials end after as many epochs, not steps.
     """
     some = present[:MOST]
-    best, places = dict(settled), active
-    if len(set(some)) < 2 or len(some) <= active:
-        return best, places
+    if len(set(some)) < 2:
+        return dict(settled), active
     lengths = _lengths(settled, by_epochs)
-    taken_s = first_s = _seconds(best, some, active, request, speeds, lengths)
-    for more in range(active + 1, len(some) + 1):
+    mix = _Mix(some=some, lengths=lengths, request=request, budget=budget, speeds=speeds)
+    best, places = _placed(mix, settled, active, again)
+    return _in_one_piece(mix, best, places), places
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mix:
+    """The kinds of the trials that are replayed, and how many steps each kind has."""
+
+    some: Sequence[str]
+    lengths: Mapping[str, int]
+    request: Request
+    budget: Bytes
+    speeds: Speeds
+
+    def seconds(self, settled: Kinds, active: int) -> float:
+        """What they take with so many at a time."""
+        runs = {
+            kind: replace(self._run(one), steps=self.lengths[kind])
+            for kind, one in settled.items()
+            if kind in self.some
+        }
+        return mix_s([runs[kind] for kind in self.some], active)
+
+    def _run(self, one: Settled) -> Run:
+        measure = one.measure
+        return run_of(
+            measure.shards, measure.batch_bytes, one.technique, self.request, self.speeds
+        )
+
+    def fits(self, settled: Kinds, active: int) -> bool:
+        """Whether the device has room for any so many of them."""
+        needs = [
+            need(s.measure, s.measure.shards, s.technique, self.request, s.layout)
+            for s in settled.values()
+        ]
+        return fits(needs, self.budget, active)
+
+
+def _placed(
+    mix: _Mix, settled: Kinds, active: int, again: Again
+) -> tuple[dict[str, Settled], int]:
+    """The kinds at the best number of places, ``active`` or more."""
+    best, places = dict(settled), active
+    if len(mix.some) <= active:
+        return best, places
+    taken_s = first_s = mix.seconds(best, active)
+    for more in range(active + 1, len(mix.some) + 1):
         found = {kind: again(one, more) for kind, one in settled.items()}
         fitting = {kind: one for kind, one in found.items() if one is not None}
-        if len(fitting) < len(found) or not _fit(fitting, request, budget, more):
+        if len(fitting) < len(found) or not mix.fits(fitting, more):
             break
-        took_s = _seconds(fitting, some, more, request, speeds, lengths)
+        took_s = mix.seconds(fitting, more)
         if took_s * WORTH < taken_s:
             best, places, taken_s = fitting, more, took_s
     if places > active:
@@ -68,30 +117,35 @@ def share(
     return best, places
 
 
-def _lengths(settled: Mapping[str, Settled], by_epochs: bool) -> dict[str, int]:
+def _in_one_piece(mix: _Mix, settled: Kinds, active: int) -> dict[str, Settled]:
+    """With steps on the host that are not cut, where the mix is through sooner so."""
+    chunked = {kind for kind in mix.some if _has_chunks(settled[kind])}
+    if active < 2 or not chunked:
+        return dict(settled)
+    whole = {kind: _uncut(one) for kind, one in settled.items()}
+    part = mix.seconds(whole, active) / mix.seconds(settled, active)
+    if part * ALIKE > 1:  # chunks bound waits, for about the same time
+        return dict(settled)
+    why = (
+        f"steps on the host are in one piece: on paper the trials that share the device take "
+        f"{part:.0%} of the time that they take in chunks"
+    )
+    return {
+        kind: replace(one, why=(*one.why, why)) if kind in chunked else one
+        for kind, one in whole.items()
+    }
+
+
+def _has_chunks(one: Settled) -> bool:
+    return any(shard.step_chunks for shard in one.measure.shards)
+
+
+def _uncut(one: Settled) -> Settled:
+    shards = tuple(replace(shard, step_chunks=()) for shard in one.measure.shards)
+    return replace(one, measure=replace(one.measure, shards=shards))
+
+
+def _lengths(settled: Kinds, by_epochs: bool) -> dict[str, int]:
     """How many steps the kinds have, beside each other."""
     batches = {kind: one.measure.num_batches for kind, one in settled.items()}
     return {kind: (count or 1) if by_epochs else 1 for kind, count in batches.items()}
-
-
-def _seconds(
-    settled: Mapping[str, Settled],
-    present: Sequence[str],
-    active: int,
-    request: Request,
-    speeds: Speeds,
-    lengths: Mapping[str, int],
-) -> float:
-    runs = {
-        kind: run_of(s.measure.shards, s.measure.batch_bytes, s.technique, request, speeds)
-        for kind, s in settled.items()
-        if kind in present
-    }
-    return mix_s([replace(runs[kind], steps=lengths[kind]) for kind in present], active)
-
-
-def _fit(settled: Mapping[str, Settled], request: Request, budget: Bytes, active: int) -> bool:
-    needs = [
-        need(s.measure, s.measure.shards, s.technique, request, s.layout) for s in settled.values()
-    ]
-    return fits(needs, budget, active)

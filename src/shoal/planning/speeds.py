@@ -21,7 +21,9 @@ def speeds_of(device: DeviceSpec) -> Speeds:
         return _emulated(device.profile)
     if device.link_bytes_per_s is not None:
         link = device.link_bytes_per_s
-        return Speeds(up_bytes_per_s=link, down_bytes_per_s=link, source="the link it was given")
+        return Speeds(
+            up_bytes_per_s=link, down_bytes_per_s=link, source="the link speed that was given"
+        )
     on_gpu = device.kind == "cuda"
     measured = load()
     if measured is not None and measured.device.startswith("cuda") == on_gpu:
@@ -31,7 +33,7 @@ def speeds_of(device: DeviceSpec) -> Speeds:
         up_bytes_per_s=link,
         down_bytes_per_s=link,
         host_step=HOST_STEP if on_gpu else 1.0,
-        source="assumed links, as nobody ran `shoal bench` here",
+        source="assumed link speeds (`shoal bench` measures them)",
     )
 
 
@@ -51,7 +53,7 @@ def corrected(speeds: Speeds, link: tuple[float, float] | None) -> Speeds:
         f"{_rate(way[0])} up and {_rate(way[1])} down"
         for way in ((up, down), (speeds.up_bytes_per_s, speeds.down_bytes_per_s))
     )
-    source = f"links that carry {found}, measured just now (far less than {speeds.source}: {said})"
+    source = f"link speeds measured just now, {found}, far less than {speeds.source}, {said}"
     return replace(speeds, up_bytes_per_s=up, down_bytes_per_s=down, source=source)
 
 
@@ -65,7 +67,7 @@ def _emulated(profile: Profile) -> Speeds:
         up_bytes_per_s=profile.up_bytes_per_s,
         down_bytes_per_s=profile.down_bytes_per_s,
         device_step=profile.host_bytes_per_s / profile.memory_bytes_per_s,
-        source=f"the links of {profile.name}",
+        source=f"the link speeds of {profile.name}",
     )
 
 
@@ -75,5 +77,5 @@ def _measured(measured: Measured, on_gpu: bool) -> Speeds:
         up_bytes_per_s=link.up.best,
         down_bytes_per_s=link.down.best,
         host_step=HOST_STEP if on_gpu else 1.0,
-        source="the links that `shoal bench` measured",
+        source="the link speeds that `shoal bench` measured",
     )

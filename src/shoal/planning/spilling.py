@@ -16,7 +16,7 @@ from shoal.core.spec import ALIGNMENT, NO_SECONDS, JobMeasure, LayerMeasure, Sha
 from shoal.core.technique import Spilled, Technique, kept_shards, kept_weights
 from shoal.core.units import Bytes, Seconds, format_bytes, round_up
 from shoal.memory.chunks import in_chunks
-from shoal.memory.layout import Field, TrialLayout
+from shoal.memory.layout import Field, TrialLayout, as_it_travels
 from shoal.memory.stacking import stacked_layout
 from shoal.planner.choose import choices
 from shoal.planner.keep import keep_best
@@ -181,20 +181,21 @@ class Spilling:
     ) -> SpilledArrayPlan | Need:
         """What stays of these shards; what they need if they do not fit."""
         assert exact.layout is not None
-        rows = stacked_layout(exact.layout, width)
-        room = Room(
-            measure=measure,
-            shards=measure.shards,
+        alone = Room(
+            measure=exact.measure,
+            shards=exact.measure.shards,
             technique=technique,
             request=request,
             budget=self.budget,
             active=1,
-            layout=rows,
+            layout=exact.layout,
         )
-        alone = replace(
-            room, measure=exact.measure, shards=exact.measure.shards, layout=exact.layout
-        )
-        kept, lone = keep_best(room, self.speeds), keep_best(alone, self.speeds)
+        lone, home = keep_best(alone, self.speeds), exact.layout
+        if lone is not None:  # a trial's home is laid out for when it trains alone
+            home = as_it_travels(home, lone[0], (), sums=False)
+        rows = stacked_layout(home, width)
+        room = replace(alone, measure=measure, shards=measure.shards, layout=rows)
+        kept = keep_best(room, self.speeds)
         if kept is None or lone is None:
             least = replace(technique, keep=(), keep_turn=0, keep_gradients=0)
             return need(measure, measure.shards, least, request, rows)
@@ -204,7 +205,7 @@ class Spilling:
         return SpilledArrayPlan(
             technique=kept[0],
             measure=measure,
-            layout=exact.layout,
+            layout=home,
             need=kept[1],
             step_s=step_s,
             valid_s=evaluation_s(measure, kept[0], self.speeds),

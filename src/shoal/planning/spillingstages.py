@@ -8,12 +8,13 @@ from dataclasses import replace
 from shoal.core.errors import PlanError
 from shoal.core.spec import JobMeasure, TrialSpec
 from shoal.core.technique import SPILLING, Pipelined, kept_shards, spans_of
-from shoal.core.units import Bytes, format_bytes, format_seconds
+from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_seconds
 from shoal.memory.layout import lenders
 from shoal.planner.need import Need
-from shoal.planner.pipeline import MESSAGE_S, Staged, Terms
+from shoal.planner.pipeline import Staged
 from shoal.planner.spilledstages import as_measured, fitted, smallest, spilled_candidates
 from shoal.planner.stages import legal_cuts
+from shoal.planner.steptime import MESSAGE_S, Terms
 from shoal.runtime.messages import Measured, MeasureShards, Order
 
 MARGINS = (1.0, 0.9, 0.8, 0.65)
@@ -100,8 +101,8 @@ def too_many_shards(measure: JobMeasure, asked: Pipelined) -> str:
     if (asked.shards or 0) <= pieces:
         return ""
     return (
-        f"{asked.shards} shards were asked for, and its model has {pieces} pieces that may stand "
-        f"alone. Ask for at most {pieces}."
+        f"{asked.shards} shards were asked for, and its model has "
+        f"{counted(pieces, 'piece')} that may stand alone. Ask for at most {pieces}."
     )
 
 
@@ -120,8 +121,8 @@ def _too_large(
     least = measured or smallest(asked, terms, devices)
     if least is None:
         return PlanError(
-            f"{_head(trial, asked)}its model cannot be cut into so many shards over these stages. "
-            "Ask for fewer, or leave cuts= out."
+            f"{_head(trial, asked)}its model cannot be cut into {asked.shards or 'several'} "
+            "shards over these stages. Ask for fewer, or leave cuts= out."
         )
     stage, technique = least.neediest, least.technique
     first, stop = spans_of(technique, least.stages)[stage]
@@ -129,18 +130,18 @@ def _too_large(
     largest = max(least.stages[first:stop], key=lambda shard: shard.backward_peak_bytes)
     outs = ["give the devices more memory", "make the batch smaller"]
     if asked.shards is not None:
-        outs.append("leave shards= out to have as many as it takes")
+        outs.append("leave shards= out to have as many shards as it takes")
     if asked.keep or asked.keep_gradients:
         outs.append("keep less on the devices")
     if technique.schedule == "gpipe":
         outs.append("use schedule='flush', which holds the activations of fewer micro-batches")
     return PlanError(
-        f"{_head(trial, asked)}with spilled stages too: in {technique.stages} stages of "
-        f"{technique.shards} shards stage {stage}, {layers}, {_needs(measured)} "
-        f"{format_bytes(_most(least.needs[stage]))} on a device of {format_bytes(budget)}, "
-        f"{format_bytes(largest.parameter_bytes)} for the parameters of its largest shard and "
-        f"{format_bytes(largest.backward_peak_bytes)} inside that one's backward among that. "
-        f"{'; '.join(outs).capitalize()}."
+        f"{_head(trial, asked)}it does not fit even if its stages are spilled: cut into "
+        f"{technique.shards} shards over {technique.stages} stages, stage {stage} ({layers}) "
+        f"{_needs(measured)} {format_bytes(_most(least.needs[stage]))} on a device of "
+        f"{format_bytes(budget)}. Of that {format_bytes(largest.parameter_bytes)} are the "
+        f"parameters of its largest shard, and {format_bytes(largest.backward_peak_bytes)} are "
+        f"taken inside that shard's backward. {'; '.join(outs).capitalize()}."
     )
 
 
@@ -158,42 +159,51 @@ def why_spilled(
     """Why these stages are spilled so."""
     technique, count = chosen.technique, chosen.gang
     each = ", ".join(
-        f"stage {stage} {format_bytes(_most(need))}" for stage, need in enumerate(chosen.needs)
+        f"stage {stage} needs {format_bytes(_most(need))}"
+        for stage, need in enumerate(chosen.needs)
     )
     kept, moved = len(kept_shards(technique)), sum(need.moved for need in chosen.needs)
     cause = "spilled stages were asked for"
     if not asked.is_spilled:
-        cause = f"in no stages that stay whole it fits {format_bytes(budget)}"
+        cause = "no cut has whole stages that all fit"
     named = f"{technique.shards} shards over {count} stages"
     named += " were asked for" if asked.shards else " are the quickest that fit"
     reasons = [
-        f"resident one device would need {format_bytes(whole.total)} of {format_bytes(budget)}; "
-        f"{cause}; with spilled ones it needs {each}",
-        f"{named}; {kept} of them stay on their device, and {format_bytes(Bytes(moved))} move a "
-        f"step over the links of all",
-        f"a step takes {format_seconds(chosen.step_s)} of {count} devices, {chosen.bubbles:.0%} "
-        f"of it bubbles, replayed with {terms.speeds.source} and {1e3 * MESSAGE_S:g} ms a message",
+        f"whole, on one device, it would need {format_bytes(whole.total)}, and one has "
+        f"{format_bytes(budget)}; {cause}; spilled, {each}",
+        f"{named}; {counted(kept, 'stays on its device', 'stay on their devices')}, the others "
+        f"move {format_bytes(Bytes(moved))} in a step, over all links together",
+        how_long(chosen.step_s, count, chosen.bubbles, terms.speeds.source),
     ]
     if technique.schedule == "gpipe":
         reasons.append(
-            "a shard takes all micro-batches of a step in one visit, and a load is paid twice a "
-            "step"
+            "a shard runs all micro-batches of a step while it is there, so it is loaded twice a "
+            "step: forwards, then backwards"
         )
     elif (technique.micro_batches or 1) > 1:
         reasons.append(
-            "shards come for each micro-batch; schedule='gpipe' loads less where there is room "
-            "for what enters shards of all micro-batches"
+            "shards are loaded anew for each micro-batch; schedule='gpipe' loads them less often, "
+            "and needs room for the inputs of all micro-batches"
         )
     if technique.schedule == "gpipe" and asked.keep_gradients is False:
         reasons.append(_GRADIENTS_STAY)
     if terms.measure.draws:
         reasons.append(
-            "the model draws random numbers: its first stage is taken to draw ahead what the "
-            "others draw, and waits for them where that cannot be done"
+            "the model draws random numbers: its first stage draws those of the others ahead, in "
+            "the order of training alone, and waits for the others where it cannot"
         )
     if exact.layout is not None and lenders(exact.layout):
-        reasons.append("shards with weights in common read them from the host, after each step")
+        reasons.append("shards that share weights read them from the host anew after each step")
     return reasons
+
+
+def how_long(step_s: Seconds, devices: int, bubbles: float, source: str) -> str:
+    """How long a step of a pipeline takes, and what that was worked out with."""
+    return (
+        f"a step takes {format_seconds(step_s)} on {devices} devices, which stand idle "
+        f"{bubbles:.0%} of it (bubbles); worked out with {source}, and {1e3 * MESSAGE_S:g} ms for "
+        "each message between stages"
+    )
 
 
 _GRADIENTS_STAY = (

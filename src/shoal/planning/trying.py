@@ -34,10 +34,14 @@ Next = Callable[[ArrayMeasure], Candidate | None]
 
 
 class Room(NamedTuple):
-    """What a device has room for, as far as states tell: an array of a width, a trial alone."""
+    """What a device has room for, as far as states tell: an array of a width, a trial alone.
+
+    And how that one trains.
+    """
 
     has_array: Callable[[int], bool] = lambda width: True
     has_trial: bool = True
+    captures: bool = False  # a trial alone
 
 
 ANY = Room()
@@ -94,7 +98,14 @@ def _with(measure: ArrayMeasure, candidate: Candidate, asked: _Tries) -> ArrayMe
     (width, kind), room, asking = candidate, asked.room, asked.asking
     some = tuple(asked.trials[:MOST])
     is_whole = room.has_array(width)
-    order = MeasureArray(some, width, kind, is_whole=is_whole, alone_fits=room.has_trial)
+    order = MeasureArray(
+        some,
+        width,
+        kind,
+        is_whole=is_whole,
+        alone_fits=room.has_trial,
+        captures=room.captures,
+    )
     built = asking.measure_arrays(order, asked.devices)
     tries: list[ArrayTry] = []
     for reply in built.values():

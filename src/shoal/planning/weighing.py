@@ -14,7 +14,8 @@ from shoal.core.stale import Stale
 from shoal.core.technique import Pipelined
 from shoal.core.units import Bytes, format_bytes
 from shoal.memory.layout import lenders
-from shoal.planner.pipeline import Alternative, Staged, Terms
+from shoal.planner.pipeline import Alternative, Staged
+from shoal.planner.steptime import Terms
 from shoal.planner.timetoloss import (
     RIVALS,
     Pace,

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from shoal.core.spec import TrialSpec
+from shoal.core.units import counted
 from shoal.observe.rows import TrialState
 from shoal.resume import refuse
 from shoal.resume.record import StudyRecord, TrialRecord
@@ -163,8 +164,7 @@ def _ended(
 
 def _more_trials(new: tuple[TrialRecord, ...]) -> Iterable[str]:
     if new:
-        trials = "trial" if len(new) == 1 else "trials"
-        yield f"{len(new)} more {trials}: {list_some(trial.number for trial in new)}."
+        yield f"{counted(len(new), 'more trial')}: {list_some(trial.number for trial in new)}."
 
 
 def _changes(recorded: StudyRecord, merged: StudyRecord, longer: tuple[int, ...]) -> Iterable[str]:
@@ -177,7 +177,8 @@ def _changes(recorded: StudyRecord, merged: StudyRecord, longer: tuple[int, ...]
         yield f"the space is {merged.space}; it was {recorded.space}."
     if merged.length != recorded.length:
         again = f" Trials that had ended go on: {list_some(longer)}." if longer else ""
-        yield f"{merged.length} {merged.unit} instead of {recorded.length}.{again}"
+        length = counted(merged.length, merged.unit.removesuffix("s"))
+        yield f"{length} instead of {recorded.length}.{again}"
     elif longer:
         yield f"trials that had ended before go on: {list_some(longer)}."
     if merged.eval_every != recorded.eval_every:
@@ -211,7 +212,8 @@ def _other_permissions(recorded: StudyRecord, merged: StudyRecord) -> Iterable[s
 
 
 def _how_often(record: StudyRecord) -> str:
-    return f"every {record.eval_every} steps" if record.eval_every else "at each epoch's end"
+    every = record.eval_every
+    return f"every {counted(every, 'step')}" if every else "at each epoch's end"
 
 
 def _checkpoint_changes(recorded: StudyRecord, merged: StudyRecord) -> Iterable[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, fields
 from typing import Any
@@ -16,6 +17,9 @@ from shoal.resume.words import is_plain
 PERMISSIONS = frozenset(("splittable", "share_data", "stale"))
 """Fields of a recipe that allow something, and change no bit by themselves: what a trial made of
 them is in its numerics key. They are on record, and another value is no other recipe."""
+
+_NUMPY = re.compile(r"np\.\w+\((.*)\)")
+"""How older records have a NumPy scalar, which is Python's own number by now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +54,11 @@ class RecipeRecord:
         return record_of({**self._computes(), **other.allows()}, self.sources)
 
     def _computes(self) -> dict[str, str]:
-        return {name: text for name, text in self.fields.items() if name not in PERMISSIONS}
+        found = {name: text for name, text in self.fields.items() if name not in PERMISSIONS}
+        return {
+            name: known[1] if (known := _NUMPY.fullmatch(text)) else text
+            for name, text in found.items()
+        }
 
 
 def describe_recipe(recipe: Any) -> RecipeRecord:

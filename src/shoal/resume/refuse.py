@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from shoal.core.errors import SpecError
 from shoal.core.spec import Scalar
+from shoal.core.units import counted
 from shoal.resume.code import is_same
 from shoal.resume.recipe import PERMISSIONS, RecipeRecord
 from shoal.resume.record import StudyRecord, TrialRecord
@@ -97,8 +98,8 @@ def another_seed(recorded: StudyRecord, asked: StudyRecord) -> None:
     if recorded.seed != asked.seed and derived:
         raise SpecError(
             f"cannot go on with study {asked.name!r} with seed={asked.seed}: it has "
-            f"seed={recorded.seed}, and the seeds of {len(derived)} trials came from it. Put "
-            f"seed={recorded.seed} back, {_OTHERWISE}"
+            f"seed={recorded.seed}, and the seeds of {counted(len(derived), 'trial')} came from "
+            f"it. Put seed={recorded.seed} back, {_OTHERWISE}"
         )
 
 
@@ -111,9 +112,11 @@ def missing_trials(
         return
     shown = "; ".join(f"trial {t.number} ({_settings(t.hp)})" for t in lost[:3])
     more = f"; and {len(lost) - 3} more" if len(lost) > 3 else ""
+    trials = counted(len(recorded.trials), "trial")
     raise SpecError(
-        f"cannot go on with study {asked.name!r}: {len(lost)} of its {len(recorded.trials)} "
-        f"trials are not asked for any more: {shown}{more}.{_renamed(lost[0].hp, asked)} Ask for "
+        f"cannot go on with study {asked.name!r}: {len(lost)} of its {trials} "
+        f"{'is' if len(lost) == 1 else 'are'} not asked for any more: "
+        f"{shown}{more}.{_renamed(lost[0].hp, asked)} Ask for "
         "all of them again (more trials and a wider space are welcome; shoal stop STUDY TRIAL "
         f"ends a trial that is not wanted), {_OTHERWISE}"
     )

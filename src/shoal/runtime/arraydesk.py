@@ -15,9 +15,9 @@ from shoal.core.units import Bytes
 from shoal.runtime import checkpoint
 from shoal.runtime.arrays import ArraySeat, Seated
 from shoal.runtime.house import House
-from shoal.runtime.interpret import Issued
 from shoal.runtime.messages import Grant, LeaseOver
 from shoal.runtime.session import Session
+from shoal.runtime.task import Issued
 
 
 class ArrayDesk:

@@ -42,11 +42,11 @@ from shoal.runtime import checkpoint
 from shoal.runtime.binding import is_stored, place_on_host
 from shoal.runtime.compute import tensors_of
 from shoal.runtime.describe import first_batch
-from shoal.runtime.interpret import Issued
 from shoal.runtime.messages import LeaseOver
 from shoal.runtime.score import is_sampled
-from shoal.runtime.session import Session, Task
+from shoal.runtime.session import Session
 from shoal.runtime.spilledarray import SpilledArray
+from shoal.runtime.task import Issued, Task
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +67,9 @@ class Seated:
     def trial(self) -> int:
         return self.session.job.trial
 
+
+STEP_BATCHES = 3
+"""Batches to evaluate that take about as long as one to train on."""
 
 Guard = Callable[[int, Callable[[], None]], None]
 """Runs a trial's own code; what it raises ends that trial and no other."""
@@ -117,6 +120,7 @@ class ArraySeat:
         self._track = False  # count what the next step allocates
         self._largest: dict[str, int] = {}  # bytes of all slots' batches
         self._has_evaluated = False
+        self._held = 0  # steps for which an evaluation has been waiting
         self._began = time.perf_counter()
         self.share_s = 0.0
 
@@ -260,10 +264,28 @@ class ArraySeat:
                 self._guard(seated.trial, lambda seated=seated: self._next(seated))  # type: ignore[misc]
         ready = [seated for seated in self.active if seated.task is not None]
         evaluating = [s for s in ready if s.task is not None and s.task.kind == "evaluation"]
-        if evaluating:
+        training = [s for s in ready if s not in evaluating]
+        if not evaluating:
+            self._held = 0
+        if evaluating and not self._is_held(evaluating, training):
             self._evaluate(evaluating)
-        elif ready:
-            self._train(ready)
+        elif training:
+            self._held += bool(evaluating)
+            self._train(training)
+
+    def _is_held(self, evaluating: Sequence[Seated], training: Sequence[Seated]) -> bool:
+        """Whether those that want to be evaluated wait until others are as far.
+
+        An evaluation takes as long for one as for all, and those that came a few steps later have
+        these steps to do anyway. Nobody waits for more steps than an evaluation is worth.
+        """
+        feeds = [seated.session.valid_feed for seated in evaluating]
+        batches = min((feed.num_batches or 1 for feed in feeds if feed is not None), default=1)
+        most = max(1, batches // STEP_BATCHES)
+        if self._held >= most:
+            return False
+        left = [seated.session.steps_to_evaluation for seated in training]
+        return any(steps is not None and steps < most for steps in left)
 
     def _next(self, seated: Seated) -> None:
         last = seated.last
@@ -275,6 +297,8 @@ class ArraySeat:
                 seated.task = next(seated.tasks, None)
             seated.is_inside = False
         seated.last, seated.leaving = seated.task, seated.task is None
+        if seated.task is not None and seated.task.kind == "evaluation":
+            self._has_evaluated = True  # its model is in that mode, also while it is held
 
     def _streams(self, seated: Seated) -> Any:
         return self._members.streams(seated.slot, puts_back=False)
@@ -382,13 +406,14 @@ class ArraySeat:
         if self.place.kind == "compiled":
             return self._computed(work, what, some)
         if isinstance(self._array, SpilledArray):
-            return self._counted_by_units(work, self._array)
+            return self._counted_by_units(work, self._array, what)
         size = sum(t.nbytes for batches in rows for t in tensors_of(list(batches)))
         grew = size > self._largest.get(what, 0)
         self._largest[what] = max(size, self._largest.get(what, 0))
-        if not (self._track or grew):
+        trains = what == "training"
+        if not (grew or (self._track and trains)):
             return self._computed(work, what, some)
-        self._track = False
+        self._track = self._track and not trains  # it is the next step that is sampled
         with AllocationTracker() as tracker:
             result = self._computed(work, what, some)
         more = tracker.peak_bytes - self._state_among(tracker)
@@ -398,13 +423,13 @@ class ArraySeat:
             self._room()
         return result
 
-    def _counted_by_units(self, work: Callable[[], Any], array: SpilledArray) -> Any:
+    def _counted_by_units(self, work: Callable[[], Any], array: SpilledArray, what: str) -> Any:
         """Run the programs of a spilled array, whose seat counts each unit."""
-        seat = array.seat
-        seat.track = seat.track or self._track
-        self._track = False
+        seat, trains = array.seat, what == "training"
+        if trains:
+            seat.track, self._track = seat.track or self._track, False
         result = work()
-        if seat.track:
+        if trains and seat.track:
             self.peak_bytes = max(self.peak_bytes, seat.peak_bytes)
             seat.track = False
         self.unit_bytes = max(self.unit_bytes, seat.unit_bytes)

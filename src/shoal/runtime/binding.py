@@ -435,8 +435,9 @@ class Binding:
             state = self.optimizer.state[self.params[name]]
             state.clear()
             for key, value in values.items():
-                moves = name in there and isinstance(value, Tensor)
-                state[key] = value.to(places[name]) if moves else value
+                if isinstance(value, Tensor):  # of its own: it may be a view of a message
+                    value = value.to(places[name] if name in there else value.device, copy=True)
+                state[key] = value
 
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups: options, and the names of their parameters."""

@@ -28,6 +28,7 @@ from shoal.data import Position
 from shoal.memory.layout import TrialLayout
 from shoal.memory.store import Region, state_views, views
 from shoal.recipe import Recipe
+from shoal.runtime.captures import Captures
 from shoal.runtime.messages import Grant, Progress, Settings
 from shoal.runtime.packing import Packer, unpack
 from shoal.runtime.pipelined import PipelineSession
@@ -287,14 +288,19 @@ def take_up(
     settings: Settings,
     device: torch.device,
     parked: Session | None,
+    captures: Captures | None = None,
 ) -> Session:
-    """A trial in its host region: built, or as it was ``parked`` if that is where it stands."""
+    """A trial in its host region: built, or as it was ``parked`` if that is where it stands.
+
+    ``captures``: who captures its passes, if these are to be.
+    """
     progress = grant.progress
     if grant.restore:
         progress = restore(grant.restore, grant.layout, region)
     session = parked
     if session is None or progress is None or session.step != progress.step:
         session = new_session(recipe, grant.job, settings, device)
+    session.captures = captures
     session.place(grant.layout, region, fresh=progress is None)
     if progress is None:
         check_rules(session)

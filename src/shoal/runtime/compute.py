@@ -15,8 +15,9 @@ from torch import Tensor
 
 from shoal.core.technique import Resident
 from shoal.program.ir import Action, Op
+from shoal.recipe import Batch
 from shoal.runtime.binding import Placed
-from shoal.runtime.session import Task
+from shoal.runtime.task import Task
 from shoal.runtime.tenant import Tenant
 from shoal.runtime.units import Micro, evaluate_metrics
 from shoal.subsets import clip_factor
@@ -54,7 +55,7 @@ class Compute:
             parameter.grad = None  # and so it is between any two units of a spilled trial
         self._norms: dict[str, Tensor] = {}
         self._clip: Tensor | None = None
-        self._largest_batch = 0
+        self._largest_batch = {True: 0, False: 0}  # of an evaluation, of a step
         self.works: Mapping[Op, Work] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -72,10 +73,14 @@ class Compute:
         if action.micro is None or action.micro in task.micros:
             return
         batch = self._session.fetch(task, action.micro)
-        size = sum(tensor.nbytes for tensor in tensors_of(batch))
-        if size > self._largest_batch:
-            self._largest_batch, self.grew = size, True
+        self._note_size(batch, evaluates=task.kind == "evaluation")
         task.micros[action.micro] = self._session.units.begin(batch)
+
+    def _note_size(self, batch: Batch, *, evaluates: bool = False) -> None:
+        """See whether it is larger than any before that something like this was done with."""
+        size = sum(tensor.nbytes for tensor in tensors_of(batch))
+        if size > self._largest_batch[evaluates]:
+            self._largest_batch[evaluates], self.grew = size, True
 
     def _forward(self, task: Task, action: Action) -> None:
         micro = task.micros[action.micro or 0]
@@ -145,13 +150,14 @@ class Compute:
         """The clipping factor of torch's clip_grad_norm_, from norms in parameter order."""
         limit = self._session.recipe.clip_grad_norm
         assert limit is not None
-        norms = [self._norms[n] for n in self._session.binding.params if n in self._norms]
+        order = self._session.binding.params
+        norms = {name: self._norms[name] for name in order if name in self._norms}
         self._norms = {}
         self._clip = self.clip_factor(limit, norms)
 
-    def clip_factor(self, limit: float, norms: Sequence[Tensor]) -> Tensor | None:
-        """Of the norms of the gradients there are, in parameter order."""
-        return clip_factor(limit, norms)
+    def clip_factor(self, limit: float, norms: Mapping[str, Tensor]) -> Tensor | None:
+        """Of the norms of the gradients there are, by name in parameter order."""
+        return clip_factor(limit, list(norms.values()))
 
     def _step(self, task: Task, action: Action) -> None:
         shard, binding = action.shard, self._session.binding

@@ -15,7 +15,8 @@ from shoal.core.errors import TrialError
 from shoal.program.ir import Program
 from shoal.recipe import to_device
 from shoal.rng import capture_rng, restore_rng, same_rng
-from shoal.runtime.session import Session, Task
+from shoal.runtime.session import Session
+from shoal.runtime.task import Task
 
 Scalars = Mapping[str, Mapping[str, Any]]
 Stored = Mapping[str, Sequence[str]]

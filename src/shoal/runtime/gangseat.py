@@ -24,8 +24,8 @@ from shoal.pipeline.links import Links
 from shoal.program.ir import Action
 from shoal.rng import capture_rng, restore_rng
 from shoal.runtime.gangs import GangSession, Scalars, Stored
-from shoal.runtime.interpret import Issued
 from shoal.runtime.messages import Progress
+from shoal.runtime.task import Issued
 
 CONTROL, NOTE = 16, 17  # kinds of messages that are no action's
 Waiting = Callable[[], bool] | None

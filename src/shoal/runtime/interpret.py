@@ -27,9 +27,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
@@ -37,20 +38,18 @@ from shoal.core.errors import CapacityError
 from shoal.core.profile import Direction
 from shoal.core.units import Bytes
 from shoal.device import Device, Event, Lane
-from shoal.device.flops import host_step_bytes, step_bytes
 from shoal.device.streams import Piece
 from shoal.memory.layout import Arena
 from shoal.memory.ledger import Ledger
 from shoal.partition.track import AllocationTracker, storages_of
-from shoal.program.costs import unit_seconds
 from shoal.program.ir import Action, Op, Part, lone_part
 from shoal.runtime.binding import Placed, place_on_host
 from shoal.runtime.compute import Compute, Work, tensors_of
 from shoal.runtime.copies import Copies, Copy
 from shoal.runtime.mail import Mail
 from shoal.runtime.outgrown import growth_of, outgrown
-from shoal.runtime.score import Score, score_of
-from shoal.runtime.session import Task
+from shoal.runtime.score import Score, emulated_seconds, score_of
+from shoal.runtime.task import Issued, Task
 from shoal.runtime.tenant import Tenant
 
 HOME = {Part.PARAM, Part.STATE, Part.HEAD}  # what a step writes
@@ -58,17 +57,6 @@ HOME = {Part.PARAM, Part.STATE, Part.HEAD}  # what a step writes
 
 _Lone = tuple[Part, int, int | None]
 """What of one micro-batch is moved by itself: of which shard, and for which micro-batch."""
-
-
-class Issued(NamedTuple):
-    """An action in flight, for the timeline."""
-
-    stream: str
-    action: str  # its text form
-    event: Event
-    num_bytes: int
-    step: int
-    trial: int
 
 
 @dataclass(slots=True)
@@ -148,11 +136,12 @@ class Seat(Generic[T]):
         self.note_host: Callable[[int], None] = lambda trial: None  # whose host step runs
         self._scores: dict[tuple[int, bool], Score] = {}
         self._run: _Run | None = None
-        self._closes = False
+        self._closing = threading.Event()
         self.unit_bytes = session.job.unit_bytes
         self.reserve_units: Callable[[], None] = lambda: None  # set by who shares the device
         self.counts = not session.compiled  # of compiled code nothing can be counted
-        self.track = self.counts  # measure the next units with the tracker
+        self.track = self.counts  # measure the next step's units with the tracker
+        self._has_evaluated = False
         self.peak_bytes = 0
 
     # -- programs ---------------------------------------------------------------------
@@ -215,15 +204,13 @@ class Seat(Generic[T]):
         return not self.mail.has(action)
 
     def _wake_when_written(self) -> None:
-        """Have the device woken when the copies are over that a SEND waits for.
+        if self.head is not None and self.head.op is Op.SEND:
+            self._wake_after(self._written.values())
 
-        A copy of CUDA tells nobody that it is over: the host's thread waits for it.
-        """
-        head = self.head
-        if not self._may_block or head is None or head.op is not Op.SEND:
-            return
-        if self._waker is None or self._waker.done:
-            left = [event for event in self._written.values() if not event.done]
+    def _wake_after(self, events: Iterable[Event]) -> None:
+        """Have the host's thread wait, and wake the device: a copy of CUDA tells nobody."""
+        if self._may_block and (self._waker is None or self._waker.done):
+            left = [event for event in events if not event.done]
             self._waker = self._lane.host.submit(_nothing, left) if left else None
 
     def issue_compute(self) -> None:
@@ -239,8 +226,12 @@ class Seat(Generic[T]):
 
     @property
     def is_quiet(self) -> bool:
-        """The same, for who may not be told of what failed: that ``drain`` raises."""
-        return self._may_block or all(event.done for event, _ in self._in_flight)
+        """The same on CUDA too, for who may not be told of what failed: that ``drain`` raises."""
+        return all(event.done for event, _ in self._in_flight)
+
+    def wake_when_quiet(self) -> None:
+        """Have the device woken then, where nothing else does that."""
+        self._wake_after(event for event, _ in self._in_flight)
 
     def drain(self) -> None:
         """Wait for everything in flight; raise the first error."""
@@ -251,7 +242,8 @@ class Seat(Generic[T]):
 
     def close(self) -> None:
         """End the streams and give the memory back; steps on the host that wait are left out."""
-        self._closes = True
+        self._closing.set()
+        self.device.host_turns.let_go()
         self.device.synchronize()
         self._lane.close()
         self.copies.close()
@@ -468,14 +460,10 @@ class Seat(Generic[T]):
     def _run_compute(self, task: Task, action: Action, after: list[Event]) -> Event:
         self.compute.begin(task, action)
         unit = self.compute.works[action.op]
-        if self.counts and (self.track or self.compute.grew):
-            event = self.device.compute(
-                lambda: self._counted(unit, task, action), after, seconds=self._seconds(action)
-            )
-        else:
-            event = self.device.compute(
-                lambda: unit(task, action), after, seconds=self._seconds(action)
-            )
+        if self._is_counted(task):
+            unit = functools.partial(self._counted, unit)
+        work = functools.partial(unit, task, action)
+        event = self.device.compute(work, after, seconds=self._seconds(action))
         self._last_compute = [event]
         self._loads.pop(action.shard, None)  # all that computes from now on comes after them
         self._note("compute", event)
@@ -487,18 +475,24 @@ class Seat(Generic[T]):
 
     def _seconds(self, action: Action) -> float | None:
         """How long an action shall take where the device is emulated."""
-        if self._profile is None:
-            return None
-        shard = self.session.job.shards[action.shard]
-        if action.op is Op.STEP:
-            if action.place == "host":
-                return self._profile.host_seconds(host_step_bytes(shard))
-            return self._profile.memory_seconds(step_bytes(shard))
-        return unit_seconds(action, shard) if action.op in (Op.F, Op.B) else None
+        return emulated_seconds(action, self.session.job.shards[action.shard], self._profile)
+
+    def _is_counted(self, task: Task) -> bool:
+        """Whether allocations are counted: in chosen steps, and in a lease's first evaluation.
+
+        Where a batch is larger than any before, to the end of its step or of its evaluation.
+        """
+        if not self.counts or task.is_counted or self.compute.grew:
+            return self.counts
+        return not self._has_evaluated if task.kind == "evaluation" else self.track
 
     def _counted(self, unit: Work, task: Task, action: Action) -> None:
         """Run a unit and count every byte it allocates against the budget."""
-        self.compute.grew, self.track = False, True
+        self.compute.grew, task.is_counted = False, True
+        if task.kind == "evaluation":
+            self._has_evaluated = True
+        else:
+            self.track = True
         before = self.resident_bytes()
         saves = Part.SAVED in action.parts
         # A backward frees what its forward saved while it goes on, so one tracker counts both.
@@ -567,17 +561,16 @@ class Seat(Generic[T]):
             Piece(functools.partial(self._step_piece, work), seconds and seconds * share)
             for work, share in self.compute.host_step(shard)
         ]
-        turn = functools.partial(device.host_turns.take, self.trial)
-        event: Event = self._lane.host.submit_pieces(pieces, after, turn=turn)
+        is_off = self._closing.is_set  # then nobody reads what is still to be stepped
+        turn = functools.partial(device.host_turns.take, self.trial, is_off)
+        event: Event = self._lane.host.submit_pieces(pieces, after, turn=turn, is_off=is_off)
         self._in_flight.append((event, ()))
         self._note("host", event)
         self._written[shard] = event
         return event
 
     def _step_piece(self, step: Callable[[], None]) -> None:
-        """On the host's thread. Once the seat closes, nobody reads what is still to be stepped."""
-        if self._closes:
-            return
+        """On the host's thread."""
         self.note_host(self.trial)
         step()
         self.note_host(-1)

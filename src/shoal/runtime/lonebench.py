@@ -1,7 +1,8 @@
-"""A trial alone, beside which an array is timed: as the plain loop trains it."""
+"""A trial alone, beside which an array is timed: as the plain loop trains it, or captured."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +14,13 @@ from shoal.fusion.finish import clip_alone
 from shoal.fusion.fused import is_out_of_memory
 from shoal.fusion.likeness import copies
 from shoal.fusion.loop import lone_pass
+from shoal.kernelstep import step_whole
 from shoal.ownstep import OwnStep, own_evaluation
 from shoal.recipe import to_device
+from shoal.runtime.captured import PROOFS, CapturedUnits
+from shoal.runtime.captures import Captures
 from shoal.runtime.meter import Meter
+from shoal.runtime.units import Micro
 
 
 @dataclass(slots=True)
@@ -31,6 +36,16 @@ class LoneTrial:
     device: torch.device
     held_bytes: int = 0
     peak_bytes: int = 0
+    units: CapturedUnits | None = None
+
+    def capture(self, captures: Captures) -> None:
+        """Have its passes captured from here on, where they can be."""
+        if self.units is None and self.member.modes is None:
+            self.units = captures.units(self.member.module)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # it trains on as ever
+                for _ in range(PROOFS):
+                    self.step()
 
     def step(self) -> None:
         """An optimizer step as the plain loop does it."""
@@ -44,11 +59,16 @@ class LoneTrial:
         member.optimizer.zero_grad(set_to_none=True)
         accumulate = member.recipe.accumulate
         for batch in self.group:
+            if self.units is not None:
+                found = self.units.backward(0, Micro(batch))
+                assert found is not None
+                float(found.detach())
+                continue
             _, loss = lone_pass(member, batch, self.device)
             (loss if accumulate == 1 else loss / accumulate).backward()
             float(loss.detach())
         clip_alone(member)
-        member.optimizer.step()
+        step_whole(member.optimizer)
         if member.schedule:
             member.schedule.step()
 

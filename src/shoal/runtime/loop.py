@@ -50,8 +50,9 @@ from shoal.runtime.output import TrialOutput
 from shoal.runtime.reports import Reports
 from shoal.runtime.saver import Saver
 from shoal.runtime.score import is_sampled
-from shoal.runtime.session import Session, Task
+from shoal.runtime.session import Session
 from shoal.runtime.stay import Arrival, Lobby, Stay, here
+from shoal.runtime.task import Task
 from shoal.runtime.word import Word
 from shoal.scheduler.interleave import Interleaver
 from shoal.scheduler.policy import LongestLeftFirst
@@ -239,8 +240,7 @@ class DeviceLoop:
         job = entry.grant.job
         if job.array is not None and self._desk.arrays.has(job.array.group):
             return True
-        largest = max(job.unit_bytes, self._unit_bytes)
-        needed = job.held_bytes + largest - self._unit_bytes
+        needed = job.held_bytes + max(job.unit_bytes, self._unit_bytes) - self._unit_bytes
         return needed <= self._ledger.free or not (self._stays or self._desk)
 
     def _enter_device(self, grant: Grant, region: Region) -> None:
@@ -274,7 +274,8 @@ class DeviceLoop:
 
     def _session(self, grant: Grant, region: Region) -> Session:
         parked, where = self._parked.pop(grant.job.trial, None), self._device.torch_device
-        return checkpoint.take_up(self._recipe, grant, region, self._settings, where, parked)
+        args = (self._recipe, grant, region, self._settings, where, parked)
+        return checkpoint.take_up(*args, self._measurer.captures)
 
     def _seat(self, grant: Grant, region: Region) -> Seat[Session]:
         """The trial with its memory reserved, on the device."""
@@ -451,10 +452,10 @@ class DeviceLoop:
         return True
 
     def _handed_over(self, session: Session, over: LeaseOver | None) -> None:
+        session.park()  # whoever still refers to it
         if over is not None and over.checkpoint:
             session.close()
         else:
-            session.park()
             self._parked[session.job.trial] = session
         if over is not None:
             self._reports.reply(over)
@@ -489,6 +490,7 @@ class DeviceLoop:
         trial = next(iter(ready))
         if len(ready) > 1:
             trial = self._interleaver.choose(list(ready.values()))
+        self._desk.note_turn(ready[trial])
         if trial not in at_desk:
             self._guard(trial, self._compute)
         elif (array := self._desk.arrays.candidates.get(trial)) is not None:
@@ -511,10 +513,10 @@ class DeviceLoop:
 
     def _whose_host_step(self, trials: Sequence[int]) -> int:
         """Whose step runs on the host, or goes on there; asked by the threads that take turns."""
-        stays = [stay for trial in trials if (stay := self._stays.get(trial)) is not None]
-        if len(stays) < 2:
-            return trials[0] if not stays else stays[0].seat.trial
-        return self._interleaver.choose([self._candidate(stay) for stay in stays])
+        stays = ((trial, self._stays.get(trial)) for trial in trials)
+        found = [self._candidate(s) if s else self._desk.urgency(trial) for trial, s in stays]
+        known = [one for one in found if one is not None]
+        return self._interleaver.choose(known) if known else trials[0]
 
     def _compute(self, stay: Stay) -> None:
         """One unit; all that can run, where nobody else is on the device and no order waits."""
@@ -589,11 +591,10 @@ class DeviceLoop:
         does not touch the region until the state is written.
         """
         seat, session = stay.seat, stay.seat.session
-        spilled = isinstance(session.job.technique, Spilled)
         self._saver.wait(seat.trial)
         seat.drain()
         session.rng = capture_rng(self._device.torch_device)
         seat.copies.copy_kept()
         session.put_buffers_back()
         self._reports.flush()
-        return checkpoint.content(session, copy=spilled)
+        return checkpoint.content(session, copy=isinstance(session.job.technique, Spilled))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from shoal.program.ir import Action
-from shoal.runtime.session import Task
+from shoal.runtime.task import Task
 
 
 class Mail(Protocol):

@@ -24,7 +24,7 @@ from shoal.core.spec import (
     ShardSpec,
     TrialSpec,
 )
-from shoal.core.units import Bytes, Seconds, round_up
+from shoal.core.units import Bytes, Seconds, counted, round_up
 from shoal.data import epoch_length, host_bytes, rule_of
 from shoal.data.sources import batch_bytes
 from shoal.device import Device
@@ -62,6 +62,8 @@ from shoal.recipe import (
 from shoal.replicas import cut_for_replicas
 from shoal.rng import capture_rng, same_rng, seed_all
 from shoal.runtime.binding import Binding, state_specs
+from shoal.runtime.capturebench import measure_capture
+from shoal.runtime.captures import Captures
 from shoal.runtime.counting import (
     fill_gradients,
     fill_missing_gradients,
@@ -136,11 +138,13 @@ class Measurer:
 
     Attributes:
         note: Called with the trial whose code runs, None when it is over.
+        captures: Captures passes, also of trials that train here.
     """
 
     def __init__(self, recipe: Recipe, device: Device) -> None:
         self._recipe, self._device = recipe, device
         self.note: Callable[[int | None], None] = lambda trial: None
+        self.captures = Captures(recipe, device.torch_device)
         self._timed = stopwatch_of(device.spec, recipe.precision) or faster_of_two(self._clock)
         self._here = device.torch_device  # where the model is while it is measured
         self._built: _Built | None = None
@@ -194,6 +198,8 @@ class Measurer:
                 return self._measure_replica(trial, order.width, order.shard)
             if isinstance(order, MeasureShards):
                 return self._measure_shards(order)
+            if order.captures:
+                return self._measure_capture(trial)
             return self._measure(trial, cut=order.cut, narrow=order.narrow, halves=order.halves)
         except (Exception, SystemExit) as error:
             return Refused(trial.number, traceback.format_exc(), own_error(error))
@@ -201,7 +207,10 @@ class Measurer:
             self.note(None)
 
     def _measure_array(self, order: MeasureArray) -> ArrayTry:
-        found = self._bench_of(order.trials).build(order)
+        bench = self._bench_of(order.trials)
+        found = bench.build(order)
+        if order.captures and not found.declined:
+            bench.capture_alone(self.captures)
         self._bench_until = time.monotonic() + BENCH_S
         return found
 
@@ -285,19 +294,20 @@ class Measurer:
         ]
         if forgotten and self._recipe.clip_grad_norm is not None:
             raise SpecError(
-                f"the optimizer does not hold {len(forgotten)} trainable parameters, the first "
+                f"the optimizer does not hold {counted(len(forgotten), 'trainable parameter')}, "
+                "the first "
                 f"{forgotten[0]!r}, and clip_grad_norm is set: their gradients are never cleared, "
                 "and would count in the norm, larger at every step. Freeze them with "
                 "requires_grad_(False), or give them to the optimizer."
             )
 
     def _refuse_sparse_norm(self, model: nn.Module) -> None:
-        """torch clips no gradient that is sparse."""
+        """torch clips no gradient that is sparse; after a backward also of one that code made."""
         name = sparse_gradient_of(model)
         if name and self._recipe.clip_grad_norm is not None:
             raise SpecError(
                 f"clip_grad_norm takes the norm of all gradients, and that of {name!r} is sparse, "
-                "of which torch takes none. Leave it out, or build the layer with sparse=False."
+                "of which torch takes none. Leave it out, or have the embedding's sparse=False."
             )
 
     def _measure_whole(self, built: _Built) -> JobMeasure:
@@ -377,6 +387,7 @@ class Measurer:
         written = not all(map(same_bits, model.buffers(), buffers))
         del buffers
         backward = peak_of(lambda: self._backward(built))
+        self._refuse_sparse_norm(model)
         fill_missing_gradients(model)  # a branch that this batch does not take has state too
         first_step = peak_of(lambda: self._step(built))  # makes the state, then it is moved
         backward_s = self._timed(lambda: self._backward(built))
@@ -438,6 +449,14 @@ class Measurer:
                 "parameters in a line search. shoal cannot train with it; use an optimizer that "
                 "steps each parameter by its own gradient, such as AdamW or SGD."
             ) from error
+
+    def _measure_capture(self, trial: TrialSpec) -> Measured:
+        """The measure of the whole model, with what a captured pass takes beside an eager one."""
+        whole = self._measure(trial, cut=False)
+        assert self._built is not None
+        here = (self._built.model, self._built.batch, self._here)
+        capture = measure_capture(self.captures, self._recipe, *here)
+        return replace(whole, measure=replace(whole.measure, capture=capture))
 
     def _measure_replica(self, trial: TrialSpec, width: int, shard: bool) -> Measured:
         """The measure of the whole model, with what a replica takes beside it."""
@@ -564,7 +583,11 @@ def _compiled_notes(model: nn.Module) -> tuple[str, ...]:
     if not compiles(model):
         return ()
     count = len(compiled_modules(model))
-    what = f"{count} modules are" if count else "torch.compile was called, so code may be"
+    what = (
+        counted(count, "module is", "modules are")
+        if count
+        else "torch.compile was called, so code may be"
+    )
     return (
         f"{what} compiled: measured as if they were not, and nothing counts allocations while "
         "they train",

@@ -102,13 +102,14 @@ class Measure:
     """Measure a trial's model unsharded, and its layers if it can be cut.
 
     ``narrow``: find out which weights may travel as bfloat16, and measure with them too.
-    ``halves``: measure each backward in two as well.
+    ``halves``: measure each backward in two as well. ``captures``: time a captured pass.
     """
 
     trial: TrialSpec
     cut: bool
     narrow: bool = False
     halves: bool = False
+    captures: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,8 @@ class MeasureArray:
     """Build an array of so many of these trials, which are of one shape, to be timed.
 
     ``is_whole``: the device may have room for it; else it is not built, and what a trial alone
-    takes is asked for. ``alone_fits``: it has room for that one.
+    takes is asked for. ``alone_fits``: it has room for that one. ``captures``: that one trains
+    captured.
     """
 
     trials: tuple[TrialSpec, ...]
@@ -143,6 +145,7 @@ class MeasureArray:
     kind: PassKind = "eager"
     is_whole: bool = True
     alone_fits: bool = True
+    captures: bool = False
 
     @property
     def trial(self) -> TrialSpec:

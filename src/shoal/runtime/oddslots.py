@@ -7,11 +7,17 @@ A whole array sums a slot's gradients of batches that ran together, apart from t
 batches that ran by themselves, and adds the two at the end of the step. Floating-point sums depend
 on their order, so here it is the same one: what a slot's own backward makes waits in host memory,
 and becomes, or is added to, its row after the backward of the step's last micro-batch.
+
+[Note: no gradient]
+Code that goes by the shape of its batch may leave a parameter out of one slot's step and not of
+another's. Alone an optimizer passes over a parameter without a gradient; one of zeros it would
+step, with weight decay or momentum. Rows have no place for none: what a slot lacks is kept here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,11 +54,20 @@ class OddSlots:
         self._lone: dict[int, tuple[Any, ChainUnits]] = {}  # by slot, of which member
         self._sums: dict[int, dict[int, dict[str, Tensor]]] = {}  # by shard and slot
         self._together: set[int] = set()
+        self._lacking: dict[int | None, set[str]] = {}  # by odd slot; None: of all others
 
     def restart(self) -> None:
         """A step begins."""
         self._sums.clear()
         self._together.clear()
+        self._lacking = {}  # the host may be at the last step still
+
+    def lacking(self, slot: int | None) -> AbstractSet[str]:
+        """The parameters of which others have a gradient in this step, and a slot has none.
+
+        None: any slot that was in no batch of its own.
+        """
+        return self._lacking.setdefault(slot if slot in self._lacking else None, set())
 
     def ran_together(self, slots: Iterable[int]) -> None:
         """These have gradients of this step among the stacked ones."""
@@ -88,7 +103,9 @@ class OddSlots:
     def settle(self, shard: int) -> None:
         """After the step's last backward of a shard: its slots' gradients come to their rows."""
         stacked = self._crew().stacked.parameters
-        for slot, sums in self._sums.pop(shard, {}).items():
+        odd = self._sums.pop(shard, {})
+        self._note_lacking(shard, odd)
+        for slot, sums in odd.items():
             for name, grad in sums.items():
                 block = stacked[name]
                 is_only = block.grad is None or slot not in self._together
@@ -98,6 +115,19 @@ class OddSlots:
                     block.grad[slot].copy_(grad)
                 else:
                     block.grad[slot].add_(grad.to(block.grad.device))
+
+    def _note_lacking(self, shard: int, odd: Mapping[int, Collection[str]]) -> None:
+        """``odd``: of which parameters slots by themselves have gradients."""
+        if not odd:
+            return
+        stacked = self._crew().stacked.parameters
+        names = self._chain.parameters_in(*self._spans[shard])
+        shared = {name for name in names if stacked[name].grad is not None}
+        every = shared.union(*odd.values())
+        self._lacking.setdefault(None, set()).update(every - shared)
+        for slot, own in odd.items():
+            has = shared.union(own) if slot in self._together else set(own)
+            self._lacking.setdefault(slot, set()).update(every - has)
 
     def _units(self, slot: int) -> ChainUnits:
         """Those of the slot's own module."""

@@ -19,16 +19,14 @@ from shoal.partition.build import clone_batch
 from shoal.partition.chain import Chain
 from shoal.pieces import cut_rows
 from shoal.pipeline.foretell import Foretelling
+from shoal.pipeline.stops import steps_together
 from shoal.program.ir import Program
 from shoal.recipe import Batch, to_device
 from shoal.runtime.binding import place_on_host
 from shoal.runtime.gangs import GangSession
-from shoal.runtime.session import Task
+from shoal.runtime.task import Task
 from shoal.runtime.units import ChainUnits
 from shoal.spill.generate import Route
-
-MOST_S = 8.0
-"""Predicted seconds of steps that are run together."""
 
 
 def without_versions(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,12 +163,13 @@ class PipelineSession(GangSession):
         """Between two of "2bw" nobody waits; so they are run together, up to the next stop."""
         if not self.job.runs_on or not self.settings.checkpoint_every_s:
             return 1
-        stops = [self.steps_left, round(MOST_S / self.job.step_s)]  # a stop is not waited for long
-        if self.until is not None:
-            stops.append(self.until - self.step)
-        if self.settings.eval_every is not None:
-            stops.append(self.settings.eval_every - self.step % self.settings.eval_every)
-        return max(1, min(stops))
+        return steps_together(
+            self.step,
+            self.job.step_s,
+            left=self.steps_left,
+            lease_left=None if self.until is None else self.until - self.step,
+            eval_every=self.settings.eval_every,
+        )
 
     def keep_ahead(self, batch: Any) -> None:
         self.pieces += self._cut(batch)

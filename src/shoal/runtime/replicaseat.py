@@ -40,7 +40,7 @@ from shoal.runtime.group import GangGroup, LinkedWays, PeerLost, joined, other_w
 from shoal.runtime.replica import Replica
 from shoal.runtime.replicated import ReplicaSession
 from shoal.runtime.score import is_sampled
-from shoal.runtime.session import Task
+from shoal.runtime.task import Task
 
 ROWS = 18  # the kind of messages that bring a replica its rows
 

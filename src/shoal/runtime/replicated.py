@@ -13,7 +13,7 @@ from shoal.program.ir import Program
 from shoal.recipe import Batch, build_model, to_device
 from shoal.rng import capture_rng, restore_rng, seed_all
 from shoal.runtime.gangs import GangSession
-from shoal.runtime.session import Task
+from shoal.runtime.task import Task
 
 
 class ReplicaSession(GangSession):

@@ -24,9 +24,10 @@ from shoal.core.plan import Job
 from shoal.core.units import Bytes
 from shoal.device import Device, EmulatedDevice, Ran
 from shoal.runtime.arrays import ArraySeat
-from shoal.runtime.interpret import Issued, Seat
+from shoal.runtime.interpret import Seat
 from shoal.runtime.messages import Happened, Refused, Reply
 from shoal.runtime.session import Session
+from shoal.runtime.task import Issued
 
 TELL_EVERY_S = 0.1
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shoal.core.profile import Profile
+from shoal.core.spec import ShardSpec
+from shoal.device.flops import host_step_bytes, step_bytes
+from shoal.program.costs import unit_seconds
 from shoal.program.ir import Action, Kept, Op, Program
 from shoal.program.slots import SlotMap, assign_slots
 
@@ -29,6 +33,17 @@ def score_of(program: Program, start: Kept) -> Score:
     slots = assign_slots(actions, start=start)
     waits = any(slots.waits) or any(action.op is Op.LOAD for action in actions)
     return Score(program, actions, tuple(map(str, actions)), computes, slots, waits)
+
+
+def emulated_seconds(action: Action, shard: ShardSpec, profile: Profile | None) -> float | None:
+    """How long an action of a shard takes on an emulated device; None: as long as it does."""
+    if profile is None:
+        return None
+    if action.op is Op.STEP:
+        if action.place == "host":
+            return profile.host_seconds(host_step_bytes(shard))
+        return profile.memory_seconds(step_bytes(shard))
+    return unit_seconds(action, shard) if action.op in (Op.F, Op.B) else None
 
 
 def is_sampled(step: int) -> bool:

@@ -11,7 +11,6 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from shoal.core.errors import NarrowError, TrialError
 from shoal.core.plan import Job
 from shoal.core.spec import HyperParameters
-from shoal.core.technique import Spilled, kept_shards, steps_on_host
+from shoal.core.technique import Captured, Spilled, kept_shards, steps_on_host
 from shoal.data import Feed
 from shoal.memory.chunks import chunk_names
 from shoal.memory.layout import TrialLayout, lenders
@@ -38,7 +37,6 @@ from shoal.partition.build import build_chain, clone_batch
 from shoal.partition.chain import Chain
 from shoal.partition.compiled import compiles, eagerly
 from shoal.partition.narrow import UseWatch, has_hooks
-from shoal.program.ir import Program
 from shoal.recipe import (
     Recipe,
     build_model,
@@ -50,11 +48,13 @@ from shoal.recipe import (
 )
 from shoal.rng import RngState, capture_rng, restore_rng, seed_all
 from shoal.runtime.binding import Binding
+from shoal.runtime.captured import CapturedUnits
+from shoal.runtime.captures import Captures
 from shoal.runtime.messages import Progress, Settings
+from shoal.runtime.task import Task
 from shoal.runtime.units import (
     Buffer,
     ChainUnits,
-    Micro,
     OwnUnits,
     ResidentUnits,
     Units,
@@ -62,26 +62,6 @@ from shoal.runtime.units import (
     locate,
 )
 from shoal.spill.generate import route_of
-
-
-@dataclass(slots=True)
-class Task:
-    """One program to run, and what its actions read and leave behind.
-
-    ``micros`` are filled in by the first unit of each micro-batch. ``batches`` holds batches
-    that are fetched already; a training task fetches the others through ``fetch``. ``groups`` are
-    the steps of a pipeline's program, by how many micro-batches they take. ``step`` is the number
-    of the step that it is of, where that is not always the session's next one.
-    """
-
-    program: Program
-    kind: str  # "step", "micro" (a part of one), "evaluation", "arrival", "departure", and of a
-    # pipeline "save" and "metrics", which wait for other stages
-    micros: dict[int, Micro] = field(default_factory=dict)
-    batches: dict[int, Any] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
-    groups: tuple[int, ...] = ()
-    step: int | None = None
 
 
 class Session:
@@ -124,6 +104,7 @@ class Session:
         self.metrics: dict[str, float] = {}  # of the last evaluation
         self.epoch_number = 1  # of the last batch that was trained on, counted from 1
         self.units: Any = None  # Units, once placed
+        self.captures: Captures | None = None  # of the worker; without it nothing is captured
         self._buffer_aliases: dict[str, list[Buffer]] = {}
         first: dict[int, str] = {}
         for name, buffer in self.model.named_buffers(remove_duplicate=False):
@@ -187,8 +168,9 @@ class Session:
             return {}
         if self.job.array is not None:  # whose trials step one after another
             return {}
+        trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
         pairs = enumerate(zip(self.job.shards, self.layout.shards, strict=True))
-        return {index: chunk_names(*pair) for index, pair in pairs if pair[0].step_chunks}
+        return {i: chunk_names(*pair, trained) for i, pair in pairs if pair[0].step_chunks}
 
     def _sum_whole(self) -> None:
         """Have gradients added up in float32 where a weight travels as bfloat16."""
@@ -205,6 +187,8 @@ class Session:
             number = functools.partial(getattr, self, "step")
             return OwnUnits(self.model, self.recipe, self.device, step, number, self.hp)
         if not isinstance(technique, Spilled) or self.job.array is not None:
+            if isinstance(technique, Captured) and self.captures is not None:
+                return self.captures.units(self.model)
             return ResidentUnits(self.model, self.recipe, self.device)
         spans = [shard.layers for shard in self.job.shards]
         route = route_of(technique, len(spans), lenders(self.layout))
@@ -299,6 +283,8 @@ class Session:
     def park(self) -> None:
         """Let go of the device's memory: all of the trial is in its region, until ``place``."""
         self.binding.let_go()
+        if isinstance(self.units, CapturedUnits):
+            self.units.let_go()
         places = views(self.region.bytes, self.layout.buffers, self.layout.buffers_at)
         for name, aliases in self._buffer_aliases.items():
             for owner, leaf in aliases:
@@ -460,6 +446,19 @@ class Session:
     def _evaluation_is_due(self) -> bool:
         every = self.settings.eval_every
         return every is not None and self.step % every == 0
+
+    @property
+    def steps_to_evaluation(self) -> int | None:
+        """Steps whose batches are not fetched yet, before it is evaluated; None: unknown.
+
+        Of a trial that trains; for who would rather evaluate several trials at a time.
+        """
+        every = self.settings.eval_every
+        if every is not None:
+            return -(self.step + 1) % every
+        if self.feed.num_batches is None:
+            return None
+        return math.ceil((self.feed.num_batches - self.feed.batch) / self.recipe.accumulate)
 
     def _train_group(self, first: Any) -> Iterator[Task]:
         """One optimizer step over up to ``accumulate`` batches of one epoch."""

@@ -32,7 +32,7 @@ from shoal.fusion.constants import RATES
 from shoal.fusion.declined import Declined
 from shoal.fusion.sharded import ShardBackend
 from shoal.fusion.unplaced import Unplaced
-from shoal.memory.layout import arena, lenders
+from shoal.memory.layout import arena, as_it_travels, lenders
 from shoal.memory.ledger import Ledger
 from shoal.memory.stacking import stacked_layout
 from shoal.partition.build import build_chain
@@ -44,11 +44,12 @@ from shoal.program.ir import Program
 from shoal.recipe import HP, Recipe, build_model, read_data
 from shoal.rng import RngState, capture_rng, restore_rng, seed_all
 from shoal.runtime.binding import Placed, place_on_host
-from shoal.runtime.interpret import Issued, Seat
-from shoal.runtime.session import Session, Task
+from shoal.runtime.interpret import Seat
+from shoal.runtime.session import Session
 from shoal.runtime.spilledsession import ArrayCompute, StackedSession, row_of
 from shoal.runtime.stackedunits import StackedUnits
 from shoal.runtime.stay import here
+from shoal.runtime.task import Issued, Task
 from shoal.spill.generate import arrival, departure, route_of
 
 CPU = torch.device("cpu")
@@ -126,7 +127,8 @@ class SpilledArray:
         self._technique, self._width = job.technique, job.array.width
         num_layers = job.shards[-1].layers[1]
         self._chain = chain_for(recipe, first.hp, job.seed, self._where, num_layers)
-        self._layout = stacked_layout(first.layout, self._width)
+        rows = stacked_layout(first.layout, self._width)
+        self._layout = as_it_travels(rows, self._technique, (), sums=False)
         self._ledger, self._record, self._room = ledger, record, room
         self._clip, self._accumulate = recipe.clip_grad_norm is not None, recipe.accumulate
         self._array: Array | None = None

@@ -25,9 +25,10 @@ from shoal.program.needs import message_kind
 from shoal.recipe import Batch
 from shoal.rng import RngState, capture_rng, restore_rng, same_rng
 from shoal.runtime.binding import Placed
-from shoal.runtime.compute import Compute, tensors_of
+from shoal.runtime.compute import Compute
 from shoal.runtime.pipelined import PipelineSession
-from shoal.runtime.session import Session, Task
+from shoal.runtime.session import Session
+from shoal.runtime.task import Task
 from shoal.runtime.units import ChainUnits, Micro
 
 
@@ -100,13 +101,8 @@ class SpilledCompute(Compute):
             batch = self._staged.fetch_micro()
             if self._draws:
                 self._streams[number] = capture_rng(self._staged.device)
-        self._note_size(batch)
+        self._note_size(batch, evaluates=task.kind == "evaluation")
         task.micros[number] = self._units.begin(batch)
-
-    def _note_size(self, batch: Batch) -> None:
-        size = sum(tensor.nbytes for tensor in tensors_of(batch))
-        if size > self._largest_batch:
-            self._largest_batch, self.grew = size, True
 
     def _foretell(self, before: int) -> None:
         """Move on to where a micro-batch begins, before all shards have come there."""

@@ -27,8 +27,9 @@ from shoal.memory.store import Region, create_region
 from shoal.recipe import Recipe, to_device
 from shoal.runtime.binding import Placed, place_on_host
 from shoal.runtime.compute import Compute, HostPiece
-from shoal.runtime.session import Session, Task
+from shoal.runtime.session import Session
 from shoal.runtime.stackedunits import Result, StackedMicro
+from shoal.runtime.task import Task
 from shoal.runtime.units import Micro
 from shoal.subsets import clip_factor
 
@@ -91,12 +92,13 @@ class StackedBinding:
             rows = known[1].get(slot)
             if rows is None:
                 rows = known[1][slot] = row_of(placed, slot)
-            mine = {name: grad[slot] for name, grad in grads.items()}
+            lacking = self._session.units.lacking(slot)
+            mine = {name: grad[slot] for name, grad in grads.items() if name not in lacking}
             with self._session.failing(slot):
                 trial.binding.step(shard, rows, mine, number)
 
     def host_step(self, shard: int, host: Placed, grads: Mapping[str, Tensor], slot: int) -> None:
-        """The same on the host's copies, of one slot; on a thread of its own."""
+        """The same on the host's copies, of one slot, with these gradients; on its own thread."""
         trial = self._session.trials.get(slot)
         if trial is None:
             return
@@ -324,13 +326,16 @@ class ArrayCompute(Compute):
                 found[name][slot] = norm
         return found
 
-    def clip_factor(self, limit: float, norms: Sequence[Tensor]) -> Tensor | None:
-        """[N]."""
+    def clip_factor(self, limit: float, norms: Mapping[str, Tensor]) -> Tensor | None:
+        """[N]. Of a gradient that a slot lacks its norm does not count, not even as 0."""
         if not norms:
             return None
-        factor = clip_stacked_factor(norms, [limit] * self._session.width)
+        lacking = self._session.units.lacking
+        shared = [norm for name, norm in norms.items() if name not in lacking(None)]
+        factor = clip_stacked_factor(shared or [*norms.values()], [limit] * self._session.width)
         for slot in self._session.apart:
-            mine = clip_factor(limit, [norm[slot] for norm in norms])
+            own = [norm[slot] for name, norm in norms.items() if name not in lacking(slot)]
+            mine = clip_factor(limit, own)
             if mine is not None:
                 factor[slot] = mine
         return factor
@@ -345,11 +350,13 @@ class ArrayCompute(Compute):
         names = self.has_grad.pop(shard, set())
         who = [slot for slot, _ in session.stepping()]
         grads = {name: grad for name, grad in host.grads.items() if name in names}
+        lacking = {slot: session.units.lacking(slot) for slot in who}  # of this step
 
         def step(slot: int) -> None:
             if clip is not None and grads and slot == who[0]:
                 self.scale(grads, clip.cpu())
-            session.binding.host_step(shard, host, grads, slot)
+            mine = {name: grad for name, grad in grads.items() if name not in lacking[slot]}
+            session.binding.host_step(shard, host, mine, slot)
 
         return [HostPiece(functools.partial(step, slot), 1 / len(who)) for slot in who]
 

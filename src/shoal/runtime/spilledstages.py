@@ -28,14 +28,14 @@ from shoal.program.ir import Program
 from shoal.recipe import Batch
 from shoal.rng import restore_rng
 from shoal.runtime.gangseat import Waiting
-from shoal.runtime.interpret import Issued, Seat
+from shoal.runtime.interpret import Seat
 from shoal.runtime.outgrown import outgrown
 from shoal.runtime.pipelined import PipelineSession
 from shoal.runtime.score import is_sampled
-from shoal.runtime.session import Task
 from shoal.runtime.spilledcompute import SpilledCompute
 from shoal.runtime.stage import BufferWatch, look_at_draws
-from shoal.runtime.stages import StageSeat
+from shoal.runtime.stages import StageSeat, Validate
+from shoal.runtime.task import Issued, Task
 from shoal.spill.generate import arrival, departure
 
 
@@ -157,12 +157,15 @@ class SpilledStage:
         on_top = Bytes(before + more - self._session.job.held_bytes)
         if on_top <= seat.unit_bytes:
             return
-        left, seat.unit_bytes = Bytes(max(0, more - on_top + seat.unit_bytes)), on_top
+        reserved, seat.unit_bytes = seat.unit_bytes, on_top
+        left = Bytes(max(0, more - on_top + reserved))
         try:
             seat.reserve_units()
         except CapacityError as error:
             who, device = f"{what} of trial {seat.trial}", seat.device.spec.name
-            raise CapacityError(outgrown(who, device, more, left, error)) from None
+            found = CapacityError(outgrown(who, device, more, left, error))
+            found.growth = on_top / reserved if reserved else found.growth
+            raise found from None
 
     def step(self, pipeline: Pipeline) -> Task:
         """This stage's list of a step."""
@@ -208,6 +211,7 @@ class SpilledStageSeat(StageSeat):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._spilled: SpilledStage | None = None
+        self._calms = False  # it waits for what is in flight here
         self._on_metrics: Callable[[dict[str, float]], None] = lambda values: None
 
     def _let_go(self) -> None:
@@ -217,7 +221,9 @@ class SpilledStageSeat(StageSeat):
 
     @property
     def waits_here(self) -> bool:
-        return self._spilled is not None and not self._spilled.seat.is_quiet
+        if self._spilled is None or self.device.spec.kind == "cuda":  # nobody says when it is over
+            return self._calms
+        return not self._spilled.seat.is_quiet
 
     @property
     def _here(self) -> SpilledStage:
@@ -262,7 +268,10 @@ class SpilledStageSeat(StageSeat):
         """Until nothing is in flight; others compute meanwhile."""
         seat = self._here.seat
         if not seat.is_quiet:
+            seat.wake_when_quiet()
+            self._calms = True
             yield lambda: seat.is_quiet
+            self._calms = False
         seat.drain()
 
     def _pipeline(self, groups: tuple[int, ...]) -> Pipeline:
@@ -278,7 +287,7 @@ class SpilledStageSeat(StageSeat):
             self._hands.on_peak(seat.peak_bytes)
         seat.track = seat.counts and is_sampled(steps_before + 1)
 
-    def _pass_on(self, batch: Batch | None) -> Iterator[Waiting]:
+    def _pass_on(self, order: Validate, batch: Batch | None) -> Iterator[Waiting]:
         task = self._here.validation(batch)
         yield from self._drive(task)
         if self.stage + 1 == self.session.stages:

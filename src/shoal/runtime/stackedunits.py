@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from torch.autograd.graph import get_gradient_edge
 from shoal.fusion.crew import Crew
 from shoal.fusion.declined import Declined
 from shoal.fusion.fused import filled, first_line, is_out_of_memory, masked
-from shoal.fusion.idle import Rows, idle_slots, in_danger, put_aside, put_back
+from shoal.fusion.idle import idle_slots, nothing_for_idle
 from shoal.fusion.outputs import put_together, taken_apart
 from shoal.fusion.sharded import Inside, Packed, ShardBackend, backward
 from shoal.fusion.streams import States
@@ -68,7 +69,6 @@ class StackedMicro(Micro):
         apart: What is left of those that run by themselves, by slot.
         failures: Why slots take no part any more.
         is_last: Whether it is the last of its step.
-        spoils: Whether gradients of slots that take no part would become NaN.
     """
 
     dims: dict[Wire, int | None] = field(default_factory=dict)
@@ -77,7 +77,6 @@ class StackedMicro(Micro):
     apart: dict[int, Micro] = field(default_factory=dict)
     failures: dict[int, BaseException] = field(default_factory=dict)
     is_last: bool = True
-    spoils: bool = False
 
     def tensors(self) -> list[Tensor]:
         """Everything held, for the byte count."""
@@ -133,6 +132,10 @@ class StackedUnits:
         """A step of so many micro-batches begins, or an evaluation of one batch."""
         self._to_come = micro_batches
         self._odd.restart()
+
+    def lacking(self, slot: int | None) -> AbstractSet[str]:
+        """As ``OddSlots.lacking``."""
+        return self._odd.lacking(slot)
 
     def begin(self, batch: Sequence[Any]) -> StackedMicro:
         """Take up a batch of each slot; None of one that waits.
@@ -277,13 +280,10 @@ class StackedUnits:
 
         with torch.enable_grad():
             losses = self._by_slot(self._part(crew, micro, shard, work)[LOSS])
-        micro.spoils = in_danger(losses, micro.active, self.scale)
-        rows = self._put_aside(shard, micro)
         weights = torch.tensor(micro.active, dtype=losses.dtype, device=losses.device)
         parts.arrive({})
-        with parts:
+        with self._nothing_for_idle(shard, micro), parts:
             backward([losses], [weights * self.scale])
-        put_back(self._blocks_of(shard), rows)
         self._hand_on(shard, micro, entries, parts)
         self._keep_idle(crew, micro, before)
         return masked(losses.detach(), micro.active)
@@ -294,7 +294,6 @@ class StackedUnits:
             return
         crew, (start, stop) = self._crew(), self._spans[shard]
         streams, after = crew.streams.now(), self._buffers_now(crew, shard)
-        rows = self._put_aside(shard, micro)
         if states is not None:
             crew.streams.put(states)
         self._write_buffers(crew, before)
@@ -313,23 +312,16 @@ class StackedUnits:
         roots += wire_roots(entries, edges, micro.grads, read)
         micro.grads = {}
         if roots:
-            with parts:
+            with self._nothing_for_idle(shard, micro), parts:
                 backward([edge for edge, _ in roots], [grad for _, grad in roots])
-        put_back(self._blocks_of(shard), rows)
         self._hand_on(shard, micro, entries, parts)
         self._write_buffers(crew, after)  # only now: batch_norm saves its statistics
         crew.streams.put(streams)
 
-    def _put_aside(self, shard: int, micro: StackedMicro) -> Rows:
-        """Gradients of slots that take no part, if this micro-batch puts them in danger."""
-        if not micro.spoils:
-            return {}
-        return put_aside(self._blocks_of(shard), idle_slots(micro.active))
-
-    def _blocks_of(self, shard: int) -> dict[str, Tensor]:
-        """The stacked parameters that a shard reads, by name."""
-        names = self._chain.parameters_in(*self._spans[shard])
-        return {name: self._crew().stacked.parameters[name] for name in names}
+    def _nothing_for_idle(self, shard: int, micro: StackedMicro) -> AbstractContextManager[None]:
+        names, blocks = self._chain.parameters_in(*self._spans[shard]), self._crew().stacked
+        here = [blocks.parameters[name] for name in names]
+        return nothing_for_idle(here, micro.active, self.scale)
 
     def _hand_on(
         self, shard: int, micro: StackedMicro, entries: Mapping[Wire, Boundary], parts: TiedParts
@@ -435,7 +427,7 @@ class StackedUnits:
 
     def _keep_idle(self, crew: Crew, micro: StackedMicro, before: Mapping[str, Tensor]) -> None:
         """Slots that take no part keep their buffers."""
-        idle = [slot for slot, is_active in enumerate(micro.active) if not is_active]
+        idle = idle_slots(micro.active)
         for name, value in before.items() if idle else ():
             for slot in idle:
                 crew.stacked.buffers[name].data[slot] = value[slot]

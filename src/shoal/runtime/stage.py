@@ -52,15 +52,15 @@ class BufferWatch:
 def look_at_draws(session: PipelineSession, chain: Chain, stop: int) -> None:
     """Find out on the first batch whether the model draws, and if that can be foretold.
 
-    What is foretold is what layers from ``stop`` on draw. The device has those of the model's
-    weights that stay there, and one more layer at a time; with copies of a pipeline, whose first
-    stage foretells all of a forward, the whole model.
+    What is foretold is what layers from ``stop`` on draw; with copies of a pipeline, what all do.
+    The device has those of the model's weights that stay there, and one more layer at a time.
     """
     if session.draws is not None:
         return
     session.model.train()  # a lease may begin with an evaluation
     batch, rng = session.pieces[0], capture_rng(session.device)
-    foretelling = Foretelling(chain, stop, session.lent)
+    whole = session.technique.width > 1
+    foretelling = Foretelling(chain, stop, session.lent, whole=whole)
     session.draws, foretold = foretelling.look(batch)
     if session.draws and foretold:
         session.foretelling = foretelling
@@ -209,8 +209,7 @@ class Stage:
     def pipeline(self, groups: tuple[int, ...]) -> Pipeline:
         """What all stages run for the next steps; of the first stage."""
         session, technique = self._session, self._session.technique
-        first = self._share.stop if technique.width == 1 else 0  # of what is foretold
-        look_at_draws(session, self._chain, first)
+        look_at_draws(session, self._chain, self._share.stop)
         session.refuse_mixed_draws()
         return Pipeline(
             schedule=technique.known_schedule,

@@ -204,13 +204,19 @@ class StageDesk:
 
     def dismiss(self, trial: int) -> bool:
         """Take a stage off the device at once; False if it is not here."""
+        is_here = self._leave(trial)
+        if is_here:
+            self._room(True)
+        return is_here
+
+    def _leave(self, trial: int) -> bool:
+        """Take it off the device, and let nobody in yet: its session may have buffers there."""
         seat = self._seats.pop(trial, None)
         self._over.pop(trial, None)
         if seat is None:
             return False
         seat.session.leave()
         seat.close()
-        self._room(True)
         return True
 
     # -- leaving --------------------------------------------------------------------------
@@ -225,11 +231,13 @@ class StageDesk:
         session = seat.session
         self._reports.emulation()
         if seat.stage:
-            self.dismiss(trial)
+            self._leave(trial)
             if session.has_ended:
+                session.park()
                 session.close()
             else:
                 self._handed_over(session, None)
+            self._room(True)
             return
         self._reports.flush(of=trial)
         self._over[trial] = LeaseOver(trial, session.progress(), session.ended)
@@ -253,8 +261,9 @@ class StageDesk:
         except Exception as error:
             self._fail(trial, error)
             return
-        self.dismiss(trial)
+        self._leave(trial)
         self._handed_over(session, over)
+        self._room(True)
 
     # -- what is told and saved -------------------------------------------------------------
 

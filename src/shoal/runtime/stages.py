@@ -9,8 +9,13 @@ so a stage never holds up its device.
     last             B0 B1 STEP  Loss   ...
 
 Each stage keeps its own shard in the trial's one host region.
-With copies of the pipeline member c * d + s is stage s of copy c: all of them train, and the first
-copy, which has what all have, evaluates and writes.
+With copies of the pipeline member c * d + s is stage s of copy c: all of them train, validation
+batches go to the copies in turn, and the first copy, which has what all have, writes.
+
+[Note: buffers in an evaluation]
+Where a model has buffers, the first validation batch of a lease goes to copy 0, whose stages say
+whether evaluating it wrote to any. If so copy 0 evaluates alone: buffers are what one copy leaves.
+If not, none may be written to afterwards.
 """
 
 from __future__ import annotations
@@ -19,14 +24,15 @@ import functools
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from shoal.core.errors import TrialError
 from shoal.device.flops import step_bytes
 from shoal.pipeline.lists import Lists
 from shoal.pipeline.packing import Packer
 from shoal.pipeline.schedule import Pipeline
 from shoal.pipeline.stage import Compute
-from shoal.pipeline.validate import validation
+from shoal.pipeline.validate import BufferWrites, validation
 from shoal.pipeline.wide import called, mean_in_order
 from shoal.program.costs import unit_seconds
 from shoal.program.ir import Action, Op
@@ -38,14 +44,13 @@ from shoal.runtime.gangseat import (
     GangSeat,
     Join,
     Known,
-    Metrics,
     Store,
     Waiting,
 )
 from shoal.runtime.pipelined import PipelineSession
 from shoal.runtime.score import is_sampled
-from shoal.runtime.session import Task
 from shoal.runtime.stage import Stage
+from shoal.runtime.task import Task
 
 _LISTS = Lists()
 
@@ -58,9 +63,31 @@ class Train:
     steps_before: int
 
 
+Buffers = Literal["look", "refuse", "ignore"]
+"""What a stage does about buffers that a validation batch writes to: say so, refuse, nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Validate:
-    """A validation batch comes."""
+    """A validation batch comes, to the stages of this copy."""
+
+    copy: int = 0
+    buffers: Buffers = "ignore"
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """Metrics of a validation batch, from the last stage of a copy."""
+
+    copy: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """Which buffers evaluating the first batch wrote to, at one stage."""
+
+    written: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +106,10 @@ class StageSeat(GangSeat):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._settled: Stage | None = None
-        self._metrics: deque[Task] = deque()
+        width = self.session.technique.width
+        self._evaluated: list[deque[Task]] = [deque() for _ in range(width)]  # by each copy
+        self._dealt = 0  # validation batches of this pass
+        self._looks: list[Looked] = []  # of the stages of copy 0
         self._known: list[Known] = []
         self._losses: dict[int, deque[tuple[float, ...]]] = {}  # of each copy, of its steps
         self._running: tuple[Pipeline, int] | None = None  # and the steps before it
@@ -101,11 +131,6 @@ class StageSeat(GangSeat):
     def called(self) -> str:
         """Its stage, and of several copies which one."""
         return called(self.stage, self.session.stages, self.session.technique.width)
-
-    @property
-    def _first_copy(self) -> range:
-        """The members that bring the state to the region, and evaluate."""
-        return range(self.session.stages)
 
     # -- its shard ----------------------------------------------------------------------------
 
@@ -146,7 +171,8 @@ class StageSeat(GangSeat):
             if task.kind == "evaluation":
                 yield from self._validate(task)
             elif task.kind == "metrics":
-                yield from self._until(lambda: not self._metrics)
+                yield from self._until(lambda: not any(self._evaluated))
+                self._dealt = 0
             elif task.kind == "save":
                 yield from self._gather(leaves=False)
                 self.save()
@@ -162,12 +188,29 @@ class StageSeat(GangSeat):
         yield from self._until(lambda: session.step == before + len(task.groups))
 
     def _validate(self, task: Task) -> Iterator[Waiting]:
-        """Not more of them under way than there are stages."""
-        yield from self._until(lambda: len(self._metrics) < self.session.stages)
-        self._metrics.append(task)
-        for peer in self._first_copy[1:]:
-            self.links.send(peer, CONTROL, Validate())
-        yield from self._pass_on(task.batches.pop(0))  # not held until the pass ends
+        """Not more of them under way at a copy than it has stages."""
+        stages, order = self.session.stages, self._next_validation()
+        waiting = self._evaluated[order.copy]
+        yield from self._until(lambda: len(waiting) < stages)
+        waiting.append(task)
+        for stage in range(stages):
+            if member := order.copy * stages + stage:
+                self.links.send(member, CONTROL, order)
+        yield from self._pass_on(order, task.batches.pop(0))  # not held until the pass ends
+        if order.buffers == "look":
+            yield from self._until(lambda: len(self._looks) == stages)
+
+    def _next_validation(self) -> Validate:
+        """Which copy evaluates the next batch; see [Note: buffers in an evaluation]."""
+        width = self.session.technique.width
+        has_buffers = any(True for _ in self.session.model.buffers())
+        if has_buffers and width > 1 and not self._looks:
+            self._dealt += 1
+            return Validate(buffers="look")
+        if any(look.written for look in self._looks):
+            return Validate()
+        copy, self._dealt = self._dealt % width, self._dealt + 1
+        return Validate(copy, "refuse" if self._looks else "ignore")
 
     def _gather(self, *, leaves: bool) -> Iterator[Waiting]:
         """Have all shards in the region, and know the rest of the optimizer's state."""
@@ -183,8 +226,10 @@ class StageSeat(GangSeat):
         match note:
             case Loss():
                 self._count_step(note)
-            case Metrics():
-                self._metrics.popleft().metrics.update(note.values)
+            case Evaluated():
+                self._evaluated[note.copy].popleft().metrics.update(note.metrics)
+            case Looked():
+                self._looks.append(note)
             case Known():
                 self._known.append(note)
 
@@ -208,7 +253,7 @@ class StageSeat(GangSeat):
         copy, _ = self._place
         yield from self._settle(
             lambda losses: self.links.send(0, NOTE, Loss(copy, tuple(losses))),
-            lambda values: self.links.send(0, NOTE, Metrics(values)),
+            lambda metrics: self.links.send(0, NOTE, Evaluated(copy, metrics)),
         )
         while not leaves:
             yield self._is_told
@@ -218,7 +263,7 @@ class StageSeat(GangSeat):
                     yield from self._run(order.pipeline, order.steps_before)
                     session.step += len(order.pipeline.groups)
                 case Validate():
-                    yield from self._pass_on(None)
+                    yield from self._pass_on(order, None)
                 case Store():
                     session.step, session.has_ended = order.step, order.ended
                     leaves = order.leaves
@@ -240,10 +285,34 @@ class StageSeat(GangSeat):
         self._running = None
         self._report_peak(stage.counted_peak())
 
-    def _pass_on(self, batch: Batch | None) -> Iterator[Waiting]:
+    def _pass_on(self, order: Validate, batch: Batch | None) -> Iterator[Waiting]:
         """This stage's part of a validation batch, which the first one has."""
-        actions = validation(self.session.stages).devices[self.stage]
-        yield from self._play(self._stage.validation(batch), actions)
+        session, watch = self.session, None
+        if order.buffers != "ignore" and self._place[0] == order.copy:
+            watch = BufferWrites(session.model)
+        program = validation(session.stages, session.technique.width, order.copy)
+        yield from self._play(self._stage.validation(batch), program.devices[self.stage])
+        if watch is not None:
+            self._say(order, tuple(watch.found()))
+
+    def _say(self, order: Validate, written: tuple[str, ...]) -> None:
+        """Which buffers a validation batch wrote to.
+
+        Raises:
+            TrialError: the first one of the lease wrote to none, so that every copy evaluates.
+        """
+        if order.buffers == "look" and self.stage:
+            self.links.send(0, NOTE, Looked(written))
+        elif order.buffers == "look":
+            self._looks.append(Looked(written))
+        elif written:
+            width = self.session.technique.width
+            raise TrialError(
+                f"evaluating a batch wrote to the buffer {written[0]!r}, which the first "
+                f"validation batch did not: {width} copies of the pipeline evaluate other "
+                "batches, and each would have its own. Use width=1, or have no buffer change in "
+                "eval()."
+            )
 
     def _play(self, compute: Compute, actions: Iterable[Action]) -> Iterator[Waiting]:
         for action in actions:

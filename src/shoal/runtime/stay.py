@@ -12,7 +12,8 @@ from shoal.core.technique import Technique, kept_heads, kept_shards, kept_weight
 from shoal.memory.store import Region
 from shoal.runtime.interpret import Seat
 from shoal.runtime.messages import Grant, LeaseOver
-from shoal.runtime.session import Session, Task
+from shoal.runtime.session import Session
+from shoal.runtime.task import Task
 
 
 @dataclass(frozen=True, slots=True)

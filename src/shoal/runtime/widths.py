@@ -48,6 +48,7 @@ from shoal.recipe import (
     to_device,
 )
 from shoal.rng import capture_rng, seed_all
+from shoal.runtime.captures import Captures
 from shoal.runtime.compute import tensors_of
 from shoal.runtime.counting import sparse_gradient_of
 from shoal.runtime.describe import first_batch
@@ -250,6 +251,11 @@ class ArrayBench:
         )
         return step, valid
 
+    def capture_alone(self, captures: Captures) -> None:
+        """Time the trial alone as it would train: with its passes captured."""
+        if self._alone is not None:
+            self._alone.capture(captures)
+
     def _alone_beside(self, probe: _Probe) -> tuple[float, float]:
         """Its seconds once; where it has no room beside the array it is gone then."""
         alone = self._alone
@@ -284,6 +290,8 @@ class ArrayBench:
         Compiled code, whose allocations nothing sees, is taken to need what the eager pass does.
         """
         on_host, counted = self._where.type == "cpu", "eager" if kind == "compiled" else kind
+        if not on_host:  # there it would take room from the array; it comes back afterwards
+            self._alone = None
         rows, valid = self._batches(width) if on_host else ([], [])
         try:
             with self.meter.hold(tensors_of([rows, valid])), self.meter.counting() as whole:
@@ -305,7 +313,7 @@ class ArrayBench:
         rows, valid = self._batches(width)
         has_valid = any(batch is not None for batch in valid)
         began = time.perf_counter()
-        unit = _settle(array, rows, valid if has_valid and kind == "traced" else ())
+        unit = _settle(array, rows, valid if has_valid and kind != "eager" else ())
         return _Ready(array, rows, valid, time.perf_counter() - began), unit
 
     def _refilled(self, array: Array, rows: Sequence[Sequence[Any]]) -> float:
@@ -447,6 +455,7 @@ def _settle(array: Array, rows: Sequence[Sequence[Any]], valid: Sequence[Any]) -
     backend = array.backend
     if isinstance(backend, CompiledBackend):
         _step(array, rows)
+        _settle_evaluation(array, valid)
         return Bytes(0)
     if isinstance(backend, TracedBackend):
         backend.is_paused = True
@@ -457,9 +466,14 @@ def _settle(array: Array, rows: Sequence[Sequence[Any]], valid: Sequence[Any]) -
         _step(array, rows)
     if isinstance(backend, TracedBackend):
         _step(array, rows)  # proven
-        for _ in range(2 if valid else 0):  # made, then proven
-            _evaluate_array(array, valid)
+        _settle_evaluation(array, valid)
     return Bytes(tracker.peak_bytes)
+
+
+def _settle_evaluation(array: Array, valid: Sequence[Any]) -> None:
+    """Have its graph made, then proven; it is no part of what an evaluation takes."""
+    for _ in range(2 if valid else 0):
+        _evaluate_array(array, valid)
 
 
 def _step(array: Array, rows: Sequence[Any]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from shoal.core.errors import TransitionError
 from shoal.core.seams import Candidate, UnitPolicy
+from shoal.core.units import counted
 
 __all__ = ["Candidate", "Interleaver"]
 
@@ -35,8 +36,8 @@ class Interleaver:
         """
         if not candidates:
             raise TransitionError(
-                f"asked which trial advances, with no candidates; steps of "
-                f"{len(self._running)} trials are in progress. Wait until a unit is feasible."
+                "asked which trial advances, with no candidates; in progress are steps of "
+                f"{counted(len(self._running), 'trial')}. Wait until a unit is feasible."
             )
         return self._policy.choose(candidates).trial
 

@@ -315,7 +315,7 @@ class Leases:
             gang=event.gang,
             arrival=self._arrivals,
             lease_s=max(self._lease_s, 2 * event.steady_s),
-            least_s=max(LEAST_LEASE_S, event.steady_s),
+            least_s=max(LEAST_LEASE_S, 2 * event.steady_s),
         )
         self._arrivals += 1
         self._ended.discard(event.trial)

@@ -20,8 +20,11 @@ import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from shoal.core.errors import SpecError
+from shoal.core.units import counted
+from shoal.core.values import is_number, plain
 from shoal.search.facts import rank
 from shoal.search.space import Choice, Distribution, Integer, Point
 
@@ -52,16 +55,18 @@ class PBT:
     resample: float = 0.25
 
     def __post_init__(self) -> None:
-        if isinstance(self.vary, list):
-            object.__setattr__(self, "vary", tuple(self.vary))
-        if isinstance(self.perturb, list):
-            object.__setattr__(self, "perturb", tuple(self.perturb))
+        for name in ("interval", "quantile", "resample"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
+        for name in ("vary", "perturb"):
+            value = getattr(self, name)
+            if isinstance(value, list | tuple):  # a set's order may differ from run to run
+                object.__setattr__(self, name, tuple(map(plain, value)))
         for is_good, words in (
             (_is_count(self.interval), "interval is a whole number of evaluations from 1"),
             (_is_in(self.quantile, 0, 0.5) and self.quantile > 0, _QUANTILE),
             (_is_in(self.resample, 0, 1), "resample is a probability, from 0 to 1"),
-            (self.vary is None or _are(str, self.vary), "vary is a tuple of names, or None"),
-            (_are_factors(self.perturb), "perturb is a tuple of factors above 0"),
+            (self.vary is None or _are(str, self.vary), "vary is a list of names, or None"),
+            (_are_factors(self.perturb), "perturb is a list of factors above 0"),
         ):
             if not is_good:
                 raise SpecError(f"{words}, got {self!r}. Write for example {_EXAMPLE}.")
@@ -142,7 +147,8 @@ def check_size(asked: PBT, trials: int) -> None:
     if num_copies(asked, trials) < 1:
         least = math.ceil(1 / asked.quantile)
         raise SpecError(
-            f"a population of {trials} trials is too small for PBT(quantile={asked.quantile}): "
+            f"a population of {counted(trials, 'trial')} is too small for "
+            f"PBT(quantile={asked.quantile}): "
             f"not one of them is in the worst {asked.quantile:.0%}. Give trials={least} or more, "
             "or a larger quantile, up to 0.5."
         )
@@ -207,8 +213,8 @@ def _is_count(value: object) -> bool:
     return type(value) is int and value >= 1
 
 
-def _is_in(value: object, low: float, high: float) -> bool:
-    return isinstance(value, int | float) and type(value) is not bool and low <= value <= high
+def _is_in(value: Any, low: float, high: float) -> bool:
+    return is_number(value) and low <= value <= high
 
 
 def _are(kind: type, values: object) -> bool:

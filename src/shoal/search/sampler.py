@@ -14,6 +14,7 @@ from typing import Any
 
 from shoal.core.errors import SpecError
 from shoal.core.spec import Scalar, TrialSpec
+from shoal.core.units import counted
 from shoal.search.space import (
     Choice,
     Distribution,
@@ -107,8 +108,9 @@ def _grid_indices(
     points = size(distributions)
     if trials is not None and trials > points:
         raise SpecError(
-            f"{trials} trials were asked for, but the space has only {points} points. Ask for at "
-            f"most {points}, add values, or repeat points with 'seed': choice(0, 1, ...)."
+            f"{trials} trials were asked for, but the space has only {counted(points, 'point')}. "
+            f"Ask for at most {points}, add values, or repeat points with 'seed': choice(0, 1, "
+            "...)."
         )
     if trials is None or trials == points:
         return iter(range(points))

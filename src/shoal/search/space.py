@@ -20,6 +20,7 @@ from typing import Any
 
 from shoal.core.errors import SpecError
 from shoal.core.spec import Scalar
+from shoal.core.values import flag, plain
 
 RESERVED = frozenset({"trial", "number", "state", "seconds", "error", "checkpoint", "train_loss"})
 _SCALARS = (bool, int, float, str, type(None))
@@ -111,6 +112,7 @@ def log_uniform(lo: float, hi: float) -> Uniform:
 def integer(lo: int, hi: int, log: bool = False) -> Integer:
     """A whole number from ``lo`` to ``hi``, both included; ``log`` spreads it over decades."""
     low, high = _bounds("integer", lo, hi)
+    log = flag("integer(log=...)", log)
     if low != int(low) or high != int(high):
         raise SpecError(f"integer({lo!r}, {hi!r}): both bounds must be whole numbers.")
     if log and low < 1:
@@ -135,6 +137,10 @@ def choice(*values: Any, when: Mapping[Any, Mapping[str, Any]] | None = None) ->
             "arguments: choice(*values)."
         )
     scalars = tuple(to_scalar("choice(...)", value) for value in values)
+    if when is not None and not isinstance(when, Mapping):
+        raise SpecError(
+            f"choice(when=...) is a dict from a value to a space of its own, got {when!r}."
+        )
     return Choice(scalars, _branches(scalars, when) if when else ())
 
 
@@ -167,6 +173,11 @@ def grid(**lists: Iterable[Any]) -> dict[str, Choice]:
                 f"grid({name}={values!r}) needs a list of values. For a constant write "
                 f"grid({name}=[{values!r}])."
             )
+        if isinstance(values, set | frozenset):
+            raise SpecError(
+                f"grid({name}={values!r}) got a set, whose order may be another one in each run, "
+                "and with it the trials' numbers. Write a list."
+            )
         items = list(values)
         if not items:
             raise SpecError(f"grid({name}=[]) is empty, so there is no trial to run. Add a value.")
@@ -175,7 +186,7 @@ def grid(**lists: Iterable[Any]) -> dict[str, Choice]:
 
 
 def _bounds(kind: str, lo: Any, hi: Any) -> tuple[float, float]:
-    low, high = (to_scalar(f"{kind}(...)", bound) for bound in (lo, hi))
+    low, high = plain(lo), plain(hi)
     for bound in (low, high):
         if isinstance(bound, bool) or not isinstance(bound, int | float):
             raise SpecError(f"{kind}({lo!r}, {hi!r}): {bound!r} is no number.")
@@ -196,9 +207,12 @@ def to_scalar(where: str, value: Any) -> Scalar:
     Raises:
         SpecError: any other type; names ``where`` and the type.
     """
-    kind = type(value)
-    if kind.__module__ == "numpy" and getattr(value, "shape", None) == ():
-        value = value.item()
+    kind, value = type(value), plain(value)
+    if type(value) is float and math.isnan(value):
+        raise SpecError(
+            f"{where} has the value nan, which equals nothing, itself neither: no trial with it "
+            "could be found again. Leave it out."
+        )
     if type(value) not in _SCALARS:
         raise SpecError(
             f"{where} has a value of type {kind.__name__}: {value!r}. A hyperparameter is a "

@@ -8,6 +8,8 @@ from typing import Any
 
 from shoal.core.errors import SpecError
 from shoal.core.spec import TrialSpec
+from shoal.core.units import counted
+from shoal.core.values import whole
 from shoal.search.judge import Judge
 from shoal.search.library import is_of, load_optuna
 from shoal.search.parameters import parameters_of
@@ -103,9 +105,10 @@ class Wanted:
         lines = []
         if self.is_adaptive:
             lines.append(
-                f"  search: {_name(self.sampler)}; {known} of {self.trials} trials are known now, "
-                f"the others come in generations of {self.generation}, each when all but the one "
-                "before it have ended"
+                f"  search: {_name(self.sampler)}; {known} of "
+                f"{counted(self.trials or 0, 'trial is', 'trials are')} known now, the others "
+                f"come in generations of {self.generation}, each when all but the one before it "
+                "have ended"
             )
         if isinstance(self.pruner, PBT):
             lines.append(
@@ -183,6 +186,11 @@ def check_search(
         mode=mode,
         evaluations=evaluations,
     )
+    if generation is not None and wanted.is_plain:
+        raise SpecError(
+            f"generation={generation!r} is asked for, and nothing waits for the results of "
+            f"others here: sampler={sampler!r} and no pruner. Leave generation out."
+        )
     if wanted.is_adaptive:
         _check_adaptive(wanted)
     if pruner is not None:
@@ -258,9 +266,7 @@ def _checked_generation(generation: Any, pruner: Any) -> int:
             f"generation={generation!r} is asked for, and population-based training compares all "
             "trials of the study at each rung. Leave generation out."
         )
-    if type(generation) is not int or generation < 1:
-        raise SpecError(f"generation is a whole number of trials from 1, got {generation!r}.")
-    return generation
+    return whole("generation", generation, 1)
 
 
 def _is_sampler(value: object) -> bool:

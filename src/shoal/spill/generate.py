@@ -132,7 +132,8 @@ class Route:
     for its backward. Those in ``saves`` keep what their forward saved, and do not recompute: of
     the shards whose parameters stay until then, see ``may_save``. Of those in ``spills`` it waits
     on the host, see ``may_spill``. Those in ``turn`` hold their
-    parameters from each forward to its backward, where the step is on the host. Of those in
+    parameters from each forward to its backward, where the step is on the host, in memory of their
+    own; if these are all that travel, there are no slots, nor in an evaluation. Of those in
     ``waits`` the gradients stay until the step, where that is on the device. Of those in ``late``,
     which are among ``weights``, the state comes into late slots also where nothing is clipped.
     """
@@ -177,6 +178,11 @@ class Route:
     def evaluation(self) -> Program:
         """One validation batch: forwards only, the last one with the loss and the metrics."""
         return _evaluation(self)
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether any shard that travels is loaded into a slot."""
+        return len(self.turn) < self.num_shards - len(self.keep)
 
     @property
     def away(self) -> tuple[int, ...]:
@@ -265,8 +271,9 @@ def _finish(route: Route, clip: bool) -> Program:
 
 @lru_cache(maxsize=64)
 def _evaluation(route: Route) -> Program:
-    route = replace(route, optimizer="device", boundaries="device", turn=(), waits=())
-    route = replace(route, saves=(), spills=())
+    route = replace(route, boundaries="device", waits=(), saves=(), spills=())
+    if route.has_slots:
+        route = replace(route, optimizer="device", turn=())
     shape = Shape(route)
     units = [shape.forward(shard, (0,)) for shard in range(route.num_shards)]
     return single(in_order(units, route))
@@ -394,7 +401,8 @@ class Shape:
         if shard in self.route.keep:
             here = {PARAM, STATE, GRAD}
         moved = [tuple(p for p in parts if p not in here) for parts in (loads, stores, drops)]
-        return Unit(shard, moved[0], computes, moved[1], moved[2])
+        own = shard in self.route.turn and moved[0] == (PARAM,)
+        return Unit(shard, moved[0], computes, moved[1], moved[2], own=own)
 
 
 def after_norm(unit: Unit) -> Unit:
@@ -489,7 +497,7 @@ def _join(units: Sequence[Unit], route: Route) -> tuple[list[Unit], list[list[in
         is_old = chain and PARAM in units[chain[-1]].stores  # it may have been stepped
         if _turns(units, chain, unit, route):
             left = joined[chain[-1]]
-            joined[chain[-1]] = replace(left, drops=_without(left.drops, PARAM), own=True)
+            joined[chain[-1]] = replace(left, drops=_without(left.drops, PARAM))
             joined[index] = replace(unit, loads=_without(unit.loads, PARAM))
             chain = [index]  # it may stay on for the next micro-batch, in no slot
             if joined[index].loads:

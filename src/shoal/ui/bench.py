@@ -20,7 +20,7 @@ from shoal.bench import FreeFrom, Kernel, Measured, Rate, free_from, save
 from shoal.bench.run import run_bench
 from shoal.core.errors import StorageError
 from shoal.core.profile import Precision
-from shoal.core.units import format_seconds
+from shoal.core.units import counted, format_seconds
 from shoal.ui.failures import ExitCode
 from shoal.ui.text import DASH
 
@@ -152,9 +152,9 @@ def _heading(measured: Measured) -> list[str]:
     gpus = ", ".join(machine.gpus) or "no GPU"
     device = measured.device
     if device == "cpu":
-        device = f"a virtual device of {measured.threads} threads"
+        device = f"a virtual device of {counted(measured.threads, 'thread')}"
     return [
-        f"{machine.cpu}, {machine.cores} cores, {gpus}, torch {machine.torch}",
+        f"{machine.cpu}, {counted(machine.cores, 'core')}, {gpus}, torch {machine.torch}",
         f"kernels and link of {device}; load {measured.load:.1f} before",
     ]
 

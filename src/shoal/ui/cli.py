@@ -71,8 +71,8 @@ TechniqueName = Annotated[
     str | None,
     typer.Option(
         "--technique",
-        help="Have every trial train so, and not as is best: resident, spilled, pipelined, "
-        "data_parallel.",
+        help="Have every trial train so, and not as is best: resident, captured, spilled, "
+        "pipelined, data_parallel.",
         metavar="NAME",
     ),
 ]

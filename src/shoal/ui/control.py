@@ -24,20 +24,28 @@ from shoal.control import (
 )
 from shoal.core.errors import SpecError
 from shoal.core.spec import Scalar
-from shoal.observe import Snapshot, jsonl, read_outline
+from shoal.observe import Snapshot, is_running, jsonl, read_outline
 from shoal.resume import kinds_of
 from shoal.ui.failures import ExitCode
-from shoal.ui.studies import find_study
+from shoal.ui.studies import find_study, refuse_unrecorded
 
 SAVING_S = 600.0  # how long a study may take to save all its trials
 _WORDS = {"true": True, "false": False, "yes": True, "no": False}
+
+
+def _find(name: str, directory: Path) -> Path:
+    """The study, which may be planned at the moment."""
+    place = find_study(name, directory)
+    if not is_running(place):
+        refuse_unrecorded(place)
+    return place
 
 
 def stop_study(
     name: str, trial: int | None, directory: Path, *, grace_s: float, reason: str, as_json: bool
 ) -> int:
     """End a study that can be resumed, or one of its trials."""
-    place = find_study(name, directory)
+    place = _find(name, directory)
     if trial is not None:
         answer = send(place, StopTrial(trial=trial))
         return _tell(answer, f"trial {trial} stops; its state is kept", as_json)
@@ -47,7 +55,7 @@ def stop_study(
 
 def pause_study(name: str, directory: Path, *, as_json: bool) -> int:
     """Save and park all trials of a study; its process stays."""
-    place = find_study(name, directory)
+    place = _find(name, directory)
     answer = send(place, Pause(), timeout_s=SAVING_S)
     return _tell(answer, f"paused; go on with it: shoal resume {place}", as_json)
 
@@ -62,7 +70,7 @@ def continue_study(
     Raises:
         SpecError: it is running and not paused.
     """
-    place = find_study(name, directory)
+    place = _find(name, directory)
     status = _send_if_running(place, Status())
     if status is None:
         return None
@@ -79,7 +87,7 @@ def extend_study(
     name: str, command: ExtendTrials, directory: Path, given: Sequence[str], *, as_json: bool
 ) -> int | None:
     """Add trials to a study that runs; None where no process runs it."""
-    answer = _send_if_running(find_study(name, directory), command, given)
+    answer = _send_if_running(_find(name, directory), command, given)
     many = f"{command.trials} more to train" if command.trials else f"{command.to} trials in all"
     return None if answer is None else _tell(answer, many, as_json)
 
@@ -88,7 +96,7 @@ def clone_trial(
     name: str, command: CloneTrial, directory: Path, given: Sequence[str], *, as_json: bool
 ) -> int | None:
     """Add a trial like another one to a study that runs; None where no process runs it."""
-    answer = _send_if_running(find_study(name, directory), command, given)
+    answer = _send_if_running(_find(name, directory), command, given)
     return None if answer is None else _tell(answer, f"a clone of trial {command.trial}", as_json)
 
 
@@ -100,7 +108,7 @@ def clone_command(
     Raises:
         SpecError: no such trial or hyperparameter, or a text that is no such value.
     """
-    snapshot = Snapshot.of(read_outline(find_study(name, directory)))
+    snapshot = Snapshot.of(read_outline(_find(name, directory)))
     points = {row.number: row.hp for row in snapshot.trials}
     if trial not in points:
         raise SpecError(

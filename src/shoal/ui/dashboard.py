@@ -39,7 +39,7 @@ from shoal.core.event import (
     TrialWaits,
     WorkerDied,
 )
-from shoal.core.units import format_bytes, format_seconds
+from shoal.core.units import counted, format_bytes, format_seconds
 from shoal.observe.rows import DeviceRow, TrialRow, TrialState, changes
 from shoal.observe.snapshot import Folder, Snapshot
 from shoal.ui.text import (
@@ -190,7 +190,7 @@ def describe(event: Event) -> str:
             return f"trial {event.trial} step {event.step}: {_metrics(event.metrics)}"
         case TrialFinished():
             return (
-                f"trial {event.trial} finished after {event.step} steps and "
+                f"trial {event.trial} finished after {counted(event.step, 'step')} and "
                 f"{format_seconds(event.seconds)}: {_metrics(event.metrics)}"
             )
         case TrialFailed():
@@ -218,7 +218,7 @@ def describe(event: Event) -> str:
             stopped = f"; stopped: {_first_line(event.stopped)}" if event.stopped else ""
             pruned = f", {event.pruned} pruned" if event.pruned else ""
             return (
-                f"{event.finished} trials finished{pruned}, {event.failed} failed, in "
+                f"{counted(event.finished, 'trial')} finished{pruned}, {event.failed} failed, in "
                 f"{format_seconds(event.seconds)}{stopped}"
             )
     return _describe_durability(event)
@@ -287,12 +287,13 @@ def render(snapshot: Snapshot, width: int = 80, height: int = 24) -> RenderableT
     """The screen of a study: what runs and what was best, the devices, the time left."""
     if not snapshot.trials:
         return _planning(snapshot)
-    devices = [_device_line(row) for row in snapshot.devices[: max(1, height // 4)]]
+    shown = snapshot.devices[: max(1, height // 4)]
+    devices = [_device_line(row, is_over=snapshot.is_finished) for row in shown]
     failures = _failure_lines(snapshot)
     room = max(1, height - len(devices) - len(failures) - 7)
     rows = choose_rows(snapshot, room)
     hidden = snapshot.total - len(rows)
-    more = [Text(f"... and {hidden} more trials", style="dim")] if hidden > 0 else []
+    more = [Text(f"... and {counted(hidden, 'more trial')}", style="dim")] if hidden > 0 else []
     blank = Text("")
     return Group(
         _title(snapshot, width),
@@ -308,7 +309,7 @@ def render(snapshot: Snapshot, width: int = 80, height: int = 24) -> RenderableT
 
 def _planning(snapshot: Snapshot) -> RenderableType:
     """Before there is a plan: what took long when it was last heard of, and whose worker died."""
-    name = f"{snapshot.study}: {snapshot.total} trials; " if snapshot.study else ""
+    name = f"{snapshot.study}: {counted(snapshot.total, 'trial')}; " if snapshot.study else ""
     began = snapshot.started or 0.0
     return Group(
         Text(f"{name}planning, each distinct model is measured once ...", style="dim"),
@@ -414,18 +415,19 @@ def _title(snapshot: Snapshot, width: int) -> RenderableType:
     line.add_column(width=max(8, min(30, width - 56)))
     line.add_column(no_wrap=True)
     share = 100 * snapshot.steps_done / total if total else 0
+    steps = counted(total, "step") if total else ""
     line.add_row(
-        Text.assemble((snapshot.study, "bold"), f"  {snapshot.total} trials"),
+        Text.assemble((snapshot.study, "bold"), f"  {counted(snapshot.total, 'trial')}"),
         ProgressBar(total=total or 1, completed=snapshot.steps_done),
-        Text(f"{share:.0f} % of {total} steps" if total else f"{snapshot.steps_done} steps"),
+        Text(f"{share:.0f} % of {steps}" if total else counted(snapshot.steps_done, "step")),
     )
     return line
 
 
-def _device_line(row: DeviceRow) -> Text:
+def _device_line(row: DeviceRow, *, is_over: bool = False) -> Text:
     peak, budget = format_bytes(row.peak_bytes), format_bytes(row.budget_bytes)
     busy = "" if row.busy is None else f"  busy {100 * row.busy:.0f} %"
-    speed = "" if row.speed is None else f"  {row.speed:.1f} steps/s"
+    speed = "" if row.speed is None or is_over else f"  {row.speed:.1f} steps/s"
     trials = ", ".join(map(str, row.trials))
     running = (
         f"  trials {trials}" if len(row.trials) > 1 else f"  trial {trials}" if trials else ""

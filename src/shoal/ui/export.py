@@ -14,7 +14,7 @@ from shoal.observe.snapshot import Snapshot
 from shoal.recipe import Recipe
 from shoal.report import Report, TrialResult, read_report
 from shoal.ui.failures import ExitCode
-from shoal.ui.studies import find_study
+from shoal.ui.studies import find_recorded
 from shoal.verify import recorded_study
 
 
@@ -50,7 +50,7 @@ def export_model(
     as_json: bool = False,
 ) -> int:
     """Write the best trial's model, or that of a number, and say what is where."""
-    place = find_study(name, directory)
+    place = find_recorded(name, directory)
     with contextlib.redirect_stdout(sys.stderr):  # what a model prints is no answer
         recipe: Recipe = recorded_study(place, Snapshot.of(read_outline(place)), file).recipe
         report = read_report(place, recipe=recipe)

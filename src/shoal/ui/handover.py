@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core import event as events
+from shoal.core.units import counted
 from shoal.observe import jsonl, read_events, read_outline
 from shoal.observe.rows import TrialRow, TrialState
 from shoal.observe.snapshot import Folder, Snapshot
 from shoal.search.handover import HandedOver, State, write_optuna
 from shoal.search.space import check_space
 from shoal.ui.failures import ExitCode
-from shoal.ui.studies import find_study
+from shoal.ui.studies import find_recorded
 from shoal.verify import recorded_study
 
 _STATES: dict[TrialState, State] = {
@@ -38,7 +39,7 @@ def export_optuna(
     as_json: bool = False,
 ) -> int:
     """Write a study as a SQLite storage of Optuna's, and say how to look at it."""
-    place, path = find_study(name, directory), Path(target)
+    place, path = find_recorded(name, directory), Path(target)
     with contextlib.redirect_stdout(sys.stderr):  # what the user's file prints is no answer
         study = recorded_study(place, Snapshot.of(read_outline(place)), file)
     folder, times = Folder(), _Times()
@@ -58,7 +59,7 @@ def export_optuna(
     )
     record = {"study": snapshot.study, "file": str(path), "trials": len(trials)}
     text = (
-        f"{len(trials)} trials of {snapshot.study} are in {path}\n"
+        f"{counted(len(trials), 'trial')} of {snapshot.study} written to {path}\n"
         f"next      optuna-dashboard sqlite:///{path}  (pip install optuna-dashboard)"
     )
     print(jsonl.dumps(record, indent=2) if as_json else text)

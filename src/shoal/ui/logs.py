@@ -14,7 +14,7 @@ from shoal.observe import is_running, read_outline
 from shoal.observe.snapshot import Snapshot
 from shoal.runtime.triallog import log_path
 from shoal.ui.failures import ExitCode
-from shoal.ui.studies import find_study
+from shoal.ui.studies import find_recorded
 
 POLL_S = 0.25
 
@@ -26,7 +26,7 @@ def show_log(name: str, trial: int, directory: Path, *, tail: int | None, follow
     """
     if tail is not None and tail < 0:
         raise SpecError(f"--tail is a number of lines from 0, got {tail}.")
-    place = find_study(name, directory)
+    place = find_recorded(name, directory)
     path = log_path(place, trial)
     if not path.exists() and not (follow and is_running(place)):
         print(_no_log(place, trial), file=sys.stderr)

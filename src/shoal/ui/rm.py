@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.core.errors import SpecError, StorageError
-from shoal.core.units import format_bytes
+from shoal.core.units import counted, format_bytes
+from shoal.launch.directory import holds_no_record, read_record
 from shoal.observe import StudyLock, is_running, jsonl, read_outline
 from shoal.observe.snapshot import Snapshot
 from shoal.ui.failures import ExitCode
@@ -65,7 +66,7 @@ def inspect(place: Path) -> Doomed:
             "directory to delete the study, or remove the link yourself."
         )
     snapshot = _read(place)
-    if not snapshot.runs:
+    if not (snapshot.runs or holds_no_record(place) or read_record(place)):
         raise SpecError(
             f"{place} holds nothing that a study wrote, so it is not deleted. Give the directory "
             "of a study, runs/NAME, or remove it yourself."
@@ -73,7 +74,10 @@ def inspect(place: Path) -> Doomed:
     if is_running(place):
         raise SpecError(_running(place))
     return Doomed(
-        place=place, study=snapshot.study, trials=snapshot.total, num_bytes=measure(place)
+        place=place,
+        study=snapshot.study or place.name,
+        trials=snapshot.total,
+        num_bytes=measure(place),
     )
 
 
@@ -125,7 +129,7 @@ def remove(place: Path) -> None:
 
 def describe(study: Doomed) -> str:
     """A study in a line: name, place, what it holds."""
-    trials = "1 trial" if study.trials == 1 else f"{study.trials} trials"
+    trials = counted(study.trials, "trial")
     return f"{study.study} ({study.place}): {trials}, {format_bytes(study.num_bytes)}"
 
 
@@ -139,8 +143,8 @@ def _confirmed(doomed: Sequence[Doomed]) -> bool:
         print(describe(study), file=sys.stderr)
     if not sys.stdin.isatty():
         raise SpecError(
-            f"deleting {len(doomed)} of your studies needs a yes, and standard input is no "
-            "terminal to ask on. Pass --yes."
+            f"deleting {counted(len(doomed), 'study', 'studies')} needs a yes, and standard input "
+            "is no terminal to ask on. Pass --yes."
         )
     print("delete all of it, checkpoints too? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")

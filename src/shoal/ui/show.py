@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import SpecError, StorageError
-from shoal.core.units import format_bytes, format_seconds
+from shoal.core.units import counted, format_bytes, format_seconds
 from shoal.observe import (
     is_running,
     jsonl,
@@ -24,7 +24,7 @@ from shoal.observe import (
 from shoal.observe.rows import DeviceRow, Inherited, TrialRow, TrialState, metric_rank
 from shoal.observe.snapshot import Folder, Snapshot
 from shoal.ui.failures import ExitCode
-from shoal.ui.studies import find_study, last_written, study_directories
+from shoal.ui.studies import find_recorded, last_written, study_directories
 from shoal.ui.text import (
     DASH,
     align,
@@ -119,10 +119,13 @@ def _ls_row(place: Path, snapshot: Snapshot | StorageError) -> list[str]:
 
 
 def study_state(snapshot: Snapshot, place: Path) -> str:
-    """In a word: finished, stopped (it said why), paused, running, or interrupted.
+    """In a word: finished, stopped (it said why), paused, running, or interrupted; planning, or
+    not begun, where nothing is on record.
 
     An interrupted study is one whose process died: nobody holds its lock.
     """
+    if not snapshot.runs:
+        return "planning" if is_running(place) else "not begun"
     if snapshot.is_finished:
         return "stopped" if snapshot.stopped else "finished"
     if snapshot.is_paused:
@@ -135,7 +138,7 @@ def study_state(snapshot: Snapshot, place: Path) -> str:
 
 def show_study(name: str | None, trial: int | None, directory: Path, *, as_json: bool) -> int:
     """Print a study, or one of its trials."""
-    place = find_study(name, directory)
+    place = find_recorded(name, directory)
     if trial is not None:
         snapshot = Snapshot.of(read_trial(place, trial))
         row = _find_trial(snapshot, trial)
@@ -158,13 +161,15 @@ def describe_study(snapshot: Snapshot, place: Path) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in snapshot.versions.items())
     count = snapshot.count(TrialState.PRUNED)
     pruned = f"{count} pruned, " if count else ""
+    state = study_state(snapshot, place)
     parts = [
-        f"study {snapshot.study}: {study_state(snapshot, place)}, "
-        f"{snapshot.count(TrialState.FINISHED)} of {snapshot.total} trials finished, {pruned}"
+        f"study {snapshot.study}: {state}, "
+        f"{snapshot.count(TrialState.FINISHED)} of {counted(snapshot.total, 'trial')} finished, "
+        f"{pruned}"
         f"{snapshot.count(TrialState.FAILED)} failed, in {format_seconds(snapshot.seconds)}",
         f"in {place}, from {snapshot.source or 'an interactive session'}; {versions}",
         "",
-        leaderboard(snapshot),
+        leaderboard(snapshot, is_interrupted=state == "interrupted"),
         "",
         device_table(snapshot),
     ]
@@ -172,14 +177,15 @@ def describe_study(snapshot: Snapshot, place: Path) -> str:
     return "\n".join([*parts, *(["", *failures] if failures else [])])
 
 
-def leaderboard(snapshot: Snapshot) -> str:
+def leaderboard(snapshot: Snapshot, *, is_interrupted: bool = False) -> str:
     """The trials, the best first; then those that have no metric.
 
-    Where all of them finished, their states are left out.
+    Where all of them finished, their states are left out. ``is_interrupted``: no process runs
+    those that the record has as running.
     """
     rows = ranking(snapshot)
     names = varying_names(row.hp for row in snapshot.trials)
-    table = [_leaderboard_row(row, names, snapshot.metric) for row in rows]
+    table = [_leaderboard_row(row, names, snapshot.metric, is_interrupted) for row in rows]
     header = ["trial", *names, "from", "how", "state", "step", "loss", snapshot.metric, "took"]
     if not any(row.inherited for row in rows):
         place = header.index("from")
@@ -213,14 +219,17 @@ def best_trial(snapshot: Snapshot) -> TrialRow | None:
     return None
 
 
-def _leaderboard_row(row: TrialRow, names: list[str], metric: str) -> list[str]:
+def _leaderboard_row(
+    row: TrialRow, names: list[str], metric: str, is_interrupted: bool
+) -> list[str]:
+    was_running = is_interrupted and row.state is TrialState.RUNNING
     settings = [format_value(row.hp[n]) if n in row.hp else DASH for n in names]
     return [
         str(row.number),
         *(shorten(setting, 24) for setting in settings),
         f"{last.source} at {last.step}" if (last := _last_taken(row)) else DASH,
         how(row),
-        row.state.lower(),
+        "interrupted" if was_running else row.state.lower(),
         format_steps(row.step, row.steps),
         format_metric(row.smooth_loss),
         format_metric(row.metrics.get(metric)),
@@ -268,18 +277,18 @@ def failure_lines(snapshot: Snapshot, most: int = 5) -> list[str]:
 def describe_trial(snapshot: Snapshot, row: TrialRow, place: Path) -> str:
     """A trial as text: settings, learning curve, error."""
     settings = ", ".join(f"{name}={format_value(value)}" for name, value in row.hp.items())
-    parts = "stages" if row.technique == "Pipelined" else "shards"
-    count = row.shards
+    part, count = "stage" if row.technique == "Pipelined" else "shard", row.shards
+    cut = counted(count, part)
     if copies := row.numerics.get("copies"):
-        parts = f"stages in each of {copies} copies"
+        cut = f"{counted(count, part)} in each of {copies} copies"
     if row.technique == "DataParallel":
-        parts, count = "replicas", int(row.numerics.get("replicas") or 1)
+        cut = counted(int(row.numerics.get("replicas") or 1), "replica")
     lines = [
         f"trial {row.number} of {snapshot.study} ({settings}; seed {row.seed}): "
         f"{row.state.lower()} at step {format_steps(row.step, row.steps)}",
-        f"{row.technique.lower() or 'not planned'}, {count} {parts}, predicted peak "
+        f"{row.technique.lower() or 'not planned'}, {cut}, predicted peak "
         f"{format_bytes(row.predicted_bytes)}; last on {row.device or 'no device'}; "
-        f"{format_seconds(row.seconds)}, {row.restarts} restarts",
+        f"{format_seconds(row.seconds)}, {counted(row.restarts, 'restart')}",
         "numerics: " + ", ".join(f"{name}={value}" for name, value in row.numerics.items()),
     ]
     lines += [_inheritance_line(one) for one in row.inherited]
@@ -334,7 +343,7 @@ def _find_trial(snapshot: Snapshot, number: int) -> TrialRow:
 
 def trace_study(name: str | None, output: str | None, directory: Path, *, as_json: bool) -> int:
     """Write the timeline and the chart, and say where and how to look at them."""
-    place = find_study(name, directory)
+    place = find_recorded(name, directory)
     trace = Path(output) if output else place / "trace.json"
     chart = trace.with_suffix(".svg") if output else place / "gantt.svg"
     trace.parent.mkdir(parents=True, exist_ok=True)
@@ -355,7 +364,7 @@ def study_record(place: Path, snapshot: Snapshot) -> dict[str, Any]:
     """A study as JSON-ready values, without its trials."""
     best = best_trial(snapshot)
     return {
-        "study": snapshot.study,
+        "study": snapshot.study or place.name,
         "directory": str(place),
         "state": study_state(snapshot, place),
         "metric": snapshot.metric,

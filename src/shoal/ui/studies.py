@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from shoal.core.errors import SpecError
+from shoal.observe import is_running, read_outline
 from shoal.observe.connect import DATABASE, EARLIER
+
+RECORD = "study.json"
 
 
 def study_directories(directory: Path) -> list[Path]:
@@ -53,6 +56,36 @@ def find_study(name: str | None, directory: Path) -> Path:
     others = ", ".join(path.name for path in known[:8]) or "none"
     raise SpecError(
         f"there is no study {name!r} in {directory.resolve()}; the studies there: {others}."
+    )
+
+
+def find_recorded(name: str | None, directory: Path) -> Path:
+    """The same, of which there is something to read.
+
+    Raises:
+        SpecError: there is none, or nothing of it is on record.
+    """
+    place = find_study(name, directory)
+    refuse_unrecorded(place)
+    return place
+
+
+def refuse_unrecorded(place: Path) -> None:
+    """Say so where a study's process has written nothing yet, or ended before it did.
+
+    Raises:
+        SpecError: it has not.
+    """
+    if (place / RECORD).is_file() or next(read_outline(place), None) is not None:
+        return
+    if is_running(place):
+        raise SpecError(
+            f"the study in {place} is being planned, and nothing of it is on record yet. Look "
+            "again in a moment."
+        )
+    raise SpecError(
+        f"the study in {place} ended before anything of it was on record: it was killed while it "
+        f"was planned. Run its file again (shoal run FILE.py), or remove it: shoal rm {place}."
     )
 
 

@@ -9,13 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from shoal.core.errors import SpecError
-from shoal.core.units import format_seconds
+from shoal.core.units import counted, format_seconds
 from shoal.observe import jsonl
 from shoal.observe.rows import TrialRow, TrialState
 from shoal.observe.snapshot import Snapshot
 from shoal.ui.failures import ExitCode
 from shoal.ui.show import read_snapshot
-from shoal.ui.studies import find_study
+from shoal.ui.studies import find_recorded
 from shoal.ui.text import format_value, varying_names
 from shoal.verify import (
     TrialVerdict,
@@ -43,7 +43,7 @@ def verify_study(
 
     ``trials`` are chosen by number, and ``count`` more: the best one and others at random.
     """
-    place = find_study(name, directory)
+    place = find_recorded(name, directory)
     snapshot = read_snapshot(place)
     rows = _rows(snapshot, place, count, trials or ())
     names = varying_names(row.hp for row in snapshot.trials)
@@ -86,8 +86,8 @@ def _introduction(snapshot: Snapshot, place: Path, count: int, *, chosen: bool) 
     failed = snapshot.count(TrialState.FAILED)
     left_out = f"; the {failed} that failed are left out" if failed and chosen else ""
     return (
-        f"training {count} of {snapshot.total} trials of {place} again, each alone, with the "
-        f"plain PyTorch loop{left_out}"
+        f"training {count} of {counted(snapshot.total, 'trial')} of {place} again, each alone, "
+        f"with the plain PyTorch loop{left_out}"
     )
 
 
@@ -99,9 +99,10 @@ def describe_verdict(verdict: TrialVerdict, settings: str) -> str:
     word = "EQUAL" if verdict.equal else "DIFFERENT"
     random = ", random numbers" if "random numbers" in verdict.compared else ""
     lines = [
-        f"{word:9}  {trial}: {verdict.steps} steps, "
-        f"{verdict.tensors} tensors, {verdict.losses} losses, {verdict.metrics} metrics{random}; "
-        f"alone it took {format_seconds(verdict.plain_s)}"
+        f"{word:9}  {trial}: {counted(verdict.steps, 'step')}, "
+        f"{counted(verdict.tensors, 'tensor')}, {counted(verdict.losses, 'loss', 'losses')}, "
+        f"{counted(verdict.metrics, 'metric')}{random}; alone it took "
+        f"{format_seconds(verdict.plain_s)}"
     ]
     if not verdict.equal:
         lines.append(f"           first: {verdict.first_difference}")
@@ -113,7 +114,8 @@ def describe_verdicts(verdicts: Sequence[TrialVerdict]) -> str:
     done = [verdict for verdict in verdicts if not verdict.skipped]
     different = sum(not verdict.equal for verdict in done)
     if different:
-        return f"{different} of {len(done)} trials differ from training alone"
+        trials = counted(len(done), "trial differs", "trials differ")
+        return f"{different} of {trials} from training alone"
     has_rule = any("by the rule of" in note for verdict in done for note in verdict.notes)
     alone = "training alone" + ", by the rule in the notes" * has_rule
     common = [name for name in _WHOLE if all(name in (v.compared or _WHOLE) for v in done)]

@@ -102,8 +102,8 @@ def test_a_position_of_other_data_is_refused():
 
     with pytest.raises(
         TrialError,
-        match=r"found by its index and is now DataLoader over range \(position: index into a "
-        r"seeded sampler\)\. Resume with the data",
+        match=r"found by its index and is now DataLoader over range \(place in the data: "
+        r"index into a seeded sampler\)\. Resume with the data",
     ):
         Feed(DataLoader(range(4)), CPU).seek(feed.position())
 

@@ -13,7 +13,7 @@ from shoal.data.sources import name_of, replay_rule
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
-REPLAY = "position: replay from the first epoch, with a few numbers kept of each: "
+REPLAY = "place in the data: replay from the first epoch, with a few numbers kept of each: "
 ALL = [(way, name) for way, sources in KINDS.items() for name in sources]
 
 
@@ -27,16 +27,16 @@ def test_each_kind_has_its_way(way, name):
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        (kinds.batches, "position: index into a list"),
-        (kinds.SAMPLER["weighted"], "position: index into a seeded sampler"),
-        (kinds.Stateful, "position: state_dict() of the Stateful"),
+        (kinds.batches, "place in the data: index into a list"),
+        (kinds.SAMPLER["weighted"], "place in the data: index into a seeded sampler"),
+        (kinds.Stateful, "place in the data: state_dict() of the Stateful"),
         (
             kinds.EPOCH["one process"],
-            "position: replay of the epoch, for the random streams of its process",
+            "place in the data: replay of the epoch, for the random streams of its process",
         ),
         (
             kinds.EPOCH["two processes"],
-            "position: replay of the epoch, for the random streams of its 2 processes",
+            "place in the data: replay of the epoch, for the random streams of its 2 processes",
         ),
         (
             kinds.Drawing,

@@ -197,3 +197,49 @@ def test_a_rule_that_raises_between_two_pieces_fails_their_work_and_leaves_nobod
 
 def test_work_of_no_pieces_is_over_at_once(two_streams):
     two_streams[0].submit_pieces([], turn=lambda: Turns().take(0)).wait()
+
+
+def test_work_that_nobody_wants_any_more_waits_for_no_turn(two_streams):
+    turns, done, first, second = Turns(), [], *two_streams
+    hold, off = threading.Event(), threading.Event()
+    held = first.submit(hold.wait, turn=lambda: turns.take(1))
+    wait_until(lambda: not turns._free)
+    left_out = [
+        second.submit_pieces(
+            [Piece(lambda: done.append("never"))] * 3,
+            turn=lambda: turns.take(2, off.is_set),
+            is_off=off.is_set,
+        )
+        for _ in range(2)  # one that waits for a turn, and one behind it
+    ]
+    wait_until(lambda: turns._waiting)
+    off.set()
+    turns.let_go()
+    second.close()  # while the turn is another one's
+    assert not hold.is_set()
+    assert all(event.done for event in left_out)
+    hold.set()
+    held.wait()
+    assert not done
+    assert turns._free == 1
+
+
+def test_work_that_gave_way_goes_on_without_a_turn_when_it_is_off(two_streams):
+    turns, done, first, second = Turns(), [], *two_streams
+    turns.choose = max
+    begun, go_on, hold, off = (threading.Event() for _ in range(4))
+    pieces = [Piece(lambda: begun.set() or go_on.wait()), Piece(lambda: done.append("never"))]
+    gone = first.submit_pieces(pieces, turn=lambda: turns.take(1, off.is_set), is_off=off.is_set)
+    begun.wait()
+    urgent = second.submit(hold.wait, turn=lambda: turns.take(2))
+    wait_until(lambda: turns._waiting)
+    go_on.set()
+    wait_until(lambda: turns._waiting and turns._waiting[0].trial == 1)
+    off.set()
+    turns.let_go()
+    gone.wait()
+    hold.set()
+    urgent.wait()
+    assert not done
+    assert in_pieces(first, ["next"], done, lambda: turns.take(3)).wait() is None
+    assert done == ["next"]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.core.spec import LayerMeasure, ShardSpec
-from shoal.core.technique import Pipelined, Resident, Spilled
+from shoal.core.technique import Captured, Pipelined, Resident, Spilled
 from shoal.core.units import Bytes, Seconds
 from shoal.execution.ladder import (
     LEAST_GROWTH,
@@ -19,6 +19,7 @@ from shoal.execution.ladder import (
     fewer_stages,
     grow,
     nothing_smaller,
+    over_fewer,
     same_bits,
     stepped_here,
     steps_alike,
@@ -34,6 +35,10 @@ def tried(technique, shards=4, place="device", *, has_neighbours=False):
 
 def test_a_resident_trial_is_spilled_and_steps_where_it_did():
     assert tried(Resident(), 1) == [Spilled(optimizer="device", recompute=True)]
+
+
+def test_a_captured_trial_is_tried_without_its_capture_first():
+    assert tried(Captured(), 1) == [Resident(), Spilled(optimizer="device", recompute=True)]
 
 
 def test_a_trial_with_neighbours_is_tried_as_it_is_and_alone_first():
@@ -125,6 +130,7 @@ def test_a_key_that_differs_means_other_bits_but_for_how_the_pilot_was_compared(
     assert same_bits(key, key | {"cut": "bitwise in the pilot"})
     assert not same_bits(key, key | {"optimizer": "SGD"})
     assert not same_bits(key, key | {"use_cache": "off"})
+    assert same_bits(key, key | {"use_cache": "off", "cut": "bitwise in the pilot"})
 
 
 # -- what a larger batch costs ------------------------------------------------------------------
@@ -237,6 +243,24 @@ def test_on_a_gpu_no_rung_moves_the_step_of_a_shard_that_stays(technique):
     assert {rung.keep for rung in found} == {(1,)}
     assert {rung.shards for rung in found} == {4}
     assert 0 in {rung.lookahead for rung in found}
+
+
+THREE = replace(KEPT, stages=3, cuts=(2, 4), shards=5, keep=(1, 4))
+FIVE_SHARDS = (0, 2, 4, 5, 6, 8)  # one, one and three of them in the stages
+
+
+def test_a_pipeline_that_lost_a_device_goes_on_with_the_same_shards_in_fewer_stages():
+    job = job_of(THREE, "host, of 5 shards 1+4 on the device", FIVE_SHARDS)
+    options = list(over_fewer(job, 2, accumulate=1))
+    piped, alone = options
+    assert (piped.stages, piped.cuts, piped.shards, piped.keep) == (2, (4,), 5, (1, 4))
+    assert alone == Spilled(shards=5, optimizer="host", keep=(1, 4))
+    assert list(over_fewer(job, 1, accumulate=1)) == [alone]
+
+
+def test_a_pipeline_whose_places_have_the_same_bits_may_go_on_as_anything():
+    job = job_of(THREE, "cpu", FIVE_SHARDS)
+    assert list(over_fewer(job, 2, 1)) == list(fewer_stages(THREE, 2, 1))
 
 
 @pytest.mark.parametrize("technique", [replace(KEPT, keep=()), Spilled(shards=4, keep=())])

@@ -64,3 +64,13 @@ def test_what_only_one_of_the_keys_says_is_another_one_too(name):
     assert there.startswith(f"{name} of trial 0 was")
     assert back.startswith(f"{name} of trial 0 was 8 and is")
     assert not check_numerics(key_of(**other), {0: other})
+
+
+@pytest.mark.parametrize("missing", [{}, {"cut": "none"}, {"cut": "bitwise in the pilot"}])
+def test_caches_that_are_off_are_no_change_where_the_pilot_found_the_same_bits(missing):
+    """Also of trials that began resident, or before the key said so."""
+    off = {"torch": "2", "use_cache": "off", "cut": "bitwise in the pilot"}
+    on = {"torch": "2", **missing}
+    assert check_numerics(key_of(**off), {0: on}) == []
+    assert check_numerics(key_of(**on), {0: off}) == []
+    assert len(check_numerics(key_of(**(off | {"cut": "none"})), {0: on})) == 1

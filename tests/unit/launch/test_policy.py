@@ -127,7 +127,7 @@ def test_bytes_on_disk_are_those_of_the_trials_asked_for(tmp_path):
 
 @pytest.mark.parametrize("keep", [0, -1, 2.0, "2", True, None])
 def test_a_study_keeps_at_least_one_generation(keep):
-    with pytest.raises(SpecError, match="at least 1"):
+    with pytest.raises(SpecError, match="from 1, got"):
         policy(keep=keep)
 
 

@@ -60,6 +60,18 @@ def test_a_measured_shard_gets_the_chunks_of_its_seconds_on_the_host():
     assert chunks == (("first.weight", "first.bias"), ("second.weight", "second.bias"))
 
 
+def test_frozen_tensors_take_no_time_and_go_with_the_chunk_beside_them():
+    counts = {"frozen.embedding": 10**6, **COUNTS, "frozen.head": 10**6}
+    layout = layout_of(counts)
+    measure = in_chunks(measure_of(4 * CHUNK_S, trained=tuple(COUNTS)), layout)
+    alone = in_chunks(measure_of(4 * CHUNK_S), layout_of())
+    assert measure.shards[0].step_chunks == alone.shards[0].step_chunks
+    first, *_, last = names = chunk_names(measure.shards[0], layout.shards[0], COUNTS)
+    assert [name for chunk in names for name in chunk] == list(counts)
+    assert first[0] == "frozen.embedding"
+    assert last[-1] == "frozen.head"
+
+
 def test_an_optimizer_that_needs_a_layer_at_a_time_has_no_chunks():
     measure = in_chunks(measure_of(1.0, steps_by_tensor=False), layout_of())
     assert measure.shards[0].step_chunks == ()

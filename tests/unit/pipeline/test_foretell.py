@@ -14,7 +14,7 @@ from shoal.partition.build import build_chain
 from shoal.pipeline.foretell import Foretelling
 from shoal.pipeline.run import run_stages
 from shoal.recipe import Recipe
-from shoal.rng import capture_rng, same_rng
+from shoal.rng import capture_rng, restore_rng, same_rng
 from shoal.testing import compare, plain_loop
 
 
@@ -137,6 +137,22 @@ def test_a_layers_weights_are_enough_at_a_time():
     foretelling.draw_on(batch[:3])  # another form is looked at in the same way
     assert (lender.lent, lender.most) == (0, 2)
     assert not same_rng(before, capture_rng())
+
+
+def test_with_copies_the_first_stages_draws_are_foretold_with_a_layers_weights():
+    torch.manual_seed(0)
+    made, batch = model({}).train(), data({})[0][0]
+    chain = build_chain(made, recipe(), batch, torch.device("cpu"))
+    before = capture_rng()
+    made(batch)
+    after = capture_rng()
+    lender = Lender(chain)
+    foretelling = Foretelling(chain, 2, lender, whole=True)
+    restore_rng(before)
+    assert foretelling.look(batch) == (True, True)
+    assert (lender.lent, lender.most) == (0, 2)
+    foretelling.draw_on(batch)
+    assert same_rng(after, capture_rng())
 
 
 def test_a_model_that_draws_nothing_is_seen_to_draw_nothing():

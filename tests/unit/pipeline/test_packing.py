@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shoal.pipeline.packing import Packer, pack_rng, unpack_rng
+from shoal.pipeline.packing import Packer, apart_bytes, pack_rng, unpack_rng
 from shoal.planner.pipeline import RNG_BYTES
 from shoal.rng import capture_rng, restore_rng, same_rng
 from shoal.testing import same_bits
@@ -44,6 +44,20 @@ def test_one_tensor_in_two_places_is_sent_once():
     assert Packer().pack([tensor, tensor]).num_bytes < 2 * tensor.nbytes
     first, second = through([tensor, tensor])
     assert first is second
+
+
+def test_tensors_of_a_device_go_in_a_frame_of_their_own():
+    apart = torch.device("meta")
+    tree = [torch.arange(5), torch.empty(3, 7, device=apart), torch.arange(3.0)]
+    packed = Packer().pack(tree, apart)
+    assert (packed.num_bytes, packed.apart.num_bytes) == (128, apart_bytes(packed.form))
+    frame = torch.zeros(packed.num_bytes, dtype=torch.uint8)
+    packed.write(frame, 0)
+    beside = torch.empty(packed.apart.num_bytes, dtype=torch.uint8, device=apart)
+    first, second, third = Packer().unpack(packed.form, frame, 0, beside)
+    assert same_bits(first, tree[0])
+    assert same_bits(third, tree[2])
+    assert (second.shape, second.device) == (tree[1].shape, apart)
 
 
 def test_parameters_go_by_name():

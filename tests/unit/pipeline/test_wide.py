@@ -111,9 +111,9 @@ def test_nothing_is_added_to_nothing():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"width": 0}, r"Pipelined\(width=...\) is 1 or more, got 0"),
-        ({"width": None}, r"Pipelined\(width=...\) is 1 or more, got None"),
-        ({"width": 2.0}, r"Pipelined\(width=...\) is 1 or more, got 2.0"),
+        ({"width": 0}, r"Pipelined\(width=...\) is a whole number from 1, got 0"),
+        ({"width": None}, r"Pipelined\(width=...\) is a whole number from 1, got None"),
+        ({"width": 2.0}, r"Pipelined\(width=...\) is a whole number from 1, got 2.0"),
         ({"width": 3, "micro_batches": 2}, "3 copies of a pipeline need 3 micro-batches a step"),
         (
             {"stages": 3, "width": 2, "micro_batches": 5, "schedule": "2bw"},

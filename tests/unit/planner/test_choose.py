@@ -315,6 +315,12 @@ def test_by_shard_a_load_is_paid_once_for_all_micro_batches():
     assert need_.moved <= 1.25 * once.moved  # its boundaries leave less room for shards
 
 
+def test_by_shard_is_no_other_order_where_a_step_has_one_micro_batch():
+    found = measure(16, draws=True, num_batches=100)
+    technique, _ = best(found, state_of(found) / 4, technique=Spilled(order="shard"))
+    assert technique.order == "micro"
+
+
 def test_by_itself_the_micro_batches_go_one_after_another():
     found = measure(16, draws=False, num_batches=100)
     technique, _ = best(found, state_of(found) / 4, micro_batches=4)

@@ -8,14 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.core.technique import Spilled, kept_weights
+from shoal.core.technique import Spilled, heads_of, kept_weights, turned_shards
 from shoal.core.units import Bytes
+from shoal.memory.layout import TensorSpec, head_sizes, lay_out, state_of
 from shoal.planner.keep import keep_best, keep_most
 from shoal.planner.lean import keep_lean, kept_lean
 from shoal.planner.need import Request, fits
 from shoal.planner.predict import predict_shards
 from shoal.planner.price import Speeds
 from shoal.planner.room import Room
+from shoal.planner.spare import head_most, share_late
 from shoal.testing import make_layer, make_measure
 
 MIB = 2**20
@@ -106,6 +108,75 @@ def test_state_comes_when_the_inputs_of_the_others_have_gone():
     assert kept_weights(lean[0]) == (0,)
     assert lean[1].moved == 16 * MIB < spread[1].moved
     assert keep_best(given_, FREE)[1] == lean[1]
+
+
+def laid_out(sizes, parts=4):
+    """Tensors of a shard: one of half of it, then ever smaller ones, and Adam's state."""
+    names = [[f"{shard}.{part}" for part in range(parts)] for shard in range(len(sizes))]
+    flat = {
+        name: TensorSpec(name, (1,), (1,), "float32", size >> min(part + 1, parts - 1))
+        for size, some in zip(sizes, names, strict=True)
+        for part, name in enumerate(some)
+    }
+    states = {n: [replace(spec, key=key) for key in ("avg", "sq")] for n, spec in flat.items()}
+    return lay_out(names, [()] * len(sizes), flat, states, [])
+
+
+def test_several_shards_share_the_state_that_travels_late_in_small_tensors():
+    sizes = [4 * MIB] * 24
+    missing = 4 * MIB + MIB // 4  # tensors are of 2, 1 and half a mebibyte
+    given_ = replace(short_of(missing, sizes, optimizer="device"), layout=laid_out(sizes))
+    alone = head_most(given_, keep_lean(given_, keep_most(given_)))
+    shared = share_late(given_, alone)
+    heads = heads_of(shared[0])
+    assert len(heads) > 1
+    assert kept_weights(shared[0]) == tuple(heads)
+    assert 2 * missing <= shared[1].moved < alone[1].moved
+    assert keep_best(given_, FREE)[1].moved == shared[1].moved
+
+
+def test_nothing_is_shared_where_no_state_comes_late_or_no_tensors_are_known():
+    given_ = short_of(MIB, EMBEDDED, optimizer="device")
+    lean = keep_lean(given_, keep_most(given_))
+    assert share_late(given_, lean) == lean
+    given_ = replace(given_, layout=laid_out(EMBEDDED))
+    spread = keep_most(given_)
+    assert share_late(given_, spread) == spread
+
+
+def test_without_a_slot_too_many_all_that_travel_are_held_over_the_turn():
+    missing = 2 * EMBEDDED[0] + 3 * EMBEDDED[-1] - MIB // 8  # less than a slot of the last one
+    given_ = short_of(missing, EMBEDDED, optimizer="host")
+    best = keep_best(given_, FREE)
+    assert best[0].keep == tuple(range(1, 11))
+    assert best[0].keep_turn == 2
+    assert turned_shards(best[0], 12) == (0, 11)
+    assert best[1].moved == 2 * (EMBEDDED[0] + EMBEDDED[-1])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(1, 8), min_size=3, max_size=7),
+    st.floats(0.6, 1.2),
+    st.integers(0, 2),
+    st.integers(2, 5),
+)
+def test_what_is_shared_fits_and_is_whole_tensors_of_shards_whose_parameters_stay(
+    sizes, share, lookahead, parts
+):
+    sizes = [MIB * size // 2 for size in sizes]
+    given_ = room(measure(sizes), share * whole(sizes), optimizer="device", lookahead=lookahead)
+    given_ = replace(given_, layout=laid_out(sizes, parts))
+    spread = keep_most(given_)
+    lean = spread and keep_lean(given_, spread)
+    if not lean:
+        return
+    shared = share_late(given_, lean)
+    assert given_.tried(shared[0]) == shared
+    assert shared[1].moved <= lean[1].moved
+    for shard, size in heads_of(shared[0]).items():
+        assert shard in kept_weights(shared[0])
+        assert size in head_sizes(state_of(given_.layout, shared[0], shard))
 
 
 def test_gradients_of_the_first_shards_come_when_the_turn_is_over():

@@ -15,15 +15,14 @@ from shoal.pipeline.check import check_pipeline
 from shoal.planner.need import Request
 from shoal.planner.pipeline import (
     Alternative,
-    Terms,
     candidates,
     is_worth,
-    pipeline_of,
     staged,
     study_s,
 )
 from shoal.planner.price import Speeds
 from shoal.planner.stages import Split, as_stages, predicted
+from shoal.planner.steptime import Terms, pipeline_of
 from shoal.program.costs import JobCosts
 from shoal.testing import make_layer, make_shard
 
@@ -363,6 +362,18 @@ def test_a_slow_link_makes_sums_count():
         return two / one
 
     assert part(replace(FAST, down_bytes_per_s=2e7)) > part(FAST) + 0.05
+
+
+def test_adding_up_the_copies_gradients_takes_its_part_of_a_step():
+    """A step moves 2 of parameters and 1 of gradients and takes a second: so does a sum of two."""
+
+    def step_s(width, seconds):
+        layers = alike(8, step_s=Seconds(seconds), state_bytes=Bytes(0))
+        asked = Pipelined(stages=2, width=width)
+        return best(measure(layers), micro_batches=8, asked=asked).step_s
+
+    adding_s = [step_s(width, 0.1) - step_s(width, 0.0) for width in (1, 2)]
+    assert adding_s[1] == pytest.approx(2 * adding_s[0])
 
 
 @pytest.mark.parametrize("schedule", ["flush", "2bw"])

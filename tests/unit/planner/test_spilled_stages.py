@@ -10,10 +10,13 @@ import pytest
 from shoal.core.spec import JobMeasure
 from shoal.core.technique import Pipelined, spans_of
 from shoal.core.units import Bytes, Seconds
+from shoal.planner import spilledstages
+from shoal.planner.choose import about_s, choices
 from shoal.planner.need import Request
-from shoal.planner.pipeline import Terms
+from shoal.planner.paper import Paper
 from shoal.planner.price import Speeds
 from shoal.planner.spilledstages import fitted, smallest, spilled_candidates
+from shoal.planner.steptime import Terms
 from shoal.testing import make_layer
 
 KIB, MIB = 2**10, 2**20
@@ -113,6 +116,20 @@ def test_where_memory_is_shorter_there_are_more_shards():
     assert fewest(20) < fewest(7)
 
 
+def test_no_other_number_of_shards_is_clearly_quicker():
+    """The few that are tried, against all; over a link of 400 MB/s, with large ends."""
+    layers = alike(12)
+    layers[0] = replace(layers[0], parameter_bytes=Bytes(3 * MIB), backward_s=Seconds(0.16))
+    layers[-1] = replace(layers[-1], parameter_bytes=Bytes(4 * MIB))
+    speeds = Speeds(up_bytes_per_s=4e8, down_bytes_per_s=4e8, source="a test")
+    open_ = Pipelined(stages=2, optimizer="host")
+    options = {"layers": layers, "budget": 16 * MIB, "speeds": speeds, "micro_batches": 2}
+    some = found(open_, **options)
+    counts = range(min(one.technique.shards for one in some), 13)
+    each = [one for n in counts for one in found(replace(open_, shards=n), **options)]
+    assert min(one.step_s for one in some) <= 1.05 * min(one.step_s for one in each)
+
+
 def test_stages_are_as_quick_as_each_other_and_shards_as_small():
     layers = alike(12)
     layers[0] = replace(layers[0], forward_s=Seconds(0.06), backward_s=Seconds(0.2))
@@ -153,6 +170,27 @@ def test_what_is_asked_for_is_what_is_settled():
     assert (technique.shards, technique.optimizer, technique.lookahead) == (7, "device", 0)
     assert technique.keep == (1, 5)
     assert found(asked, budget=3 * MIB) == []
+
+
+def test_to_stop_at_the_first_stage_that_does_not_fit_changes_no_choice(monkeypatch):
+    options = {"budget": 9 * MIB, "layers": alike(8), "micro_batches": 2}
+    quickly = found(**options)
+
+    def fits(self, budget):
+        return all([spilledstages._reserved(need) <= budget for need in self.needs])
+
+    monkeypatch.setattr(spilledstages._Paper, "fits", fits)
+    assert quickly == found(**options)
+
+
+def test_what_one_device_would_take_is_told_about_right():
+    """Of the fewest shards, where the search would find better ones."""
+    some, budget = terms(measure(alike(8))), Bytes(8 * MIB)
+    args = (some.measure, budget, some.request, some.speeds)
+    best = next(choices(some.measure, budget, (1,), some.request, some.speeds))
+    least_s = Paper(some.measure, some.request).step_s(best, some.speeds, budget)
+    assert least_s <= about_s(*args) <= 1.25 * least_s
+    assert about_s(some.measure, Bytes(MIB), some.request, some.speeds) is None
 
 
 def test_cuts_that_were_asked_for_are_the_stages_ends():

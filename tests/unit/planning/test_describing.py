@@ -6,9 +6,12 @@ import pytest
 
 from shoal.core.errors import SpecError, WorkerError
 from shoal.core.spec import TrialSpec
+from shoal.core.technique import Resident
 from shoal.planning.asking import EACH, MAX_DEATHS, Asking
-from shoal.runtime.messages import Described
+from shoal.planning.planned import Settled
+from shoal.runtime.messages import Described, Measure, Measured, Refused
 from shoal.runtime.pool import Gone
+from shoal.testing import make_measure
 
 TRIALS = [TrialSpec(number=n, hp={}, seed=n) for n in range(3 * EACH + 1)]
 
@@ -100,5 +103,49 @@ def test_where_none_can_be_built_the_cause_of_the_first_is_raised():
 
     with pytest.raises(SpecError, match=r"at 0$"):
         described(3, answer)
-    with pytest.raises(WorkerError, match="none of the 25 trials can run"):
+    with pytest.raises(WorkerError, match="none of 25 trials can run"):
         described(3, lambda w, order: Described({}, {t.number: "no" for t in order.trials}))
+
+
+# -- refused while they are measured --------------------------------------------------------
+
+
+def settled(refused, words=str):
+    """What is settled of trials of two shapes; those in ``refused`` cannot be asked for."""
+
+    def answer(worker, order):
+        trial = order.trial
+        if trial.number in refused:
+            error = SpecError(words(trial.number))
+            return Refused(trial.number, f"SpecError: {error}", error)
+        return Measured(trial.number, make_measure(), None)
+
+    def question(trial):
+        measured = yield Measure(trial, cut=False)
+        why = (f"by {trial.number}",)
+        values = {"measure": measured.measure, "layout": None, "technique": Resident()}
+        return Settled(**values, why=why, active=1)
+
+    pool = FakePool(1, answer)
+    asking = Asking(pool, pool.receive, 1.0)
+    alike = {"even": TRIALS[0:20:2], "odd": TRIALS[1:20:2]}
+    found = asking.settle(alike, question)
+    return {kind: one.why[0] for kind, one in found.items()}, asking, pool
+
+
+def test_a_trial_that_cannot_be_asked_for_fails_and_another_of_its_shape_speaks_for_the_rest():
+    found, asking, _ = settled({0, 1, 2})
+    assert found == {"even": "by 4", "odd": "by 3"}
+    assert asking.failures == {n: f"SpecError: {n}" for n in (0, 1, 2)}
+
+
+def test_what_two_of_a_shape_were_refused_for_is_the_whole_shapes_and_no_others():
+    found, asking, pool = settled(set(range(0, 20, 2)), words=lambda number: "no norm")
+    assert found == {"odd": "by 1"}
+    assert asking.failures.keys() == set(range(0, 20, 2))
+    assert len(pool.orders) == 3
+
+
+def test_where_all_are_refused_the_first_refusal_is_the_studys():
+    with pytest.raises(SpecError, match=r"^0$"):
+        settled(set(range(20)))

@@ -317,7 +317,7 @@ def test_devices_that_would_idle_are_a_pipeline_where_that_is_clearly_quicker(pl
     assert isinstance(job.technique, Pipelined)
     assert job.technique.schedule == "flush"
     assert len(found.devices) == 3
-    assert "spilled on one device a step would take 1m 40s of it" in found.explain()
+    assert "on one device, spilled, a step would take about 1m 40s" in found.explain()
     assert "weights" not in job.numerics
 
 
@@ -325,8 +325,8 @@ def test_nothing_idles_where_there_are_as_many_trials_as_devices(plan, monkeypat
     slow(monkeypatch, 100.0)
     found = plan(None, memory=SMALL, devices=2, trials=2)
     assert {type(job.technique) for job in found.jobs} == {Spilled}
-    assert "as a pipeline of 2 stages it would take about" in found.explain()
-    assert "of 2 devices a step; spilled 1m 40s of one" in found.explain()
+    assert "as a pipeline of 2 stages a step would take about" in found.explain()
+    assert "on 2 devices; spilled it takes 1m 40s on one" in found.explain()
 
 
 def test_one_device_is_enough_where_a_pipeline_gains_nothing(plan, monkeypatch):
@@ -357,7 +357,7 @@ def test_what_fits_one_device_stays_on_it(plan):
         (
             Pipelined(micro_batches=28),
             {"splittable": True},
-            r"into 7 pieces of equal rows, and the first one has 120",
+            r"into 7 pieces of equal rows, and the first one has 120.* micro_batches=24 or 32,",
         ),
         (Pipelined(schedule="2bw"), {"accumulate": 1}, r"needs 2 micro-batches .* step has 1"),
         (Pipelined(schedule="2bw"), {"accumulate": 7}, r"last step of an epoch has 1: 8 batches"),
@@ -440,7 +440,7 @@ def test_copies_are_planned_with_stages_and_cuts(plan):
     words = found.explain()
     assert "2 copies of 2 stages, a device each, schedule flush" in words
     assert "2 copies were asked for: each takes 2 of a step's 4 micro-batches" in words
-    assert "of 4 devices" in words
+    assert "on 4 devices" in words
 
 
 def test_nobody_has_copies_unasked(plan):

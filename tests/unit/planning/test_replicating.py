@@ -49,7 +49,7 @@ def test_a_plan_says_who_holds_what_and_what_is_sent(plan):
         "2 replicas, a device each, DDP: each holds and steps all of the model",
         "each computes 2 of its 4 rows",
         "that each sends",
-        "resident on one device a step would take",
+        "on one device, resident, a step would take",
         "a mean over rows",
         "replicas=2",
     ):

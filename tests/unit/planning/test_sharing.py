@@ -98,3 +98,38 @@ def test_trials_of_one_kind_share_as_that_kind_does(mix):
 def test_no_more_places_than_trials(mix):
     two = {name: mix[name] for name in list(mix)[:2]}
     assert share(two, list(two), 2, again, CLIPPED, Bytes(1000 * MIB), SPEEDS) == (two, 2)
+
+
+def cut(settled, chunks):
+    """With steps on the host in so many chunks."""
+    shards = tuple(
+        replace(shard, step_chunks=(Bytes(512),) * chunks) for shard in settled.measure.shards
+    )
+    return replace(settled, measure=replace(settled.measure, shards=shards))
+
+
+def has_chunks(found):
+    return {name: bool(one.measure.shards[0].step_chunks) for name, one in found.items()}
+
+
+def test_steps_stay_in_one_piece_where_their_mix_is_sooner_through_so():
+    # The longer one takes the host from the other at every chunk, and is hardly sooner for it.
+    two = {"long": kind(9, 0.8, 1.6), "short": kind(2, 0.7, 0.3)}
+    lengths = {"long": 2, "short": 5}
+    two = {
+        name: replace(one, measure=replace(one.measure, num_batches=lengths[name]))
+        for name, one in ((name, cut(one, 4)) for name, one in two.items())
+    }
+    args = (["long", "short"], 2, again, CLIPPED, Bytes(1000 * MIB), SPEEDS)
+    found, places = share(two, *args, by_epochs=True)
+    assert places == 2
+    assert has_chunks(found) == {"long": False, "short": False}
+    assert "in one piece" in found["long"].why[-1]
+
+
+def test_chunks_stay_where_they_cost_nothing_and_where_one_trial_is_there_at_a_time(mix):
+    chunked = {name: cut(one, 4) for name, one in list(mix.items())[1:3]}
+    for places in (1, 2):
+        args = (list(chunked), places, again, CLIPPED, Bytes(9 * MIB), SPEEDS)
+        found, _ = share(chunked, *args)
+        assert all(has_chunks(found).values())

@@ -177,7 +177,7 @@ def test_a_trial_of_an_array_that_does_not_fit_is_spilled_with_it():
         assert (job.held_bytes, job.unit_bytes, job.waiting_bytes) == (60, 30, 640)
         assert job.numerics["array"] == f"slot {slot} of 2"
         assert "array_pass" not in job.numerics
-        assert any("moves 50 B a step" in words for words in job.why)
+        assert any("50 B move over the link" in words for words in job.why)
         assert fusing.layouts[job.trial] is PLAN.layout
 
 

@@ -102,9 +102,9 @@ def test_stages_that_fit_in_no_cut_are_spilled_with_nothing_left_open(plan):
     assert Plan.from_json(found.to_json()) == found
     words = found.explain()
     assert "the stages are spilled" in words
-    assert "in no stages that stay whole it fits 800.0 KiB" in words
-    assert "move a step over the links of all" in words
-    assert "spilled on one device a step would take" in words
+    assert "and one has 800.0 KiB; no cut has whole stages that all fit" in words
+    assert "in a step, over all links together" in words
+    assert "on one device, spilled, a step would take" in words
     assert "stage 1:" in words
     assert "2 stages, a device each" in words
 
@@ -138,7 +138,7 @@ def test_what_is_asked_for_is_planned(plan):
 
 def test_a_plan_says_what_spilled_stages_would_take_where_nobody_asked(plan):
     words = plan(None, trials=2).explain()
-    assert "as a pipeline of 2 spilled stages it would take about" in words
+    assert "as a pipeline of 2 spilled stages a step would take about" in words
 
 
 def test_devices_that_would_idle_are_spilled_stages_where_those_are_quicker(plan, monkeypatch):
@@ -156,11 +156,15 @@ def test_devices_that_would_idle_are_spilled_stages_where_those_are_quicker(plan
 @pytest.mark.parametrize(
     ("technique", "options", "words"),
     [
-        ("pipelined", {"memory": "200KiB"}, r"with spilled stages too: in 2 stages of 10 shards"),
+        (
+            "pipelined",
+            {"memory": "200KiB"},
+            r"even if its stages are spilled: cut into 10 shards over 2 stages",
+        ),
         (
             Pipelined(stages=2, shards=3),
             {"memory": "600KiB"},
-            r"of 3 shards stage \d, .* needs about .* leave shards= out",
+            r"into 3 shards over 2 stages, stage \d .* needs about .* leave shards= out",
         ),
         (Pipelined(stages=2, shards=11), {}, r"has 10 pieces .* Ask for at most 10\."),
         (
@@ -207,7 +211,7 @@ def test_a_plan_says_that_gpipe_adds_up_gradients_on_the_device(plan):
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ({"shards": 1}, "is 2 or more, got 1"),
+        ({"shards": 1}, "is a whole number from 2, got 1"),
         ({"stages": 3, "shards": 2}, "3 stages of 2 shards"),
         ({"shards": 4, "optimizer": "disk"}, "'device' or 'host', got 'disk'"),
         ({"shards": 4, "lookahead": 3}, "0, 1 or 2, got 3"),

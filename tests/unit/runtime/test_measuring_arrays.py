@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from torch.nn import functional as F
 from shoal.core.spec import TrialSpec
 from shoal.core.units import Bytes
 from shoal.device import open_device
+from shoal.fusion import backend_of
+from shoal.fusion.compiled import CompiledBackend
+from shoal.fusion.traced import TracedBackend
 from shoal.recipe import Recipe
-from shoal.runtime import stackedmeasure
+from shoal.runtime import stackedmeasure, widths
 from shoal.runtime.measure import Measurer
 from shoal.runtime.messages import MeasureArray, MeasureArrayShards, TimeArray, TimedArray
 from shoal.runtime.meter import Meter, copied_to, stored_bytes
@@ -119,6 +123,18 @@ def test_an_array_that_fits_is_timed_within_the_budget(kind):
     assert 0 < here.meter.peak_bytes <= 400 * KIB
 
 
+@pytest.mark.parametrize("captures", [True, False])
+def test_a_trial_alone_is_timed_as_it_would_train(captures):
+    device = open_device(dataclasses.replace(make_device(), memory=Bytes(400 * KIB)))
+    measurer = Measurer(recipe(), device)
+    order = MeasureArray(TRIALS, WIDTH, "eager", captures=captures)
+    assert not measurer.answer(order).found.declined
+    units = measurer._bench._alone.units
+    assert units.is_captured if captures else units is None
+    timed = measurer.answer(TimeArray(TRIALS[0], 0.0, (0.01, 0.01, 0.0, 0.0), 1))
+    assert all(timed.rounds[0][:2])
+
+
 @pytest.mark.parametrize("kind", ["eager", pytest.param("traced", marks=pytest.mark.full)])
 @pytest.mark.parametrize("is_whole", [True, False], ids=["by trying", "by its states"])
 def test_an_array_that_has_no_room_is_found_out_and_a_trial_alone_is_timed(kind, is_whole):
@@ -153,6 +169,45 @@ def test_a_trial_that_has_no_room_beside_the_array_is_timed_before_it():
     assert found.once_s[0] > 0
     (row,) = tight.time(TimeArray(TRIALS[0], 0.0, (0.01, 0.01, 0.01, 0.01), 1))
     assert row[0] == row[2] == 0 < row[1]
+
+
+class Quick(CompiledBackend):
+    """Runs graphs in place of compiled code."""
+
+    train = TracedBackend.train
+
+
+def test_the_graph_of_an_evaluation_is_made_before_one_is_timed(monkeypatch):
+    seen, evaluated = [], widths._evaluated
+
+    def spy(array, valid):
+        seen.append(array.backend.nodes)
+        graphs = [kept.graph for kept in array.backend._kept.values() if kept.proven]
+        found = evaluated(array, valid)
+        assert [kept.graph for kept in array.backend._kept.values()] == graphs
+        return found
+
+    monkeypatch.setattr(widths, "_evaluated", spy)
+    monkeypatch.setattr(
+        widths, "backend_of", lambda kind: Quick() if kind == "compiled" else backend_of(kind)
+    )
+    found = bench(400 * KIB).build(MeasureArray(TRIALS, 2, "compiled"))
+    assert not found.declined, found.declined
+    assert seen
+    assert all(seen)
+
+
+def test_on_a_gpu_a_trial_alone_makes_room_for_an_array(monkeypatch):
+    here, seen = bench(400 * KIB), []
+    here._crowd.grow(WIDTH)
+    here._place_alone()
+    assert here._alone is not None
+    monkeypatch.setattr(here, "_where", SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(
+        here, "_counted", lambda *args: (seen.append(here._alone is None), (None, Bytes(0)))[1]
+    )
+    assert here._probed(WIDTH, "eager") is not None
+    assert seen == [True]
 
 
 # -- in shards ----------------------------------------------------------------------------

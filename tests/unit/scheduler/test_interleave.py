@@ -43,7 +43,7 @@ def test_steps_draw_tickets_in_the_order_they_start():
 def test_no_candidates_is_refused_with_the_steps_in_progress():
     interleaver = Interleaver(LongestLeftFirst())
     interleaver.started(1, step=0)
-    with pytest.raises(TransitionError, match="no candidates; steps of 1 trials are in progress"):
+    with pytest.raises(TransitionError, match="no candidates; in progress are steps of 1 trial"):
         interleaver.choose([])
 
 

@@ -170,11 +170,11 @@ def test_a_space_with_nothing_to_change_is_refused():
         ({"quantile": 0.6}, "quantile is a share"),
         ({"quantile": True}, "quantile is a share"),
         ({"resample": 1.1}, "resample is a probability"),
-        ({"vary": ()}, "vary is a tuple of names"),
-        ({"vary": "lr"}, "vary is a tuple of names"),
-        ({"perturb": ()}, "perturb is a tuple of factors"),
-        ({"perturb": (0.0, 2.0)}, "perturb is a tuple of factors"),
-        ({"perturb": 1.2}, "perturb is a tuple of factors"),
+        ({"vary": ()}, "vary is a list of names"),
+        ({"vary": "lr"}, "vary is a list of names"),
+        ({"perturb": ()}, "perturb is a list of factors"),
+        ({"perturb": (0.0, 2.0)}, "perturb is a list of factors"),
+        ({"perturb": 1.2}, "perturb is a list of factors"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_an_example(options, words):

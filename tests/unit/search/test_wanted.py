@@ -80,7 +80,7 @@ def test_an_unknown_pruner_is_refused_with_those_there_are(asked):
 
 @pytest.mark.parametrize("generation", [0, -1, 2.0, True, "3"])
 def test_a_generation_is_a_number_of_trials(generation):
-    with pytest.raises(SpecError, match="whole number of trials from 1"):
+    with pytest.raises(SpecError, match="generation is a whole number from 1"):
         ask(generation=generation)
 
 

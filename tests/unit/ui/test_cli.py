@@ -214,7 +214,9 @@ def test_ls_tells_what_runs_from_what_was_interrupted(
         "runs": "running",
     }
     assert "study sweep: running" in shown
-    assert "study sweep: interrupted" in _invoke("show", str(tmp_path / "runs"))[1]
+    after = _invoke("show", str(tmp_path / "runs"))[1]
+    assert "study sweep: interrupted" in after
+    assert (" running " in shown, " running " in after) == (True, False)
 
 
 def test_ls_reads_the_steps_where_the_result_is_in_them(

@@ -90,6 +90,13 @@ def test_devices_show_peak_budget_and_busy(study_events: Events) -> None:
     assert "ETA" in text
 
 
+def test_devices_of_a_study_that_is_over_have_no_speed(study_events: Events) -> None:
+    lines = [line for line in _draw(Snapshot.of(study_events())) if line.startswith("cpu:")]
+
+    assert lines
+    assert not any("steps/s" in line for line in lines)
+
+
 def test_before_the_first_event_it_says_what_is_going_on() -> None:
     assert "planning" in _draw(Folder().snapshot())[0]
 

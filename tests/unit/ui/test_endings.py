@@ -68,7 +68,7 @@ def test_what_a_terminal_would_obey_is_shown_as_a_dot() -> None:
 
 def test_equal_bits_are_said_with_what_was_compared() -> None:
     assert describe_verdict(_verdict(), "lr=0.1") == (
-        "EQUAL      trial 3 (lr=0.1): 100 steps, 571 tensors, 100 losses, 1 metrics; "
+        "EQUAL      trial 3 (lr=0.1): 100 steps, 571 tensors, 100 losses, 1 metric; "
         "alone it took 9.0 s"
     )
     assert "the same bits as training alone" in describe_verdicts([_verdict()])

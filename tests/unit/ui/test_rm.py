@@ -126,6 +126,7 @@ def test_a_directory_without_a_study_is_refused(runs: Path) -> None:
     (runs / "notes").mkdir()
     with Database(runs / "empty"):
         pass
+    (runs / "empty" / "thesis.tex").write_text("precious")
 
     with pytest.raises(SpecError, match="there is no study 'notes'"):
         _remove("notes", runs=runs)

@@ -66,7 +66,7 @@ def test_names_and_objects():
 
 @pytest.mark.parametrize("technique", ["Pipelined", "", "2bw", ["pipelined"], {}, Pipelined])
 def test_what_is_none(technique):
-    with pytest.raises(SpecError, match=r"technique is 'resident', 'spilled', 'pipelined', "):
+    with pytest.raises(SpecError, match=r"technique is 'resident', 'captured', 'spilled', "):
         technique_of(technique)
 
 

@@ -1,0 +1,138 @@
+"""A step of torch's fused Adam and AdamW as the call of one kernel, which is what it comes to.
+
+The Python around that kernel costs a narrow model more than the kernel does. The kernel, its
+settings and the state are the optimizer's own, so the bits are those of its ``step()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import optimizer as base
+
+KNOWN = frozenset((torch.optim.Adam, torch.optim.AdamW))
+
+
+class _Columns(NamedTuple):
+    """What the kernel takes of the parameters that have a gradient, in one order."""
+
+    parameters: list[Tensor]
+    gradients: list[Tensor]
+    averages: list[Tensor]
+    squares: list[Tensor]
+    steps: list[Tensor]
+
+
+def is_one_kernel(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer.step()``, but for the first, is the kernel and nothing else."""
+    if type(optimizer) not in KNOWN or _is_watched(optimizer):
+        return False
+    return all(
+        group["fused"] is True
+        and not (group["amsgrad"] or group["maximize"])
+        and not (group["capturable"] or group["differentiable"])
+        and not any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"]))
+        for group in optimizer.param_groups
+    )
+
+
+def step_by_kernel(
+    optimizer: torch.optim.Optimizer,
+    groups: Iterable[tuple[Mapping[str, Any], Iterable[Tensor]]],
+) -> bool:
+    """Step those parameters of an optimizer that ``is_one_kernel``, with their groups' settings.
+
+    Returns:
+        False, and nothing is done, where torch has to: where there is no state yet, or a gradient
+        is sparse or complex.
+    """
+    lists = []
+    for settings, parameters in groups:
+        columns = _columns(optimizer.state, parameters)
+        if columns is None:
+            return False
+        lists.append((settings, columns))
+    with torch.no_grad():
+        for settings, columns in lists:
+            if columns.parameters:
+                _call(settings, columns)
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # a schedule asks for it
+    return True
+
+
+def step_whole(optimizer: torch.optim.Optimizer) -> None:
+    """``optimizer.step()``, by the kernel where it is one."""
+    groups = ((group, group["params"]) for group in optimizer.param_groups)
+    if not (is_one_kernel(optimizer) and step_by_kernel(optimizer, groups)):
+        optimizer.step()
+
+
+def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody else's code runs in ``step()``: hooks, a scaler, another function."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return True
+    if base._global_optimizer_pre_hooks or base._global_optimizer_post_hooks:
+        return True
+    if hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf"):
+        return True
+    step = type(optimizer).step
+    if (step.__module__, step.__qualname__) != ("torch.optim.adam", "Adam.step"):
+        return True
+    own = optimizer.__dict__.get("step")  # a schedule counts calls by one that wraps it
+    return own is not None and getattr(own, "__wrapped__", None) is not step
+
+
+def _columns(state: Mapping[Tensor, Any], parameters: Iterable[Tensor]) -> _Columns | None:
+    found = _Columns([], [], [], [], [])
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        entry = state.get(parameter)
+        if not entry or gradient.layout is not torch.strided or gradient.is_complex():
+            return None
+        row = (parameter, gradient, entry["exp_avg"], entry["exp_avg_sq"], entry["step"])
+        for column, value in zip(found, row, strict=True):
+            column.append(value)
+    return found
+
+
+def _call(settings: Mapping[str, Any], columns: Sequence[list[Tensor]]) -> None:
+    alike: Mapping[Any, Any] = torch.optim.Optimizer._group_tensors_by_device_and_dtype(
+        list(columns)  # type: ignore[arg-type]  # a list of lists of tensors, as it says elsewhere
+    )
+    for (parameters, gradients, averages, squares, steps), _ in alike.values():
+        torch._foreach_add_(steps, 1)
+        run_kernel(settings, parameters, gradients, averages, squares, steps)
+
+
+def run_kernel(
+    settings: Mapping[str, Any],
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    averages: list[Tensor],
+    squares: list[Tensor],
+    steps: list[Tensor],
+) -> None:
+    """Torch's kernel over tensors of one device and dtype; ``steps`` count this one already."""
+    decoupled = settings.get("decoupled_weight_decay", False)
+    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    beta1, beta2 = settings["betas"]
+    kernel(
+        parameters,
+        gradients,
+        averages,
+        squares,
+        [],
+        steps,
+        lr=settings["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=settings["weight_decay"],
+        eps=settings["eps"],
+        amsgrad=False,
+        maximize=False,
+    )

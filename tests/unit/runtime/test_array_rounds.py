@@ -1,0 +1,85 @@
+"""Trials of an array that are a few steps apart are evaluated together."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from shoal.runtime.arrays import STEP_BATCHES, ArraySeat
+from shoal.runtime.session import Session
+
+
+class Seat(ArraySeat):
+    """Trials that are evaluated after ``every`` steps, with ``valid`` batches each time."""
+
+    def __init__(self, steps, every, valid):
+        self.steps, self.every, self.seated = dict(enumerate(steps)), every, {}
+        self.valid, self._held, self.rounds = valid, 0, []
+        self._has_evaluated = False
+        feed = SimpleNamespace(num_batches=valid)
+        for trial in self.steps:
+            settings = SimpleNamespace(eval_every=every)
+            session = SimpleNamespace(
+                job=SimpleNamespace(trial=trial), settings=settings, valid_feed=feed
+            )
+            self.seated[trial] = SimpleNamespace(
+                session=session, slot=trial, trial=trial, task=None, leaving=False, left=0
+            )
+
+    def _guard(self, trial, work):
+        work()
+
+    def _next(self, seated):
+        step = self.steps[seated.trial]
+        seated.session.step = step
+        seated.session.steps_to_evaluation = Session.steps_to_evaluation.fget(seated.session)
+        evaluates = step and step % self.every == 0 and seated.left != -step
+        if evaluates:
+            seated.left = seated.left or self.valid
+        seated.task = SimpleNamespace(kind="evaluation" if evaluates else "step")
+
+    def _evaluate(self, evaluating):
+        self.rounds.append({seated.trial for seated in evaluating})
+        for seated in evaluating:
+            seated.task, seated.left = None, seated.left - 1
+            if not seated.left:
+                seated.left = -self.steps[seated.trial]
+
+    def _train(self, training):
+        self.rounds.append(None)
+        for seated in training:
+            seated.task, seated.left = None, 0
+            self.steps[seated.trial] += 1
+
+
+def run(steps, *, every=10, valid=12, rounds=80):
+    seat = Seat(steps, every, valid)
+    for _ in range(rounds):
+        seat.round()
+    return seat
+
+
+def test_those_a_few_steps_behind_are_waited_for_and_all_are_in_step_from_then_on():
+    seat = run([2, 1, 0])
+    assert seat.steps[0] == seat.steps[1] == seat.steps[2]
+    assert {0, 1, 2} in seat.rounds
+    assert all(found in (None, {0, 1, 2}) for found in seat.rounds)
+
+
+def test_a_chain_of_trials_does_not_lengthen_the_wait():
+    seat = run([27, 18, 9, 0], every=30, valid=30, rounds=60)
+    evaluated = [at for at, found in enumerate(seat.rounds) if found and 0 in found]
+    assert evaluated[29] - 30 <= 3 + 30 // STEP_BATCHES  # its last batch: no other wait between
+
+
+@pytest.mark.parametrize("behind", [6, 9])
+def test_nobody_waits_for_more_steps_than_an_evaluation_is_worth(behind):
+    seat = run([behind, 0])
+    assert {0} in seat.rounds
+    assert behind > 12 // STEP_BATCHES
+
+
+def test_one_is_not_held_for_good_by_trials_that_are_always_near():
+    seat = run([1, 0], every=3, valid=30)
+    assert seat.steps[0] > 3

@@ -1,0 +1,178 @@
+"""The order of what is done with a CUDA graph, by a stand-in that computes on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.runtime.captured import CapturedUnits
+from shoal.runtime.cudagraph import WARM_UPS, CapturedPass, branches
+from shoal.runtime.replay import Pass
+from shoal.runtime.units import Micro, ResidentUnits
+
+CPU = torch.device("cpu")
+
+
+class StandIn:
+    """Keeps what was captured, and runs it again into the tensors that the capture left."""
+
+    def __init__(self):
+        self.log = []
+        self.passes = []
+
+    def warm_up(self, work):
+        self.log.append("warm up")
+        work()
+
+    def capture(self, works):
+        self.log.append("capture")
+        for work in works:
+            work()
+        return Launched(self.log, works, [work.__self__ for work in works])
+
+
+class Launched:
+    """A replay writes to the same memory as the one before: nothing new is handed out."""
+
+    def __init__(self, log, works, made):
+        self._log, self._works, self._made = log, works, made
+        self._statics = [one._found for one in made]
+
+    def replay(self):
+        self._log.append("replay")
+        for work in self._works:
+            work()
+        for made, static in zip(self._made, self._statics, strict=True):
+            static.loss.copy_(made._found.loss)
+            for index, gradient in made._found.gradients.items():
+                static.gradients[index].copy_(gradient)
+            made._found = static
+
+
+class Watched(CapturedPass):
+    def __init__(self, what, leaves, cuda):
+        cuda.passes.append(self)
+        super().__init__(what, leaves, cuda)
+
+
+def units(cuda, **settings):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+    recipe = shoal.Recipe(
+        model=lambda hp: model,
+        data=lambda hp: ([], None),
+        loss=lambda output, batch: output.square().mean(),
+        **settings,
+    )
+
+    def make(what, leaves, key):
+        return Watched(what, leaves, cuda)
+
+    return model, CapturedUnits(model, recipe, CPU, make), ResidentUnits(model, recipe, CPU)
+
+
+def drawn(seed):
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_batch_is_copied_in_and_results_are_in_the_graphs_memory():
+    cuda = StandIn()
+    model, captured, _ = units(cuda)
+    losses, places = [], []
+    for seed in range(5):
+        model.zero_grad(set_to_none=True)
+        batch = drawn(seed)
+        losses.append(float(captured.backward(0, Micro(batch)).detach()))
+        places.append(model[0].weight.grad.data_ptr())
+        assert all(leaf is not batch for leaf in cuda.passes[0]._inputs)
+    # Two passes are compared, of which the first makes the graph; then nothing but replays.
+    assert cuda.log == ["warm up"] * WARM_UPS + ["capture"] + ["replay"] * 5
+    assert torch.equal(cuda.passes[0]._inputs[0], drawn(4))
+    assert places[2] == places[3] == places[4]
+    assert len(set(losses)) == 5
+
+
+def test_gradients_of_a_steps_batches_are_summed_outside_of_the_graph():
+    cuda = StandIn()
+    model, captured, eager = units(cuda, accumulate=2)
+    for seed in range(4):
+        model.zero_grad(set_to_none=True)
+        captured.backward(0, Micro(drawn(seed)))
+    assert captured.is_captured
+
+    found = []
+    for kind in (eager, captured):
+        torch.manual_seed(7)
+        model.zero_grad(set_to_none=True)
+        for seed in (8, 9):
+            kind.backward(0, Micro(drawn(seed)))
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_where_a_parameter_is_elsewhere_the_graph_is_made_and_compared_again():
+    cuda = StandIn()
+    model, captured, _ = units(cuda)
+    for seed in range(3):
+        model.zero_grad(set_to_none=True)
+        captured.backward(0, Micro(drawn(seed)))
+    model[0].weight.data = model[0].weight.data.clone()
+    cuda.log.clear()
+    for seed in range(3):
+        model.zero_grad(set_to_none=True)
+        captured.backward(0, Micro(drawn(seed)))
+    assert cuda.log == ["warm up"] * WARM_UPS + ["capture"] + ["replay"] * 3
+
+    captured.let_go()
+    assert cuda.passes[-1]._launch is None
+
+
+def test_a_capture_that_fails_is_told_and_the_trial_trains_as_ever():
+    class Failing(StandIn):
+        def capture(self, works):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    model, captured, _ = units(Failing())
+    with pytest.warns(UserWarning, match="is not captured: RuntimeError: operation not permitted"):
+        captured.backward(0, Micro(drawn(0)))
+    captured.backward(0, Micro(drawn(1)))
+    assert model[0].weight.grad is not None
+    assert not captured.is_captured
+
+
+def test_a_graph_that_comes_to_other_bits_is_not_trusted():
+    class Off(Launched):
+        def replay(self):
+            super().replay()
+            self._statics[0].gradients[0].add_(1e-6)
+
+    class Wrong(StandIn):
+        def capture(self, works):
+            super().capture(works)
+            return Off(self.log, works, [work.__self__ for work in works])
+
+    _, captured, _ = units(Wrong())
+    with pytest.warns(UserWarning, match="its capture comes to other bits than the pass"):
+        captured.backward(0, Micro(drawn(0)))
+    assert captured.why_not == "its capture comes to other bits than the pass"
+
+
+def test_several_trials_are_branches_of_one_graph():
+    cuda = StandIn()
+    models = [nn.Linear(4, 2) for _ in range(3)]
+    passes = [
+        CapturedPass(
+            Pass(m, lambda leaves, m=m: m(leaves[0]).sum(), list(m.parameters()), 1, frozenset()),
+            [drawn(0)],
+            cuda,
+        )
+        for m in models
+    ]
+    run = branches(passes, cuda)
+    cuda.log.clear()
+    found = run([[drawn(seed)] for seed in (1, 2, 3)])
+    assert cuda.log == ["replay"]
+    for seed, model, mine in zip((1, 2, 3), models, found, strict=True):
+        assert torch.equal(mine.loss, model(drawn(seed)).sum())
