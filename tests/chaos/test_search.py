@@ -134,7 +134,7 @@ def test_a_lease_that_ends_before_its_first_step_loses_nothing(
         return state.step if count < 3 else before_halt(state, step)
 
     monkeypatch.setattr(TrialRun, "before_halt", early)
-    study = searches.make(tmp_path, sampler="random", pruner=None, trials=6)
+    study = searches.make(tmp_path, sampler="random", pruner=None, generation=None, trials=6)
     heard = Heard()
     hardware = shoal.Hardware.virtual(devices=2, memory=studies.MEMORY, poison=True)
     shown = {"progress": False, "timeline": False, "workers": warm_workers}

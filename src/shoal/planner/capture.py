@@ -78,6 +78,4 @@ def told(found: CaptureMeasure, life: Life, *, taken: bool) -> str:
     )
     if taken:
         return f"captured, to the same bits: {figures}"
-    if not gains(found, life):
-        return f"captured: {figures}: no clear gain over the trial's life"
-    return f"captured: {figures}: there is no room for it"
+    return f"captured: {figures}: no clear gain over the trial's life"

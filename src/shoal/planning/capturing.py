@@ -10,7 +10,7 @@ from shoal.core.spec import JobMeasure, TrialSpec
 from shoal.core.technique import Captured
 from shoal.core.units import Bytes, Seconds, format_bytes
 from shoal.planner.capture import Life, gains, is_worth_a_look, told
-from shoal.planner.need import Request, need
+from shoal.planner.need import Need, Request, need
 from shoal.planning.pipelining import Question
 from shoal.planning.planned import Settled
 from shoal.runtime.messages import Measure, Measured
@@ -48,7 +48,7 @@ class Capturing:
             settled.measure, settled.measure.shards, Captured(), self.request, settled.layout
         )
         if not is_forced and needed.total > self.budget:
-            return settled
+            return _because(settled, f"captured: there is no room for {_of(needed, self.budget)}")
         found = yield Measure(trial, cut=False, captures=True)
         assert isinstance(found, Measured)
         capture = found.measure.capture
@@ -61,9 +61,8 @@ class Capturing:
         if is_forced and needed.total > self.budget:
             raise PlanError(
                 f"trial {trial.number} was asked to train captured, which needs "
-                f"{format_bytes(needed.total)} on a device of {format_bytes(self.budget)}: what "
-                "a pass is compared with comes on top. Use technique='resident', or give the "
-                "device more memory."
+                f"{_of(needed, self.budget)}: what a pass is compared with comes on top. Use "
+                "technique='resident', or give the device more memory."
             )
         taken = is_forced or gains(capture, life)
         settled = _because(settled, told(capture, life, taken=taken))
@@ -91,6 +90,10 @@ def _quicker(settled: Settled, by_s: Seconds) -> JobMeasure:
     shard = settled.measure.shards[0]
     backward_s = Seconds(max(shard.backward_s + by_s, 1e-6))
     return replace(settled.measure, shards=(replace(shard, backward_s=backward_s),))
+
+
+def _of(needed: Need, budget: Bytes) -> str:
+    return f"{format_bytes(needed.total)} on a device of {format_bytes(budget)}"
 
 
 def _because(settled: Settled, words: str) -> Settled:

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.core.errors import PlanError
 from shoal.core.plan import Plan
-from shoal.core.spec import CaptureMeasure, TrialSpec
+from shoal.core.spec import CAPTURED_LAYOUTS, CaptureMeasure, TrialSpec
 from shoal.core.technique import Captured, Resident
 from shoal.core.units import Bytes, Seconds
 from shoal.memory.layout import TensorSpec, lay_out
@@ -79,11 +79,12 @@ def test_what_gains_nothing_or_has_no_room_stays_as_it_is():
     assert found.technique == Resident()
     assert found.why[-1].endswith("no clear gain over the trial's life")
 
-    args = (settled().measure, settled().measure.shards, Resident(), capturing().request)
+    args = (settled().measure, settled().measure.shards, Captured(), capturing().request)
     room = need(*args, LAYOUT)
-    found, _ = ask(capturing(budget=room.total), QUICK)
-    assert found.technique == Resident()
-    assert found.why[-1].endswith("there is no room for it")
+    assert ask(capturing(budget=room.total), QUICK)[0].technique == Captured()
+    found, orders = ask(capturing(budget=room.total - 1), QUICK)
+    assert (found.technique, orders) == (Resident(), [])
+    assert found.why[-1].startswith("captured: there is no room for ")
 
 
 def test_what_was_asked_for_is_done_or_refused_in_words():
@@ -105,7 +106,7 @@ def test_a_graph_has_the_memory_of_a_pass_to_itself():
     pooled = need(measure, measure.shards, Captured(), replace(request, has_pools=True))
     shard = measure.shards[0]
     assert here.total == plain.total + shard.gradient_bytes + shard.owned_bytes
-    assert pooled.held == plain.held + plain.unit
+    assert pooled.held == plain.held + CAPTURED_LAYOUTS * plain.unit
 
 
 def test_a_plan_with_captured_trials_is_read_back():
