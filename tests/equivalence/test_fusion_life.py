@@ -9,7 +9,9 @@ import torch
 
 from shoal.core.errors import TrialError
 from shoal.fusion import Array, Declined, LoopBackend, StackedBackend
+from shoal.fusion.array import LARGE
 from shoal.fusion.member import in_streams
+from shoal.recipe import build_model
 from shoal.testing import compare, evaluate, plain_loop, same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -286,6 +288,25 @@ def test_evaluation_gives_what_the_plain_loop_gives_and_leaves_no_trace(backend)
     for slot in range(3):
         assert compare_states(before[slot], array.extract(slot)) == ""
         assert array.member(slot).module.training
+
+
+def test_large_batches_are_evaluated_slot_by_slot_to_the_bits_of_a_trial_alone(backend):
+    metrics = {"top": lambda output, batch: (output.argmax(-1) == batch[1]).double().mean()}
+    array, made = make("cnn", backend=backend, metrics=metrics)
+    run(array, made, 3)
+    few = [next(next(t.groups)) for t in made]
+    many = [tuple(torch.cat([part] * LARGE) for part in batch) for batch in few]
+    assert (array.has_graphs_of(few), array.has_graphs_of([*many[:2], None])) == (True, False)
+
+    with array.evaluating():
+        found = array.evaluate([many[0], few[1], None])
+
+    for slot, batch in ((0, many[0]), (1, few[1])):
+        model = build_model(made[slot].recipe, made[slot].hp)
+        model.load_state_dict(array.member(slot).module.state_dict())
+        expected = evaluate(made[slot].recipe, model, [batch], torch.device("cpu"))
+        assert found[slot] == (expected if slot == 0 else pytest.approx(expected, abs=1e-9))
+    assert found[2] is None
 
 
 def test_a_trial_of_another_shape_is_refused_with_the_difference():

@@ -25,7 +25,7 @@ from torch import nn
 
 from shoal.core.errors import TrialError
 from shoal.fusion.admission import require_signature, shared_signature, shell
-from shoal.fusion.batches import layout_of
+from shoal.fusion.batches import elements_of, layout_of
 from shoal.fusion.crew import ArrayBackend, Crew, Trained
 from shoal.fusion.finish import Finisher, names_held
 from shoal.fusion.fused import StackedBackend
@@ -37,6 +37,9 @@ from shoal.fusion.streams import SlotStreams
 from shoal.ownstep import own_evaluation, refuse_nonfinite
 from shoal.recipe import to_device
 from shoal.rng import RngState
+
+LARGE = 8
+"""Batches of so many times a training batch's elements are evaluated slot by slot on a CPU."""
 
 
 class Stepped(NamedTuple):
@@ -328,13 +331,13 @@ class Array:
         active = self._taking_part(batches, {})
         moved = self._moved(batches, active)
         results: list[dict[str, float] | None] = [None] * self.width
-        if self._own is not None:
-            for slot in (s for s, is_active in enumerate(active) if is_active):
-                results[slot] = self._evaluate_alone(slot, moved[slot])
-            return results
         layouts = [layout_of(b) if a else None for b, a in zip(moved, active, strict=True)]
         for layout in {layout for layout in layouts if layout is not None}:
             taking = [mine == layout for mine in layouts]
+            if self._own is not None or self._is_large(layout):
+                for slot in (s for s, is_taking in enumerate(taking) if is_taking):
+                    results[slot] = self._evaluate_alone(slot, moved[slot])
+                continue
             found = self.backend.evaluate(self._crew, moved, taking)
             for slot in (s for s, is_taking in enumerate(taking) if is_taking):
                 recipe = self._crew.members[slot].recipe
@@ -346,6 +349,20 @@ class Array:
                             values[f"valid_{name}"] = float(value)
                 results[slot] = values
         return results
+
+    def has_graphs_of(self, batches: Sequence[Any]) -> bool:
+        """Whether evaluating these batches is a pass of all slots, of which graphs are made."""
+        return not any(b is not None and self._is_large(layout_of(b)) for b in batches)
+
+    def _is_large(self, layout: Hashable) -> bool:
+        """Whether slots are evaluated one after the other on such batches, by their shapes alone.
+
+        On a CPU what many slots would compute at once of such batches leaves its caches; what
+        a pass takes beside computing matters little there.
+        """
+        if self.device.type != "cpu" or self._usual is None:
+            return False
+        return elements_of(layout) >= LARGE * max(1, elements_of(self._usual))
 
     def _evaluate_alone(self, slot: int, batch: Any) -> dict[str, float]:
         """As the plain loop does it, on the slot's rows."""

@@ -87,3 +87,10 @@ def layout_of(batch: Any) -> Hashable:
     if isinstance(batch, tuple | list):
         return type(batch), tuple(layout_of(value) for value in batch)
     return type(batch), None if isinstance(batch, float) else repr(batch)
+
+
+def elements_of(layout: Any) -> int:
+    """Of all tensors of a batch, from its layout."""
+    if isinstance(layout, torch.Size):
+        return layout.numel()
+    return sum(map(elements_of, layout)) if isinstance(layout, tuple) else 0

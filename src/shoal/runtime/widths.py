@@ -84,12 +84,14 @@ class _Ready(NamedTuple):
 class _Probe(NamedTuple):
     """Bytes of an array on its device: of a pass, between steps, at the most.
 
-    ``ready`` where it is there still: not on a GPU, where a trial alone takes its place.
+    ``valid_s``: seconds in which its slots were evaluated, allocations being counted. ``ready``
+    where it is there still: not on a GPU, where a trial alone takes its place.
     """
 
     unit_bytes: Bytes
     held_bytes: int
     peak_bytes: int
+    valid_s: float
     ready: _Ready | None
 
 
@@ -184,11 +186,10 @@ class ArrayBench:
         if kind == "compiled" and (words := self._differs(width, backend)):
             return ArrayTry(declined=words, is_kind=True)
         step_s = _seconds(lambda: array.step(*rows), where)
-        unit, valid_s = probe.unit_bytes, 0.0
-        if has_valid:
-            began = time.perf_counter()
-            unit = Bytes(max(unit, _evaluated(array, valid)))
-            valid_s = time.perf_counter() - began
+        unit, valid_s = probe.unit_bytes, probe.valid_s
+        if probe.ready is None:  # runs in other ways than what was counted
+            its_unit, valid_s = _evaluated(array, valid)
+            unit = Bytes(max(unit, its_unit))
         refill_s = self._refilled(array, rows) - step_s
         step, evaluate = self._works_alone()
         self._works = (
@@ -295,25 +296,25 @@ class ArrayBench:
         rows, valid = self._batches(width) if on_host else ([], [])
         try:
             with self.meter.hold(tensors_of([rows, valid])), self.meter.counting() as whole:
-                ready, unit = self._counted(width, counted)
+                ready, unit, valid_s = self._counted(width, counted)
         except torch.OutOfMemoryError:
             return None
         stays = on_host and counted == kind
-        return _Probe(unit, whole.current_bytes, whole.peak_bytes, ready if stays else None)
+        kept = ready if stays else None
+        return _Probe(unit, whole.current_bytes, whole.peak_bytes, valid_s, kept)
 
-    def _counted(self, width: int, kind: PassKind) -> tuple[_Ready, Bytes]:
-        """With what a step allocates, and an evaluation done."""
+    def _counted(self, width: int, kind: PassKind) -> tuple[_Ready, Bytes, float]:
+        """With what a step or an evaluation allocates, and the evaluation's seconds."""
         ready, unit = self._settled(width, kind)
-        if any(batch is not None for batch in ready.valid):
-            _evaluate_array(ready.array, ready.valid)
-        return ready, unit
+        valid_unit, valid_s = _evaluated(ready.array, ready.valid)
+        return ready, Bytes(max(unit, valid_unit)), valid_s
 
     def _settled(self, width: int, kind: PassKind) -> tuple[_Ready, Bytes]:
+        """With what a step allocates."""
         array = self._array(self._copies(width), backend_of(kind))
         rows, valid = self._batches(width)
-        has_valid = any(batch is not None for batch in valid)
         began = time.perf_counter()
-        unit = _settle(array, rows, valid if has_valid and kind != "eager" else ())
+        unit = _settle(array, rows, valid if kind != "eager" else ())
         return _Ready(array, rows, valid, time.perf_counter() - began), unit
 
     def _refilled(self, array: Array, rows: Sequence[Sequence[Any]]) -> float:
@@ -472,8 +473,9 @@ def _settle(array: Array, rows: Sequence[Sequence[Any]], valid: Sequence[Any]) -
 
 def _settle_evaluation(array: Array, valid: Sequence[Any]) -> None:
     """Have its graph made, then proven; it is no part of what an evaluation takes."""
-    for _ in range(2 if valid else 0):
-        _evaluate_array(array, valid)
+    if any(batch is not None for batch in valid) and array.has_graphs_of(valid):
+        for _ in range(2):
+            _evaluate_array(array, valid)
 
 
 def _step(array: Array, rows: Sequence[Any]) -> None:
@@ -490,11 +492,14 @@ def _count(valid: Any) -> int:
     return epoch_length(valid) or 1
 
 
-def _evaluated(array: Array, batches: Sequence[Any]) -> int:
-    """The most bytes that an evaluation of one batch for each slot allocates."""
+def _evaluated(array: Array, batches: Sequence[Any]) -> tuple[int, float]:
+    """The most bytes that an evaluation of one batch for each slot allocates, and its seconds."""
+    if all(batch is None for batch in batches):
+        return 0, 0.0
+    began = time.perf_counter()
     with AllocationTracker() as tracker:
         _evaluate_array(array, batches)
-    return int(tracker.peak_bytes)
+    return int(tracker.peak_bytes), time.perf_counter() - began
 
 
 def _evaluate_array(array: Array, batches: Sequence[Any]) -> None:
