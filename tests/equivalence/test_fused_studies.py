@@ -11,6 +11,7 @@ import shoal
 from shoal.core.event import PeakMeasured, TrialReplanned
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
+from shoal.planning import fusing
 from shoal.verify import verify_trials
 
 DEVICES = (1, 2)
@@ -119,8 +120,17 @@ def test_a_spilled_array_trains_beside_one_that_fits(devices, run_study):
     assert all(event.peak_bytes <= 2**20 for event in peaks)
 
 
-def test_an_automatic_width_is_none_that_loses(run_study, assert_alone):
+def test_a_study_that_is_over_at_once_is_not_measured_for_arrays(run_study, assert_alone, jobs):
+    case = squads.CASES["mlp"]
+    report = run_study(case.recipe, case.space, **case.loop, fuse="auto")
+    assert set(squads.widths(report)) == {1}
+    assert all("too soon for arrays to be measured" in " ".join(job.why) for job in jobs)
+    assert_alone(report, report.trials, case.recipe, **case.loop)
+
+
+def test_an_automatic_width_is_none_that_loses(run_study, assert_alone, monkeypatch):
     """Whatever was measured: those in arrays are exact there, and the others alone."""
+    monkeypatch.setattr(fusing, "why_no_look", lambda load: "")
     case = squads.CASES["mlp"]
     report = run_study(case.recipe, case.space, **case.loop, fuse="auto")
     (width,) = set(squads.widths(report))

@@ -11,6 +11,7 @@ import shoal
 from shoal.core.technique import Spilled
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
+from shoal.planning import fusing
 
 HOST = Spilled(shards=2, optimizer="host")
 DEVICE = Spilled(shards=3, optimizer="device", keep=(1,))
@@ -170,8 +171,9 @@ def test_a_metric_is_given_what_its_trial_alone_would_give(name, model, options,
 
 
 @pytest.mark.full  # what is measured decides: a busy machine may find no gain
-def test_an_array_in_shards_is_taken_where_it_is_quicker_by_replay(run_study, jobs):
+def test_an_array_in_shards_is_taken_where_it_is_quicker_by_replay(run_study, jobs, monkeypatch):
     """Many small operations, whose activations do not fit for 8 trials, nor for 4."""
+    monkeypatch.setattr(fusing, "why_no_look", lambda load: "")
     recipe, loop = uneven.settled(), {"epochs": 2}
     space = shoal.grid(lr=[0.01 * n for n in range(1, 9)])
     report = run_study(recipe, space, **loop, memory="160KiB", fuse="auto")

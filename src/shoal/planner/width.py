@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -70,6 +71,11 @@ class Load:
         """Whether a graph is likely to be quicker than eager passes."""
         return self.step_s <= LIGHT_S
 
+    @property
+    def alone_s(self) -> float:
+        """Seconds that the steps of all trials take one by one, about."""
+        return sum(self.steps) * self.step_s / self.devices
+
     def evaluations(self, steps: int) -> int:
         """Of one trial of so many steps."""
         return math.ceil(steps / self.every) if self.every else 1
@@ -85,18 +91,16 @@ class Candidate(NamedTuple):
 def shortened(steps: int, trials: int, every: int | None, eta: int) -> tuple[int, ...]:
     """Steps of trials of which after 1, eta, eta**2, ... evaluations one of eta goes on.
 
-    Those that go on are spread over the numbers: who it will be is not known.
+    Who it will be is not known, and so drawn: those that go on come to lie unevenly in slots.
     """
-    found = [steps] * trials
-    if not every:
-        return tuple(found)
-    for trial in range(trials):
-        rung, place = 1, trial
-        while rung * every < steps:
-            if place % eta:
-                found[trial] = rung * every
-                break
-            rung, place = rung * eta, place // eta
+    found, going = [steps] * trials, list(range(trials))
+    draw, rung = random.Random(trials), 1
+    while every and rung * every < steps and len(going) > 1:
+        draw.shuffle(going)
+        cut = -(-len(going) // eta)
+        for trial in going[cut:]:
+            found[trial] = rung * every
+        going, rung = going[:cut], rung * eta
     return tuple(found)
 
 
@@ -188,8 +192,19 @@ class Pace(NamedTuple):
 
 def pace(load: Load) -> Pace:
     """In proportion to what there is to train."""
-    through_s = sum(load.steps) * load.step_s / load.devices
-    return Pace(3, 0.02) if load.is_known and through_s < SHORT_S else Pace(5, 0.04)
+    return Pace(3, 0.02) if load.is_known and load.alone_s < SHORT_S else Pace(5, 0.04)
+
+
+def why_no_look(load: Load) -> str:
+    """Why arrays are not even measured, in words; empty if they are.
+
+    Trials that end early leave slots idle, so that of these it takes more to be worth a look.
+    """
+    least_s = LEAST_S if len(set(load.steps)) == 1 else SHORT_S
+    if not load.is_known or load.alone_s >= least_s:
+        return ""
+    seconds = format_seconds(Seconds(load.alone_s))
+    return f"one by one all are through in about {seconds}, too soon for arrays to be measured"
 
 
 def next_candidate(measure: ArrayMeasure, load: Load, fits: Fits) -> Candidate | None:

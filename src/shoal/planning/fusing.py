@@ -31,6 +31,7 @@ from shoal.planner.width import (
     praise,
     shortened,
     when_spilled,
+    why_no_look,
     widths_to_try,
     worth_spilling,
 )
@@ -263,6 +264,9 @@ class Fusing:
         """Try arrays of several widths, on as many devices as the trials would occupy."""
         if not widths_to_try(len(trials), self._devices):
             shape.width = ALONE
+            return
+        if words := why_no_look(load):
+            shape.width, shape.why = ALONE, (f"unfused: {words}",)
             return
 
         is_forced = self._spilling is not None and self._spilling.is_forced

@@ -24,6 +24,7 @@ from shoal.planner.width import (
     serial_s,
     shortened,
     when_spilled,
+    why_no_look,
     why_not_compiled,
     widths_to_try,
     worth_spilling,
@@ -204,6 +205,18 @@ def test_what_ends_early_leaves_its_slot_to_the_next_or_idle():
     load = Load(steps=steps, devices=1, every=10)
     assert serial_s(one, load, 0) == 210
     assert array_s(one, load, 0) == 180  # as long as the longest: eight slots idle from 30 on
+
+
+def test_what_is_through_at_once_is_not_looked_at():
+    load = Load(steps=(10,) * 8, devices=2, step_s=0.01)
+    assert why_no_look(load).startswith("one by one all are through in about 400 ms")
+    for longer in (
+        replace(load, step_s=0.1),
+        replace(load, is_known=False),
+        replace(load, step_s=math.inf),
+    ):
+        assert why_no_look(longer) == ""
+    assert why_no_look(replace(load, step_s=0.1, steps=(10,) * 7 + (9,)))  # some end early
 
 
 def test_what_was_declined_is_said():

@@ -206,7 +206,9 @@ def test_on_a_gpu_a_trial_alone_makes_room_for_an_array(monkeypatch):
     assert here._alone is not None
     monkeypatch.setattr(here, "_where", SimpleNamespace(type="cuda"))
     monkeypatch.setattr(
-        here, "_counted", lambda *args: (seen.append(here._alone is None), (None, Bytes(0), 0.0))[1]
+        here,
+        "_counted",
+        lambda *args: (seen.append(here._alone is None), (None, Bytes(0), 0.0))[1],
     )
     assert here._probed(WIDTH, "eager") is not None
     assert seen == [True]
