@@ -45,7 +45,7 @@ def test_a_study_whose_links_were_said_to_be_faster_is_planned_with_what_they_ar
     monkeypatch.setattr("shoal.planning.deciding.speeds_of", lambda device: fast)
     recipe = shoal.Recipe(model=model, data=data, loss=loss)
     study = shoal.Study("s", recipe, space={"lr": 0.1}, trials=1, steps=2, directory=tmp_path)
-    hardware = shoal.Hardware.virtual(memory="150KiB")
+    hardware = shoal.Hardware.virtual(devices=1, memory="150KiB")
     plan = study.plan(hardware=hardware, workers=warm_workers)
     assert type(plan.jobs[0].technique).__name__ == "Spilled"
     assert "far less than a dream" in plan.explain()
@@ -54,6 +54,6 @@ def test_a_study_whose_links_were_said_to_be_faster_is_planned_with_what_they_ar
 def test_a_link_whose_speed_was_given_is_what_it_was_given(tmp_path, warm_workers):
     recipe = shoal.Recipe(model=model, data=data, loss=loss)
     study = shoal.Study("s", recipe, space={"lr": 0.1}, trials=1, steps=2, directory=tmp_path)
-    hardware = shoal.Hardware.virtual(memory="150KiB", link="1GiB")
+    hardware = shoal.Hardware.virtual(devices=1, memory="150KiB", link="1GiB")
     plan = study.plan(hardware=hardware, workers=warm_workers)
     assert speeds_.speeds_of(plan.devices[0]).source in plan.explain()
