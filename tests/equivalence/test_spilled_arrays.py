@@ -26,7 +26,13 @@ WAYS = {
     "turn": Spilled(shards=3, optimizer="host", keep=(), keep_turn=1),
     "gradients": Spilled(shards=3, optimizer="device", keep=(), keep_gradients=2),
 }
-QUICK = {("mlp", "host"), ("language", "device"), ("conv", "kept"), ("accumulate", "one slot")}
+QUICK = {
+    ("mlp", "host"),
+    ("language", "device"),
+    ("language", "kept"),  # the shard that stays lends its weights
+    ("conv", "kept"),
+    ("accumulate", "one slot"),
+}
 SLOW = {("layered", "host"), ("lengths", "weights"), ("language", "turn"), ("sgd", "gradients")}
 
 

@@ -193,13 +193,14 @@ class Binding:
             self.params[name].data = tensor
         for name in self._stepped[shard]:
             self._bind_state(name, placed)
-        if placed.borrowed:  # a lender that is here too has to point at its own again
-            lenders = [
-                s for s, p in self._bound.items() if p.params.keys() & placed.borrowed.keys()
-            ]
-            for lender in lenders:
-                del self._bound[lender]
+        self._turn_lenders(placed)
         self._bound[shard] = placed
+
+    def _turn_lenders(self, placed: Placed) -> None:
+        """A lender of what is borrowed has to point at its own again, where it is here too."""
+        lent = placed.borrowed.keys()
+        for lender in [s for s, p in self._bound.items() if p.params.keys() & lent]:
+            del self._bound[lender]
 
     def _bind_state(self, name: str, placed: Placed) -> None:
         """Point the state that the optimizer has made so far; what it has not is not there."""
@@ -211,6 +212,7 @@ class Binding:
         """Poison the shard's parameters; borrowed ones too."""
         for name in placed.params:
             self.params[name].data = self.poison[name]
+        self._turn_lenders(placed)
         self._bound.pop(shard, None)
 
     def evict_state(self, shard: int) -> None:
