@@ -4,6 +4,7 @@
     python benchmarks/gpu.py --exactness    # the zoo, bitwise against the plain loop
     python benchmarks/gpu.py --spill        # a GPT larger than its budget, beside plain PyTorch
     python benchmarks/gpu.py --captured     # steps as CUDA graphs: bits, and seconds of passes
+    python benchmarks/gpu.py --arrays       # many models as one array, in each of its ways
     python benchmarks/gpu.py                # all of it; --json FILE keeps the results
 
 Without a GPU it says so and exits 0.
@@ -324,7 +325,7 @@ def spill() -> dict[str, Any]:
 
 
 def captured() -> dict[str, Any]:
-    """Whole trials that are captured, bitwise; and passes: eager, captured, several at once."""
+    """Whole trials that are captured, bitwise; and passes: eager, captured."""
     return {"exactness": _captured_trials(), "seconds": {k: _passes(k) for k in ("mlp", "gpt")}}
 
 
@@ -366,18 +367,11 @@ def _captured_trials() -> dict[str, str]:
     return found
 
 
-BRANCHES = 4
-
-
 def _passes(kind: str) -> dict[str, float]:
-    """Seconds of a forward and a backward of one trial, and of several."""
+    """Seconds of a forward and a backward of one trial, eager and captured."""
     import shoal
     from shoal.examples.gpt import GPT, next_byte_loss
-    from shoal.fusion.batches import leaves_of, rebuilt
-    from shoal.recipe import compute_loss, model_inputs
     from shoal.runtime.captures import Captures
-    from shoal.runtime.cudagraph import CapturedPass, CudaGraphs, branches
-    from shoal.runtime.replay import Pass
     from shoal.runtime.units import Micro, ResidentUnits
 
     device = torch.device("cuda")
@@ -396,56 +390,46 @@ def _passes(kind: str) -> dict[str, float]:
         batch = torch.randn(32, 64, device=device), torch.randint(10, (32,), device=device)
     loss = next_byte_loss if kind == "gpt" else class_loss
     recipe = shoal.Recipe(model=build, data=lambda hp: ([batch], None), loss=loss)
-    models = [build().to(device) for _ in range(BRANCHES)]
+    model = build().to(device)
 
-    def run(units: Any, model: nn.Module) -> None:
+    def run(units: Any) -> None:
         model.zero_grad(set_to_none=True)
         units.backward(0, Micro(batch))
 
-    def code(model: nn.Module) -> Pass:
-        def compute(leaves: Any) -> Tensor:
-            mine = rebuilt(batch, iter(leaves))
-            args, kwargs = model_inputs(recipe, mine)
-            return compute_loss(recipe, model(*args, **kwargs), mine)
-
-        return Pass(model, compute, list(model.parameters()), 1, frozenset())
-
-    eager = [ResidentUnits(model, recipe, device) for model in models]
-    alone = [Captures(recipe, device).units(model) for model in models]
-    for units, model in zip(alone, models, strict=True):
-        for _ in range(3):
-            run(units, model)
-        assert units.is_captured, units.why_not
-    cuda = CudaGraphs(device)
-    leaves = leaves_of(batch)
-    together = branches([CapturedPass(code(m), leaves, cuda) for m in models], cuda)
-
-    def all_of(kinds: Any) -> Callable[[], None]:
-        def work() -> None:
-            for units, model in zip(kinds, models, strict=True):
-                run(units, model)
-
-        return work
-
+    eager, captured = ResidentUnits(model, recipe, device), Captures(recipe, device).units(model)
+    for _ in range(3):
+        run(captured)
+    assert captured.is_captured, captured.why_not
     return {
-        "eager": seconds(lambda: run(eager[0], models[0]), 50),
-        "captured": seconds(lambda: run(alone[0], models[0]), 50),
-        f"{BRANCHES} eager": seconds(all_of(eager), 50),
-        f"{BRANCHES} captured, one after another": seconds(all_of(alone), 50),
-        f"{BRANCHES} captured as branches": seconds(lambda: together([leaves] * BRANCHES), 50),
+        "eager": seconds(lambda: run(eager), 50),
+        "captured": seconds(lambda: run(captured), 50),
     }
+
+
+# ---------------------------------------------------------------- arrays
+
+
+def arrays() -> dict[str, Any]:
+    """Many models as one array, in each of its ways (``fusion/gpu_arrays.py``)."""
+    sys.path.insert(0, str(HERE / "fusion"))
+    from gpu_arrays import fused
+
+    return fused([1, 4, 16, 64], 3, "cuda")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for part in ("probe", "exactness", "spill", "captured"):
+    for part in ("probe", "exactness", "spill", "captured", "arrays"):
         parser.add_argument(f"--{part}", action="store_true")
     parser.add_argument("--json")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print(f"no GPU here (torch {torch.__version__}): nothing to measure.")
         return
-    parts = {"probe": probe, "exactness": exactness, "spill": spill, "captured": captured}
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        **{"probe": probe, "exactness": exactness, "spill": spill},
+        **{"captured": captured, "arrays": arrays},
+    }
     chosen = [name for name in parts if getattr(options, name)] or list(parts)
     common.finish({name: parts[name]() for name in chosen}, options.json)
 

@@ -27,23 +27,31 @@ class Cost(NamedTuple):
 
 
 def cost(step: Step, repeats: int) -> Cost:
+    _wait()
     cpu, wall = time.process_time(), time.perf_counter()
     for _ in range(repeats):
         step()
+    _wait()
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     return Cost(cpu / repeats, wall / repeats)
 
 
-def models(workload: Workload, slots: range) -> list[nn.Module]:
+def _wait() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def models(workload: Workload, slots: range, device: str = "cpu") -> list[nn.Module]:
     made = []
     for seed in slots:
         torch.manual_seed(seed)
-        made.append(workload.model({}))
+        made.append(workload.model({}).to(device))
     return made
 
 
-def batches(workload: Workload, slots: range) -> list[Any]:
-    return [workload.batch(torch.Generator().manual_seed(seed)) for seed in slots]
+def batches(workload: Workload, slots: range, device: str = "cpu") -> list[Any]:
+    made = [workload.batch(torch.Generator().manual_seed(seed)) for seed in slots]
+    return [tuple(tensor.to(device) for tensor in batch) for batch in made]
 
 
 def rate(slot: int) -> float:
@@ -51,10 +59,15 @@ def rate(slot: int) -> float:
 
 
 def serial_step(
-    workload: Workload, slots: range, *, compiled: bool = False, **options: Any
+    workload: Workload,
+    slots: range,
+    device: str = "cpu",
+    *,
+    compiled: bool = False,
+    **options: Any,
 ) -> Step:
     """One step of each model in turn: the loop anyone would write, reading every loss."""
-    made, data = models(workload, slots), batches(workload, slots)
+    made, data = models(workload, slots, device), batches(workload, slots, device)
     calls: list[Any] = [torch.compile(m, dynamic=False) if compiled else m for m in made]
     optimizers = [
         torch.optim.AdamW(model.parameters(), lr=rate(slot), **options)
@@ -76,14 +89,16 @@ def serial_step(
 class Processes:
     """The serial loop in processes, each with its share of the models and a thread of its own."""
 
-    def __init__(self, name: str, width: int, count: int = 2) -> None:
+    def __init__(self, name: str, width: int, count: int = 2, device: str = "cpu") -> None:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
         for number in range(count):
             ours, theirs = context.Pipe()
             share = range(number * width // count, (number + 1) * width // count)
-            process = context.Process(target=_serve, args=(name, share, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(name, share, theirs, device), daemon=True
+            )
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -101,8 +116,8 @@ class Processes:
             process.join()
 
 
-def _serve(name: str, slots: range, pipe: Connection) -> None:
+def _serve(name: str, slots: range, pipe: Connection, device: str) -> None:
     torch.set_num_threads(1)
-    step = serial_step(WORKLOADS[name], slots, fused=True)
+    step = serial_step(WORKLOADS[name], slots, device, fused=True)
     while repeats := pipe.recv():
         pipe.send(cost(step, repeats))

@@ -28,6 +28,7 @@ from shoal.fusion import Array, Declined, Member, backend_of
 from shoal.fusion.compiled import compiler
 from shoal.recipe import Recipe
 from shoal.rng import capture_rng
+from shoal.runtime.captures import Captures
 
 BEST = "serial, fused AdamW"
 SECONDS = 0.6  # of each arm in each round, about
@@ -40,13 +41,20 @@ WIDEST = {  # 64 unless said: wider ones take long and gain no more
 Arm = Callable[[int], Cost]
 
 
-def array_step(workload: Workload, width: int, kind: PassKind = "eager") -> Step:
+def recipe_of(workload: Workload) -> Recipe:
+    """The models of a workload, with its loss."""
+    return Recipe(model=workload.model, data=lambda hp: ([], None), loss=loss)
+
+
+def array_step(
+    workload: Workload, width: int, kind: PassKind = "eager", device: str = "cpu"
+) -> Step:
     """One step of an array; every slot has a learning rate of its own.
 
     Raises:
         Declined: its passes cannot be run in this way.
     """
-    recipe = Recipe(model=workload.model, data=lambda hp: ([], None), loss=loss)
+    recipe, where = recipe_of(workload), torch.device(device)
     members = [
         Member(
             recipe=recipe,
@@ -54,11 +62,13 @@ def array_step(workload: Workload, width: int, kind: PassKind = "eager") -> Step
             module=model,
             optimizer=torch.optim.AdamW(model.parameters(), lr=rate(slot), fused=True),
             schedule=None,
-            rng=capture_rng(),
+            rng=capture_rng(where),
         )
-        for slot, model in enumerate(models(workload, range(width)))
+        for slot, model in enumerate(models(workload, range(width), device))
     ]
-    array, data = Array(members, backend=backend_of(kind)), batches(workload, range(width))
+    backend = backend_of(kind, launcher=Captures(recipe, where).launcher())
+    array = Array(members, device=where, backend=backend)
+    data = batches(workload, range(width), device)
 
     def step() -> None:
         stepped = array.step(data)

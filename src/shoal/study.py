@@ -226,9 +226,10 @@ class Study:
             timeline: Record every action for ``shoal trace``.
             fuse: ``"auto"`` trains trials of one shape as arrays, as wide as was measured to
                 be quickest; a number is that width; False is none. ``"16 compiled"`` also says
-                how passes run: eager, traced or compiled. Trials that trained before stay what
-                they were. None: as the study did before, and a new one not at all,
-                since an array's kernels round in other ways than a trial's alone.
+                how passes run: eager, traced, compiled or branches (each slot's own kernels).
+                Trials that trained before stay what they were. None: as the study did before,
+                and a new one not at all, since an array's kernels round in other ways than a
+                trial's alone.
             plan, exact: Only None and ``"auto"``: following a plan made before and the strict
                 mode are refused until they are there.
 

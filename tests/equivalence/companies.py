@@ -22,9 +22,11 @@ from shoal.fusion.batches import layout_of
 from shoal.ownstep import Modes
 from shoal.recipe import Recipe, build_model, build_optimizer_of, build_schedule, read_data
 from shoal.rng import capture_rng, restore_rng, seed_all
+from shoal.runtime.captures import Captures
 from shoal.testing import array_loop, compare
 
 INSIDE, CLASSES, ROWS = 3, 3, 4
+CPU = torch.device("cpu")
 
 
 class Net(nn.Module):
@@ -204,7 +206,9 @@ class Company:
             self.array.refill(slot, member)
             return
         usual = layout_of(batch_of("u", torch.Generator()))
-        self.array = Array([member], backend=backend_of(self.kind), usual=usual)
+        launcher = Captures(self.recipe, CPU).launcher()
+        backend = backend_of(self.kind, launcher=launcher)
+        self.array = Array([member], backend=backend, usual=usual)
         self.array.widen(slot, self.width)
 
     def step(self) -> None:

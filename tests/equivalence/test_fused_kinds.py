@@ -32,6 +32,22 @@ def test_a_width_is_traced_unless_it_is_said_otherwise(fuse, kind, run_study):
     squads.assert_arrayed(report, report.trials, case.recipe, 4, **case.loop)
 
 
+@pytest.mark.parametrize(
+    "name", ["mlp", "lengths, accumulate", pytest.param("language", marks=pytest.mark.slow)]
+)
+def test_branches_run_each_slots_own_pass_and_are_verified(name, run_study):
+    """Also where a slot is another trial's, after those that have ended."""
+    case = squads.CASES[name]
+    report = run_study(case.recipe, case.space, **case.loop, fuse="4 branches", devices=1)
+    assert set(squads.kinds(report)) == {"branches"}
+    assert not left(report)
+    squads.assert_arrayed(report, report.trials, case.recipe, 4, "branches", **case.loop)
+    squads.assert_near(report.trials, case.recipe, 1e-12, **case.loop)
+    (verdict,) = verify_trials(report.directory, rows(report)[-1:], recipe=case.recipe)
+    assert verdict.equal, verdict
+    assert any("branches" in note for note in verdict.notes)
+
+
 @compiles
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.full)])

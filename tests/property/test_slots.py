@@ -47,7 +47,7 @@ def some(count):
     return settings(max_examples=count, deadline=None, phases=phases, suppress_health_check=quiet)
 
 
-@pytest.mark.parametrize("kind", ["eager", "traced"])
+@pytest.mark.parametrize("kind", ["eager", "traced", "branches"])
 def test_statistics_that_the_first_batch_left_as_they_were_stay_a_waiting_slots_own(
     kind, one_thread
 ):
@@ -74,6 +74,12 @@ class TestSlots:
     def test_so_it_is_where_passes_are_graphs(self, data, recipe):
         found = data.draw(trials(2, most=1))
         companies.assert_each_as_alone(recipe, 2, "traced", found)
+
+    @some(4)
+    @given(st.data(), recipes())
+    def test_so_it_is_where_each_slots_own_pass_is_captured(self, data, recipe):
+        found = data.draw(trials(2))
+        companies.assert_each_as_alone(recipe, 2, "branches", found)
 
     @some(4)
     @given(st.data(), st.sampled_from([companies.sgd, companies.adam]), WIDTHS)

@@ -19,8 +19,9 @@ ALIGNMENT = 512  # bytes of every tensor in a flat store or slot, as device allo
 Scalar = bool | int | float | str | None
 DeviceKind = Literal["virtual", "cuda"]
 Place = Literal["device", "host"]
-PassKind = Literal["eager", "traced", "compiled"]
-"""How an array's pass runs: the model's code each time, a graph of it, or compiled code."""
+PassKind = Literal["eager", "traced", "compiled", "branches"]
+"""How an array's pass runs: the model's code each time, a graph of it, or compiled code, each on
+stacked tensors; or every slot's own pass, captured, on a GPU as parallel branches."""
 Transfer = Literal["bf16", "fp32"]
 """How weights travel that autocast casts: as the bfloat16 it makes of them, or as they are."""
 Order = Literal["micro", "shard"]
@@ -248,13 +249,15 @@ class WidthMeasure:
     its graph and its compiling, and ``refill_s`` what it costs that a slot gets another trial.
     ``noise`` is by what part rounds differed. ``declined``: why there is no such array. One
     that is spilled has ``shards``, moves ``moved_bytes`` a step, and its ``step_s`` is worked out.
-    ``is_over``: the device has no room for it, and it has no seconds of its own.
+    ``is_over``: the device has no room for it, and it has no seconds of its own. ``pool_bytes``
+    are kept between steps, beside what the trials hold: graphs on a GPU have memory of their own.
     """
 
     width: int
     kind: PassKind = "eager"
     step_s: Seconds = NO_SECONDS
     unit_bytes: Bytes = NO_BYTES
+    pool_bytes: Bytes = NO_BYTES
     valid_s: Seconds = NO_SECONDS
     alone_s: Seconds = NO_SECONDS
     alone_valid_s: Seconds = NO_SECONDS
@@ -275,7 +278,8 @@ class ArrayMeasure:
     slot by slot. ``valid_batches`` are those of one evaluation, ``took_s`` what measuring took,
     ``first_s`` what of that the first candidate did, with the comparison of array and trials, and
     ``last_s`` what the last one did.
-    ``compiler``: what compiles here; ``nodes``: operations of a step's graph.
+    ``compiler``: what compiles here; ``nodes``: operations of a step's graph. ``overlaps``: the
+    device may run slots' own passes side by side.
     """
 
     declined: str = ""
@@ -287,6 +291,7 @@ class ArrayMeasure:
     last_s: Seconds = NO_SECONDS
     compiler: str = ""
     nodes: int = 0
+    overlaps: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

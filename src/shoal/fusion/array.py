@@ -264,7 +264,11 @@ class Array:
         layouts = [layout_of(b) if a else None for b, a in zip(moved, active, strict=True)]
         if self._usual is None:
             self._usual = _most_common(layouts)
-        together = [layout == self._usual for layout in layouts]
+        stacks = self.backend.stacks_gradients  # else it is one by one anyway
+        together = [
+            a and (layout == self._usual or not stacks)
+            for a, layout in zip(active, layouts, strict=True)
+        ]
         apart = [a and not t for a, t in zip(active, together, strict=True)]
         scale = 1 / self._crew.members[0].recipe.accumulate
         for backend, taking in ((self.backend, together), (self._lone, apart)):

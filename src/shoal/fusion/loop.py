@@ -32,7 +32,7 @@ class LoopBackend:
         """Forward and backward of each slot that takes part, in its own random streams."""
         losses = torch.full((crew.width,), math.nan, dtype=torch.float64)
         failures: dict[int, BaseException] = {}
-        for slot in _taking_part(active):
+        for slot in taking_part(active):
             try:
                 losses[slot] = _train_one(crew, slot, batches[slot], scale)
             except (Exception, SystemExit) as error:
@@ -43,7 +43,7 @@ class LoopBackend:
         """Forward of each slot that takes part."""
         losses = torch.full((crew.width,), math.nan, dtype=torch.float64)
         outputs: list[Any] = [None] * crew.width
-        for slot in _taking_part(active):
+        for slot in taking_part(active):
             with torch.no_grad(), alone(crew, slot) as member:
                 outputs[slot], loss = lone_pass(member, batches[slot], crew.device)
             losses[slot] = loss.item()
@@ -117,5 +117,6 @@ def _train_one(crew: Crew, slot: int, batch: Any, scale: float) -> float:
     return float(loss.detach())
 
 
-def _taking_part(active: Sequence[bool]) -> list[int]:
+def taking_part(active: Sequence[bool]) -> list[int]:
+    """The slots that do."""
     return [slot for slot, is_active in enumerate(active) if is_active]

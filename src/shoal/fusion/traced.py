@@ -31,6 +31,7 @@ from shoal.fusion.fused import (
 )
 from shoal.fusion.graph import Graph, Inputs, Left, Ran, capture, same_bits
 from shoal.fusion.idle import add_gradients
+from shoal.fusion.launcher import Launcher
 from shoal.fusion.level import entered
 from shoal.fusion.member import Member
 from shoal.fusion.outputs import by_slot, taken_apart
@@ -65,12 +66,17 @@ class Kept:
 class TracedBackend(StackedBackend):
     """Runs graphs of its own eager passes.
 
+    Args:
+        launcher: Has a training pass's operations launched as one, where it can; one graph's.
+
     Attributes:
         is_paused: It trains eagerly, and makes no graphs, for now.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, launcher: Launcher | None = None) -> None:
         super().__init__()
+        self._launcher = launcher
+        self._launched: Hashable = None  # whose graph that is
         self._kept: dict[Hashable, Kept] = {}
         self._crews = 0
         self._constants: tuple[str, ...] = ()  # of the slots' code now
@@ -89,6 +95,12 @@ class TracedBackend(StackedBackend):
         }
         told = [self._known[id(m.module)] for m in crew.members]
         self._constants, self._rates = (tuple(one[at] for one in told) for at in (1, 2))
+
+    def rest(self) -> None:
+        """Hold on to no trial; graphs stay, for an array of the same trials' kind."""
+        self._templates.clear()
+        self._known.clear()
+        self._undo = Undo()
 
     @property
     def why_eager(self) -> str:
@@ -291,7 +303,18 @@ class TracedBackend(StackedBackend):
         if (module := crew.members[0].module).training:  # this batch may leave them as they were
             graph.writes = tuple(dict.fromkeys((*graph.writes, *written_silently(module))))
         graph.look(inputs)
+        self._launch(graph, inputs, batch, sums=crew.members[0].recipe.accumulate > 1)
         return graph, form[-1:]
+
+    def _launch(self, graph: Graph, inputs: Inputs, batch: Any, *, sums: bool) -> None:
+        """Of the batches that are met first; what it holds of a GPU's memory is held for good."""
+        layout = layout_of(batch)
+        is_first = self._launched is None or self._launched == layout
+        if self._launcher is None or inputs.weights is None or not is_first:
+            return
+        self._launched, held = layout, len(inputs.parameters)
+        written = [held + at for at, name in enumerate(inputs.buffers) if name in graph.writes]
+        graph.run = self._launcher.of_graph(graph.run, held, written, hands_out=sums)
 
     def _code(self, crew: Crew, slots: Slots, blocks: Any, batch: Any) -> tuple[Any, Tensor]:
         output, losses = super()._code(crew, slots, blocks, batch)

@@ -106,10 +106,10 @@ def wish_of(fuse: str | bool | int | None, technique: Technique | None) -> Wish:
 def _refuse_spilled(fuse: str | int, technique: Spilled, kind: str | None) -> None:
     if named := asked_of(technique)[1]:
         raise PlanError(f"fuse={fuse} with a technique that {named}. Leave one of them out.")
-    if kind == "compiled":
+    if kind in ("compiled", "branches"):
         raise PlanError(
-            f"fuse={fuse!r} with a spilled technique: compiled passes are not cut into shards. "
-            "Leave 'compiled' out."
+            f"fuse={fuse!r} with a spilled technique: such passes are not cut into shards. "
+            f"Leave {kind!r} out."
         )
 
 

@@ -45,7 +45,7 @@ SHORT_S = 60.0
 LIGHT_S = 0.01
 """Of a trial whose step alone takes less, much is Python, which a graph leaves out: that is looked
 at first, since a short study ends before there is time for a second look."""
-ORDER: tuple[PassKind, ...] = ("eager", "traced", "compiled")  # of two as quick, the first
+ORDER: tuple[PassKind, ...] = ("eager", "traced", "compiled", "branches")  # of two, the first
 MANY = 20_000
 """Evaluations of which the moments are not looked at one by one."""
 
@@ -213,9 +213,25 @@ def next_candidate(measure: ArrayMeasure, load: Load, fits: Fits) -> Candidate |
     Widths first, from ``MIDDLE``: wider while that gains, narrower where it does not. Then a graph
     of the best one, or of the best two, and compiled code where it may bring back its price. Of
     light trials the widths are tried as graphs, and eagerly where that is none, or brings nothing.
+    Last, on a device that may run them side by side, the slots' own passes, in the best width.
     """
     if measure.declined:
         return None
+    return _as_one(measure, load, fits) or _side_by_side(measure, load, fits)
+
+
+def _side_by_side(measure: ArrayMeasure, load: Load, fits: Fits) -> Candidate | None:
+    """Also where stacked kernels lose by far: these are other ones."""
+    if not measure.overlaps or any(found.kind == "branches" for found in measure.widths):
+        return None
+    able = [found for found in measure.widths if not found.declined and fits(found)]
+    if not able or _is_dear(None, measure, load, fits):
+        return None
+    best = min(able, key=lambda found: (_part(found, load, measure.valid_batches), found.width))
+    return Candidate(best.width, "branches")
+
+
+def _as_one(measure: ArrayMeasure, load: Load, fits: Fits) -> Candidate | None:
     batches, tried = measure.valid_batches, {(f.width, f.kind) for f in measure.widths}
     if load.is_light and (width := _needs_eager(measure, load, fits)) is not None:
         return Candidate(width, "eager")

@@ -31,7 +31,8 @@ def in_array(
     job: Job, place: ArraySlot, found: WidthMeasure, why: tuple[str, ...], compiler: str
 ) -> Job:
     """In an array that is on its device as a whole."""
-    held, width = held_bytes(job, found.width), found.width
+    width = found.width
+    held = Bytes(held_bytes(job, width) + found.pool_bytes)
     alone = LoneNeed(
         held_bytes=job.held_bytes,
         unit_bytes=job.unit_bytes,
@@ -40,8 +41,10 @@ def in_array(
     )
     group, constants = f"{place.group}x{width}", ""
     key: dict[str, Scalar] = {"array": f"slot {place.slot} of {width}"}
-    if found.kind == "traced":
+    if found.kind in ("traced", "branches"):
         key["array_pass"] = found.kind
+    if found.kind == "branches":
+        group = f"{group} branches"
     elif found.kind == "compiled":
         constants = place.constants
         key |= {"array_pass": f"compiled, {compiler}", "array_floats": constants}

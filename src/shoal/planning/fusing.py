@@ -52,7 +52,7 @@ A width may say how passes run: ``"16 compiled"``."""
 
 ALONE = 1
 MOST_SPILLED = 2  # widths for which shards are looked for
-KINDS: tuple[PassKind, ...] = ("eager", "traced", "compiled")
+KINDS: tuple[PassKind, ...] = ("eager", "traced", "compiled", "branches")
 LIKELY = 1000
 """Steps that a trial is taken to have, where nobody can say."""
 NOTHING: Mapping[int, str] = MappingProxyType({})
@@ -395,7 +395,8 @@ class Fusing:
             return True
         if found.is_over:
             return False
-        return held_bytes(job, found.width) + found.unit_bytes <= self._budget
+        held = held_bytes(job, found.width) + found.pool_bytes
+        return held + found.unit_bytes <= self._budget
 
     def _kind(
         self,
@@ -443,8 +444,8 @@ class Fusing:
         words = "shards were asked for" if fits else f"{width} of them do not fit the device"
         if self._spilling is None:
             return replace(job, why=(*job.why, f"unfused: {words}"))
-        if found.kind == "compiled":
-            words = f"{words}, and compiled passes are not cut into shards"
+        if found.kind in ("compiled", "branches"):
+            words = f"{words}, and such passes ({found.kind}) are not cut into shards"
             return replace(job, why=(*job.why, f"unfused: {words}"))
         spilled = self._spilled(shape, trials, width, asking, fits=fits)
         if isinstance(spilled, str):

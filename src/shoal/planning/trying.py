@@ -127,6 +127,7 @@ def _with(measure: ArrayMeasure, candidate: Candidate, asked: _Tries) -> ArrayMe
         notes=tuple(notes),
         valid_batches=max(found.valid_batches for found in tries),
         nodes=max(measure.nodes, *(found.nodes for found in tries)),
+        overlaps=any(found.overlaps for found in tries),
         compiler=next((found.compiler for found in tries if found.compiler), measure.compiler),
     )
 
@@ -199,6 +200,7 @@ def found_of(
         valid_s=valid_s,
         alone_valid_s=alone_valid_s,
         unit_bytes=Bytes(max(found.unit_bytes for found in tries)),
+        pool_bytes=Bytes(max(found.pool_bytes for found in tries)),
         build_s=Seconds(max(found.build_s for found in tries)),
         refill_s=Seconds(max(found.refill_s for found in tries)),
         noise=max(noise_of(rounds) for rounds in told),

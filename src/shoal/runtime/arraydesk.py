@@ -10,14 +10,21 @@ import pickle
 from collections.abc import Callable
 from dataclasses import replace
 
+from shoal.core.plan import ArrayPlace
 from shoal.core.seams import Candidate
 from shoal.core.units import Bytes
+from shoal.fusion import backend_of
+from shoal.fusion.crew import ArrayBackend
+from shoal.fusion.traced import TracedBackend
 from shoal.runtime import checkpoint
 from shoal.runtime.arrays import ArraySeat, Seated
 from shoal.runtime.house import House
 from shoal.runtime.messages import Grant, LeaseOver
 from shoal.runtime.session import Session
 from shoal.runtime.task import Issued
+
+MOST = 4
+"""Arrays that ended whose graphs are kept for the next ones of their kind."""
 
 
 class ArrayDesk:
@@ -30,6 +37,8 @@ class ArrayDesk:
         self._room, self._handed_over = house.room, house.handed_over
         self._alive = house.waits
         self._arrays: dict[str, ArraySeat] = {}
+        self._captures = house.captures
+        self._rested: dict[str, TracedBackend] = {}  # of arrays that ended, by group
         self._stepping: int | None = None  # a trial of the array whose step runs
 
     def __bool__(self) -> bool:
@@ -97,8 +106,10 @@ class ArrayDesk:
         session.on_loader_lost = lambda reason: self._reports.loader_lost(session, reason)
 
     def _open(self, grant: Grant) -> ArraySeat:
+        assert grant.job.array is not None
         array = ArraySeat(
             grant.job,
+            self._backend(grant.job.array),
             self._recipe,
             self._device,
             self._ledger,
@@ -115,6 +126,20 @@ class ArrayDesk:
             raise
         return array
 
+    def _backend(self, place: ArrayPlace) -> ArrayBackend:
+        """What runs an array's passes; of one that was here before, with the graphs it made."""
+        known = self._rested.pop(place.group, None)
+        return known or backend_of(place.kind, place.constants, self._captures.launcher())
+
+    def _rest(self, array: ArraySeat) -> None:
+        """Keep the graphs of an array that ends. On a GPU they hold its memory, and go."""
+        backend = array.backend
+        if isinstance(backend, TracedBackend) and self._device.torch_device.type == "cpu":
+            backend.rest()
+            self._rested[array.place.group] = backend
+            while len(self._rested) > MOST:
+                del self._rested[next(iter(self._rested))]
+
     def _issue(self, issued: Issued) -> None:
         """Something of an array is under way: its steps may be long, and are no hang."""
         self._reports.issue(issued)
@@ -125,6 +150,7 @@ class ArrayDesk:
         if not array.seated and self._arrays.get(group) is array:
             del self._arrays[group]
             array.close()
+            self._rest(array)
             self._room(True)
 
     # -- stepping -------------------------------------------------------------------------

@@ -31,8 +31,9 @@ from shoal.core.plan import ArrayPlace, Job
 from shoal.core.technique import Spilled
 from shoal.core.units import Bytes
 from shoal.device import Device
-from shoal.fusion import Array, Member, backend_of
+from shoal.fusion import Array, Member
 from shoal.fusion.batches import layout_of
+from shoal.fusion.crew import ArrayBackend
 from shoal.memory.ledger import Ledger
 from shoal.partition.track import AllocationTracker
 from shoal.program.ir import Op
@@ -80,6 +81,7 @@ class ArraySeat:
 
     Args:
         job: Of any of them: bytes and place.
+        backend: Runs the passes, unless the array is spilled.
         ledger: The device's; what the array holds is reserved there for the seat's life.
         guard: See ``Guard``; it calls ``dismiss`` for a trial that failed.
         fail: Called with a trial whose part of a step failed, and why.
@@ -96,6 +98,7 @@ class ArraySeat:
     def __init__(
         self,
         job: Job,
+        backend: ArrayBackend,
         recipe: Recipe,
         device: Device,
         ledger: Ledger,
@@ -107,6 +110,7 @@ class ArraySeat:
     ) -> None:
         assert job.array is not None
         self.place: ArrayPlace = job.array
+        self.backend = backend
         self.held_bytes, self.unit_bytes = job.held_bytes, job.unit_bytes
         self._recipe, self._device, self._ledger = recipe, device, ledger
         self._guard, self._fail, self._record, self._room = guard, fail, record, room
@@ -187,7 +191,7 @@ class ArraySeat:
             array = Array(
                 [member],
                 device=where,
-                backend=backend_of(self.place.kind, self.place.constants),
+                backend=self.backend,
                 usual=_usual_layout(session, where),
             )
             array.widen(slot, self.place.width)

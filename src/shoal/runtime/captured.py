@@ -11,6 +11,7 @@ both leave the same bits, nobody can tell from a trial which of its steps was wh
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torch.nn.modules import module as nn_module
 
 from shoal.core.spec import CAPTURED_LAYOUTS
 from shoal.fusion.batches import holds_floats, layout_of, leaves_of, rebuilt
+from shoal.fusion.launcher import Ready
 from shoal.memory.store import same_bits
 from shoal.partition.compiled import compiles
 from shoal.recipe import Recipe
@@ -33,8 +35,6 @@ from shoal.runtime.units import Micro, ResidentUnits
 
 PROOFS = 2
 """Passes beside which a capture is run before it is trusted."""
-MOST = CAPTURED_LAYOUTS
-"""Layouts of batches that are captured; others run as ever."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 Maker = Callable[[Pass, Sequence[Tensor], Hashable], Replay]
@@ -49,19 +49,25 @@ class _Kept:
     replay: Replay | None = None
     proofs: int = 0
     declined: str = ""
+    draws: bool = False  # random numbers, in a pass that was compared
 
 
 class CapturedUnits(ResidentUnits):
     """The whole module in one unit; training passes by a capture, once there is one.
 
-    Evaluations run as ever.
+    Of ``layouts`` of batches, the first ones; of others, and evaluations, they run as ever.
     """
 
     def __init__(
-        self, model: nn.Module, recipe: Recipe, device: torch.device, make: Maker
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        device: torch.device,
+        make: Maker,
+        layouts: int = CAPTURED_LAYOUTS,
     ) -> None:
         super().__init__(model, recipe, device)
-        self._device, self._make = device, make
+        self._device, self._make, self._layouts = device, make, layouts
         self._modules = list(model.modules())
         self._parameters = list(model.parameters())
         self._kept: dict[Hashable, _Kept] = {}
@@ -86,18 +92,30 @@ class CapturedUnits(ResidentUnits):
             return super().backward(shard, micro)
         if kept.proofs < PROOFS:
             return self._learn(kept, micro)
+        loss = self._replayed(kept, micro)
+        return self._learn(kept, micro) if loss is None else loss
+
+    def ready(self, batch: Any) -> Ready | None:
+        """The pass over such a batch, if a capture of it is trusted."""
+        kept = self._kept_for(batch)
+        if kept is None or kept.proofs < PROOFS:
+            return None
+        return Ready(functools.partial(self._replayed, kept, Micro(batch)), kept.draws)
+
+    def _replayed(self, kept: _Kept, micro: Micro) -> Tensor | None:
+        """The loss, not divided, as ``ResidentUnits`` returns it; None: it is to be made again."""
         assert kept.replay is not None
         try:
             found = kept.replay.run(leaves_of(micro.batch))
         except Moved:
             kept.replay, kept.proofs = None, 0
-            return self._learn(kept, micro)
+            return None
         except Exception as error:
             if not isinstance(error, torch.OutOfMemoryError | MemoryError):
-                super().backward(shard, micro)  # which says where in the code that is
+                super().backward(0, micro)  # which says where in the code that is
             raise
         self._give(found)
-        return found.loss  # not divided, as ``ResidentUnits`` returns it
+        return found.loss
 
     def let_go(self) -> None:
         """Hold on to no memory of the device, until the next pass."""
@@ -120,7 +138,7 @@ class CapturedUnits(ResidentUnits):
         )
         kept = self._kept.get(key)
         if kept is None:
-            if len(self._kept) >= MOST:
+            if len(self._kept) >= self._layouts:
                 return None
             kept = self._kept[key] = _Kept(key)
         if kept.declined:
@@ -214,6 +232,7 @@ class CapturedUnits(ResidentUnits):
         if not all(same_bits(*pair) for pair in pairs):
             raise Untraceable("its capture comes to other bits than the pass")
         kept.proofs += 1
+        kept.draws |= not same_rng(before.rng, after.rng)
 
     def _pass_over(self, batch: Any, trained: Sequence[nn.Parameter]) -> Pass:
         assert self._watch is not None

@@ -5,20 +5,25 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Hashable, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shoal.fusion import signature_of
+from shoal.core.spec import CAPTURED_LAYOUTS
+from shoal.fusion import Member, signature_of
 from shoal.fusion.blend import HIDDEN
 from shoal.fusion.constants import RATES, constants_of
+from shoal.fusion.graph import Run
+from shoal.fusion.launcher import LonePass, Ready
 from shoal.fusion.signature import DEEPEST
 from shoal.recipe import Recipe
 from shoal.runtime.captured import CapturedUnits
-from shoal.runtime.cudagraph import CapturedPass, CudaGraphs
+from shoal.runtime.cudagraph import CapturedPass, CapturedRun, CudaGraphs, Lanes
 from shoal.runtime.operations import OperationList, Operations, list_operations
 from shoal.runtime.replay import Pass, Replay
+from shoal.runtime.units import Micro
 
 MOST = 16  # lists of operations that are kept
 TOLD: tuple[type, ...] = (
@@ -49,8 +54,8 @@ class Captures:
         self._recipe, self._device = recipe, device
         self._lists: dict[Hashable, OperationList] = {}
 
-    def units(self, model: nn.Module) -> CapturedUnits:
-        """What computes the passes of a trial."""
+    def units(self, model: nn.Module, layouts: int = CAPTURED_LAYOUTS) -> CapturedUnits:
+        """What computes the passes of a trial; of so many layouts of batches they are captured."""
         code: list[Hashable] = []
 
         def make(what: Pass, leaves: Sequence[Tensor], key: Hashable) -> Replay:
@@ -60,7 +65,11 @@ class Captures:
                 code.append(_code_of(self._recipe, model) if _is_told(model) else None)
             return Operations(what.model, what.trained, self._list((code[0], key), what, leaves))
 
-        return CapturedUnits(model, self._recipe, self._device, make)
+        return CapturedUnits(model, self._recipe, self._device, make, layouts)
+
+    def launcher(self) -> Launching:
+        """Who captures the passes of an array that is on the device."""
+        return Launching(self, self._device)
 
     def _list(
         self, key: tuple[Hashable, Hashable], what: Pass, leaves: Sequence[Tensor]
@@ -74,6 +83,63 @@ class Captures:
         if made.shares and len(self._lists) < MOST:
             self._lists[key] = made
         return made
+
+
+class Launching:
+    """Captures the passes of one array; see ``shoal.fusion.launcher.Launcher``.
+
+    A slot's is captured for the batches that it meets first: of each slot's capture a GPU holds
+    the memory for good.
+    """
+
+    def __init__(self, captures: Captures, device: torch.device) -> None:
+        self._captures = captures
+        self._cuda = CudaGraphs(device) if device.type == "cuda" else None
+        self._lanes = Lanes(device) if device.type == "cuda" else None
+
+    def of_graph(self, run: Run, held: int, written: Sequence[int], *, hands_out: bool) -> Run:
+        """As a CUDA graph."""
+        if self._cuda is None:
+            return run
+        return CapturedRun(run, held, written, self._cuda, hands_out=hands_out)
+
+    def capture(self, member: Member) -> LonePass:
+        """As a trial alone is captured."""
+        return _SlotPass(self._captures.units(member.module, layouts=1))
+
+    def together(self) -> AbstractContextManager[Any]:
+        """Lanes, on a GPU."""
+        return nullcontext() if self._lanes is None else self._lanes.together()
+
+    def lane(self, slot: int) -> AbstractContextManager[Any]:
+        """A stream of its own, on a GPU."""
+        return nullcontext() if self._lanes is None else self._lanes.lane(slot)
+
+
+class _SlotPass:
+    """A slot's own pass."""
+
+    def __init__(self, units: CapturedUnits) -> None:
+        self._units = units
+
+    def ready(self, batch: Any) -> Ready | None:
+        """A replay, where it is trusted."""
+        return self._units.ready(batch)
+
+    def backward(self, batch: Any) -> Tensor:
+        """As ever; what there is of a capture is compared with it, or replayed."""
+        loss = self._units.backward(0, Micro(batch))
+        assert loss is not None
+        return loss
+
+    @property
+    def why_not(self) -> str:
+        """In words."""
+        return self._units.why_not
+
+    def let_go(self) -> None:
+        """Free its memory on the device."""
+        self._units.let_go()
 
 
 def _code_of(recipe: Recipe, model: nn.Module) -> Hashable:

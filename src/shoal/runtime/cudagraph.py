@@ -1,5 +1,8 @@
 """A pass as a CUDA graph: the kernels that the eager pass launches, launched as one.
 
+Of a trial alone (``CapturedPass``), by its code, and of an array (``CapturedRun``), by the graph
+of its operations. Passes of several trials may be launched side by side (``Lanes``).
+
 [Note: what stays where]
 A graph has addresses in it. The trial's parameters and buffers are where they are for the time of
 a lease; a batch is copied into tensors that the graph reads; loss and gradients are in the graph's
@@ -15,13 +18,14 @@ a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from shoal.runtime.replay import Found, Moved, Pass, in_words
+from shoal.runtime.replay import Found, Moved, Pass, Untraceable, in_words
 
 WARM_UPS = 2
 """Passes before one is captured: libraries are loaded and make their workspaces in the first."""
@@ -42,8 +46,8 @@ class Cuda(Protocol):
         """Do it on a side stream, between two waits of streams for each other."""
         ...
 
-    def capture(self, works: Sequence[Callable[[], Any]]) -> Launch:
-        """Capture these, each a branch that comes after nothing of the others."""
+    def capture(self, work: Callable[[], Any]) -> Launch:
+        """Capture what it launches; nothing of it is done."""
         ...
 
 
@@ -61,23 +65,51 @@ class CudaGraphs:
             work()
         current.wait_stream(side)
 
-    def capture(self, works: Sequence[Callable[[], Any]]) -> Launch:
-        """One graph with a memory pool of its own; several works are parallel branches."""
+    def capture(self, work: Callable[[], Any]) -> Launch:
+        """One graph with a memory pool of its own."""
         torch.cuda.synchronize(self._device)
         graph: Any = torch.cuda.CUDAGraph()
         # Other threads of this process, which copy, may call CUDA meanwhile.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            main = torch.cuda.current_stream(self._device)
-            streams = [torch.cuda.Stream(self._device) for _ in works[1:]]
-            for stream, work in zip(streams, works[1:], strict=True):
-                stream.wait_stream(main)
-                with torch.cuda.stream(stream):
-                    work()
-            works[0]()
-            for stream in streams:
-                main.wait_stream(stream)
+            work()
         found: Launch = graph
         return found
+
+
+class Lanes:
+    """Streams of one device on which graphs run side by side; they live as long as this does."""
+
+    MOST = 16
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams: list[Any] = []
+        self._main: Any = None
+        self._used: dict[int, Any] = {}
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Lanes begin after what the current stream has to do, which goes on after them."""
+        self._main = torch.cuda.current_stream(self._device)
+        try:
+            yield
+        finally:
+            for stream in self._used.values():
+                self._main.wait_stream(stream)
+            self._main, self._used = None, {}
+
+    @contextmanager
+    def lane(self, number: int) -> Iterator[None]:
+        """What is launched inside is after what this lane, or the stream before, had to do."""
+        index = number % self.MOST
+        while len(self._streams) <= index:
+            self._streams.append(torch.cuda.Stream(self._device))
+        stream = self._streams[index]
+        if index not in self._used:
+            stream.wait_stream(self._main)
+            self._used[index] = stream
+        with torch.cuda.stream(stream):
+            yield
 
 
 class CapturedPass:
@@ -102,20 +134,11 @@ class CapturedPass:
         """Copy the batch in, and launch."""
         if self._addresses() != self._at:
             raise Moved
-        self.copy_in(leaves)
-        assert self._launch is not None
-        self._launch.replay()
-        return self.found
-
-    def copy_in(self, leaves: Sequence[Tensor]) -> None:
-        """Have a batch where the graph reads it."""
         for mine, leaf in zip(self._inputs, leaves, strict=True):
             mine.copy_(leaf, non_blocking=True)
-
-    @property
-    def found(self) -> Found:
-        """Where the last capture of ``work`` leaves what it finds."""
+        assert self._launch is not None
         assert self._found is not None
+        self._launch.replay()
         return self._found
 
     def let_go(self) -> None:
@@ -128,10 +151,10 @@ class CapturedPass:
         with in_words():
             for _ in range(WARM_UPS):
                 self._cuda.warm_up(self.work)
-            self._launch = self._cuda.capture([self.work])
+            self._launch = self._cuda.capture(self.work)
 
     def work(self) -> None:
-        """The pass by its code, from where ``copy_in`` puts a batch: what is captured."""
+        """The pass by its code, on the batch that was copied in: what is captured."""
         loss, root = self._what.loss_and_root(self._inputs)
         found = torch.autograd.grad([root], list(self._what.trained), allow_unused=True)
         there = {index: gradient for index, gradient in enumerate(found) if gradient is not None}
@@ -146,24 +169,6 @@ class CapturedPass:
         return [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
 
 
-def branches(passes: Sequence[CapturedPass], cuda: Cuda) -> Callable[[Sequence[Any]], list[Found]]:
-    """The passes of several trials as parallel branches of one graph.
-
-    What it returns takes the leaves of a batch for each, launches, and returns what each left.
-    Their random streams have to be one trial's at a time, so none of them may draw.
-    """
-    launch = cuda.capture([one.work for one in passes])
-    results = [one.found for one in passes]
-
-    def run(leaves: Sequence[Any]) -> list[Found]:
-        for one, mine in zip(passes, leaves, strict=True):
-            one.copy_in(mine)
-        launch.replay()
-        return results
-
-    return run
-
-
 def _laid(gradient: Tensor, like: nn.Parameter, taken: Collection[int]) -> Tensor:
     """A gradient that lies in memory as its parameter does, and nobody else's does."""
     if gradient.stride() == like.stride() and gradient.data_ptr() not in taken:
@@ -171,3 +176,65 @@ def _laid(gradient: Tensor, like: nn.Parameter, taken: Collection[int]) -> Tenso
     return torch.empty_strided(
         like.shape, like.stride(), dtype=gradient.dtype, device=gradient.device
     ).copy_(gradient)
+
+
+class CapturedRun:
+    """A function of tensors, as a CUDA graph: the operations of an array's pass.
+
+    It is called as the function is. The first ``held`` tensors are read where they are, and the
+    graph is made again where they are elsewhere; the others are copied in, and those that
+    ``written`` tells of copied back. What it returns is written anew by the next call, unless it
+    ``hands_out`` copies. Where no graph can be made it calls the function.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., Sequence[Tensor]],
+        held: int,
+        written: Sequence[int],
+        cuda: Cuda,
+        *,
+        hands_out: bool = False,
+    ) -> None:
+        self._run, self._held, self._written, self._cuda = run, held, written, cuda
+        self._hands_out = hands_out
+        self._at: list[int] = []
+        self._inputs: list[Tensor] = []
+        self._left: Sequence[Tensor] = ()
+        self._launch: Launch | None = None
+        self.why_not = ""
+
+    def __call__(self, *flat: Tensor) -> Sequence[Tensor]:
+        """Launch it."""
+        if self.why_not:
+            return self._run(*flat)
+        at = [tensor.data_ptr() for tensor in flat[: self._held]]
+        if self._launch is None or at != self._at:
+            try:
+                with in_words():
+                    self._make(flat)
+            except Untraceable as error:
+                self.why_not, self._launch = str(error), None
+                self._inputs, self._left = [], ()
+                return self._run(*flat)
+            self._at = at
+        assert self._launch is not None
+        rest = flat[self._held :]
+        for mine, given in zip(self._inputs, rest, strict=True):
+            mine.copy_(given, non_blocking=True)
+        self._launch.replay()
+        for index in self._written:
+            flat[index].copy_(self._inputs[index - self._held], non_blocking=True)
+        return [left.clone() for left in self._left] if self._hands_out else self._left
+
+    def _make(self, flat: Sequence[Tensor]) -> None:
+        self._inputs = [tensor.clone() for tensor in flat[self._held :]]
+        mine = (*flat[: self._held], *self._inputs)
+
+        def work() -> None:
+            self._left = self._run(*mine)
+
+        with torch.no_grad():
+            for _ in range(WARM_UPS):
+                self._cuda.warm_up(work)
+            self._launch = self._cuda.capture(work)

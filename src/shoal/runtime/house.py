@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shoal.device import Device
 from shoal.memory.ledger import Ledger
 from shoal.recipe import Recipe
+from shoal.runtime.captures import Captures
 from shoal.runtime.messages import LeaseOver, Settings
 from shoal.runtime.reports import Reports
 from shoal.runtime.saver import Saver
@@ -19,6 +20,7 @@ class House:
     """The device and the study, and whom to tell of trials that come and go.
 
     Attributes:
+        captures: Captures passes of trials and of arrays.
         record: Leaves word whose code runs.
         fail: Tells the study of a trial that cannot go on, and why.
         room: Called when somebody came or went: units are reserved anew. True: it went.
@@ -33,6 +35,7 @@ class House:
     reports: Reports
     saver: Saver
     settings: Settings
+    captures: Captures
     record: Callable[[int | None], None]
     fail: Callable[[int, BaseException], None]
     room: Callable[[bool], None]

@@ -108,8 +108,7 @@ class DeviceLoop:
         self._stays: dict[int, Stay] = {}
         self._parked: dict[int, Session] = {}
         self._current: int | None = None  # whose random streams are in place
-        self._unit_bytes = 0
-        self._units_done = 0
+        self._unit_bytes = self._units_done = 0
         self._running = True
         house = House(
             recipe=recipe,
@@ -118,6 +117,7 @@ class DeviceLoop:
             reports=self._reports,
             saver=self._saver,
             settings=settings,
+            captures=measurer.captures,
             record=self._record,
             fail=self._reports.refuse,
             room=self._came_or_went,

@@ -210,7 +210,7 @@ class Measurer:
         bench = self._bench_of(order.trials)
         found = bench.build(order)
         if order.captures and not found.declined:
-            bench.capture_alone(self.captures)
+            bench.capture_alone()
         self._bench_until = time.monotonic() + BENCH_S
         return found
 
@@ -218,7 +218,7 @@ class Measurer:
         if self._built is not None:
             rest_on_host(self._built.model, self._built.optimizer)
         if self._bench is None or not self._bench.is_of(trials[0]):
-            self._bench = ArrayBench(self._recipe, self._device, trials)
+            self._bench = ArrayBench(self._recipe, self._device, trials, self.captures)
         return self._bench
 
     def _measure_array_shards(self, order: MeasureArrayShards) -> MeasuredArrayShards:

@@ -300,6 +300,8 @@ class ArrayTry:
     is_kind: bool = False
     is_over: bool = False
     unit_bytes: Bytes = NO_BYTES
+    pool_bytes: Bytes = NO_BYTES
+    overlaps: bool = False
     build_s: Seconds = NO_SECONDS
     refill_s: Seconds = NO_SECONDS
     once_s: tuple[float, ...] = ()

@@ -29,6 +29,7 @@ from shoal.core.units import Bytes, Seconds
 from shoal.data import epoch_length
 from shoal.device import Device
 from shoal.fusion import Array, Declined, Member, backend_of, dry_run
+from shoal.fusion.branches import BranchesBackend
 from shoal.fusion.compiled import CompiledBackend, compiler
 from shoal.fusion.crew import ArrayBackend
 from shoal.fusion.dryrun import difference
@@ -48,6 +49,7 @@ from shoal.recipe import (
     to_device,
 )
 from shoal.rng import capture_rng, seed_all
+from shoal.runtime.captured import PROOFS
 from shoal.runtime.captures import Captures
 from shoal.runtime.compute import tensors_of
 from shoal.runtime.counting import sparse_gradient_of
@@ -60,6 +62,7 @@ from shoal.runtime.stackedmeasure import StackedMeasure
 
 TRIED = 4  # trials that are compared, one step as an array with one step of each alone
 LONE_ROUNDS = 5  # of a trial alone that has no room beside the array
+GRAPHS = (TracedBackend, BranchesBackend)
 LONG_S = 0.2  # a contender with longer slices is timed in one round
 
 
@@ -102,12 +105,16 @@ class ArrayBench:
     memory, and so is what is compared where the device is a CPU.
     """
 
-    def __init__(self, recipe: Recipe, device: Device, trials: Sequence[TrialSpec]) -> None:
+    def __init__(
+        self, recipe: Recipe, device: Device, trials: Sequence[TrialSpec], captures: Captures
+    ) -> None:
         self._recipe, self._device, self._where = recipe, device, device.torch_device
+        self._captures = captures
         self._first = trials[0]
         self.meter = Meter(self._where, device.spec.memory)
         self._crowd = _Crowd(recipe, trials, self._where)
         self._declined: str | None = None  # not looked at yet
+        self._differs_as_one: str | None = None  # the same
         self._alone: LoneTrial | None = None
         self._alone_fits = True
         self._works: tuple[Callable[[], Any] | None, ...] = ()
@@ -125,8 +132,10 @@ class ArrayBench:
         self._crowd.grow(min(TRIED, max(2, width)))
         if self._declined is None:
             self._declined = self._first_look(order)
-        if self._declined:
-            return ArrayTry(declined=self._declined)
+        if not self._declined and kind != "branches" and self._differs_as_one is None:
+            self._differs_as_one = self._dry_run()
+        if words := self._declined or (kind != "branches" and self._differs_as_one):
+            return ArrayTry(declined=words)
         if self._recipe.step is not None and kind != "eager":
             return ArrayTry(declined="a step of one's own is no graph", is_kind=True)
         try:
@@ -143,7 +152,6 @@ class ArrayBench:
     def _first_look(self, order: MeasureArray) -> str:
         crowd = self._crowd
         declined = _obstacle(self._recipe, self._device, self._first, crowd.members[0])
-        declined = declined or self._dry_run()
         self._alone_fits = order.alone_fits
         if not declined:
             try:
@@ -181,12 +189,13 @@ class ArrayBench:
         array, rows, valid, build_s = probe.ready or self._settled(width, kind)[0]
         backend, where = array.backend, self._where
         has_valid = any(batch is not None for batch in valid)
-        if isinstance(backend, TracedBackend) and kind == "traced" and backend.why_eager:
+        if isinstance(backend, GRAPHS) and kind != "compiled" and backend.why_eager:
             return ArrayTry(declined=backend.why_eager, is_kind=True)
         if kind == "compiled" and (words := self._differs(width, backend)):
             return ArrayTry(declined=words, is_kind=True)
         step_s = _seconds(lambda: array.step(*rows), where)
         unit, valid_s = probe.unit_bytes, probe.valid_s
+        pool = 0 if where.type == "cpu" else self._pool_bytes(array, unit)
         if probe.ready is None:  # runs in other ways than what was counted
             its_unit, valid_s = _evaluated(array, valid)
             unit = Bytes(max(unit, its_unit))
@@ -201,6 +210,8 @@ class ArrayBench:
         return ArrayTry(
             notes=tuple(array.notes),
             unit_bytes=unit,
+            pool_bytes=Bytes(pool),
+            overlaps=where.type != "cpu",
             build_s=Seconds(build_s),
             refill_s=Seconds(max(0.0, refill_s)),
             once_s=(alone_once[0], step_s, alone_once[1], valid_s),
@@ -252,10 +263,10 @@ class ArrayBench:
         )
         return step, valid
 
-    def capture_alone(self, captures: Captures) -> None:
+    def capture_alone(self) -> None:
         """Time the trial alone as it would train: with its passes captured."""
         if self._alone is not None:
-            self._alone.capture(captures)
+            self._alone.capture(self._captures)
 
     def _alone_beside(self, probe: _Probe) -> tuple[float, float]:
         """Its seconds once; where it has no room beside the array it is gone then."""
@@ -299,7 +310,7 @@ class ArrayBench:
                 ready, unit, valid_s = self._counted(width, counted)
         except torch.OutOfMemoryError:
             return None
-        stays = on_host and counted == kind
+        stays = on_host and counted == kind and kind != "branches"  # not captured while counting
         kept = ready if stays else None
         return _Probe(unit, whole.current_bytes, whole.peak_bytes, valid_s, kept)
 
@@ -311,11 +322,26 @@ class ArrayBench:
 
     def _settled(self, width: int, kind: PassKind) -> tuple[_Ready, Bytes]:
         """With what a step allocates."""
-        array = self._array(self._copies(width), backend_of(kind))
+        launcher = self._captures.launcher()
+        array = self._array(self._copies(width), backend_of(kind, launcher=launcher))
         rows, valid = self._batches(width)
         began = time.perf_counter()
         unit = _settle(array, rows, valid if kind != "eager" else ())
         return _Ready(array, rows, valid, time.perf_counter() - began), unit
+
+    def _pool_bytes(self, array: Array, unit: Bytes) -> int:
+        """What graphs on a GPU keep for themselves, between steps too: of a pass, of each slot's.
+
+        A slot's pass takes what all of them do one after the other, without their gradients.
+        """
+        if isinstance(array.backend, TracedBackend):
+            return unit
+        if not isinstance(array.backend, BranchesBackend):
+            return 0
+        width, blocks = array.width, array.crew.stacked.parameters.values()
+        gradients = sum(block.nbytes for block in blocks if block.requires_grad)
+        lone_bytes = unit - gradients * (width - 1) // width
+        return max(0, width * lone_bytes)
 
     def _refilled(self, array: Array, rows: Sequence[Sequence[Any]]) -> float:
         """Seconds in which a slot gets another trial, and a step is done."""
@@ -454,6 +480,8 @@ def _settle(array: Array, rows: Sequence[Sequence[Any]], valid: Sequence[Any]) -
     states are there by then.
     """
     backend = array.backend
+    if isinstance(backend, BranchesBackend):
+        return _settle_branches(array, rows)
     if isinstance(backend, CompiledBackend):
         _step(array, rows)
         _settle_evaluation(array, valid)
@@ -469,6 +497,19 @@ def _settle(array: Array, rows: Sequence[Sequence[Any]], valid: Sequence[Any]) -
         _step(array, rows)  # proven
         _settle_evaluation(array, valid)
     return Bytes(tracker.peak_bytes)
+
+
+def _settle_branches(array: Array, rows: Sequence[Sequence[Any]]) -> Bytes:
+    """The same of slots' own passes; what a capture is compared with comes on top."""
+    _step(array, rows)
+    with AllocationTracker() as tracker:
+        _step(array, rows)  # by the slots' code
+    for _ in range(PROOFS):
+        _step(array, rows)
+    crew = array.crew
+    beside = 2 * sum(p.nbytes for p in crew.members[0].module.parameters())
+    beside += 3 * sum(b.nbytes for b in crew.members[0].module.buffers())
+    return Bytes(tracker.peak_bytes + beside)
 
 
 def _settle_evaluation(array: Array, valid: Sequence[Any]) -> None:

@@ -63,7 +63,7 @@ Fuse = Annotated[
     str | None,
     typer.Option(
         help="Train trials of one shape as arrays: auto (measured), off, or how wide, and how "
-        "passes run: 16, 16-compiled.",
+        "passes run: 16, 16-compiled, 16-branches.",
         metavar="auto|off|N[-KIND]",
     ),
 ]

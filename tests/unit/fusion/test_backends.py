@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from shoal.fusion import Array, LoopBackend, Member, StackedBackend
+from shoal.fusion.branches import BranchesBackend
 from shoal.recipe import Recipe
 from shoal.rng import capture_rng
 from shoal.testing import same_bits
@@ -15,7 +16,7 @@ from shoal.testing import same_bits
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(params=[StackedBackend, LoopBackend])
+@pytest.fixture(params=[StackedBackend, LoopBackend, BranchesBackend])
 def backend(request):
     return request.param()
 

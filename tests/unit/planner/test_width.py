@@ -31,7 +31,7 @@ from shoal.planner.width import (
 )
 
 SECONDS = st.floats(1e-6, 10.0)
-KINDS = st.sampled_from(("eager", "traced", "compiled"))
+KINDS = st.sampled_from(("eager", "traced", "compiled", "branches"))
 
 
 def found(width, step_s, **changes):
@@ -321,6 +321,18 @@ def test_light_trials_are_tried_as_graphs_and_eagerly_where_that_is_none():
     assert light(graph(16, 1.0, declined="no"), found(16, 4.0)) == (64, "eager")
     spent = {"took_s": Seconds(21.0), "first_s": Seconds(1.0)}
     assert light(graph(16, 1.0, declined="no"), **spent) == (16, "eager")
+
+
+def test_slots_own_passes_are_tried_last_and_where_they_may_overlap():
+    some = [found(16, 40.0), found(4, 8.0)]  # stacked kernels lose by far
+    assert tried(*some) is None
+    assert tried(*some, overlaps=True) == (4, "branches")
+    some.append(found(4, 2.0, kind="branches"))
+    assert tried(*some, overlaps=True) is None
+
+    some = [found(16, 4.0), found(64, 14.0), found(64, 3.0, kind="traced")]
+    some.append(found(16, 1.0, kind="traced"))
+    assert tried(*some, overlaps=True) == (64, "branches")
 
 
 def test_nothing_is_looked_at_that_costs_more_than_it_may_bring():

@@ -8,8 +8,7 @@ from torch import nn
 
 import shoal
 from shoal.runtime.captured import CapturedUnits
-from shoal.runtime.cudagraph import WARM_UPS, CapturedPass, branches
-from shoal.runtime.replay import Pass
+from shoal.runtime.cudagraph import WARM_UPS, CapturedPass
 from shoal.runtime.units import Micro, ResidentUnits
 
 CPU = torch.device("cpu")
@@ -26,29 +25,27 @@ class StandIn:
         self.log.append("warm up")
         work()
 
-    def capture(self, works):
+    def capture(self, work):
         self.log.append("capture")
-        for work in works:
-            work()
-        return Launched(self.log, works, [work.__self__ for work in works])
+        work()
+        return Launched(self.log, work)
 
 
 class Launched:
     """A replay writes to the same memory as the one before: nothing new is handed out."""
 
-    def __init__(self, log, works, made):
-        self._log, self._works, self._made = log, works, made
-        self._statics = [one._found for one in made]
+    def __init__(self, log, work):
+        self._log, self._work, self._made = log, work, work.__self__
+        self._static = self._made._found
 
     def replay(self):
         self._log.append("replay")
-        for work in self._works:
-            work()
-        for made, static in zip(self._made, self._statics, strict=True):
-            static.loss.copy_(made._found.loss)
-            for index, gradient in made._found.gradients.items():
-                static.gradients[index].copy_(gradient)
-            made._found = static
+        self._work()
+        made, static = self._made, self._static
+        static.loss.copy_(made._found.loss)
+        for index, gradient in made._found.gradients.items():
+            static.gradients[index].copy_(gradient)
+        made._found = static
 
 
 class Watched(CapturedPass):
@@ -131,7 +128,7 @@ def test_where_a_parameter_is_elsewhere_the_graph_is_made_and_compared_again():
 
 def test_a_capture_that_fails_is_told_and_the_trial_trains_as_ever():
     class Failing(StandIn):
-        def capture(self, works):
+        def capture(self, work):
             raise RuntimeError("operation not permitted when stream is capturing")
 
     model, captured, _ = units(Failing())
@@ -146,33 +143,14 @@ def test_a_graph_that_comes_to_other_bits_is_not_trusted():
     class Off(Launched):
         def replay(self):
             super().replay()
-            self._statics[0].gradients[0].add_(1e-6)
+            self._static.gradients[0].add_(1e-6)
 
     class Wrong(StandIn):
-        def capture(self, works):
-            super().capture(works)
-            return Off(self.log, works, [work.__self__ for work in works])
+        def capture(self, work):
+            super().capture(work)
+            return Off(self.log, work)
 
     _, captured, _ = units(Wrong())
     with pytest.warns(UserWarning, match="its capture comes to other bits than the pass"):
         captured.backward(0, Micro(drawn(0)))
     assert captured.why_not == "its capture comes to other bits than the pass"
-
-
-def test_several_trials_are_branches_of_one_graph():
-    cuda = StandIn()
-    models = [nn.Linear(4, 2) for _ in range(3)]
-    passes = [
-        CapturedPass(
-            Pass(m, lambda leaves, m=m: m(leaves[0]).sum(), list(m.parameters()), 1, frozenset()),
-            [drawn(0)],
-            cuda,
-        )
-        for m in models
-    ]
-    run = branches(passes, cuda)
-    cuda.log.clear()
-    found = run([[drawn(seed)] for seed in (1, 2, 3)])
-    assert cuda.log == ["replay"]
-    for seed, model, mine in zip((1, 2, 3), models, found, strict=True):
-        assert torch.equal(mine.loss, model(drawn(seed)).sum())

@@ -18,6 +18,7 @@ from shoal.fusion.compiled import CompiledBackend
 from shoal.fusion.traced import TracedBackend
 from shoal.recipe import Recipe
 from shoal.runtime import stackedmeasure, widths
+from shoal.runtime.captures import Captures
 from shoal.runtime.measure import Measurer
 from shoal.runtime.messages import MeasureArray, MeasureArrayShards, TimeArray, TimedArray
 from shoal.runtime.meter import Meter, copied_to, stored_bytes
@@ -66,7 +67,7 @@ def recipe():
 
 def bench(memory: int) -> ArrayBench:
     device = open_device(dataclasses.replace(make_device(), memory=Bytes(memory)))
-    return ArrayBench(recipe(), device, TRIALS)
+    return ArrayBench(recipe(), device, TRIALS, Captures(recipe(), CPU))
 
 
 NUM_LAYERS = 9  # the blocks, what is before and what is after them
@@ -114,13 +115,31 @@ def test_copies_share_what_was_shared_and_lie_as_it_lay():
 # -- whole arrays -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["eager", pytest.param("traced", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["eager", "branches", pytest.param("traced", marks=pytest.mark.slow)]
+)
 def test_an_array_that_fits_is_timed_within_the_budget(kind):
     found = (here := bench(400 * KIB)).build(MeasureArray(TRIALS, WIDTH, kind))
     assert not found.is_over
     assert not found.declined
     assert all(found.once_s)
     assert 0 < here.meter.peak_bytes <= 400 * KIB
+
+
+def test_slots_own_passes_are_captured_and_their_comparing_has_room():
+    here = bench(400 * KIB)
+    eager = here.build(MeasureArray(TRIALS, WIDTH, "eager")).unit_bytes
+    found = here.build(MeasureArray(TRIALS, WIDTH, "branches"))
+    array = here._settled(WIDTH, "branches")[0].array
+    assert all(
+        passes.ready(here._crowd.batches[0][0]) for _, passes in array.backend._passes.values()
+    )
+    beside = 2 * sum(p.nbytes for p in array.member(0).module.parameters())
+    assert beside < found.unit_bytes < eager + beside
+    assert found.pool_bytes == 0  # of a GPU's graphs
+    assert not found.overlaps
+    lone_bytes = found.unit_bytes - (WIDTH - 1) * beside // 2
+    assert here._pool_bytes(array, found.unit_bytes) == WIDTH * lone_bytes
 
 
 @pytest.mark.parametrize("captures", [True, False])
@@ -191,7 +210,9 @@ def test_the_graph_of_an_evaluation_is_made_before_one_is_timed(monkeypatch):
 
     monkeypatch.setattr(widths, "_evaluated", spy)
     monkeypatch.setattr(
-        widths, "backend_of", lambda kind: Quick() if kind == "compiled" else backend_of(kind)
+        widths,
+        "backend_of",
+        lambda kind, **given: Quick() if kind == "compiled" else backend_of(kind, **given),
     )
     found = bench(400 * KIB).build(MeasureArray(TRIALS, 2, "compiled"))
     assert not found.declined, found.declined

@@ -1,0 +1,148 @@
+"""Arrays on a GPU, in each of their ways, beside what else a user would run there.
+
+python benchmarks/fusion/gpu_arrays.py [--widths 1,4,16,64] [--only NAME] [--device cpu]
+    [--rounds 3] [--json FILE]
+
+Full steps in wall time, arms in turns: one model after another, eagerly and with each pass
+captured as a CUDA graph; arrays whose passes are eager, a graph of their operations, or every
+slot's own captured pass side by side (branches); and processes that share the device. It runs on a
+CPU too, where nothing is a CUDA graph: so the script is known to work before a GPU is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+from rivals import Cost, Processes, Step, batches, cost, models, rate
+from run import array_step, recipe_of
+from workloads import WORKLOADS, Workload
+
+import common
+from shoal.core.spec import PassKind
+from shoal.fusion import Declined
+from shoal.runtime.captured import PROOFS
+from shoal.runtime.captures import Captures
+from shoal.runtime.units import Micro, ResidentUnits
+
+KINDS: tuple[PassKind, ...] = ("eager", "traced", "branches")
+CHOSEN = (
+    *("tabular MLP", "PointNet", "DCGAN generator", "DCGAN discriminator"),
+    *("Transformer LM of width 128", "BERT-mini", "ResNet-18", "MobileNetV3-large"),
+)
+PROCESSES = 4
+SECONDS, WARM_UPS = 0.3, 4
+BEST = ("serial", "serial, captured", f"{PROCESSES} processes")
+
+
+def serial(workload: Workload, width: int, device: str, *, captured: bool) -> Step:
+    """A step of each model in turn, every loss read."""
+    where, recipe = torch.device(device), recipe_of(workload)
+    made, data = models(workload, range(width), device), batches(workload, range(width), device)
+    captures = Captures(recipe, where)
+    units = [
+        captures.units(model) if captured else ResidentUnits(model, recipe, where)
+        for model in made
+    ]
+    optimizers = [
+        torch.optim.AdamW(model.parameters(), lr=rate(slot), fused=True)
+        for slot, model in enumerate(made)
+    ]
+
+    def step() -> None:
+        for one, optimizer, batch in zip(units, optimizers, data, strict=True):
+            optimizer.zero_grad(set_to_none=True)
+            loss = one.backward(0, Micro(batch))
+            assert loss is not None
+            optimizer.step()
+            loss.item()
+
+    for _ in range(PROOFS + 1 if captured else 1):
+        step()
+    if captured and any(words := [one.why_not for one in units]):  # type: ignore[union-attr]
+        raise Declined(next(filter(None, words)))
+    return step
+
+
+def measure(name: str, width: int, rounds: int, device: str) -> dict[str, Any]:
+    """Milliseconds of a step of all models by arm, and how much quicker arrays are."""
+    workload, declined = WORKLOADS[name], {}
+    arms: dict[str, Callable[[int], Cost]] = {}
+    builders: dict[str, Callable[[], Step]] = {
+        "serial": lambda: serial(workload, width, device, captured=False),
+        "serial, captured": lambda: serial(workload, width, device, captured=True),
+        **{
+            f"array, {kind}": (lambda kind=kind: array_step(workload, width, kind, device))
+            for kind in KINDS
+        },
+    }
+    for arm, build in builders.items():
+        try:
+            step = build()
+            for _ in range(WARM_UPS):
+                step()
+        except (Declined, RuntimeError) as error:  # no room is an answer too
+            declined[arm] = str(error).splitlines()[0]
+        else:
+            arms[arm] = lambda repeats, step=step: cost(step, repeats)  # type: ignore[misc]
+    processes = Processes(name, width, min(PROCESSES, width), device)
+    arms[BEST[-1]] = processes.cost
+    repeats = {arm: max(1, int(SECONDS / run(2).wall_s)) for arm, run in arms.items()}
+    found: dict[str, list[float]] = {arm: [] for arm in arms}
+    for _ in range(rounds):
+        for arm, run in arms.items():
+            found[arm].append(run(repeats[arm]).wall_s * 1e3)
+    processes.close()
+    rivals = [[found[arm][at] for arm in BEST if arm in found] for at in range(rounds)]
+    return {
+        "ms": {arm: common.spread(values) for arm, values in found.items()},
+        "times_serial": {
+            arm: common.spread([s / v for s, v in zip(found["serial"], values, strict=True)])
+            for arm, values in found.items()
+        },
+        "times_best": {
+            arm: common.spread([min(r) / v for r, v in zip(rivals, values, strict=True)])
+            for arm, values in found.items()
+            if arm.startswith("array")
+        },
+        "declined": declined,
+    }
+
+
+def fused(widths: list[int], rounds: int, device: str, only: str = "") -> dict[str, Any]:
+    """All chosen workloads."""
+    result: dict[str, Any] = {}
+    for name in (name for name in CHOSEN if only in name):
+        result[name] = {}
+        for width in widths:
+            result[name][str(width)] = found = measure(name, width, rounds, device)
+            told = {arm: round(times["median"], 2) for arm, times in found["times_best"].items()}
+            print(f"{name}, {width} models: {told} {found['declined']}", file=sys.stderr)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--widths", default="1,4,16,64")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("no GPU here: nothing to measure (--device cpu tries the script).")
+        return
+    torch.set_num_threads(1)
+    widths = [int(width) for width in options.widths.split(",")]
+    found = fused(widths, options.rounds, options.device, options.only)
+    common.finish({"device": options.device, "workloads": found}, options.json)
+
+
+if __name__ == "__main__":
+    main()

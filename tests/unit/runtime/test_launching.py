@@ -1,0 +1,313 @@
+"""An array's pass as a CUDA graph, and slots' passes side by side, by stand-ins on the CPU."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import companies
+import pytest
+import torch
+
+from shoal.core.plan import ArrayPlace
+from shoal.fusion import Array, backend_of
+from shoal.fusion.batches import layout_of
+from shoal.fusion.launcher import ByCode, Ready
+from shoal.runtime import cudagraph
+from shoal.runtime.arraydesk import MOST, ArrayDesk
+from shoal.runtime.captures import Captures
+from shoal.runtime.cudagraph import WARM_UPS, CapturedRun, Lanes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CPU = torch.device("cpu")
+
+
+class StandIn:
+    """Runs again what was captured, and puts what that leaves where the capture left it."""
+
+    def __init__(self):
+        self.log = []
+
+    def warm_up(self, work):
+        self.log.append("warm up")
+        work()
+
+    def capture(self, work):
+        self.log.append("capture")
+        (run,) = [
+            cell.cell_contents
+            for cell in work.__closure__
+            if isinstance(cell.cell_contents, CapturedRun)
+        ]
+        work()
+        static = list(run._left)
+
+        def replay():
+            self.log.append("replay")
+            work()
+            for place, found in zip(static, run._left, strict=True):
+                place.copy_(found)
+            run._left = static
+
+        return SimpleNamespace(replay=replay)
+
+
+class Launcher(ByCode):
+    """Passes of whole arrays as CUDA graphs, by a stand-in."""
+
+    def __init__(self, cuda):
+        super().__init__(CPU)
+        self.cuda, self.runs = cuda, []
+
+    def of_graph(self, run, held, written, *, hands_out):
+        made = CapturedRun(run, held, written, self.cuda, hands_out=hands_out)
+        self.runs.append(made)
+        return made
+
+
+def letters(word, seed):
+    draws = torch.Generator().manual_seed(seed)
+    return [companies.batch_of(letter, draws) for letter in word]
+
+
+def array_of(launcher, accumulate=1, kind="traced"):
+    recipe = companies.recipe(companies.adam, accumulate, None, "fail")
+    members = [
+        companies.member_of(recipe, {"lr": 0.1, "drop": drop, "data": 0}, seed=3)
+        for drop in (0.2, 0.5)
+    ]
+    usual = layout_of(letters("u", 0)[0])
+    return Array(members, backend=backend_of(kind, launcher=launcher), usual=usual)
+
+
+def steps(array, words=("uuuuuu", "uuuuuu"), accumulate=1):
+    columns = [letters(word, seed) for seed, word in enumerate(words)]
+    rows = list(zip(*columns, strict=True))
+    return [
+        array.step(*rows[at : at + accumulate]).losses for at in range(0, len(rows), accumulate)
+    ]
+
+
+def same(one, other):
+    """Whether both arrays' trials have the same weights, statistics, masks to come and moments."""
+    return all(map(_same, map(one.extract, range(2)), map(other.extract, range(2))))
+
+
+def _same(one, other):
+    return (
+        all(torch.equal(value, other["model"][name]) for name, value in one["model"].items())
+        and torch.equal(one["rng"].torch, other["rng"].torch)
+        and all(
+            torch.equal(value, other["optimizer"]["state"][name][key])
+            for name, moments in one["optimizer"]["state"].items()
+            for key, value in moments.items()
+        )
+    )
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_arrays_pass_is_launched_as_one_to_the_same_bits(accumulate):
+    launcher = Launcher(StandIn())
+    array, eager = array_of(launcher, accumulate), array_of(None, accumulate, "eager")
+    assert steps(array, accumulate=accumulate) == steps(eager, accumulate=accumulate)
+    assert same(array, eager)
+    log = launcher.cuda.log
+    assert log[: WARM_UPS + 1] == ["warm up"] * WARM_UPS + ["capture"]
+    assert set(log[WARM_UPS + 1 :]) == {"replay"}
+    assert len(launcher.runs) == 1  # evaluations, and other batches, have none
+
+
+def test_where_the_rows_are_elsewhere_the_graph_is_made_again():
+    launcher = Launcher(StandIn())
+    array, eager = array_of(launcher), array_of(None, kind="eager")
+    for one in (array, eager):
+        steps(one)
+        one.keep([1, 0])  # other rows
+    assert steps(array) == steps(eager)
+    assert same(array, eager)
+    assert launcher.cuda.log.count("capture") >= 2
+
+
+def test_a_pass_that_cannot_be_captured_runs_as_ever():
+    class Failing(StandIn):
+        def capture(self, work):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    launcher = Launcher(Failing())
+    array, eager = array_of(launcher), array_of(None, kind="eager")
+    assert steps(array) == steps(eager)
+    assert same(array, eager)
+    assert launcher.runs[0].why_not.startswith("RuntimeError: operation not permitted")
+
+
+def test_a_launch_that_comes_to_other_bits_is_not_trusted():
+    class Wrong(StandIn):
+        def capture(self, work):
+            made = super().capture(work)
+            right = made.replay
+
+            def replay():
+                right()
+                (run,) = launcher.runs
+                run._left[-1].add_(1e-9)
+
+            return SimpleNamespace(replay=replay)
+
+    launcher = Launcher(Wrong())
+    array, eager = array_of(launcher), array_of(None, kind="eager")
+    assert steps(array) == steps(eager)
+    assert same(array, eager)
+    assert array.backend.why_eager == "its graph comes to other bits than the pass"
+
+
+# -- side by side -------------------------------------------------------------------------
+
+
+class Streams:
+    """Those of CUDA: who waits for whom, and where something is launched."""
+
+    def __init__(self, monkeypatch):
+        self.log, self.current, self.count = [], "main", 0
+        cuda = SimpleNamespace(
+            Stream=self.made, current_stream=lambda device: self.handle(), stream=self.within
+        )
+        monkeypatch.setattr(cudagraph, "torch", SimpleNamespace(cuda=cuda))
+
+    def made(self, device):
+        self.count += 1
+        return self.handle(f"lane {self.count - 1}")
+
+    def handle(self, name=None):
+        mine = name or self.current
+        wait = lambda other: self.log.append(f"{mine} waits for {other.name}")  # noqa: E731
+        return SimpleNamespace(name=mine, wait_stream=wait)
+
+    @contextmanager
+    def within(self, stream):
+        self.current = stream.name
+        yield
+        self.current = "main"
+
+
+def test_lanes_begin_after_what_was_before_and_end_before_what_follows(monkeypatch):
+    streams = Streams(monkeypatch)
+    lanes = Lanes(CPU)
+    for _ in range(2):
+        streams.log.clear()
+        with lanes.together():
+            for slot in (0, 1, Lanes.MOST):
+                with lanes.lane(slot):
+                    streams.log.append(f"slot {slot} in {streams.current}")
+        assert streams.log == [
+            "lane 0 waits for main",
+            "slot 0 in lane 0",
+            "lane 1 waits for main",
+            "slot 1 in lane 1",
+            f"slot {Lanes.MOST} in lane 0",
+            "main waits for lane 0",
+            "main waits for lane 1",
+        ]
+
+
+class Watching(Captures):
+    """Notes in which lane a pass was launched, and whether its slot's streams were in place."""
+
+    def launcher(self):
+        found = super().launcher()
+        self.lanes = []
+        found.lane = lambda slot: self.lanes.append(slot) or nullcontext()
+        return found
+
+
+@pytest.mark.parametrize("drop", [0.0, 0.5])
+def test_only_passes_that_draw_nothing_are_in_lanes(drop):
+    recipe = companies.recipe(companies.sgd, 1, None, "fail")
+    members = [
+        companies.member_of(recipe, {"lr": 0.1, "drop": drop, "data": 0}, seed=3) for _ in range(2)
+    ]
+    captures = Watching(recipe, CPU)
+    array = Array(members, backend=backend_of("branches", launcher=captures.launcher()))
+    steps(array)
+    assert array.backend.why_eager == ""
+    assert captures.lanes == ([] if drop else [0, 1] * 4)  # two passes were compared
+
+
+def test_a_launch_that_is_of_no_use_any_more_runs_as_ever():
+    recipe = companies.recipe(companies.sgd, 1, None, "fail")
+    made = [companies.member_of(recipe, {"lr": 0.1, "drop": 0.5, "data": 0}, 3) for _ in range(4)]
+
+    class Moving(ByCode):
+        def capture(self, member):
+            found = super().capture(member)
+            found.ready = lambda batch: Ready(lambda: None, draws=False)
+            return found
+
+    one = Array(made[:2], backend=backend_of("branches", launcher=Moving(CPU)))
+    other = Array(made[2:], backend=backend_of("branches"))
+    assert steps(one) == steps(other)
+    assert same(one, other)
+
+
+def test_who_leaves_takes_his_capture_along():
+    recipe = companies.recipe(companies.sgd, 1, None, "fail")
+    made = [companies.member_of(recipe, {"lr": 0.1, "drop": 0.5, "data": 0}, 3) for _ in range(3)]
+    array = Array(
+        made[:2], backend=backend_of("branches", launcher=Captures(recipe, CPU).launcher())
+    )
+    steps(array)
+    kept = dict(array.backend._passes)
+    array.refill(1, made[2]) if array.retire(1) else None
+    assert array.backend._passes == {0: kept[0]}
+    steps(array)
+    assert array.backend._passes[1][0] is made[2].module
+
+
+# -- arrays that come after one another ------------------------------------------------------
+
+
+def place(group):
+    return ArrayPlace(group=group, slot=0, width=2, alone=None, kind="traced")
+
+
+@pytest.fixture
+def desk():
+    found = ArrayDesk.__new__(ArrayDesk)
+    found._rested, found._device = {}, SimpleNamespace(torch_device=CPU)
+    found._captures = Captures(companies.recipe(companies.adam, 1, None, "fail"), CPU)
+    return found
+
+
+def rest(desk, group, backend):
+    desk._rest(SimpleNamespace(place=place(group), backend=backend))
+
+
+def test_an_array_has_the_graphs_of_the_one_before_of_its_kind(desk):
+    first = array_of(None)
+    steps(first)
+    graphs = [kept.graph for kept in first.backend._kept.values()]
+    rest(desk, "a", first.backend)
+    assert not first.backend._known  # of no trial any more
+
+    again = desk._backend(place("a"))
+    assert again is first.backend
+    recipe = companies.recipe(companies.adam, 1, None, "fail")
+    hps = [{"lr": lr, "drop": 0.2 + lr, "data": 1} for lr in (0.1, 0.3)]
+    later, alone = (
+        Array([companies.member_of(recipe, hp, seed=5) for hp in hps], backend=backend)
+        for backend in (again, backend_of("eager"))
+    )
+    assert steps(later) == steps(alone)
+    assert same(later, alone)
+    assert [kept.graph for kept in again._kept.values()] == graphs
+
+
+def test_few_are_kept_and_none_on_a_gpu(desk):
+    for number in range(MOST + 2):
+        rest(desk, str(number), backend_of("traced"))
+    assert [*desk._rested] == [str(number) for number in range(2, MOST + 2)]
+    rest(desk, "eager", backend_of("eager"))
+    assert "eager" not in desk._rested
+
+    desk._device = SimpleNamespace(torch_device=torch.device("cuda"))
+    rest(desk, "gpu", backend_of("traced"))
+    assert "gpu" not in desk._rested
