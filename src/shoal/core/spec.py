@@ -251,6 +251,7 @@ class WidthMeasure:
     that is spilled has ``shards``, moves ``moved_bytes`` a step, and its ``step_s`` is worked out.
     ``is_over``: the device has no room for it, and it has no seconds of its own. ``pool_bytes``
     are kept between steps, beside what the trials hold: graphs on a GPU have memory of their own.
+    ``evaluates_each``: slots are evaluated one by one, and those that are not cost nothing.
     """
 
     width: int
@@ -268,6 +269,7 @@ class WidthMeasure:
     shards: int = 0
     moved_bytes: Bytes = NO_BYTES
     is_over: bool = False
+    evaluates_each: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -354,8 +354,10 @@ class Array:
                 results[slot] = values
         return results
 
-    def has_graphs_of(self, batches: Sequence[Any]) -> bool:
-        """Whether evaluating these batches is a pass of all slots, of which graphs are made."""
+    def evaluates_as_one(self, batches: Sequence[Any]) -> bool:
+        """Whether evaluating these batches is a pass of all slots, and not one after the other."""
+        if self._own is not None or not self.backend.stacks_gradients:
+            return False
         return not any(b is not None and self._is_large(layout_of(b)) for b in batches)
 
     def _is_large(self, layout: Hashable) -> bool:

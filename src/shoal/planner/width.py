@@ -131,7 +131,10 @@ def array_s(found: WidthMeasure, load: Load, valid_batches: int) -> float:
         if not any(device):
             continue
         steps = max(sum(lane) for lane in device)
-        rounds = _evaluation_rounds(device, load)
+        if found.evaluates_each:
+            rounds = sum(load.evaluations(s) for lane in device for s in lane) / found.width
+        else:
+            rounds = _evaluation_rounds(device, load)
         refills = sum(max(0, len(lane) - 1) for lane in device)
         seconds = found.build_s + steps * found.step_s + refills * found.refill_s
         longest = max(longest, seconds + rounds * valid_batches * found.valid_s)
@@ -455,6 +458,7 @@ def when_spilled(found: WidthMeasure, spilled: InShards) -> WidthMeasure:
         shards=spilled.shards,
         moved_bytes=spilled.moved_bytes,
         is_over=False,
+        evaluates_each=False,
     )
 
 

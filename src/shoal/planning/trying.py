@@ -205,6 +205,7 @@ def found_of(
         refill_s=Seconds(max(found.refill_s for found in tries)),
         noise=max(noise_of(rounds) for rounds in told),
         is_over=any(found.is_over for found in tries),
+        evaluates_each=any(found.evaluates_each for found in tries),
     )
 
 

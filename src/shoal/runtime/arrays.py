@@ -281,8 +281,11 @@ class ArraySeat:
         """Whether those that want to be evaluated wait until others are as far.
 
         An evaluation takes as long for one as for all, and those that came a few steps later have
-        these steps to do anyway. Nobody waits for more steps than an evaluation is worth.
+        these steps to do anyway. Nobody waits for more steps than an evaluation is worth, or where
+        one is done after the other.
         """
+        if not self._evaluates_as_one(evaluating):
+            return False
         feeds = [seated.session.valid_feed for seated in evaluating]
         batches = min((feed.num_batches or 1 for feed in feeds if feed is not None), default=1)
         most = max(1, batches // STEP_BATCHES)
@@ -290,6 +293,12 @@ class ArraySeat:
             return False
         left = [seated.session.steps_to_evaluation for seated in training]
         return any(steps is not None and steps < most for steps in left)
+
+    def _evaluates_as_one(self, evaluating: Sequence[Seated]) -> bool:
+        if isinstance(self._array, SpilledArray):
+            return True
+        tasks = [seated.task for seated in evaluating]
+        return self._members.evaluates_as_one([task.batches[0] for task in tasks if task])
 
     def _next(self, seated: Seated) -> None:
         last = seated.last

@@ -302,6 +302,7 @@ class ArrayTry:
     unit_bytes: Bytes = NO_BYTES
     pool_bytes: Bytes = NO_BYTES
     overlaps: bool = False
+    evaluates_each: bool = False
     build_s: Seconds = NO_SECONDS
     refill_s: Seconds = NO_SECONDS
     once_s: tuple[float, ...] = ()

@@ -212,6 +212,7 @@ class ArrayBench:
             unit_bytes=unit,
             pool_bytes=Bytes(pool),
             overlaps=where.type != "cpu",
+            evaluates_each=not array.evaluates_as_one(valid),
             build_s=Seconds(build_s),
             refill_s=Seconds(max(0.0, refill_s)),
             once_s=(alone_once[0], step_s, alone_once[1], valid_s),
@@ -514,7 +515,7 @@ def _settle_branches(array: Array, rows: Sequence[Sequence[Any]]) -> Bytes:
 
 def _settle_evaluation(array: Array, valid: Sequence[Any]) -> None:
     """Have its graph made, then proven; it is no part of what an evaluation takes."""
-    if any(batch is not None for batch in valid) and array.has_graphs_of(valid):
+    if any(batch is not None for batch in valid) and array.evaluates_as_one(valid):
         for _ in range(2):
             _evaluate_array(array, valid)
 

@@ -167,6 +167,8 @@ def test_validation_counts_and_is_done_together_by_those_in_step():
     assert serial_s(one, load, 2) == 4 * (10 + 2 * 2 * 0.5)
     uneven = replace(load, steps=(10, 9, 10, 9))  # 5, 9, 10
     assert array_s(one, uneven, 2) == 10 + 3 * 2 * 3
+    each = replace(one, evaluates_each=True)  # 8 evaluations of a trial, a quarter of 3 s each
+    assert array_s(each, load, 2) == array_s(each, uneven, 2) == 10 + 8 * 2 * 3 / 4
 
 
 def test_a_slow_validation_turns_the_choice_around():

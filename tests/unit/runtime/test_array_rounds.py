@@ -13,7 +13,8 @@ from shoal.runtime.session import Session
 class Seat(ArraySeat):
     """Trials that are evaluated after ``every`` steps, with ``valid`` batches each time."""
 
-    def __init__(self, steps, every, valid):
+    def __init__(self, steps, every, valid, as_one=True):
+        self.as_one = as_one
         self.steps, self.every, self.seated = dict(enumerate(steps)), every, {}
         self.valid, self._held, self.rounds = valid, 0, []
         self._has_evaluated = False
@@ -26,6 +27,9 @@ class Seat(ArraySeat):
             self.seated[trial] = SimpleNamespace(
                 session=session, slot=trial, trial=trial, task=None, leaving=False, left=0
             )
+
+    def _evaluates_as_one(self, evaluating):
+        return self.as_one
 
     def _guard(self, trial, work):
         work()
@@ -53,8 +57,8 @@ class Seat(ArraySeat):
             self.steps[seated.trial] += 1
 
 
-def run(steps, *, every=10, valid=12, rounds=80):
-    seat = Seat(steps, every, valid)
+def run(steps, *, every=10, valid=12, rounds=80, as_one=True):
+    seat = Seat(steps, every, valid, as_one)
     for _ in range(rounds):
         seat.round()
     return seat
@@ -65,6 +69,12 @@ def test_those_a_few_steps_behind_are_waited_for_and_all_are_in_step_from_then_o
     assert seat.steps[0] == seat.steps[1] == seat.steps[2]
     assert {0, 1, 2} in seat.rounds
     assert all(found in (None, {0, 1, 2}) for found in seat.rounds)
+
+
+def test_nobody_waits_where_slots_are_evaluated_one_after_the_other():
+    seat = run([2, 1, 0], as_one=False)
+    assert seat.rounds[:9] == [None] * 8 + [{0}]
+    assert {0, 1, 2} not in seat.rounds
 
 
 def test_a_chain_of_trials_does_not_lengthen_the_wait():
