@@ -47,7 +47,8 @@ class ArrayPlace:
 
     On a device two trials never have one slot at a time. A trial's bits depend on ``slot``,
     ``width`` and ``kind``, how the array's passes run, and on nobody else in the array.
-    ``constants`` are those of its code, where it is compiled.
+    ``constants`` are those of its code, where it is compiled. ``captures``: passes of slots are
+    captured where they can be, to the same bits.
     """
 
     group: str
@@ -55,6 +56,7 @@ class ArrayPlace:
     width: int
     alone: LoneNeed
     kind: PassKind = "eager"
+    captures: bool = True
     constants: str = ""
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -56,18 +57,19 @@ class BranchesBackend(LoopBackend):
     def _train_one(self, launcher: Launcher, crew: Crew, slot: int, batch: Any) -> Tensor:
         passes = self._pass_of(launcher, crew, slot)
         if (ready := passes.ready(batch)) is not None:
-            with crew.streams.turn(slot) if ready.draws else launcher.lane(slot):
+            streams = crew.streams.turn(slot) if ready.draws else nullcontext()
+            with streams, launcher.lane(slot, beside=not ready.draws):
                 loss = ready.launch()
             if loss is not None:
                 return loss
-        with alone(crew, slot):
+        with launcher.lane(slot, beside=False), alone(crew, slot):
             return passes.backward(batch)
 
     def _pass_of(self, launcher: Launcher, crew: Crew, slot: int) -> LonePass:
         member = crew.members[slot]
         known = self._passes.get(slot)
         if known is None or known[0] is not member.module:
-            known = self._passes[slot] = member.module, launcher.capture(member)
+            known = self._passes[slot] = member.module, launcher.capture(member, slot)
         return known[1]
 
     def changed(self, crew: Crew) -> None:

@@ -61,7 +61,7 @@ class Launcher(Protocol):
         """
         ...
 
-    def capture(self, member: Member) -> LonePass:
+    def capture(self, member: Member, slot: int) -> LonePass:
         """For a trial that has come into a slot."""
         ...
 
@@ -69,8 +69,8 @@ class Launcher(Protocol):
         """What is launched inside begins after what came before, and is over at its end."""
         ...
 
-    def lane(self, slot: int) -> AbstractContextManager[Any]:
-        """What is launched inside may run beside what other slots launch."""
+    def lane(self, slot: int, *, beside: bool) -> AbstractContextManager[Any]:
+        """Where a slot's pass is launched: ``beside`` what others launch, or after all of it."""
         ...
 
 
@@ -84,7 +84,7 @@ class ByCode:
         """As it is."""
         return run
 
-    def capture(self, member: Member) -> LonePass:
+    def capture(self, member: Member, slot: int) -> LonePass:
         """Its code."""
         return _Code(member, self._device)
 
@@ -92,7 +92,7 @@ class ByCode:
         """Nothing to wait for."""
         return nullcontext()
 
-    def lane(self, slot: int) -> AbstractContextManager[Any]:
+    def lane(self, slot: int, *, beside: bool) -> AbstractContextManager[Any]:
         """There is one."""
         return nullcontext()
 

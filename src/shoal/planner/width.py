@@ -228,8 +228,10 @@ def _side_by_side(measure: ArrayMeasure, load: Load, fits: Fits) -> Candidate | 
     if not measure.overlaps or any(found.kind == "branches" for found in measure.widths):
         return None
     able = [found for found in measure.widths if not found.declined and fits(found)]
-    if not able or _is_dear(None, measure, load, fits):
+    if able and _is_dear(None, measure, load, fits):
         return None
+    if not able:  # as one: each by itself may do
+        return Candidate(min(found.width for found in measure.widths), "branches")
     best = min(able, key=lambda found: (_part(found, load, measure.valid_batches), found.width))
     return Candidate(best.width, "branches")
 

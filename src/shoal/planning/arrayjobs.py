@@ -28,7 +28,13 @@ def held_bytes(job: Job, width: int) -> Bytes:
 
 
 def in_array(
-    job: Job, place: ArraySlot, found: WidthMeasure, why: tuple[str, ...], compiler: str
+    job: Job,
+    place: ArraySlot,
+    found: WidthMeasure,
+    why: tuple[str, ...],
+    compiler: str,
+    *,
+    captures: bool = True,
 ) -> Job:
     """In an array that is on its device as a whole."""
     width = found.width
@@ -57,6 +63,7 @@ def in_array(
             width=width,
             alone=alone,
             kind=found.kind,
+            captures=captures,
             constants=constants,
         ),
         held_bytes=held,

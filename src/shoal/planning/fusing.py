@@ -16,7 +16,15 @@ from types import MappingProxyType
 
 from shoal.core.errors import SpecError
 from shoal.core.plan import NO_ARRAY, Job
-from shoal.core.spec import ArrayMeasure, DeviceSpec, PassKind, Scalar, TrialSpec, WidthMeasure
+from shoal.core.spec import (
+    NO_BYTES,
+    ArrayMeasure,
+    DeviceSpec,
+    PassKind,
+    Scalar,
+    TrialSpec,
+    WidthMeasure,
+)
 from shoal.core.technique import Captured, Resident, Spilled
 from shoal.core.units import Bytes, Seconds, counted
 from shoal.fusion.match import Signature, first_difference, groups, told_apart
@@ -435,12 +443,13 @@ class Fusing:
             found = self._look_at(shape, trials, Candidate(width, "eager"), asking, job)
         if found.declined:
             return replace(job, why=(*job.why, f"unfused: {found.declined}"))
+        found, captures = self._with_room(shape, trials, found, asking, job)
         slot = known[0] if known else self._free_slot(shape, width)
         place = ArraySlot(shape.group, slot, told[job.trial])
         fits = self._fits(job, found) and not found.shards
         if fits and not (self._spilling and self._spilling.is_forced):
             why = shape.why or (praise(found, shape.notes),)
-            return in_array(job, place, found, why, shape.compiler)
+            return in_array(job, place, found, why, shape.compiler, captures=captures)
         words = "shards were asked for" if fits else f"{width} of them do not fit the device"
         if self._spilling is None:
             return replace(job, why=(*job.why, f"unfused: {words}"))
@@ -460,6 +469,25 @@ class Fusing:
         why = (*why, *why_spilled(spilled, whole, self._budget, width))
         passes = kind if before is not None and kind else "eager"
         return in_spilled_array(job, place, spilled, width, why, passes)
+
+    def _with_room(
+        self,
+        shape: _Shape,
+        trials: Sequence[TrialSpec],
+        found: WidthMeasure,
+        asking: Asking,
+        job: Job,
+    ) -> tuple[WidthMeasure, bool]:
+        """The array, and whether passes are captured; not where graphs' own memory has no room.
+
+        The bits are the same without.
+        """
+        if not found.pool_bytes or self._fits(job, found):
+            return found, True
+        if found.kind == "branches":
+            return replace(found, pool_bytes=NO_BYTES), False
+        eager = self._look_at(shape, trials, Candidate(found.width, "eager"), asking, job)
+        return (found if eager.declined else eager), True
 
     def _free_slot(self, shape: _Shape, width: int) -> int:
         """The slot that fewest trials of the shape have; they follow each other there."""

@@ -114,6 +114,7 @@ def _with(measure: ArrayMeasure, candidate: Candidate, asked: _Tries) -> ArrayMe
             return _declined(measure, candidate, words, is_kind=kind != "eager")
         if not isinstance(reply, MeasuredArray):
             raise _WorkerLost(reply)
+        measure = replace(measure, overlaps=measure.overlaps or reply.found.overlaps)
         if reply.found.declined:
             return _declined(measure, candidate, reply.found.declined, is_kind=reply.found.is_kind)
         tries.append(reply.found)
@@ -127,7 +128,7 @@ def _with(measure: ArrayMeasure, candidate: Candidate, asked: _Tries) -> ArrayMe
         notes=tuple(notes),
         valid_batches=max(found.valid_batches for found in tries),
         nodes=max(measure.nodes, *(found.nodes for found in tries)),
-        overlaps=any(found.overlaps for found in tries),
+        overlaps=measure.overlaps or any(found.overlaps for found in tries),
         compiler=next((found.compiler for found in tries if found.compiler), measure.compiler),
     )
 

@@ -129,7 +129,8 @@ class ArrayDesk:
     def _backend(self, place: ArrayPlace) -> ArrayBackend:
         """What runs an array's passes; of one that was here before, with the graphs it made."""
         known = self._rested.pop(place.group, None)
-        return known or backend_of(place.kind, place.constants, self._captures.launcher())
+        launcher = self._captures.launcher() if place.captures else None
+        return known or backend_of(place.kind, place.constants, launcher)
 
     def _rest(self, array: ArraySeat) -> None:
         """Keep the graphs of an array that ends. On a GPU they hold its memory, and go."""

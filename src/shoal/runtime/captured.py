@@ -35,6 +35,8 @@ from shoal.runtime.units import Micro, ResidentUnits
 
 PROOFS = 2
 """Passes beside which a capture is run before it is trusted."""
+FORGETS = 2
+"""Layouts that may give way to others, since they came once: such as the end of an epoch."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 Maker = Callable[[Pass, Sequence[Tensor], Hashable], Replay]
@@ -55,7 +57,8 @@ class _Kept:
 class CapturedUnits(ResidentUnits):
     """The whole module in one unit; training passes by a capture, once there is one.
 
-    Of ``layouts`` of batches, the first ones; of others, and evaluations, they run as ever.
+    Of ``layouts`` of batches, the first ones that come twice; of others, and evaluations, they run
+    as ever. It ``goes_on`` as ever, too, where there is no room to capture a pass.
     """
 
     def __init__(
@@ -65,9 +68,13 @@ class CapturedUnits(ResidentUnits):
         device: torch.device,
         make: Maker,
         layouts: int = CAPTURED_LAYOUTS,
+        *,
+        goes_on: bool = False,
     ) -> None:
         super().__init__(model, recipe, device)
-        self._device, self._make, self._layouts = device, make, layouts
+        self._device, self._make = device, make
+        self._layouts, self._goes_on = layouts, goes_on
+        self._forgets = FORGETS
         self._modules = list(model.modules())
         self._parameters = list(model.parameters())
         self._kept: dict[Hashable, _Kept] = {}
@@ -138,7 +145,7 @@ class CapturedUnits(ResidentUnits):
         )
         kept = self._kept.get(key)
         if kept is None:
-            if len(self._kept) >= self._layouts:
+            if len(self._kept) >= self._layouts and not self._forget_one():
                 return None
             kept = self._kept[key] = _Kept(key)
         if kept.declined:
@@ -147,6 +154,15 @@ class CapturedUnits(ResidentUnits):
             self._decline(f"{words} is another one than before")
             return None
         return kept
+
+    def _forget_one(self) -> bool:
+        """Have room for another layout in the place of one that has come once."""
+        for key, kept in self._kept.items():
+            if self._forgets and kept.proofs < PROOFS and not kept.declined:
+                self._forgets -= 1
+                del self._kept[key]
+                return True
+        return False
 
     def _give(self, found: Found) -> None:
         """Add the gradients where autograd does. A later pass may write to those of a replay."""
@@ -191,6 +207,11 @@ class CapturedUnits(ResidentUnits):
             self._compare(kept, micro.batch, loss, before, after)
         except Untraceable as error:
             kept.declined, kept.replay = str(error), None
+            self._say(kept.declined)
+        except (torch.OutOfMemoryError, MemoryError):
+            if not self._goes_on:
+                raise
+            kept.declined, kept.replay = "there is no room to compare it with a pass", None
             self._say(kept.declined)
         finally:
             after.put_back(self._device)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.core.spec import CAPTURED_LAYOUTS
 from shoal.fusion import Member, signature_of
 from shoal.fusion.blend import HIDDEN
 from shoal.fusion.constants import RATES, constants_of
@@ -19,7 +18,7 @@ from shoal.fusion.graph import Run
 from shoal.fusion.launcher import LonePass, Ready
 from shoal.fusion.signature import DEEPEST
 from shoal.recipe import Recipe
-from shoal.runtime.captured import CapturedUnits
+from shoal.runtime.captured import CapturedUnits, Maker
 from shoal.runtime.cudagraph import CapturedPass, CapturedRun, CudaGraphs, Lanes
 from shoal.runtime.operations import OperationList, Operations, list_operations
 from shoal.runtime.replay import Pass, Replay
@@ -52,24 +51,46 @@ class Captures:
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         self._recipe, self._device = recipe, device
+        self._cuda: CudaGraphs | None = None  # of passes that run on the device's own stream
+        self._lanes: Lanes | None = None  # of slots
         self._lists: dict[Hashable, OperationList] = {}
 
-    def units(self, model: nn.Module, layouts: int = CAPTURED_LAYOUTS) -> CapturedUnits:
-        """What computes the passes of a trial; of so many layouts of batches they are captured."""
+    @property
+    def cuda(self) -> CudaGraphs | None:
+        """What captures passes that run one after the other on a GPU; None on a CPU."""
+        if self._cuda is None and self._device.type == "cuda":
+            self._cuda = CudaGraphs(self._device)
+        return self._cuda
+
+    def units(self, model: nn.Module) -> CapturedUnits:
+        """What computes the passes of a trial."""
+        return CapturedUnits(model, self._recipe, self._device, self._maker(model, self.cuda))
+
+    def slot_units(self, model: nn.Module, cuda: CudaGraphs | None) -> CapturedUnits:
+        """The same of a trial in a slot; it trains on where there is no room for a capture.
+
+        Of each slot's capture a GPU holds the memory for good, so there is one.
+        """
+        make = self._maker(model, cuda)
+        return CapturedUnits(model, self._recipe, self._device, make, layouts=1, goes_on=True)
+
+    def _maker(self, model: nn.Module, cuda: CudaGraphs | None) -> Maker:
         code: list[Hashable] = []
 
         def make(what: Pass, leaves: Sequence[Tensor], key: Hashable) -> Replay:
-            if self._device.type == "cuda":
-                return CapturedPass(what, leaves, CudaGraphs(self._device))
+            if cuda is not None:
+                return CapturedPass(what, leaves, cuda)
             if not code:
                 code.append(_code_of(self._recipe, model) if _is_told(model) else None)
             return Operations(what.model, what.trained, self._list((code[0], key), what, leaves))
 
-        return CapturedUnits(model, self._recipe, self._device, make, layouts)
+        return make
 
     def launcher(self) -> Launching:
         """Who captures the passes of an array that is on the device."""
-        return Launching(self, self._device)
+        if self._lanes is None and self._device.type == "cuda":
+            self._lanes = Lanes(self._device)
+        return Launching(self, self._lanes)
 
     def _list(
         self, key: tuple[Hashable, Hashable], what: Pass, leaves: Sequence[Tensor]
@@ -86,34 +107,28 @@ class Captures:
 
 
 class Launching:
-    """Captures the passes of one array; see ``shoal.fusion.launcher.Launcher``.
+    """Captures the passes of one array; see ``shoal.fusion.launcher.Launcher``."""
 
-    A slot's is captured for the batches that it meets first: of each slot's capture a GPU holds
-    the memory for good.
-    """
-
-    def __init__(self, captures: Captures, device: torch.device) -> None:
-        self._captures = captures
-        self._cuda = CudaGraphs(device) if device.type == "cuda" else None
-        self._lanes = Lanes(device) if device.type == "cuda" else None
+    def __init__(self, captures: Captures, lanes: Lanes | None) -> None:
+        self._captures, self._lanes = captures, lanes
 
     def of_graph(self, run: Run, held: int, written: Sequence[int], *, hands_out: bool) -> Run:
         """As a CUDA graph."""
-        if self._cuda is None:
-            return run
-        return CapturedRun(run, held, written, self._cuda, hands_out=hands_out)
+        cuda = self._captures.cuda
+        return CapturedRun(run, held, written, cuda, hands_out=hands_out) if cuda else run
 
-    def capture(self, member: Member) -> LonePass:
-        """As a trial alone is captured."""
-        return _SlotPass(self._captures.units(member.module, layouts=1))
+    def capture(self, member: Member, slot: int) -> LonePass:
+        """As a trial alone is captured; on a GPU for the slot's lane."""
+        cuda = self._lanes.graphs(slot) if self._lanes else None
+        return _SlotPass(self._captures.slot_units(member.module, cuda))
 
     def together(self) -> AbstractContextManager[Any]:
         """Lanes, on a GPU."""
         return nullcontext() if self._lanes is None else self._lanes.together()
 
-    def lane(self, slot: int) -> AbstractContextManager[Any]:
+    def lane(self, slot: int, *, beside: bool) -> AbstractContextManager[Any]:
         """A stream of its own, on a GPU."""
-        return nullcontext() if self._lanes is None else self._lanes.lane(slot)
+        return nullcontext() if self._lanes is None else self._lanes.lane(slot, beside=beside)
 
 
 class _SlotPass:

@@ -18,13 +18,16 @@ a GPU.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from shoal.memory.store import same_bits
 from shoal.runtime.replay import Found, Moved, Pass, Untraceable, in_words
 
 WARM_UPS = 2
@@ -33,6 +36,11 @@ WARM_UPS = 2
 
 class Launch(Protocol):
     """A graph that was captured."""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it can be launched still."""
+        ...
 
     def replay(self) -> None:
         """Launch all of it on the current stream."""
@@ -52,64 +60,173 @@ class Cuda(Protocol):
 
 
 class CudaGraphs:
-    """Those of one device."""
+    """Those that are captured on one stream, which is nobody else's. They run one at a time.
+
+    [Note: workspaces]
+    cuBLAS has scratch memory for each stream, whose address is in the graphs that were captured
+    there. So two graphs of one stream must not run side by side; and when one of them is freed
+    torch gives that memory back, so that the others go too, and are made again when they are
+    needed (``Launch.is_live``). The stream is one of high priority: copies, of which torch hands
+    out 32 streams in turn, have others, and none of theirs can come into a capture.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.stream: Any = torch.cuda.Stream(device, priority=-1)
+        self._launches: weakref.WeakSet[_Launched] = weakref.WeakSet()
 
     def warm_up(self, work: Callable[[], Any]) -> None:
-        """On a side stream, as torch asks for before a capture."""
-        current, side = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
+        """On the stream of the captures, as torch asks for before one."""
+        with self._aside():
             work()
-        current.wait_stream(side)
 
     def capture(self, work: Callable[[], Any]) -> Launch:
-        """One graph with a memory pool of its own."""
+        """One graph with a memory pool of its own.
+
+        Where the work raises, or does what no graph can hold, streams and allocator are as before.
+        """
+        gc.collect()  # a graph that went while this one is captured would end that
         torch.cuda.synchronize(self._device)
         graph: Any = torch.cuda.CUDAGraph()
-        # Other threads of this process, which copy, may call CUDA meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            work()
-        found: Launch = graph
+        pool = torch.cuda.graph_pool_handle()
+        with self._aside(), _no_collection():
+            # Other threads of this process, which copy, may call CUDA meanwhile.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException:
+                with suppress(Exception):  # that it was invalidated: the reason is on its way
+                    graph.capture_end()
+                self._clean_up(pool)
+                raise
+            try:
+                graph.capture_end()
+            except BaseException:
+                self._clean_up(pool)
+                raise
+        found = _Launched(graph, self)
+        self._launches.add(found)
         return found
+
+    def free_all(self) -> None:
+        """No graph of this stream can be launched any more."""
+        torch.cuda.synchronize(self._device)
+        for launch in [*self._launches]:
+            launch.graph = None
+        self._launches.clear()
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        current = torch.cuda.current_stream(self._device)
+        self.stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            current.wait_stream(self.stream)
+
+    def _clean_up(self, pool: Any) -> None:
+        """After a capture that failed: torch leaves the allocator at its pool.
+
+        And, before 2.13, the generator as one of which a graph draws, until a capture ends well.
+        """
+        index = torch.cuda.current_device()
+        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+            with suppress(Exception):
+                getattr(torch._C, name)(index, pool)
+        with suppress(Exception):
+            empty = torch.cuda.CUDAGraph()
+            empty.capture_begin(capture_error_mode="thread_local")
+            empty.capture_end()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage is collected inside."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+class _Launched:
+    """A graph; when it goes all of its stream go."""
+
+    def __init__(self, graph: Any, among: CudaGraphs) -> None:
+        self.graph, self._among = graph, among
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it is there."""
+        return self.graph is not None
+
+    def replay(self) -> None:
+        """On the current stream."""
+        self.graph.replay()
+
+    def __del__(self) -> None:
+        if self.graph is not None:
+            self._among.free_all()
 
 
 class Lanes:
-    """Streams of one device on which graphs run side by side; they live as long as this does."""
+    """Streams of one device, on each of which graphs are captured and run; the others beside them.
 
-    MOST = 16
+    They live as long as this does.
+    """
+
+    MOST = 8
+    """Each has scratch memory of cuBLAS, tens of MiB."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams: list[Any] = []
+        self._graphs: list[CudaGraphs] = []
         self._main: Any = None
+        self._begin: Any = None
         self._used: dict[int, Any] = {}
+
+    def graphs(self, number: int) -> CudaGraphs:
+        """What captures for a lane; its graphs run nowhere else."""
+        index = number % self.MOST
+        while len(self._graphs) <= index:
+            self._graphs.append(CudaGraphs(self._device))
+        return self._graphs[index]
 
     @contextmanager
     def together(self) -> Iterator[None]:
         """Lanes begin after what the current stream has to do, which goes on after them."""
         self._main = torch.cuda.current_stream(self._device)
+        self._begin = self._main.record_event()
         try:
             yield
         finally:
             for stream in self._used.values():
                 self._main.wait_stream(stream)
-            self._main, self._used = None, {}
+            self._main, self._begin, self._used = None, None, {}
 
     @contextmanager
-    def lane(self, number: int) -> Iterator[None]:
-        """What is launched inside is after what this lane, or the stream before, had to do."""
-        index = number % self.MOST
-        while len(self._streams) <= index:
-            self._streams.append(torch.cuda.Stream(self._device))
-        stream = self._streams[index]
-        if index not in self._used:
-            stream.wait_stream(self._main)
-            self._used[index] = stream
-        with torch.cuda.stream(stream):
-            yield
+    def lane(self, number: int, *, beside: bool) -> Iterator[None]:
+        """What is launched inside is after what this lane, or the stream before, had to do.
+
+        Not ``beside`` other lanes: after all that was launched before, and before what follows.
+        """
+        stream = self.graphs(number).stream
+        if not beside:
+            for other in (self._main, *self._used.values()):
+                stream.wait_stream(other)
+        elif number % self.MOST not in self._used:
+            stream.wait_event(self._begin)
+        self._used[number % self.MOST] = stream
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            if not beside:
+                self._main.wait_stream(stream)
+                self._begin = self._main.record_event()
 
 
 class CapturedPass:
@@ -132,11 +249,10 @@ class CapturedPass:
 
     def run(self, leaves: Sequence[Tensor]) -> Found:
         """Copy the batch in, and launch."""
-        if self._addresses() != self._at:
+        if self._launch is None or not self._launch.is_live or self._addresses() != self._at:
             raise Moved
         for mine, leaf in zip(self._inputs, leaves, strict=True):
             mine.copy_(leaf, non_blocking=True)
-        assert self._launch is not None
         assert self._found is not None
         self._launch.replay()
         return self._found
@@ -184,7 +300,9 @@ class CapturedRun:
     It is called as the function is. The first ``held`` tensors are read where they are, and the
     graph is made again where they are elsewhere; the others are copied in, and those that
     ``written`` tells of copied back. What it returns is written anew by the next call, unless it
-    ``hands_out`` copies. Where no graph can be made it calls the function.
+    ``hands_out`` copies. A graph that was made is held against the function at once. Where none
+    can be made, or there is no room for one, and while somebody watches what torch does, the
+    function is called.
     """
 
     def __init__(
@@ -206,19 +324,14 @@ class CapturedRun:
 
     def __call__(self, *flat: Tensor) -> Sequence[Tensor]:
         """Launch it."""
-        if self.why_not:
+        if self.why_not or torch._C._len_torch_dispatch_stack():
             return self._run(*flat)
         at = [tensor.data_ptr() for tensor in flat[: self._held]]
-        if self._launch is None or at != self._at:
-            try:
-                with in_words():
-                    self._make(flat)
-            except Untraceable as error:
-                self.why_not, self._launch = str(error), None
-                self._inputs, self._left = [], ()
-                return self._run(*flat)
+        if self._launch is None or not self._launch.is_live or at != self._at:
+            self._make(flat)
             self._at = at
-        assert self._launch is not None
+        if self._launch is None:
+            return self._run(*flat)
         rest = flat[self._held :]
         for mine, given in zip(self._inputs, rest, strict=True):
             mine.copy_(given, non_blocking=True)
@@ -228,13 +341,34 @@ class CapturedRun:
         return [left.clone() for left in self._left] if self._hands_out else self._left
 
     def _make(self, flat: Sequence[Tensor]) -> None:
+        self._launch, self._left = None, ()
+        try:
+            with in_words(), torch.no_grad():
+                self._capture(flat)
+        except Untraceable as error:
+            self.why_not = str(error)
+        except (torch.OutOfMemoryError, MemoryError):
+            self.why_not = "there is no room for its graph"
+        if self.why_not:
+            self._launch, self._inputs, self._left = None, [], ()
+
+    def _capture(self, flat: Sequence[Tensor]) -> None:
+        held = flat[: self._held]
         self._inputs = [tensor.clone() for tensor in flat[self._held :]]
-        mine = (*flat[: self._held], *self._inputs)
+        mine = (*held, *self._inputs)
 
         def work() -> None:
             self._left = self._run(*mine)
 
-        with torch.no_grad():
-            for _ in range(WARM_UPS):
-                self._cuda.warm_up(work)
-            self._launch = self._cuda.capture(work)
+        for _ in range(WARM_UPS):
+            self._cuda.warm_up(work)
+        again = [tensor.clone() for tensor in flat[self._held :]]
+        expected = self._run(*held, *again)
+        launch = self._cuda.capture(work)
+        for place, value in zip(self._inputs, flat[self._held :], strict=True):
+            place.copy_(value)
+        launch.replay()
+        pairs = [*zip(self._left, expected, strict=True), *zip(self._inputs, again, strict=True)]
+        if not all(same_bits(one, other) for one, other in pairs):
+            raise Untraceable("its launch comes to other bits than its operations")
+        self._launch = launch

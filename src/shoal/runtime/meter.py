@@ -61,6 +61,14 @@ class Meter:
             self.peak_bytes = max(self.peak_bytes, most)
 
 
+def reserved_bytes(device: torch.device) -> int:
+    """What torch has of a GPU's memory when it has given back what it can; 0 of a CPU."""
+    if device.type == "cpu":
+        return 0
+    torch.cuda.empty_cache()
+    return int(torch.cuda.memory_reserved(device))
+
+
 def out_of_memory(size: int, free: int) -> torch.OutOfMemoryError:
     """As a GPU says it."""
     return torch.OutOfMemoryError(

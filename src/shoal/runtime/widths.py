@@ -56,13 +56,12 @@ from shoal.runtime.counting import sparse_gradient_of
 from shoal.runtime.describe import first_batch
 from shoal.runtime.lonebench import LoneTrial, on_device, one_that_can
 from shoal.runtime.messages import ArrayTry, MeasureArray, TimeArray
-from shoal.runtime.meter import HOST, Meter
+from shoal.runtime.meter import HOST, Meter, reserved_bytes
 from shoal.runtime.spilledarray import chain_for
 from shoal.runtime.stackedmeasure import StackedMeasure
 
 TRIED = 4  # trials that are compared, one step as an array with one step of each alone
 LONE_ROUNDS = 5  # of a trial alone that has no room beside the array
-GRAPHS = (TracedBackend, BranchesBackend)
 LONG_S = 0.2  # a contender with longer slices is timed in one round
 
 
@@ -134,8 +133,11 @@ class ArrayBench:
             self._declined = self._first_look(order)
         if not self._declined and kind != "branches" and self._differs_as_one is None:
             self._differs_as_one = self._dry_run()
-        if words := self._declined or (kind != "branches" and self._differs_as_one):
-            return ArrayTry(declined=words)
+        if self._declined:
+            return ArrayTry(declined=self._declined)
+        if kind != "branches" and self._differs_as_one:
+            overlaps = self._where.type != "cpu"  # where slots' own passes may do
+            return ArrayTry(declined=self._differs_as_one, is_kind=overlaps, overlaps=overlaps)
         if self._recipe.step is not None and kind != "eager":
             return ArrayTry(declined="a step of one's own is no graph", is_kind=True)
         try:
@@ -186,20 +188,22 @@ class ArrayBench:
             return self._over()
         self._place_alone()
         alone_once = self._alone_beside(probe)
+        before = reserved_bytes(self._where)
         array, rows, valid, build_s = probe.ready or self._settled(width, kind)[0]
+        grew = reserved_bytes(self._where) - before - probe.held_bytes
         backend, where = array.backend, self._where
         has_valid = any(batch is not None for batch in valid)
-        if isinstance(backend, GRAPHS) and kind != "compiled" and backend.why_eager:
+        if isinstance(backend, TracedBackend) and kind == "traced" and backend.why_eager:
             return ArrayTry(declined=backend.why_eager, is_kind=True)
         if kind == "compiled" and (words := self._differs(width, backend)):
             return ArrayTry(declined=words, is_kind=True)
         step_s = _seconds(lambda: array.step(*rows), where)
         unit, valid_s = probe.unit_bytes, probe.valid_s
-        pool = 0 if where.type == "cpu" else self._pool_bytes(array, unit)
+        pool = 0 if where.type == "cpu" else max(grew, self._pool_bytes(array, unit))
         if probe.ready is None:  # runs in other ways than what was counted
             its_unit, valid_s = _evaluated(array, valid)
             unit = Bytes(max(unit, its_unit))
-        refill_s = self._refilled(array, rows) - step_s
+        refill_s = self._refilled(array, rows, step_s)
         step, evaluate = self._works_alone()
         self._works = (
             step,
@@ -208,7 +212,7 @@ class ArrayBench:
             (lambda: _evaluate_array(array, valid)) if has_valid else None,
         )
         return ArrayTry(
-            notes=tuple(array.notes),
+            notes=(*array.notes, *_by_code(backend)),
             unit_bytes=unit,
             pool_bytes=Bytes(pool),
             overlaps=where.type != "cpu",
@@ -290,6 +294,7 @@ class ArrayBench:
         self._works = (step, None, evaluate, None)
         return ArrayTry(
             is_over=True,
+            overlaps=self._where.type != "cpu",
             once_s=(once[0], 0.0, once[1], 0.0),
             valid_batches=self._valid_batches,
         )
@@ -344,14 +349,16 @@ class ArrayBench:
         lone_bytes = unit - gradients * (width - 1) // width
         return max(0, width * lone_bytes)
 
-    def _refilled(self, array: Array, rows: Sequence[Sequence[Any]]) -> float:
-        """Seconds in which a slot gets another trial, and a step is done."""
+    def _refilled(self, array: Array, rows: Sequence[Sequence[Any]], step_s: float) -> float:
+        """Seconds that it takes beside steps when a slot gets another trial."""
+        steps = 1 + PROOFS if isinstance(array.backend, BranchesBackend) else 1
         began = time.perf_counter()
         member = array.retire(0)
         array.refill(0, member)
-        array.step(*rows)
+        for _ in range(steps):
+            array.step(*rows)
         _wait(self._where)
-        return time.perf_counter() - began
+        return time.perf_counter() - began - steps * step_s
 
     # -- in shards --------------------------------------------------------------------
 
@@ -498,6 +505,12 @@ def _settle(array: Array, rows: Sequence[Sequence[Any]], valid: Sequence[Any]) -
         _step(array, rows)  # proven
         _settle_evaluation(array, valid)
     return Bytes(tracker.peak_bytes)
+
+
+def _by_code(backend: ArrayBackend) -> tuple[str, ...]:
+    """In words, why slots' own passes are not captured."""
+    words = backend.why_eager if isinstance(backend, BranchesBackend) else ""
+    return (f"passes run by their code: {words}",) if words else ()
 
 
 def _settle_branches(array: Array, rows: Sequence[Sequence[Any]]) -> Bytes:

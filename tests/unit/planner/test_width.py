@@ -332,6 +332,10 @@ def test_slots_own_passes_are_tried_last_and_where_they_may_overlap():
     some.append(found(4, 2.0, kind="branches"))
     assert tried(*some, overlaps=True) is None
 
+    none = [found(16, 0.0, declined="no"), found(4, 0.0, declined="no")]
+    assert tried(*none) is None
+    assert tried(*none, overlaps=True) == (4, "branches")
+
     some = [found(16, 4.0), found(64, 14.0), found(64, 3.0, kind="traced")]
     some.append(found(16, 1.0, kind="traced"))
     assert tried(*some, overlaps=True) == (64, "branches")

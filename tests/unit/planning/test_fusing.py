@@ -43,9 +43,15 @@ class Asked:
     """Answers as workers would, and counts the arrays that were asked for."""
 
     def __init__(
-        self, declined: str = "", step_s: float = QUICK, workers: int = 1, graphs: bool = False
+        self,
+        declined: str = "",
+        step_s: float = QUICK,
+        workers: int = 1,
+        graphs: bool = False,
+        pool: int = 0,
     ) -> None:
         self.declined, self.step_s, self.graphs = declined, step_s, graphs
+        self.pool = pool  # bytes that graphs keep for themselves, as on a GPU
         self.workers = [object() for _ in range(workers)]
         self.orders = []
 
@@ -64,6 +70,7 @@ class Asked:
             declined=declined,
             is_kind=is_kind,
             unit_bytes=Bytes(4096),
+            pool_bytes=Bytes(0 if order.kind == "eager" else self.pool),
             once_s=(0.001, self.step_s, 0.0, 0.0),
             compiler="g++ 1",
             nodes=1,
@@ -275,7 +282,7 @@ def test_what_cannot_be_compiled_trains_alone_and_says_so():
 
 
 @pytest.mark.parametrize("wish", [None, 0, 2, "auto", "2 eager"])
-@pytest.mark.parametrize("kind", ["eager", "traced", "compiled"])
+@pytest.mark.parametrize("kind", ["eager", "traced", "compiled", "branches"])
 def test_trials_that_go_on_run_as_they_did(wish, kind):
     graphs = Asked(graphs=True)
     before = place(f"3 {kind}", range(3), asked=graphs)
@@ -285,6 +292,29 @@ def test_trials_that_go_on_run_as_they_did(wish, kind):
     assert [job.array.group for job in again[:3]] == [job.array.group for job in before]
     if wish != 0:
         assert kinds(again)[3] == kind
+
+
+def test_what_graphs_keep_for_themselves_is_held():
+    without, having = (place(4, asked=Asked(graphs=True, pool=pool)) for pool in (0, 5000))
+    assert having[0].held_bytes == without[0].held_bytes + 5000
+    assert having[0].peak_bytes == without[0].peak_bytes + 5000
+
+
+def test_where_only_graphs_have_no_room_trials_run_without_them_to_the_same_bits():
+    full = Asked(graphs=True, pool=2**29)
+    (job, *_) = place(4, asked=full)
+    assert (job.array.kind, job.held_bytes) == ("eager", place("4 eager")[0].held_bytes)
+    (job, *_) = place("4 branches", asked=full)
+    assert (job.array.kind, job.array.captures) == ("branches", False)
+    assert job.peak_bytes < 2**28
+
+    ample = Asked(graphs=True)
+    (job, *_) = place("4 branches", asked=ample)
+    assert job.array.captures
+    recorded = {0: job.numerics}
+    (again, *_) = place(None, [0], recorded=recorded, asked=full)
+    assert again.numerics == job.numerics
+    assert not again.array.captures
 
 
 def test_a_trial_with_other_floats_is_in_another_array_than_the_compiled_one():

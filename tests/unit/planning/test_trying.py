@@ -119,6 +119,17 @@ def test_what_keeps_a_graph_from_being_made_leaves_the_others():
     assert [(f.width, f.kind, f.declined) for f in measure.widths] == [(4, "traced", "no graph")]
 
 
+def test_that_passes_may_overlap_is_known_from_then_on():
+    one = ArrayTry(once_s=(0.01, 0.02, 0.0, 0.0), overlaps=True)
+    other = ArrayTry(declined="no graph", is_kind=True)
+    assert tried(Workers([one]), Candidate(4, "eager")).overlaps
+    assert tried(Workers([other]), Candidate(4, "eager")).overlaps is False
+    odd = ArrayTry(declined="it differs", is_kind=True, overlaps=True)
+    measure = tried(Workers([odd]), Candidate(4, "eager"), Candidate(16, "eager"))
+    assert measure.overlaps
+    assert not measure.declined
+
+
 def test_what_it_took_is_told():
     measure = tried(Workers([BUILT]), Candidate(4, "eager"), Candidate(8, "eager"))
     assert 0 < measure.first_s <= measure.took_s

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 import shoal
 from shoal.runtime.captured import CapturedUnits
-from shoal.runtime.cudagraph import WARM_UPS, CapturedPass
+from shoal.runtime.cudagraph import WARM_UPS, CapturedPass, CudaGraphs
 from shoal.runtime.units import Micro, ResidentUnits
 
 CPU = torch.device("cpu")
@@ -36,7 +39,7 @@ class Launched:
 
     def __init__(self, log, work):
         self._log, self._work, self._made = log, work, work.__self__
-        self._static = self._made._found
+        self._static, self.is_live = self._made._found, True
 
     def replay(self):
         self._log.append("replay")
@@ -154,3 +157,133 @@ def test_a_graph_that_comes_to_other_bits_is_not_trusted():
     with pytest.warns(UserWarning, match="its capture comes to other bits than the pass"):
         captured.backward(0, Micro(drawn(0)))
     assert captured.why_not == "its capture comes to other bits than the pass"
+
+
+def test_a_graph_that_went_with_another_one_is_made_again():
+    cuda = StandIn()
+    model, captured, _ = units(cuda)
+    for seed in range(3):
+        model.zero_grad(set_to_none=True)
+        captured.backward(0, Micro(drawn(seed)))
+    cuda.passes[0]._launch.is_live = False
+    for seed in range(3, 6):
+        captured.backward(0, Micro(drawn(seed)))
+        model.zero_grad(set_to_none=True)
+    assert len(cuda.passes) == 2
+    assert captured.is_captured
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_without_room_a_slot_trains_on_and_a_trial_is_planned_anew(goes_on):
+    class Full(StandIn):
+        def capture(self, work):
+            raise torch.OutOfMemoryError("cannot allocate memory")
+
+    model, captured, _ = units(Full())
+    captured._goes_on = goes_on
+    if not goes_on:
+        with pytest.raises(torch.OutOfMemoryError):
+            captured.backward(0, Micro(drawn(0)))
+        return
+    with pytest.warns(UserWarning, match="there is no room to compare it"):
+        captured.backward(0, Micro(drawn(0)))
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    assert captured.why_not == "there is no room to compare it with a pass"
+    assert len(found) == len(list(model.parameters()))
+
+
+# -- what is asked of CUDA, by a stand-in for torch.cuda --------------------------------------
+
+
+class Graph:
+    """Notes what is asked of it."""
+
+    def __init__(self, log, fails=False):
+        self.log, self.fails = log, fails
+
+    def capture_begin(self, **options):
+        self.log.append(f"begin {options['capture_error_mode']}")
+
+    def capture_end(self):
+        self.log.append("end")
+        if self.fails:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def replay(self):
+        self.log.append("replay")
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    log, made, state = [], [], SimpleNamespace(fails=False, current="main")
+
+    def handle(name):
+        wait = lambda other: log.append(f"{name} waits for {other.name}")  # noqa: E731
+        return SimpleNamespace(name=name, wait_stream=wait)
+
+    @contextmanager
+    def within(stream):
+        before, state.current = state.current, stream.name
+        try:
+            yield
+        finally:
+            state.current = before
+
+    def graph():
+        made.append(Graph(log, state.fails and not made))
+        return made[-1]
+
+    for name, value in {
+        "Stream": lambda device, priority: handle(f"priority {priority}"),
+        "current_stream": lambda device: handle(state.current),
+        "stream": within,
+        "CUDAGraph": graph,
+        "graph_pool_handle": lambda: (0, 1),
+        "current_device": lambda: 0,
+        "synchronize": lambda device: log.append("synchronize"),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        monkeypatch.setattr(torch._C, name, lambda *args, n=name: log.append(n), raising=False)
+    return SimpleNamespace(log=log, state=state, made=made, of=CudaGraphs(torch.device("cuda")))
+
+
+def test_a_capture_is_on_a_stream_of_its_own(graphs):
+    seen = []
+    launch = graphs.of.capture(lambda: seen.append(graphs.state.current))
+    assert seen == ["priority -1"]
+    assert graphs.state.current == "main"
+    assert graphs.log == [
+        "synchronize",
+        "priority -1 waits for main",
+        "begin thread_local",
+        "end",
+        "main waits for priority -1",
+    ]
+    launch.replay()
+    assert graphs.log[-1] == "replay"
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["and is invalidated", "and is not"])
+def test_a_capture_that_fails_leaves_streams_and_allocator_as_they_were(graphs, fails):
+    def work():
+        raise ValueError("the code's own words")
+
+    graphs.state.fails = fails
+    with pytest.raises(ValueError, match="the code's own words"):
+        graphs.of.capture(work)
+    assert graphs.state.current == "main"
+    tail = graphs.log[graphs.log.index("end") :]
+    assert tail == [
+        *("end", "_cuda_endAllocateToPool", "_cuda_releasePool"),
+        *("begin thread_local", "end", "main waits for priority -1"),
+    ]
+
+
+def test_when_a_graph_goes_all_of_its_stream_go(graphs):
+    one, other = (graphs.of.capture(lambda: None) for _ in range(2))
+    assert one.is_live
+    assert other.is_live
+    del one
+    assert not other.is_live
+    assert graphs.of.capture(lambda: None).is_live

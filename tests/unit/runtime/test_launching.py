@@ -13,7 +13,7 @@ from shoal.core.plan import ArrayPlace
 from shoal.fusion import Array, backend_of
 from shoal.fusion.batches import layout_of
 from shoal.fusion.launcher import ByCode, Ready
-from shoal.runtime import cudagraph
+from shoal.partition.track import AllocationTracker
 from shoal.runtime.arraydesk import MOST, ArrayDesk
 from shoal.runtime.captures import Captures
 from shoal.runtime.cudagraph import WARM_UPS, CapturedRun, Lanes
@@ -49,7 +49,7 @@ class StandIn:
                 place.copy_(found)
             run._left = static
 
-        return SimpleNamespace(replay=replay)
+        return SimpleNamespace(replay=replay, is_live=True)
 
 
 class Launcher(ByCode):
@@ -140,6 +140,21 @@ def test_a_pass_that_cannot_be_captured_runs_as_ever():
     assert launcher.runs[0].why_not.startswith("RuntimeError: operation not permitted")
 
 
+def test_no_graph_is_made_where_there_is_no_room_or_while_allocations_are_counted():
+    class Full(StandIn):
+        def capture(self, work):
+            raise torch.OutOfMemoryError("cannot allocate memory")
+
+    launcher = Launcher(Full())
+    array, eager = array_of(launcher), array_of(None, kind="eager")
+    with AllocationTracker():
+        assert steps(array) == steps(eager)
+    assert launcher.cuda.log == []
+    assert steps(array) == steps(eager)
+    assert same(array, eager)
+    assert launcher.runs[0].why_not == "there is no room for its graph"
+
+
 def test_a_launch_that_comes_to_other_bits_is_not_trusted():
     class Wrong(StandIn):
         def capture(self, work):
@@ -151,13 +166,14 @@ def test_a_launch_that_comes_to_other_bits_is_not_trusted():
                 (run,) = launcher.runs
                 run._left[-1].add_(1e-9)
 
-            return SimpleNamespace(replay=replay)
+            return SimpleNamespace(replay=replay, is_live=True)
 
     launcher = Launcher(Wrong())
     array, eager = array_of(launcher), array_of(None, kind="eager")
     assert steps(array) == steps(eager)
     assert same(array, eager)
-    assert array.backend.why_eager == "its graph comes to other bits than the pass"
+    assert launcher.runs[0].why_not == "its launch comes to other bits than its operations"
+    assert not array.backend.why_eager
 
 
 # -- side by side -------------------------------------------------------------------------
@@ -168,19 +184,26 @@ class Streams:
 
     def __init__(self, monkeypatch):
         self.log, self.current, self.count = [], "main", 0
-        cuda = SimpleNamespace(
-            Stream=self.made, current_stream=lambda device: self.handle(), stream=self.within
-        )
-        monkeypatch.setattr(cudagraph, "torch", SimpleNamespace(cuda=cuda))
+        found = {"Stream": self.made, "stream": self.within}
+        found["current_stream"] = lambda device: self.handle(self.current)
+        for name, value in found.items():
+            monkeypatch.setattr(torch.cuda, name, value)
 
-    def made(self, device):
+    def made(self, device, priority):
         self.count += 1
         return self.handle(f"lane {self.count - 1}")
 
-    def handle(self, name=None):
-        mine = name or self.current
-        wait = lambda other: self.log.append(f"{mine} waits for {other.name}")  # noqa: E731
-        return SimpleNamespace(name=mine, wait_stream=wait)
+    def handle(self, name):
+        def wait(other):
+            if other.name != name:
+                self.log.append(f"{name} waits for {other.name}")
+
+        return SimpleNamespace(
+            name=name,
+            wait_stream=wait,
+            wait_event=wait,
+            record_event=lambda: SimpleNamespace(name=f"what {name} had"),
+        )
 
     @contextmanager
     def within(self, stream):
@@ -189,38 +212,67 @@ class Streams:
         self.current = "main"
 
 
-def test_lanes_begin_after_what_was_before_and_end_before_what_follows(monkeypatch):
-    streams = Streams(monkeypatch)
+@pytest.fixture
+def streams(monkeypatch):
+    return Streams(monkeypatch)
+
+
+def launched(streams, lanes, slots, beside):
+    streams.log.clear()
+    with lanes.together():
+        for slot in slots:
+            with lanes.lane(slot, beside=beside):
+                streams.log.append(f"slot {slot} in {streams.current}")
+    return streams.log
+
+
+def test_lanes_begin_after_what_was_before_and_end_before_what_follows(streams):
     lanes = Lanes(CPU)
     for _ in range(2):
-        streams.log.clear()
-        with lanes.together():
-            for slot in (0, 1, Lanes.MOST):
-                with lanes.lane(slot):
-                    streams.log.append(f"slot {slot} in {streams.current}")
-        assert streams.log == [
-            "lane 0 waits for main",
+        assert launched(streams, lanes, (0, 1, Lanes.MOST), beside=True) == [
+            "lane 0 waits for what main had",
             "slot 0 in lane 0",
-            "lane 1 waits for main",
+            "lane 1 waits for what main had",
             "slot 1 in lane 1",
             f"slot {Lanes.MOST} in lane 0",
             "main waits for lane 0",
             "main waits for lane 1",
         ]
+    assert lanes.graphs(0) is lanes.graphs(Lanes.MOST)  # which captures on that stream
+    assert lanes.graphs(1).stream.name == "lane 1"
+
+
+def test_what_may_not_run_beside_others_is_after_all_before_and_before_all_after(streams):
+    assert launched(streams, Lanes(CPU), (0, 1), beside=False) == [
+        "lane 0 waits for main",
+        "slot 0 in lane 0",
+        "main waits for lane 0",
+        "lane 1 waits for main",
+        "lane 1 waits for lane 0",
+        "slot 1 in lane 1",
+        "main waits for lane 1",
+        "main waits for lane 0",
+        "main waits for lane 1",
+    ]
 
 
 class Watching(Captures):
-    """Notes in which lane a pass was launched, and whether its slot's streams were in place."""
+    """Notes which slots' passes were launched beside others'."""
 
     def launcher(self):
         found = super().launcher()
-        self.lanes = []
-        found.lane = lambda slot: self.lanes.append(slot) or nullcontext()
+        self.beside, self.others = [], []
+
+        def lane(slot, *, beside):
+            (self.beside if beside else self.others).append(slot)
+            return nullcontext()
+
+        found.lane = lane
         return found
 
 
 @pytest.mark.parametrize("drop", [0.0, 0.5])
-def test_only_passes_that_draw_nothing_are_in_lanes(drop):
+def test_only_proven_passes_that_draw_nothing_are_beside_others(drop):
     recipe = companies.recipe(companies.sgd, 1, None, "fail")
     members = [
         companies.member_of(recipe, {"lr": 0.1, "drop": drop, "data": 0}, seed=3) for _ in range(2)
@@ -229,7 +281,9 @@ def test_only_passes_that_draw_nothing_are_in_lanes(drop):
     array = Array(members, backend=backend_of("branches", launcher=captures.launcher()))
     steps(array)
     assert array.backend.why_eager == ""
-    assert captures.lanes == ([] if drop else [0, 1] * 4)  # two passes were compared
+    first = [0, 1] * 2  # two passes were compared
+    assert captures.beside == ([] if drop else [0, 1] * 4)
+    assert captures.others == (first + [0, 1] * 4 if drop else first)
 
 
 def test_a_launch_that_is_of_no_use_any_more_runs_as_ever():
@@ -237,8 +291,8 @@ def test_a_launch_that_is_of_no_use_any_more_runs_as_ever():
     made = [companies.member_of(recipe, {"lr": 0.1, "drop": 0.5, "data": 0}, 3) for _ in range(4)]
 
     class Moving(ByCode):
-        def capture(self, member):
-            found = super().capture(member)
+        def capture(self, member, slot):
+            found = super().capture(member, slot)
             found.ready = lambda batch: Ready(lambda: None, draws=False)
             return found
 
@@ -246,6 +300,18 @@ def test_a_launch_that_is_of_no_use_any_more_runs_as_ever():
     other = Array(made[2:], backend=backend_of("branches"))
     assert steps(one) == steps(other)
     assert same(one, other)
+
+
+def test_the_end_of_an_epoch_is_not_what_a_slot_captures():
+    recipe = companies.recipe(companies.sgd, 1, None, "fail")
+    made = [companies.member_of(recipe, {"lr": 0.1, "drop": 0.5, "data": 0}, 3) for _ in range(2)]
+    launcher = Captures(recipe, CPU).launcher()
+    array = Array(made, backend=backend_of("branches", launcher=launcher))
+    steps(array, ("suuuuus", "suuuuus"))
+    short, usual = letters("su", 1)
+    for _, passes in array.backend._passes.values():
+        assert passes.ready(usual)
+        assert not passes.ready(short)
 
 
 def test_who_leaves_takes_his_capture_along():
