@@ -200,6 +200,30 @@ def test_weights_that_something_else_reads_travel_whole(accumulate, train):
     assert whole == {2, 3, 5} | sums_in_bfloat16
 
 
+class _Writes(_Plain):
+    """A forward that writes to a parameter, which lies beside a narrow weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(32), requires_grad=False)
+
+    def forward(self, x):
+        x = super().forward(x)
+        if not self.training:
+            return x * self.scale.to(x.dtype)
+        with torch.no_grad():
+            self.scale.mul_(0.9)
+        return x
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("master", ["float32", "split"])
+def test_what_a_forward_writes_to_beside_a_narrow_weight(master, accumulate, train):
+    recipe = recipe_of(with_block(_Writes), accumulate=accumulate)
+    technique = narrow(shards=5, keep=(), keep_turn=0, lookahead=0, master=master)
+    train(recipe, SPACE, technique, poison=True)
+
+
 class _Later(_Plain):
     """After some steps it adds a penalty, and so another product's gradient."""
 

@@ -84,6 +84,7 @@ def decay(optimizer, hp):
 
 SPILLED = {"technique": shoal.Spilled(shards=3, optimizer="device")}
 HOST = {"technique": shoal.Spilled(shards=3, optimizer="host")}
+SPLIT = {"technique": shoal.Spilled(shards=3, optimizer="host", keep=(), master="split")}
 CASES = {
     "adamw": ({}, {}),
     "sgd, groups, one cycle": ({"optimizer": sgd, "schedule": cycle}, {}),
@@ -93,6 +94,7 @@ CASES = {
     "accumulate, clip": ({"optimizer": sgd, "accumulate": 3, "clip_grad_norm": 0.5}, {}),
     "a loader of its own": ({"data": loaded, "optimizer": sgd}, {}),
     "bf16": ({"optimizer": adam, "precision": "bf16"}, {}),
+    "bf16, split on the host": ({"optimizer": adam, "precision": "bf16"}, SPLIT),
     "bf16-sr": ({"optimizer": sgd, "precision": "bf16-sr"}, {}),
 }
 

@@ -15,6 +15,7 @@ from shoal.core.technique import (
     Resident,
     Spilled,
     Technique,
+    has_split_master,
     heads_of,
     kept_shards,
     kept_weights,
@@ -68,11 +69,11 @@ class Job:
     ``unit_bytes`` is the most one unit needs on top while it runs, ``peak_bytes`` the most
     at any moment of its programs: less than the sum where the two do not coincide. Of
     ``host_bytes`` the trial takes ``waiting_bytes`` on a device alone: what waits there between
-    forward and backward, or an array's rows. Where the trial has a place in an array, what is
-    held, a unit's and the peak are the whole array's; where it is a pipeline, of the stage that
-    needs most, and ``shards`` are its stages, or those of its spilled stages; where there are
-    replicas of it, of the one that needs most, and the only shard is what a replica of it
-    computes.
+    forward and backward, what split weights are put together in, or an array's rows. Where the
+    trial has a place in an array, what is held, a unit's and the peak are the whole array's; where
+    it is a pipeline, of the stage that needs most, and ``shards`` are its stages, or those of its
+    spilled stages; where there are replicas of it, of the one that needs most, and the only shard
+    is what a replica of it computes.
     """
 
     trial: int
@@ -215,6 +216,8 @@ def _explain_job(job: Job, like: int) -> list[str]:
         lines.append(f"    {counted(len(shards), 'shard')}, the optimizer steps on the {place}")
         if job.technique.transfer == "bf16":
             lines.append("    weights that only bf16 products read travel as bfloat16")
+        if has_split_master(job.technique):
+            lines.append("    the host keeps them as that, and what it lacks of their float32")
         if kept := kept_shards(job.technique):
             names = ", ".join(map(str, kept))
             stay = counted(len(kept), "of them stays", "of them stay")

@@ -24,6 +24,8 @@ PassKind = Literal["eager", "traced", "compiled", "branches"]
 stacked tensors; or every slot's own pass, captured, on a GPU as parallel branches."""
 Transfer = Literal["bf16", "fp32"]
 """How weights travel that autocast casts: as the bfloat16 it makes of them, or as they are."""
+Master = Literal["split", "float32"]
+"""How the host keeps the float32 of those: as that bfloat16 and what it lacks, or as it is."""
 Order = Literal["micro", "shard"]
 """Which loop of a spilled step is outside: over micro-batches, as in the plain loop, or shards."""
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from shoal.core.errors import PlanError, SpecError
-from shoal.core.spec import Order, Place, ShardSpec, Transfer
+from shoal.core.shardnames import ahead, is_pair, layers, named_shards, number_of_shards
+from shoal.core.spec import Master, Order, Place, ShardSpec, Transfer
 from shoal.core.units import Bytes, counted
-from shoal.core.values import flag, items, one_of, optional_flag, optional_whole, plain, whole
+from shoal.core.values import flag, one_of, optional_flag, optional_whole, plain, whole
 
 Head = tuple[int, int]
 """A shard, and how many bytes of it stay."""
@@ -70,7 +71,12 @@ class Spilled:
     bfloat16 that autocast makes of them, where nothing else reads them: half the bytes and the
     same bits, with the step on the host; None does so where it can, "fp32" never. A forward that
     reads such a weight otherwise than the measured one has its trial planned again, with whole
-    weights, from its newest generation. Shards that stay are whole either way.
+    weights, from its newest generation. Shards that stay are whole either way. ``master`` is how
+    the host keeps the float32 of weights that travel as bfloat16: "float32" as it is, beside the
+    bfloat16; "split" as the bfloat16 that is loaded and the 17 bits that this lacks. With Adam's
+    state and gradients that is 14.1 bytes a parameter instead of 16, and a step puts the weight
+    together and takes it apart again, with the same bits. None takes "split" where the host's
+    memory is too small otherwise.
     """
 
     shards: int | None = None
@@ -86,6 +92,7 @@ class Spilled:
     order: Order | None = None
     boundaries: Place | None = None
     transfer: Transfer | None = None
+    master: Master | None = None
     offload: str = "host"
     recompute: bool | str = "auto"
     keep_activations: tuple[int, ...] | None = None
@@ -94,12 +101,13 @@ class Spilled:
     def __post_init__(self) -> None:
         _set(self, "shards", optional_whole("Spilled(shards=...)", self.shards, 1))
         _check_words(self, _SPILLED_WORDS)
-        _set(self, "lookahead", _ahead("lookahead", self.lookahead, 2))
-        _set(self, "lookbehind", _ahead("lookbehind", self.lookbehind, 1))
+        _set(self, "lookahead", ahead("lookahead", self.lookahead, 2))
+        _set(self, "lookbehind", ahead("lookbehind", self.lookbehind, 1))
         self._check_turn()
         self._check_gradients()
         self._check_late()
         self._check_head()
+        self._check_master()
         if self.transfer == "bf16" and (self.optimizer == "device" or self.keep_weights):
             raise SpecError(
                 "transfer='bf16' with the step on the device, which needs the weights whole. "
@@ -123,7 +131,7 @@ class Spilled:
         self._check_recompute()
 
     def _check_turn(self) -> None:
-        count = _number_of_shards("keep_turn", self.keep_turn)
+        count = number_of_shards("keep_turn", self.keep_turn)
         _set(self, "keep_turn", count)
         if count and self.optimizer is None:
             _set(self, "optimizer", "host")
@@ -134,7 +142,7 @@ class Spilled:
             )
 
     def _check_gradients(self) -> None:
-        count = _number_of_shards("keep_gradients", self.keep_gradients)
+        count = number_of_shards("keep_gradients", self.keep_gradients)
         _set(self, "keep_gradients", count)
         if count and self.optimizer is None:
             _set(self, "optimizer", "device")
@@ -158,8 +166,8 @@ class Spilled:
         if self.keep_head is None:
             return
         given: Any = self.keep_head
-        heads = [given] if _is_pair(given) else given
-        is_list = isinstance(heads, tuple | list) and all(map(_is_pair, heads))
+        heads = [given] if is_pair(given) else given
+        is_list = isinstance(heads, tuple | list) and all(map(is_pair, heads))
         if not is_list or not heads:
             raise SpecError(
                 f"keep_head is a shard and a number of bytes, as in (2, 65536), or several of "
@@ -182,6 +190,18 @@ class Spilled:
                 f"shards={self.shards}, and at least one byte of it, each shard once. Leave it "
                 "out to keep what fits."
             )
+
+    def _check_master(self) -> None:
+        if self.master != "split":
+            return
+        if self.transfer == "fp32" or self.optimizer == "device" or self.keep_weights:
+            what = "transfer='fp32'" if self.transfer == "fp32" else "the step on the device"
+            raise SpecError(
+                f"master='split' with {what}: what is split is the float32 of weights that travel "
+                "as bfloat16 to a step on the host. Step there with transfer='bf16', or leave "
+                "master= out."
+            )
+        _set(self, "transfer", "bf16")
 
     def _check_recompute(self) -> None:
         names = ("keep_activations", "spill_activations")
@@ -209,7 +229,7 @@ class Spilled:
             )
 
     def _check_keep(self, name: str, shards: Iterable[int]) -> None:
-        _set(self, name, _named_shards(name, shards, self.shards, "Spilled"))
+        _set(self, name, named_shards(name, shards, self.shards, "Spilled"))
 
 
 Schedule = Literal["naive", "gpipe", "flush", "zb-h1", "2bw"]
@@ -278,14 +298,14 @@ class Pipelined:
         _set(self, "predict", flag("Pipelined(predict=...)", self.predict))
         for name in ("recompute", "keep_gradients"):
             _set(self, name, optional_flag(f"Pipelined({name}=...)", getattr(self, name)))
-        _set(self, "lookahead", _ahead("lookahead", self.lookahead, 2))
+        _set(self, "lookahead", ahead("lookahead", self.lookahead, 2))
         if self.predict and self.schedule != "2bw":
             raise SpecError(
                 f"predict=True guesses the weights that stale gradients will meet; those of "
                 f"{self.known_schedule!r} are not stale. Leave it out, or use schedule='2bw'."
             )
         if self.cuts is not None:
-            cuts = _layers(self.cuts)
+            cuts = layers(self.cuts)
             if self.stages is None:
                 _set(self, "stages", len(cuts) + 1)
             if len(cuts) + 1 != self.stages or list(cuts) != sorted(set(cuts)):
@@ -334,7 +354,7 @@ class Pipelined:
                 "more. Ask for fewer stages, or for more shards."
             )
         if self.keep is not None:
-            _set(self, "keep", _named_shards("keep", self.keep, self.shards))
+            _set(self, "keep", named_shards("keep", self.keep, self.shards))
         if self.is_spilled and self.width > 1:
             raise SpecError(
                 f"width={self.width} with stages that are spilled: nothing brings the copies' "
@@ -442,7 +462,7 @@ def heads_of(technique: Technique) -> Mapping[int, int]:
     if not isinstance(technique, Spilled) or technique.keep_head is None:
         return {}
     heads: Any = technique.keep_head  # one pair, or several
-    return dict([heads] if _is_pair(heads) else heads)
+    return dict([heads] if is_pair(heads) else heads)
 
 
 def turned_shards(technique: Technique, num_shards: int) -> tuple[int, ...]:
@@ -481,6 +501,11 @@ def travels_narrow(technique: Technique, shard: int) -> bool:
     if not isinstance(technique, Spilled) or technique.transfer != "bf16":
         return False
     return technique.optimizer == "host" and shard not in kept_shards(technique)
+
+
+def has_split_master(technique: Technique) -> bool:
+    """Whether the host keeps the float32 of weights that travel as bfloat16 in two parts."""
+    return isinstance(technique, Spilled) and technique.master == "split"
 
 
 def as_they_travel(shards: Sequence[ShardSpec], technique: Technique) -> tuple[ShardSpec, ...]:
@@ -524,6 +549,7 @@ _SPILLED_WORDS = {
     "order": get_args(Order),
     "boundaries": PLACES,
     "transfer": get_args(Transfer),
+    "master": get_args(Master),
 }
 
 
@@ -537,62 +563,3 @@ def _check_words(technique: object, known: Mapping[str, tuple[str, ...]]) -> Non
         value = getattr(technique, name)
         if value is not None:
             _set(technique, name, one_of(name, value, words))
-
-
-def _ahead(name: str, value: int | None, most: int) -> int | None:
-    """How many units ahead of the running one, or behind it.
-
-    Raises:
-        SpecError: more than ``most``, or no number.
-    """
-    found: int | None = plain(value)
-    if found is not None and (type(found) is not int or not 0 <= found <= most):
-        words = "0 or 1" if most == 1 else "0, 1 or 2"
-        raise SpecError(f"{name} is {words}, got {value!r}.")
-    return found
-
-
-def _number_of_shards(name: str, value: int | None) -> int | None:
-    return optional_whole(f"{name} is a number of shards: it", value, 0)
-
-
-def _layers(cuts: Iterable[int]) -> tuple[int, ...]:
-    """The layers at which later stages begin, as they were given; a set has no order.
-
-    Raises:
-        SpecError: they are no layers.
-    """
-    found = items("cuts", cuts, "cuts=(4, 8)")
-    if not found or not all(type(cut) is int and cut >= 0 for cut in found):
-        raise SpecError(
-            f"cuts are the layers at which the later stages begin, whole numbers, got "
-            f"{cuts!r}. Leave cuts= out to have them chosen."
-        )
-    return tuple(sorted(found)) if isinstance(cuts, Set) else found
-
-
-def _is_pair(value: object) -> bool:
-    if not isinstance(value, tuple | list):
-        return False
-    return [type(plain(item)) for item in value] == [int, int]
-
-
-def _named_shards(
-    name: str, shards: Iterable[int], count: int | None, kind: str = "Pipelined"
-) -> tuple[int, ...]:
-    """The shards that a setting names, ascending.
-
-    Raises:
-        SpecError: it names no shards of ``count``.
-    """
-    keep = items(f"{name} names shards: it", shards, f"{name}=(0, 2)")
-    if count is None and keep:
-        raise SpecError(
-            f"{kind}({name}={keep}) names shards; say how many there are with shards=."
-        )
-    if not all(type(s) is int and 0 <= s < (count or 0) for s in keep):
-        raise SpecError(
-            f"{name} names shards from 0 to {(count or 0) - 1}, got {shards!r}. Leave it "
-            "out to keep as many as fit."
-        )
-    return tuple(sorted(set(keep)))

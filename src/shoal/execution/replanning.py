@@ -91,6 +91,7 @@ class Replanning:
             shards=len(job.shards),
             optimizer=state.place,
             transfer="fp32",
+            master=None,
             keep_turn=None,
             keep_gradients=None,
             keep_head=None,

@@ -29,6 +29,7 @@ from shoal.planning import (
     early,
     width_wished,
     with_seconds,
+    with_split_masters,
 )
 from shoal.resume import list_some
 from shoal.runtime.messages import Settings
@@ -103,7 +104,9 @@ def plan_study(
         check_rungs(planned, settings)
     if study.search.varied:
         check_population(planned, settings)
-    check_host_memory(planned.plan, hardware.host_memory, may_wait=not study.search.is_plain)
+    may_wait = not study.search.is_plain
+    planned = with_less_on_host(planner, planned, hardware.host_memory, may_wait=may_wait)
+    check_host_memory(planned.plan, hardware.host_memory, may_wait=may_wait)
     seconds = predict_seconds(planned.plan, steps_of(planned, settings))
     return planner, replace(planned, plan=with_seconds(planned.plan, seconds))
 
@@ -141,6 +144,39 @@ def _in_a_population(study: Asked, fuse: Wish, trials: Sequence[TrialSpec]) -> W
     return 0
 
 
+def with_less_on_host(
+    planner: Planner, planned: Planned, budget: int | None, *, may_wait: bool = False
+) -> Planned:
+    """Where the trials' state is too large for the host, with what makes it smaller.
+
+    That is the float32 of weights that travel as bfloat16, in two parts; what the planner plans
+    later has it so too. Where trials ``may_wait`` for room, only if more of them fit then.
+    """
+    plan = planned.plan
+    at_once = len(plan.devices) * plan.active
+    needed = _host_bytes(plan.jobs, at_once)
+    if budget is None or needed <= budget:
+        return planned
+    smaller = with_split_masters(planned, "").plan.jobs
+    least = _host_bytes(smaller, at_once)
+    fits_as_many = _fitting(smaller, at_once, budget) <= _fitting(plan.jobs, at_once, budget)
+    if least == needed or (may_wait and fits_as_many):
+        return planned
+    planner.why_split = (
+        "the host keeps the float32 of weights that travel as bfloat16 as that and what it lacks, "
+        f"with the same bits: whole, the study's state would take {format_bytes(needed)} there, "
+        f"which may use {format_bytes(budget)}, and so it takes {format_bytes(least)}"
+    )
+    return with_split_masters(planned, planner.why_split)
+
+
+def _fitting(jobs: Sequence[Job], at_once: int, budget: int) -> int:
+    """How many of these trials may be on the host at a time, the smallest first."""
+    ordered = sorted(jobs, key=lambda job: (job.host_bytes, job.trial))
+    counts = range(len(ordered), 0, -1)
+    return next((n for n in counts if _host_bytes(ordered[:n], at_once) <= budget), 0)
+
+
 def check_host_memory(plan: Plan, budget: int | None, *, may_wait: bool = False) -> None:
     """Every trial's state lives on the host while the study runs; refuse what cannot fit.
 
@@ -156,8 +192,8 @@ def check_host_memory(plan: Plan, budget: int | None, *, may_wait: bool = False)
         return
     if may_wait and _host_bytes(smallest[:1], at_once) <= budget:
         return
-    fitting = [n for n in range(1, len(smallest)) if _host_bytes(smallest[:n], at_once) <= budget]
-    some = sorted(job.trial for job in smallest[: fitting[-1]]) if fitting else []
+    fitting = _fitting(plan.jobs, at_once, budget)
+    some = sorted(job.trial for job in smallest[:fitting])
     largest = smallest[-1]
     raise PlanError(
         f"{counted(len(plan.jobs), 'trial keeps', 'trials keep')} {format_bytes(needed)} of state "

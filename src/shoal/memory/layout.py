@@ -10,19 +10,24 @@ alignment as in a plain run):
 
 A copy of a segment is one flat copy. Shapes and strides travel with the field, so a
 channels-last weight keeps its memory format. Of a shard whose weights travel as bfloat16 the
-host has, beside the parameters, the copy that is loaded; a slot has nothing but that.
+host has, beside the parameters, the copy that is loaded; a slot has nothing but that. Where its
+master is split, the host has in the place of the parameters what the copy lacks of them:
+
+    host   | shard 0: low | state | grad | copy | ...
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from shoal.core.spec import ALIGNMENT
 from shoal.core.technique import (
     Pipelined,
     Spilled,
     Technique,
+    has_split_master,
     heads_of,
     kept_shards,
     kept_weights,
@@ -33,6 +38,8 @@ from shoal.core.technique import (
 )
 from shoal.core.units import round_up
 
+WORD = 8
+"""Bytes in whole numbers of which a bit for each element is kept."""
 PREVIOUS, GUESS = "previous", "guess"
 """The state tensor that is a parameter's version before, where a technique needs that."""
 
@@ -69,7 +76,9 @@ class Segment:
 class ShardLayout:
     """One shard's segments and where they begin in the host region.
 
-    ``copy`` are the parameters as they are loaded, where those are not ``param`` itself.
+    ``copy`` are the parameters as they are loaded, where those are not ``param`` itself. ``low``
+    is in the place of ``param`` where the weights that travel as bfloat16 are split: what that
+    lacks of each, and nothing of the others, which are whole in ``copy``.
     """
 
     param: Segment
@@ -81,6 +90,21 @@ class ShardLayout:
     grad_at: int
     copy_at: int
     copy: Segment | None = None
+    low: Segment | None = None
+
+    @property
+    def whole(self) -> Segment:
+        """The parameters that the host has as they are: all that are not split."""
+        if self.low is None or self.copy is None:
+            return self.param
+        split = {field.spec.name for field in self.low.fields}
+        kept = (field for field in self.copy.fields if field.spec.name not in split)
+        return Segment(tuple(kept), self.copy.num_bytes)
+
+    @property
+    def whole_at(self) -> int:
+        """Where they are on the host, by their offsets."""
+        return self.param_at if self.low is None else self.copy_at
 
     @property
     def loaded(self) -> Segment:
@@ -167,16 +191,51 @@ def as_it_travels(
     """
     shards, offset = [], 0
     for index, shard in enumerate(layout.shards):
-        grad, copy = shard.param if names else shard.grad, None
+        grad, copy, low = shard.param if names else shard.grad, None, None
         if travels_narrow(technique, index) and names:
             narrow = [_narrowed(f.spec, names) for f in shard.param.fields]
             copy = segment(narrow)
             grad = shard.param if sums else copy
+            low = _low(shard, copy) if has_split_master(technique) else None
         state = state_of(layout, technique, index)
-        made = _placed_at(offset, shard.param, state, grad, copy)
+        made = _placed_at(offset, shard.param, state, grad, copy, low)
         shards.append(replace(made, borrowed=shard.borrowed))
         offset = made.copy_at + (copy.num_bytes if copy else 0)
     return TrialLayout(tuple(shards), layout.buffers, offset, offset + layout.buffers.num_bytes)
+
+
+def with_split_masters(layout: TrialLayout) -> TrialLayout:
+    """``layout`` with the float32 of each weight that travels as bfloat16 split on the host."""
+    shards, offset = [], 0
+    for shard in layout.shards:
+        low = _low(shard, shard.copy) if shard.copy else None
+        made = _placed_at(offset, shard.param, shard.state, shard.grad, shard.copy, low)
+        shards.append(replace(made, borrowed=shard.borrowed))
+        offset = made.copy_at + (shard.copy.num_bytes if shard.copy else 0)
+    return TrialLayout(tuple(shards), layout.buffers, offset, offset + layout.buffers.num_bytes)
+
+
+def split_bytes(layout: ShardLayout, names: Collection[str] | None = None) -> int:
+    """Of the float32 of a shard's split weights, or of those of these names, aligned."""
+    split = {field.spec.name for field in layout.low.fields} if layout.low else set()
+    return sum(
+        round_up(field.spec.num_bytes, ALIGNMENT)
+        for field in layout.param.fields
+        if field.spec.name in split and (names is None or field.spec.name in names)
+    )
+
+
+def _low(shard: ShardLayout, copy: Segment) -> Segment:
+    """What the host has of a shard's weights beside the bfloat16 that is loaded."""
+    pairs = zip(shard.param.fields, copy.fields, strict=True)
+    narrow = [whole.spec for whole, cast in pairs if whole.spec.dtype != cast.spec.dtype]
+    sizes = {spec.name: sum(low_bytes(prod(spec.shape))) for spec in narrow}
+    return segment(TensorSpec(n, (size,), (1,), "uint8", size) for n, size in sizes.items())
+
+
+def low_bytes(count: int) -> tuple[int, int]:
+    """Of what the bfloat16 of so many float32 lacks: 16 bits each, then one."""
+    return round_up(2 * count, WORD), round_up(-(-count // 8), WORD)
 
 
 def with_previous(
@@ -205,12 +264,17 @@ def with_previous(
 
 
 def _placed_at(
-    offset: int, param: Segment, state: Segment, grad: Segment, copy: Segment | None = None
+    offset: int,
+    param: Segment,
+    state: Segment,
+    grad: Segment,
+    copy: Segment | None = None,
+    low: Segment | None = None,
 ) -> ShardLayout:
-    state_at = offset + param.num_bytes
+    state_at = offset + (param if low is None else low).num_bytes
     grad_at = state_at + state.num_bytes
     copy_at = grad_at + grad.num_bytes
-    return ShardLayout(param, state, grad, (), offset, state_at, grad_at, copy_at, copy)
+    return ShardLayout(param, state, grad, (), offset, state_at, grad_at, copy_at, copy, low)
 
 
 def _narrowed(spec: TensorSpec, names: Collection[str]) -> TensorSpec:

@@ -17,7 +17,7 @@ from shoal.core.technique import (
     travels_narrow,
 )
 from shoal.core.units import Bytes, Seconds, format_bytes
-from shoal.memory.layout import TrialLayout
+from shoal.memory.layout import TrialLayout, split_bytes, with_split_masters
 from shoal.planner.need import Request, need, place_asked, transfer_of, waiting_bytes
 from shoal.planner.pipeline import Staged
 from shoal.planner.predict import predict_shard, predict_shards
@@ -37,6 +37,7 @@ def make_job(
     bytes_ = need(measure, measure.shards, technique, request, layout)
     shards = as_they_travel(measure.shards, technique)
     waits = waiting_bytes(measure.shards, technique, request.micro_batches)
+    waits = Bytes(waits + _largest_chunk(shards, layout))
     units = sum(s.backward_s + s.step_s for s in shards) * request.micro_batches
     forwards = sum(s.forward_s for s in shards[:-1]) * request.micro_batches
     return Job(
@@ -124,6 +125,36 @@ def make_replicated_job(
         micro_batches=request.micro_batches,
         why=tuple(why),
         numerics=numerics,
+    )
+
+
+def with_split_master(job: Job, layout: TrialLayout, why: str) -> tuple[Job, TrialLayout]:
+    """The same job, and its layout, with the float32 of what travels as bfloat16 in two parts.
+
+    As they are where nothing does, in an array, and where somebody asked for float32.
+    """
+    technique = job.technique
+    if not isinstance(technique, Spilled) or technique.master or job.array is not None:
+        return job, layout
+    split = with_split_masters(layout)
+    if split == layout:
+        return job, layout
+    more = _largest_chunk(job.shards, split)
+    return replace(
+        job,
+        technique=replace(technique, master="split"),
+        why=(*job.why, why),
+        waiting_bytes=Bytes(job.waiting_bytes + more),
+        host_bytes=Bytes(job.host_bytes - layout.num_bytes + split.num_bytes + more),
+    ), split
+
+
+def _largest_chunk(shards: Sequence[ShardSpec], layout: TrialLayout) -> int:
+    """Host memory in which a step on it puts split weights together, a chunk at a time."""
+    pairs = zip(shards, layout.shards, strict=True)
+    return max(
+        min(split_bytes(own), max(shard.step_chunks, default=own.param.num_bytes))
+        for shard, own in pairs
     )
 
 

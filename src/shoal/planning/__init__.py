@@ -27,7 +27,7 @@ from shoal.planning.fusing import (
     width_wished,
 )
 from shoal.planning.gangs import early, technique_on_record
-from shoal.planning.planned import Planned, with_seconds
+from shoal.planning.planned import Planned, with_seconds, with_split_masters
 from shoal.planning.planner import Planner
 from shoal.planning.replicating import BY_SHARDS
 from shoal.planning.spilling import asked_of
@@ -53,4 +53,5 @@ __all__ = [
     "technique_on_record",
     "width_wished",
     "with_seconds",
+    "with_split_masters",
 ]

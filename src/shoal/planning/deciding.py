@@ -18,7 +18,6 @@ from shoal.core.technique import (
     Technique,
     kept_weights,
     late_shards,
-    travels_narrow,
     turned_shards,
     waiting_gradients,
 )
@@ -40,7 +39,7 @@ from shoal.planner.pipeline import Alternative
 from shoal.planner.price import Price, price
 from shoal.planner.room import Room
 from shoal.planning.capturing import Capturing, Total
-from shoal.planning.moving import refuse_moved, why_moved
+from shoal.planning.moving import refuse_moved, why_moved, why_narrow
 from shoal.planning.pipelining import Pipelining, Question
 from shoal.planning.pipelining import numerics as pipeline_numerics
 from shoal.planning.planned import Settled
@@ -48,9 +47,11 @@ from shoal.planning.refusing import (
     refuse_activations,
     refuse_borrowers,
     refuse_head,
+    refuse_master,
     refuse_order,
     refuse_too_many,
     refuse_transfer,
+    splits_nothing,
 )
 from shoal.planning.replicating import Replicating
 from shoal.planning.replicating import numerics as replica_numerics
@@ -244,6 +245,7 @@ class Deciding:
             refuse_moved(trial, exact.measure.shards, choice.technique)
             found = self._keep_best(exact, choice.technique, request, active)
             if found:
+                refuse_master(trial, exact, found[0], forced)
                 return self._spilled(exact, whole, *found, active)
             closest = self._need(exact, _as_named(choice.technique), request)
         if isinstance(forced, Spilled) and forced.shards and closest is not None:
@@ -277,9 +279,20 @@ class Deciding:
         if self._host_memory is None or measured.layout is None:
             return None
         at_once = self._num_devices * active
+        room = self._host_memory - trials * measured.measure.loader_bytes
         states = (trials + min(trials, at_once)) * measured.layout.num_bytes  # copies are written
-        loads = trials * measured.measure.loader_bytes
-        return Bytes(max(self._host_memory - states - loads, 0) // at_once)
+        master = getattr(self._request.technique, "master", None)
+        if master == "split" or (master is None and states > room):
+            states -= trials * self._saved_by_split(measured)
+        return Bytes(max(room - states, 0) // at_once)
+
+    def _saved_by_split(self, measured: Measured) -> int:
+        """Bytes of a trial on the host, where the float32 of what travels narrow is split."""
+        assert measured.layout is not None
+        split = Spilled(shards=1, optimizer="host", master="split")
+        names, sums = measured.measure.narrow, self._request.micro_batches > 1
+        least = as_it_travels(measured.layout, split, names, sums=sums)
+        return max(measured.layout.num_bytes - least.num_bytes, 0)
 
     def _keep_best(
         self, exact: Measured, technique: Spilled, request: Request, active: int
@@ -359,7 +372,9 @@ class Deciding:
                 "late_state=True changes nothing: no state comes without its parameters"
             )
         if technique.transfer == "bf16":
-            reasons.append(self._why_narrow(exact, technique))
+            reasons.append(why_narrow(exact.measure.shards, technique))
+        if splits_nothing(exact, technique):
+            reasons.append("master='split' changes nothing: no weight travels as bfloat16")
         args = (exact.measure.shards, technique, self._request.micro_batches)
         if waits := waiting_input_bytes(*args):
             reasons.append(
@@ -399,20 +414,6 @@ class Deciding:
     def _price_of(self, measure: JobMeasure, technique: Spilled, active: int) -> Price:
         args = (measure.shards, measure.batch_bytes, technique, self._request, self._speeds)
         return price(*args, active)
-
-    def _why_narrow(self, exact: Measured, technique: Spilled) -> str:
-        shards = exact.measure.shards
-        whole = sum(s.owned_bytes for s in shards if travels_narrow(technique, s.index))
-        narrow = sum(
-            s.narrow.parameter_bytes
-            for s in shards
-            if s.narrow is not None and travels_narrow(technique, s.index)
-        )
-        return (
-            "weights that only bf16 products read travel as bfloat16, with the same bits: of the "
-            f"shards that travel {format_bytes(Bytes(narrow))} are loaded instead of "
-            f"{format_bytes(Bytes(whole))}"
-        )
 
     def _why_order(self, exact: Measured, technique: Spilled) -> str:
         count = self._request.micro_batches

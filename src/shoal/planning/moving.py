@@ -1,4 +1,4 @@
-"""What is said of activations that wait on the host: why they do, and why some cannot."""
+"""What is said of activations that wait on the host, why some cannot, and of narrow weights."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from shoal.core.errors import PlanError
 from shoal.core.spec import ShardSpec, TrialSpec
-from shoal.core.technique import Spilled
-from shoal.core.units import Seconds, counted, format_bytes, format_seconds
+from shoal.core.technique import Spilled, has_split_master, travels_narrow
+from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_seconds
 from shoal.planner.away import can_move
 from shoal.planner.need import moved_saved_bytes
 from shoal.spill.generate import route_of
@@ -66,3 +66,21 @@ def _why_not(shard: ShardSpec, technique: Spilled, is_able: bool) -> str:
     if shard.saved_bytes is not None:
         return shard.why_not_movable or "with narrower weights its backward could not bear it"
     return "its forward changes what its backward, or another shard, reads"
+
+
+def why_narrow(shards: Sequence[ShardSpec], technique: Spilled) -> str:
+    """Why some weights travel as bfloat16, and what that saves."""
+    whole = sum(s.owned_bytes for s in shards if travels_narrow(technique, s.index))
+    narrow = sum(
+        s.narrow.parameter_bytes
+        for s in shards
+        if s.narrow is not None and travels_narrow(technique, s.index)
+    )
+    said = (
+        "weights that only bf16 products read travel as bfloat16, with the same bits: of the "
+        f"shards that travel {format_bytes(Bytes(narrow))} are loaded instead of "
+        f"{format_bytes(Bytes(whole))}"
+    )
+    if has_split_master(technique):
+        said += ", and beside that the host keeps no more than the 17 bits that it lacks of each"
+    return said

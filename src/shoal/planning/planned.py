@@ -10,6 +10,7 @@ from shoal.core.spec import JobMeasure
 from shoal.core.technique import Technique
 from shoal.core.units import Seconds
 from shoal.memory.layout import TrialLayout
+from shoal.planner.job import with_split_master
 from shoal.planner.need import Need
 from shoal.planner.pipeline import Staged
 from shoal.planner.replicas import Replicated
@@ -44,6 +45,17 @@ class Settled:
         if self.staged is not None:
             return self.staged.gang
         return self.replicated.technique.width or 1 if self.replicated is not None else 1
+
+
+def with_split_masters(planned: Planned, why: str) -> Planned:
+    """The same with less on the host: the float32 of what travels as bfloat16 in two parts.
+
+    ``why`` is what jobs say that change.
+    """
+    layouts = planned.layouts
+    pairs = [with_split_master(job, layouts[job.trial], why) for job in planned.plan.jobs]
+    plan = replace(planned.plan, jobs=tuple(job for job, _ in pairs))
+    return replace(planned, plan=plan, layouts={job.trial: layout for job, layout in pairs})
 
 
 def with_seconds(plan: Plan, seconds: float) -> Plan:

@@ -18,7 +18,7 @@ from shoal.planning.capturing import Total
 from shoal.planning.deciding import Deciding
 from shoal.planning.fusing import Fusing
 from shoal.planning.pipelining import Question, early
-from shoal.planning.planned import Planned, Settled
+from shoal.planning.planned import Planned, Settled, with_split_masters
 from shoal.planning.staleness import ALIKE, OPEN, Staleness, Way
 from shoal.recipe import Recipe
 from shoal.runtime.messages import Order
@@ -39,6 +39,10 @@ class Planner:
             a pipeline over them, if nothing else is asked for. Then they are the plan's too.
         keys: The numerics keys of all trials that were planned before.
         total: Steps of a trial, of the batches of an epoch and those of a step.
+
+    Attributes:
+        why_split: Why the host keeps the float32 of what travels as bfloat16 in two parts, from
+            now on; "" where it does not.
     """
 
     def __init__(
@@ -59,7 +63,7 @@ class Planner:
         keys: Mapping[int, Mapping[str, Scalar]] = MappingProxyType({}),
         total: Total = lambda batches, each: None,
     ) -> None:
-        self._host_memory = host_memory
+        self._host_memory, self.why_split = host_memory, ""
         self._name, self._pool, self._devices, self._recipe = name, pool, tuple(devices), recipe
         self._decide = partial(
             Deciding,
@@ -92,13 +96,15 @@ class Planner:
         ``growth``: batches take so many times what the first one takes.
         """
         of = self._devices if devices is None else devices
-        return Planner(
+        made = Planner(
             *(self._name, self._pool, of, self._recipe, technique),
             growth=growth,
             steps=self._steps,
             stops=self._stops,
             host_memory=self._host_memory,
         )
+        made.why_split = self.why_split
+        return made
 
     @property
     def accumulate(self) -> int:
@@ -122,9 +128,10 @@ class Planner:
         """
         self._asking = Asking(self._pool, receive, self._growth)
         try:
-            return self._plan(trials, self._asking)
+            planned = self._plan(trials, self._asking)
         finally:
             self._asking = None
+        return with_split_masters(planned, self.why_split) if self.why_split else planned
 
     def _plan(self, trials: Sequence[TrialSpec], asking: Asking) -> Planned:
         described = asking.describe(trials, arrays=self._fusing.is_wanted)

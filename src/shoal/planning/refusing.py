@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from shoal.core.errors import PlanError
 from shoal.core.spec import TrialSpec
-from shoal.core.technique import Spilled, Technique, heads_of, kept_shards, kept_weights
+from shoal.core.technique import (
+    Spilled,
+    Technique,
+    has_split_master,
+    heads_of,
+    kept_shards,
+    kept_weights,
+    travels_narrow,
+)
 from shoal.core.units import counted, format_bytes
 from shoal.memory.layout import head_sizes, lenders, state_of
 from shoal.planner.choose import may_go_by_shard
@@ -37,9 +45,34 @@ def refuse_transfer(
         )
         if measure.compiled:
             why = "it is compiled, and nobody sees what reads its weights"
+        what, name = "its weights travel as bfloat16", "transfer="
+        if forced.master == "split":
+            what = "the float32 of weights that travel as bfloat16 split on the host"
+            name = "master= and transfer="
         raise PlanError(
-            f"trial {trial.number} was asked to have its weights travel as bfloat16, but "
-            f"{why}. Leave transfer= out, or give Recipe(precision='bf16')."
+            f"trial {trial.number} was asked to have {what}, but {why}. Leave {name} out, or give "
+            "Recipe(precision='bf16')."
+        )
+
+
+def splits_nothing(exact: Measured, technique: Technique) -> bool:
+    """Whether no weight travels narrow whose float32 was to be split."""
+    names, shards = exact.measure.narrow, exact.layout.shards if exact.layout else ()
+    moving = (own for index, own in enumerate(shards) if travels_narrow(technique, index))
+    is_narrow = (field.spec.name in names for own in moving for field in own.param.fields)
+    return has_split_master(technique) and not any(is_narrow)
+
+
+def refuse_master(
+    trial: TrialSpec, exact: Measured, technique: Spilled, forced: Technique | None
+) -> None:
+    """Raises PlanError where a float32 is to be split, and what was named to stay has them all."""
+    if isinstance(forced, Spilled) and forced.keep and splits_nothing(exact, technique):
+        shards = counted(len(exact.measure.shards), "shard")
+        raise PlanError(
+            f"trial {trial.number} was asked to have the float32 of weights that travel as "
+            f"bfloat16 split on the host, but of its {shards} those that travel have none. Leave "
+            "master= out, or name fewer shards in keep=."
         )
 
 

@@ -249,6 +249,7 @@ def asked_of(forced: Technique | None) -> tuple[Spilled, str]:
             ("order", ("micro",)),
             ("boundaries", ("device",)),
             ("transfer", ("fp32",)),
+            ("master", ("float32",)),
             ("recompute", (True, "auto")),
             ("keep_activations", ((),)),
             ("spill_activations", ((),)),

@@ -9,7 +9,7 @@ there is seen and not silently right.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from shoal.core.errors import TrialError
 from shoal.core.spec import ALIGNMENT
 from shoal.core.units import round_up
 from shoal.memory.layout import ShardLayout, TensorSpec, TrialLayout
+from shoal.memory.split import SplitWeight, split_weights
 from shoal.memory.store import Region, describe, field_view, state_views, view, views
 from shoal.rounding import Rounding
 from shoal.subsets import Subsets
@@ -34,7 +35,8 @@ class Placed:
     On the host ``params`` are whole, and ``param_bytes`` what is loaded: where weights travel
     as bfloat16, their ``copies``, which ``renew_copies`` makes equal to them again. Of a shard
     whose ``head`` stays on the device, that is the first bytes of its parameters, or of its
-    state, and ``param_bytes`` or ``state_bytes`` the rest.
+    state, and ``param_bytes`` or ``state_bytes`` the rest. Weights that are ``split`` there are
+    no ``params``.
     """
 
     params: Mapping[str, Tensor]
@@ -46,12 +48,23 @@ class Placed:
     copies: Mapping[str, Tensor] = field(default_factory=dict)
     head: Tensor | None = None
     head_of_state: bool = False
+    split: Mapping[str, SplitWeight] = field(default_factory=dict)
 
     def renew_copies(self, names: Collection[str] | None = None) -> None:
         """Cast the parameters, or those of these names, into the copies that are loaded."""
         for name, copy in self.copies.items():
             if names is None or name in names:
                 copy.copy_(self.params[name])
+
+    def joined(self, names: Iterable[str], memory: Tensor) -> dict[str, Tensor]:
+        """The float32 of the split weights among these names, one after another in ``memory``."""
+        found, offset = {}, 0
+        for name in names:
+            if (weight := self.split.get(name)) is not None:
+                weight.join(place := view(memory, offset, weight.spec))
+                found[name] = place
+                offset += round_up(weight.spec.num_bytes, ALIGNMENT)
+        return found
 
 
 def place_in_slot(
@@ -122,18 +135,25 @@ def place_on_host(region: Region, layout: TrialLayout, shard: int) -> Placed:
     """Views of a shard in the host store; borrowed parameters are their owner's."""
     own = layout.shards[shard]
     borrowed = {
-        entry.spec.name: field_view(region.bytes, layout.shards[owner].param_at, entry)
+        entry.spec.name: _lent(region, layout.shards[owner], entry.spec.name)
         for owner, entry in own.borrowed
     }
     return Placed(
-        params=views(region.bytes, own.param, own.param_at) | borrowed,
+        params=views(region.bytes, own.whole, own.whole_at) | borrowed,
         states=state_views(region.bytes, own.state, own.state_at),
         grads=views(region.bytes, own.grad, own.grad_at),
         param_bytes=region.segment(own.loaded_at, own.loaded.num_bytes),
         state_bytes=region.segment(own.state_at, own.state.num_bytes),
         borrowed=borrowed,
-        copies=views(region.bytes, own.copy, own.copy_at) if own.copy else {},
+        copies=views(region.bytes, own.copy, own.copy_at) if own.copy and not own.low else {},
+        split=split_weights(region.bytes, own),
     )
+
+
+def _lent(region: Region, owner: ShardLayout, name: str) -> Tensor:
+    """A parameter that another shard owns, which is whole there: nothing tied is split."""
+    field_ = next(f for f in owner.whole.fields if f.spec.name == name)
+    return field_view(region.bytes, owner.whole_at, field_)
 
 
 class Binding:
@@ -288,19 +308,28 @@ class Binding:
         self.keep_state(shard, placed)
 
     def step_on_host(
-        self, part: int, host: Placed, grads: Mapping[str, Tensor], number: int = 0
+        self,
+        part: int,
+        host: Placed,
+        grads: Mapping[str, Tensor],
+        number: int = 0,
+        memory: Tensor | None = None,
     ) -> None:
         """Step an evicted shard on its host copies, or one of its ``pieces``, and poison it again.
 
         On a thread of its own, beside units of other shards: it touches only what this part
-        steps, and of a borrowed parameter nothing.
+        steps, and of a borrowed parameter nothing. Split weights are put together in ``memory``
+        meanwhile.
         """
+        whole = {} if memory is None else host.joined(self._stepped[part], memory)
         for name in self._stepped[part]:
-            self.params[name].data = host.params[name]
+            self.params[name].data = whole[name] if name in whole else host.params[name]
             self._bind_state(name, host)
         self._step(part, host, grads, number)
         for name in self._stepped[part]:
             self.params[name].data = self.poison[name]
+        for name, stepped in whole.items():
+            host.split[name].split(stepped)
 
     def _step(self, part: int, placed: Placed, grads: Mapping[str, Tensor], number: int) -> None:
         names = self._stepped[part]

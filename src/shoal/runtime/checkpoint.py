@@ -25,7 +25,8 @@ from shoal.core.errors import StorageError
 from shoal.core.plan import Job
 from shoal.core.technique import DataParallel, Pipelined
 from shoal.data import Position
-from shoal.memory.layout import TrialLayout
+from shoal.memory.layout import ShardLayout, TrialLayout
+from shoal.memory.split import SplitWeight, split_weights
 from shoal.memory.store import Region, state_views, views
 from shoal.recipe import Recipe
 from shoal.runtime.captures import Captures
@@ -88,10 +89,9 @@ def content(
     ``copy`` them, where the region changes before they are written. ``metrics`` are those
     of a trial that has ended.
     """
-    weights, ties = _weights(session)
+    weights, ties = _weights(session, copy=copy)
     tensors = _stored_state(session)
     if copy:
-        weights = {name: tensor.clone() for name, tensor in weights.items()}
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     packer = Packer(tensors)
     meta: dict[str, Any] = {
@@ -199,12 +199,16 @@ def restore(path: str | os.PathLike[str], layout: TrialLayout, region: Region) -
     weights: dict[str, Tensor] = views(region.bytes, layout.buffers, layout.buffers_at)
     state = {f"buffer|{name}": place for name, place in weights.items()}
     for shard in layout.shards:
-        weights |= views(region.bytes, shard.param, shard.param_at)
+        weights |= views(region.bytes, shard.whole, shard.whole_at)
         for name, places in state_views(region.bytes, shard.state, shard.state_at).items():
             state |= {f"state|{name}|{key}": place for key, place in places.items()}
     _check_names(generation, layout)
     read_into(generation, WEIGHTS, weights)
     read_into(generation, STATE, state)
+    for shard in layout.shards:
+        for name, weight in split_weights(region.bytes, shard).items():  # one float32 at a time
+            read_into(generation, WEIGHTS, {name: (whole := weight.empty())})
+            weight.split(whole)
     return read_progress(generation)
 
 
@@ -258,9 +262,13 @@ def at(path: str | os.PathLike[str]) -> Generation:
     )
 
 
-def _weights(session: Session) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The state dict from the host region, ties once; and alias -> stored name."""
+def _weights(session: Session, *, copy: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The state dict from the host region, ties once; and alias -> stored name.
+
+    Split weights are copies in any case.
+    """
     stored = _region_tensors(session)
+    split = {n: w for s in session.layout.shards for n, w in _split(session, s).items()}
     names = {id(p): n for n, p in session.model.named_parameters()}
     names |= {id(b): n for n, b in session.model.named_buffers()}
     weights: dict[str, Tensor] = {}
@@ -271,7 +279,12 @@ def _weights(session: Session) -> tuple[dict[str, Tensor], dict[str, str]]:
             continue  # a module's extra state
         if name != key:
             ties[key] = name
-        weights[name] = stored[name]
+        if name not in weights:
+            there = stored.get(name)
+            if there is None:
+                weights[name] = split[name].whole()
+            else:
+                weights[name] = there.clone() if copy else there
     return weights, ties
 
 
@@ -326,11 +339,16 @@ def check_rules(session: Session) -> None:
 
 
 def _region_tensors(session: Session) -> dict[str, Tensor]:
+    """What of a state dict the host region has as it is: all but split weights."""
     layout, flat = session.layout, session.region.bytes
     found = views(flat, layout.buffers, layout.buffers_at)
     for shard in layout.shards:
-        found |= views(flat, shard.param, shard.param_at)
+        found |= views(flat, shard.whole, shard.whole_at)
     return found
+
+
+def _split(session: Session, shard: ShardLayout) -> dict[str, SplitWeight]:
+    return split_weights(session.region.bytes, shard)
 
 
 def _stored_state(session: Session) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.core.technique import Resident
+from shoal.memory.layout import split_bytes
 from shoal.program.ir import Action, Op
 from shoal.recipe import Batch
 from shoal.runtime.binding import Placed
@@ -55,6 +56,7 @@ class Compute:
             parameter.grad = None  # and so it is between any two units of a spilled trial
         self._norms: dict[str, Tensor] = {}
         self._clip: Tensor | None = None
+        self._master: Tensor | None = None  # where the host's thread puts split weights together
         self._largest_batch = {True: 0, False: 0}  # of an evaluation, of a step
         self.works: Mapping[Op, Work] = {
             Op.F: self._forward,
@@ -143,8 +145,11 @@ class Compute:
 
     def _put_written(self, shard: int) -> None:
         """What a forward wrote to its own parameters goes to the host at once; it is rare."""
-        for name in self._session.units.written(shard):
-            self._host[shard].params[name].copy_(self.placed[shard].params[name])
+        host, names = self._host[shard], self._session.units.written(shard)
+        for name in names:
+            host.params[name].copy_(self.placed[shard].params[name])
+        if names:
+            host.renew_copies(names)
 
     def _sync(self, task: Task, action: Action) -> None:
         """The clipping factor of torch's clip_grad_norm_, from norms in parameter order."""
@@ -192,16 +197,24 @@ class Compute:
             }
             if clip is not None and grads:
                 self.scale(grads, clip.cpu())
-            binding.step_on_host(part, host, grads, number)
+            binding.step_on_host(part, host, grads, number, self._room_for_a_chunk())
             host.renew_copies(names)
 
         pieces = binding.pieces[shard]
-        sizes = [sum(host.params[name].nbytes for name in names) for _, names in pieces]
+        sizes = [sum(binding.poison[name].nbytes for name in names) for _, names in pieces]
         total = sum(sizes) or 1
         return [
             HostPiece(functools.partial(step, part, names), size / total)
             for (part, names), size in zip(pieces, sizes, strict=True)
         ]
+
+    def _room_for_a_chunk(self) -> Tensor | None:
+        """Memory for the split weights of any chunk, made once; None if there are none."""
+        if self._master is None and any(host.split for host in self._host):
+            pieces = zip(self._session.layout.shards, self._session.binding.pieces, strict=True)
+            most = max(split_bytes(own, names) for own, cut in pieces for _, names in cut)
+            self._master = torch.empty(most, dtype=torch.uint8)
+        return self._master
 
 
 def tensors_of(batch: Any) -> list[Tensor]:

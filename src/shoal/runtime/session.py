@@ -23,6 +23,7 @@ from shoal.core.technique import Captured, Spilled, kept_shards, steps_on_host
 from shoal.data import Feed
 from shoal.memory.chunks import chunk_names
 from shoal.memory.layout import TrialLayout, lenders
+from shoal.memory.split import write_params
 from shoal.memory.store import Region, state_views, views
 from shoal.ownstep import (
     Losses,
@@ -242,8 +243,7 @@ class Session:
 
     def _write_initial(self) -> None:
         for shard in self.layout.shards:
-            for name, place in views(self.region.bytes, shard.param, shard.param_at).items():
-                place.copy_(self.binding.params[name].data)
+            write_params(self.region.bytes, shard, self.binding.params)
         places = views(self.region.bytes, self.layout.buffers, self.layout.buffers_at)
         for name, place in places.items():
             place.copy_(get(locate(self.model, name)))

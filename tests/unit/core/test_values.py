@@ -54,7 +54,7 @@ WRONG = {
     (shoal.Spilled, "late_state"): FLAGS,
     (shoal.Spilled, "recompute"): ("yes", 1, 0, None, [True]),
     **{(shoal.Spilled, name): WORDS for name in ("optimizer", "order", "boundaries")},
-    **{(shoal.Spilled, name): WORDS for name in ("transfer", "offload")},
+    **{(shoal.Spilled, name): WORDS for name in ("transfer", "master", "offload")},
     **{(shoal.Pipelined, name): COUNTS for name in ("stages", "micro_batches", "lag", "width")},
     (shoal.Pipelined, "shards"): (*COUNTS, 1),
     (shoal.Pipelined, "lookahead"): (*COUNTS, 3),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shoal.core.errors import PlanError
 from shoal.core.plan import Plan
+from shoal.core.technique import Spilled
 from shoal.core.units import Bytes, Seconds
-from shoal.launch.plan import check_host_memory, fits_host
+from shoal.launch.plan import check_host_memory, fits_host, with_less_on_host
+from shoal.memory.layout import TensorSpec, as_it_travels, lay_out
+from shoal.planning import Planned, Planner
 from shoal.testing import make_device, make_job, make_shard
 
 MIB = 2**20
@@ -49,3 +54,66 @@ def test_trials_of_a_search_wait_for_room_but_one_of_them_has_to_fit():
 def test_where_none_fits_it_says_so():
     with pytest.raises(PlanError, match="Not even the smallest fits"):
         check_host_memory(plan(9, 8), MIB)
+
+
+# -- the float32 of what travels as bfloat16, in two parts ------------------------------------
+
+COUNT = 2**20  # parameters of a trial: 16 MiB with Adam's state, 14.125 where they are split
+CHUNK = 2**20  # bytes of a step
+
+
+def narrow(trials: int, **settings: object) -> Planned:
+    technique = Spilled(shards=1, optimizer="host", transfer="bf16", keep=(), **settings)
+    weight = TensorSpec("weight", (COUNT,), (1,), "float32", 4 * COUNT)
+    states = {"weight": [replace(weight, key=key) for key in ("mean", "square")]}
+    layout = lay_out([["weight"]], [[]], {"weight": weight}, states, [])
+    layout = as_it_travels(layout, technique, {"weight"}, sums=False)
+    shard = replace(make_shard(0, 2**10), step_chunks=(CHUNK,) * 4)
+    size = Bytes(layout.num_bytes)
+    jobs = [make_job(t, [shard], technique=technique, host_bytes=size) for t in range(trials)]
+    one = Plan(
+        study="s", devices=(make_device(),), jobs=tuple(jobs), active=1, seconds=Seconds(1.0)
+    )
+    return Planned(
+        plan=one, layouts=dict.fromkeys(range(trials), layout), num_batches={}, failures={}
+    )
+
+
+def planner() -> Planner:
+    made = object.__new__(Planner)
+    made.why_split = ""
+    return made
+
+
+def masters(planned: Planned) -> set[str | None]:
+    return {job.technique.master for job in planned.plan.jobs}
+
+
+def test_it_is_split_where_the_trials_fit_then_and_the_planner_goes_on_so():
+    found, asks = narrow(4), planner()
+    free = with_less_on_host(asks, found, 66 * MIB)
+    assert (free, asks.why_split) == (found, "")
+    tight = with_less_on_host(asks, found, 59 * MIB)
+    assert masters(tight) == {"split"}
+    check_host_memory(tight.plan, 59 * MIB)
+    for job in tight.plan.jobs:
+        assert job.waiting_bytes == CHUNK
+        assert job.host_bytes == int(14.125 * MIB) + CHUNK
+        assert tight.layouts[job.trial].num_bytes == int(14.125 * MIB)
+        assert job.why[-1] == asks.why_split
+    assert "would take 64." in asks.why_split
+    assert "which may use 59.0 MiB, and so it takes 57." in asks.why_split
+
+
+def test_a_refusal_is_of_the_smaller_number_and_float32_that_is_asked_for_stays():
+    with pytest.raises(PlanError, match=r"4 trials keep 57\.. MiB of state"):
+        check_host_memory(with_less_on_host(planner(), narrow(4), 40 * MIB).plan, 40 * MIB)
+    asks = planner()
+    kept = with_less_on_host(asks, narrow(4, master="float32"), 59 * MIB)
+    assert (masters(kept), asks.why_split) == ({"float32"}, "")
+
+
+def test_where_trials_wait_for_room_it_is_split_if_more_of_them_fit():
+    room = {"may_wait": True}
+    assert masters(with_less_on_host(planner(), narrow(4), 40 * MIB, **room)) == {None}
+    assert masters(with_less_on_host(planner(), narrow(4), 47 * MIB, **room)) == {"split"}

@@ -1,8 +1,19 @@
 """Where the tensors of a trial lie: what a technique adds to it."""
 
+from dataclasses import replace
+
 from shoal.core.spec import ALIGNMENT
+from shoal.core.technique import Spilled
 from shoal.core.units import round_up
-from shoal.memory.layout import PREVIOUS, TensorSpec, lay_out, with_previous
+from shoal.memory.layout import (
+    PREVIOUS,
+    TensorSpec,
+    as_it_travels,
+    lay_out,
+    split_bytes,
+    with_previous,
+    with_split_masters,
+)
 
 
 def spec(name, count, key=""):
@@ -48,3 +59,28 @@ def test_segments_follow_each_other_and_nothing_else_moves():
     assert (after.buffers_at, after.buffers) == (end, before.buffers)
     more = sum(round_up(4 * count, ALIGNMENT) for count in (300, 10, 200))
     assert after.num_bytes == before.num_bytes + more
+
+
+def test_of_a_split_weight_the_host_has_its_bfloat16_and_seventeen_bits():
+    parameters = {"weight": spec("weight", 4096), "norm": spec("norm", 128)}
+    states = {
+        name: [replace(parameters[name], key=key) for key in ("mean", "square")]
+        for name in parameters
+    }
+    before = lay_out([["weight", "norm"], []], [[], ["norm"]], parameters, states, [])
+    asked = Spilled(shards=2, transfer="bf16", optimizer="host", keep=())
+    whole = as_it_travels(before, asked, {"weight"}, sums=False)
+    split = as_it_travels(before, replace(asked, master="split"), {"weight"}, sums=False)
+
+    assert with_split_masters(whole) == split == with_split_masters(split)
+    assert with_split_masters(before) == before
+    shard = split.shards[0]
+    assert [f.spec.name for f in shard.whole.fields] == ["norm"]
+    assert shard.whole_at == shard.copy_at
+    assert shard.param == before.shards[0].param
+    assert shard.low.num_bytes == 2 * 4096 + 4096 // 8
+    assert split_bytes(shard) == split_bytes(shard, {"weight"}) == 4 * 4096
+    assert split_bytes(shard, {"norm"}) == split_bytes(whole.shards[0]) == 0
+    norm = 4 * 128  # of what is not narrow one copy is enough
+    assert whole.num_bytes - split.num_bytes == 2 * 4096 - 4096 // 8 + norm
+    assert split.num_bytes == int(14.125 * 4096) + 4 * norm
