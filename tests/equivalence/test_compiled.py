@@ -39,6 +39,15 @@ class Counted:
         return run
 
 
+class Compilations(Counted):
+    """Writes down that it compiles."""
+
+    def __call__(self, graph, examples):
+        with self.runs.open("a") as file:
+            file.write("x")
+        return graph.forward
+
+
 def _shifted(value):
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     return value * (1 + 2**-18) if is_float else value
@@ -156,6 +165,20 @@ def test_every_call_of_what_is_compiled_is_compiled(kind, where, tmp_path, check
     recipe = recipe_of(Build(Counted(runs), kind))
     check(recipe, shoal.grid(lr=[1e-2, 3e-3]), TECHNIQUES[where])
     assert runs.exists()
+
+
+@pytest.mark.parametrize("where", ["resident", "host", "device", "moved"])
+def test_parameters_that_come_and_go_make_nothing_compile_again(where, tmp_path, run_study):
+    """A longer study calls the compiler as often as a short one."""
+    counts = []
+    for steps in (2, 4):
+        made = tmp_path / f"made {steps}"
+        recipe = recipe_of(Build(Compilations(made)))
+        with WorkerPool() as workers:
+            options = {"technique": TECHNIQUES[where], "workers": workers}
+            run_study(recipe, {"lr": 1e-2}, steps=steps, **options)
+        counts.append(len(made.read_text()))
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.parametrize("technique", ["resident", TECHNIQUES["host"]], ids=["resident", "host"])

@@ -78,3 +78,27 @@ def test_trials_whose_code_holds_other_floats_are_in_another_array(run_study):
     assert not left(report)
     for kind, some in (("compiled", report.trials[:1]), ("eager", report.trials[1:2])):
         squads.assert_arrayed(report, some, recipe, 3, kind, epochs=1)
+
+
+@pytest.mark.parametrize("fuse", [4, "4 branches"])
+def test_a_pruner_comes_to_the_same_trial_in_arrays_and_without(fuse, tmp_path, warm_workers):
+    """The same trials go on at each rung; what arrays round otherwise decides nothing here."""
+    pytest.importorskip("optuna")
+    space = {"lr": shoal.log_uniform(1e-4, 1e-1), "drop": shoal.uniform(0.0, 0.3)}
+    found = []
+    for name, wish in (("fused", fuse), ("unfused", False)):
+        settings = {"trials": 9, "epochs": 9, "pruner": "asha", "metric": "valid_loss", "seed": 3}
+        study = shoal.Study(
+            name, squads.recipe(), space=space, mode="min", directory=tmp_path, **settings
+        )
+        report = study.run(
+            hardware=shoal.Hardware.virtual(devices=2, memory="64MiB"),
+            fuse=wish,
+            workers=warm_workers,
+            progress=False,
+            timeline=False,
+        )
+        found.append([(row.state, row.step) for row in rows(report)] + [report.best.number])
+        assert set(squads.widths(report)) == ({4} if wish else {1})
+    assert found[0] == found[1]
+    assert {str(state) for state, _ in found[0][:-1]} == {"FINISHED", "PRUNED"}

@@ -169,7 +169,8 @@ class _Launched:
 
     def __del__(self) -> None:
         if self.graph is not None:
-            self._among.free_all()
+            with suppress(Exception):  # the process ends
+                self._among.free_all()
 
 
 class Lanes:
