@@ -20,6 +20,7 @@ import shoal
 from shoal.core.event import Event, PeakMeasured, StepFinished, WorkerStarted
 from shoal.core.plan import Job, Plan
 from shoal.core.technique import Spilled
+from shoal.core.units import parse_bytes
 from shoal.planning import deciding
 from shoal.runtime.pool import WorkerPool
 
@@ -40,7 +41,9 @@ ARMS = {
 
 
 def budget_of(task: Task) -> int:
-    """A quarter of parameters, gradients and AdamW's two moments, in bytes."""
+    """As the task says; else a quarter of parameters, gradients and AdamW's moments, in bytes."""
+    if task.budget:
+        return parse_bytes(task.budget)
     return 16 * task.parameters() // 4
 
 

@@ -36,6 +36,7 @@ class Task:
     lr: float = 1e-3
     weight_decay: float = 0.01
     clip: float = 1.0
+    budget: str = ""  # of shoal's device, such as 8GiB; a quarter of the state if it is not said
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

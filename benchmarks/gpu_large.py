@@ -1,0 +1,358 @@
+"""Models larger than a cap on a GPU's memory: tokens a second beside what is not spilled.
+
+    python benchmarks/gpu_large.py --stage probe      # links; each stage stays under 4 minutes
+    python benchmarks/gpu_large.py --stage four --tokens 16384
+    python benchmarks/gpu_large.py --stage fastest --tokens 16384
+    python benchmarks/gpu_large.py --stage recompute --tokens 16384
+    python benchmarks/gpu_large.py --stage largest
+    python benchmarks/gpu_large.py [--json FILE]      # all of it, for 16384 and 65536 tokens
+    python benchmarks/gpu_large.py --tiny             # the script itself, on a CPU
+
+Four trials of a GPT of 1.5 B parameters in bf16 with AdamW and clipping, whose device may use
+8 GiB; the same training of one model with all of the GPU, as fast as it goes and with each block
+recomputed; and the largest single model that trains under the cap, by bisection of its depth.
+What is computed and copied at the same time is taken from the timeline's events. Stages are
+processes of their own. FSDP2 and DeepSpeed: ``peers/run.py --device cuda:0 --budget 8GiB``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).parent))
+import common
+import shoal
+from shoal.core.event import ActionFinished, Event, PeakMeasured, StepFinished
+from shoal.examples.gpt import GPT, next_byte_loss
+
+GIB = 2**30
+STEPS, WARM_UP = 5, 2
+LIMIT_S = 240
+STAGES = ("probe", "four", "fastest", "recompute", "largest")
+CONTEXT = 1024
+
+
+@dataclass(frozen=True)
+class Size:
+    """The model, the cap, and what is in a micro-batch."""
+
+    width: int = 1600
+    depth: int = 48
+    heads: int = 25
+    context: int = CONTEXT
+    rows: int = 8
+    cap: int = 8 * GIB
+    trials: int = 4
+    device: str = "cuda:0"
+
+
+TINY = Size(
+    width=64, depth=6, heads=4, context=32, rows=2, cap=3 * 2**19, trials=2, device="cpu:1"
+)
+
+
+class Task:
+    """The recipe's parts, importable by workers."""
+
+    def __init__(self, size: Size, tokens: int) -> None:
+        self.size, self.tokens = size, tokens
+        self.accumulate = max(1, tokens // (size.rows * size.context))
+
+    def model(self, hp: Any) -> nn.Module:
+        size = self.size
+        depth = hp.get("depth", size.depth) if hp else size.depth
+        return GPT(
+            width=size.width, depth=depth, heads=size.heads, context=size.context, dropout=0.0
+        )
+
+    def data(self, hp: Any) -> tuple[list[tuple[Tensor, Tensor]], None]:
+        draws = torch.Generator().manual_seed(0)
+        shape = self.size.rows, self.size.context + 1
+        rows = [torch.randint(256, shape, generator=draws) for _ in range(self.accumulate)]
+        return [(r[:, :-1].contiguous(), r[:, 1:].contiguous()) for r in rows], None
+
+    def recipe(self) -> shoal.Recipe:
+        return shoal.Recipe(
+            model=self.model,
+            data=self.data,
+            loss=next_byte_loss,
+            precision="bf16",
+            accumulate=self.accumulate,
+            clip_grad_norm=1.0,
+        )
+
+    def parameters(self, depth: int | None = None) -> int:
+        with torch.device("meta"):
+            model = self.model({"depth": depth or self.size.depth})
+        return sum(parameter.numel() for parameter in model.parameters())
+
+
+class Watch:
+    """Ends of steps, the peak, and what was computed and copied when."""
+
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+        self.peak = 0
+        self.spans: dict[str, list[tuple[float, float]]] = {}
+        self.moved: dict[str, int] = {}
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, StepFinished) and event.step > WARM_UP:
+            self.steps.append(event.time)
+        if isinstance(event, PeakMeasured):
+            self.peak = max(self.peak, event.peak_bytes)
+        if isinstance(event, ActionFinished) and event.step > WARM_UP:
+            self.spans.setdefault(event.stream, []).append((event.start, event.end))
+            self.moved[event.stream] = self.moved.get(event.stream, 0) + (event.bytes or 0)
+
+
+def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Their union, in order."""
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+    return found
+
+
+def length(spans: Iterable[tuple[float, float]]) -> float:
+    return sum(end - begin for begin, end in merged(spans))
+
+
+def hidden(copies: Sequence[tuple[float, float]], kernels: Sequence[tuple[float, float]]) -> float:
+    """The part of copies' time in which something was computed."""
+    together = length(copies) + length(kernels) - length([*copies, *kernels])
+    return together / length(copies) if copies else 1.0
+
+
+def train(task: Task, space: Any, trials: int, *, timeline: bool) -> tuple[Watch, Any]:
+    watch = Watch()
+    with tempfile.TemporaryDirectory() as directory:
+        study = shoal.Study(
+            "large",
+            task.recipe(),
+            space=space,
+            steps=STEPS + WARM_UP,
+            metric="train_loss",
+            directory=directory,
+            checkpoint_every=0,
+        )
+        report = study.run(
+            hardware=shoal.Hardware.parse(task.size.device, str(task.size.cap)),
+            callbacks=[watch],
+            progress=False,
+            timeline=timeline,
+        )
+        errors = [trial.error for trial in report.trials if trial.error]
+        if errors:
+            raise RuntimeError(errors[0].strip().splitlines()[-1])
+        assert len(report.trials) == trials
+        return watch, (Path(directory) / "large" / "plan.json").read_text()
+
+
+def four(size: Size, tokens: int) -> dict[str, Any]:
+    """All trials at a time under the cap."""
+    task = Task(size, tokens)
+    rates = [1e-4 / (number + 1) for number in range(size.trials)]
+    watch, _ = train(task, shoal.grid(lr=rates), size.trials, timeline=True)
+    wall_s = max(watch.steps) - min(watch.steps)
+    kernels = watch.spans.get("compute", [])
+    busy_s = max(end for _, end in kernels) - min(begin for begin, _ in kernels)
+    counted = len(watch.steps) - 1
+    return {
+        "parameters": task.parameters(),
+        "tokens_a_second": counted * task.accumulate * size.rows * size.context / wall_s,
+        "step_s": wall_s / counted,
+        "peak_gib": watch.peak / GIB,
+        "device_busy": length(kernels) / busy_s,
+        "copies_hidden": {
+            stream: hidden(spans, kernels)
+            for stream, spans in watch.spans.items()
+            if stream != "compute"
+        },
+        "gib_a_step": {
+            stream: moved / GIB / (counted + 1) for stream, moved in watch.moved.items() if moved
+        },
+    }
+
+
+class _Again(nn.Module):
+    """A block whose activations are recomputed in the backward."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+def unspilled(size: Size, tokens: int, *, again: bool) -> dict[str, Any]:
+    """One model with all of the device, in a plain loop; with ``again`` blocks recompute."""
+    task, where = Task(size, tokens), torch.device(size.device.partition(":")[0])
+    torch.manual_seed(0)
+    model = task.model(None).to(where)
+    if again:
+        model.blocks = nn.ModuleList(map(_Again, model.blocks))  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    batches = [tuple(t.to(where) for t in batch) for batch in task.data(None)[0]]
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        for batch in batches:
+            with torch.autocast(where.type, torch.bfloat16):
+                loss = next_byte_loss(model(batch[0]), batch)
+            (loss / len(batches)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    seconds = [timed(step) for _ in range(WARM_UP + STEPS)][WARM_UP:]
+    step_s = statistics.median(seconds)
+    peak = torch.cuda.max_memory_allocated() if where.type == "cuda" else 0
+    return {
+        "tokens_a_second": task.accumulate * size.rows * size.context / step_s,
+        "step_s": step_s,
+        "peak_gib": peak / GIB,
+    }
+
+
+def timed(work: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    work()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def largest(size: Size, tokens: int) -> dict[str, Any]:
+    """The deepest model that can be planned under the cap, by bisection; it trains a few steps."""
+    task = Task(size, size.rows * size.context)
+    hardware = shoal.Hardware.parse(size.device, str(size.cap))
+
+    def fits(depth: int) -> bool:
+        with tempfile.TemporaryDirectory() as directory:
+            study = shoal.Study(
+                "fits",
+                task.recipe(),
+                space=shoal.grid(lr=[1e-4], depth=[depth]),
+                steps=1,
+                metric="train_loss",
+                directory=directory,
+            )
+            try:
+                study.plan(hardware=hardware)
+            except shoal.ShoalError:
+                return False
+            return True
+
+    begin = time.monotonic()
+    least, most = size.depth, size.depth * 2
+    while most <= size.depth * 8 and fits(most) and time.monotonic() - begin < LIMIT_S / 3:
+        least, most = most, most * 2
+    while most - least > max(1, least // 16) and time.monotonic() - begin < LIMIT_S / 2:
+        middle = (least + most) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle)
+    watch, _ = train(task, shoal.grid(lr=[1e-4], depth=[least]), 1, timeline=False)
+    return {
+        "depth": least,
+        "parameters": task.parameters(least),
+        "peak_gib": watch.peak / GIB,
+        "steps": STEPS + WARM_UP,
+    }
+
+
+def probe(size: Size, tokens: int) -> dict[str, Any]:
+    """What the links carry, as ``shoal bench`` and ``gpu.py --probe`` measure it."""
+    if not size.device.startswith("cuda"):
+        return {"links": "none: this is no GPU"}
+    from gpu import links
+
+    return {"links_gib_a_second": links()}
+
+
+def run_stage(stage: str, size: Size, tokens: int) -> dict[str, Any]:
+    """In this process."""
+    stages: dict[str, Callable[[], dict[str, Any]]] = {
+        "probe": lambda: probe(size, tokens),
+        "four": lambda: four(size, tokens),
+        "fastest": lambda: unspilled(size, tokens, again=False),
+        "recompute": lambda: unspilled(size, tokens, again=True),
+        "largest": lambda: largest(size, tokens),
+    }
+    try:
+        return stages[stage]()
+    except (RuntimeError, shoal.ShoalError) as error:  # no room is an answer
+        return {"error": str(error).strip().splitlines()[0][:300]}
+
+
+def apart(stage: str, tokens: int, *, tiny: bool) -> dict[str, Any]:
+    """A stage in a process of its own, for no longer than ``LIMIT_S``."""
+    command = [sys.executable, __file__, "--stage", stage, "--tokens", str(tokens)]
+    try:
+        found = subprocess.run(
+            [*command, *["--tiny"] * tiny], capture_output=True, text=True, timeout=LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"not through in {LIMIT_S} s"}
+    lines = found.stdout.strip().splitlines()
+    if found.returncode or not lines:
+        return {"error": (found.stderr.strip().splitlines() or ["no output"])[-1][:300]}
+    answer: dict[str, Any] = json.loads(lines[-1])
+    return answer
+
+
+def told(found: dict[str, Any]) -> dict[str, Any]:
+    """How the trials under the cap compare, where both are there."""
+    ratios = {}
+    for key in [key for key in found if key.startswith("four")]:
+        tokens = key.partition(" ")[2]
+        mine = found[key].get("tokens_a_second")
+        for other in ("fastest", "recompute"):
+            theirs = found.get(f"{other} {tokens}", {}).get("tokens_a_second")
+            if mine and theirs:
+                ratios[f"four over {other}, {tokens}"] = mine / theirs
+    return ratios
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--stage", choices=STAGES)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    size = TINY if options.tiny else Size()
+    if not options.tiny and not torch.cuda.is_available():
+        print("no GPU here: nothing to measure (--tiny tries the script on a CPU).")
+        return
+    if options.stage:
+        print(json.dumps(run_stage(options.stage, size, options.tokens)))
+        return
+    found: dict[str, Any] = {"probe": apart("probe", 0, tiny=options.tiny)}
+    each = (64, 256) if options.tiny else (16384, 65536)
+    for tokens in each:
+        for stage in ("four", "fastest", "recompute"):
+            found[f"{stage} {tokens}"] = apart(stage, tokens, tiny=options.tiny)
+    found["largest"] = apart("largest", 0, tiny=options.tiny)
+    result = {"size": asdict(size), "stages": found, "ratios": told(found)}
+    common.finish(result, options.json)
+
+
+if __name__ == "__main__":
+    main()
