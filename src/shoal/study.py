@@ -33,9 +33,10 @@ from shoal.launch.checks import (
     num_evaluations,
 )
 from shoal.launch.plan import plan_study
-from shoal.launch.policy import CheckpointPolicy
+from shoal.launch.policy import USUAL_S, CheckpointPolicy
 from shoal.launch.request import Request, settings_of
 from shoal.launch.run import Run
+from shoal.launch.saving import interval_of, with_interval
 from shoal.launch.sinks import Callback
 from shoal.launch.wishes import refuse_future, refuse_useless, technique_of, wish_of
 from shoal.recipe import Recipe
@@ -63,8 +64,9 @@ class Study:
         eval_every: Steps between validations; default: each epoch and the end.
         seed: Trial i trains with seed + i unless the space has a ``seed``.
         directory: Where studies live; this one in ``directory/name``.
-        checkpoint_every: How often a trial that trains is saved: seconds, or ``"5min"``;
-            seldomer where saving would take more than 3 % of its time. 0: each step.
+        checkpoint_every: How often a trial that trains is saved: seconds, or ``"30s"``;
+            seldomer where saving would take more than 3 % of its time. 0: each step. None:
+            5 minutes, or more where the disk is too slow for that; the plan says so.
         keep: Saved states of a trial that has not finished; 2 survive damage to one.
         keep_finished: What stays of a finished trial: ``"all"``, its ``"weights"``, or
             everything of the best few and nothing of the others, ``"best:3"``.
@@ -95,7 +97,7 @@ class Study:
         eval_every: int | None = None,
         seed: int = 0,
         directory: str | os.PathLike[str] = "runs",
-        checkpoint_every: float | str = "5min",
+        checkpoint_every: float | str | None = None,
         keep: int = 2,
         keep_finished: str = "all",
         disk_budget: int | str | None = None,
@@ -116,7 +118,8 @@ class Study:
         self.time_limit_s = _seconds(time_limit)
         self.trial_time_limit_s = _seconds(trial_time_limit)
         self.policy = CheckpointPolicy(
-            every_s=parse_seconds(checkpoint_every),
+            every_s=USUAL_S if checkpoint_every is None else parse_seconds(checkpoint_every),
+            is_named=checkpoint_every is not None,
             keep=keep,
             keep_finished=keep_finished,
             disk_budget=None if disk_budget is None else parse_bytes(disk_budget),
@@ -173,9 +176,10 @@ class Study:
                 idle=given.idle(used, forced),
             )
         words = self.search.explain(len(self.trials))
-        return replace(
-            planned.plan, notes=(*planned.plan.notes, self.policy.explain(planned.plan), *words)
-        )
+        plan = planned.plan
+        plan = replace(plan, notes=(*plan.notes, self.policy.explain(plan)))
+        plan = with_interval(plan, interval_of(self.policy, plan, self.directory))
+        return replace(plan, notes=(*plan.notes, *words))
 
     def run(
         self,

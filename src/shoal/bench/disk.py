@@ -24,6 +24,7 @@ from shoal.core.seams import Clock
 BLOCK_BYTES = 4 << 20
 _THREADS = 4
 _PASSES = 4  # of which the file holds the bytes
+_FIRST_BYTES, _LAST_BYTES = 256 << 10, 16 << 20  # that a glance writes at a time
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 Move = Callable[[int, mmap.mmap, int], object]
@@ -59,6 +60,43 @@ def measure_disk(directory: Path, pass_bytes: int, budget_s: float, clock: Clock
         direct=file.direct,
         file_system=file_system(directory),
     )
+
+
+def glance(directory: Path, budget_s: float, clock: Clock) -> float | None:
+    """Bytes per second at which a file would be saved here, by a quick look.
+
+    As a generation is written: through the page cache by one thread, and synced. Pieces of
+    a quarter of a MiB to 16 MiB, each four times the one before, as long as the next fits in
+    ``budget_s``; what a sync takes by itself is taken off, but for a quarter. None where
+    nothing can be written.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+            return _glance(file.fileno(), budget_s, clock)
+    except OSError:
+        return None
+
+
+def _glance(descriptor: int, budget_s: float, clock: Clock) -> float:
+    data = memoryview(os.urandom(_FIRST_BYTES))
+
+    def seconds(num_bytes: int) -> float:
+        begin, left = clock.now(), num_bytes
+        while left > 0:
+            left -= os.write(descriptor, data[:left])
+        os.fdatasync(descriptor)
+        return max(clock.now() - begin, 1e-6)
+
+    until = clock.now() + budget_s
+    sync_s, best, size = seconds(1), 0.0, _FIRST_BYTES
+    while True:
+        taken_s = seconds(size)
+        moving_s = max(taken_s - sync_s, taken_s / 4)
+        best = max(best, size / moving_s)
+        size *= 4
+        next_s = taken_s + 3 * moving_s
+        if size > _LAST_BYTES or clock.now() + next_s > until:
+            return best
 
 
 @contextlib.contextmanager

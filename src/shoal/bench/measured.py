@@ -98,6 +98,11 @@ class HostOptimizer:
         """The host memory's bandwidth that it gets."""
         return self.bytes_per_parameter * self.all.best
 
+    def bytes_per_s_on(self, cores: int) -> float:
+        """The bandwidth it gets on so many cores: of one as many times, at most that of all."""
+        parameters_per_s = min(cores * self.one.best, max(self.one.best, self.all.best))
+        return self.bytes_per_parameter * parameters_per_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matmul:
@@ -175,6 +180,18 @@ class Measured:
     def block(self, precision: Precision) -> Block:
         """The block that was measured in ``precision``."""
         return next(block for block in self.blocks if block.precision == precision)
+
+    @property
+    def device_bytes_per_s(self) -> float | None:
+        """The device memory's bandwidth, by the GELU in float32; None where that is missing.
+
+        It reads a tensor of four widths a token once and writes another: the largest of the
+        kernels that memory bounds, and more than a GPU's cache holds.
+        """
+        block = self.block("fp32")
+        moved = 2 * 4 * (4 * block.width * block.tokens)
+        found = [k for k in self.kernels if (k.name, k.precision) == ("gelu", "fp32")]
+        return moved / found[0].seconds if found and found[0].seconds > 0 else None
 
     def to_dict(self) -> dict[str, Any]:
         """What ``from_dict`` reads, in values that JSON has."""

@@ -225,7 +225,7 @@ class StudyContinued:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyChanged:
-    """A run went on with more than was asked for before: a sentence for each difference."""
+    """A run goes on with other than was asked for before, or planned: a sentence for each."""
 
     time: float
     changes: tuple[str, ...]

@@ -17,6 +17,7 @@ from shoal.runtime import checkpoint
 
 _BEST = re.compile(r"best:([1-9][0-9]{0,6})")
 _NO_BYTES = Bytes(0)
+USUAL_S = Seconds(300.0)  # between generations, where nobody names an interval
 _REST_BYTES = 128 * 2**10  # manifest, random streams, position: what is no flat tensor
 
 
@@ -26,6 +27,7 @@ class CheckpointPolicy:
 
     Attributes:
         every_s: Seconds between generations of a trial that trains; 0 is each step.
+        is_named: Whether somebody asked for that; if not, a slow disk may make it longer.
         keep: Generations of a trial that has not finished.
         keep_finished: ``"all"`` state of a finished trial's end, its ``"weights"``, or
             everything of the best N trials and nothing of the others: ``"best:N"``.
@@ -36,6 +38,7 @@ class CheckpointPolicy:
     keep: int
     keep_finished: str
     disk_budget: Bytes | None
+    is_named: bool = True
 
     def __post_init__(self) -> None:
         what = "keep, how many generations of a trial stay (2 survive damage to one),"

@@ -15,7 +15,7 @@ import platform
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
@@ -33,6 +33,7 @@ from shoal.launch.keeping import Keeper
 from shoal.launch.plan import check_host_memory, fits_host, plan_study
 from shoal.launch.policy import bytes_on_disk
 from shoal.launch.request import Asked, Request, settings_of
+from shoal.launch.saving import interval_of, with_interval
 from shoal.launch.signals import Interrupts
 from shoal.launch.starts import check_numerics, refuse_numerics, remove_strays
 from shoal.observe.rows import TrialState
@@ -52,6 +53,7 @@ class Run:
         self._settings = settings_of(study, timeline=request.timeline)
         self._began, self._began_at = time.time(), time.monotonic()
         self._door = Door()
+        self._about_disk: tuple[str, ...] = ()
 
     def run(self) -> None:
         """To the end, or to where it was stopped.
@@ -129,7 +131,7 @@ class Run:
             case.sinks.write([self._over(Tally(reason=_words(error)))])
 
     def _plan(self, case: Case) -> tuple[Planner, Planned]:
-        return plan_study(
+        planner, planned = plan_study(
             self._study,
             self._pool,
             case.hardware,
@@ -142,6 +144,10 @@ class Run:
             idle=self._idle(case),
             recorded={row.number: row.numerics for row in case.before.trials if row.numerics},
         )
+        decided = interval_of(self._study.policy, planned.plan, case.place.path)
+        self._settings = replace(self._settings, checkpoint_every_s=float(decided.every_s))
+        self._about_disk = (decided.why,) if decided.why else ()
+        return planner, replace(planned, plan=with_interval(planned.plan, decided))
 
     def _idle(self, case: Case) -> tuple[DeviceSpec, ...]:
         """Devices that no trial of a study that begins would have."""
@@ -165,7 +171,7 @@ class Run:
         return changes
 
     def _opening(self, case: Case, planned: Planned, changes: list[str]) -> list[events.Event]:
-        words = (*case.merged.changes, *changes)
+        words = (*case.merged.changes, *changes, *self._about_disk)
         said: list[events.Event] = []
         if words:
             said.append(events.StudyChanged(time=time.time(), changes=words))

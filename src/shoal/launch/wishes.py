@@ -12,7 +12,7 @@ from shoal.core.technique import (
     Technique,
 )
 from shoal.planner.width import MOST
-from shoal.planning import Wish, asked_of, width_wished
+from shoal.planning import UNCUT, Wish, asked_of, width_wished
 from shoal.recipe import Recipe
 
 _TECHNIQUES: dict[object, Technique] = {
@@ -106,9 +106,9 @@ def wish_of(fuse: str | bool | int | None, technique: Technique | None) -> Wish:
 def _refuse_spilled(fuse: str | int, technique: Spilled, kind: str | None) -> None:
     if named := asked_of(technique)[1]:
         raise PlanError(f"fuse={fuse} with a technique that {named}. Leave one of them out.")
-    if kind in ("compiled", "branches"):
+    if kind in UNCUT:
         raise PlanError(
-            f"fuse={fuse!r} with a spilled technique: such passes are not cut into shards. "
+            f"fuse={fuse!r} with a spilled technique: {UNCUT[kind]} are not cut into shards. "
             f"Leave {kind!r} out."
         )
 

@@ -37,7 +37,8 @@ class Speeds:
     """What the links carry, in bytes per second, and where an optimizer step is how fast.
 
     A step was measured in one place; ``device_step`` and ``host_step`` are what it takes in
-    each, in times of that. ``source`` says where these come from.
+    each, in times of that. ``source`` says where the links' figures come from, ``steps`` the
+    steps'; nothing where there is nothing to say.
     """
 
     up_bytes_per_s: float
@@ -45,6 +46,12 @@ class Speeds:
     device_step: float = 1.0
     host_step: float = 1.0
     source: str = ""
+    steps: str = ""
+
+    @property
+    def sources(self) -> str:
+        """Where all of it comes from, for a plan's text."""
+        return " and ".join(words for words in (self.source, self.steps) if words)
 
 
 @dataclass(frozen=True, slots=True)

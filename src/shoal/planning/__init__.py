@@ -18,6 +18,7 @@ of each is measured, on whichever worker is free, and speaks for the others.
 from shoal.planning.asking import MAX_DEATHS, Abandoned, Receive
 from shoal.planning.fusing import (
     ALONE,
+    UNCUT,
     Fusing,
     Times,
     Wish,
@@ -37,6 +38,7 @@ __all__ = [
     "ALONE",
     "BY_SHARDS",
     "MAX_DEATHS",
+    "UNCUT",
     "Abandoned",
     "Fusing",
     "Planned",

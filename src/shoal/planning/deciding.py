@@ -403,7 +403,7 @@ class Deciding:
         reasons.append(
             f"with {company} on a device {each} {format_seconds(found_price.step_s)}, and the "
             f"device computes {found_price.busy:.0%} of the time; worked out with "
-            f"{self._speeds.source}"
+            f"{self._speeds.sources}"
         )
         return reasons
 

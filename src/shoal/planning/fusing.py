@@ -61,6 +61,7 @@ A width may say how passes run: ``"16 compiled"``."""
 ALONE = 1
 MOST_SPILLED = 2  # widths for which shards are looked for
 KINDS: tuple[PassKind, ...] = ("eager", "traced", "compiled", "branches")
+UNCUT = {"compiled": "compiled passes", "branches": "slots' own passes"}
 LIKELY = 1000
 """Steps that a trial is taken to have, where nobody can say."""
 NOTHING: Mapping[int, str] = MappingProxyType({})
@@ -453,8 +454,8 @@ class Fusing:
         words = "shards were asked for" if fits else f"{width} of them do not fit the device"
         if self._spilling is None:
             return replace(job, why=(*job.why, f"unfused: {words}"))
-        if found.kind in ("compiled", "branches"):
-            words = f"{words}, and such passes ({found.kind}) are not cut into shards"
+        if found.kind in UNCUT:
+            words = f"{words}, and {UNCUT[found.kind]} are not cut into shards"
             return replace(job, why=(*job.why, f"unfused: {words}"))
         spilled = self._spilled(shape, trials, width, asking, fits=fits)
         if isinstance(spilled, str):

@@ -396,7 +396,7 @@ class Pipelining:
             f"whole, on one device, it would need {format_bytes(whole.total)}, and one has "
             f"{format_bytes(self._budget)}; in stages {each}",
             f"{named}; {cut}",
-            how_long(chosen.step_s, devices, chosen.bubbles, terms.speeds.source),
+            how_long(chosen.step_s, devices, chosen.bubbles, terms.speeds.sources),
         ]
         if asked.recompute is None:
             reasons.append(

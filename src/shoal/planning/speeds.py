@@ -1,39 +1,72 @@
-"""How fast a device's links are: what it emulates, what it was told, what was measured here."""
+"""How fast a device's links are: what it emulates, what it was told, what was measured here.
+
+On a GPU, also how much longer an optimizer step takes on the host.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from shoal.bench import Measured, load
 from shoal.core.profile import Profile
 from shoal.core.spec import DeviceSpec
-from shoal.core.units import Bytes, format_bytes
+from shoal.core.units import Bytes, counted, format_bytes
 from shoal.planner.price import Speeds
 
 CPU_BYTES_PER_S = 8e9  # a copy in memory, by a thread that has a core
 GPU_BYTES_PER_S = 20e9  # PCIe 4 x16, pinned
-HOST_STEP = 10.0  # times that a step takes longer on the host than on a GPU
+HOST_STEP = 10.0  # times that a step takes longer on the host than on a GPU, until it is measured
+
+
+class HostStep(NamedTuple):
+    """How many times longer a step takes on the host than where it was measured; who says so."""
+
+    times: float
+    words: str = ""
 
 
 def speeds_of(device: DeviceSpec) -> Speeds:
     """The speeds of a device; reads what ``shoal bench`` kept, if it did."""
     if device.profile is not None:
         return _emulated(device.profile)
-    if device.link_bytes_per_s is not None:
-        link = device.link_bytes_per_s
-        return Speeds(
-            up_bytes_per_s=link, down_bytes_per_s=link, source="the link speed that was given"
-        )
-    on_gpu = device.kind == "cuda"
     measured = load()
-    if measured is not None and measured.device.startswith("cuda") == on_gpu:
-        return _measured(measured, on_gpu)
-    link = GPU_BYTES_PER_S if on_gpu else CPU_BYTES_PER_S
+    if measured is not None and measured.device.startswith("cuda") != (device.kind == "cuda"):
+        measured = None
+    up, down, source = _link(device, measured)
+    step = host_step(device, measured)
     return Speeds(
-        up_bytes_per_s=link,
-        down_bytes_per_s=link,
-        host_step=HOST_STEP if on_gpu else 1.0,
-        source="assumed link speeds (`shoal bench` measures them)",
+        up_bytes_per_s=up,
+        down_bytes_per_s=down,
+        host_step=step.times,
+        source=source,
+        steps=step.words,
+    )
+
+
+def host_step(device: DeviceSpec, measured: Measured | None) -> HostStep:
+    """By what ``shoal bench`` measured, where that was.
+
+    A step is bound by memory in both places: it takes so many times longer as AdamW gets less
+    of the host's memory, on as many cores as a worker has, than a kernel gets of the device's.
+    A virtual device's steps are measured on the host itself.
+    """
+    if device.kind != "cuda":
+        return HostStep(1.0)
+    there = measured.device_bytes_per_s if measured is not None else None
+    if measured is None or there is None:
+        return HostStep(
+            HOST_STEP,
+            f"an assumed {HOST_STEP:g} times as long for an optimizer step on the host as on the "
+            "GPU",
+        )
+    here = measured.optimizer.bytes_per_s_on(device.threads)
+    times = max(1.0, there / here)
+    return HostStep(
+        times,
+        f"{times:.1f} times as long for an optimizer step on the host as on the GPU, which "
+        f"`shoal bench` measured: AdamW gets {_rate(here)} of the host's memory "
+        f"({counted(device.threads, 'thread')}), a kernel {_rate(there)} of the GPU's",
     )
 
 
@@ -71,11 +104,16 @@ def _emulated(profile: Profile) -> Speeds:
     )
 
 
-def _measured(measured: Measured, on_gpu: bool) -> Speeds:
-    link = measured.link
-    return Speeds(
-        up_bytes_per_s=link.up.best,
-        down_bytes_per_s=link.down.best,
-        host_step=HOST_STEP if on_gpu else 1.0,
-        source="the link speeds that `shoal bench` measured",
+def _link(device: DeviceSpec, measured: Measured | None) -> tuple[float, float, str]:
+    """Bytes per second up and down, and who says so."""
+    if device.link_bytes_per_s is not None:
+        return device.link_bytes_per_s, device.link_bytes_per_s, "the link speed that was given"
+    if measured is not None:
+        link = measured.link
+        return link.up.best, link.down.best, "the link speeds that `shoal bench` measured"
+    link_bytes_per_s = GPU_BYTES_PER_S if device.kind == "cuda" else CPU_BYTES_PER_S
+    return (
+        link_bytes_per_s,
+        link_bytes_per_s,
+        "assumed link speeds (`shoal bench` measures them)",
     )

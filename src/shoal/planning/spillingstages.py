@@ -173,7 +173,7 @@ def why_spilled(
         f"{format_bytes(budget)}; {cause}; spilled, {each}",
         f"{named}; {counted(kept, 'stays on its device', 'stay on their devices')}, the others "
         f"move {format_bytes(Bytes(moved))} in a step, over all links together",
-        how_long(chosen.step_s, count, chosen.bubbles, terms.speeds.source),
+        how_long(chosen.step_s, count, chosen.bubbles, terms.speeds.sources),
     ]
     if technique.schedule == "gpipe":
         reasons.append(

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 import shoal
+from shoal.bench import (
+    Block,
+    Disk,
+    HostMemory,
+    HostOptimizer,
+    Kernel,
+    Link,
+    Machine,
+    Measured,
+    Rate,
+)
+from shoal.core.spec import DeviceSpec
+from shoal.core.units import Bytes
 from shoal.planner.price import Speeds
 from shoal.planning import speeds as speeds_
-from shoal.planning.speeds import corrected
+from shoal.planning.speeds import HOST_STEP, corrected, speeds_of
 
 SAID = Speeds(up_bytes_per_s=8e9, down_bytes_per_s=6e9, source="what somebody said")
 
@@ -57,3 +71,98 @@ def test_a_link_whose_speed_was_given_is_what_it_was_given(tmp_path, warm_worker
     hardware = shoal.Hardware.virtual(devices=1, memory="150KiB", link="1GiB")
     plan = study.plan(hardware=hardware, workers=warm_workers)
     assert speeds_.speeds_of(plan.devices[0]).source in plan.explain()
+
+
+def rate(best: float) -> Rate:
+    return Rate(best=best, median=best, samples=3)
+
+
+def bench(device: str = "cuda:0", *, gelu_s: float = 4e-4) -> Measured:
+    """A GPU whose GELU reads and writes 2**30 bytes, and cores with AdamW at 14 GB/s each."""
+    return Measured(
+        machine=Machine(cpu="A", cores=8, torch="2", gpus=("B",)),
+        taken_at=0.0,
+        load=0.0,
+        device=device,
+        threads=8,
+        host=HostMemory(
+            copy_one=rate(9e9), copy_all=rate(9e10), triad_one=rate(9e9), triad_all=rate(9e10)
+        ),
+        link=Link(up=rate(50e9), down=rate(40e9), both=rate(80e9)),
+        disk=Disk(write=rate(1e9), read=rate(1e9), direct=True, file_system="ext4"),
+        optimizer=HostOptimizer(one=rate(14e9 / 28), all=rate(70e9 / 28)),
+        matmuls=(),
+        kernels=(
+            Kernel(name="gelu", precision="bf16", seconds=1.0, flops=0),
+            Kernel(name="gelu", precision="fp32", seconds=gelu_s, flops=0),
+        )
+        if gelu_s
+        else (),
+        blocks=(
+            Block(
+                precision="fp32",
+                tokens=8192,
+                width=4096,
+                heads=32,
+                forward_s=1.0,
+                backward_s=2.0,
+                forward_flops=1,
+                backward_flops=2,
+            ),
+        ),
+    )
+
+
+def device(kind: str = "cuda", **changes: object) -> DeviceSpec:
+    return DeviceSpec(name=f"{kind}:0", kind=kind, memory=Bytes(2**30), **changes)
+
+
+@pytest.mark.parametrize(("threads", "host"), [(1, 14e9), (2, 28e9), (64, 70e9)])
+def test_a_step_on_the_host_takes_as_much_longer_as_was_measured(monkeypatch, threads, host):
+    monkeypatch.setattr(speeds_, "load", bench)
+    found = speeds_of(device(threads=threads))
+
+    assert found.host_step == pytest.approx(2**30 / 4e-4 / host)
+    assert (found.up_bytes_per_s, found.down_bytes_per_s) == (50e9, 40e9)
+    assert "the link speeds that `shoal bench` measured and" in found.sources
+    assert (
+        f"{found.host_step:.1f} times as long for an optimizer step on the host" in found.sources
+    )
+    assert "which `shoal bench` measured" in found.sources
+
+
+@pytest.mark.parametrize(
+    "kept", [None, bench("cpu"), bench(gelu_s=0)], ids=["none", "of a CPU", "without a GELU"]
+)
+def test_a_step_on_the_host_that_was_not_measured_is_assumed(monkeypatch, kept):
+    monkeypatch.setattr(speeds_, "load", lambda: kept)
+    found = speeds_of(device())
+
+    assert found.host_step == HOST_STEP
+    assert "an assumed 10 times as long for an optimizer step" in found.sources
+
+
+def test_a_host_is_not_planned_to_step_faster_than_the_gpu(monkeypatch):
+    monkeypatch.setattr(speeds_, "load", lambda: bench(gelu_s=1.0))
+
+    assert speeds_of(device()).host_step == 1.0
+
+
+@pytest.mark.parametrize("kept", [None, bench(), bench("cpu")])
+def test_a_virtual_device_steps_on_the_host_it_was_measured_on(monkeypatch, kept):
+    monkeypatch.setattr(speeds_, "load", lambda: kept)
+    found = speeds_of(device("virtual"))
+
+    assert found.host_step == 1.0
+    assert found.sources == found.source
+    assert (found.up_bytes_per_s == 50e9) == (kept is not None and kept.device == "cpu")
+
+
+def test_a_slower_link_leaves_what_was_measured_of_steps(monkeypatch):
+    monkeypatch.setattr(speeds_, "load", bench)
+    said = speeds_of(device())
+    found = corrected(said, (1e9, 1e9))
+
+    assert found.host_step == said.host_step
+    assert found.sources.startswith("link speeds measured just now")
+    assert found.sources.endswith(said.steps)
