@@ -11,6 +11,7 @@ import torch
 import zoo
 
 import shoal
+from shoal.device.losses import Losses, readback_of
 from shoal.testing import compare, plain_loop
 
 pytestmark = [
@@ -66,3 +67,27 @@ def test_a_trial_on_a_gpu_ends_on_the_bits_of_the_plain_loop(
     for trial in report.trials:
         skip_unless_repeatable(recipe, trial, **loop)
     assert_alone(report, report.trials, recipe, **loop)
+
+
+@pytest.fixture
+def waits_are_errors():
+    """Whatever waits for the GPU, but an event that is waited for by name, raises."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_losses_come_to_the_host_and_nothing_waits_for_them_until_they_are_asked_for(
+    dtype, request
+):
+    device = torch.device("cuda:0")
+    losses = Losses(readback_of(device, 3))
+    weight = torch.full((), 1 / 3, dtype=dtype, device=device, requires_grad=True)
+    request.getfixturevalue("waits_are_errors")
+    for factor in (1.0, 2.0, 3.0):
+        losses.note(weight * factor)
+    found = losses.values()
+    torch.cuda.set_sync_debug_mode("default")
+    assert found == [(weight * factor).item() for factor in (1.0, 2.0, 3.0)]

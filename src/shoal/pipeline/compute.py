@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from shoal.core.errors import TrialError
+from shoal.device.losses import Losses, readback_of
 from shoal.partition.chain import Chain, Micro
 from shoal.partition.halves import Half
 from shoal.partition.preserve import read_buffers, write_buffers
@@ -112,7 +113,8 @@ class StageCompute:
         self._rng: RngState | None = None  # where this stage's next forward begins, if it draws
         self._norms: dict[int, dict[str, Tensor]] = {}
         self._factors: dict[int, Tensor | None] = {}
-        self._losses: dict[int, list[float]] = {}
+        self._readback = readback_of(chain.device, chain.recipe.accumulate)
+        self._losses = Losses(self._readback)
         self.losses: list[list[float]] = []  # of each step's micro-batches
         self.most_in_flight = 0
         self._works = {
@@ -335,7 +337,7 @@ class StageCompute:
         with self._drawing():
             result, half = run(flight)
         assert result.loss is not None
-        self._note_loss(action.micro or 0, float(result.loss))
+        self._note_loss(action.micro or 0, result.loss)
         self._end(action, result, half)
 
     @contextmanager
@@ -367,17 +369,17 @@ class StageCompute:
         if self._pipeline.is_last_of_group(micro):
             self._weights.harvest(self._pipeline.group_of(micro))
 
-    def _note_loss(self, micro: int, loss: float) -> None:
+    def _note_loss(self, micro: int, loss: Tensor) -> None:
         """A loss of a group, whose mean is the step's.
 
         Raises:
             TrialError: that is not finite, and the recipe does not ignore that.
         """
         group = self._pipeline.group_of(micro)
-        self._losses.setdefault(group, []).append(loss)
+        self._losses.note(loss)
         if not self._pipeline.is_last_of_group(micro):
             return
-        found = self._losses.pop(group)
+        found, self._losses = self._losses.values(), Losses(self._readback)
         mean = functools.reduce(operator.add, found, 0.0) / len(found)  # sum() compensates
         if not (math.isfinite(mean) or self._chain.recipe.on_nonfinite == "ignore"):
             step = self._steps_before + group - self._pipeline.begun + 1

@@ -333,7 +333,8 @@ class ArraySeat:
             if failure is not None:
                 self._fail(seated.trial, failure)
             else:
-                seated.session.micro_losses = [stepped.losses[seated.slot]]
+                seated.session.begin_losses()
+                seated.session.losses.add(stepped.losses[seated.slot])
                 seated.session.tally.add(stepped.named.get(seated.slot, {}))
                 seated.task = None
 

@@ -66,7 +66,12 @@ class Compute:
         }
 
     def end_step(self) -> None:
-        """A clean slate for the next step."""
+        """A clean slate for the next step.
+
+        Raises:
+            TrialError: a loss is not finite, and what is to step on the host will not.
+        """
+        self._session.require_finite()
         self._clip = None
         self.has_grad.clear()
 
@@ -166,6 +171,7 @@ class Compute:
 
     def _step(self, task: Task, action: Action) -> None:
         shard, binding = action.shard, self._session.binding
+        self._session.require_finite()
         if self._session.recipe.step is not None:  # it has stepped already
             binding.take_stock(shard, self.placed[shard])
             return
@@ -187,9 +193,11 @@ class Compute:
         All of them take the one clipping factor there is.
         """
         has_grad, number = self.has_grad.pop(shard, set()), self._session.step
+        require_finite = self._session.require_finite  # of this step, on the host's thread
         host, clip, binding = self._host[shard], self._clip, self._session.binding
 
         def step(part: int, names: Sequence[str]) -> None:
+            require_finite()
             grads = {
                 name: host.grads[name].to(binding.dtypes[name])
                 for name in names

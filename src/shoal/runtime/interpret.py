@@ -572,8 +572,10 @@ class Seat(Generic[T]):
     def _step_piece(self, step: Callable[[], None]) -> None:
         """On the host's thread."""
         self.note_host(self.trial)
-        step()
-        self.note_host(-1)
+        try:
+            step()
+        finally:
+            self.note_host(-1)
 
     def end_step(self) -> None:
         """What follows a step's last action: the schedule, and the next step's clean slate."""

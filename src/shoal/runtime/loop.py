@@ -422,7 +422,7 @@ class DeviceLoop:
     def _begin_task(self, stay: Stay, task: Task) -> None:
         trial, session = stay.seat.trial, stay.seat.session
         stay.has_computed = True
-        if task.kind in ("step", "micro") and not session.micro_losses:
+        if task.kind in ("step", "micro") and not session.losses:
             self._interleaver.forget(trial)
             self._interleaver.started(trial, session.step)
         self._begin(stay, task)

@@ -21,12 +21,13 @@ from shoal.core.plan import Job
 from shoal.core.spec import HyperParameters
 from shoal.core.technique import Captured, Spilled, kept_shards, steps_on_host
 from shoal.data import Feed
+from shoal.device.losses import Losses, readback_of
 from shoal.memory.chunks import chunk_names
 from shoal.memory.layout import TrialLayout, lenders
 from shoal.memory.split import write_params
 from shoal.memory.store import Region, state_views, views
+from shoal.ownstep import Losses as OwnLosses
 from shoal.ownstep import (
-    Losses,
     Modes,
     OwnStep,
     Tally,
@@ -95,7 +96,8 @@ class Session:
         self.valid_feed = self._feed(before_data, "validation") if self.valid is not None else None
         self.step = 0
         self.until: int | None = 0
-        self.micro_losses: list[float] = []
+        self._readback = readback_of(device, recipe.accumulate)
+        self.begin_losses()
         self.tally = Tally()  # of what a step of one's own returns by name
         self.on_step: Callable[[float], None] = lambda loss: None
         self.on_boundary: Callable[[], None] = lambda: None
@@ -462,7 +464,7 @@ class Session:
 
     def _train_group(self, first: Any) -> Iterator[Task]:
         """One optimizer step over up to ``accumulate`` batches of one epoch."""
-        self.micro_losses = []
+        self.begin_losses()
         self.epoch_number = self.epoch + 1
         size = self._group_size()
         if size is None:
@@ -470,8 +472,9 @@ class Session:
         else:
             program = self.units.step_program(size, self.recipe.clip_grad_norm is not None)
             yield Task(program, "step", batches={0: first})
+        losses = self.losses.values()
         self.step += 1
-        self.on_step(sum(self.micro_losses) / len(self.micro_losses))
+        self.on_step(sum(losses) / len(losses))
 
     def _group_size(self) -> int | None:
         """How many batches the group has, where that is known before it is read."""
@@ -528,22 +531,31 @@ class Session:
             )
         return batch
 
+    def begin_losses(self) -> None:
+        """Those of another step."""
+        fails = self.recipe.on_nonfinite == "fail"
+        self.losses = Losses(self._readback, self._nonfinite if fails else None)
+
+    def _nonfinite(self, value: float) -> TrialError:
+        return TrialError(
+            f"the loss of step {self.step + 1} is {value}; the trial stops before the step. "
+            "Lower the learning rate, clip the gradients, or pass "
+            "Recipe(on_nonfinite='ignore') to train on."
+        )
+
     def note_loss(self, loss: Tensor) -> None:
         """Keep a micro-batch's loss; a loss that is not finite fails the trial before its step."""
-        value = float(loss.item())
-        if not math.isfinite(value) and self.recipe.on_nonfinite == "fail":
-            raise TrialError(
-                f"the loss of step {self.step + 1} is {value}; the trial stops before the step. "
-                "Lower the learning rate, clip the gradients, or pass "
-                "Recipe(on_nonfinite='ignore') to train on."
-            )
-        self.micro_losses.append(value)
+        self.losses.note(loss)
 
-    def note_losses(self, losses: Losses) -> None:
+    @property
+    def require_finite(self) -> Callable[[], None]:
+        return self.losses.require_finite
+
+    def note_losses(self, losses: OwnLosses) -> None:
         """The same of a step of one's own, which has stepped already."""
         refuse_nonfinite(self.recipe, losses, self.step + 1)
         self.tally.add(losses.named)
-        self.micro_losses.append(losses.total)
+        self.losses.add(losses.total)
 
     def advance_schedule(self) -> None:
         """Step the schedule, once per optimizer step."""

@@ -159,7 +159,9 @@ class SpilledCompute(Compute):
         assert self._pipeline is not None
         if number + 1 < self._pipeline.num_micros:
             return
-        losses, self._staged.micro_losses = self._staged.micro_losses, []
+        self._staged.require_finite()
+        losses = self._staged.losses.values()
+        self._staged.begin_losses()
         mean = functools.reduce(operator.add, losses, 0.0) / len(losses)  # sum() compensates
         if not (math.isfinite(mean) or self._staged.recipe.on_nonfinite == "ignore"):
             raise TrialError(

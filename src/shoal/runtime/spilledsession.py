@@ -11,7 +11,7 @@ import functools
 import math
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -216,6 +216,10 @@ class StackedSession:
         """Losses of a micro-batch."""
         self.losses.append(result)
 
+    @property
+    def require_finite(self) -> Callable[[], None]:
+        return _nothing  # who steps is seen slot by slot: see ``stepping``
+
     def note_losses(self, losses: Any) -> None:
         """A step of one's own is never spilled."""
         raise AssertionError("an array with a step of one's own is not spilled")
@@ -273,6 +277,10 @@ class StackedSession:
             if (trial := self.trials.get(slot)) is not None and slot not in self.failures:
                 with self.failing(slot):
                     trial.advance_schedule()
+
+
+def _nothing() -> None:
+    return None
 
 
 class _Failing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -46,6 +47,14 @@ class Tenant(Protocol):
 
     def note_loss(self, loss: Any) -> None:
         """What the last shard's backward came to."""
+        ...
+
+    @property
+    def require_finite(self) -> Callable[[], None]:
+        """What waits for the losses of this step, and raises where nothing may step for them.
+
+        It may be called on any thread, and when another step has begun.
+        """
         ...
 
     def note_losses(self, losses: Any) -> None:
