@@ -61,7 +61,7 @@ class Size:
 
 
 TINY = Size(
-    width=64, depth=6, heads=4, context=32, rows=2, cap=3 * 2**19, trials=2, device="cpu:1"
+    width=64, depth=3, heads=4, context=32, rows=2, cap=3 * 2**19, trials=2, device="cpu:1"
 )
 
 
@@ -263,14 +263,15 @@ def largest(size: Size, tokens: int) -> dict[str, Any]:
 
     begin = time.monotonic()
     least, most = size.depth, size.depth * 2
-    while most <= size.depth * 8 and fits(most) and time.monotonic() - begin < LIMIT_S / 3:
+    while most <= size.depth * 4 and time.monotonic() - begin < LIMIT_S / 4 and fits(most):
         least, most = most, most * 2
-    while most - least > max(1, least // 16) and time.monotonic() - begin < LIMIT_S / 2:
+    while most - least > max(1, least // 8) and time.monotonic() - begin < LIMIT_S / 3:
         middle = (least + most) // 2
         least, most = (middle, most) if fits(middle) else (least, middle)
     watch, _ = train(task, shoal.grid(lr=[1e-4], depth=[least]), 1, timeline=False)
     return {
         "depth": least,
+        "too_deep": most,
         "parameters": task.parameters(least),
         "peak_gib": watch.peak / GIB,
         "steps": STEPS + WARM_UP,
