@@ -218,7 +218,8 @@ class Binding:
 
     def _turn_lenders(self, placed: Placed) -> None:
         """A lender of what is borrowed has to point at its own again, where it is here too."""
-        lent = placed.borrowed.keys()
+        if not (lent := placed.borrowed.keys()):
+            return
         for lender in [s for s, p in self._bound.items() if p.params.keys() & lent]:
             del self._bound[lender]
 
