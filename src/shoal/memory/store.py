@@ -44,9 +44,38 @@ class Region:
         self.num_bytes = num_bytes
         self._map = mmap.mmap(descriptor, max(num_bytes, 1))
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._pinned = pin
+        self._file = _file_of(descriptor)
+        self._pinned = False
+        self.rests: bool | None = None  # None: nobody keeps it for another lease
         if pin:
+            self.pin()
+
+    def is_of(self, descriptor: int, num_bytes: int) -> bool:
+        """Whether it maps this very memory. A file that is mapped keeps its number."""
+        return self.num_bytes == num_bytes and self._file == _file_of(descriptor)
+
+    def pin(self) -> None:
+        """Register it with CUDA, if it is not.
+
+        Raises:
+            CapacityError: CUDA does not take it.
+        """
+        if not self._pinned:
             _register(self.bytes)
+            self._pinned = True
+
+    def rest(self) -> None:
+        """No copy is in flight, nor will be until it is opened again: it may be unpinned."""
+        if self.rests is None:
+            self.unpin()
+        else:
+            self.rests = True
+
+    def leave(self) -> None:
+        """It will not be opened again."""
+        if self.rests:
+            self.unpin()
+        self.rests = None
 
     def unpin(self) -> None:
         """Let CUDA forget the memory; no copy may be in flight. A second call does nothing."""
@@ -57,6 +86,52 @@ class Region:
     def segment(self, at: int, num_bytes: int) -> torch.Tensor:
         """A flat byte view."""
         return self.bytes[at : at + num_bytes]
+
+
+class Regions:
+    """The trials' regions that one process has mapped, each until its trial is forgotten.
+
+    To pin memory takes a part of a second for each GB, and the first touch of each page. So a
+    region is registered once, and not once a lease; where CUDA takes no more, those of trials
+    that wait for a lease are let go of, the first that came first.
+    """
+
+    def __init__(self, *, pin: bool) -> None:
+        self._pin = pin
+        self._known: dict[int, Region] = {}
+
+    def open(self, trial: int, descriptor: int, num_bytes: int) -> Region:
+        """The trial's region, mapped and pinned; the descriptor stays the caller's.
+
+        Raises:
+            CapacityError: CUDA does not take it, nor without those that rest.
+        """
+        region = self._known.get(trial)
+        if region is None or not region.is_of(descriptor, num_bytes):
+            self.forget(trial)
+            region = Region(descriptor, num_bytes)
+        if self._pin:
+            self._pinned(region)
+        region.rests = False
+        self._known[trial] = region
+        return region
+
+    def _pinned(self, region: Region) -> None:
+        others = (one for one in list(self._known.values()) if one.rests and one is not region)
+        while True:
+            try:
+                return region.pin()
+            except CapacityError:
+                other = next(others, None)
+                if other is None:
+                    raise
+                other.unpin()
+
+    def forget(self, trial: int) -> None:
+        """The trial does not come back, or with other memory; what is in use is unpinned later."""
+        region = self._known.pop(trial, None)
+        if region is not None:
+            region.leave()
 
 
 class Staging:
@@ -71,9 +146,9 @@ class Staging:
             self._map = mmap.mmap(-1, max(num_bytes, 1))
         except OSError as error:
             raise CapacityError(
-                f"cannot allocate {format_bytes(num_bytes)} of host memory for what forwards "
-                f"saved until their backward: {error.strerror}. Free memory, or train with "
-                "shoal.Spilled(spill_activations=())."
+                f"cannot allocate {format_bytes(num_bytes)} of host memory for what waits there "
+                f"for a backward: {error.strerror}. Free memory, or train with "
+                "shoal.Spilled(spill_activations=(), boundaries='device')."
             ) from error
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)[:num_bytes]
         self._pinned = pin and num_bytes > 0
@@ -156,6 +231,11 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _file_of(descriptor: int) -> tuple[int, int]:
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino
 
 
 def _register(flat: torch.Tensor) -> None:

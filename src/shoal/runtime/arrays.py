@@ -213,7 +213,7 @@ class ArraySeat:
             self._retire(seated, whole=False)
         seated.tasks = iter(())
         seated.session.leave()
-        seated.session.region.unpin()
+        seated.session.region.rest()
 
     def bring_out(self, seated: Seated) -> None:
         """Take a trial whose lease is over out of the array; all of it is in its region then."""

@@ -21,6 +21,8 @@ from shoal.runtime.units import Micro
 
 Copy = tuple[Tensor, Tensor]
 """Target and source; never empty."""
+Waiting = dict[tuple[int, ...], Staging]
+"""Host memory for what waits there, taken once and used each time."""
 
 
 class Copies:
@@ -51,8 +53,8 @@ class Copies:
         self._under: dict[int, Placed] = {}  # of shards in late slots: what was placed before
         self._units, self._device = session.units, session.device
         self._by_shard = getattr(session.job.technique, "order", None) == "shard"
-        self._waiting: dict[tuple[int, int, int], Tensor] = {}  # shard, micro, number: on the host
-        self._staging: dict[int, Staging] = {}  # shard -> where what its forward saved waits
+        self._waiting: Waiting = {}  # shard, micro, number -> where an input waits
+        self._staging: Waiting = {}  # shard -> where what its forward saved waits
         self._moved: dict[int, list[tuple[Cell, Tensor]]] = {}  # shard -> what, and its copy there
 
     def load(self, action: Action, slot: int | None) -> tuple[list[Copy], Tensor | None]:
@@ -134,16 +136,10 @@ class Copies:
         shard, place = action.shard, (action.micro or 0) if self._by_shard else 0
         micro.away[shard], copies = {}, []
         for number, (wire, tensor) in enumerate(self._units.private(shard, micro).items()):
-            key = (shard, place, number)
-            if not _is_like(self._waiting.get(key), tensor):
-                self._waiting[key] = torch.empty_strided(
-                    tensor.size(),
-                    tensor.stride(),
-                    dtype=tensor.dtype,
-                    pin_memory=self._device.type == "cuda",
-                )
-            micro.away[shard][wire] = self._waiting[key]
-            copies.append((self._waiting[key], tensor))
+            host = self._staged(self._waiting, (shard, place, number), _extent(tensor))
+            waiting = host.view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
+            micro.away[shard][wire] = waiting
+            copies.append((waiting, tensor))
         return _some(copies)
 
     def drop_boundary(self, action: Action, micro: Micro) -> None:
@@ -169,7 +165,7 @@ class Copies:
         """The copies of what a forward saved to the host, into memory that is used each time."""
         cells, at = self._units.movable(action.shard, micro), 0
         size = sum(cell.num_bytes for cell in cells)
-        host = self._staged(action.shard, size)
+        host = self._staged(self._staging, (action.shard,), size)
         self._moved[action.shard] = moved = []
         for cell in cells:
             moved.append((cell, host[at : at + cell.num_bytes]))
@@ -189,15 +185,14 @@ class Copies:
             copies.append((cell.memory, source))
         return copies
 
-    def _staged(self, shard: int, num_bytes: int) -> Tensor:
+    def _staged(self, there: Waiting, key: tuple[int, ...], num_bytes: int) -> Tensor:
         """Host memory for so much; more than before where a batch is larger than any before."""
-        staging = self._staging.get(shard)
+        staging = there.get(key)
         if staging is None or staging.bytes.numel() < num_bytes:
             if staging is not None:
                 staging.unpin()
-            staging = Staging(num_bytes, pin=self._device.type == "cuda")
-            self._staging[shard] = staging
-        return staging.bytes
+            there[key] = staging = Staging(num_bytes, pin=self._device.type == "cuda")
+        return staging.bytes[:num_bytes]
 
     def own_memory(self) -> list[Tensor]:
         """What was loaded and is not in the region."""
@@ -221,11 +216,11 @@ class Copies:
         self._own.clear()
         self._under.clear()
         self._late = None
-        self._waiting.clear()
         self._moved.clear()
-        for staging in self._staging.values():
-            staging.unpin()
-        self._staging.clear()
+        for there in (self._waiting, self._staging):
+            for staging in there.values():
+                staging.unpin()
+            there.clear()
         self._compute.placed.clear()
         self.region = torch.empty(0)
 
@@ -285,11 +280,12 @@ def _pair(target: Tensor | None, source: Tensor | None) -> list[Copy]:
     return [] if target is None or source is None else [(target, source)]
 
 
-def _is_like(one: Tensor | None, other: Tensor) -> bool:
-    """Whether a tensor can take the other one's bytes as they lie."""
-    if one is None:
-        return False
-    return (one.size(), one.stride(), one.dtype) == (other.size(), other.stride(), other.dtype)
+def _extent(tensor: Tensor) -> int:
+    """The bytes from its first element to its last."""
+    if not tensor.numel():
+        return 0
+    reach = sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
+    return (reach + 1) * tensor.element_size()
 
 
 def _some(copies: list[Copy]) -> list[Copy]:

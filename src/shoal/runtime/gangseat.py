@@ -179,7 +179,7 @@ class GangSeat(ABC):
             self.links.cut()
         self._let_go()
         self.device.synchronize()
-        self._region.unpin()
+        self._region.rest()
         self._ledger.release(self._owner)
 
     @abstractmethod

@@ -248,7 +248,7 @@ class Seat(Generic[T]):
         self._lane.close()
         self.copies.close()
         if self.ledger is not None:
-            self.session.region.unpin()
+            self.session.region.rest()
             self.ledger.release(self._owner)
 
     # -- issuing ----------------------------------------------------------------------

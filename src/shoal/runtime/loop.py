@@ -41,12 +41,12 @@ from shoal.runtime.messages import (
     Reply,
     Returned,
     Save,
-    Saved,
     Settings,
     Shutdown,
     Stop,
 )
 from shoal.runtime.output import TrialOutput
+from shoal.runtime.parking import Parking
 from shoal.runtime.reports import Reports
 from shoal.runtime.saver import Saver
 from shoal.runtime.score import is_sampled
@@ -104,9 +104,9 @@ class DeviceLoop:
         self._settings, self._orders, self._measurer = settings, orders, measurer
         measurer.note = self._word.note
         self._lobby = Lobby()
+        self._parking = Parking(self._saver, self._reports, pin=device.spec.kind == "cuda")
         self._ledger = Ledger(device.spec.name, device.spec.memory)
         self._stays: dict[int, Stay] = {}
-        self._parked: dict[int, Session] = {}
         self._current: int | None = None  # whose random streams are in place
         self._unit_bytes = self._units_done = 0
         self._running = True
@@ -119,7 +119,7 @@ class DeviceLoop:
             settings=settings,
             captures=measurer.captures,
             record=self._record,
-            fail=self._reports.refuse,
+            fail=self._parking.refuse,
             room=self._came_or_went,
             waits=functools.partial(self._count_work, 1),
             handed_over=self._handed_over,
@@ -160,7 +160,7 @@ class DeviceLoop:
             case Park():
                 self._park(order.trial)
             case Save():
-                self._save_parked(order.trial)
+                self._parking.save(order.trial)
             case Stop():
                 self._forget(order.trial)
                 self._reports.reply(Forgotten(order.trial))
@@ -189,30 +189,14 @@ class DeviceLoop:
             return self._stays[trial].seat.session
         return self._desk.session(trial)
 
-    def _save_parked(self, trial: int) -> None:
-        """Write a generation of a trial that is parked here; its region is current."""
-        session = self._parked.get(trial)
-        if session is None:
-            self._reports.reply(Saved(trial, 0, f"trial {trial} is not parked on this device"))
-            return
-        outcome = self._saver.wait(trial)
-        if outcome is None or outcome.trouble or outcome.step != session.step:
-            try:
-                self._saver.save(lambda: checkpoint.content(session, copy=False))
-            except Exception as error:  # what the model added to its state
-                self._reports.refuse(trial, error)
-                return
-            outcome = self._saver.wait(trial)
-        assert outcome is not None
-        self._reports.reply(Saved(trial, outcome.step, outcome.trouble))
-
     def _forget(self, trial: int) -> None:
         """The trial goes on elsewhere, or nowhere."""
         session = self._session_of(trial)
         self._dismiss(trial)
         self._saver.forget(trial)
-        for known in filter(None, (session, self._parked.pop(trial, None))):
-            known.close()
+        if session is not None:
+            session.close()
+        self._parking.forget(trial)
         if self._lobby.withdraw(trial):
             self._admit_pending()  # who may not overtake it
 
@@ -220,10 +204,9 @@ class DeviceLoop:
         """Take up a lease, or keep it until those that are here leave room for it."""
         self._measurer.forget()
         try:
-            pin = self._device.spec.kind == "cuda"
-            self._lobby.add(Arrival.of(grant, descriptor, sockets, pin=pin))
+            self._lobby.add(Arrival.of(grant, descriptor, sockets, self._parking.regions))
         except Exception as error:
-            self._reports.refuse(grant.job.trial, error)
+            self._parking.refuse(grant.job.trial, error)
             return
         self._admit_pending()
 
@@ -251,8 +234,8 @@ class DeviceLoop:
             self._record(trial)
             seat = self._seat(grant, region)
         except (Exception, SystemExit) as error:
-            region.unpin()
-            self._reports.refuse(trial, error)
+            region.rest()
+            self._parking.refuse(trial, error)
             return
         finally:
             self._record(None)
@@ -273,7 +256,7 @@ class DeviceLoop:
             self._begin(stay, Task(generate.arrival(*stays), "arrival"))
 
     def _session(self, grant: Grant, region: Region) -> Session:
-        parked, where = self._parked.pop(grant.job.trial, None), self._device.torch_device
+        parked, where = self._parking.take(grant.job.trial), self._device.torch_device
         args = (self._recipe, grant, region, self._settings, where, parked)
         return checkpoint.take_up(*args, self._measurer.captures)
 
@@ -298,11 +281,11 @@ class DeviceLoop:
             if grant.job.array is not None:
                 self._desk.arrays.admit(grant, self._session(grant, region))
             else:
-                parked = self._parked.pop(trial, None)
+                parked = self._parking.take(trial)
                 self._desk.stages.admit(grant, region, entry.links, parked)
         except (Exception, SystemExit) as error:
             entry.give_up()
-            self._reports.refuse(trial, error)
+            self._parking.refuse(trial, error)
         finally:
             self._record(None)
 
@@ -341,7 +324,7 @@ class DeviceLoop:
             self._dismiss(trial)
             self._saver.forget(trial)  # the region is what it may still be writing
             stay.seat.session.close()
-            self._reports.refuse(trial, error)
+            self._parking.refuse(trial, error)
             self._admit_pending()
 
     def _count_work(self, waited: int = 0) -> None:
@@ -456,7 +439,7 @@ class DeviceLoop:
         if over is not None and over.checkpoint:
             session.close()
         else:
-            self._parked[session.job.trial] = session
+            self._parking.put(session)
         if over is not None:
             self._reports.reply(over)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from shoal.core.technique import Technique, kept_heads, kept_shards, kept_weights
-from shoal.memory.store import Region
+from shoal.memory.store import Region, Regions
 from shoal.runtime.interpret import Seat
 from shoal.runtime.messages import Grant, LeaseOver
 from shoal.runtime.session import Session
@@ -25,11 +25,13 @@ class Arrival:
     links: tuple[socket.socket, ...] = ()
 
     @classmethod
-    def of(cls, grant: Grant, descriptor: int, sockets: Sequence[int], *, pin: bool) -> Arrival:
+    def of(
+        cls, grant: Grant, descriptor: int, sockets: Sequence[int], regions: Regions
+    ) -> Arrival:
         """A grant with the descriptors that came with it, which are taken over."""
         links = tuple(socket.socket(fileno=number) for number in sockets)
         try:
-            region = Region(descriptor, grant.layout.num_bytes, pin=pin)
+            region = regions.open(grant.job.trial, descriptor, grant.layout.num_bytes)
         except BaseException:
             for link in links:
                 link.close()
@@ -44,7 +46,7 @@ class Arrival:
 
     def give_up(self) -> None:
         """It will not be taken up."""
-        self.region.unpin()
+        self.region.rest()
         for link in self.links:
             link.close()
 

@@ -1,0 +1,63 @@
+"""Trials whose lease is over and that may come back to this device."""
+
+from __future__ import annotations
+
+from shoal.memory.store import Regions
+from shoal.runtime import checkpoint
+from shoal.runtime.messages import Saved
+from shoal.runtime.reports import Reports
+from shoal.runtime.saver import Saver
+from shoal.runtime.session import Session
+
+
+class Parking:
+    """Their sessions, as they stand, and the host regions of all that were here.
+
+    Both are kept until the study says that the trial goes on elsewhere, or nowhere, or until it
+    was refused: what becomes of it then, the study decides.
+
+    Attributes:
+        regions: Of the trials that are here and of those that are parked; see ``Regions``.
+    """
+
+    def __init__(self, saver: Saver, reports: Reports, *, pin: bool) -> None:
+        self.regions = Regions(pin=pin)
+        self._saver, self._reports = saver, reports
+        self._sessions: dict[int, Session] = {}
+
+    def put(self, session: Session) -> None:
+        """It left its device; all of it is in its region."""
+        self._sessions[session.job.trial] = session
+
+    def take(self, trial: int) -> Session | None:
+        """The trial's session, which is parked no more."""
+        return self._sessions.pop(trial, None)
+
+    def save(self, trial: int) -> None:
+        """Write a generation of a trial that is parked here, and say so; its region is current."""
+        session = self._sessions.get(trial)
+        if session is None:
+            self._reports.reply(Saved(trial, 0, f"trial {trial} is not parked on this device"))
+            return
+        outcome = self._saver.wait(trial)
+        if outcome is None or outcome.trouble or outcome.step != session.step:
+            try:
+                self._saver.save(lambda: checkpoint.content(session, copy=False))
+            except Exception as error:  # what the model added to its state
+                self.refuse(trial, error)
+                return
+            outcome = self._saver.wait(trial)
+        assert outcome is not None
+        self._reports.reply(Saved(trial, outcome.step, outcome.trouble))
+
+    def refuse(self, trial: int, error: BaseException) -> None:
+        """An order about a trial could not be done, or its own code raised."""
+        self.regions.forget(trial)
+        self._reports.refuse(trial, error)
+
+    def forget(self, trial: int) -> None:
+        """The trial goes on elsewhere, or nowhere; it is not on the device any more."""
+        session = self.take(trial)
+        if session is not None:
+            session.close()
+        self.regions.forget(trial)
