@@ -416,7 +416,7 @@ def test_shard_by_shard_nothing_leaves(run_study):
         model=traps.Build(traps.Glue), data=traps.data, loss=traps.loss, accumulate=2
     )
     technique = shoal.Spilled(shards=5, spill_activations=(0,), order="shard")
-    with pytest.raises(PlanError, match=r"next micro-batch comes before|draws random numbers"):
+    with pytest.raises(PlanError, match="next micro-batch comes before"):
         run_study(recipe, {"lr": 1e-2}, steps=1, technique=technique)
 
 

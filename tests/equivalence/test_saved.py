@@ -100,7 +100,7 @@ def test_shard_by_shard_no_activations_can_stay(run_study):
         model=traps.Build(traps.Chain), data=traps.data, loss=traps.loss, accumulate=2
     )
     technique = shoal.Spilled(shards=4, keep=(0,), keep_activations=(0,), order="shard")
-    with pytest.raises(PlanError, match=r"leave out order='shard'|draws random numbers"):
+    with pytest.raises(PlanError, match="leave out order='shard'"):
         run_study(recipe, {"lr": 1e-2}, steps=1, technique=technique)
 
 

@@ -24,6 +24,10 @@ TECHNIQUES = {
     "resident": ("resident", "device"),
     "3 shards, device step": (shoal.Spilled(shards=3, optimizer="device"), "device"),
     "3 shards, host step": (shoal.Spilled(shards=3, optimizer="host"), "host"),
+    "3 shards, shard by shard": (
+        shoal.Spilled(shards=3, optimizer="device", order="shard"),
+        "device",
+    ),
 }
 
 

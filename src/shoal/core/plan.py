@@ -93,6 +93,7 @@ class Job:
     numerics: Mapping[str, Scalar]
     array: ArrayPlace | None = None
     waiting_bytes: Bytes = NO_BYTES
+    foretells: bool = False  # its micro-batches overlap, and what each one draws is drawn ahead
 
     @property
     def runs_on(self) -> bool:

@@ -357,6 +357,8 @@ class JobMeasure:
     data: str = ""  # how the trial finds its place in the data again
     loader_bytes: Bytes = NO_BYTES  # of batches that loader processes hold in host memory
     draws: bool = True  # whether the model draws random numbers while it trains
+    foretold: bool = False  # whether how many it draws follows from the form of its batch
+    draw_bytes: Bytes = NO_BYTES  # inside of drawing those of a batch again, where it is foretold
     draws_evaluating: bool = False  # and while it, or a metric, is evaluated
     writes_evaluating: bool = False  # whether its buffers change while it is evaluated
     link: tuple[float, float] | None = None  # bytes per second up and down, just measured

@@ -50,9 +50,12 @@ class Spilled:
     shard more, and how many bytes of its parameters stay, or where those stay of its state, in
     whole tensors from the first on; or several such pairs, of late state the largest ones.
     ``order`` "shard" has a shard run all micro-batches of a step while it is on the device, which
-    gives the same bits where the model draws no random numbers and no two layers share, or
-    read from each other, what a forward changes (a BatchNorm used twice). Nothing chooses it
-    but you; ``shoal verify`` is the proof. ``boundaries`` is where a shard's input waits between
+    gives the same bits where no two layers share, or read from each other, what a forward changes
+    (a BatchNorm used twice). What a micro-batch draws at random is drawn ahead, so that the next
+    one begins where it would; a model for which that cannot be done (it draws from Python's or
+    NumPy's generator, or is compiled) is refused, and a trial whose draws turn out to depend on
+    what it computes fails before it steps. Nothing chooses it but you; ``shoal verify`` is the
+    proof. ``boundaries`` is where a shard's input waits between
     its forward and its backward, None for wherever there is room: on the host where the device
     has none, or where that room is better used. ``keep_turn`` is how many shards more, those next
     to the turn from forward to backward, hold their parameters from one to the other, None for as

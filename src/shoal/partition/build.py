@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -296,8 +296,14 @@ def _refuse_filled_caches(calls: Any) -> None:
 
 def clone_batch(batch: Batch) -> Batch:
     """A copy with tensors of its own, for a forward that may change them."""
-    copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in pytree.tree_leaves(batch)]
+    copies = [_cloned(leaf) for leaf in pytree.tree_leaves(batch)]
     return pytree.tree_unflatten(copies, pytree.tree_structure(batch))
+
+
+def _cloned(leaf: Any) -> Any:
+    if isinstance(leaf, Mapping):  # one that pytree does not know
+        return type(leaf)({key: clone_batch(value) for key, value in leaf.items()})  # type: ignore[call-arg]  # as ``to_device`` makes one
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _is_plain(model: nn.Module, candidate: Candidate) -> bool:

@@ -4,7 +4,7 @@
 The plain loop's micro-batch k + 1 goes on with the random state that k left at the end of the
 model. The first stage would have to wait for that, and forwards would not overlap at all. But
 what later stages draw does not depend on what they compute: their draws are recorded once per
-form of a batch, as operators and shapes, and drawn again into nothing.
+form of a batch, as operators and shapes, and drawn again into nothing (``partition.draws``).
 
     stage 0   F0  draws of 1, 2    F1  draws of 1, 2    F2 ...   then, with B0: was it so?
     stage 1        F0                   F1
@@ -23,76 +23,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.partition.build import clone_batch
 from shoal.partition.chain import Chain
+from shoal.partition.draws import Draw, DrawRecorder, Recordings
 from shoal.partition.preserve import preserved
 from shoal.partition.units import run_forward
 from shoal.recipe import Batch, autocast
 from shoal.rng import RngState, capture_rng, restore_rng, same_rng
-
-Form = tuple[object, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Like:
-    """How a tensor looked that an operator drew into, or from."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def tensor(self) -> Tensor:
-        """One like it, of ones: probabilities, or scales, that every operator takes."""
-        made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
-        return made.fill_(1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Draw:
-    """One call of an operator that draws from the process's stream."""
-
-    function: Callable[..., object]
-    args: Any
-    kwargs: Any
-
-    def again(self) -> None:
-        args, kwargs = pytree.tree_map(_real, (self.args, self.kwargs))
-        self.function(*args, **kwargs)
-
-
-def _real(leaf: Any) -> Any:
-    return leaf.tensor() if isinstance(leaf, _Like) else leaf
-
-
-def _likeness(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return _Like(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device)
-
-
-class _Recorder(TorchDispatchMode):
-    """Notes the operators that draw."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self.draws: list[_Draw] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
-            self.draws.append(_Draw(func, *pytree.tree_map(_likeness, (args, kwargs))))
-        return func(*args, **kwargs)
 
 
 class Look(NamedTuple):
@@ -105,7 +46,7 @@ class Look(NamedTuple):
 class _Seen(NamedTuple):
     """A forward of the whole model: what was recorded of it, and the random state on its way."""
 
-    draws: list[_Draw]
+    draws: list[Draw]
     begin: RngState
     after_first: RngState  # where recording began
     end: RngState
@@ -133,7 +74,7 @@ class Foretelling:
     ) -> None:
         self._stop, self._lent, self._whole = stop, lent, whole or not stop
         self._chain = chain.with_around(lambda layer: lent(range(layer, layer + 1)))
-        self._known: dict[Form, list[_Draw]] = {}
+        self._recordings = Recordings()
 
     def works(self, batch: Batch) -> bool:
         """Does it come to the random state that the whole model comes to?"""
@@ -143,28 +84,22 @@ class Foretelling:
         """Run the whole model once, and see what it draws; leaves the random state as it is."""
         device = self._chain.device
         seen = self._run(batch)
-        self._known[_form_of(batch)] = seen.draws
+        self._recordings.keep(batch, seen.draws)
         restore_rng(seen.after_first, device)
-        self._draw(seen.draws)
+        self._recordings.draw_on(batch)
         foretold = same_rng(seen.end, capture_rng(device))
         restore_rng(seen.begin, device)
         return Look(not same_rng(seen.begin, seen.end), foretold)
 
     def draw_on(self, batch: Batch) -> None:
         """Move the random state on as later stages do for this micro-batch."""
-        form = _form_of(batch)
-        if form not in self._known:
-            self._known[form] = self._run(batch).draws
-        self._draw(self._known[form])
-
-    def _draw(self, draws: list[_Draw]) -> None:
-        with torch.no_grad():
-            for draw in draws:
-                draw.again()
+        if not self._recordings.knows(batch):
+            self._recordings.keep(batch, self._run(batch).draws)
+        self._recordings.draw_on(batch)
 
     def _run(self, batch: Batch) -> _Seen:
         """A forward in which nothing is kept; the random state is afterwards what it was."""
-        chain, device, recorder = self._chain, self._chain.device, _Recorder()
+        chain, device, recorder = self._chain, self._chain.device, DrawRecorder(self._chain.device)
         with preserved(chain.model, device):
             begin = after_first = capture_rng(device)
             micro, wires = chain.begin(clone_batch(batch)), {}
@@ -176,8 +111,3 @@ class Foretelling:
             with lent, recorder, torch.no_grad(), autocast(chain.recipe, device):
                 chain.loss(micro, self._stop, wires)
             return _Seen(recorder.draws, begin, after_first, capture_rng(device))
-
-
-def _form_of(batch: Batch) -> Form:
-    leaves = pytree.tree_leaves(batch)
-    return tuple((x.shape, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)

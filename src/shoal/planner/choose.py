@@ -109,11 +109,13 @@ WORKED_OUT = 3
 def may_go_by_shard(measure: JobMeasure, request: Request) -> bool:
     """Whether a shard can run all micro-batches of a step, where somebody asks for that.
 
+    Of a model that draws random numbers, where those of each micro-batch can be foretold.
+
     It is not chosen by itself: layers that share statistics, or read each other's, would see
     them in another order, and nothing that is measured shows that.
     """
     knows = measure.num_batches is not None  # how many there are, when the step begins
-    return request.micro_batches > 1 and knows and not measure.draws
+    return request.micro_batches > 1 and knows and (measure.foretold or not measure.draws)
 
 
 WORTH = 0.1

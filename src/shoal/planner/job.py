@@ -18,7 +18,7 @@ from shoal.core.technique import (
 )
 from shoal.core.units import Bytes, Seconds, format_bytes
 from shoal.memory.layout import TrialLayout, split_bytes, with_split_masters
-from shoal.planner.need import Request, need, place_asked, transfer_of, waiting_bytes
+from shoal.planner.need import Request, foretells, need, place_asked, transfer_of, waiting_bytes
 from shoal.planner.pipeline import Staged
 from shoal.planner.predict import predict_shard, predict_shards
 from shoal.planner.replicas import Replicated
@@ -62,6 +62,7 @@ def make_job(
         micro_batches=request.micro_batches,
         why=tuple(why),
         numerics=numerics,
+        foretells=foretells(measure, technique),
     )
 
 

@@ -55,6 +55,11 @@ def transfer_of(forced: Spilled, place: Place, measure: JobMeasure) -> Transfer:
     return forced.transfer or ("bf16" if measure.narrow and place == "host" else "fp32")
 
 
+def foretells(measure: JobMeasure, technique: Technique) -> bool:
+    """Whether what micro-batches draw is drawn ahead: they overlap, and the model draws."""
+    return measure.draws and isinstance(technique, Spilled) and technique.order == "shard"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
     """Bytes of a job on its device: between units, on top of that for one, and at the peak.
@@ -116,8 +121,12 @@ def footprints(
     lent: tuple[int, ...] = (),
     *,
     proves: bool = True,
+    records: bool = False,
 ) -> list[Footprint]:
-    """What each program of a job needs; if it ``proves``, they are proved to be sound."""
+    """What each program of a job needs; if it ``proves``, they are proved to be sound.
+
+    If it ``records``, forwards of a training batch too, which run as an evaluation's.
+    """
     here = kept(kept_shards(technique), kept_weights(technique), kept_heads(technique))
     step, evaluation = programs(len(shards), technique, request, lent)
     shards = as_they_travel(shards, technique)
@@ -125,13 +134,12 @@ def footprints(
     scale = 1.0 if isinstance(technique, Resident) else valid_scale  # that one was measured
     wide = tuple(_widened(shard, scale) for shard in shards)
     validation = {0: JobCosts(shards=wide, batch_bytes=Bytes(round(batch * valid_scale)))}
+    all_ = [(step, training), (evaluation, validation)]
+    if records:
+        all_.append((evaluation, training))
     if not proves:
-        both = (step, training), (evaluation, validation)
-        return [footprint(one.devices[0], costs, start=here) for one, costs in both]
-    return [
-        check(step, training, start=here, end=here),
-        check(evaluation, validation, start=here, end=here),
-    ]
+        return [footprint(one.devices[0], costs, start=here) for one, costs in all_]
+    return [check(one, costs, start=here, end=here) for one, costs in all_]
 
 
 def _widened(shard: ShardSpec, scale: float) -> ShardSpec:
@@ -162,13 +170,16 @@ def need(
         layout = as_it_travels(layout, technique, measure.narrow, sums=sums)
     lent = lenders(layout) if layout is not None else ()
     args = (shards, measure.batch_bytes, technique, request, measure.valid_scale, lent)
-    prints = footprints(*args, proves=proves)
+    ahead = foretells(measure, technique)
+    prints = footprints(*args, proves=proves, records=ahead)
     region = max(p.arena_bytes for p in prints)
     if layout is not None:
         clip, accumulate = request.clip, request.micro_batches
         region = Bytes(arena(layout, technique, clip=clip, accumulate=accumulate).num_bytes)
     held = max(p.held_bytes - p.arena_bytes for p in prints)
     peak = max(p.peak_bytes - p.arena_bytes for p in prints)
+    if ahead:  # gradients of the step before may still be on their way
+        peak = max(peak, held + measure.draw_bytes)
     # The largest unit may come when little is held. Of batches that vary little is sure.
     unit = max(p.unit_bytes for p in prints) if request.varies else max(peak - held, 0)
     if isinstance(technique, Captured):

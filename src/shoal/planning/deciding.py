@@ -420,11 +420,15 @@ class Deciding:
         if count == 1:
             return "order='shard' changes nothing: a step has one micro-batch"
         if technique.order == "shard":
-            return f"a shard runs all {count} micro-batches of a step while it is there"
+            ahead = "; what each one draws at random is drawn ahead"
+            says = f"a shard runs all {count} micro-batches of a step while it is there"
+            return says + (ahead if exact.measure.draws else "")
         plain = f"the {count} micro-batches of a step go through the model one after another"
         if may_go_by_shard(exact.measure, self._request):
             return f"{plain}; where no two layers share statistics, order='shard' loads less"
-        why = "it draws random numbers" if exact.measure.draws else "their number is not known"
+        why = "their number is not known"
+        if exact.measure.draws and not exact.measure.foretold:
+            why = "it draws random numbers that cannot be foretold"
         return f"{plain}, since {why}"
 
     # -- of what is settled ---------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.core.errors import PlanError
-from shoal.core.spec import TrialSpec
+from shoal.core.spec import JobMeasure, TrialSpec
 from shoal.core.technique import (
     Spilled,
     Technique,
@@ -82,16 +82,28 @@ def refuse_order(trial: TrialSpec, measured: Measured, request: Request) -> None
     if not isinstance(forced, Spilled) or forced.order != "shard":
         return
     if request.micro_batches > 1 and not may_go_by_shard(measure, request):
-        why = (
-            "the model draws random numbers while it trains, and would draw them in another order"
-            if measure.draws
-            else "its data does not say how many batches it has"
-        )
+        why = why_by_micro(measure)
         raise PlanError(
             f"trial {trial.number} was asked to run all {request.micro_batches} "
             f"micro-batches of a step shard by shard, but {why}. Use order='micro', or leave "
             "it out."
         )
+
+
+def why_by_micro(measure: JobMeasure) -> str:
+    """Why no shard may run all micro-batches of a step."""
+    if not measure.draws or measure.foretold:
+        return "its data does not say how many batches it has"
+    if measure.compiled:
+        return (
+            "the model draws random numbers while it trains, and those of compiled code cannot be "
+            "foretold"
+        )
+    return (
+        "the model draws random numbers while it trains that cannot be foretold: drawing again "
+        "what torch's operators drew does not come to the same state (numbers from Python's or "
+        "NumPy's generator?)"
+    )
 
 
 def refuse_borrowers(trial: TrialSpec, exact: Measured, technique: Spilled) -> None:

@@ -205,6 +205,21 @@ class Binding:
             for name, p in self.params.items()
         }
 
+    def require_shapes(self, layout: TrialLayout) -> None:
+        """The model is of the shapes that its state has: other hyperparameters give others.
+
+        Raises:
+            TrialError: it is not.
+        """
+        for shard in layout.shards:
+            for name, shape in ((f.spec.name, f.spec.shape) for f in shard.param.fields):
+                if tuple(found := self.poison[name].shape) != shape:
+                    raise TrialError(
+                        f"{name!r} is {tuple(found)} with the hyperparameters that this trial has "
+                        f"now, and {shape} in its state. Leave what changes shapes out of "
+                        "shoal.PBT(vary=...)."
+                    )
+
     def bind(self, shard: int, placed: Placed) -> None:
         """Point the shard's parameters, borrowed ones too, at ``placed``."""
         if self._bound.get(shard) is placed and not placed.borrowed:

@@ -81,7 +81,8 @@ class Compute:
             return
         batch = self._session.fetch(task, action.micro)
         self._note_size(batch, evaluates=task.kind == "evaluation")
-        task.micros[action.micro] = self._session.units.begin(batch)
+        task.micros[action.micro] = micro = self._session.units.begin(batch)
+        micro.stream = task.streams.get(action.micro)
 
     def _note_size(self, batch: Batch, *, evaluates: bool = False) -> None:
         """See whether it is larger than any before that something like this was done with."""
@@ -92,6 +93,11 @@ class Compute:
     def _forward(self, task: Task, action: Action) -> None:
         micro = task.micros[action.micro or 0]
         self._session.binding.bind(action.shard, self.placed[action.shard])
+        if task.recorder is not None:
+            self._session.units.record(action.shard, micro, task.recorder)
+            if action.shard == self._session.units.num_shards - 1:
+                task.micros.clear()
+            return
         result = self._session.units.forward(action.shard, micro)
         self._put_written(action.shard)
         if micro.metrics is not None:

@@ -75,6 +75,7 @@ from shoal.runtime.counting import (
 from shoal.runtime.coupling import Coupling, coupling_of, step_peaks
 from shoal.runtime.describe import describe as describe_trials
 from shoal.runtime.describe import first_batch, own_error, rows_of
+from shoal.runtime.drawing import with_draws
 from shoal.runtime.layouts import grads_of, layout_of
 from shoal.runtime.messages import (
     ArrayTry,
@@ -496,6 +497,7 @@ class Measurer:
             return replace(whole, cuttable=False, notes=notes)
         self._chain, self._by_tensor = report.chain, coupling.by_tensor
         here, sums = self._chain_here(), self._recipe.accumulate > 1
+        self._whole = whole = with_draws(whole, here, built.batch)
         narrow = narrow and not compiles(here.model)  # whose kernels read as they like
         self._narrow = find_narrow(here, built.batch, sums=sums) if narrow else ()
         layers = measure_layers(

@@ -49,6 +49,7 @@ from shoal.recipe import (
     to_device,
 )
 from shoal.rng import RngState, capture_rng, restore_rng, seed_all
+from shoal.runtime.ahead import Ahead, Counted
 from shoal.runtime.binding import Binding
 from shoal.runtime.captured import CapturedUnits
 from shoal.runtime.captures import Captures
@@ -103,11 +104,13 @@ class Session:
         self.on_boundary: Callable[[], None] = lambda: None
         self.on_loader_lost: Callable[[str], None] = lambda reason: None
         self.on_evaluated: Callable[[dict[str, float]], None] = lambda metrics: None
+        self.counted: Counted = _uncounted
         self.evaluated_at = -1
         self.metrics: dict[str, float] = {}  # of the last evaluation
         self.epoch_number = 1  # of the last batch that was trained on, counted from 1
         self.units: Any = None  # Units, once placed
         self.captures: Captures | None = None  # of the worker; without it nothing is captured
+        self._foretold: Ahead | None = None  # where what is drawn is foretold
         self._buffer_aliases: dict[str, list[Buffer]] = {}
         first: dict[int, str] = {}
         for name, buffer in self.model.named_buffers(remove_duplicate=False):
@@ -196,7 +199,13 @@ class Session:
         spans = [shard.layers for shard in self.job.shards]
         route = route_of(technique, len(spans), lenders(self.layout))
         uses = UseWatch(narrow) if (narrow := self._narrow()) else None
-        return ChainUnits(self._chain(), self.recipe, spans, self.device, route, uses)
+        units = ChainUnits(self._chain(), self.recipe, spans, self.device, route, uses)
+        if self.job.foretells:
+            self._foretold = Ahead(units, self.device, self._next_of_group, count=self._count)
+        return units
+
+    def _count(self, work: Callable[[], None], what: str) -> None:
+        self.counted(work, what)
 
     def _narrow(self) -> dict[str, nn.Parameter]:
         """The parameters that travel as bfloat16 and step as float32.
@@ -298,6 +307,7 @@ class Session:
         self.on_boundary = lambda: None
         self.on_loader_lost = lambda reason: None
         self.on_evaluated = lambda metrics: None
+        self.counted = _uncounted
 
     # -- progress -------------------------------------------------------------------
 
@@ -323,7 +333,7 @@ class Session:
         """
         self.step = progress.step
         self.tally = Tally() if warm else Tally.unpack(progress.tally)
-        self._check_shapes()
+        self.binding.require_shapes(self.layout)
         self.binding.restore(progress.scalars, progress.stored, self._step_places())
         if warm:
             self._catch_up(progress.step)
@@ -342,17 +352,6 @@ class Session:
             self.feed.seek(progress.position)
         if self.valid_feed and progress.valid and not self.valid_feed.is_at(progress.valid):
             self.valid_feed.seek(progress.valid)
-
-    def _check_shapes(self) -> None:
-        """The model is of the shapes that its state has: other hyperparameters give others."""
-        for shard in self.layout.shards:
-            for name, shape in ((f.spec.name, f.spec.shape) for f in shard.param.fields):
-                if tuple(found := self.binding.poison[name].shape) != shape:
-                    raise TrialError(
-                        f"{name!r} is {tuple(found)} with the hyperparameters that this trial has "
-                        f"now, and {shape} in its state. Leave what changes shapes out of "
-                        "shoal.PBT(vary=...)."
-                    )
 
     def _step_places(self) -> dict[str, torch.device]:
         """Where each parameter is stepped."""
@@ -471,7 +470,10 @@ class Session:
             yield from self._train_lazily(first)
         else:
             program = self.units.step_program(size, self.recipe.clip_grad_norm is not None)
-            yield Task(program, "step", batches={0: first})
+            task = Task(program, "step", batches={0: first})
+            if self._foretold is not None:
+                yield from self._foretold.fill(task, size)
+            yield task
         losses = self.losses.values()
         self.step += 1
         self.on_step(sum(losses) / len(losses))
@@ -591,3 +593,8 @@ class Session:
             has_valid = self.valid_feed is not None
             require_metric(self.settings.metric, self.metrics, has_valid=has_valid)
         self.on_evaluated(self.metrics)
+
+
+def _uncounted(work: Callable[[], None], what: str) -> None:
+    """As it is where no device counts."""
+    work()

@@ -23,11 +23,12 @@ from shoal.pipeline.schedule import Pipeline
 from shoal.program.ir import Action, Op, Part
 from shoal.program.needs import message_kind
 from shoal.recipe import Batch
-from shoal.rng import RngState, capture_rng, restore_rng, same_rng
+from shoal.rng import RngState, capture_rng, restore_rng
 from shoal.runtime.binding import Placed
 from shoal.runtime.compute import Compute
 from shoal.runtime.pipelined import PipelineSession
 from shoal.runtime.session import Session
+from shoal.runtime.streams import Stream, drawing_nothing
 from shoal.runtime.task import Task
 from shoal.runtime.units import ChainUnits, Micro
 
@@ -61,8 +62,7 @@ class SpilledCompute(Compute):
         self._pipeline: Pipeline | None = None
         self._foretelling: Foretelling | None = None
         self._losses: list[float] = []
-        self._streams: dict[int, RngState] = {}  # where each micro-batch's next forward begins
-        self._foretold: dict[int, RngState] = {}
+        self._streams: dict[int, Stream] = {}  # of micro-batches
         self._next: RngState | None = None  # where the next micro-batch begins, at the first stage
         self._newest: tuple[Batch, RngState] | None = None  # it, and the state after shard 0
 
@@ -71,7 +71,6 @@ class SpilledCompute(Compute):
         self._pipeline, self._foretelling = pipeline, foretelling
         self._losses, self._next, self._newest = [], None, None
         self._streams.clear()
-        self._foretold.clear()
 
     @property
     def end_rng(self) -> RngState:
@@ -100,7 +99,7 @@ class SpilledCompute(Compute):
             self._foretell(number - 1)
             batch = self._staged.fetch_micro()
             if self._draws:
-                self._streams[number] = capture_rng(self._staged.device)
+                self._streams[number] = Stream(capture_rng(self._staged.device))
         self._note_size(batch, evaluates=task.kind == "evaluation")
         task.micros[number] = self._units.begin(batch)
 
@@ -110,7 +109,7 @@ class SpilledCompute(Compute):
             batch, after_first = self._newest
             restore_rng(after_first, self._staged.device)
             self._foretelling.draw_on(batch)
-            self._next = self._foretold[before] = capture_rng(self._staged.device)
+            self._next = self._streams[before].foretold = capture_rng(self._staged.device)
         if self._next is not None:
             restore_rng(self._next, self._staged.device)
 
@@ -120,7 +119,7 @@ class SpilledCompute(Compute):
         with self._drawing(task, number):
             super()._forward(task, action)
         if action.shard == 0 and self._draws and task.kind != "evaluation":
-            self._newest = (micro.batch, self._streams[number])
+            self._newest = (micro.batch, self._streams[number].state)
 
     def _backward(self, task: Task, action: Action) -> None:
         number = action.micro or 0
@@ -144,15 +143,10 @@ class SpilledCompute(Compute):
         """
         trains = task.kind != "evaluation"
         stream = self._streams.get(number) if trains else None
-        if stream is not None:
-            restore_rng(stream, self._staged.device)
-        before = capture_rng(self._staged.device)
-        yield
-        after = capture_rng(self._staged.device)
-        if trains and self._draws:
-            self._streams[number] = after
-        elif not same_rng(before, after):
-            raise TrialError(_DREW if trains else _DREW_EVALUATING)
+        words = _DREW if trains else _DREW_EVALUATING
+        device = self._staged.device
+        with stream.going_on(device) if stream else drawing_nothing(device, words):
+            yield
 
     def _note_loss(self, number: int) -> None:
         """The mean over a step, as the plain loop takes it."""
@@ -205,7 +199,7 @@ class SpilledCompute(Compute):
         if Part.PARAM in parts:
             return None
         if Part.RNG in parts:
-            return pack_rng(self._streams[number])
+            return pack_rng(self._streams[number].state)
         if Part.GRAD in parts:
             micro = task.micros.pop(number)
             return micro.grads, micro.tied
@@ -222,15 +216,11 @@ class SpilledCompute(Compute):
         Raises:
             TrialError: it is not what was foretold.
         """
-        foretold = self._foretold.pop(number, None)
-        if foretold is None:
+        stream = self._streams[number]
+        stream.state = state
+        if stream.foretold is None:
             self._next, self._newest = state, None
-        elif not same_rng(foretold, state):
-            raise TrialError(
-                f"the model drew other random numbers for micro-batch {number} than for earlier "
-                "ones of its form: its draws depend on what it computes, and cannot be foretold. "
-                "Train it with technique='spilled'."
-            )
+        stream.require_foretold("technique='spilled'")
 
     def _arrived(self, number: int, tree: Any) -> Micro:
         """A micro-batch as the stage before left it."""
@@ -241,7 +231,7 @@ class SpilledCompute(Compute):
         micro.context.touched |= touched
         micro.wires = dict(wires)
         if rng is not None:
-            self._streams[number] = unpack_rng(rng)
+            self._streams[number] = Stream(unpack_rng(rng))
         return micro
 
     def _boundary(self, task: Task, number: int) -> Any:
@@ -255,9 +245,9 @@ class SpilledCompute(Compute):
             micro.wires = {wire: t for wire, t in micro.wires.items() if wire in again}
         else:
             del task.micros[number]
-        rng = self._streams.get(number) if trains else None
+        stream = self._streams.get(number) if trains else None
         sheet = micro.context.sheet
-        packed = None if rng is None else pack_rng(rng)
+        packed = None if stream is None else pack_rng(stream.state)
         return micro.batch, sheet.parts, micro.context.touched, leaving, packed
 
 

@@ -13,13 +13,10 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from shoal.core.errors import CapacityError
 from shoal.core.technique import kept_shards
-from shoal.core.units import Bytes
 from shoal.device import Device
 from shoal.memory.layout import stage_arena
 from shoal.partition.chain import Chain
-from shoal.partition.track import AllocationTracker
 from shoal.pipeline.build import shares_of, ties_of
 from shoal.pipeline.links import Links
 from shoal.pipeline.schedule import Pipeline
@@ -27,9 +24,9 @@ from shoal.pipeline.spilled import SpilledPipeline, list_of
 from shoal.program.ir import Program
 from shoal.recipe import Batch
 from shoal.rng import restore_rng
+from shoal.runtime.beside import counted
 from shoal.runtime.gangseat import Waiting
 from shoal.runtime.interpret import Seat
-from shoal.runtime.outgrown import outgrown
 from shoal.runtime.pipelined import PipelineSession
 from shoal.runtime.score import is_sampled
 from shoal.runtime.spilledcompute import SpilledCompute
@@ -125,7 +122,8 @@ class SpilledStage:
         stop = self._session.job.shards[0].layers[1]
         session, technique = self._session, self._session.technique
         if session.draws is None:
-            self._count(lambda: look_at_draws(session, self._chain, stop), "the first batch")
+            look = functools.partial(look_at_draws, session, self._chain, stop)
+            counted(self.seat, look, "the first batch")
         session.refuse_mixed_draws()
         return Pipeline(
             schedule=technique.known_schedule,
@@ -138,34 +136,6 @@ class SpilledStage:
             foretold=session.foretelling is not None,
             follows=True,
         )
-
-    def _count(self, work: Callable[[], None], what: str) -> None:
-        """Run what is no action, and count every byte that it allocates against the budget.
-
-        Raises:
-            CapacityError: there is no room for it.
-        """
-        seat, tracker = self.seat, AllocationTracker()
-        if not seat.counts:
-            work()
-            return
-        before = seat.resident_bytes()
-        with tracker:
-            work()
-        more = Bytes(tracker.peak_bytes)
-        seat.peak_bytes = max(seat.peak_bytes, before + more)
-        on_top = Bytes(before + more - self._session.job.held_bytes)
-        if on_top <= seat.unit_bytes:
-            return
-        reserved, seat.unit_bytes = seat.unit_bytes, on_top
-        left = Bytes(max(0, more - on_top + reserved))
-        try:
-            seat.reserve_units()
-        except CapacityError as error:
-            who, device = f"{what} of trial {seat.trial}", seat.device.spec.name
-            found = CapacityError(outgrown(who, device, more, left, error))
-            found.growth = on_top / reserved if reserved else found.growth
-            raise found from None
 
     def step(self, pipeline: Pipeline) -> Task:
         """This stage's list of a step."""

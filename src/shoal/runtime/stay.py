@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from shoal.core.technique import Technique, kept_heads, kept_shards, kept_weights
 from shoal.memory.store import Region, Regions
+from shoal.runtime.beside import counted
 from shoal.runtime.interpret import Seat
 from shoal.runtime.messages import Grant, LeaseOver
 from shoal.runtime.session import Session
@@ -108,6 +109,16 @@ class Stay:
     departing: bool = False  # what stayed on the device is on its way to the host
     over: LeaseOver | None = None  # everything is there; what to say of it
     step_began: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self.seat.session.counted = self._counted
+
+    def _counted(self, work: Callable[[], None], what: str) -> None:
+        """As units are: in chosen steps."""
+        if self.seat.track:
+            counted(self.seat, work, what)
+        else:
+            work()
 
 
 def here(technique: Technique) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

@@ -15,9 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shoal.core.errors import NarrowError, TrialError
+from shoal.core.errors import NarrowError
 from shoal.ownstep import Losses, OwnStep, own_evaluation
 from shoal.partition.chain import Chain
+from shoal.partition.draws import DrawRecorder
 from shoal.partition.measure import private_wires
 from shoal.partition.narrow import UseWatch
 from shoal.partition.preserve import read_buffers, write_buffers
@@ -33,8 +34,17 @@ from shoal.partition.units import (
 from shoal.partition.wires import storage_key
 from shoal.program.ir import Program
 from shoal.recipe import HP, Recipe, autocast, compute_loss, model_inputs
-from shoal.rng import RngState, capture_rng, restore_rng, same_rng
+from shoal.rng import RngState, capture_rng, restore_rng
+from shoal.runtime.streams import Stream, drawing_nothing
 from shoal.spill import generate
+
+BY_MICRO = "technique=shoal.Spilled(order='micro')"
+"""The way out where random numbers would come in another order."""
+_DREW = (
+    "the model drew random numbers, which it did not when it was measured, and its shards run all "
+    "micro-batches of a step one after another, in another order than the plain loop. Train it "
+    f"with {BY_MICRO}."
+)
 
 
 @dataclass(slots=True)
@@ -49,6 +59,7 @@ class Micro:
     held: dict[int, Held] = field(default_factory=dict)  # shard -> its forward, with gradients
     tied: dict[str, Tensor] = field(default_factory=dict)  # gradients of borrowed parameters
     rng: dict[int, RngState] = field(default_factory=dict)  # before each shard's forward
+    stream: Stream | None = None  # of one whose forwards overlap those of the next, and draw
     buffers: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
     written: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)  # parameters
     losses: Losses | None = None  # of a step of one's own
@@ -186,6 +197,7 @@ class ChainUnits:
 
     The recomputed forward sees the random numbers and the buffers that the first one saw,
     and leaves both as the first one left them. Where the route says so, nothing is recomputed.
+    Where all micro-batches are in each shard, one that draws has a stream of its own.
     """
 
     def __init__(
@@ -253,17 +265,30 @@ class ChainUnits:
         if shard in saves and self.chain.model.training:
             self._forward_and_hold(shard, micro)
             return None
-        if self.chain.model.training:
-            micro.rng[shard] = capture_rng(self._device)
-            micro.buffers[shard] = read_buffers(self.chain.model, self._buffers[shard])
-            micro.written[shard] = self._read_written(shard)
         start, stop = self._spans[shard]
-        with self._undrawn():
-            new = run_forward(self.chain, micro.context, start, stop, micro.wires)
-        micro.wires |= new
+        with self._drawing(micro):
+            if self.chain.model.training:
+                micro.rng[shard] = capture_rng(self._device)
+                micro.buffers[shard] = read_buffers(self.chain.model, self._buffers[shard])
+                micro.written[shard] = self._read_written(shard)
+            micro.wires |= run_forward(self.chain, micro.context, start, stop, micro.wires)
         if not self.chain.model.training:
             self._keep(micro, [stop])
         return None
+
+    def record(self, shard: int, micro: Micro, recorder: DrawRecorder) -> None:
+        """A forward for what it draws alone: nothing else of it is there afterwards."""
+        model, (start, stop) = self.chain.model, self._spans[shard]
+        buffers = read_buffers(model, self._buffers[shard])
+        written = self._read_written(shard)
+        with recorder:
+            if shard == self.num_shards - 1:
+                self._evaluate(micro)
+            else:
+                micro.wires |= run_forward(self.chain, micro.context, start, stop, micro.wires)
+                self._keep(micro, [stop])
+        write_buffers(model, buffers)
+        self._write_written(written)
 
     def _forward_and_hold(self, shard: int, micro: Micro) -> None:
         """The forward as the plain loop runs it: its backward finds what it saved."""
@@ -288,8 +313,11 @@ class ChainUnits:
     def _backward(self, shard: int, micro: Micro) -> Tensor | None:
         last = shard == self.num_shards - 1
         if last:
-            with self._undrawn():
-                return self._run_backward(shard, micro)
+            with self._drawing(micro):
+                loss = self._run_backward(shard, micro)
+            if micro.stream is not None:  # before anything steps
+                micro.stream.require_foretold(BY_MICRO)
+            return loss
         if shard in micro.held:
             start, stop = self._spans[shard]
             held = micro.held.pop(shard)
@@ -319,23 +347,18 @@ class ChainUnits:
         return None
 
     @contextmanager
-    def _undrawn(self) -> Iterator[None]:
-        """With all micro-batches in each shard, random numbers would be drawn in another order.
+    def _drawing(self, micro: Micro) -> Iterator[None]:
+        """A first forward; with all micro-batches in each shard from the stream of its own.
 
         Raises:
-            TrialError: some were drawn.
+            TrialError: it draws random numbers, and has no such stream.
         """
         if self._route.order == "micro" or not self.chain.model.training:
             yield
             return
-        before = capture_rng(self._device)
-        yield
-        if not same_rng(before, capture_rng(self._device)):
-            raise TrialError(
-                "the model drew random numbers, which it did not when it was measured, and its "
-                "shards run all micro-batches of a step one after another, in another order than "
-                "the plain loop. Train it with technique=shoal.Spilled(order='micro')."
-            )
+        drawing = drawing_nothing(self._device, _DREW)
+        with micro.stream.going_on(self._device) if micro.stream else drawing:
+            yield
 
     def _read_written(self, shard: int) -> dict[str, Tensor]:
         model = self.chain.model

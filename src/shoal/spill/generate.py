@@ -25,9 +25,9 @@ Belady's rule would decide it:
 [Note: which loop is outside]
 The plain loop takes one micro-batch after the other through the whole model. Asked for, every
 shard takes all of them while it is here, and a load is paid once a step. Gradients, losses and
-statistics are summed in the same order where each belongs to one shard; a model that draws
-random numbers, or whose layers share what a forward changes, would end on other bits. The
-boundaries of all micro-batches are held then.
+statistics are summed in the same order where each belongs to one shard; a model whose layers
+share what a forward changes would end on other bits. What a micro-batch draws at random is drawn
+ahead of it (``runtime.ahead``). The boundaries of all micro-batches are held then.
 
 [Note: where boundaries wait]
 A shard's input is read by its forward and again by its backward, and the first shards wait

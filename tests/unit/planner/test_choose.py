@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shoal.core.technique import Spilled, kept_shards
 from shoal.core.units import Bytes
-from shoal.planner.choose import choices
+from shoal.planner.choose import choices, may_go_by_shard
 from shoal.planner.keep import keep_best, keep_most
 from shoal.planner.need import Request, fits, need
 from shoal.planner.paper import _least_outside
@@ -319,6 +319,38 @@ def test_by_shard_is_no_other_order_where_a_step_has_one_micro_batch():
     found = measure(16, draws=True, num_batches=100)
     technique, _ = best(found, state_of(found) / 4, technique=Spilled(order="shard"))
     assert technique.order == "micro"
+
+
+@pytest.mark.parametrize(
+    ("draws", "foretold", "num_batches", "may"),
+    [
+        (False, False, 9, True),
+        (True, True, 9, True),
+        (True, False, 9, False),
+        (False, False, None, False),
+        (True, True, None, False),
+    ],
+)
+def test_by_shard_a_model_may_go_whose_draws_are_foretold(draws, foretold, num_batches, may):
+    found = measure(4, draws=draws, foretold=foretold, num_batches=num_batches)
+    assert may_go_by_shard(found, request(micro_batches=2)) == may
+    assert not may_go_by_shard(found, request())
+
+
+def test_there_is_room_for_what_is_recorded_and_drawn_ahead():
+    shards = predict_shards(measure(4).layers, range(1, 4))
+    technique, asked = Spilled(shards=4, order="shard", keep=()), request(micro_batches=2)
+    technique = replace(technique, optimizer="host", lookahead=0)
+    plain = need(measure(4, draws=False), shards, technique, asked)
+    little = measure(4, draws=True, foretold=True, draw_bytes=Bytes(1024))
+    assert need(little, shards, technique, asked) == plain  # there is room for it anyway
+    much = replace(little, draw_bytes=Bytes(64 * MIB))
+    assert need(much, shards, technique, asked).peak == plain.held + 64 * MIB
+    in_turns = replace(technique, order="micro")  # where nothing is drawn ahead
+    assert need(much, shards, in_turns, asked) == need(little, shards, in_turns, asked)
+    forward = [replace(shard, forward_peak_bytes=Bytes(32 * MIB)) for shard in shards]
+    small = replace(little, valid_scale=0.1)
+    assert need(small, forward, technique, asked).peak >= 32 * MIB
 
 
 def test_by_itself_the_micro_batches_go_one_after_another():

@@ -1,4 +1,4 @@
-"""A spilled stage at a stop, and what it says where something does not fit."""
+"""A spilled stage at a stop, and what is said where something does not fit."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from shoal.core.errors import CapacityError
+from shoal.runtime.beside import counted
 from shoal.runtime.interpret import Seat
-from shoal.runtime.spilledstages import SpilledStage, SpilledStageSeat
+from shoal.runtime.spilledstages import SpilledStageSeat
+from shoal.runtime.stay import Stay
 
 
 class Event:
@@ -48,17 +50,34 @@ def test_others_compute_while_what_is_in_flight_comes_to_its_end(kind):
     assert not seat._in_flight
 
 
-def test_a_first_batch_that_does_not_fit_says_how_much_larger_it_is():
-    stage, seat = SpilledStage.__new__(SpilledStage), SimpleNamespace()
+def full_seat() -> SimpleNamespace:
+    """A seat that holds 1000 bytes and has room for 1000 more."""
 
     def refuse():
         raise CapacityError("no room")
 
-    stage._session = SimpleNamespace(job=SimpleNamespace(held_bytes=1000))
-    stage.seat = seat
-    seat.counts, seat.trial, seat.peak_bytes, seat.unit_bytes = True, 3, 0, 1000
-    seat.resident_bytes, seat.reserve_units = lambda: 1000, refuse
-    seat.device = SimpleNamespace(spec=SimpleNamespace(name="cuda:0"))
+    return SimpleNamespace(
+        session=SimpleNamespace(job=SimpleNamespace(held_bytes=1000)),
+        **{"counts": True, "track": True, "trial": 3, "peak_bytes": 0, "unit_bytes": 1000},
+        resident_bytes=lambda: 1000,
+        reserve_units=refuse,
+        device=SimpleNamespace(spec=SimpleNamespace(name="cuda:0")),
+    )
+
+
+def test_a_first_batch_that_does_not_fit_says_how_much_larger_it_is():
     with pytest.raises(CapacityError, match="the first batch of trial 3 allocated") as caught:
-        stage._count(lambda: torch.empty(3000, dtype=torch.uint8), "the first batch")
+        counted(full_seat(), lambda: torch.empty(3000, dtype=torch.uint8), "the first batch")
     assert 3 <= caught.value.growth <= 3.1
+
+
+def test_what_is_drawn_ahead_is_counted_in_the_steps_whose_units_are():
+    seat = full_seat()
+    Stay(seat, iter(()))
+    seat.session.counted(lambda: torch.empty(900, dtype=torch.uint8), "drawing ahead")
+    assert seat.peak_bytes == 1900
+    with pytest.raises(CapacityError, match="drawing ahead of trial 3 allocated"):
+        seat.session.counted(lambda: torch.empty(3000, dtype=torch.uint8), "drawing ahead")
+    seat.track, seat.peak_bytes = False, 0
+    seat.session.counted(lambda: torch.empty(3000, dtype=torch.uint8), "drawing ahead")
+    assert seat.peak_bytes == 0

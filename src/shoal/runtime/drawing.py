@@ -1,0 +1,29 @@
+"""Whether what a model draws can be foretold, as a measure has it, and its bytes."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+from shoal.core.spec import JobMeasure
+from shoal.partition.chain import Chain
+from shoal.partition.track import peak_of
+from shoal.pipeline.foretell import Foretelling
+from shoal.recipe import Batch
+from shoal.rng import capture_rng, restore_rng
+
+
+def with_draws(whole: JobMeasure, chain: Chain, batch: Batch) -> JobMeasure:
+    """The measure of a model, with what is known of its draws where a step has several batches.
+
+    Of compiled code nobody sees what it draws.
+    """
+    if not whole.draws or whole.compiled or chain.recipe.accumulate == 1:
+        return whole
+    foretelling = Foretelling(chain, 0)
+    if not foretelling.look(batch).foretold:
+        return whole
+    again, before = functools.partial(foretelling.draw_on, batch), capture_rng(chain.device)
+    num_bytes = peak_of(again)
+    restore_rng(before, chain.device)
+    return replace(whole, foretold=True, draw_bytes=num_bytes)
