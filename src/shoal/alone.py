@@ -10,13 +10,14 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shoal.bound import bound, clip_limit
 from shoal.core.errors import SpecError, TrialError
 from shoal.core.spec import Place
 from shoal.ownstep import (
@@ -112,7 +113,8 @@ class _Learner:
     """A model and all that takes its steps: gradients, optimizer, schedule."""
 
     def __init__(self, asked: Asked, hp: HP, model: nn.Module) -> None:
-        recipe = asked.recipe
+        recipe = bound(asked.recipe, hp)
+        asked = replace(asked, recipe=recipe)
         self.hp, self.model, self.modes = hp, model, Modes(recipe, model)
         self.stepper = make_stepper(recipe, model, hp, asked.place)
         self.schedule = build_schedule(recipe, self.stepper.optimizer, hp)
@@ -141,8 +143,8 @@ class _Learner:
         loss = self._take.backward_group(group, number)
         if not (self._ignores_nonfinite or math.isfinite(loss)):
             raise TrialError(_nonfinite(loss, number + 1))
-        if self._recipe.clip_grad_norm:
-            self._take.clip(self._recipe.clip_grad_norm)
+        if limit := clip_limit(self._recipe):
+            self._take.clip(limit)
         self._versions.before_step()
         with self._rounding.stepping(self.stepper.parameters, number):
             self._take.step(self.stepper)
@@ -328,12 +330,13 @@ def evaluate(
     """Means over the validation batches, unweighted; leaves the random streams as they were.
 
     The model is left in evaluation mode. The metrics are computed outside autocast. ``hp`` is
-    for a recipe that evaluates itself.
+    for a recipe that evaluates itself, or whose loss or metrics take them.
 
     Raises:
         TrialError: there is no batch.
     """
     model.eval()
+    recipe = bound(recipe, hp)
     sums: dict[str, float] = {}
     count = 0
     with _restored_rng(device), torch.no_grad():

@@ -44,7 +44,11 @@ class Recipe:
         model: ``(hp) -> nn.Module``, built on the CPU.
         data: ``(hp) -> (train, valid)``; each can be iterated again and again and yields
             batches; ``valid`` may be None.
-        loss: ``(output, batch) -> scalar Tensor``; default: the output's own ``loss``.
+        loss: ``(output, batch) -> scalar Tensor``; default: the output's own ``loss``. One that
+            has a parameter called ``hp`` is given the trial's hyperparameters by that name, as
+            ``(output, batch, hp)``: a label smoothing or a weight of a term to search over. In an
+            array its floats may differ from trial to trial; it reads them by names that its code
+            spells out, as in ``hp["smoothing"]``. See docs/design/0015-fusion.md.
         inputs: ``(batch) -> args tuple or kwargs dict`` of the model's forward. Default: a
             Tensor is the one argument, of a tuple or list the first item, a mapping is
             the keyword arguments.
@@ -54,8 +58,11 @@ class Recipe:
             one for each module that has something to train, by its name.
         schedule: ``(optimizer, hp) -> LRScheduler``, stepped once per optimizer step; gets what
             ``optimizer`` returned, and may return several too.
-        metrics: name -> ``(output, batch) -> float``, averaged over the validation batches.
-        clip_grad_norm: the largest global gradient norm, or None.
+        metrics: name -> ``(output, batch) -> float``, averaged over the validation batches; with a
+            parameter called ``hp`` as in ``loss``.
+        clip_grad_norm: the largest global gradient norm, or None; or ``(hp) -> norm or None``, for
+            each trial its own. A trial for which it says None is not clipped, but is planned as
+            one that is: a spilled one begins no step before the whole backward is done.
         accumulate: batches per optimizer step.
         precision: ``"fp32"``; ``"bf16"`` for autocast with float32 parameters; ``"bf16-sr"``
             for autocast with weights in bfloat16 alone, which a step rounds stochastically
@@ -94,12 +101,12 @@ class Recipe:
 
     model: Callable[[HP], nn.Module | Mapping[str, nn.Module]]
     data: Callable[[HP], tuple[Iterable[Batch], Iterable[Batch] | None]]
-    loss: Callable[[Output, Batch], Tensor] | None = None
+    loss: Callable[..., Tensor] | None = None
     inputs: Callable[[Batch], tuple[Any, ...] | Mapping[str, Any]] | None = None
     optimizer: Callable[[Any, HP], Any] | None = None
     schedule: Callable[[Any, HP], Any] | None = None
-    metrics: Mapping[str, Callable[[Output, Batch], float]] = field(default_factory=dict)
-    clip_grad_norm: float | None = None
+    metrics: Mapping[str, Callable[..., float]] = field(default_factory=dict)
+    clip_grad_norm: float | Callable[[HP], float | None] | None = None
     accumulate: int = 1
     precision: str = "fp32"
     loss_rows: int | None = None
@@ -176,11 +183,16 @@ def _check_metrics(metrics: object) -> None:
         _require_callable(f"metrics[{name!r}]", metric)
 
 
-def _norm(asked: object) -> float | None:
-    """The largest norm of a gradient that is not clipped."""
+def _norm(asked: object) -> float | Callable[[HP], float | None] | None:
+    """The largest norm of a gradient that is not clipped, or what says it of a trial."""
+    if callable(asked):
+        return asked
     norm: float | None = plain(asked)
     if norm is not None and (not is_number(norm) or not norm > 0):
-        raise SpecError(f"clip_grad_norm is positive or None, got {asked!r}.")
+        raise SpecError(
+            f"clip_grad_norm is positive or None, got {asked!r}. A limit for each trial is a "
+            "function (hp) -> norm or None."
+        )
     return norm
 
 

@@ -22,6 +22,7 @@ from watching import space_of
 import shoal
 from shoal.partition.build import clone_batch
 from shoal.partition.draws import Recordings
+from shoal.runtime.pool import WorkerPool
 
 STEPS = 7  # of 5 batches: with three a step, groups of 3, 2, 3, 2 ...
 RATES = shoal.grid(lr=[1e-2, 3e-3])
@@ -304,8 +305,9 @@ def test_one_after_another_they_have_the_plain_bits(watch):
 
 
 def test_compiled_code_is_refused(run_study):
-    with pytest.raises(shoal.PlanError, match=r"those of compiled code cannot be foretold"):
-        run_study(trap(Compiled), RATES, steps=2, technique=by_shard())
+    words = r"those of compiled code cannot be foretold"
+    with WorkerPool() as own, pytest.raises(shoal.PlanError, match=words):  # it compiled something
+        run_study(trap(Compiled), RATES, steps=2, technique=by_shard(), workers=own)
 
 
 class Compiled(traps.Chain):

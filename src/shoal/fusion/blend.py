@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.bound import Rest
 from shoal.fusion.declined import Declined
 from shoal.fusion.perslot import PerSlot
+from shoal.fusion.sealed import seal
 
 HIDDEN = frozenset(
     ("_parameters", "_buffers", "_modules", "training", "_flat_weights", "_flat_weight_refs")
@@ -67,6 +69,8 @@ def same(values: Sequence[Any]) -> bool:
 
 
 def _maker(first: Any) -> Any:
+    if isinstance(first, Rest):
+        return lambda values, where: seal(values[0])
     if isinstance(first, nn.Module):
         return _module
     if isinstance(first, functools.partial):

@@ -7,6 +7,7 @@ from collections.abc import Sequence, Set
 import torch
 from torch import Tensor, nn
 
+from shoal.bound import clip_limit
 from shoal.fusion.crew import ArrayBackend, Crew
 from shoal.fusion.member import Member
 from shoal.fusion.optim import FusedSteps
@@ -75,7 +76,7 @@ class Finisher:
     def _clip_together(self, slots: Sequence[int]) -> None:
         chosen = set(slots)
         limits = [
-            member.recipe.clip_grad_norm if slot in chosen else None
+            clip_limit(member.recipe) if slot in chosen else None
             for slot, member in enumerate(self._crew.members)
         ]
         blocks = [b.grad for b in self._crew.stacked.parameters.values() if b.grad is not None]
@@ -88,7 +89,7 @@ class Finisher:
 
 def clip_alone(member: Member) -> None:
     """Clip a slot's own gradients by their global norm, as the plain loop does."""
-    limit = member.recipe.clip_grad_norm
+    limit = clip_limit(member.recipe)
     if limit:
         nn.utils.clip_grad_norm_(member.module.parameters(), limit)
 

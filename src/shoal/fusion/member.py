@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.bound import bound
 from shoal.ownstep import Modes
 from shoal.recipe import HP, Recipe
 from shoal.rng import RngState, capture_rng, restore_rng
@@ -21,7 +22,8 @@ class Member:
 
     In an array the module's parameters and buffers are views of the array's tensors, and
     the optimizer holds the same parameter objects throughout. ``rng`` is current outside an
-    array; inside, the array's streams are (``Array.extract`` brings it up to date).
+    array; inside, the array's streams are (``Array.extract`` brings it up to date). ``recipe`` is
+    that of a trial with these ``hp``, whichever was given.
     """
 
     recipe: Recipe
@@ -32,6 +34,9 @@ class Member:
     rng: RngState
     step: int = 0
     modes: Modes | None = None  # where the recipe has a step of its own
+
+    def __post_init__(self) -> None:
+        self.recipe = bound(self.recipe, self.hp)
 
     def train(self, training: bool = True) -> None:
         """Put the module into the modes in which it trains, or into evaluation mode."""

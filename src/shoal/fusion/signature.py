@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.bound import OfTrial, code_of
 from shoal.fusion.blend import HIDDEN
 from shoal.fusion.match import Signature
 from shoal.fusion.stacked import owners
@@ -62,12 +63,15 @@ def kind_of(batch: Any) -> str:
 
 
 def _recipe_facts(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    for name in ("loss", "inputs"):
-        yield f"the recipe's {name}", described(getattr(recipe, name))
+    loss = recipe.loss
+    yield "the recipe's loss", described(code_of(loss))
+    for name, value in loss.hp.spelled.items() if isinstance(loss, OfTrial) else ():
+        yield f"the hyperparameter {name!r}, which the recipe's loss reads", described(value)
+    yield "the recipe's inputs", described(recipe.inputs)
     for name in ("step", "evaluate") if recipe.step is not None else ():
         yield f"the recipe's {name}", described(getattr(recipe, name))
     for name, metric in recipe.metrics.items():
-        yield f"the recipe's metric {name!r}", described(metric)
+        yield f"the recipe's metric {name!r}", described(code_of(metric))
     for name in ("accumulate", "precision", "loss_rows"):
         yield f"the recipe's {name}", repr(getattr(recipe, name))
 

@@ -22,6 +22,7 @@ from shoal.fusion.blend import blend, blend_settings
 from shoal.fusion.declined import Declined
 from shoal.fusion.installed import installed, places_of
 from shoal.fusion.member import Member
+from shoal.fusion.sealed import sealed
 from shoal.fusion.slots import Slots
 from shoal.fusion.stacked import Stacked, owners
 from shoal.recipe import Recipe
@@ -132,9 +133,10 @@ def _blended(template: nn.Module, modules: Sequence[nn.Module]) -> nn.Module:
 def _blended_recipe(recipes: Sequence[Recipe]) -> Recipe:
     first = recipes[0]
     if all(recipe is first for recipe in recipes):
-        return first
-    return dataclasses.replace(
+        return sealed(first)
+    both = dataclasses.replace(
         first,
         loss=blend([recipe.loss for recipe in recipes], "the recipe's loss"),
         inputs=blend([recipe.inputs for recipe in recipes], "the recipe's inputs"),
     )
+    return sealed(both)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.bound import clip_limit
 from shoal.core.errors import PlanError, SpecError
 from shoal.core.spec import HyperParameters, LayerMeasure, Scalar
 from shoal.core.technique import Schedule
@@ -122,7 +123,7 @@ def _refuse_forgotten(
 ) -> None:
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     forgotten = [n for n, p in params.items() if p.requires_grad and id(p) not in held]
-    if forgotten and recipe.clip_grad_norm is not None:
+    if forgotten and clip_limit(recipe) is not None:
         raise SpecError(
             f"the optimizer does not hold {len(forgotten)} trainable parameters, the first "
             f"{forgotten[0]!r}, and clip_grad_norm is set: their gradients would count in the "

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from shoal.bound import clip_limit
 from shoal.core.errors import TrialError
 from shoal.device.losses import Losses, readback_of
 from shoal.partition.chain import Chain, Micro
@@ -394,11 +395,11 @@ class StageCompute:
 
     def _sync(self, action: Action) -> None:
         """The clipping factor, from the norms of all stages in the order of the model."""
-        step, limit = action.version, self._chain.recipe.clip_grad_norm
-        assert limit is not None
+        step, limit = action.version, clip_limit(self._chain.recipe)
         norms = self._norms.pop(step, {}) | self._weights.norms(step)
         names = [name for name, _ in self._chain.model.named_parameters() if name in norms]
-        self._factors[step] = clip_factor(limit, [norms[name] for name in names])
+        found = [norms[name] for name in names]
+        self._factors[step] = None if limit is None else clip_factor(limit, found)
 
     def _step(self, action: Action) -> None:
         step = action.version

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import cloudpickle
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from shoal.bound import bound
 from shoal.partition.build import clone_batch
 from shoal.partition.chain import Chain
 from shoal.pipeline.build import (
@@ -96,6 +97,7 @@ def train_stage(place: Place, training: Training) -> Part:
 
 
 def _train(place: Place, training: Training, device: torch.device) -> Part:
+    training = replace(training, recipe=bound(training.recipe, training.hp))
     built, groups = build(training, place.rank, device)
     foretelling = None
     if place.rank == 0:

@@ -26,7 +26,7 @@ def measure_capture(
     captures: Captures, recipe: Recipe, model: nn.Module, batch: Batch, device: torch.device
 ) -> CaptureMeasure:
     """Capture a pass over a batch that is on the device, and time it; or why there is none."""
-    eager, captured = ResidentUnits(model, recipe, device), captures.units(model)
+    eager, captured = ResidentUnits(model, recipe, device), captures.units(model, recipe)
 
     def run(units: ResidentUnits) -> None:
         for parameter in model.parameters():

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.bound import unspelled_reads
 from shoal.fusion import Member, signature_of
 from shoal.fusion.blend import HIDDEN
 from shoal.fusion.constants import RATES, constants_of
@@ -62,26 +63,29 @@ class Captures:
             self._cuda = CudaGraphs(self._device)
         return self._cuda
 
-    def units(self, model: nn.Module) -> CapturedUnits:
-        """What computes the passes of a trial."""
-        return CapturedUnits(model, self._recipe, self._device, self._maker(model, self.cuda))
+    def units(self, model: nn.Module, recipe: Recipe | None = None) -> CapturedUnits:
+        """What computes the passes of a trial; ``recipe``: as it is for that trial."""
+        own = recipe or self._recipe
+        return CapturedUnits(model, own, self._device, self._maker(own, model, self.cuda))
 
-    def slot_units(self, model: nn.Module, cuda: CudaGraphs | None) -> CapturedUnits:
+    def slot_units(
+        self, model: nn.Module, recipe: Recipe, cuda: CudaGraphs | None
+    ) -> CapturedUnits:
         """The same of a trial in a slot; it trains on where there is no room for a capture.
 
         Of each slot's capture a GPU holds the memory for good, so there is one.
         """
-        make = self._maker(model, cuda)
-        return CapturedUnits(model, self._recipe, self._device, make, layouts=1, goes_on=True)
+        make = self._maker(recipe, model, cuda)
+        return CapturedUnits(model, recipe, self._device, make, layouts=1, goes_on=True)
 
-    def _maker(self, model: nn.Module, cuda: CudaGraphs | None) -> Maker:
+    def _maker(self, recipe: Recipe, model: nn.Module, cuda: CudaGraphs | None) -> Maker:
         code: list[Hashable] = []
 
         def make(what: Pass, leaves: Sequence[Tensor], key: Hashable) -> Replay:
             if cuda is not None:
                 return CapturedPass(what, leaves, cuda)
             if not code:
-                code.append(_code_of(self._recipe, model) if _is_told(model) else None)
+                code.append(_code_of(recipe, model) if _is_told(model) else None)
             return Operations(what.model, what.trained, self._list((code[0], key), what, leaves))
 
         return make
@@ -100,8 +104,9 @@ class Captures:
         known = self._lists.get(key)
         if known is not None:
             return known
-        made = list_operations(what, leaves)
-        if made.shares and len(self._lists) < MOST:
+        with unspelled_reads() as unspelled:  # which the key does not have
+            made = list_operations(what, leaves)
+        if made.shares and not unspelled and len(self._lists) < MOST:
             self._lists[key] = made
         return made
 
@@ -120,7 +125,7 @@ class Launching:
     def capture(self, member: Member, slot: int) -> LonePass:
         """As a trial alone is captured; on a GPU for the slot's lane."""
         cuda = self._lanes.graphs(slot) if self._lanes else None
-        return _SlotPass(self._captures.slot_units(member.module, cuda))
+        return _SlotPass(self._captures.slot_units(member.module, member.recipe, cuda))
 
     def together(self) -> AbstractContextManager[Any]:
         """Lanes, on a GPU."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shoal.bound import clip_limit
 from shoal.core.technique import Resident
 from shoal.memory.layout import split_bytes
 from shoal.program.ir import Action, Op
@@ -46,7 +47,6 @@ class Compute:
 
     def __init__(self, session: Tenant, host: list[Placed]) -> None:
         self._session, self._host = session, host
-        self._clips = session.recipe.clip_grad_norm is not None
         self._resident = isinstance(session.job.technique, Resident)
         self.placed: dict[int, Placed] = {}
         self.grads: dict[int, dict[str, Tensor]] = {}
@@ -126,7 +126,7 @@ class Compute:
             self.grads[shard] = self._found_grads(shard)
             for name in placed.params:
                 params[name].grad = None
-        if self._clips:
+        if any(self.limits()):
             self._norms |= self.norms_of(self.grads_of(shard))
         if loss is not None:
             session.note_loss(loss)
@@ -164,16 +164,19 @@ class Compute:
 
     def _sync(self, task: Task, action: Action) -> None:
         """The clipping factor of torch's clip_grad_norm_, from norms in parameter order."""
-        limit = self._session.recipe.clip_grad_norm
-        assert limit is not None
         order = self._session.binding.params
         norms = {name: self._norms[name] for name in order if name in self._norms}
         self._norms = {}
-        self._clip = self.clip_factor(limit, norms)
+        self._clip = self.clip_factor(norms)
 
-    def clip_factor(self, limit: float, norms: Mapping[str, Tensor]) -> Tensor | None:
-        """Of the norms of the gradients there are, by name in parameter order."""
-        return clip_factor(limit, list(norms.values()))
+    def limits(self) -> Sequence[float | None]:
+        """The largest norm of each trial here, None where it is not clipped."""
+        return (clip_limit(self._session.recipe),)
+
+    def clip_factor(self, norms: Mapping[str, Tensor]) -> Tensor | None:
+        """Of the norms of the gradients there are, by name in parameter order; None for none."""
+        (limit,) = self.limits()
+        return None if limit is None else clip_factor(limit, list(norms.values()))
 
     def _step(self, task: Task, action: Action) -> None:
         shard, binding = action.shard, self._session.binding

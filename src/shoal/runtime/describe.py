@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from shoal.bound import LimitOfTrial, OfTrial, bound
 from shoal.core.errors import ShoalError, SpecError
 from shoal.core.spec import HyperParameters, TrialSpec
 from shoal.data import epoch_length
@@ -37,10 +38,10 @@ def described(recipe: Recipe, trial: TrialSpec) -> tuple[str, Signature, str]:
     hp = HyperParameters(trial.hp)
     seed_all(trial.seed)
     found = _Described(recipe, hp, build_model(recipe, hp))
-    facts = signature_of(recipe, found.model, found.optimizer, found.batch).facts
+    facts = signature_of(found.recipe, found.model, found.optimizer, found.batch).facts
     length = "known" if epoch_length(found.train) is not None else "not known"
     signature = Signature((*facts, ("the length of the data", length)))
-    return _cost_signature(found), signature, constants_of(recipe, found.model)
+    return _cost_signature(found), signature, constants_of(found.recipe, found.model)
 
 
 def describe(recipe: Recipe, order: Describe, note: Callable[[int | None], None]) -> Described:
@@ -73,6 +74,7 @@ class _Described:
     """A trial's objects, to be looked at."""
 
     def __init__(self, recipe: Recipe, hp: HyperParameters, model: nn.Module) -> None:
+        self.recipe = recipe = bound(recipe, hp)
         self.model, self.choices = model, _choices(recipe, hp)
         self.train, _ = read_data(recipe, hp)
         self.batch = first_batch(self.train)
@@ -98,11 +100,20 @@ def _cost_signature(found: _Described) -> str:
 
 
 def _choices(recipe: Recipe, hp: HyperParameters) -> dict[str, Any]:
-    """What a step of one's own may cost more by: it may read any hyperparameter, as a count."""
-    if recipe.step is None:
-        return {}
-    kinds = (bool, int, str)
-    return {name: hp[name] for name in hp if type(hp[name]) in kinds and name != "seed"}
+    """What a step of one's own may cost more by: it may read any hyperparameter, as a count.
+
+    And a loss by those that it spells, and clipping by whether there is any.
+    """
+    found: dict[str, Any] = {}
+    if recipe.step is not None:
+        kinds = (bool, int, str)
+        found |= {name: hp[name] for name in hp if type(hp[name]) in kinds and name != "seed"}
+    if isinstance(recipe.loss, OfTrial):  # a term of weight 0 may be left out
+        values = recipe.loss.hp.spelled.items()
+        found |= {name: bool(v) if isinstance(v, float) else v for name, v in values}
+    if isinstance(recipe.clip_grad_norm, LimitOfTrial):
+        found["(clips)"] = recipe.clip_grad_norm.limit is not None
+    return found
 
 
 def _skeleton(recipe: Recipe, hp: HyperParameters, seed: int) -> nn.Module:

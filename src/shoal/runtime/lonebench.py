@@ -41,7 +41,7 @@ class LoneTrial:
     def capture(self, captures: Captures) -> None:
         """Have its passes captured from here on, where they can be."""
         if self.units is None and self.member.modes is None:
-            self.units = captures.units(self.member.module)
+            self.units = captures.units(self.member.module, self.member.recipe)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # it trains on as ever
                 for _ in range(PROOFS):

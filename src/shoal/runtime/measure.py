@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.bench.link import glance
+from shoal.bound import bound
 from shoal.core.errors import PlanError, SpecError, TrialError
 from shoal.core.spec import (
     ALIGNMENT,
@@ -64,11 +65,11 @@ from shoal.rng import capture_rng, same_rng, seed_all
 from shoal.runtime.binding import Binding, state_specs
 from shoal.runtime.capturebench import measure_capture
 from shoal.runtime.captures import Captures
+from shoal.runtime.clipping import refuse_forgotten, refuse_sparse_norm
 from shoal.runtime.counting import (
     fill_gradients,
     fill_missing_gradients,
     optimizer_name,
-    sparse_gradient_of,
     with_step,
     with_step_seconds,
 )
@@ -143,7 +144,7 @@ class Measurer:
     """
 
     def __init__(self, recipe: Recipe, device: Device) -> None:
-        self._recipe, self._device = recipe, device
+        self._given, self._recipe, self._device = recipe, recipe, device
         self.note: Callable[[int | None], None] = lambda trial: None
         self.captures = Captures(recipe, device.torch_device)
         self._timed = stopwatch_of(device.spec, recipe.precision) or faster_of_two(self._clock)
@@ -174,7 +175,7 @@ class Measurer:
     def answer(self, order: Order) -> Reply:
         """The reply to one order; what a trial's own code raises is part of it."""
         if isinstance(order, Describe):
-            return describe_trials(self._recipe, order, self.note)
+            return describe_trials(self._given, order, self.note)
         assert isinstance(
             order,
             Measure
@@ -219,7 +220,7 @@ class Measurer:
         if self._built is not None:
             rest_on_host(self._built.model, self._built.optimizer)
         if self._bench is None or not self._bench.is_of(trials[0]):
-            self._bench = ArrayBench(self._recipe, self._device, trials, self.captures)
+            self._bench = ArrayBench(self._given, self._device, trials, self.captures)
         return self._bench
 
     def _measure_array_shards(self, order: MeasureArrayShards) -> MeasuredArrayShards:
@@ -255,6 +256,7 @@ class Measurer:
 
     def _build(self, trial: TrialSpec) -> _Built:
         hp = HyperParameters(trial.hp)
+        self._recipe = bound(self._given, hp)
         seed_all(trial.seed)
         model = build_model(self._recipe, hp)
         modes = Modes(self._recipe, model)
@@ -264,8 +266,8 @@ class Measurer:
         require_evaluation(self._recipe, model, valid)
         optimizer = build_optimizer_of(self._recipe, model, hp)
         build_schedule(self._recipe, optimizer, hp)
-        self._refuse_forgotten(model, optimizer)
-        self._refuse_sparse_norm(model)
+        refuse_forgotten(self._recipe, model, optimizer)
+        refuse_sparse_norm(self._recipe, model)
         batch = to_device(first_batch(train), self._here)
         first_valid = to_device(next(iter(valid or ()), None), self._here)
         modes.train()
@@ -286,30 +288,6 @@ class Measurer:
         state = 4 * sum(parameter.nbytes for parameter in model.parameters())  # as with Adam
         fits = state <= self._device.spec.memory
         return self._device.torch_device if fits else torch.device("cpu")
-
-    def _refuse_forgotten(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Clipping by a norm of gradients that nobody clears means what nobody wants."""
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        forgotten = [
-            name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held
-        ]
-        if forgotten and self._recipe.clip_grad_norm is not None:
-            raise SpecError(
-                f"the optimizer does not hold {counted(len(forgotten), 'trainable parameter')}, "
-                "the first "
-                f"{forgotten[0]!r}, and clip_grad_norm is set: their gradients are never cleared, "
-                "and would count in the norm, larger at every step. Freeze them with "
-                "requires_grad_(False), or give them to the optimizer."
-            )
-
-    def _refuse_sparse_norm(self, model: nn.Module) -> None:
-        """torch clips no gradient that is sparse; after a backward also of one that code made."""
-        name = sparse_gradient_of(model)
-        if name and self._recipe.clip_grad_norm is not None:
-            raise SpecError(
-                f"clip_grad_norm takes the norm of all gradients, and that of {name!r} is sparse, "
-                "of which torch takes none. Leave it out, or have the embedding's sparse=False."
-            )
 
     def _measure_whole(self, built: _Built) -> JobMeasure:
         """One shard that is everything: bytes by the tracker, seconds of a second step."""
@@ -388,7 +366,7 @@ class Measurer:
         written = not all(map(same_bits, model.buffers(), buffers))
         del buffers
         backward = peak_of(lambda: self._backward(built))
-        self._refuse_sparse_norm(model)
+        refuse_sparse_norm(self._recipe, model)
         fill_missing_gradients(model)  # a branch that this batch does not take has state too
         first_step = peak_of(lambda: self._step(built))  # makes the state, then it is moved
         backward_s = self._timed(lambda: self._backward(built))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.bound import bound, clip_limit
 from shoal.core.spec import HyperParameters, ReplicaMeasure, ShardSpec, TrialSpec
 from shoal.core.units import Bytes
 from shoal.memory.store import same_bits
@@ -42,9 +43,9 @@ class Probe:
     def __init__(
         self, recipe: Recipe, trial: TrialSpec, device: torch.device, *, width: int, shard: bool
     ) -> None:
-        self._recipe, self._trial, self._device = recipe, trial, device
-        self._width, self._shard = width, shard
         self._hp = HyperParameters(trial.hp)
+        self._recipe, self._trial, self._device = bound(recipe, self._hp), trial, device
+        self._width, self._shard = width, shard
 
     def measure(
         self, model: nn.Module, batch: Batch, valid: Batch | None, alone: ShardSpec
@@ -197,8 +198,8 @@ class Probe:
                 last = micro == batches - 1
                 engine.backward(piece, 0.5, last=last, check=lambda value: None)
             engine.finish()
-            if self._recipe.clip_grad_norm is not None:
-                engine.clip(self._recipe.clip_grad_norm)
+            if (limit := clip_limit(self._recipe)) is not None:
+                engine.clip(limit)
         return tracker.peak_bytes, tracker.current_bytes
 
     def _evaluate(self, engine: Whole | Sharded, valid: Batch) -> None:

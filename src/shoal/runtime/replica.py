@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from shoal.bound import clip_limit
 from shoal.core.errors import TrialError
 from shoal.device import Device
 from shoal.partition.track import AllocationTracker
@@ -159,7 +160,7 @@ class Replica:
             params = self._session.binding.params
             for name, grad in self._engine.gradients().items():
                 params[name].grad = grad
-        if (limit := self._session.recipe.clip_grad_norm) is not None:
+        if (limit := clip_limit(self._session.recipe)) is not None:
             self._engine.clip(limit)
 
     def step(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.bound import bound
 from shoal.core.errors import NarrowError, TrialError
 from shoal.core.plan import Job
 from shoal.core.spec import HyperParameters
@@ -80,9 +81,10 @@ class Session:
         settings: Settings,
         device: torch.device,
     ) -> None:
-        self.recipe, self.job, self.settings, self.device = recipe, job, settings, device
-        self._by_shard = getattr(job.technique, "order", None) == "shard"
         self.hp = HyperParameters(job.hp)
+        self.recipe = recipe = bound(recipe, self.hp)
+        self.job, self.settings, self.device = job, settings, device
+        self._by_shard = getattr(job.technique, "order", None) == "shard"
         seed_all(job.seed)
         self.model = build_model(recipe, self.hp)
         self.modes = Modes(recipe, self.model)
@@ -194,18 +196,16 @@ class Session:
             return OwnUnits(self.model, self.recipe, self.device, step, number, self.hp)
         if not isinstance(technique, Spilled) or self.job.array is not None:
             if isinstance(technique, Captured) and self.captures is not None:
-                return self.captures.units(self.model)
+                return self.captures.units(self.model, self.recipe)
             return ResidentUnits(self.model, self.recipe, self.device)
         spans = [shard.layers for shard in self.job.shards]
         route = route_of(technique, len(spans), lenders(self.layout))
         uses = UseWatch(narrow) if (narrow := self._narrow()) else None
         units = ChainUnits(self._chain(), self.recipe, spans, self.device, route, uses)
         if self.job.foretells:
-            self._foretold = Ahead(units, self.device, self._next_of_group, count=self._count)
+            count: Counted = lambda work, what: self.counted(work, what)  # noqa: E731
+            self._foretold = Ahead(units, self.device, self._next_of_group, count=count)
         return units
-
-    def _count(self, work: Callable[[], None], what: str) -> None:
-        self.counted(work, what)
 
     def _narrow(self) -> dict[str, nn.Parameter]:
         """The parameters that travel as bfloat16 and step as float32.

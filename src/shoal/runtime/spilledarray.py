@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.bound import bound
 from shoal.core.technique import Spilled, kept_heads, kept_shards
 from shoal.device import Device
 from shoal.fusion import Array, Member
@@ -65,7 +66,7 @@ def chain_for(recipe: Recipe, hp: HP, seed: int, device: torch.device, num_layer
     Raises:
         Declined: it has none, or none that runs for all slots.
     """
-    before = capture_rng(device)
+    before, recipe = capture_rng(device), bound(recipe, hp)
     try:
         seed_all(seed)
         model = build_model(recipe, hp)
@@ -324,7 +325,7 @@ class SpilledArray:
             values = {"valid_loss": float(result.losses[slot])}
             moved = session.fetch_one(batch)
             with torch.no_grad(), array.streams(slot):
-                for name, metric in self._recipe.metrics.items():
+                for name, metric in array.member(slot).recipe.metrics.items():
                     values[f"valid_{name}"] = float(metric(result.outputs[slot], moved))
             found[slot] = values
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.bound import clip_limit
 from shoal.core.errors import TrialError
 from shoal.core.plan import Job
 from shoal.fusion.finish import clip_stacked_factor, scale_stacked, stacked_norm
@@ -334,16 +335,25 @@ class ArrayCompute(Compute):
                 found[name][slot] = norm
         return found
 
-    def clip_factor(self, limit: float, norms: Mapping[str, Tensor]) -> Tensor | None:
+    def limits(self) -> Sequence[float | None]:
+        """Of each slot; None where nobody is."""
+        trials = self._session.trials
+        return [
+            clip_limit(trials[slot].recipe) if slot in trials else None
+            for slot in range(self._session.width)
+        ]
+
+    def clip_factor(self, norms: Mapping[str, Tensor]) -> Tensor | None:
         """[N]. Of a gradient that a slot lacks its norm does not count, not even as 0."""
         if not norms:
             return None
-        lacking = self._session.units.lacking
+        lacking, limits = self._session.units.lacking, self.limits()
         shared = [norm for name, norm in norms.items() if name not in lacking(None)]
-        factor = clip_stacked_factor(shared or [*norms.values()], [limit] * self._session.width)
+        factor = clip_stacked_factor(shared or [*norms.values()], limits)
         for slot in self._session.apart:
             own = [norm[slot] for name, norm in norms.items() if name not in lacking(slot)]
-            mine = clip_factor(limit, own)
+            limit = limits[slot]
+            mine = None if limit is None else clip_factor(limit, own)
             if mine is not None:
                 factor[slot] = mine
         return factor

@@ -33,3 +33,30 @@ def test_whether_anything_is_dropped_counts_and_so_do_widths_and_other_floats():
     assert described(drop=0.1) != described(drop=0.0)
     assert described(drop=0.1) != described(drop=0.1, width=9)
     assert described(drop=0.1) != described(drop=0.1, beta=2.0)
+
+
+def weighted(output, batch, hp):
+    total = output.sum() if hp["kind"] == "sum" else output.mean()
+    return hp["weight"] * total
+
+
+def told(**hp) -> str:
+    recipe = Recipe(
+        model=lambda hp: nn.Linear(4, 8),
+        data=lambda hp: ([torch.zeros(2, 4)], None),
+        loss=weighted,
+        clip_grad_norm=lambda hp: hp["clip"],
+    )
+    values = {"lr": 0.1, "kind": "sum", "weight": 0.5, "clip": 1.0, "note": "a"}
+    return signature(recipe, TrialSpec(number=0, hp=values | hp, seed=0))
+
+
+def test_of_what_a_loss_reads_choices_count_and_whether_a_number_is_zero():
+    assert told() == told(weight=0.1) == told(note="b") == told(lr=0.2)
+    assert told() != told(weight=0.0)
+    assert told() != told(kind="mean")
+
+
+def test_whether_anything_is_clipped_counts():
+    assert told() == told(clip=2.0)
+    assert told() != told(clip=None)

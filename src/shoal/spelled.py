@@ -1,0 +1,134 @@
+"""Which strings the code of a function spells: the names by which it can read a mapping.
+
+Nothing is run. Followed are the functions, classes and values that a function names: in its
+constants, defaults, closure and globals, and the attributes of modules, classes and objects that
+it asks for; not what libraries define. So the answer is the same in every process, and at any
+time. It may have strings that are no names. It lacks a name that is put together as the code runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+LIBRARIES = frozenset((*sys.stdlib_module_names, "numpy", "torch"))
+MOST = 1000  # values that are looked into
+LONGEST = 100  # items of a list
+ATTRIBUTES = frozenset(("__call__", "__init__", "forward"))
+"""Those that nobody has to name."""
+
+
+def spelled(function: Any) -> frozenset[str]:
+    """Every string in the code of a function, and of what that names."""
+    walk = _Walk()
+    walk.look_at(function)
+    return frozenset(walk.found)
+
+
+class _Walk:
+    """What was found so far, and what is still to be looked into."""
+
+    def __init__(self) -> None:
+        self.found: set[str] = set()
+        self._names = set(ATTRIBUTES)  # of globals and attributes that the code asks for
+        self._met: dict[int, Any] = {}  # by identity; held, so that no identity comes twice
+        self._waiting: deque[Any] = deque()
+        self._holders: list[Mapping[str, Any]] = []  # attributes, of which names count
+
+    def look_at(self, value: Any) -> None:
+        """A value, all that it is made of, and whatever attributes are asked for."""
+        self._waiting.append(value)
+        while self._waiting and len(self._met) < MOST:
+            one = self._waiting.popleft()
+            if isinstance(one, str):
+                self.found.add(one)
+            elif id(one) not in self._met:
+                self._met[id(one)] = one
+                self._waiting += self._parts(one)
+            if not self._waiting:
+                self._waiting += self._asked_for()
+
+    def _asked_for(self) -> list[Any]:
+        values = [
+            holder[name]
+            for holder in self._holders
+            for name in sorted(self._names & holder.keys())
+        ]
+        self.found.update(value for value in values if isinstance(value, str))
+        return [v for v in values if not isinstance(v, str) and id(v) not in self._met]
+
+    def _parts(self, value: Any) -> Iterable[Any]:
+        """What a value is made of, as far as a name may be in it."""
+        if value is None or isinstance(value, bool | int | float | complex | bytes | Tensor):
+            return ()
+        if isinstance(value, list | tuple | set | frozenset):
+            return itertools.islice(value, LONGEST)
+        if isinstance(value, Mapping):
+            return itertools.chain(*itertools.islice(value.items(), LONGEST))
+        if isinstance(value, types.CodeType):
+            self._names |= set(value.co_names)
+            return value.co_consts
+        if isinstance(value, functools.partial):
+            return (value.func, *value.args, *value.keywords.values())
+        if isinstance(value, types.MethodType):
+            return value.__func__, value.__self__
+        if isinstance(value, staticmethod | classmethod):
+            return (value.__func__,)
+        if isinstance(value, property):
+            return (value.fget,)
+        if isinstance(value, types.FunctionType):
+            return () if _is_library(value) else _parts_of_function(value)
+        self._hold(value)
+        return ()
+
+    def _hold(self, value: Any) -> None:
+        """The attributes of a class, a module or an object; of a library's, a module's parts."""
+        if isinstance(value, types.ModuleType):
+            kinds: list[Any] = [] if _is_library(value) else [value]
+        elif isinstance(value, type):
+            kinds = [kind for kind in value.__mro__ if not _is_library(kind)]
+        else:
+            kinds = [kind for kind in type(value).__mro__ if not _is_library(kind)]
+            if hasattr(value, "__dict__") and (kinds or isinstance(value, nn.Module)):
+                kinds.append(value)
+        self._holders += [vars(kind) for kind in kinds]
+        if isinstance(value, nn.Module):
+            self._holders.append(dict(value.named_children()))
+
+
+def _parts_of_function(function: types.FunctionType) -> Iterator[Any]:
+    yield function.__code__
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    yield from vars(function).values()  # what a decorator keeps there
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    for name in sorted(set(_names(function.__code__)) & function.__globals__.keys()):
+        yield function.__globals__[name]
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Of the globals and attributes that code reads, and code within."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _is_library(value: Any) -> bool:
+    """Whether somebody else wrote it, who knows nothing of the user's names."""
+    if isinstance(value, types.ModuleType):
+        module = value.__name__
+    else:
+        module = getattr(value, "__module__", None) or ""
+    return module != "__main__" and module.partition(".")[0] in LIBRARIES
