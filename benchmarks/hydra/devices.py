@@ -32,13 +32,14 @@ from dataclasses import dataclass, field
 from emulate import EmulatedTrial
 
 from shoal.core.seams import Candidate
+from shoal.core.turns import LongestLeftFirst
 from shoal.program.costs import JobCosts, action_seconds
 from shoal.program.ir import Action, Op, Program
 from shoal.program.needs import computes, find_needs, matching_sends
 from shoal.program.slots import assign_slots
 from shoal.scheduler import leases
 from shoal.scheduler.interleave import Interleaver
-from shoal.scheduler.policy import LongestLeftFirst, LongestRemainingFirst
+from shoal.scheduler.policy import LongestRemainingFirst
 
 _COPIES = {Op.LOAD: "up", Op.STORE: "down"}
 

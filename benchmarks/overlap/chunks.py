@@ -30,7 +30,7 @@ from shoal.memory import chunks
 from shoal.planner.keep import ALIKE
 from shoal.planner.price import mix_s
 from shoal.program.costs import JobCosts
-from shoal.program.replay import Run, longest_left_first
+from shoal.program.replay import Run
 from shoal.spill.generate import spilled_step
 
 BLOCK = (3, 1, 4, 4)  # tensors of a block, in squares of its width
@@ -115,8 +115,8 @@ class _Waiting(paper._Paper):
         link = lane.device.links.get("host")
         if stream == "host" and link is not None and link.busy and self._owner is not None:
             lanes = [self._owner, *link.ready, lane]
-            ready = [x.candidate(x.queues["host"][0][0], self._now) for x in lanes]
-            if longest_left_first(ready) == len(link.ready) + 1:
+            ready = [x.candidate(x.queues["host"][0][0]) for x in lanes]
+            if self._choose(ready) == len(link.ready) + 1:
                 self._since.append(self._now)
         super()._transfer(lane, stream)
 

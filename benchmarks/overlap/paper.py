@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from shoal.core.profile import Profile
 from shoal.core.spec import ShardSpec
+from shoal.core.turns import LongestLeftFirst
 from shoal.core.units import Bytes, Seconds
 from shoal.device.flops import host_step_bytes, step_bytes
 from shoal.planner.price import mix_s
@@ -112,7 +113,7 @@ class _Paper(replays._Replay):
     """The replay, with a shared link."""
 
     def __init__(self, runs: Sequence[Run], active: int, slowdown: float) -> None:
-        super().__init__(runs, replays.longest_left_first, None, True, active)
+        super().__init__(runs, LongestLeftFirst(), None, True, active)
         self._slowdown = slowdown
 
     def _start(self, lane: replays._Lane, round_: replays._Round, index: int) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shoal.core.seams import LeasePolicy
+from shoal.core.turns import LongestLeftFirst
 from shoal.scheduler.interleave import Candidate, Interleaver
 from shoal.scheduler.leases import (
     DeviceJoined,
@@ -25,7 +26,6 @@ from shoal.scheduler.leases import (
     TrialAdded,
     TrialEnded,
 )
-from shoal.scheduler.policy import LongestLeftFirst
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

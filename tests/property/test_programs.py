@@ -850,12 +850,13 @@ def _moved(timeline, stream):
 def test_whatever_is_chosen_every_action_runs_once_a_step(case, trials, data):
     shape, costs = case
 
-    def anyone(ready):
-        return data.draw(st.integers(0, len(ready) - 1))
+    class Anyone:
+        def choose(self, ready):
+            return data.draw(st.sampled_from(ready))
 
     run = Run(program=shape.program, costs=costs, start=shape.kept)
     timed = [action for action in shape.program if action.op is not Op.DROP]
-    spans = replay([run] * trials, choose=anyone).spans
+    spans = replay([run] * trials, policy=Anyone()).spans
     assert sorted(str(span.action) for span in spans) == sorted(map(str, timed * trials))
 
 

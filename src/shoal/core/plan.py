@@ -24,6 +24,7 @@ from shoal.core.technique import (
     turned_shards,
     waiting_gradients,
 )
+from shoal.core.turns import DEFAULT
 from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_seconds
 
 
@@ -160,6 +161,7 @@ class Plan:
     seconds: Seconds  # predicted for the study
     failures: Mapping[int, str] = field(default_factory=dict)  # trials that cannot begin
     notes: tuple[str, ...] = ()  # lines that explain the whole study
+    rule: str = DEFAULT  # which of the trials of a device goes first
 
     @property
     def at_once(self) -> int:
@@ -169,10 +171,11 @@ class Plan:
 
     def explain(self) -> str:
         """The plan in words: per trial the technique, the shards, bytes by name, and why."""
+        order = f", {self.rule}" if self.rule != DEFAULT else ""
         lines = [
             f"study {self.study}: {counted(len(self.jobs), 'trial')} on "
-            f"{counted(len(self.devices), 'device')}, up to {self.active} at a time on each; "
-            f"predicted {format_seconds(self.seconds)}"
+            f"{counted(len(self.devices), 'device')}, up to {self.active} at a time on each{order}"
+            f"; predicted {format_seconds(self.seconds)}"
         ]
         lines += [f"  device {d.name}: {format_bytes(d.memory)}" for d in self.devices]
         first: dict[object, int] = {}

@@ -7,8 +7,7 @@ implementation imports nothing else.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class Clock(Protocol):
@@ -71,13 +70,12 @@ class LeasePolicy(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A trial whose next unit could start on a device now.
+class Candidate(NamedTuple):
+    """A trial whose next unit, or next chunk of a step on the host, could start now.
 
-    ``ticket`` is the age of its step (smaller is older), from ``Interleaver.ticket``.
-    ``remaining_s`` is the work that the trial has left, ``step_s`` that of one of its steps.
-    ``warm``: what the unit reads is on the device already.
+    ``ticket`` is the age of its step (smaller is older); one is drawn when a step begins.
+    ``remaining_s`` is what the trial still has to compute and to step, ``step_s`` what one of its
+    steps takes of that. ``warm``: what the unit reads is on the device already.
     """
 
     trial: int
@@ -88,7 +86,7 @@ class Candidate:
 
 
 class UnitPolicy(Protocol):
-    """Which of the trials on one device advances by a unit. Pure."""
+    """Which of the trials of a device advances: by a unit there, by a chunk on the host. Pure."""
 
     def choose(self, candidates: Sequence[Candidate]) -> Candidate:
         """One of ``candidates``, which are never empty."""

@@ -196,6 +196,7 @@ class Floor:
             restore=state.restore,
             save_in_s=max(0.0, wait_s - age_s),
             warm=state.warm,
+            rule=self.plan.rule,
         )
         self._send(grant, instruction.devices, state.descriptor)
 

@@ -21,6 +21,7 @@ from shoal.core.technique import (
     kept_shards,
     kept_weights,
 )
+from shoal.core.turns import DEFAULT, rule_of
 from shoal.core.units import Bytes, Seconds
 from shoal.planner.need import Request, programs
 from shoal.program.costs import JobCosts
@@ -106,8 +107,8 @@ def run_of(
     return Run(program=step, costs={0: costs}, start=here)
 
 
-def mix_s(runs: Sequence[Run], active: int) -> Seconds:
-    """How long a device takes for these trials, so many at a time.
+def mix_s(runs: Sequence[Run], active: int, rule: str = DEFAULT) -> Seconds:
+    """How long a device takes for these trials, so many at a time, in the order of a rule.
 
     Each runs some of its ``steps``: those with the fewest ``MIX_STEPS``, the others as many
     times that as they have more, up to ``MOST_TIMES``.
@@ -117,7 +118,7 @@ def mix_s(runs: Sequence[Run], active: int) -> Seconds:
         replace(run, steps=round(MIX_STEPS * min(MOST_TIMES, run.steps / fewest)), trial=trial)
         for trial, run in enumerate(runs)
     ]
-    return replay(numbered, keep_spans=False, active=active).makespan_s
+    return replay(numbered, policy=rule_of(rule), keep_spans=False, active=active).makespan_s
 
 
 def _stepped(shard: ShardSpec, technique: Technique, speeds: Speeds) -> ShardSpec:

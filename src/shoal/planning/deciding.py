@@ -55,7 +55,7 @@ from shoal.planning.refusing import (
 )
 from shoal.planning.replicating import Replicating
 from shoal.planning.replicating import numerics as replica_numerics
-from shoal.planning.sharing import share
+from shoal.planning.sharing import Shared, share
 from shoal.planning.speeds import corrected, speeds_of
 from shoal.planning.spilling import Spilling, asked_of
 from shoal.recipe import Recipe
@@ -450,10 +450,8 @@ class Deciding:
         fitting = (n for n in range(most, 1, -1) if fits(needs, self._budget, n))
         return next(fitting, 1)
 
-    def mix(
-        self, settled: Mapping[str, Settled], present: Sequence[str], active: int
-    ) -> tuple[dict[str, Settled], int]:
-        """The kinds, and how many trials share a device, where these are present on one."""
+    def mix(self, settled: Mapping[str, Settled], present: Sequence[str], active: int) -> Shared:
+        """The kinds, and how trials share a device, where these are present on one."""
         return share(
             settled,
             present,

@@ -11,6 +11,7 @@ from shoal.core.errors import PlanError
 from shoal.core.plan import Plan
 from shoal.core.spec import DeviceSpec, Place, Scalar, TrialSpec
 from shoal.core.technique import Technique
+from shoal.core.turns import DEFAULT
 from shoal.core.units import Seconds
 from shoal.pipeline.stops import Stops
 from shoal.planning.asking import Asking, Receive
@@ -154,16 +155,17 @@ class Planner:
         gang = max((found.gang for found in settled.values()), default=1)
         share = crowd or len(kinds) * gang > len(self._devices)
         active = decide.active(settled.values()) if share else 1
+        rule = DEFAULT
         if active == 1:  # what was settled for several at a time may do better alone
             again = {s: alike[s] for s, found in settled.items() if found.active > 1}
             settled |= asking.settle(again, partial(asks, crowd=False))
-        elif len(settled) > 1 and gang == 1:
+        elif gang == 1:
             present = [kinds[t.number] for t in trials if kinds.get(t.number) in settled]
-            settled, active = decide.mix(settled, present[:: len(self._devices)], active)
+            settled, active, rule = decide.mix(settled, present[:: len(self._devices)], active)
         self._take_idle(settled.values())
         able = [trial for trial in trials if trial.number not in asking.failures]
         found = [(trial, settled[kinds[trial.number]]) for trial in able]
-        planned = self._collect(found, active, asking.failures)
+        planned = self._collect(found, active, rule, asking.failures)
         self._staleness.add(planned.plan.jobs)
         if not described.arrays:
             return planned
@@ -230,6 +232,7 @@ class Planner:
         self,
         found: Sequence[tuple[TrialSpec, Settled]],
         active: int,
+        rule: str,
         failures: Mapping[int, str],
     ) -> Planned:
         last_lines = {n: error.strip().splitlines()[-1] for n, error in failures.items()}
@@ -238,6 +241,7 @@ class Planner:
             devices=self._devices,
             jobs=tuple(self._deciding.job(trial, settled) for trial, settled in found),
             active=active,
+            rule=rule,
             seconds=Seconds(0.0),
             failures=last_lines,
         )

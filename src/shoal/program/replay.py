@@ -6,10 +6,10 @@ in list order and does not wait for them, but a compute action is issued only wh
 is chosen. An action starts when it is issued, its needs are complete (``needs.py``), the
 action before it in its trial's stream is complete, and the stream's resource is free:
 
-    F B STEP SYNC   the device: one at a time; ``choose`` says whose when several are ready
+    F B STEP SYNC   the device: one at a time; ``policy`` says whose when several are ready
     LOAD            the device's link up: one transfer at a time, in order of readiness
     STORE, SEND     the link down, the link to the other devices: likewise
-    STEP@host       the host's memory: one step of a shard at a time; ``choose`` says whose, and
+    STEP@host       the host's memory: one step of a shard at a time; ``policy`` says whose, and
                     again after each of its chunks, so a step may be gone on with later
     RECV            none, it ends when its SEND ends
     DROP, CKPT      take no time here
@@ -22,13 +22,15 @@ runs, the next one begins when one has issued its last action.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 from typing import Literal, NamedTuple
 
 from shoal.core.errors import ProgramError
+from shoal.core.seams import Candidate, UnitPolicy
+from shoal.core.turns import DEFAULT, rule_of
 from shoal.core.units import Bytes, Seconds
 from shoal.program.costs import Costs, Durations, action_seconds, moved_bytes
 from shoal.program.ir import Action, Kept, Op, Program
@@ -45,34 +47,7 @@ _STREAMS: dict[Op, Stream] = {
     Op.STEP: "host",  # those on the device compute
 }
 _SHARED = frozenset({"up", "down", "host", "peer"})
-
-
-class Candidate(NamedTuple):
-    """A compute action, or a step on the host, that could start now.
-
-    Tickets are drawn when a step begins. ``left_s`` is what the trial still has to compute and
-    to step, ``step_s`` what one of its steps takes of that.
-    """
-
-    trial: int
-    ticket: int
-    ready_s: Seconds
-    left_s: float = 0.0
-    step_s: float = 0.0
-
-
-Choose = Callable[[Sequence[Candidate]], int]
-"""The index of the candidate that gets the device, or the host."""
-
-
-def longest_left_first(ready: Sequence[Candidate]) -> int:
-    """The trial with the most left, in whole steps; of those alike, the oldest step."""
-    quantum_s = max(candidate.step_s for candidate in ready) or 1.0
-
-    def rank(index: int) -> tuple[int, int]:
-        return -round(ready[index].left_s / quantum_s), ready[index].ticket
-
-    return min(range(len(ready)), key=rank)
+_LONGEST_LEFT = rule_of(DEFAULT)
 
 
 class Span(NamedTuple):
@@ -122,7 +97,7 @@ class Timeline:
 def replay(
     runs: Sequence[Run],
     *,
-    choose: Choose = longest_left_first,
+    policy: UnitPolicy = _LONGEST_LEFT,
     durations: Durations | None = None,
     keep_spans: bool = True,
     active: int | None = None,
@@ -136,7 +111,7 @@ def replay(
     Raises:
         ProgramError: the programs wait for each other; names the actions that wait.
     """
-    clockwork = _Replay(runs, choose, durations, keep_spans, active)
+    clockwork = _Replay(runs, policy, durations, keep_spans, active)
     clockwork.run()
     return clockwork.timeline()
 
@@ -195,10 +170,10 @@ class _Lane:
             found = self.rounds[number] = _Round(number, missing.copy())
         return found
 
-    def candidate(self, round_: _Round, now: float) -> Candidate:
+    def candidate(self, round_: _Round) -> Candidate:
         """Its next action of a run, for whoever chooses."""
         left_s = (self.steps - round_.number) * self.step_s
-        return Candidate(self.trial, round_.ticket, Seconds(now), left_s, self.step_s)
+        return Candidate(self.trial, round_.ticket, left_s, False, self.step_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -226,12 +201,12 @@ class _Replay:
     def __init__(
         self,
         runs: Sequence[Run],
-        choose: Choose,
+        policy: UnitPolicy,
         durations: Durations | None,
         keep_spans: bool,
         active: int | None = None,
     ) -> None:
-        self._choose = choose
+        self._policy = policy
         self._keep_spans = keep_spans
         self._now = 0.0
         self._order = count()
@@ -358,7 +333,7 @@ class _Replay:
     def _offer(self, lane: _Lane, round_: _Round) -> None:
         """The lane's next compute action could start: it is a candidate."""
         device = lane.device
-        device.candidates.append(lane.candidate(round_, self._now))
+        device.candidates.append(lane.candidate(round_))
         device.lanes.append(lane)
         self._touched.append(device)
 
@@ -465,9 +440,10 @@ class _Replay:
         """Whose turn it is on a link, or at the host's memory."""
         if stream != "host" or len(waiting) == 1:
             return 0
-        return self._choose(
-            [lane.candidate(lane.queues[stream][0][0], self._now) for lane in waiting]
-        )
+        return self._choose([lane.candidate(lane.queues[stream][0][0]) for lane in waiting])
+
+    def _choose(self, candidates: Sequence[Candidate]) -> int:
+        return candidates.index(self._policy.choose(candidates))
 
     def _meet(self, lane: _Lane, round_: _Round, index: int) -> None:
         """One need of an action is met; with the last one it is ready, if it is its turn."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from shoal.core.seams import Candidate
 from shoal.core.units import Bytes
@@ -63,7 +62,7 @@ class Desks:
             return
         array, here = self.arrays.candidates.get(one.trial), set(self.trials)
         named = array.seated if array else (one.trial,)
-        now = dict(self._urgent) | {trial: replace(one, trial=trial) for trial in named}
+        now = dict(self._urgent) | {trial: one._replace(trial=trial) for trial in named}
         self._urgent = {trial: known for trial, known in now.items() if trial in here}
 
     def urgency(self, trial: int) -> Candidate | None:

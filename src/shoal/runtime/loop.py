@@ -55,7 +55,6 @@ from shoal.runtime.stay import Arrival, Lobby, Stay, here
 from shoal.runtime.task import Task
 from shoal.runtime.word import Word
 from shoal.scheduler.interleave import Interleaver
-from shoal.scheduler.policy import LongestLeftFirst
 from shoal.spill import generate
 
 
@@ -90,7 +89,7 @@ class DeviceLoop:
         self._device, self._recipe = device, recipe
         self._word = Word(recorder, output)
         self._record = self._word.computing
-        self._interleaver = Interleaver(LongestLeftFirst())
+        self._interleaver = Interleaver()
         device.host_turns.choose = self._whose_host_step
         self._reports = Reports(device, send, timeline=settings.timeline)
         self._saver = Saver(
@@ -203,6 +202,7 @@ class DeviceLoop:
     def _admit(self, grant: Grant, descriptor: int, *sockets: int) -> None:
         """Take up a lease, or keep it until those that are here leave room for it."""
         self._measurer.forget()
+        self._interleaver.follow(grant.rule)
         try:
             self._lobby.add(Arrival.of(grant, descriptor, sockets, self._parking.regions))
         except Exception as error:

@@ -23,6 +23,7 @@ from shoal.core.spec import (
     ShardSpec,
     TrialSpec,
 )
+from shoal.core.turns import DEFAULT
 from shoal.core.units import Bytes, Seconds
 from shoal.memory.layout import TrialLayout
 
@@ -193,7 +194,7 @@ class Grant:
     The host region's descriptor travels with this order. ``progress`` is None for a
     trial that has not run; then the worker builds it and fills the region. Of a trial in stages
     every one of its workers gets a grant, with a socket to each of the others, in their order;
-    what follows goes to stage 0 alone.
+    what follows goes to stage 0 alone. ``rule`` is the plan's: who goes first on the device.
     """
 
     job: Job
@@ -204,6 +205,7 @@ class Grant:
     save_in_s: float = 0.0  # when its next generation is due
     warm: bool = False  # the generation is a parent's: keep this trial's own hyperparameters
     stage: int = 0
+    rule: str = DEFAULT
 
 
 @dataclass(frozen=True, slots=True)

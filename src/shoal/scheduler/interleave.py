@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from shoal.core.errors import TransitionError
 from shoal.core.seams import Candidate, UnitPolicy
+from shoal.core.turns import DEFAULT, rule_of
 from shoal.core.units import counted
 
 __all__ = ["Candidate", "Interleaver"]
@@ -23,10 +24,14 @@ class Interleaver:
     ``step_finished`` after its last; ``forget`` when a trial leaves in mid-step.
     """
 
-    def __init__(self, policy: UnitPolicy) -> None:
-        self._policy = policy
+    def __init__(self, policy: UnitPolicy | None = None) -> None:
+        self._policy = policy or rule_of(DEFAULT)
         self._next_ticket = 0
         self._running: dict[int, tuple[int, int]] = {}  # trial -> (ticket, step)
+
+    def follow(self, rule: str) -> None:
+        """Choose by the rule of that name from now on; steps in progress keep their tickets."""
+        self._policy = rule_of(rule)
 
     def choose(self, candidates: Sequence[Candidate]) -> int:
         """The number of the trial that advances by one unit.

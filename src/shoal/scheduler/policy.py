@@ -1,4 +1,6 @@
-"""Rules that order trials: small, pure, and exchangeable (Protocols in core/seams.py).
+"""Rules that give trials leases: small, pure, and exchangeable (LeasePolicy in core/seams.py).
+
+Which of the trials of one device goes first is in core/turns.py.
 
 [Note: when a waiting trial takes a place]
 With m devices no schedule ends before D = max(work left / m, longest trial left). Let a
@@ -19,10 +21,9 @@ first. Source of the wrap-around: McNaughton (1959).
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.core.seams import Candidate, Standing
+from shoal.core.seams import Standing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,29 +81,5 @@ class Random:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class LongestLeftFirst:
-    """The trial with the most left, in whole steps, goes first; of those alike the oldest step.
-
-    Trials of one device that all go on to its end keep all of it busy for longest: nobody is
-    left alone with a step that only a neighbour could hide. Who has less left gets what the
-    others leave, so no resource stands still meanwhile. Counted in steps of the longest
-    of them, so that two do not take turns unit by unit: equal trials would all compute and then
-    all copy, where one that is ahead has its copies hidden by the other's units.
-    """
-
-    def choose(self, candidates: Sequence[Candidate]) -> Candidate:
-        quantum_s = max(candidate.step_s for candidate in candidates) or 1.0
-
-        def rank(candidate: Candidate) -> tuple[int, int, bool, float, int]:
-            return -round(candidate.remaining_s / quantum_s), *_age(candidate)
-
-        return min(candidates, key=rank)
-
-
 def _at_most_s(standing: Standing) -> float:
     return standing.remaining_s * (1 + standing.doubt)
-
-
-def _age(candidate: Candidate) -> tuple[int, bool, float, int]:
-    return (candidate.ticket, not candidate.warm, -candidate.remaining_s, candidate.trial)

@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shoal.core.technique import Spilled
+from shoal.core.turns import DEFAULT
 from shoal.core.units import Bytes, Seconds
 from shoal.memory.layout import TensorSpec, lay_out
+from shoal.planner.keep import ALIKE
 from shoal.planner.need import Request
 from shoal.planner.predict import predict_shards
-from shoal.planner.price import Speeds
+from shoal.planner.price import Speeds, mix_s, run_of
 from shoal.planning.planned import Settled
 from shoal.planning.sharing import MOST, share
 from shoal.testing import make_layer, make_measure
@@ -70,34 +74,38 @@ def again(settled, active):
 
 
 def test_a_mix_has_more_places_where_it_takes_less_time_then(mix):
-    found, places = share(mix, list(mix), 2, again, CLIPPED, Bytes(1000 * MIB), SPEEDS)
+    found, places, _ = share(mix, list(mix), 2, again, CLIPPED, Bytes(1000 * MIB), SPEEDS)
     assert 2 < places <= MOST
     assert all(one.active == places for one in found.values())
-    assert all("of the time that 2 at a time take" in one.why[-1] for one in found.values())
+    assert all("of the time that 2 at a time take" in one.why[1] for one in found.values())
 
 
 def test_no_more_places_than_fit(mix):
-    found, places = share(mix, list(mix), 2, again, CLIPPED, Bytes(9 * MIB), SPEEDS)
-    assert (found, places) == (mix, 2)
+    shared = share(mix, list(mix), 2, again, CLIPPED, Bytes(9 * MIB), SPEEDS)
+    assert shared.places == 2
+    assert {name: one.technique for name, one in shared.kinds.items()} == {
+        name: one.technique for name, one in mix.items()
+    }
 
 
 def test_no_more_places_than_a_kind_can_do_with(mix):
     def refuse(settled, active):
         return None if active > 3 else replace(settled, active=active)
 
-    _, places = share(mix, list(mix), 2, refuse, CLIPPED, Bytes(1000 * MIB), SPEEDS)
+    _, places, _ = share(mix, list(mix), 2, refuse, CLIPPED, Bytes(1000 * MIB), SPEEDS)
     assert places in (2, 3)
 
 
 def test_trials_of_one_kind_share_as_that_kind_does(mix):
     same = {"kind 0": mix["kind 0"]}
     present = ["kind 0"] * 6
-    assert share(same, present, 2, again, CLIPPED, Bytes(1000 * MIB), SPEEDS) == (same, 2)
+    shared = share(same, present, 2, again, CLIPPED, Bytes(1000 * MIB), SPEEDS)
+    assert shared == (same, 2, DEFAULT)
 
 
 def test_no_more_places_than_trials(mix):
     two = {name: mix[name] for name in list(mix)[:2]}
-    assert share(two, list(two), 2, again, CLIPPED, Bytes(1000 * MIB), SPEEDS) == (two, 2)
+    assert share(two, list(two), 2, again, CLIPPED, Bytes(1000 * MIB), SPEEDS).places == 2
 
 
 def cut(settled, chunks):
@@ -121,7 +129,7 @@ def test_steps_stay_in_one_piece_where_their_mix_is_sooner_through_so():
         for name, one in ((name, cut(one, 4)) for name, one in two.items())
     }
     args = (["long", "short"], 2, again, CLIPPED, Bytes(1000 * MIB), SPEEDS)
-    found, places = share(two, *args, by_epochs=True)
+    found, places, _ = share(two, *args, by_epochs=True)
     assert places == 2
     assert has_chunks(found) == {"long": False, "short": False}
     assert "in one piece" in found["long"].why[-1]
@@ -131,5 +139,42 @@ def test_chunks_stay_where_they_cost_nothing_and_where_one_trial_is_there_at_a_t
     chunked = {name: cut(one, 4) for name, one in list(mix.items())[1:3]}
     for places in (1, 2):
         args = (list(chunked), places, again, CLIPPED, Bytes(9 * MIB), SPEEDS)
-        found, _ = share(chunked, *args)
+        found, _, _ = share(chunked, *args)
         assert all(has_chunks(found).values())
+
+
+def usual_and_other_s(kinds, shared):
+    """What the mix takes by the usual rule, and by the one that was chosen."""
+    runs = [
+        run_of(one.measure.shards, one.measure.batch_bytes, one.technique, CLIPPED, SPEEDS)
+        for one in shared.kinds.values()
+    ]
+    return [mix_s(runs, shared.places, rule) for rule in (DEFAULT, shared.rule)]
+
+
+@pytest.mark.parametrize(
+    ("rates", "rule"),
+    [
+        ([(2, 1.0, 1.6), (6, 3.3, 0.6)], "most steps left first"),
+        ([(2, 2.1, 1.2), (4, 3.1, 1.7), (5, 0.4, 2.6)], "shortest step first"),
+    ],
+)
+def test_another_rule_is_taken_where_the_mix_is_through_sooner_by_it(rates, rule):
+    kinds = {f"kind {index}": kind(*rate) for index, rate in enumerate(rates)}
+    shared = share(kinds, list(kinds), 2, again, CLIPPED, Bytes(9 * MIB), SPEEDS)
+    assert shared.rule == rule
+    usual_s, other_s = usual_and_other_s(kinds, shared)
+    why = f"go {rule}: on paper they take {other_s / usual_s:.0%} of the time that they take "
+    assert all(f"{why}{DEFAULT}" in one.why[-1] for one in shared.kinds.values())
+
+
+_RATES = st.tuples(st.integers(2, 4), st.floats(0.2, 4.0), st.floats(0.2, 4.0))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(_RATES, min_size=2, max_size=3))
+def test_no_rule_is_taken_by_which_the_mix_takes_longer(rates):
+    kinds = {f"kind {index}": kind(*rate) for index, rate in enumerate(rates)}
+    shared = share(kinds, list(kinds), 2, again, CLIPPED, Bytes(9 * MIB), SPEEDS)
+    usual_s, other_s = usual_and_other_s(kinds, shared)
+    assert shared.rule == DEFAULT or other_s * ALIKE <= usual_s

@@ -8,12 +8,7 @@ import pytest
 from shoal.core.errors import ProgramError
 from shoal.core.units import Seconds
 from shoal.program.ir import Op, Part, parse_program
-from shoal.program.replay import (
-    Candidate,
-    Run,
-    longest_left_first,
-    replay,
-)
+from shoal.program.replay import Run, replay
 from shoal.spill.generate import resident_step, spilled_step
 
 RESIDENT = {0: (Part.PARAM, Part.STATE)}
@@ -124,14 +119,15 @@ def test_the_oldest_step_goes_first_by_default(run_of):
 def test_a_policy_chooses_among_the_trials_that_are_ready(run_of):
     seen = []
 
-    def youngest(ready):
-        seen.append([candidate.trial for candidate in ready])
-        return max(range(len(ready)), key=lambda index: ready[index].ticket)
+    class Youngest:
+        def choose(self, ready):
+            seen.append([candidate.trial for candidate in ready])
+            return max(ready, key=lambda candidate: candidate.ticket)
 
     runs = [
         run_of(for_trial(resident_step(), trial), 1, trial, start=RESIDENT) for trial in (0, 1)
     ]
-    order = [span.trial for span in replay(runs, choose=youngest).spans]
+    order = [span.trial for span in replay(runs, policy=Youngest()).spans]
     assert order == [1, 1, 0, 0]
     assert seen == [[0, 1], [0, 1], [0], [0]]
 
@@ -213,13 +209,6 @@ def test_programs_that_wait_for_each_other_are_named(run_of):
     with pytest.raises(ProgramError, match="device 0 at B s0 m0; device 1 at B s1 m0") as error:
         replay([run_of(broken, devices=(0, 1))])
     assert "shoal.program.check" in str(error.value)
-
-
-def test_the_longest_left_goes_first_in_whole_steps():
-    ready = [Candidate(0, 1, Seconds(0.0), 5.0, 2.0), Candidate(1, 2, Seconds(0.0), 9.0, 2.0)]
-    assert longest_left_first(ready) == 1
-    alike = [Candidate(0, 2, Seconds(0.0), 9.0, 2.0), Candidate(1, 1, Seconds(0.0), 8.4, 2.0)]
-    assert longest_left_first(alike) == 1
 
 
 def test_a_trial_with_more_steps_left_is_not_left_alone_at_the_end(run_of):

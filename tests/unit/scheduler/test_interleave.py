@@ -1,8 +1,8 @@
 import pytest
 
 from shoal.core.errors import TransitionError
+from shoal.core.turns import LongestLeftFirst
 from shoal.scheduler.interleave import Candidate, Interleaver
-from shoal.scheduler.policy import LongestLeftFirst
 
 
 def candidate(trial, ticket, remaining_s=1.0, warm=False):
@@ -89,25 +89,12 @@ def test_two_equal_trials_take_turns_by_step_and_not_by_unit():
     assert order == [1, 1, 1, 2, 2, 2, 1, 1, 1, 2, 2, 2]
 
 
-def of(trial, ticket, left_s, step_s=1.0):
-    return Candidate(trial=trial, ticket=ticket, remaining_s=left_s, warm=False, step_s=step_s)
-
-
-def test_the_trial_with_the_most_steps_left_goes_first():
-    ready = [of(0, ticket=1, left_s=5.0), of(1, ticket=2, left_s=9.0)]
-    assert LongestLeftFirst().choose(ready).trial == 1
-
-
-def test_of_trials_with_as_many_whole_steps_left_the_oldest_step_goes_first():
-    ready = [of(0, ticket=2, left_s=9.4), of(1, ticket=1, left_s=8.6)]
-    assert LongestLeftFirst().choose(ready).trial == 1
-
-
-def test_what_is_left_is_counted_in_steps_of_the_longest():
-    ready = [of(0, ticket=1, left_s=20.0, step_s=10.0), of(1, ticket=2, left_s=23.0, step_s=0.1)]
-    assert LongestLeftFirst().choose(ready).trial == 0
-
-
-def test_trials_of_unknown_length_take_turns_by_age():
-    ready = [of(0, 2, 0.0, 0.0), of(1, 1, 0.0, 0.0)]
-    assert LongestLeftFirst().choose(ready).trial == 1
+def test_it_goes_by_another_rule_from_then_on_and_steps_keep_their_tickets():
+    interleaver = Interleaver()
+    assert interleaver.started(1, step=0) == 0
+    short = candidate(1, interleaver.ticket(1), 4.0)._replace(step_s=1.0)
+    long = candidate(2, interleaver.ticket(2), 9.0)._replace(step_s=3.0)
+    assert interleaver.choose([short, long]) == 2
+    interleaver.follow("shortest step first")
+    assert interleaver.choose([short, long]) == 1
+    assert interleaver.ticket(1) == 0
