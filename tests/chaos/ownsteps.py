@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from shoal.recipe import Recipe
 
-KINDS = ("gan", "distillation", "actor-critic", "target")
+KINDS = ("gan", "distillation", "actor-critic", "target", "autocast")
 
 
 def of(named, name):
@@ -124,6 +124,27 @@ def distillation_step(models, batch, optimizers, hp):
 
 def distillation_evaluation(models, batch, hp):
     return F.cross_entropy(models["student"](batch[0]), batch[1])
+
+
+def autocast_step(models, batch, optimizers, hp):
+    """Forwards and losses in bfloat16, in a region for each model."""
+    studies_wait()
+    x, y = batch
+    with torch.no_grad(), torch.autocast(x.device.type, torch.bfloat16):
+        taught = models.teacher(x)
+    with torch.autocast(x.device.type, torch.bfloat16):
+        output = models.student(x)
+        loss = F.cross_entropy(output, y) + F.mse_loss(output, taught)
+    optimizers.student.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(models.student.parameters(), 0.5)
+    optimizers.student.step()
+    return loss
+
+
+def autocast_evaluation(models, batch, hp):
+    with torch.autocast(batch[0].device.type, torch.bfloat16):
+        return distillation_evaluation(models, batch, hp)
 
 
 # ---------------------------------------------------------------- actor and critic, one module
@@ -261,6 +282,11 @@ RECIPES = {
         "model": build_distillation,
         "step": distillation_step,
         "evaluate": distillation_evaluation,
+    },
+    "autocast": {
+        "model": build_distillation,
+        "step": autocast_step,
+        "evaluate": autocast_evaluation,
     },
     "actor-critic": {
         "model": lambda hp: ActorCritic(),

@@ -151,8 +151,14 @@ def restless(hp):
 
 
 def single(hp):
-    """In float32, which bf16 passes need."""
-    return mlp(hp).float()
+    """In float32, which bf16 passes need, with norms that are given bfloat16."""
+    *body, head = mlp(hp).float()
+    return nn.Sequential(*body, nn.Linear(8, 8), nn.LayerNorm(8), head)
+
+
+def tongue(hp):
+    """In float32."""
+    return Language(hp["drop"])
 
 
 # ------------------------------------------------------------------ data
@@ -309,6 +315,9 @@ CASES = {
         recipe(accumulate=2, clip_grad_norm=0.1), loop={"steps": 7, "eval_every": 2}
     ),
     "bf16": Case(recipe(model=single, data=floats, precision="bf16", loss=loss), near=0.1),
+    "language, bf16": Case(
+        recipe(model=tongue, precision="bf16", clip_grad_norm=0.5, **WORDY), near=0.2
+    ),
     "sgd": Case(recipe(optimizer=sgd, schedule=steps_down)),
     "frozen": Case(recipe(model=frozen, data=unvalidated), loop={"steps": 8}),
     "workers": Case(recipe(data=loaded)),
@@ -336,6 +345,7 @@ DEEP = {
     **{
         name: CASES[name] for name in ("bf16", "lengths", "lengths, accumulate", "label smoothing")
     },
+    "language, bf16": CASES["language, bf16"],
     "layered": Case(recipe(model=layered, clip_grad_norm=0.5, **WORDY)),
     "conv": Case(recipe(model=conv, metrics={"accuracy": accuracy})),
 }

@@ -60,8 +60,10 @@ class Still(traps.Chain):
         return nn.Sequential(nn.Linear(traps.WIDTH, traps.WIDTH), nn.GELU())
 
 
-@pytest.mark.parametrize("order", ["micro", "shard"])
-def test_all_micro_batches_of_a_step_may_wait_there(order, train):
+@pytest.mark.parametrize(
+    ("order", "precision"), [("micro", "fp32"), ("shard", "fp32"), ("shard", "bf16")]
+)
+def test_all_micro_batches_of_a_step_may_wait_there(order, precision, train):
     recipe = shoal.Recipe(
         model=traps.Build(Still),
         data=traps.data,
@@ -69,6 +71,7 @@ def test_all_micro_batches_of_a_step_may_wait_there(order, train):
         optimizer=traps.adamw,
         accumulate=3,
         clip_grad_norm=0.5,
+        precision=precision,
     )
     technique = shoal.Spilled(
         shards=4, optimizer="device", lookahead=0, order=order, boundaries="host"

@@ -84,9 +84,10 @@ def test_passes_are_captured_to_the_same_bits(model, precision):
     assert twins.replayed == (usual - 2 if model == "gpt" else usual)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.usefixtures("one_thread")
-def test_a_recurrent_model_and_gradients_that_are_summed():
-    recipe = shoal.Recipe(**recurring.SETTINGS, accumulate=3)
+def test_a_recurrent_model_and_gradients_that_are_summed(precision):
+    recipe = shoal.Recipe(**recurring.SETTINGS, accumulate=3, precision=precision)
     twins = Twins(recipe, {"lr": 1e-2})
     twins.passes(list(recurring.Batches("")) * ROUNDS)
     assert twins.captured.why_not == ""
@@ -118,6 +119,7 @@ def test_trials_of_the_same_code_share_what_was_made_and_others_do_not():
     ("model", "settings"),
     [
         ("gpt", {"clip": 0.5, "accumulate": 2, "schedule": True}),
+        ("gpt", {"clip": 0.5, "accumulate": 2, "precision": "bf16"}),
         ("resnet", {"schedule": True, "precision": "bf16"}),
         ("mlp", {"clip": 0.5}),
         pytest.param("llama", {"clip": 0.5}, marks=pytest.mark.full),
@@ -149,8 +151,11 @@ def test_what_cannot_be_captured_is_refused_in_words(run_study):
         run_study(recipe, space, technique=shoal.Captured(), steps=2)
 
 
-def test_a_captured_trial_whose_worker_is_killed_in_mid_epoch(run_study, assert_alone, tmp_path):
-    recipe = shoal.Recipe(**recurring.SETTINGS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_captured_trial_whose_worker_is_killed_in_mid_epoch(
+    precision, run_study, assert_alone, tmp_path
+):
+    recipe = shoal.Recipe(**recurring.SETTINGS, precision=precision)
     flag = tmp_path / "killed"
     report = run_study(
         recipe,

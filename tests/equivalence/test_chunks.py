@@ -89,8 +89,10 @@ def test_shards_that_stay_step_on_the_device_beside_chunks_of_those_that_do_not(
     check(chunking.recipe(clip_grad_norm=0.5), rates(3), technique, poison=True)
 
 
-def test_it_goes_on_from_a_generation_to_the_same_bits(check):
-    check(chunking.recipe(clip_grad_norm=0.5), rates(3), devices=2, checkpoint_every=0)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_it_goes_on_from_a_generation_to_the_same_bits(precision, check):
+    recipe = chunking.recipe(clip_grad_norm=0.5, precision=precision)
+    check(recipe, rates(3), devices=2, checkpoint_every=0)
 
 
 def test_an_array_in_shards_steps_slot_by_slot(run_study):

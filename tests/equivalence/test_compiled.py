@@ -154,15 +154,17 @@ def check(run_study, assert_alone):
 
 KINDS = ("block.compile()", "torch.compile(block)", "forward", "a function", "a list of blocks")
 CASES = [
-    *((kind, where) for kind in KINDS for where in ("resident", "host")),
-    (KINDS[0], "device"),
+    *((kind, where, "fp32") for kind in KINDS for where in ("resident", "host")),
+    (KINDS[0], "device", "fp32"),
+    (KINDS[0], "device", "bf16"),
+    (KINDS[0], "moved", "bf16"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "where"), CASES)
-def test_every_call_of_what_is_compiled_is_compiled(kind, where, tmp_path, check):
+@pytest.mark.parametrize(("kind", "where", "precision"), CASES)
+def test_every_call_of_what_is_compiled_is_compiled(kind, where, precision, tmp_path, check):
     runs = tmp_path / "runs"
-    recipe = recipe_of(Build(Counted(runs), kind))
+    recipe = recipe_of(Build(Counted(runs), kind), precision=precision)
     check(recipe, shoal.grid(lr=[1e-2, 3e-3]), TECHNIQUES[where])
     assert runs.exists()
 
@@ -236,6 +238,8 @@ def plan_of(recipe, directory, technique):
 @pytest.mark.full
 @pytest.mark.usefixtures("one_thread")  # torch's code is made for so many
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs one for C++")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("technique", TECHNIQUES.values(), ids=TECHNIQUES)
-def test_code_that_torch_made_has_the_plain_bits(technique, check):
-    check(recipe_of(Build("inductor")), shoal.grid(lr=[1e-2, 3e-3]), technique)
+def test_code_that_torch_made_has_the_plain_bits(technique, precision, check):
+    recipe = recipe_of(Build("inductor"), precision=precision)
+    check(recipe, shoal.grid(lr=[1e-2, 3e-3]), technique)

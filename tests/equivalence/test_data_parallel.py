@@ -269,8 +269,12 @@ def test_the_smallest_kernels_of_other_optimizers(technique, run_replicas):
     run_replicas(twins.recipe(optimizer=traps.two_rates, data=twins.uneven), technique, epochs=1)
 
 
-def test_in_bfloat16(run_replicas):
-    run_replicas(twins.rich(precision="bf16"), FSDP, shoal.grid(lr=[1e-2]), epochs=1)
+@BOTH
+def test_in_bfloat16_with_rows_that_do_not_divide(technique, run_replicas):
+    recipe = twins.rich(precision="bf16", data=twins.uneven)
+    report = run_replicas(recipe, technique, shoal.grid(lr=[1e-2]), epochs=1)
+    for verdict in verify_trials(report.directory, staging.rows(report), recipe=recipe):
+        assert verdict.equal, verdict
 
 
 def test_all_devices_are_used_where_no_width_is_asked_for(run_study):

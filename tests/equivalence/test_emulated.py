@@ -25,11 +25,14 @@ def _loss(output, batch):
     return nn.functional.mse_loss(output, batch[1])
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("optimizer", ["device", "host"])
 def test_an_emulated_device_trains_to_the_bits_of_the_plain_loop(
-    optimizer, tmp_path, warm_workers, assert_alone
+    optimizer, precision, tmp_path, warm_workers, assert_alone
 ):
-    recipe = shoal.Recipe(model=_model, data=_data, loss=_loss, clip_grad_norm=1.0)
+    recipe = shoal.Recipe(
+        model=_model, data=_data, loss=_loss, clip_grad_norm=1.0, precision=precision
+    )
     study = shoal.Study(
         "emulated", recipe, space=shoal.grid(lr=[1e-2, 3e-2]), steps=STEPS, directory=tmp_path
     )

@@ -24,16 +24,20 @@ def left(report):
     return [e for e in read_outline(report.directory) if isinstance(e, TrialReplanned)]
 
 
-@pytest.mark.parametrize(("fuse", "kind"), [(4, "traced"), ("4 eager", "eager")])
-def test_a_width_is_traced_unless_it_is_said_otherwise(fuse, kind, run_study):
-    case = squads.CASES["mlp"]
+@pytest.mark.parametrize(
+    ("fuse", "kind", "name"),
+    [(4, "traced", "mlp"), ("4 eager", "eager", "mlp"), (4, "traced", "bf16")],
+)
+def test_a_width_is_traced_unless_it_is_said_otherwise(fuse, kind, name, run_study):
+    case = squads.CASES[name]
     report = run_study(case.recipe, case.space, **case.loop, fuse=fuse, devices=1)
     assert set(squads.kinds(report)) == {kind}
     squads.assert_arrayed(report, report.trials, case.recipe, 4, **case.loop)
 
 
 @pytest.mark.parametrize(
-    "name", ["mlp", "lengths, accumulate", pytest.param("language", marks=pytest.mark.slow)]
+    "name",
+    ["mlp", "bf16", "lengths, accumulate", pytest.param("language", marks=pytest.mark.slow)],
 )
 def test_branches_run_each_slots_own_pass_and_are_verified(name, run_study):
     """Also where a slot is another trial's, after those that have ended."""

@@ -77,6 +77,18 @@ def test_a_graph_has_the_bits_of_the_eager_pass(name):
         assert torch.equal(eager.extract(slot)["rng"].torch, traced.extract(slot)["rng"].torch)
 
 
+@pytest.mark.parametrize("name", ["mlp", "generator", "language", "lstm"])
+def test_under_autocast_it_has_them_too(name):
+    how = {"hps": fusing.hps(name, 3, dtype="float32"), "precision": "bf16"}
+    eager, made = make(name, StackedBackend(), **how)
+    traced, also = make(name, TracedBackend(), **how)
+    for _ in range(STEPS):
+        assert fusing.step(eager, made).losses == fusing.step(traced, also).losses
+    assert not traced.backend.why_eager
+    for slot in range(3):
+        assert_same_bits(bits(eager, slot), bits(traced, slot))
+
+
 def test_a_graph_is_what_runs(monkeypatch):
     traced, made = make("language", TracedBackend())
     for _ in range(3):
@@ -258,18 +270,24 @@ def test_an_index_out_of_range_is_its_own_slots_alone():
 
 @compiles
 @pytest.mark.parametrize(
-    "name", [pytest.param("mlp"), pytest.param("generator", marks=pytest.mark.slow)]
+    ("name", "precision"),
+    [
+        ("mlp", "fp32"),
+        ("mlp", "bf16"),
+        pytest.param("generator", "fp32", marks=pytest.mark.slow),
+    ],
 )
-def test_compiled_slots_have_their_own_bits_whoever_is_beside_them(name):
+def test_compiled_slots_have_their_own_bits_whoever_is_beside_them(name, precision):
     hps = fusing.hps(name, 3, dtype="float32")
     backend = CompiledBackend()
-    array, made = make(name, backend, hps=hps)
+    array, made = make(name, backend, hps=hps, precision=precision)
     for at in range(STEPS):
         if at == 3:
             array.retire(2)
         fusing.step(array, made)
     for slot in (0, 1):
-        lone = alone_in_slot(name, CompiledBackend(), slot, STEPS, hps)
+        how = {"precision": precision}
+        lone = alone_in_slot(name, CompiledBackend(), slot, STEPS, hps, **how)
         assert_same_bits(bits(array, slot), lone)
 
 

@@ -1,5 +1,7 @@
 """Each rule computes what its operation does alone; breaking any rule on purpose is noticed."""
 
+import copy
+
 import fusing
 import pytest
 import torch
@@ -13,6 +15,8 @@ from shoal.recipe import Recipe
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 WIDTH = 3
+BF16 = 2**-5
+"""How far one step in bfloat16 may be from another one, for the largest number."""
 
 
 class Fn(nn.Module):
@@ -201,6 +205,15 @@ UNRULED = {  # without a rule: torch's batching, or slot by slot
     "einsum": (lambda s: Fn(lambda x, w: torch.einsum("bi,io->bo", x, w), 6, 3), ROWS),
 }
 
+CASTING = (
+    *(F.linear, F.scaled_dot_product_attention, torch.lstm, torch.gru),
+    *(torch.conv1d, torch.conv2d, torch.conv3d),
+    *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
+)
+"""What autocast gives bfloat16."""
+NO_BF16 = ("through numpy", "bilinear", "adds into zeros")
+"""What is given bfloat16 where it cannot be, alone neither."""
+
 
 class Cube(torch.autograd.Function):
     """One that torch cannot batch."""
@@ -346,13 +359,17 @@ def total(output, batch):
     return sum((o * torch.linspace(0.5, 1.5, o.numel()).to(o).view_as(o)).sum() for o in outputs)
 
 
-def members_of(module_of, shape):
+def sgd(named, hp):
+    return torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9)
+
+
+def members_of(module_of, shape, dtype=torch.float64, **changes):
     """Trials of one module each, some weights moved off their symmetric start."""
 
     def build(hp):
-        module = module_of(hp["slot"]).double()
+        module = module_of(hp["slot"]).to(dtype)
         if not list(module.parameters()):
-            module = nn.Sequential(nn.Linear(shape[-1], shape[-1]).double(), module)
+            module = nn.Sequential(nn.Linear(shape[-1], shape[-1]).to(dtype), module)
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -362,20 +379,16 @@ def members_of(module_of, shape):
         draws = torch.Generator().manual_seed(int(hp["slot"]))
         if isinstance(module_of(0), nn.Embedding):
             return [torch.randint(0, 7, shape, generator=draws)], None
-        return [torch.randn(*shape, generator=draws, dtype=torch.float64)], None
+        return [torch.randn(*shape, generator=draws, dtype=torch.float64).to(dtype)], None
 
-    recipe = Recipe(
-        model=build,
-        data=data,
-        loss=total,
-        optimizer=lambda named, hp: torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9),
-    )
+    settings = {"model": build, "data": data, "loss": total, "optimizer": sgd}
+    recipe = Recipe(**(settings | changes))
     return recipe, [{"slot": slot} for slot in range(WIDTH)]
 
 
-def worst(module_of, shape):
+def worst(module_of, shape, dtype=torch.float64, **changes):
     """The largest difference of anything after one step, and the array's notes."""
-    recipe, hps = members_of(module_of, shape)
+    recipe, hps = members_of(module_of, shape, dtype, **changes)
     array, losses = fusing.train(recipe, hps, 1)
     found = 0.0
     for slot, hp in enumerate(hps):
@@ -403,6 +416,51 @@ def test_what_has_no_rule_is_right_too(what):
     found, _ = worst(*UNRULED[what])
 
     assert found <= 1e-12
+
+
+@pytest.mark.parametrize("what", [what for what, (of, *_) in ROWS_OF.items() if of in CASTING])
+def test_a_rule_leaves_float64_as_it_is_under_autocast(what):
+    found, _ = worst(*ROWS_OF[what][1:], precision="bf16")
+
+    assert found <= 1e-12
+
+
+def behind_a_product(module_of, shape):
+    """The module with what a product gives in the place of its input: bfloat16, under autocast."""
+    product = nn.Conv2d(6, 6, 1) if shape == IMAGE else nn.Linear(6, 6)
+    return lambda slot: nn.Sequential(copy.deepcopy(product), module_of(slot))
+
+
+def under_autocast():
+    """Each operation first, and where a product can be before it, behind one."""
+    for what, row in {**{key: row[1:] for key, row in ROWS_OF.items()}, **UNRULED}.items():
+        if what not in NO_BF16:
+            yield pytest.param(*row, id=what)
+            if row[1] in (ROWS, IMAGE, HEADS, (3, 4, 6), (4, 2, 6)):
+                yield pytest.param(behind_a_product(*row), row[1], id=f"{what}, behind a product")
+
+
+@pytest.mark.parametrize(("module_of", "shape"), list(under_autocast()))
+def test_under_autocast_types_are_those_alone_and_numbers_are_near(module_of, shape):
+    types: dict[int, list[torch.dtype]] = {0: [], 1: []}
+    here = 0
+
+    def loss(output, batch):
+        outputs = output if isinstance(output, tuple) else (output,)
+        types[here] += [tensor.dtype for tensor in outputs]
+        return total(tuple(tensor.float() for tensor in outputs), batch)
+
+    how = {"precision": "bf16", "loss": loss}
+    recipe, hps = members_of(module_of, shape, torch.float32, **how)
+    array, losses = fusing.train(recipe, hps, 1)
+    here = 1
+    for slot, hp in enumerate(hps):
+        plain = fusing.alone(recipe, hp, slot, 1)
+        state = array.extract(slot)
+        largest = max(float(t.abs().max()) for t in fusing.tensors(plain.state()).values())
+        assert fusing.drift(state, plain.state()) <= BF16 * max(largest, 1.0)
+        assert losses[slot] == pytest.approx(plain.losses, rel=BF16, abs=16 * BF16)  # sums
+    assert set(types[0]) == set(types[1])
 
 
 def scaled(rule):

@@ -17,7 +17,7 @@ from shoal.memory.layout import head_sizes as layout_sizes
 from shoal.memory.layout import largest_first
 from shoal.planning import Planner
 
-FULL_STATE = pytest.param("state", None, marks=pytest.mark.full)
+FULL_STATE = pytest.param("state", None, "fp32", marks=pytest.mark.full)
 FULL_1_1, FULL_2_0 = (pytest.param(*n, marks=pytest.mark.full) for n in ((1, 1), (2, 0)))
 
 
@@ -32,8 +32,12 @@ def train(watch):
 
 
 @pytest.mark.parametrize(("lookahead", "lookbehind"), [(0, 0), FULL_1_1, FULL_2_0])
-@pytest.mark.parametrize("model", zoo.MODELS)
-def test_of_every_model_with_a_neighbour_under_poison(model, lookahead, lookbehind, train):
+@pytest.mark.parametrize(
+    ("model", "precision"), [*((model, "fp32") for model in zoo.MODELS), ("gpt", "bf16")]
+)
+def test_of_every_model_with_a_neighbour_under_poison(
+    model, precision, lookahead, lookbehind, train
+):
     technique = shoal.Spilled(
         shards=5,
         optimizer="device",
@@ -43,7 +47,8 @@ def test_of_every_model_with_a_neighbour_under_poison(model, lookahead, lookbehi
         lookahead=lookahead,
         lookbehind=lookbehind,
     )
-    actions = train(zoo.recipe(clip=0.5), space_of(model), technique, poison=True)
+    recipe = zoo.recipe(clip=0.5, precision=precision)
+    actions = train(recipe, space_of(model), technique, poison=True)
     late = [action for action in actions if action.endswith("late")]
     assert late == [
         "LOAD s0 state late",
@@ -91,10 +96,14 @@ def test_late_state_of_which_several_shards_share_what_travels(lookahead, train,
     assert late == [f"LOAD s{shard} state late" for shard in (2, 1, 0)]
 
 
-@pytest.mark.parametrize("order", ["micro", "shard"])
+@pytest.mark.parametrize(
+    ("order", "precision"), [("micro", "fp32"), ("shard", "fp32"), ("shard", "bf16")]
+)
 @pytest.mark.parametrize("source", ["known", "unknown"])
 @pytest.mark.parametrize("gradients", [0, 3])
-def test_state_that_comes_at_the_end_of_several_micro_batches(gradients, source, order, train):
+def test_state_that_comes_at_the_end_of_several_micro_batches(
+    gradients, source, order, precision, train
+):
     technique = shoal.Spilled(
         shards=4,
         keep=(3,),
@@ -105,7 +114,8 @@ def test_state_that_comes_at_the_end_of_several_micro_batches(gradients, source,
         order=order if source == "known" else None,
     )
     options = {} if source == "known" else {"data": stream}
-    train(chain(accumulate=3, **options), rates(), technique, poison=True)
+    recipe = chain(accumulate=3, precision=precision, **options)
+    train(recipe, rates(), technique, poison=True)
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
@@ -155,8 +165,9 @@ def test_tied_weights_whose_lender_leaves_its_gradients_on_the_device(train):
     train(recipe, space_of("gpt"), technique, poison=True)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("place", ["device", "host"])
-def test_gradients_and_inputs_that_are_waited_for(place, train):
+def test_gradients_and_inputs_that_are_waited_for(place, precision, train):
     technique = shoal.Spilled(
         shards=6,
         optimizer=place,
@@ -166,16 +177,20 @@ def test_gradients_and_inputs_that_are_waited_for(place, train):
         boundaries="host",
         recompute=True,
     )
-    actions = train(chain(clip_grad_norm=0.5), rates(), technique, poison=True)
+    recipe = chain(clip_grad_norm=0.5, precision=precision)
+    actions = train(recipe, rates(), technique, poison=True)
     assert "STORE s2 m0 boundary" in actions
 
 
-@pytest.mark.parametrize(("of", "clip"), [("parameters", 0.5), ("state", 0.5), FULL_STATE])
+@pytest.mark.parametrize(
+    ("of", "clip", "precision"),
+    [("parameters", 0.5, "fp32"), ("state", 0.5, "fp32"), ("state", 0.5, "bf16"), FULL_STATE],
+)
 @pytest.mark.parametrize(
     "model", ["gpt", *(pytest.param(m, marks=pytest.mark.full) for m in zoo.MODELS if m != "gpt")]
 )
-def test_some_tensors_of_a_shard_may_stay(model, of, clip, train, head_sizes):
-    recipe, space = zoo.recipe(clip=clip), space_of(model)
+def test_some_tensors_of_a_shard_may_stay(model, of, clip, precision, train, head_sizes):
+    recipe, space = zoo.recipe(clip=clip, precision=precision), space_of(model)
     shard, sizes = max(head_sizes(recipe, space, of).items(), key=lambda item: len(item[1]))
     technique = shoal.Spilled(
         shards=5,

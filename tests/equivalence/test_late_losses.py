@@ -47,12 +47,19 @@ def train(run_study, tmp_path, late_workers):
 
 
 @pytest.mark.parametrize(
-    ("way", "clip"), [("resident", None), ("device", None), ("host", None), ("host", 0.5)]
+    ("way", "clip", "precision"),
+    [
+        ("resident", None, "fp32"),
+        ("device", None, "fp32"),
+        ("host", None, "fp32"),
+        ("host", 0.5, "fp32"),
+        ("host", 0.5, "bf16"),
+    ],
 )
 def test_a_step_waits_once_and_a_loss_that_is_not_finite_stops_before_it(
-    way, clip, train, assert_alone
+    way, clip, precision, train, assert_alone
 ):
-    recipe = lateness.recipe(clip_grad_norm=clip)
+    recipe = lateness.recipe(clip_grad_norm=clip, precision=precision)
     report, good, bad = train(way, recipe)
     by_kind = {trial.hp["accident"]: trial for trial in report.trials}
 

@@ -10,6 +10,9 @@ from watching import space_of
 
 import shoal
 from shoal.core.event import TrialReplanned
+from shoal.observe import read_outline
+from shoal.observe.snapshot import Snapshot
+from shoal.verify import verify_trials
 
 
 @pytest.fixture
@@ -50,6 +53,15 @@ def test_every_model_beside_shards_that_stay(model, keep, train):
         wide = [s.parameter_bytes >= s.owned_bytes for s in job.shards]
         assert all(wide[shard] for shard in keep)
         assert not all(wide)
+
+
+def test_they_are_verified(run_study):
+    recipe = zoo.recipe(precision="bf16", clip=0.5, accumulate=2)
+    technique = narrow(shards=4, keep=())
+    report = run_study(recipe, space_of("gpt"), steps=3, technique=technique)
+    rows = Snapshot.of(read_outline(report.directory)).trials
+    for verdict in verify_trials(report.directory, rows, recipe=recipe):
+        assert verdict.equal, verdict
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -28,7 +28,7 @@ from shoal.testing import array_loop, plain_loop, same_bits
 
 KINDS = (*ownsteps.KINDS, "penalty")
 FULL = [pytest.param(kind, marks=pytest.mark.full) for kind in ("distillation", "target")]
-SOME = ["gan", "actor-critic", "penalty", *FULL]
+SOME = ["gan", "actor-critic", "penalty", "autocast", *FULL]
 RATES = (1e-2, 2e-2, 3e-2)
 
 

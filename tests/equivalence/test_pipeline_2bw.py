@@ -25,13 +25,13 @@ def test_four_stages_with_dropout(micro_batches, clip, recompute, stage_processe
 
 
 @pytest.mark.parametrize("predict", [False, True])
-@pytest.mark.parametrize("clip", [None, 0.01])
+@pytest.mark.parametrize(("clip", "precision"), [(None, "fp32"), (0.01, "fp32"), (0.01, "bf16")])
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
 def test_tied_weights_of_the_version_that_is_computed_with(
-    stages, micro_batches, clip, predict, stage_processes
+    stages, micro_batches, clip, precision, predict, stage_processes
 ):
     hp = {**LR, "model": "gpt", "optimizer": "adamw"}
-    recipe = animal(micro_batches, clip_grad_norm=clip)
+    recipe = animal(micro_batches, clip_grad_norm=clip, precision=precision)
     trained = assert_alike(
         recipe, hp, stage_processes, stages=stages, schedule="2bw", predict=predict, steps=5
     )

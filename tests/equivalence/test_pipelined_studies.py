@@ -341,10 +341,12 @@ def test_an_interrupted_study_goes_on_to_the_same_bits(technique, then, interrup
     staging.assert_staged(report, recipe, defined, epochs=epochs)
 
 
-@pytest.mark.parametrize("model", ["gpt", "resnet"])
+@pytest.mark.parametrize(
+    ("model", "precision"), [("gpt", "fp32"), ("resnet", "fp32"), ("gpt", "bf16")]
+)
 @pytest.mark.parametrize("schedule", ["zb-h1", "2bw"])
-def test_ties_and_buffers_go_on_too(schedule, model, interrupted):
-    recipe = zoo.recipe(clip=0.1, accumulate=3, schedule=True)
+def test_ties_and_buffers_go_on_too(schedule, model, precision, interrupted):
+    recipe = zoo.recipe(clip=0.1, accumulate=3, schedule=True, precision=precision)
     space = {**LR, "model": model, "optimizer": "adamw"}
     technique = Pipelined(stages=2, schedule=schedule)
     report = interrupted(recipe, technique, technique, space=space)

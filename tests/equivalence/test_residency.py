@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -87,12 +88,19 @@ def check(run_study, assert_alone):
     return run
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("place", ["device", "host"])
-@pytest.mark.parametrize("keep", [(), (0, 2), (0, 1, 2)])
-def test_shards_may_run_all_micro_batches_while_they_are_there(keep, place, clip, check):
+BY_SHARD = [
+    *itertools.product([(), (0, 2), (0, 1, 2)], ["device", "host"], [None, 0.5], ["fp32"]),
+    ((), "host", 0.5, "bf16"),
+    ((0, 2), "device", 0.5, "bf16"),
+]
+
+
+@pytest.mark.parametrize(("keep", "place", "clip", "precision"), BY_SHARD)
+def test_shards_may_run_all_micro_batches_while_they_are_there(
+    keep, place, clip, precision, check
+):
     technique = shoal.Spilled(shards=4, optimizer=place, keep=keep, order="shard")
-    check(recipe(clip_grad_norm=clip), technique)
+    check(recipe(clip_grad_norm=clip, precision=precision), technique)
 
 
 @pytest.mark.parametrize("place", ["device", "host"])
@@ -147,9 +155,16 @@ def test_all_shards_may_stay(check):
         check(chain, shoal.Spilled(shards=3, optimizer=place, keep=(0, 1, 2)))
 
 
-def test_a_trial_with_kept_shards_goes_on_from_its_generation(check):
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_trial_with_kept_shards_goes_on_from_its_generation(precision, check):
     technique = shoal.Spilled(shards=4, optimizer="host", keep=(0, 2))
-    check(recipe(), technique, checkpoint_every=0, devices=2, lr=(1e-2, 3e-3, 1e-3))
+    check(
+        recipe(precision=precision),
+        technique,
+        checkpoint_every=0,
+        devices=2,
+        lr=(1e-2, 3e-3, 1e-3),
+    )
 
 
 def test_the_planner_keeps_what_there_is_room_for(check, jobs):

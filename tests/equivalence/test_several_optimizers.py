@@ -55,9 +55,11 @@ def make(factory, **changes) -> Recipe:
 @pytest.mark.parametrize(
     "factory", [muon_and_adamw, pytest.param(in_a_list, marks=pytest.mark.full)]
 )
-@pytest.mark.parametrize("name", TECHNIQUES)
-def test_whole_and_in_shards(name, factory, run_study, assert_alone):
-    recipe = make(factory, accumulate=2)
+@pytest.mark.parametrize(
+    ("name", "precision"), [*((name, "fp32") for name in TECHNIQUES), ("shards, host", "bf16")]
+)
+def test_whole_and_in_shards(name, precision, factory, run_study, assert_alone):
+    recipe = make(factory, accumulate=2, precision=precision)
     space = shoal.grid(lr=[1e-2, 3e-3])
     report = run_study(recipe, space, steps=5, technique=TECHNIQUES[name], poison=True)
     assert_alone(report, report.trials, recipe, steps=5)

@@ -13,10 +13,10 @@ WIDTH, BLOCKS, STEPS = 48, 112, 3
 
 
 class Tower(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, blocks: int) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS)
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(blocks)
         )
         self.head = nn.Linear(WIDTH, 3)
 
@@ -27,7 +27,7 @@ class Tower(nn.Module):
 
 
 def tower(hp):
-    return Tower()
+    return Tower(hp["blocks"])
 
 
 def rows(hp):
@@ -42,12 +42,24 @@ def loss(output, batch):
 
 
 @pytest.mark.parametrize(
-    ("place", "times"), [pytest.param("device", 48, marks=pytest.mark.full), ("host", 64)]
+    ("place", "times", "blocks", "precision"),
+    [
+        pytest.param("device", 48, BLOCKS, "fp32", marks=pytest.mark.full),
+        pytest.param("device", 48, BLOCKS, "bf16", marks=pytest.mark.full),
+        ("host", 64, BLOCKS, "fp32"),
+        pytest.param("host", 64, BLOCKS, "bf16", marks=pytest.mark.full),
+        ("host", 12, BLOCKS // 5, "bf16"),
+    ],
 )
-def test_a_state_of_many_times_the_device_trains_exactly(place, times, run_study, assert_alone):
-    state = 16 * sum(p.numel() for p in Tower().parameters())  # with AdamW's moments
+def test_a_state_of_many_times_the_device_trains_exactly(
+    place, times, blocks, precision, run_study, assert_alone
+):
+    tensors = Tower(blocks).parameters()
+    state = 16 * sum(p.numel() for p in tensors)  # with AdamW's moments
     budget = state // times
-    recipe = shoal.Recipe(model=tower, data=rows, loss=loss, clip_grad_norm=0.5)
+    recipe = shoal.Recipe(
+        model=tower, data=rows, loss=loss, clip_grad_norm=0.5, precision=precision
+    )
     peaks = []
 
     def note(event):
@@ -56,7 +68,7 @@ def test_a_state_of_many_times_the_device_trains_exactly(place, times, run_study
 
     report = run_study(
         recipe,
-        shoal.grid(lr=[1e-2, 3e-3]),
+        shoal.grid(lr=[1e-2, 3e-3], blocks=[blocks]),
         steps=STEPS,
         memory=budget,
         technique=shoal.Spilled(optimizer=place) if place == "device" else None,

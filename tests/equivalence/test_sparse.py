@@ -72,14 +72,19 @@ def recipe_of(model, optimizer, **changes):
 
 
 @pytest.mark.parametrize(
-    ("model", "optimizer", "accumulate"),
-    [(bag, sparse_adam, 1), (bag, sparse_adam, 2), (dense, sgd, 2)],
+    ("model", "optimizer", "accumulate", "precision"),
+    [
+        (bag, sparse_adam, 1, "fp32"),
+        (bag, sparse_adam, 2, "fp32"),
+        (dense, sgd, 2, "fp32"),
+        (dense, sgd, 2, "bf16"),
+    ],
 )
 @pytest.mark.parametrize("technique", ["resident", None])
 def test_resident_it_trains_to_the_plain_loops_bits(
-    model, optimizer, accumulate, technique, run_study, assert_alone
+    model, optimizer, accumulate, precision, technique, run_study, assert_alone
 ):
-    recipe = recipe_of(model, optimizer, accumulate=accumulate)
+    recipe = recipe_of(model, optimizer, accumulate=accumulate, precision=precision)
     report = run_study(recipe, LR, technique=technique, steps=6, eval_every=3)
     assert_alone(report, report.trials, recipe, steps=6, eval_every=3)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import breakdowns
 import pytest
 import squads
+import staging
 import torch
+import traps
 import unlucky
 from listening import Heard
 
@@ -32,6 +34,9 @@ QUICK = {
     ("language", "kept"),  # the shard that stays lends its weights
     ("conv", "kept"),
     ("accumulate", "one slot"),
+    ("bf16", "host"),
+    ("bf16", "gradients"),
+    ("language, bf16", "kept"),
 }
 SLOW = {("layered", "host"), ("lengths", "weights"), ("language", "turn"), ("sgd", "gradients")}
 
@@ -175,6 +180,18 @@ def test_what_cannot_be_cut_trains_without_an_array_and_says_why(run_study, tmp_
     assert all(job.array is None for job in plan.jobs)
     assert "are no array in shards: " in plan.explain()
     assert "nothing to cut between" in plan.explain()
+
+
+def test_a_weight_that_two_shards_cast_is_no_array_in_shards_and_the_plan_says_so(
+    run_study, assert_alone, jobs
+):
+    """Autocast casts it once, for both."""
+    recipe = staging.trap(traps.SharedLayer, 2, precision="bf16")
+    space, technique = shoal.grid(lr=[0.01, 0.003]), Spilled(shards=2)
+    report = run_study(recipe, space, steps=3, fuse=2, technique=technique)
+    assert squads.widths(report) == [1, 1]
+    assert "several parts of it cast one weight under autocast" in jobs[0].why[-1]
+    assert_alone(report, report.trials, recipe, steps=3)
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def test_models_that_break_a_careless_engine(model, schedule, place, run_staged)
         pytest.param("llama", 3, "gpipe", "host", marks=pytest.mark.full),
     ],
 )
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_zoo(model, stages, schedule, place, precision, run_staged):
     """Tied weights on two devices, BatchNorm's statistics, masks that all shards read."""
     recipe = zoo.recipe(clip=0.1, accumulate=3, schedule=True, precision=precision)

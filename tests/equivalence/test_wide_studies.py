@@ -61,12 +61,18 @@ def test_models_that_break_a_careless_engine(model, schedule, run_staged):
 
 
 @pytest.mark.parametrize(
-    ("model", "schedule"),
-    [("gpt", "2bw"), ("resnet", "flush"), pytest.param("gpt", "zb-h1", marks=pytest.mark.full)],
+    ("model", "schedule", "precision"),
+    [
+        ("gpt", "2bw", "fp32"),
+        ("gpt", "2bw", "bf16"),
+        ("resnet", "flush", "fp32"),
+        pytest.param("gpt", "zb-h1", "fp32", marks=pytest.mark.full),
+        pytest.param("resnet", "flush", "bf16", marks=pytest.mark.full),
+    ],
 )
-def test_ties_and_buffers(model, schedule, run_staged):
+def test_ties_and_buffers(model, schedule, precision, run_staged):
     """Five batches an epoch: with four a step the last step would have one, with five it fits."""
-    recipe = zoo.recipe(clip=0.1, accumulate=5, schedule=True)
+    recipe = zoo.recipe(clip=0.1, accumulate=5, schedule=True, precision=precision)
     run_staged(recipe, wide(schedule=schedule), {**LR, "model": model, "optimizer": "adamw"})
 
 

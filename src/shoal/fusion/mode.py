@@ -57,6 +57,8 @@ which have kernels of their own for some exponents.
 """
 NORMS = frozenset((torch.layer_norm, torch.group_norm, torch.rms_norm))
 """Run for all slots once for each value: the lone kernel sums in another order."""
+MIXED = frozenset((torch.layer_norm, torch.group_norm))
+"""Their kernels on a CPU take half precision and weights of float32, and give half precision."""
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -97,7 +99,14 @@ class SlotMode(TorchFunctionMode):
         return self._batched(func, args, kwargs)
 
     def _batched(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Torch's own batching, or slot by slot where it has none."""
+        """Torch's own batching, or slot by slot where it has none.
+
+        Torch multiplies by weights after it has normalised, which would give their type.
+        """
+        if func in MIXED and _is_mixed(args, kwargs):
+            input, *rest = args
+            wide: Tensor = self._batched(func, (input.float(), *rest), kwargs)
+            return wide.to(input.dtype)
         try:
             return func(*args, **kwargs)
         except (RuntimeError, ValueError, NotImplementedError) as error:
@@ -154,6 +163,15 @@ def _holds_per_slot(args: Any, kwargs: Any) -> bool:
     return any(type(x) is PerSlot for x in args) or any(
         type(x) is PerSlot for x in kwargs.values()
     )
+
+
+def _is_mixed(args: Any, kwargs: Any) -> bool:
+    """Whether an input of half precision meets weights of more, on a CPU."""
+    input, *rest = args or (None,)
+    if not isinstance(input, Tensor) or input.dtype not in HALF or input.device.type != "cpu":
+        return False
+    every = (*rest, *kwargs.values())
+    return any(isinstance(t, Tensor) and t.dtype == torch.float32 for t in every)
 
 
 def _is_about_batching(error: Exception) -> bool:

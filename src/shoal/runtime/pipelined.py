@@ -129,7 +129,7 @@ class PipelineSession(GangSession):
         finally:
             for name, tensor in before.items():
                 params[name].data = tensor
-            torch.clear_autocast_cache()  # which has a cast of each weight that was there\n
+            torch.clear_autocast_cache()  # which has a cast of each weight that was there
 
     def _on_host(self, layers: range) -> Iterator[tuple[str, Tensor]]:
         """The parameters of some layers in the region."""

@@ -193,6 +193,7 @@ class StackedMeasure:
         for shard in range(last):
             with walk.visits.of(shard):
                 self._forward(walk, shard)
+            _refuse_failures(walk.micro)  # what the next one reads is not there
         with walk.visits.of(last):
             self._evaluate_last(walk, last)
             self._backward(walk, last)

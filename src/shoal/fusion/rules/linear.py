@@ -34,10 +34,16 @@ def in_autocast(
     x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """What autocast would make of the arguments, for operations that it does not know."""
-    if not torch.is_autocast_enabled(x.device.type):
-        return x, weight, bias
-    dtype = torch.get_autocast_dtype(x.device.type)
-    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return cast(x), cast(weight), None if bias is None else cast(bias)
+
+
+def cast(tensor: Tensor) -> Tensor:
+    """As autocast has it for a product; float64 is left as it is, and what is no float."""
+    kind = tensor.device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensor
+    is_cast = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.to(torch.get_autocast_dtype(kind)) if is_cast else tensor
 
 
 class _Products(torch.autograd.Function):

@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.fusion.level import plainly
 from shoal.fusion.perslot import values_of
 from shoal.fusion.rules.dropout import masks
-from shoal.fusion.rules.linear import products
+from shoal.fusion.rules.linear import cast, products
 from shoal.fusion.slots import Slots
 
 WIDEST = 64
@@ -50,11 +50,25 @@ def _run(slots: Slots, input: Tensor, rest: Any, cell: Cell, states: int) -> Any
         return None
     x = slots.stacked(input)
     start = [slots.stacked(t) for t in (hidden if states == 2 else (hidden,))]
+    if _has_kernel(x.device, states):
+        x, start = cast(x), [cast(t) for t in start]
     stacked = [slots.stacked(w) for w in weights]
     settings = (biases, layers, dropout, train, both_ways, rows_first)
     with plainly():
         out, last = _through_layers(slots, x, start, stacked, settings, cell)
     return (slots.slotted(out), *(slots.slotted(t) for t in last))
+
+
+def _has_kernel(device: torch.device, states: int) -> bool:
+    """Whether a library computes a lone layer: autocast casts what it is given, and its states.
+
+    cuDNN knows both kinds, oneDNN LSTMs.
+    """
+    if device.type == "cpu":
+        return (
+            states == 2 and torch._C._get_mkldnn_enabled() and torch.backends.mkldnn.is_available()
+        )
+    return device.type == "cuda" and torch.backends.cudnn.enabled
 
 
 def _through_layers(
