@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -14,7 +15,7 @@ from rules import hydra, lru
 from touches import Step, fits, in_turns, one_trial
 
 from shoal.core.profile import find_profile
-from shoal.core.spec import JobMeasure, Place, ShardSpec
+from shoal.core.spec import JobMeasure, Order, Place, ShardSpec
 from shoal.core.technique import heads_of, turned_shards, waiting_gradients
 from shoal.planning.speeds import speeds_of
 from shoal.testing import make_device
@@ -112,6 +113,30 @@ def planners_choice() -> Iterator[Row]:
             row |= _of(found, None, hydra(found.shards, place=place, clip=clip))
             row |= {"active": found.active, "step_on": place}
         yield row
+
+
+def accumulated() -> Iterator[Row]:
+    """Four micro-batches a step at 4 times the budget: one after another, and as the planner says.
+
+    Of a model that draws no random numbers, where copies take time. Planned bytes of a step.
+    """
+    profile = find_profile(PROFILE)
+    speeds = speeds_of(make_device(profile=profile))
+    for name, clip in itertools.product(MODELS, (False, True)):
+        measure = gpt(*MODELS[name], TOKENS, profile)
+        measure = replace(measure, draws=False, num_batches=100)
+        budget = budget_of(measure, 4)
+        case = Case(measure=measure, budget=budget, place=None, clip=clip, micro_batches=4)
+        row: Row = {"model": name, "clip": clip, "profile": PROFILE, "micro_batches": 4}
+        for arm, order in ARMS.items():
+            if found := plan(replace(case, order=order), speeds=speeds):
+                technique = found.technique
+                row[arm] = {"bytes": found.moved, "order": technique.order}
+                row[arm] |= {"shards": len(found.shards), "step_on": technique.optimizer}
+        yield row
+
+
+ARMS: dict[str, Order | None] = {"one after another": "micro", "the planner's choice": None}
 
 
 def _cuts(measure: JobMeasure, plans: Iterable[Planned | None]) -> list[tuple[ShardSpec, ...]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from shoal.core.profile import Profile
-from shoal.core.spec import ALIGNMENT, JobMeasure, LayerMeasure, Place, ShardSpec
+from shoal.core.spec import ALIGNMENT, JobMeasure, LayerMeasure, Order, Place, ShardSpec
 from shoal.core.technique import Spilled, heads_of, kept_shards, kept_weights
 from shoal.core.units import Bytes, Seconds, round_up
 from shoal.memory.layout import TensorSpec, TrialLayout, lay_out
@@ -35,6 +35,8 @@ class Case:
     place: Place | None  # None: the planner's choice
     clip: bool
     shards: int | None = None  # forced
+    micro_batches: int = 1
+    order: Order | None = None  # None: the planner's choice
 
     @property
     def batch(self) -> int:
@@ -177,9 +179,19 @@ def plan(
     mixes: bool = True,
 ) -> Planned | None:
     """What the planner takes for one of ``actives`` trials at a time; None: nothing fits."""
-    forced = Spilled(optimizer=case.place, lookahead=lookahead, shards=case.shards, recompute=True)
+    forced = Spilled(
+        optimizer=case.place,
+        lookahead=lookahead,
+        shards=case.shards,
+        recompute=True,
+        order=case.order,
+    )
     request = Request(
-        micro_batches=1, clip=case.clip, technique=forced, prefers="host", mixes=mixes
+        micro_batches=case.micro_batches,
+        clip=case.clip,
+        technique=forced,
+        prefers="host",
+        mixes=mixes,
     )
     budget, measure = Bytes(case.budget), case.measure
     for choice in choices(measure, budget, actives, request, speeds):

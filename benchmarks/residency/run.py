@@ -31,6 +31,7 @@ def on_paper() -> dict[str, Any]:
         arms.large,
         arms.four_trials,
         arms.planners_choice,
+        arms.accumulated,
     )
     return {part.__name__: _timed(part) for part in parts}
 

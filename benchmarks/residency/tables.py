@@ -24,6 +24,7 @@ def main() -> None:
         show(model, large(row for row in paper["large"] if row["model"] == model))
         show(f"four, {model}", four(r for r in paper["four_trials"] if r["model"] == model))
     show("the planner's choice", chosen(paper["planners_choice"]))
+    show("four micro-batches", accumulated(paper.get("accumulated", ())))
     show("measured", real(measured["real_steps"]))
     print("\n".join(summary(paper)))
 
@@ -112,6 +113,16 @@ def chosen(rows: Sequence[Row]) -> Iterator[list[str]]:
             for r in alike
         ]
         yield [f"{row['state_over_budget']:g}", "yes" if row["clip"] else "no", *cells]
+
+
+def accumulated(rows: Iterable[Row]) -> Iterator[list[str]]:
+    arms = ("one after another", "the planner's choice")
+    yield ["model", "clipping", *(f"{arm}: shards, step on, MiB" for arm in arms), "times less"]
+    for row in rows:
+        cells = [f"{r['shards']}, {r['step_on']}, {mib(r['bytes'])}" for r in map(row.get, arms)]
+        less = row[arms[0]]["bytes"] / row[arms[1]]["bytes"]
+        model = row["model"].split(",")[0]
+        yield [model, "yes" if row["clip"] else "no", *cells, f"{less:.1f}"]
 
 
 def real(rows: Iterable[Row]) -> Iterator[list[str]]:

@@ -176,14 +176,14 @@ def test_the_planner_keeps_what_there_is_room_for(check, jobs):
 
     check(
         recipe(),
-        shoal.Spilled(recompute=True),
+        shoal.Spilled(recompute=True, order="micro"),
         memory=600_000,
         timeline=True,
         callbacks=[watch],
         lr=(1e-2,),
     )
     technique = jobs[0].technique
-    assert technique.order == "micro"  # the other one is for those who know their model
+    assert technique.order == "micro"
     assert technique.keep or technique.keep_weights
     assert "order='shard' loads less" in " ".join(jobs[0].why)
     assert "on the device, for which there is room; if all travelled" in " ".join(jobs[0].why)

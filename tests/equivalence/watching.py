@@ -57,6 +57,14 @@ class Watched:
                 found[event.action].append(event.bytes)
         return found
 
+    def bytes_a_step(self, kind: str) -> dict[int, int]:
+        """What moved with actions of a kind, by step."""
+        found: dict[int, int] = defaultdict(int)
+        for event in self.actions:
+            if event.action.startswith(kind):
+                found[event.step] += event.bytes
+        return found
+
     def bytes_by_kind(self) -> dict[str, int]:
         """All that moved, by the first word of the actions."""
         found: dict[str, int] = defaultdict(int)

@@ -11,6 +11,7 @@ ShoalError
 +-- WorkerError      a device worker failed; carries the original traceback
 +-- TrialError       one trial cannot go on; the others do
 |   +-- NarrowError  a weight that travelled as bfloat16 has to travel whole
+|   +-- OrderError   micro-batches that went by shard have to go one after another
 
 A message has three parts: what was asked, what was found, what to do; with the
 numbers. Every class has a section in docs/errors.md.
@@ -61,6 +62,16 @@ class NarrowError(TrialError):
     """A weight that travelled as bfloat16 was read by something else than a product.
 
     Nothing has stepped on it: the trial is planned again, with whole weights.
+    """
+
+
+class OrderError(TrialError):
+    """A model whose shards run all micro-batches of a step in one visit drew other random numbers.
+
+    Some where it drew none when it was measured, or others than were foretold.
+
+    Nothing has stepped on them: unless that order was asked for, the trial is planned again in
+    the plain one.
     """
 
 

@@ -340,7 +340,8 @@ class JobMeasure:
 
     ``shards`` are exact for the cut that was chosen; ``layers`` are what the cut
     was chosen from. ``notes`` say in words what was found: why a model cannot be
-    cut, what was switched off, what the pilot compared.
+    cut, what was switched off, what the pilot compared. ``in_turn`` is why the micro-batches of
+    a step have to go through it one after another, where shards were rehearsed in both orders.
     """
 
     layers: tuple[LayerMeasure, ...]
@@ -370,3 +371,4 @@ class JobMeasure:
     trained: tuple[str, ...] = ()  # parameters
     written: tuple[str, ...] = ()  # parameters that a forward writes to
     steps_by_tensor: bool = False  # its tensors may step one after another: the bits are the same
+    in_turn: str = ""  # empty where nothing was found against another order, or none was tried

@@ -51,11 +51,13 @@ class Spilled:
     whole tensors from the first on; or several such pairs, of late state the largest ones.
     ``order`` "shard" has a shard run all micro-batches of a step while it is on the device, which
     gives the same bits where no two layers share, or read from each other, what a forward changes
-    (a BatchNorm used twice). What a micro-batch draws at random is drawn ahead, so that the next
-    one begins where it would; a model for which that cannot be done (it draws from Python's or
-    NumPy's generator, or is compiled) is refused, and a trial whose draws turn out to depend on
-    what it computes fails before it steps. Nothing chooses it but you; ``shoal verify`` is the
-    proof. ``boundaries`` is where a shard's input waits between
+    (a BatchNorm used twice): where you ask for it, that is yours to know, and ``shoal verify`` is
+    the proof. What a micro-batch draws at random is drawn ahead, so that the next one begins where
+    it would; a model for which that cannot be done (it draws from Python's or NumPy's generator,
+    or is compiled) is refused, and a trial whose draws turn out to depend on what it computes
+    fails before it steps. "micro" has micro-batches go through the model one after another; None
+    is the quicker one, "shard" only after two batches went both ways and ended on the same bits.
+    ``boundaries`` is where a shard's input waits between
     its forward and its backward, None for wherever there is room: on the host where the device
     has none, or where that room is better used. ``keep_turn`` is how many shards more, those next
     to the turn from forward to backward, hold their parameters from one to the other, None for as
@@ -233,6 +235,11 @@ class Spilled:
 
     def _check_keep(self, name: str, shards: Iterable[int]) -> None:
         _set(self, name, named_shards(name, shards, self.shards, "Spilled"))
+
+
+def asks_by_shard(technique: object) -> bool:
+    """Whether shards are to run all micro-batches of a step in one visit."""
+    return isinstance(technique, Spilled) and technique.order == "shard"
 
 
 Schedule = Literal["naive", "gpipe", "flush", "zb-h1", "2bw"]

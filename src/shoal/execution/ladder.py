@@ -103,7 +103,8 @@ def techniques(
         spill_activations=(),
     )
     late = False if technique.late_state is False else None  # what was forbidden stays so
-    fewer_kept = replace(same, keep=None, keep_weights=(), late_state=late, order=None)
+    order = None if technique.order == "shard" else technique.order  # which holds more inputs
+    fewer_kept = replace(same, keep=None, keep_weights=(), late_state=late, order=order)
     stays = technique.keep or technique.keep_weights or technique.keep_activations
     if has_neighbours or stays or technique.spill_activations:
         yield fewer_kept

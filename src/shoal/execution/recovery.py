@@ -8,7 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shoal.core import event as events
-from shoal.core.errors import CapacityError, NarrowError, StorageError, WorkerError
+from shoal.core.errors import (
+    CapacityError,
+    NarrowError,
+    OrderError,
+    StorageError,
+    WorkerError,
+)
 from shoal.core.spec import DeviceSpec
 from shoal.execution.failures import is_out_of_memory, signature
 from shoal.execution.floor import Floor
@@ -83,6 +89,10 @@ class Recovery:
             self._set_back(state, "a weight that travelled as bfloat16 was read otherwise")
             if reply.trial in self._floor.open:
                 self._replanning.make_whole(state, reply.error)
+        elif isinstance(cause, OrderError) and self._replanning.chose_order:
+            self._set_back(state, "the model drew random numbers that nothing drew before")
+            if reply.trial in self._floor.open:
+                self._replanning.make_plain(state, reply.error)
         elif state.may_try_again(signature(reply.error), self._retries):
             last = reply.error.strip().rpartition("\n")[2]
             self._set_back(state, f"retry {len(state.failures)} of {self._retries} after {last}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from shoal.core import event as events
 from shoal.core.errors import PlanError, ShoalError
@@ -84,22 +85,37 @@ class Replanning:
 
         It has no device, and will go on from its newest generation, which has the plain bits.
         """
+        self._replan_spilled(state, error, transfer="fp32", master=None)
+
+    @property
+    def chose_order(self) -> bool:
+        """Whether nobody asked for shards to run all micro-batches of a step in one visit."""
+        return not self._planner.is_by_shard
+
+    def make_plain(self, state: TrialRun, error: str) -> None:
+        """Give a trial whose shards ran all micro-batches of a step in one visit the plain order.
+
+        It has no device, and will go on from its newest generation, which has the plain bits.
+        """
+        self._replan_spilled(state, error, order="micro")
+
+    def _replan_spilled(self, state: TrialRun, error: str, **changes: Any) -> None:
+        """Give a trial a job with these ``changes``, or the first rung that fits with them."""
         job = state.job
         assert isinstance(job.technique, Spilled)
-        whole = replace(
+        other = replace(
             job.technique,
             shards=len(job.shards),
             optimizer=state.place,
-            transfer="fp32",
-            master=None,
             keep_turn=None,
             keep_gradients=None,
             keep_head=None,
             keep_activations=None,
             spill_activations=None,
         )
-        smaller = techniques(whole, len(job.shards), state.place, has_neighbours=True)
-        self._replan(state, error, lambda: self._first_rung(state, [whole, *smaller]))
+        other = replace(other, **changes)
+        smaller = techniques(other, len(job.shards), state.place, has_neighbours=True)
+        self._replan(state, error, lambda: self._first_rung(state, [other, *smaller]))
 
     def over_fewer(self, state: TrialRun, devices: Sequence[DeviceSpec]) -> Planned:
         """A job of the same bits for a gang that has only these devices.

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.core.units import counted
+
 _OF_MODULE = "_compiled_call_impl"  # what nn.Module.compile leaves, torch 2.10 to 2.13
 _WRAPPER = "OptimizedModule"  # what torch.compile makes of a module; its class is not imported
 _NO_LIMIT = 1_000_000
@@ -76,3 +78,19 @@ def _never_give_up() -> None:
     for name in ("recompile_limit", "accumulated_recompile_limit"):
         if hasattr(settings, name):
             setattr(settings, name, _NO_LIMIT)
+
+
+def compiled_notes(model: nn.Module) -> tuple[str, ...]:
+    """What a plan says of a model that is compiled."""
+    if not compiles(model):
+        return ()
+    count = len(compiled_modules(model))
+    what = (
+        counted(count, "module is", "modules are")
+        if count
+        else "torch.compile was called, so code may be"
+    )
+    return (
+        f"{what} compiled: measured as if they were not, and nothing counts allocations while "
+        "they train",
+    )

@@ -92,14 +92,16 @@ def shaken(model: nn.Module) -> Iterator[None]:
     Where gradients are summed in another order, values such as the 0 and 1 that many
     parameters start from may hide it.
     """
-    random = torch.Generator().manual_seed(0)
+    devices = {parameter.device for parameter in model.parameters()}
+    random = {device: torch.Generator(device).manual_seed(0) for device in devices}
     values = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
     try:
         with torch.no_grad():
             for parameter, value in values:
                 if value.is_floating_point():
-                    noise = torch.randn(value.shape, generator=random)
-                    parameter.add_(0.05 * noise.to(value.device, value.dtype))
+                    device = value.device
+                    noise = torch.randn(value.shape, generator=random[device], device=device)
+                    parameter.add_(0.05 * noise.to(value.dtype))
         yield
     finally:
         with torch.no_grad():

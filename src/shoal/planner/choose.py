@@ -8,6 +8,8 @@ The order of preference, and what is compared:
    shards that stay. As many stay as there is room for. Each of these is
    replayed with the measured seconds, and the one whose step costs the least of the device's
    time is taken; of those that cost about the same, the one that moves the fewest bytes.
+   With several micro-batches a step both loops are compared: over micro-batches outside, as in
+   the plain loop, or over shards, which is taken where it costs clearly less.
 
 A choice is made from layer measures, and holds only once the shards themselves have been
 measured: ``fits`` decides.
@@ -18,15 +20,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from math import inf
 
 from shoal.core.spec import JobMeasure, Order, Place
 from shoal.core.technique import Spilled
 from shoal.core.units import Bytes, Seconds
-from shoal.planner.keep import ALIKE
+from shoal.planner.keep import ALIKE, keep_best
 from shoal.planner.need import Request, place_asked, transfer_of
 from shoal.planner.paper import Choice, Paper, weight
 from shoal.planner.price import Speeds
 from shoal.spill.generate import route_of
+
+Priced = tuple[Seconds, Choice]
+"""A choice, and about what a step with it costs."""
 
 
 def choices(
@@ -38,28 +44,71 @@ def choices(
 ) -> Iterator[Choice]:
     """Spilled choices that should fit, for each number of trials at a time; the cheapest first."""
     paper = Paper(measure, request)
+    phases = {
+        order: _boundary_places(measure, budget, request, order)
+        for order in orders_of(measure, request)
+    }
 
-    def found(places: Iterable[Place]) -> Iterator[Choice]:
-        priced: list[tuple[Seconds, Choice]] = []
-        leaner: list[tuple[Seconds, Choice]] = []
+    def priced(order: Order, places: Iterable[Place]) -> list[Priced]:
+        found: list[Priced] = []
+        leaner: list[Priced] = []
         for place, active in itertools.product(places, actives):
-            for technique in _settings(measure, request, place):
+            for technique in _settings(measure, request, place, order):
                 fewest = next(paper.by_shards(technique, budget, active), None)
                 if fewest is not None:
                     best, *others = paper.best_counts(fewest, budget)
-                    priced.append((paper.step_s(best, speeds, budget), best))
+                    found.append((paper.step_s(best, speeds, budget), best))
                     leaner += [(paper.step_s(one, speeds, budget), one) for one in others]
-        least = min((step_s for step_s, _ in priced), default=Seconds(0.0))
-        priced += [(least, one) for step_s, one in leaner if step_s <= least]  # for no more time
-        for rank, choice in enumerate(_cheapest_first(priced, request, paper, budget)):
+        least = min((step_s for step_s, _ in found), default=Seconds(0.0))
+        return found + [(least, one) for step_s, one in leaner if step_s <= least]  # no more time
+
+    def ranked(found: Sequence[Priced]) -> Iterator[Choice]:
+        for rank, choice in enumerate(_cheapest_first(found, request, paper, budget)):
             if not rank and (better := paper.refined(choice, speeds, budget)) != choice:
                 yield better
             yield choice
             yield from paper.finer(choice, budget)
 
-    first, last = _boundary_places(measure, budget, request)
-    yield from found(first)
-    yield from found(last)
+    def worked_out_s(choice: Choice) -> Seconds:
+        """What a step takes with what stays worked out on paper, and not guessed."""
+        room = paper.room(choice, budget)
+        kept = keep_best(room, speeds)
+        return Seconds(inf) if kept is None else room.step_s(kept[0], speeds)
+
+    def is_quicker(by_shard: Sequence[Priced], plain: Sequence[Priced]) -> bool:
+        by_shard_s, plain_s = ALIKE * _least_s(by_shard), _least_s(plain)
+        if by_shard_s >= plain_s or SURELY * by_shard_s < plain_s:
+            return by_shard_s < plain_s
+        by_shard_s, plain_s = (worked_out_s(next(ranked(one))) for one in (by_shard, plain))
+        return ALIKE * by_shard_s < plain_s
+
+    for phase in (0, 1):
+        first, *second = [(order, places[phase]) for order, places in phases.items()]
+        plain = priced(*first)
+        if not second:
+            yield from ranked(plain)
+            continue
+        least_s = _least_by_shard(measure, request, plain)
+        if _least_s(plain) <= ALIKE * least_s:
+            yield from (replace(one, other_s=least_s, other_least=True) for one in ranked(plain))
+            continue
+        by_shard = [one for one in priced(*second[0]) if paper.may_wait(one[1])]
+        if is_quicker(by_shard, plain):
+            plain_s = _told(_least_s(plain))
+            yield from (replace(one, other_s=plain_s) for one in ranked(by_shard))
+            yield from ranked(plain)
+        else:
+            by_shard_s = _told(_least_s(by_shard))
+            yield from (replace(one, other_s=by_shard_s) for one in ranked(plain))
+
+
+SURELY = 4 / 3
+"""What is so many times as quick by a guess is not worked out: what no guess knows of, activations
+that wait on the host, spares a forward where there are two and a backward."""
+
+
+def _told(step_s: float) -> Seconds | None:
+    return None if step_s == inf else Seconds(step_s)
 
 
 def about_s(
@@ -70,8 +119,9 @@ def about_s(
     Each combination of settings with the fewest shards that should fit, and nothing finer.
     """
     paper = Paper(measure, request)
-    for places in _boundary_places(measure, budget, request):
-        settings = (one for place in places for one in _settings(measure, request, place))
+    order = orders_of(measure, request)[0]
+    for places in _boundary_places(measure, budget, request, order):
+        settings = (one for place in places for one in _settings(measure, request, place, order))
         fewest = (next(paper.by_shards(one, budget, 1), None) for one in settings)
         found = [paper.step_s(one, speeds, budget) for one in fewest if one is not None]
         if found:
@@ -111,11 +161,45 @@ def may_go_by_shard(measure: JobMeasure, request: Request) -> bool:
 
     Of a model that draws random numbers, where those of each micro-batch can be foretold.
 
-    It is not chosen by itself: layers that share statistics, or read each other's, would see
-    them in another order, and nothing that is measured shows that.
+    Who asks knows that no two layers share, or read from each other, what a forward changes.
     """
     knows = measure.num_batches is not None  # how many there are, when the step begins
     return request.micro_batches > 1 and knows and (measure.foretold or not measure.draws)
+
+
+def orders_of(measure: JobMeasure, request: Request) -> tuple[Order, ...]:
+    """The loops that are compared, the one that is taken at the same price first.
+
+    By shard if that may be, a step ever has several micro-batches, nothing was found against it,
+    and no forward was asked to run only once. It is a proposal: shards that were measured are
+    rehearsed in both orders before one is taken.
+    """
+    forced = request.technique if isinstance(request.technique, Spilled) else Spilled()
+    if request.micro_batches == 1:
+        return ("micro",)  # both are the same then, and numbers drawn at random stay in order
+    if forced.order is not None:
+        return (forced.order,)
+    once = forced.recompute is False or forced.keep_activations or forced.spill_activations
+    several = (measure.num_batches or 0) > 1
+    if once or not several or measure.in_turn or not may_go_by_shard(measure, request):
+        return ("micro",)
+    return ("micro", "shard")
+
+
+def _least_by_shard(measure: JobMeasure, request: Request, plain: Sequence[Priced]) -> Seconds:
+    """About what a step by shard takes at least, in no fewer shards than a ``plain`` one.
+
+    It computes each forward twice but the last shard's, which hides behind nothing.
+    """
+    fewest = min((len(choice.cuts) + 1 for _, choice in plain), default=len(measure.layers))
+    seconds = sum(layer.forward_s + layer.backward_s for layer in measure.layers)
+    last = sum(layer.forward_s for layer in measure.layers) / fewest
+    return Seconds(request.micro_batches * (seconds - last))
+
+
+def _least_s(found: Sequence[Priced]) -> float:
+    """The least that a step of those takes that fit; endless where none does."""
+    return min((step_s for step_s, choice in found if choice.fits), default=inf)
 
 
 WORTH = 0.1
@@ -123,21 +207,24 @@ WORTH = 0.1
 
 
 def _boundary_places(
-    measure: JobMeasure, budget: Bytes, request: Request
+    measure: JobMeasure, budget: Bytes, request: Request, order: Order
 ) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
     """Where inputs may wait: what is compared, and what is tried when nothing of that fits."""
     forced = request.technique.boundaries if isinstance(request.technique, Spilled) else None
     if forced is not None:
         return (forced,), ()
-    private = sum(layer.private_bytes for layer in measure.layers)
+    at_once = request.micro_batches if order == "shard" else 1
+    private = at_once * sum(layer.private_bytes for layer in measure.layers)
     if private > WORTH * budget:
         return ("device", "host"), ()
     return ("device",), ("host",) if private else ()
 
 
-def _settings(measure: JobMeasure, request: Request, boundaries: Place) -> Iterator[Spilled]:
+def _settings(
+    measure: JobMeasure, request: Request, boundaries: Place, order: Order
+) -> Iterator[Spilled]:
     """The combinations that a forced technique leaves open, and what it names can be done in."""
-    all_ = list(_all_settings(measure, request, boundaries))
+    all_ = list(_all_settings(measure, request, boundaries, order))
     yield from [technique for technique in all_ if _can_save(technique)] or all_
 
 
@@ -146,11 +233,12 @@ def _can_save(technique: Spilled) -> bool:
     return not named or set(named) <= set(route_of(technique, technique.shards or 0).may_save)
 
 
-def _all_settings(measure: JobMeasure, request: Request, boundaries: Place) -> Iterator[Spilled]:
+def _all_settings(
+    measure: JobMeasure, request: Request, boundaries: Place, order: Order
+) -> Iterator[Spilled]:
     forced = request.technique if isinstance(request.technique, Spilled) else Spilled()
-    order: Order = forced.order or "micro"
-    if request.micro_batches == 1:
-        order = "micro"  # both are the same then, and numbers drawn at random stay in order
+    if forced.keep_turn is None and request.micro_batches > 1 and measure.num_batches is None:
+        forced = replace(forced, keep_turn=0)  # a program a batch: nothing waits over the turn
     place = place_asked(forced, request)
     places: tuple[Place, ...] = (place,) if place else ("host", "device")
     for place, (lookahead, lookbehind) in itertools.product(places, _looks(forced)):

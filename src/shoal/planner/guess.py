@@ -12,7 +12,7 @@ from shoal.core.spec import ShardSpec
 from shoal.core.technique import Spilled, turnable_shards, turned_shards
 from shoal.core.units import Bytes
 from shoal.planner.keep import savers
-from shoal.planner.need import Need, waiting_bytes
+from shoal.planner.need import Need, sweeps, waiting_bytes
 from shoal.planner.room import Room
 from shoal.spill.generate import kept_of
 
@@ -70,10 +70,10 @@ def _guess_host(room: Room, base: Need, moving: Bytes) -> tuple[Spilled, Bytes]:
         whole = kept_of(len(shards), _so_many(left, each, len(able)), borrowers)
         left -= each * len(whole)
         moving = Bytes(round(moving * (1 - len(whole) / len(shards))))
-    if request.micro_batches == 1:  # at the turn they have no gradients yet
+    if sweeps(technique, request) == 1:  # at the turn they have no gradients yet
         left += held * sum(shards[s].gradient_bytes for s in whole)
     turned = _guess_turn(shards, replace(technique, keep=whole), left)
-    less = request.micro_batches * sum(shards[s].parameter_bytes for s in turned)
+    less = sweeps(technique, request) * sum(shards[s].parameter_bytes for s in turned)
     return replace(technique, keep=whole, keep_turn=len(turned)), Bytes(max(moving - less, 0))
 
 
@@ -111,7 +111,7 @@ def guess_saves(room: Room, technique: Spilled, base: Need) -> Spilled:
 
 def _gradients_wait(room: Room) -> bool:
     """Whether gradients of shards that stay are there until the step."""
-    return room.request.clip or room.request.micro_batches > 1
+    return room.request.clip or sweeps(room.technique, room.request) > 1
 
 
 def _so_many(left: float, each: float, most: int) -> int:

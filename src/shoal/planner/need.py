@@ -60,6 +60,11 @@ def foretells(measure: JobMeasure, technique: Technique) -> bool:
     return measure.draws and isinstance(technique, Spilled) and technique.order == "shard"
 
 
+def sweeps(technique: Spilled, request: Request) -> int:
+    """How often a step goes through the shards: for each micro-batch, or once for all of them."""
+    return 1 if technique.order == "shard" else request.micro_batches
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
     """Bytes of a job on its device: between units, on top of that for one, and at the peak.

@@ -14,7 +14,7 @@ from shoal.partition.cut import cut, shard_cost
 from shoal.planner.guess import guess_most, guess_saves
 from shoal.planner.keep import keep_most
 from shoal.planner.lean import keep_lean
-from shoal.planner.need import Need, Request, fits, need
+from shoal.planner.need import Need, Request, fits, need, sweeps, waiting_input_bytes
 from shoal.planner.predict import predict_shards
 from shoal.planner.price import Speeds, price
 from shoal.planner.room import Room
@@ -25,7 +25,8 @@ from shoal.planner.spare import use_turn
 class Choice:
     """A technique with its cuts, before its shards are measured.
 
-    ``cuts`` are the first layers of the second and later shards.
+    ``cuts`` are the first layers of the second and later shards. ``other_s`` is about what a step
+    takes whose micro-batches go in the other order, where that may be, or ``other_least``.
     """
 
     technique: Spilled
@@ -33,6 +34,8 @@ class Choice:
     moved_bytes: Bytes
     active: int
     fits: bool = True  # on paper; False where the number of shards was asked for all the same
+    other_s: Seconds | None = None
+    other_least: bool = False
 
 
 LESS = 0.95
@@ -160,10 +163,20 @@ class Paper:
             slots = min(1 + (technique.lookahead or 0), len(shards)) * slot
             batch = self._measure.batch_bytes
             held = slots + _least_outside(shards, batch, technique, self._request)
-            peak = max(held, slots + _least_inside(shards, batch, technique))
+            peak = max(held, slots + _least_inside(shards, batch, technique, self._request))
             if (active - 1) * held + peak > budget:
                 return None
         return self._need(cuts, technique)
+
+    def may_wait(self, choice: Choice) -> bool:
+        """Whether the host has room for the inputs of its shards that wait there."""
+        most, micros = self._request.waiting_room, self._request.micro_batches
+        waits = waiting_input_bytes(self._of(choice.cuts), choice.technique, micros)
+        return most is None or waits <= most
+
+    def room(self, choice: Choice, budget: Bytes) -> Room:
+        """The room of its shards."""
+        return self._room(choice.cuts, choice.technique, budget, choice.active)
 
     def _room(self, cuts: tuple[int, ...], technique: Spilled, budget: Bytes, active: int) -> Room:
         return Room(
@@ -215,7 +228,7 @@ def _least_outside(
     on their way to the host, unless it stepped them or that is waited for.
     """
     steps_at_once = technique.optimizer == "device" and not request.clip
-    in_turns = request.micro_batches > 1 and technique.order != "shard"
+    in_turns, at_once = sweeps(technique, request) > 1, _at_once(technique, request)
     in_flight = technique.lookbehind != 0 and (not steps_at_once or in_turns)
     waits = technique.boundaries == "host"
     most = inputs = 0
@@ -223,16 +236,23 @@ def _least_outside(
         stored = behind.gradient_bytes if behind is not None and in_flight else 0
         left = batch if shard.index else 0  # the first shard's backward is the last to read it
         most = max(most, left + inputs + shard.gradient_bytes + stored)
-        inputs += shard.boundary_bytes - (shard.private_bytes if waits else 0)
+        inputs += at_once * (shard.boundary_bytes - (shard.private_bytes if waits else 0))
     return max(most, batch + inputs)
 
 
-def _least_inside(shards: Sequence[ShardSpec], batch: Bytes, technique: Spilled) -> int:
+def _at_once(technique: Spilled, request: Request) -> int:
+    """Micro-batches whose inputs of shards are there at the turn."""
+    return request.micro_batches // sweeps(technique, request)
+
+
+def _least_inside(
+    shards: Sequence[ShardSpec], batch: Bytes, technique: Spilled, request: Request
+) -> int:
     """What is surely needed outside the slots inside some backward: inputs, and what runs."""
-    waits = technique.boundaries == "host"
+    waits, at_once = technique.boundaries == "host", _at_once(technique, request)
     most = inputs = 0
     for shard in shards:
-        inputs += shard.boundary_bytes - (shard.private_bytes if waits else 0)
+        inputs += at_once * (shard.boundary_bytes - (shard.private_bytes if waits else 0))
         most = max(most, batch + inputs + shard.backward_peak_bytes)
     return most
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from shoal.core.spec import JobMeasure, ShardSpec
 from shoal.core.technique import Spilled
-from shoal.core.units import Bytes
+from shoal.core.units import Bytes, Seconds
 from shoal.memory.layout import TrialLayout
 from shoal.planner.need import Need, Request, fits, need
+from shoal.planner.price import Speeds, price
 
 Option = tuple[Spilled, Need]
 """A technique that leaves nothing open, and what a job needs with it."""
@@ -36,6 +37,11 @@ class Room:
         args = (self.measure, self.shards, technique, self.request, self.layout)
         found = need(*args, proves=False)
         return (technique, found) if fits([found], self.budget, self.active) else None
+
+    def step_s(self, technique: Spilled, speeds: Speeds) -> Seconds:
+        """The price of a step with a technique that leaves nothing open."""
+        args = (self.shards, self.measure.batch_bytes, technique, self.request, speeds)
+        return price(*args, self.active).step_s
 
     def beside(self, base: Need) -> int:
         """Bytes that each job has beyond ``base``; less than none where that does not fit."""

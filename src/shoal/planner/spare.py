@@ -13,6 +13,7 @@ from shoal.core.spec import ShardSpec
 from shoal.core.technique import Head, Spilled, kept_weights, turnable_shards
 from shoal.memory.layout import Segment, head_sizes, largest_first, lenders
 from shoal.planner.lean import kept_lean, leaving, with_kept
+from shoal.planner.need import sweeps
 from shoal.planner.room import Option, Room, most_of
 from shoal.spill.generate import kept_of
 
@@ -34,7 +35,7 @@ def _turn_most(room: Room, kept: Option, *, fewer: bool) -> Option:
     technique, count = room.technique, len(room.shards)
     if technique.keep_turn is not None or room.request.varies:
         return kept
-    one_visit = room.request.micro_batches == 1 or kept[0].order == "shard"
+    one_visit = sweeps(kept[0], room.request) == 1
 
     def used(resolved: Spilled) -> Option | None:
         def tried(turned: int) -> Option | None:
@@ -74,7 +75,7 @@ def _spread(room: Room, count: int) -> tuple[int, ...]:
 def _wait_most(room: Room, kept: Option) -> Option:
     """``kept`` with the gradients of as many shards waiting on the device as fit."""
     resolved, request = kept[0], room.request
-    waits = request.clip or (request.micro_batches > 1 and resolved.order != "shard")
+    waits = request.clip or sweeps(resolved, request) > 1
     asked = room.technique.keep_gradients is not None or resolved.optimizer != "device"
     if asked or not waits or request.varies:
         return kept

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,6 +16,7 @@ from shoal.core.technique import (
     Resident,
     Spilled,
     Technique,
+    asks_by_shard,
     kept_weights,
     late_shards,
     turned_shards,
@@ -25,9 +26,10 @@ from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_secon
 from shoal.memory.chunks import in_chunks
 from shoal.memory.layout import as_it_travels
 from shoal.pipeline.stops import Stops
-from shoal.planner.choose import choices, may_go_by_shard
+from shoal.planner.choose import choices
 from shoal.planner.job import make_job, make_pipeline_job, make_replicated_job, refuse
 from shoal.planner.keep import keep_best
+from shoal.planner.loops import why_order
 from shoal.planner.need import (
     Need,
     Request,
@@ -35,6 +37,7 @@ from shoal.planner.need import (
     need,
     waiting_input_bytes,
 )
+from shoal.planner.paper import Choice
 from shoal.planner.pipeline import Alternative
 from shoal.planner.price import Price, price
 from shoal.planner.room import Room
@@ -49,9 +52,12 @@ from shoal.planning.refusing import (
     refuse_head,
     refuse_master,
     refuse_order,
+    refuse_own_step,
+    refuse_shards,
     refuse_too_many,
     refuse_transfer,
     splits_nothing,
+    too_large_a_step,
 )
 from shoal.planning.replicating import Replicating
 from shoal.planning.replicating import numerics as replica_numerics
@@ -59,7 +65,7 @@ from shoal.planning.sharing import Shared, share
 from shoal.planning.speeds import corrected, speeds_of
 from shoal.planning.spilling import Spilling, asked_of
 from shoal.recipe import Recipe
-from shoal.runtime.messages import Measure, Measured, MeasureShards
+from shoal.runtime.messages import Measure, Measured, MeasureShards, Order
 
 MOST_ACTIVE = 3
 """Trials that share a device at most: more would leave each too little of it."""
@@ -186,26 +192,11 @@ class Deciding:
 
     def _settle_own_step(self, trial: TrialSpec) -> Question:
         """A step of one's own trains resident or not at all."""
-        forced = self._request.technique
-        if forced is not None and type(forced) is not Resident:
-            raise PlanError(
-                f"trial {trial.number} was asked to train {type(forced).__name__.lower()}, but "
-                "its recipe has a step of its own: that is one unit, and what of it a shard or a "
-                "stage would run is not known. Use technique='resident', or leave technique= out."
-            )
+        refuse_own_step(trial, self._request.technique)
         measured = yield Measure(trial, cut=False, narrow=False)
         whole = self._resident(measured)
         if whole.total > self._budget:
-            measure = measured.measure
-            raise PlanError(
-                f"trial {trial.number} does not fit a device of {format_bytes(self._budget)}: "
-                f"with all its models and optimizers it needs {format_bytes(whole.total)}, of "
-                f"them {format_bytes(measure.shards[0].owned_bytes)} parameters, "
-                f"{format_bytes(measure.shards[0].state_bytes)} of the optimizers' state and "
-                f"{format_bytes(measure.shards[0].backward_peak_bytes)} inside the step. A step "
-                "of one's own, Recipe(step=...), cannot be spilled or cut into stages. Give the "
-                "device that much memory, or make the batch or the models smaller."
-            )
+            raise too_large_a_step(trial, measured.measure, self._budget, whole)
         why = self._why_resident(whole)
         return _settled(measured, Resident(), 1, [*why, *measured.measure.notes])
 
@@ -231,34 +222,45 @@ class Deciding:
         refuse_order(trial, measured, self._request)
         refuse_transfer(trial, measured, forced, self._recipe.precision)
         self._speeds = corrected(self._speeds, measured.measure.link)
-        request, closest = self._spilled_request(whole), None
+        request = self._spilled_request(whole)
         at_once = MOST_ACTIVE if crowd else 1
         request = replace(request, waiting_room=self._waiting_room(measured, trials, at_once))
-        actives = range(1, MOST_ACTIVE + 1) if crowd else (1,)
-        for choice in choices(measured.measure, self._budget, actives, request, self._speeds):
-            exact = yield MeasureShards(trial, choice.cuts, narrow=self._narrow)
+        found = yield from self._first_that_fits(trial, measured.measure, request, whole, at_once)
+        if isinstance(found, str):
+            measure = replace(measured.measure, in_turn=found)
+            found = yield from self._first_that_fits(trial, measure, request, whole, at_once)
+        assert isinstance(found, Settled), "in the plain order nothing is rehearsed"
+        return found
+
+    def _first_that_fits(
+        self, trial: TrialSpec, measure: JobMeasure, request: Request, whole: Need, at_once: int
+    ) -> Generator[Order, Measured, Settled | str]:
+        """Settled by the first choice whose shards fit, with up to ``at_once`` trials at a time.
+
+        Where that has shards run all micro-batches in one visit and nobody asked for it, they are
+        rehearsed so; in words, why they cannot.
+        """
+        closest, forced = None, self._request.technique
+        actives = range(1, at_once + 1)
+        for choice in choices(measure, self._budget, actives, request, self._speeds):
+            asked, active = choice.technique, choice.active
+            tries = asked.order == "shard" and not asks_by_shard(forced)
+            exact = yield MeasureShards(trial, choice.cuts, narrow=self._narrow, by_shard=tries)
+            if exact.measure.in_turn:
+                return exact.measure.in_turn
+            exact = replace(exact, measure=replace(exact.measure, in_turn=measure.in_turn))
             exact = self._in_chunks(exact)
-            refuse_borrowers(trial, exact, choice.technique)
-            refuse_head(trial, exact, choice.technique)
-            active = choice.active
-            refuse_activations(trial, exact, choice.technique)
-            refuse_moved(trial, exact.measure.shards, choice.technique)
-            found = self._keep_best(exact, choice.technique, request, active)
-            if found:
+            refuse_borrowers(trial, exact, asked)
+            refuse_head(trial, exact, asked)
+            refuse_activations(trial, exact, asked)
+            refuse_moved(trial, exact.measure.shards, asked)
+            room = self._room(exact, asked, request, active)
+            if found := keep_best(room, self._speeds):
                 refuse_master(trial, exact, found[0], forced)
-                return self._spilled(exact, whole, *found, active)
-            closest = self._need(exact, _as_named(choice.technique), request)
-        if isinstance(forced, Spilled) and forced.shards and closest is not None:
-            kept = f", {len(forced.keep)} of them kept on the device," if forced.keep else ""
-            if forced.keep_activations:
-                kept += f" {len(forced.keep_activations)} of them with their activations,"
-            raise PlanError(
-                f"trial {trial.number} was asked to train in {counted(forced.shards, 'shard')}"
-                f"{kept} which needs {format_bytes(closest.total)} or more on a device of "
-                f"{format_bytes(self._budget)}. Ask for more shards, or leave shards= out to have "
-                "the fewest that fit."
-            )
-        raise refuse(trial, measured.measure, self._budget, self._request)
+                return self._spilled(exact, whole, *found, active, choice)
+            closest = self._need(exact, _as_named(asked), request)
+        refuse_shards(trial, forced, closest, self._budget)
+        raise refuse(trial, measure, self._budget, self._request)
 
     def _spilled_request(self, whole: Need) -> Request:
         """Who asks for spilling where the whole model would fit wants to see it travel."""
@@ -294,10 +296,8 @@ class Deciding:
         least = as_it_travels(measured.layout, split, names, sums=sums)
         return max(measured.layout.num_bytes - least.num_bytes, 0)
 
-    def _keep_best(
-        self, exact: Measured, technique: Spilled, request: Request, active: int
-    ) -> tuple[Spilled, Need] | None:
-        room = Room(
+    def _room(self, exact: Measured, technique: Spilled, request: Request, active: int) -> Room:
+        return Room(
             measure=exact.measure,
             shards=exact.measure.shards,
             technique=technique,
@@ -306,7 +306,6 @@ class Deciding:
             active=active,
             layout=exact.layout,
         )
-        return keep_best(room, self._speeds)
 
     def _in_chunks(self, exact: Measured) -> Measured:
         """With the chunks in which its shards would step on the host."""
@@ -330,7 +329,13 @@ class Deciding:
         ]
 
     def _why_spilled(
-        self, whole: Need, exact: Measured, technique: Spilled, found: Need, active: int
+        self,
+        whole: Need,
+        exact: Measured,
+        technique: Spilled,
+        found: Need,
+        active: int,
+        choice: Choice | None,
     ) -> list[str]:
         forced = self._request.technique
         reasons = [
@@ -393,9 +398,8 @@ class Deciding:
             moves_s, recomputes_s = (found.step_s for found in prices)
             shards = exact.measure.shards
             reasons.append(why_moved(shards, technique, moves_s, recomputes_s))
-        by_shard = isinstance(forced, Spilled) and forced.order == "shard"
-        if self._request.micro_batches > 1 or by_shard:
-            reasons.append(self._why_order(exact, technique))
+        if self._request.micro_batches > 1 or asks_by_shard(forced):
+            reasons.append(why_order(exact.measure, technique, self._request, choice))
         found_price = self._price_of(exact.measure, technique, active)
         company, each = "one trial", "a step takes"
         if active > 1:
@@ -414,22 +418,6 @@ class Deciding:
     def _price_of(self, measure: JobMeasure, technique: Spilled, active: int) -> Price:
         args = (measure.shards, measure.batch_bytes, technique, self._request, self._speeds)
         return price(*args, active)
-
-    def _why_order(self, exact: Measured, technique: Spilled) -> str:
-        count = self._request.micro_batches
-        if count == 1:
-            return "order='shard' changes nothing: a step has one micro-batch"
-        if technique.order == "shard":
-            ahead = "; what each one draws at random is drawn ahead"
-            says = f"a shard runs all {count} micro-batches of a step while it is there"
-            return says + (ahead if exact.measure.draws else "")
-        plain = f"the {count} micro-batches of a step go through the model one after another"
-        if may_go_by_shard(exact.measure, self._request):
-            return f"{plain}; where no two layers share statistics, order='shard' loads less"
-        why = "their number is not known"
-        if exact.measure.draws and not exact.measure.foretold:
-            why = "it draws random numbers that cannot be foretold"
-        return f"{plain}, since {why}"
 
     # -- of what is settled ---------------------------------------------------------------
 
@@ -481,16 +469,25 @@ class Deciding:
         exact = Measured(0, settled.measure, settled.layout)
         room = self._waiting_room(exact, self._trials, max(active, MOST_ACTIVE))
         request = replace(self._request, waiting_room=room)
-        found = self._keep_best(exact, technique, request, active)
+        found = keep_best(self._room(exact, technique, request, active), self._speeds)
         if found is None or settled.whole is None:
             return None
         return self._spilled(exact, settled.whole, *found, active)
 
     def _spilled(
-        self, exact: Measured, whole: Need, technique: Spilled, found: Need, active: int
+        self,
+        exact: Measured,
+        whole: Need,
+        technique: Spilled,
+        found: Need,
+        active: int,
+        choice: Choice | None = None,
     ) -> Settled:
-        """Settled, with the host region laid out for what travels as bfloat16."""
-        why = self._why_spilled(whole, exact, technique, found, active)
+        """Settled, with the host region laid out for what travels as bfloat16.
+
+        ``choice``: what it was on paper, where it is the first.
+        """
+        why = self._why_spilled(whole, exact, technique, found, active, choice)
         settled = _settled(exact, technique, active, [*why, *exact.measure.notes])
         sums, names = self._request.micro_batches > 1, exact.measure.narrow
         layout = as_it_travels(settled.layout, technique, names, sums=sums)

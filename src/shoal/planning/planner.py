@@ -10,7 +10,7 @@ from types import MappingProxyType
 from shoal.core.errors import PlanError
 from shoal.core.plan import Plan
 from shoal.core.spec import DeviceSpec, Place, Scalar, TrialSpec
-from shoal.core.technique import Technique
+from shoal.core.technique import Technique, asks_by_shard
 from shoal.core.turns import DEFAULT
 from shoal.core.units import Seconds
 from shoal.pipeline.stops import Stops
@@ -106,6 +106,11 @@ class Planner:
         )
         made.why_split = self.why_split
         return made
+
+    @property
+    def is_by_shard(self) -> bool:
+        """Whether shards were asked to run all micro-batches of a step in one visit."""
+        return asks_by_shard(self._technique)
 
     @property
     def accumulate(self) -> int:

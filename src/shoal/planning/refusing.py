@@ -5,6 +5,7 @@ from __future__ import annotations
 from shoal.core.errors import PlanError
 from shoal.core.spec import JobMeasure, TrialSpec
 from shoal.core.technique import (
+    Resident,
     Spilled,
     Technique,
     has_split_master,
@@ -13,12 +14,54 @@ from shoal.core.technique import (
     kept_weights,
     travels_narrow,
 )
-from shoal.core.units import counted, format_bytes
+from shoal.core.units import Bytes, counted, format_bytes
 from shoal.memory.layout import head_sizes, lenders, state_of
 from shoal.planner.choose import may_go_by_shard
-from shoal.planner.need import Request
+from shoal.planner.need import Need, Request
 from shoal.runtime.messages import Measured
 from shoal.spill.generate import route_of
+
+
+def refuse_own_step(trial: TrialSpec, forced: Technique | None) -> None:
+    """Raises PlanError where a step of one's own is to train otherwise than resident."""
+    if forced is not None and type(forced) is not Resident:
+        raise PlanError(
+            f"trial {trial.number} was asked to train {type(forced).__name__.lower()}, but "
+            "its recipe has a step of its own: that is one unit, and what of it a shard or a "
+            "stage would run is not known. Use technique='resident', or leave technique= out."
+        )
+
+
+def too_large_a_step(
+    trial: TrialSpec, measure: JobMeasure, budget: Bytes, whole: Need
+) -> PlanError:
+    """Why a step of one's own does not fit."""
+    return PlanError(
+        f"trial {trial.number} does not fit a device of {format_bytes(budget)}: "
+        f"with all its models and optimizers it needs {format_bytes(whole.total)}, of "
+        f"them {format_bytes(measure.shards[0].owned_bytes)} parameters, "
+        f"{format_bytes(measure.shards[0].state_bytes)} of the optimizers' state and "
+        f"{format_bytes(measure.shards[0].backward_peak_bytes)} inside the step. A step "
+        "of one's own, Recipe(step=...), cannot be spilled or cut into stages. Give the "
+        "device that much memory, or make the batch or the models smaller."
+    )
+
+
+def refuse_shards(
+    trial: TrialSpec, forced: Technique | None, closest: Need | None, budget: Bytes
+) -> None:
+    """Raises PlanError where so many shards were asked for, and do not fit."""
+    if not isinstance(forced, Spilled) or not forced.shards or closest is None:
+        return
+    kept = f", {len(forced.keep)} of them kept on the device," if forced.keep else ""
+    if forced.keep_activations:
+        kept += f" {len(forced.keep_activations)} of them with their activations,"
+    raise PlanError(
+        f"trial {trial.number} was asked to train in {counted(forced.shards, 'shard')}"
+        f"{kept} which needs {format_bytes(closest.total)} or more on a device of "
+        f"{format_bytes(budget)}. Ask for more shards, or leave shards= out to have "
+        "the fewest that fit."
+    )
 
 
 def refuse_too_many(trial: TrialSpec, measured: Measured, forced: Technique | None) -> None:

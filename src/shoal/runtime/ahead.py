@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from shoal.core.errors import TrialError
+from shoal.core.errors import OrderError
 from shoal.partition.build import clone_batch
 from shoal.partition.draws import DrawRecorder, Recordings
 from shoal.recipe import Batch
@@ -83,11 +83,11 @@ class Ahead:
             raise _unforeseen(end, stream.foretold)
 
 
-def _unforeseen(end: RngState, foretold: RngState) -> TrialError:
+def _unforeseen(end: RngState, foretold: RngState) -> OrderError:
     """Of a forward that was recorded, and came to another random state than its draws do."""
     is_torchs = torch.equal(end.torch, foretold.torch)
     where = "Python's or NumPy's generator" if is_torchs else "what no recorded operator draws"
-    return TrialError(
+    return OrderError(
         f"the model draws random numbers from {where}, which cannot be foretold, and its shards "
         "run all micro-batches of a step one after another, in another order than the plain loop. "
         f"Train it with {BY_MICRO}."

@@ -6,9 +6,10 @@ nothing behind. A model that is measured again (with finer cuts) is not built ag
 
 from __future__ import annotations
 
+import itertools
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from shoal.core.spec import (
     ShardSpec,
     TrialSpec,
 )
-from shoal.core.units import Bytes, Seconds, counted, round_up
+from shoal.core.units import Bytes, Seconds, round_up
 from shoal.data import epoch_length, host_bytes, rule_of
 from shoal.data.sources import batch_bytes
 from shoal.device import Device
@@ -35,7 +36,7 @@ from shoal.memory.layout import TensorSpec
 from shoal.memory.store import describe, same_bits
 from shoal.ownstep import Modes, require_evaluation
 from shoal.partition.chain import Chain
-from shoal.partition.compiled import compiled_modules, compiles, eagerly
+from shoal.partition.compiled import compiled_modules, compiled_notes, compiles, eagerly
 from shoal.partition.measure import (
     faster_of_two,
     measure_layers,
@@ -63,6 +64,7 @@ from shoal.recipe import (
 from shoal.replicas import cut_for_replicas
 from shoal.rng import capture_rng, same_rng, seed_all
 from shoal.runtime.binding import Binding, state_specs
+from shoal.runtime.bothloops import rehearse_orders
 from shoal.runtime.capturebench import measure_capture
 from shoal.runtime.captures import Captures
 from shoal.runtime.clipping import refuse_forgotten, refuse_sparse_norm
@@ -108,6 +110,7 @@ class _Built(NamedTuple):
     trial: TrialSpec
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    train: Iterable[Batch]
     batch: Batch
     valid: Batch | None
     num_batches: int | None
@@ -275,6 +278,7 @@ class Measurer:
             trial=trial,
             model=model,
             optimizer=optimizer,
+            train=train,
             batch=batch,
             valid=first_valid,
             num_batches=epoch_length(train),
@@ -322,7 +326,7 @@ class Measurer:
             resident_bytes=Bytes(
                 shard.parameter_bytes + shard.state_bytes + costs.backward + costs.step
             ),
-            notes=(*self._loss_notes, *costs.notes, *_compiled_notes(model)),
+            notes=(*self._loss_notes, *costs.notes, *compiled_notes(model)),
             num_batches=built.num_batches,
             valid_scale=batch_bytes(built.valid) / max(1, batch_bytes(built.batch)),
             optimizer=optimizer_name(built.optimizer),
@@ -543,8 +547,17 @@ class Measurer:
             notes=(*self._whole.notes, *self._chain.notes),
             narrow=self._narrow,
             steps_by_tensor=self._by_tensor,
+            in_turn=self._in_turn(bounds) if order.by_shard else "",
         )
         return Measured(trial.number, measure, layout)
+
+    def _in_turn(self, bounds: Sequence[int]) -> str:
+        """Why micro-batches go through these shards one after another; empty if they need not."""
+        assert self._chain is not None
+        assert self._built is not None
+        with eagerly():
+            spans = list(itertools.pairwise(bounds))
+            return rehearse_orders(self._chain, self._built.train, spans, self._here)
 
     def _draws(self, built: _Built) -> str:
         """Whether the optimizer's step draws random numbers; why that cannot be spilled."""
@@ -557,21 +570,6 @@ class Measurer:
             f"the step of {type(built.optimizer).__name__} draws random numbers, and a shard at a "
             "time it would draw others"
         )
-
-
-def _compiled_notes(model: nn.Module) -> tuple[str, ...]:
-    if not compiles(model):
-        return ()
-    count = len(compiled_modules(model))
-    what = (
-        counted(count, "module is", "modules are")
-        if count
-        else "torch.compile was called, so code may be"
-    )
-    return (
-        f"{what} compiled: measured as if they were not, and nothing counts allocations while "
-        "they train",
-    )
 
 
 def _aligned(specs: Sequence[TensorSpec]) -> Bytes:

@@ -124,12 +124,16 @@ class MeasureReplica:
 
 @dataclass(frozen=True, slots=True)
 class MeasureShards:
-    """Measure the units of the measured trial's model cut at ``cuts``, as ``Measure`` does."""
+    """Measure the units of the measured trial's model cut at ``cuts``, as ``Measure`` does.
+
+    ``by_shard``: find out, too, whether each may run all micro-batches of a step in one visit.
+    """
 
     trial: TrialSpec
     cuts: tuple[int, ...]
     narrow: bool = False
     halves: bool = False
+    by_shard: bool = False
 
 
 @dataclass(frozen=True, slots=True)

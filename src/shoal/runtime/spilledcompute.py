@@ -143,9 +143,9 @@ class SpilledCompute(Compute):
         """
         trains = task.kind != "evaluation"
         stream = self._streams.get(number) if trains else None
-        words = _DREW if trains else _DREW_EVALUATING
+        error = TrialError(_DREW if trains else _DREW_EVALUATING)
         device = self._staged.device
-        with stream.going_on(device) if stream else drawing_nothing(device, words):
+        with stream.going_on(device) if stream else drawing_nothing(device, error):
             yield
 
     def _note_loss(self, number: int) -> None:

@@ -35,14 +35,14 @@ class Stream:
         yield
         self.state = capture_rng(device)
 
-    def require_foretold(self, way_out: str) -> None:
+    def require_foretold(self, way_out: str, error: type[TrialError] = TrialError) -> None:
         """Of a micro-batch whose last forward is over.
 
         Raises:
-            TrialError: it ended elsewhere than was foretold.
+            TrialError: or that ``error``: it ended elsewhere than was foretold.
         """
         if self.foretold is not None and not same_rng(self.foretold, self.state):
-            raise TrialError(
+            raise error(
                 "the model drew other random numbers for a micro-batch than for earlier ones of "
                 "its form: its draws depend on what it computes, and cannot be foretold. Train it "
                 f"with {way_out}."
@@ -50,13 +50,13 @@ class Stream:
 
 
 @contextmanager
-def drawing_nothing(device: torch.device, otherwise: str) -> Iterator[None]:
+def drawing_nothing(device: torch.device, otherwise: TrialError) -> Iterator[None]:
     """A forward of a model that draws nothing.
 
     Raises:
-        TrialError: it does; ``otherwise`` has the words.
+        TrialError: ``otherwise``: it does.
     """
     before = capture_rng(device)
     yield
     if not same_rng(before, capture_rng(device)):
-        raise TrialError(otherwise)
+        raise otherwise

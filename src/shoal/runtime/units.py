@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shoal.core.errors import NarrowError
+from shoal.core.errors import NarrowError, OrderError
 from shoal.ownstep import Losses, OwnStep, own_evaluation
 from shoal.partition.chain import Chain
 from shoal.partition.draws import DrawRecorder
@@ -316,7 +316,7 @@ class ChainUnits:
             with self._drawing(micro):
                 loss = self._run_backward(shard, micro)
             if micro.stream is not None:  # before anything steps
-                micro.stream.require_foretold(BY_MICRO)
+                micro.stream.require_foretold(BY_MICRO, OrderError)
             return loss
         if shard in micro.held:
             start, stop = self._spans[shard]
@@ -351,12 +351,12 @@ class ChainUnits:
         """A first forward; with all micro-batches in each shard from the stream of its own.
 
         Raises:
-            TrialError: it draws random numbers, and has no such stream.
+            OrderError: it draws random numbers, and has no such stream.
         """
         if self._route.order == "micro" or not self.chain.model.training:
             yield
             return
-        drawing = drawing_nothing(self._device, _DREW)
+        drawing = drawing_nothing(self._device, OrderError(_DREW))
         with micro.stream.going_on(self._device) if micro.stream else drawing:
             yield
 

@@ -55,6 +55,12 @@ def test_a_spilled_trial_loses_its_lookahead_then_its_boundaries_and_then_gets_m
     ]
 
 
+def test_the_plain_order_of_micro_batches_stays_and_the_other_one_is_open_again():
+    plain = tried(Spilled(shards=4, lookahead=1, order="micro"))
+    assert {rung.order for rung in plain} == {"micro"}
+    assert tried(Spilled(shards=4, lookahead=1, order="shard"))[0].order is None
+
+
 def test_a_trial_with_shards_that_stay_keeps_fewer_first():
     technique = Spilled(shards=4, lookahead=1, keep=(0, 1))
     assert tried(technique, place="host") == [
