@@ -13,8 +13,6 @@ array. What counts is the median of a worker's rounds, and of the workers the sl
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -37,23 +35,18 @@ from shoal.fusion.fused import first_line, is_out_of_memory
 from shoal.fusion.likeness import copies
 from shoal.fusion.stacked import Stacked
 from shoal.fusion.traced import TracedBackend
-from shoal.ownstep import Modes
 from shoal.partition.compiled import compiles
 from shoal.partition.track import AllocationTracker
 from shoal.recipe import (
     Recipe,
-    build_model,
-    build_optimizer_of,
-    build_schedule,
     read_data,
     to_device,
 )
-from shoal.rng import capture_rng, seed_all
 from shoal.runtime.captured import PROOFS
 from shoal.runtime.captures import Captures
 from shoal.runtime.compute import tensors_of
 from shoal.runtime.counting import sparse_gradient_of
-from shoal.runtime.describe import first_batch
+from shoal.runtime.crowd import Crowd
 from shoal.runtime.lonebench import LoneTrial, on_device, one_that_can
 from shoal.runtime.messages import ArrayTry, MeasureArray, TimeArray
 from shoal.runtime.meter import HOST, Meter, reserved_bytes
@@ -61,6 +54,7 @@ from shoal.runtime.spilledarray import chain_for
 from shoal.runtime.stackedmeasure import StackedMeasure
 
 TRIED = 4  # trials that are compared, one step as an array with one step of each alone
+COMPARED_S = 1.0  # and the others of an array too, where that takes no longer
 LONE_ROUNDS = 5  # of a trial alone that has no room beside the array
 LONG_S = 0.2  # a contender with longer slices is timed in one round
 
@@ -111,7 +105,7 @@ class ArrayBench:
         self._captures = captures
         self._first = trials[0]
         self.meter = Meter(self._where, device.spec.memory)
-        self._crowd = _Crowd(recipe, trials, self._where)
+        self._crowd = Crowd(recipe, trials, self._where)
         self._declined: str | None = None  # not looked at yet
         self._differs_as_one: str | None = None  # the same
         self._alone: LoneTrial | None = None
@@ -132,7 +126,7 @@ class ArrayBench:
         if self._declined is None:
             self._declined = self._first_look(order)
         if not self._declined and kind != "branches" and self._differs_as_one is None:
-            self._differs_as_one = self._dry_run()
+            self._differs_as_one = self._dry_run(width)
         if self._declined:
             return ArrayTry(declined=self._declined)
         if kind != "branches" and self._differs_as_one:
@@ -164,15 +158,27 @@ class ArrayBench:
         self._valid_batches = 0 if declined else _count(read_data(self._recipe, hp)[1])
         return declined
 
-    def _dry_run(self) -> str:
+    def _dry_run(self, width: int) -> str:
+        """Of a few trials, and of all that an array has where that is a matter of a moment."""
+        began = time.perf_counter()
+        words = self._compared(0, TRIED)
+        each_s = (time.perf_counter() - began) / TRIED
+        if words or (width - TRIED) * each_s > COMPARED_S:
+            return words
+        self._crowd.grow(width)
+        return self._compared(TRIED, width)
+
+    def _compared(self, start: int, stop: int) -> str:
         """On the device; in host memory where it has no room, or is a CPU."""
         crowd, where = self._crowd, self._where
-        batches = crowd.first_batches(len(crowd.members))
+        members, batches = crowd.members[start:stop], crowd.first_batches(stop)[start:]
+        if not members:
+            return ""
         if where.type != "cpu":
             with suppress(torch.OutOfMemoryError), self.meter.counting():
-                placed = on_device(copies(crowd.members), where)
+                placed = on_device(copies(members), where)
                 return dry_run(placed, [to_device(b, where) for b in batches], device=where)
-        return dry_run(crowd.members, batches, device=HOST)
+        return dry_run(members, batches, device=HOST)
 
     def _place_alone(self) -> None:
         """A trial alone comes to the device, if it has room."""
@@ -410,60 +416,6 @@ class ArrayBench:
                 row.append(_in_slice(work, until, self._where))
             found.append(tuple(row))
         return tuple(found)
-
-
-class _Crowd:
-    """Trials with their batches, in host memory; built one after the other as they are needed."""
-
-    def __init__(self, recipe: Recipe, trials: Sequence[TrialSpec], device: torch.device) -> None:
-        # Timing takes many steps on one batch: what diverges is to take as long as ever.
-        self._recipe = dataclasses.replace(recipe, on_nonfinite="ignore")
-        self.trials, self._device = trials, device
-        self.members: list[Member] = []
-        self.batches: list[list[Any]] = []  # a group for each
-        self.valid: list[Any] = []  # a batch to evaluate for each, None without such data
-
-    def grow(self, count: int) -> None:
-        for index in range(len(self.members), count):
-            trial = self.trials[index % len(self.trials)]  # some twice, if there are too few
-            hp = HyperParameters(trial.hp)
-            seed_all(trial.seed)
-            model = build_model(self._recipe, hp)
-            modes = Modes(self._recipe, model) if self._recipe.step else None
-            train, valid = read_data(self._recipe, hp)
-            optimizer = build_optimizer_of(self._recipe, model, hp)
-            schedule = build_schedule(self._recipe, optimizer, hp)
-            self.members.append(
-                Member(
-                    recipe=self._recipe,
-                    hp=hp,
-                    module=model,
-                    optimizer=optimizer,
-                    schedule=_Endless(schedule) if schedule else None,
-                    rng=capture_rng(self._device),
-                    modes=modes,
-                )
-            )
-            self.batches.append([first_batch(train)] * self._recipe.accumulate)
-            self.valid.append(next(iter(valid or ()), None))
-
-    def first_batches(self, count: int) -> list[Any]:
-        """One for each of the first ``count``."""
-        return [group[0] for group in self.batches[:count]]
-
-
-class _Endless:
-    """A schedule that begins anew where it ends, since timing takes more steps than a trial."""
-
-    def __init__(self, schedule: Any) -> None:
-        self._schedule, self._beginning = schedule, copy.deepcopy(schedule.state_dict())
-
-    def step(self) -> None:
-        """The schedule's own."""
-        try:
-            self._schedule.step()
-        except Exception:
-            self._schedule.load_state_dict(copy.deepcopy(self._beginning))
 
 
 def _obstacle(recipe: Recipe, device: Device, trial: TrialSpec, member: Member) -> str:

@@ -313,3 +313,33 @@ def test_a_measurer_answers_with_both():
     shards = measurer.answer(MeasureArrayShards(TRIALS, WIDTH, CUTS, NUM_LAYERS))
     assert len(shards.shards) == 3
     assert shards.build_s > 0
+
+
+# -- how many are compared ------------------------------------------------------------------
+
+
+class Counts(nn.Module):
+    """Notes in Python that it ran, in some trials."""
+
+    def __init__(self, flag: float):
+        super().__init__()
+        self.flag, self.seen = flag, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.flag > 0.5:
+            self.seen += 1
+        return x
+
+
+@pytest.mark.parametrize("seconds", [0.0, 100.0])
+def test_trials_after_the_first_few_are_compared_where_that_takes_no_time(seconds, monkeypatch):
+    monkeypatch.setattr(widths, "COMPARED_S", seconds)
+    counting = dataclasses.replace(
+        recipe(), model=lambda hp: nn.Sequential(nn.Linear(24, 3), Counts(hp["flag"]))
+    )
+    flags = (0.0, 0.0, 0.0, 0.0, 1.0, 1.0)
+    trials = tuple(TrialSpec(number=n, hp={"flag": f}, seed=n) for n, f in enumerate(flags))
+    device = open_device(dataclasses.replace(make_device(), memory=Bytes(400 * KIB)))
+    here = ArrayBench(counting, device, trials, Captures(counting, CPU))
+    found = here.build(MeasureArray(trials, len(trials), "eager"))
+    assert ("seen" in found.declined) == (seconds > 0)
