@@ -63,7 +63,7 @@ def takes_hp(function: Callable[..., Any]) -> bool:
     if isinstance(function, functools.partial) and NAME in function.keywords:
         return False
     own = _parameters(function, follow_wrapped=False)
-    hands_on = any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in own.values())
+    hands_on = any(one.kind is one.VAR_KEYWORD for one in own.values())
     if NAME not in own and hands_on:  # a decorator's
         own = _parameters(function, follow_wrapped=True)
     return NAME in own and own[NAME].kind in (
@@ -75,6 +75,7 @@ def takes_hp(function: Callable[..., Any]) -> bool:
 def _parameters(
     function: Callable[..., Any], *, follow_wrapped: bool
 ) -> Mapping[str, inspect.Parameter]:
+    function = getattr(function, "_orig_mod", function)  # of a module that torch compiled
     code = function.forward if isinstance(function, nn.Module) else function
     try:
         return inspect.signature(code, follow_wrapped=follow_wrapped).parameters
@@ -108,6 +109,9 @@ class Told(HyperParameters):
 
     def __len__(self) -> int:
         return len(self.rest.behind(_ALL))
+
+    def __repr__(self) -> str:
+        return repr(self.rest.behind(_ALL))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._values, self.rest)
@@ -165,7 +169,7 @@ def _of_trial(function: Any, hp: HP) -> Any:
         function = function.function
     elif function is None or not takes_hp(function):
         return function
-    names = spelled(function)
+    names = spelled(function) - {_ALL}
     values = {name: hp[name] for name in sorted(hp) if name in names}
     return OfTrial(function, Told(values, Rest(HyperParameters(hp), names)))
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import sys
+import sysconfig
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 LIBRARIES = frozenset((*sys.stdlib_module_names, "numpy", "torch"))
+_STANDARD = tuple(os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
 MOST = 1000  # values that are looked into
 LONGEST = 100  # items of a list
 ATTRIBUTES = frozenset(("__call__", "__init__", "forward"))
@@ -28,7 +31,7 @@ ATTRIBUTES = frozenset(("__call__", "__init__", "forward"))
 def spelled(function: Any) -> frozenset[str]:
     """Every string in the code of a function, and of what that names."""
     walk = _Walk()
-    walk.look_at(function)
+    walk.look_at(getattr(function, "_orig_mod", function))  # of a module that torch compiled
     return frozenset(walk.found)
 
 
@@ -68,9 +71,11 @@ class _Walk:
         """What a value is made of, as far as a name may be in it."""
         if value is None or isinstance(value, bool | int | float | complex | bytes | Tensor):
             return ()
-        if isinstance(value, list | tuple | set | frozenset):
+        if isinstance(value, set | frozenset):  # in an order that is the same in each process
+            return sorted(one for one in value if isinstance(one, str))[:LONGEST]
+        if isinstance(value, list | tuple):
             return itertools.islice(value, LONGEST)
-        if isinstance(value, Mapping):
+        if isinstance(value, dict | types.MappingProxyType):  # others would run code
             return itertools.chain(*itertools.islice(value.items(), LONGEST))
         if isinstance(value, types.CodeType):
             self._names |= set(value.co_names)
@@ -129,6 +134,19 @@ def _is_library(value: Any) -> bool:
     """Whether somebody else wrote it, who knows nothing of the user's names."""
     if isinstance(value, types.ModuleType):
         module = value.__name__
+    elif isinstance(value, types.FunctionType):  # a wrapper has its __module__ from what it wraps
+        module = value.__globals__.get("__name__") or ""
     else:
         module = getattr(value, "__module__", None) or ""
-    return module != "__main__" and module.partition(".")[0] in LIBRARIES
+    return module != "__main__" and _is_of_library(module.partition(".")[0])
+
+
+@functools.cache
+def _is_of_library(package: str) -> bool:
+    """Whether a package is one of those, and no file of the user's of the same name."""
+    if package not in LIBRARIES:
+        return False
+    file = getattr(sys.modules.get(package), "__file__", None)
+    if package in ("numpy", "torch") or file is None:
+        return True
+    return bool(os.path.realpath(file).startswith(_STANDARD))

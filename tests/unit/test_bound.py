@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import pickle
+import sys
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -13,11 +16,12 @@ from torch.nn import functional as F
 
 from shoal.bound import OfTrial, bound, clip_limit, takes_hp, unspelled_reads
 from shoal.core.errors import SpecError
+from shoal.core.spec import HyperParameters
 from shoal.fusion.blend import blend
 from shoal.fusion.declined import Declined
 from shoal.fusion.sealed import sealed
 from shoal.recipe import Recipe, compute_loss
-from shoal.spelled import spelled
+from shoal.spelled import _is_library, _is_of_library, spelled
 
 HP = {"lr": 0.1, "smoothing": 0.2, "kind": "mse"}
 NAMED = "smoothing"
@@ -59,6 +63,14 @@ def passes_on(function):
     @functools.wraps(function)
     def wrapper(*args, **kwargs):
         return function(*args, **kwargs)
+
+    return wrapper
+
+
+def passes_values_on(function):
+    @functools.wraps(with_hp)
+    def wrapper(*args):
+        return function(*args)
 
     return wrapper
 
@@ -105,6 +117,7 @@ TAKES_NONE = (
     functools.partial(with_hp, hp={"smoothing": 3.0}),
     functools.partial(weighted, weight=0.1),
     lambda output, batch: output.sum(),
+    passes_values_on(two),
     torch.sub,
 )
 
@@ -243,3 +256,56 @@ def test_the_code_of_an_array_reads_what_it_spells_alone():
         with pytest.raises(Declined, match="all hyperparameters at once"):
             dict(hp)
     assert both["smoothing"].values == (0.1, 0.3)
+
+
+def test_an_empty_string_spells_no_name_and_not_all_of_them():
+    def loss(output, batch, hp):
+        return len("".join(hp)) * output.sum()
+
+    own = bound(recipe(loss=loss), HP)
+    with unspelled_reads() as heard:
+        own.loss(torch.ones(2), None)
+    assert heard == {""}
+    with pytest.raises(Declined, match="all hyperparameters at once"):
+        sealed(own).loss(torch.ones(2), None)
+
+
+def test_a_compiled_module_is_given_them_as_it_would_be_itself():
+    compiled = torch.compile(Module(), backend="eager")
+    assert takes_hp(compiled)
+    assert "smoothing" in spelled(compiled)
+
+
+def test_a_module_of_the_users_may_be_called_as_one_of_the_standard_library(tmp_path, monkeypatch):
+    (tmp_path / "profile.py").write_text("def loss(output, batch, hp):\n    return hp['mine']\n")
+    monkeypatch.delitem(sys.modules, "profile", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    _is_of_library.cache_clear()
+    try:
+        assert "mine" in spelled(importlib.import_module("profile").loss)
+    finally:
+        del sys.modules["profile"]
+        _is_of_library.cache_clear()
+    assert _is_library(importlib.import_module("statistics"))
+
+
+def test_what_is_spelled_runs_nothing_and_is_the_same_in_every_process():
+    names = frozenset(f"name {number:04d}" for number in range(300))
+
+    class Loud(Mapping):
+        def __getitem__(self, name):
+            raise AssertionError("it was read")
+
+        __iter__ = __len__ = __getitem__
+
+    loud = Loud()
+
+    def loss(output, batch, hp):
+        return output.sum() if loud is None else sum(hp[name] for name in names)
+
+    assert sorted(spelled(loss) & names) == sorted(names)[:100]
+
+
+def test_printed_are_all_of_them():
+    own = bound(recipe(loss=with_hp), HP).loss
+    assert repr(own.hp) == repr(HyperParameters(HP))

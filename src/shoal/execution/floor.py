@@ -77,6 +77,7 @@ class Floor:
         release_reserve: Callable[[], bool],
     ) -> None:
         self.plan, self.pool, self.settings = plan, pool, settings
+        self.rule = plan.rule  # the newest plan's
         self.release_reserve = release_reserve
         self.tally = Tally()
         self.states: dict[int, TrialRun] = {}
@@ -196,7 +197,7 @@ class Floor:
             restore=state.restore,
             save_in_s=max(0.0, wait_s - age_s),
             warm=state.warm,
-            rule=self.plan.rule,
+            rule=self.rule,
         )
         self._send(grant, instruction.devices, state.descriptor)
 

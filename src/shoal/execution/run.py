@@ -243,6 +243,7 @@ class Execution:
     def add(self, planned: Planned, starts: Mapping[int, Start]) -> None:
         """Run what ``plan`` planned beside the others."""
         self._enroll(planned, starts)
+        self._floor.rule = planned.plan.rule
         for trial, error in planned.failures.items():
             self._endings.never_began(trial, error)
         for job in planned.plan.jobs:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shoal.bound import code_of
 from shoal.fusion.admission import shared_signature
 from shoal.fusion.array import Array
 from shoal.fusion.blend import HIDDEN
@@ -225,7 +226,8 @@ def _settings(member: Member) -> dict[str, str]:
         if name not in HIDDEN
     }
     found |= {
-        f"what the recipe's {n} keeps": getattr(member.recipe, n) for n in ("loss", "inputs")
+        f"what the recipe's {n} keeps": code_of(getattr(member.recipe, n))
+        for n in ("loss", "inputs")
     }
     return {name: f"{described(value)} {_identity(value)}" for name, value in found.items()}
 

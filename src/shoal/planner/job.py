@@ -21,6 +21,7 @@ from shoal.memory.layout import TrialLayout, split_bytes, with_split_masters
 from shoal.planner.need import Request, foretells, need, place_asked, transfer_of, waiting_bytes
 from shoal.planner.pipeline import Staged
 from shoal.planner.predict import predict_shard, predict_shards
+from shoal.planner.price import Speeds, run_of, work_s
 from shoal.planner.replicas import Replicated
 
 
@@ -32,14 +33,14 @@ def make_job(
     request: Request,
     why: Sequence[str],
     numerics: Mapping[str, Scalar],
+    speeds: Speeds,
 ) -> Job:
     """The job of one trial whose shards have been measured."""
     bytes_ = need(measure, measure.shards, technique, request, layout)
     shards = as_they_travel(measure.shards, technique)
     waits = waiting_bytes(measure.shards, technique, request.micro_batches)
     waits = Bytes(waits + _largest_chunk(shards, layout))
-    units = sum(s.backward_s + s.step_s for s in shards) * request.micro_batches
-    forwards = sum(s.forward_s for s in shards[:-1]) * request.micro_batches
+    run = run_of(measure.shards, measure.batch_bytes, technique, request, speeds)
     return Job(
         trial=trial.number,
         hp=dict(trial.hp),
@@ -58,7 +59,7 @@ def make_job(
             + waits
             + max(_for_a_step(shard, technique) for shard in shards)
         ),
-        step_s=Seconds(max(units + forwards, 1e-6)),
+        step_s=Seconds(max(work_s(run), 1e-6)),
         micro_batches=request.micro_batches,
         why=tuple(why),
         numerics=numerics,

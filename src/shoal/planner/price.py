@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import mul
 
 from shoal.core.spec import ShardSpec
 from shoal.core.technique import (
@@ -24,13 +25,16 @@ from shoal.core.technique import (
 from shoal.core.turns import DEFAULT, rule_of
 from shoal.core.units import Bytes, Seconds
 from shoal.planner.need import Request, programs
-from shoal.program.costs import JobCosts
-from shoal.program.ir import kept
+from shoal.program.costs import JobCosts, action_seconds
+from shoal.program.ir import Op, kept
 from shoal.program.replay import Run, replay
 
 STEPS = 4  # that are replayed; the first one, which finds everything empty, does not count
 MIX_STEPS = 8  # of the shortest trial of a mix; more, for its end counts too
 MOST_TIMES = 64  # of a mix: the longest trial has so many times these at most
+LEAST_STEPS = 4  # of the shortest trial, in programs that are very long
+MOST_ACTIONS = 100_000  # of a mix: half a second or so
+_WORK = frozenset((Op.F, Op.B, Op.I, Op.W, Op.STEP, Op.SYNC))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,18 +111,39 @@ def run_of(
     return Run(program=step, costs={0: costs}, start=here)
 
 
+def work_s(run: Run) -> Seconds:
+    """What a step keeps the device and the host's memory busy: what trials are ranked by."""
+    costs = run.costs[0]
+    return Seconds(sum(action_seconds(a, costs) for a in run.program.devices[0] if a.op in _WORK))
+
+
 def mix_s(runs: Sequence[Run], active: int, rule: str = DEFAULT) -> Seconds:
     """How long a device takes for these trials, so many at a time, in the order of a rule.
 
     Each runs some of its ``steps``: those with the fewest ``MIX_STEPS``, the others as many
-    times that as they have more, up to ``MOST_TIMES``.
+    times that as they have more, up to ``MOST_TIMES``; fewer where that would be very many
+    actions.
     """
-    fewest = min(run.steps for run in runs)
     numbered = [
-        replace(run, steps=round(MIX_STEPS * min(MOST_TIMES, run.steps / fewest)), trial=trial)
-        for trial, run in enumerate(runs)
+        replace(run, steps=steps, trial=trial)
+        for trial, (run, steps) in enumerate(zip(runs, _some_steps(runs), strict=True))
     ]
     return replay(numbered, policy=rule_of(rule), keep_spans=False, active=active).makespan_s
+
+
+def _some_steps(runs: Sequence[Run]) -> list[int]:
+    """How many steps of each are replayed."""
+    fewest = min(run.steps for run in runs)
+    lengths = [len(run.program.devices[0]) for run in runs]
+    times, steps = MOST_TIMES, MIX_STEPS
+    while True:
+        found = [round(steps * min(times, run.steps / fewest)) for run in runs]
+        if sum(map(mul, found, lengths)) <= MOST_ACTIONS or (times == 1 and steps == LEAST_STEPS):
+            return found
+        if times > 1:
+            times //= 2
+        else:
+            steps -= 1
 
 
 def _stepped(shard: ShardSpec, technique: Technique, speeds: Speeds) -> ShardSpec:

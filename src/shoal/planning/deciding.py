@@ -523,6 +523,7 @@ class Deciding:
             self._request,
             settled.why,
             self._numerics(settled),
+            self._speeds,
         )
 
     def _numerics(self, settled: Settled) -> dict[str, Scalar]:

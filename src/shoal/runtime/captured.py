@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
+from shoal.bound import code_of
 from shoal.core.spec import CAPTURED_LAYOUTS
 from shoal.fusion.batches import holds_floats, layout_of, leaves_of, rebuilt
 from shoal.fusion.launcher import Ready
@@ -186,7 +187,7 @@ class CapturedUnits(ResidentUnits):
             return super().backward(0, micro)  # a step's later batch: gradients are sums
         before = self._moment()
         if self._watch is None:
-            functions = {"loss": self._recipe.loss, "inputs": self._recipe.inputs}
+            functions = {"loss": code_of(self._recipe.loss), "inputs": self._recipe.inputs}
             self._watch = CodeWatch(self._model, functions)
         weights = [parameter.detach().clone() for parameter in self._parameters]
         leaves = leaves_of(micro.batch)

@@ -102,15 +102,16 @@ def _cost_signature(found: _Described) -> str:
 def _choices(recipe: Recipe, hp: HyperParameters) -> dict[str, Any]:
     """What a step of one's own may cost more by: it may read any hyperparameter, as a count.
 
-    And a loss by those that it spells, and clipping by whether there is any.
+    And a loss and metrics by those that they spell, and clipping by whether there is any.
     """
     found: dict[str, Any] = {}
     if recipe.step is not None:
         kinds = (bool, int, str)
         found |= {name: hp[name] for name in hp if type(hp[name]) in kinds and name != "seed"}
-    if isinstance(recipe.loss, OfTrial):  # a term of weight 0 may be left out
-        values = recipe.loss.hp.spelled.items()
-        found |= {name: bool(v) if isinstance(v, float) else v for name, v in values}
+    for function in (recipe.loss, *recipe.metrics.values()):
+        if isinstance(function, OfTrial):  # a term of weight 0 may be left out
+            values = function.hp.spelled.items()
+            found |= {name: bool(v) if isinstance(v, float) else v for name, v in values}
     if isinstance(recipe.clip_grad_norm, LimitOfTrial):
         found["(clips)"] = recipe.clip_grad_norm.limit is not None
     return found

@@ -8,16 +8,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.core.spec import TrialSpec
 from shoal.core.technique import Spilled
-from shoal.core.turns import DEFAULT
+from shoal.core.turns import DEFAULT, LongestLeftFirst
 from shoal.core.units import Bytes, Seconds
 from shoal.memory.layout import TensorSpec, lay_out
+from shoal.planner.job import make_job
 from shoal.planner.keep import ALIKE
 from shoal.planner.need import Request
 from shoal.planner.predict import predict_shards
-from shoal.planner.price import Speeds, mix_s, run_of
+from shoal.planner.price import (
+    LEAST_STEPS,
+    MOST_ACTIONS,
+    Speeds,
+    _some_steps,
+    mix_s,
+    run_of,
+)
 from shoal.planning.planned import Settled
 from shoal.planning.sharing import MOST, share
+from shoal.program.replay import replay
 from shoal.testing import make_layer, make_measure
 
 MIB = 2**20
@@ -178,3 +188,47 @@ def test_no_rule_is_taken_by_which_the_mix_takes_longer(rates):
     shared = share(kinds, list(kinds), 2, again, CLIPPED, Bytes(9 * MIB), SPEEDS)
     usual_s, other_s = usual_and_other_s(kinds, shared)
     assert shared.rule == DEFAULT or other_s * ALIKE <= usual_s
+
+
+@pytest.mark.parametrize("micros", [1, 4])
+def test_the_worker_ranks_trials_by_the_seconds_that_the_replay_does(micros):
+    one = kind(3, 1.0, 2.0)
+    request = replace(CLIPPED, micro_batches=micros)
+    speeds = replace(SPEEDS, host_step=10.0)
+    job = make_job(
+        TrialSpec(number=0, hp={}, seed=0),
+        one.measure,
+        one.layout,
+        one.technique,
+        request,
+        (),
+        {},
+        speeds,
+    )
+    seen = []
+
+    class Spy(LongestLeftFirst):
+        def choose(self, candidates):
+            seen.extend(candidates)
+            return super().choose(candidates)
+
+    run = run_of(one.measure.shards, one.measure.batch_bytes, one.technique, request, speeds)
+    replay([replace(run, trial=trial) for trial in range(2)], policy=Spy())
+    assert [one.step_s for one in seen] == pytest.approx([job.step_s] * len(seen))
+    assert job.step_s > 20.0
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 10**6)), min_size=1, max_size=6))
+@settings(max_examples=30, deadline=None)
+def test_however_long_trials_are_a_replay_is_of_no_more_actions_than_a_plan_has_time_for(mix):
+    runs = []
+    for blocks, steps in mix:
+        one = kind(blocks, 1.0, 2.0)
+        args = (one.measure.shards, one.measure.batch_bytes, one.technique, CLIPPED, SPEEDS)
+        runs.append(replace(run_of(*args), steps=steps))
+    found = _some_steps(runs)
+    total = sum(n * len(run.program.devices[0]) for n, run in zip(found, runs, strict=True))
+    assert total <= MOST_ACTIONS
+    assert min(found) >= LEAST_STEPS
+    lengths = [run.steps for run in runs]
+    assert found[lengths.index(max(lengths))] == max(found)

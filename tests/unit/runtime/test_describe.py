@@ -45,10 +45,15 @@ def told(**hp) -> str:
         model=lambda hp: nn.Linear(4, 8),
         data=lambda hp: ([torch.zeros(2, 4)], None),
         loss=weighted,
+        metrics={"deep": lambda output, batch, hp: output.sum() * hp["depth"]},
         clip_grad_norm=lambda hp: hp["clip"],
     )
-    values = {"lr": 0.1, "kind": "sum", "weight": 0.5, "clip": 1.0, "note": "a"}
+    values = {"lr": 0.1, "depth": 1, "kind": "sum", "weight": 0.5, "clip": 1.0, "note": "a"}
     return signature(recipe, TrialSpec(number=0, hp=values | hp, seed=0))
+
+
+def test_a_metric_may_cost_more_too():
+    assert told() != told(depth=20)
 
 
 def test_of_what_a_loss_reads_choices_count_and_whether_a_number_is_zero():
