@@ -124,6 +124,12 @@ NO_ARRAY = "none since step"
 """How the numerics key of a trial begins that left its array for good, with the step."""
 
 
+def left_array(key: Mapping[str, Scalar] | None) -> dict[str, Scalar]:
+    """What of a numerics key says that its trial left its array, if it did."""
+    words = str((key or {}).get("array", ""))
+    return {"array": words} if words.startswith(NO_ARRAY) else {}
+
+
 BITWISE = "bitwise in the pilot"
 """How a numerics key says that a chain was compared with its module, and equal."""
 

@@ -90,10 +90,12 @@ def techniques(
         if technique.known_schedule in SPILLING and technique.width == 1:
             yield replace(technique, cuts=None, recompute=None, optimizer=place)
         return
+    by_shard = technique.order == "shard"  # which holds more inputs, and may not be so any more
     same = replace(
         technique,
         shards=shards,
         optimizer=place,
+        order=None if by_shard else technique.order,
         lookbehind=None,
         keep_turn=None,
         keep_gradients=None,
@@ -103,8 +105,7 @@ def techniques(
         spill_activations=(),
     )
     late = False if technique.late_state is False else None  # what was forbidden stays so
-    order = None if technique.order == "shard" else technique.order  # which holds more inputs
-    fewer_kept = replace(same, keep=None, keep_weights=(), late_state=late, order=order)
+    fewer_kept = replace(same, keep=None, keep_weights=(), late_state=late)
     stays = technique.keep or technique.keep_weights or technique.keep_activations
     if has_neighbours or stays or technique.spill_activations:
         yield fewer_kept

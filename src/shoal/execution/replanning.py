@@ -9,9 +9,9 @@ from typing import Any
 
 from shoal.core import event as events
 from shoal.core.errors import PlanError, ShoalError
-from shoal.core.plan import Job
+from shoal.core.plan import Job, left_array
 from shoal.core.spec import DeviceSpec, TrialSpec
-from shoal.core.technique import Pipelined, Spilled, Technique
+from shoal.core.technique import Pipelined, Spilled, Technique, asks_by_shard
 from shoal.execution.floor import Floor
 from shoal.execution.ladder import (
     MAX_RUNGS,
@@ -103,8 +103,10 @@ class Replanning:
         """Give a trial a job with these ``changes``, or the first rung that fits with them."""
         job = state.job
         assert isinstance(job.technique, Spilled)
+        is_open = self.chose_order and asks_by_shard(job.technique)  # it was rehearsed as it was
         other = replace(
             job.technique,
+            order=None if is_open else job.technique.order,
             shards=len(job.shards),
             optimizer=state.place,
             keep_turn=None,
@@ -202,6 +204,7 @@ class Replanning:
     def take_job(self, state: TrialRun, planned: Planned, error: str) -> None:
         """Have a trial that has no device go on with another job, as soon as there is one."""
         (job,) = planned.plan.jobs
+        job = replace(job, numerics={**job.numerics, **left_array(state.job.numerics)})
         state.rejob(job, planned.layouts[job.trial])
         self._floor.tell(
             events.TrialReplanned(
@@ -218,7 +221,8 @@ class Replanning:
 
 
 def _check_key(before: Job, after: Job) -> None:
-    if not same_bits(before.numerics, after.numerics):
+    now = {**after.numerics, **left_array(before.numerics)}
+    if not same_bits(before.numerics, now):
         raise PlanError(
             f"trial {before.trial} would train to other bits: its numerics key is "
             f"{dict(before.numerics)}, and would be {dict(after.numerics)}."

@@ -6,6 +6,7 @@ worker maps by descriptor: it needs no room in /dev/shm and outlives a killed wo
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 
@@ -244,6 +245,8 @@ def _register(flat: torch.Tensor) -> None:
     portable = 1
     code = runtime.cudaHostRegister(flat.data_ptr(), flat.numel(), portable)
     if int(code) != 0:
+        with contextlib.suppress(Exception):  # CUDA has whoever comes next told of it once more
+            torch.zeros(1, device="cuda")
         raise CapacityError(
             f"cannot pin {format_bytes(flat.numel())} of host memory: CUDA error {int(code)}. "
             "Raise the locked-memory limit (ulimit -l) or run fewer trials at once."

@@ -26,7 +26,7 @@ from shoal.core.spec import JobMeasure, Order, Place
 from shoal.core.technique import Spilled
 from shoal.core.units import Bytes, Seconds
 from shoal.planner.keep import ALIKE, keep_best
-from shoal.planner.need import Request, place_asked, transfer_of
+from shoal.planner.need import Request, goes_by_batch, place_asked, transfer_of
 from shoal.planner.paper import Choice, Paper, weight
 from shoal.planner.price import Speeds
 from shoal.spill.generate import route_of
@@ -69,6 +69,9 @@ def choices(
             yield choice
             yield from paper.finer(choice, budget)
 
+    def waiting(found: Iterable[Choice]) -> Iterator[Choice]:
+        return (one for one in found if paper.may_wait(one))
+
     def worked_out_s(choice: Choice) -> Seconds:
         """What a step takes with what stays worked out on paper, and not guessed."""
         room = paper.room(choice, budget)
@@ -92,10 +95,10 @@ def choices(
         if _least_s(plain) <= ALIKE * least_s:
             yield from (replace(one, other_s=least_s, other_least=True) for one in ranked(plain))
             continue
-        by_shard = [one for one in priced(*second[0]) if paper.may_wait(one[1])]
+        by_shard = [one for one in priced(*second[0]) if paper.may_wait(one[1])]  # on the host
         if is_quicker(by_shard, plain):
             plain_s = _told(_least_s(plain))
-            yield from (replace(one, other_s=plain_s) for one in ranked(by_shard))
+            yield from (replace(one, other_s=plain_s) for one in waiting(ranked(by_shard)))
             yield from ranked(plain)
         else:
             by_shard_s = _told(_least_s(by_shard))
@@ -237,8 +240,8 @@ def _all_settings(
     measure: JobMeasure, request: Request, boundaries: Place, order: Order
 ) -> Iterator[Spilled]:
     forced = request.technique if isinstance(request.technique, Spilled) else Spilled()
-    if forced.keep_turn is None and request.micro_batches > 1 and measure.num_batches is None:
-        forced = replace(forced, keep_turn=0)  # a program a batch: nothing waits over the turn
+    if forced.keep_turn is None and goes_by_batch(measure, request):
+        forced = replace(forced, keep_turn=0)
     place = place_asked(forced, request)
     places: tuple[Place, ...] = (place,) if place else ("host", "device")
     for place, (lookahead, lookbehind) in itertools.product(places, _looks(forced)):

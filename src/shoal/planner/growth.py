@@ -19,6 +19,7 @@ def grown(measure: JobMeasure, growth: float) -> JobMeasure:
         layers=tuple(_grown_layer(layer, growth) for layer in measure.layers),
         shards=tuple(grown_shard(shard, growth) for shard in measure.shards),
         batch_bytes=_times(measure.batch_bytes, growth),
+        draw_bytes=_times(measure.draw_bytes, growth),
         resident_bytes=Bytes(
             measure.resident_bytes + _times(whole.backward_peak_bytes, growth - 1.0)
         ),

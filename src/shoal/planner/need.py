@@ -60,6 +60,14 @@ def foretells(measure: JobMeasure, technique: Technique) -> bool:
     return measure.draws and isinstance(technique, Spilled) and technique.order == "shard"
 
 
+def goes_by_batch(measure: JobMeasure, request: Request) -> bool:
+    """Whether each micro-batch is a program of its own, in which nothing waits over the turn.
+
+    Nobody knows when a step begins how many there will be.
+    """
+    return request.micro_batches > 1 and measure.num_batches is None
+
+
 def sweeps(technique: Spilled, request: Request) -> int:
     """How often a step goes through the shards: for each micro-batch, or once for all of them."""
     return 1 if technique.order == "shard" else request.micro_batches

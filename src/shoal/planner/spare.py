@@ -13,7 +13,7 @@ from shoal.core.spec import ShardSpec
 from shoal.core.technique import Head, Spilled, kept_weights, turnable_shards
 from shoal.memory.layout import Segment, head_sizes, largest_first, lenders
 from shoal.planner.lean import kept_lean, leaving, with_kept
-from shoal.planner.need import sweeps
+from shoal.planner.need import goes_by_batch, sweeps
 from shoal.planner.room import Option, Room, most_of
 from shoal.spill.generate import kept_of
 
@@ -35,6 +35,8 @@ def _turn_most(room: Room, kept: Option, *, fewer: bool) -> Option:
     technique, count = room.technique, len(room.shards)
     if technique.keep_turn is not None or room.request.varies:
         return kept
+    if goes_by_batch(room.measure, room.request):
+        return replace(kept[0], keep_turn=0), kept[1]
     one_visit = sweeps(kept[0], room.request) == 1
 
     def used(resolved: Spilled) -> Option | None:

@@ -101,6 +101,7 @@ def in_spilled_array(
     return replace(
         job,
         technique=plan.technique,
+        foretells=False,  # micro-batches go through it one after another
         shards=as_they_travel(plan.measure.shards, plan.technique),
         array=ArrayPlace(
             group=f"{place.group}x{width} spilled", slot=place.slot, width=width, alone=alone

@@ -56,6 +56,7 @@ from shoal.planning.refusing import (
     refuse_shards,
     refuse_too_many,
     refuse_transfer,
+    refuse_turn,
     splits_nothing,
     too_large_a_step,
 )
@@ -220,6 +221,7 @@ class Deciding:
         forced = self._request.technique
         refuse_too_many(trial, measured, forced)
         refuse_order(trial, measured, self._request)
+        refuse_turn(trial, measured, self._request)
         refuse_transfer(trial, measured, forced, self._recipe.precision)
         self._speeds = corrected(self._speeds, measured.measure.link)
         request = self._spilled_request(whole)

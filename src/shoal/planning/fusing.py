@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from shoal.core.errors import SpecError
-from shoal.core.plan import NO_ARRAY, Job
+from shoal.core.plan import Job, left_array
 from shoal.core.spec import (
     NO_BYTES,
     ArrayMeasure,
@@ -432,7 +432,8 @@ class Fusing:
         before = self._recorded.get(job.trial)
         known = array_place(before) if before else None
         width = shape.width if before is None else recorded_width(before)
-        job = replace(job, numerics={**job.numerics, **_since(before), "array_group": shape.group})
+        key = {**job.numerics, **left_array(before), "array_group": shape.group}
+        job = replace(job, numerics=key)
         if width == ALONE:
             return replace(job, why=(*job.why, *shape.why))
         kind = self._kind(shape, before, told[job.trial])
@@ -495,12 +496,6 @@ class Fusing:
         places = [place for key in self._of(shape) if (place := array_place(key))]
         used = Counter(slot for slot, wide in places if wide == width)
         return min(range(width), key=lambda slot: (used[slot], slot))
-
-
-def _since(before: Mapping[str, Scalar] | None) -> dict[str, Scalar]:
-    """That a trial left its array, if it did."""
-    words = str((before or {}).get("array", ""))
-    return {"array": words} if words.startswith(NO_ARRAY) else {}
 
 
 def array_place(numerics: Mapping[str, object]) -> tuple[int, int] | None:

@@ -17,7 +17,7 @@ from shoal.core.technique import (
 from shoal.core.units import Bytes, counted, format_bytes
 from shoal.memory.layout import head_sizes, lenders, state_of
 from shoal.planner.choose import may_go_by_shard
-from shoal.planner.need import Need, Request
+from shoal.planner.need import Need, Request, goes_by_batch
 from shoal.runtime.messages import Measured
 from shoal.spill.generate import route_of
 
@@ -130,6 +130,20 @@ def refuse_order(trial: TrialSpec, measured: Measured, request: Request) -> None
             f"trial {trial.number} was asked to run all {request.micro_batches} "
             f"micro-batches of a step shard by shard, but {why}. Use order='micro', or leave "
             "it out."
+        )
+
+
+def refuse_turn(trial: TrialSpec, measured: Measured, request: Request) -> None:
+    """Raises PlanError where parameters are to wait over a turn that no program has."""
+    forced = request.technique
+    if not isinstance(forced, Spilled) or not forced.keep_turn:
+        return
+    if goes_by_batch(measured.measure, request):
+        raise PlanError(
+            f"trial {trial.number} was asked to hold parameters of {forced.keep_turn} shards from "
+            "forward to backward, but its data does not say how many batches it has, so each "
+            f"of the {request.micro_batches} micro-batches of a step is a program of its own. "
+            "Give the data a __len__, or leave keep_turn= out."
         )
 
 

@@ -20,10 +20,13 @@ def with_draws(whole: JobMeasure, chain: Chain, batch: Batch) -> JobMeasure:
     """
     if not whole.draws or whole.compiled or chain.recipe.accumulate == 1:
         return whole
-    foretelling = Foretelling(chain, 0)
-    if not foretelling.look(batch).foretold:
+    foretelling, before = Foretelling(chain, 0), capture_rng(chain.device)
+    try:
+        if not foretelling.look(batch).foretold:
+            return whole
+        num_bytes = peak_of(functools.partial(foretelling.draw_on, batch))
+    except Exception:  # of a tensor that has no like, such as a nested one
         return whole
-    again, before = functools.partial(foretelling.draw_on, batch), capture_rng(chain.device)
-    num_bytes = peak_of(again)
-    restore_rng(before, chain.device)
+    finally:
+        restore_rng(before, chain.device)
     return replace(whole, foretold=True, draw_bytes=num_bytes)

@@ -52,7 +52,7 @@ class Parking:
 
     def refuse(self, trial: int, error: BaseException) -> None:
         """An order about a trial could not be done, or its own code raised."""
-        self.regions.forget(trial)
+        self.forget(trial)
         self._reports.refuse(trial, error)
 
     def forget(self, trial: int) -> None:

@@ -202,7 +202,7 @@ class Session:
         route = route_of(technique, len(spans), lenders(self.layout))
         uses = UseWatch(narrow) if (narrow := self._narrow()) else None
         units = ChainUnits(self._chain(), self.recipe, spans, self.device, route, uses)
-        if self.job.foretells:
+        if self.job.foretells and self._by_shard:
             count: Counted = lambda work, what: self.counted(work, what)  # noqa: E731
             self._foretold = Ahead(units, self.device, self._next_of_group, count=count)
         return units

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.core.plan import NO_ARRAY, left_array
 from shoal.core.spec import LayerMeasure, ShardSpec
 from shoal.core.technique import Captured, Pipelined, Resident, Spilled
 from shoal.core.units import Bytes, Seconds
@@ -296,3 +297,15 @@ def test_where_no_rung_is_left_the_words_say_which_shards_step_where():
     words = nothing_smaller(job_of(KEPT, "host, of 4 shards 1 on the device"))
     assert "4 shards 1 stay on the device and step there" in words
     assert nothing_smaller(job_of(KEPT, "cpu")) == "there is nothing smaller to try."
+
+
+def test_an_order_that_was_rehearsed_for_other_shards_is_open_in_every_rung():
+    asked = Spilled(shards=4, order="shard", keep=(1,), lookahead=1, optimizer="host")
+    assert {rung.order for rung in tried(asked, has_neighbours=True)} == {None}
+
+
+def test_having_left_an_array_is_carried_into_the_next_job():
+    before, after = {"precision": "fp32", "array": f"{NO_ARRAY} 5"}, {"precision": "fp32"}
+    assert not same_bits(before, after)
+    assert same_bits(before, after | left_array(before))
+    assert left_array({"array": "slot 1 of 4"}) == left_array({}) == left_array(None) == {}

@@ -8,15 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.core.technique import Spilled
+from shoal.core.technique import Spilled, kept_heads, kept_shards, kept_weights
 from shoal.core.units import Bytes
 from shoal.planner.choose import choices, orders_of
+from shoal.planner.growth import grown
 from shoal.planner.keep import ALIKE, keep_best
 from shoal.planner.loops import why_order
-from shoal.planner.need import Request, fits
+from shoal.planner.need import Request, fits, waiting_input_bytes
 from shoal.planner.predict import predict_shards
 from shoal.planner.price import Speeds
 from shoal.planner.room import Room
+from shoal.program.ir import kept as kept_on_device
+from shoal.program.slots import assign_slots
+from shoal.spill.generate import route_of
 from shoal.testing import make_layer, make_measure
 
 MIB = 2**20
@@ -218,3 +222,43 @@ def test_the_order_that_is_taken_costs_no_more_than_the_plain_one(
     assert step_s <= plain_s * (1 + 1e-9)
     if technique.order == "shard":
         assert choice.other_s is not None
+
+
+@pytest.mark.parametrize("share", [2.5, 4.0])
+def test_where_each_batch_is_a_program_nothing_waits_over_a_turn_it_does_not_have(share):
+    found, asked = measure(num_batches=None), request()
+    budget = Bytes(state_of(found) / share)
+    choice = next(iter(choices(found, budget, (1,), asked, SLOW)))
+    again = dict.fromkeys(("keep", "keep_turn", "keep_gradients", "keep_activations"))
+    again |= {"keep_weights": (), "keep_head": None, "spill_activations": None}
+    open_ = replace(choice.technique, **again)  # as where more trials share the device
+    for technique in (choice.technique, open_):
+        room = replace(room_of(found, asked, budget, choice), technique=technique)
+        kept = keep_best(room, SLOW)[0]
+        assert kept.keep_turn == 0
+        route = route_of(kept, len(room.shards))
+        start = kept_on_device(
+            kept_shards(kept), kept_weights(kept), kept_heads(kept)
+        )  # what is there
+        slots = [
+            max(s for s in assign_slots(p.devices[0], start=start).slots if s is not None)
+            for p in (route.micro(0), route.evaluation(), route.step(4, clip=False))
+        ]
+        assert slots[0] <= max(slots[1:])  # for which the arena is laid out
+
+
+def test_inputs_that_wait_on_the_host_have_room_there_whatever_is_tried():
+    found = measure(boundary=MIB)
+    for kib in (2048, 6144, 16384):
+        asked = replace(request(), waiting_room=Bytes(kib * 1024))
+        budget = Bytes(state_of(found) / 4)
+        for choice in choices(found, budget, (1, 2), asked, SLOW):
+            if choice.technique.order == "shard":
+                shards = predict_shards(found.layers, choice.cuts)
+                assert waiting_input_bytes(shards, choice.technique, 4) <= kib * 1024
+
+
+def test_what_is_drawn_ahead_grows_with_the_batch():
+    found = measure(draws=True, foretold=True, draw_bytes=Bytes(1000))
+    found = replace(found, shards=predict_shards(found.layers, ()))
+    assert grown(found, 2.0).draw_bytes == 2000

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +17,7 @@ from shoal.fusion.match import Signature
 from shoal.memory.layout import Segment, TrialLayout
 from shoal.planner.need import Need, Request
 from shoal.planner.price import Speeds
+from shoal.planning.arrayjobs import ArraySlot, in_spilled_array
 from shoal.planning.fusing import Fusing
 from shoal.planning.spilling import ASKED, SpilledArrayPlan, Spilling, array_measure, asked_of
 from shoal.runtime.messages import ArrayTry, Measured, MeasuredArray, TimeArray, TimedArray
@@ -195,3 +199,21 @@ def test_without_shards_it_trains_alone_and_says_why():
     _, jobs = placed(spilling(why_not="it may not"))
     assert all(job.array is None for job in jobs)
     assert "are no array in shards: it may not" in jobs[0].why[-1]
+
+
+def test_a_trial_that_would_draw_ahead_alone_does_not_in_an_array_in_shards_nor_after_it():
+    job = replace(make_job(0, technique=Spilled(shards=1, order="shard")), foretells=True)
+    technique = Spilled(shards=1, order="micro", optimizer="host")
+    made = SimpleNamespace(
+        host_bytes=Bytes(0),
+        lone_need=SimpleNamespace(held=Bytes(1), unit=Bytes(1), peak=Bytes(2)),
+        lone_technique=technique,
+        lone=SimpleNamespace(shards=job.shards),
+        technique=technique,
+        measure=SimpleNamespace(shards=job.shards),
+        need=SimpleNamespace(held=Bytes(1), unit=Bytes(1), peak=Bytes(2)),
+        step_s=1.0,
+    )
+    inside = in_spilled_array(job, ArraySlot("g", 0, ""), made, 2, ())
+    assert not inside.foretells
+    assert not alone(inside, 5, "it left").foretells
