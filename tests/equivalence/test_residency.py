@@ -190,12 +190,13 @@ def test_the_planner_keeps_what_there_is_room_for(check, jobs):
     assert moved[0] > 0
 
 
-def test_a_model_that_draws_keeps_the_plain_order_too(check, jobs):
+def test_a_model_that_draws_keeps_the_plain_order_where_that_is_named(check, jobs):
     drawing = shoal.Recipe(
         model=traps.Build(traps.Chain), data=traps.data, loss=traps.loss, accumulate=2
     )
-    check(drawing, shoal.Spilled(shards=3), lr=(1e-2,))
+    check(drawing, shoal.Spilled(shards=3, order="micro"), lr=(1e-2,))
     assert jobs[0].technique.order == "micro"
+    assert not jobs[0].foretells
     assert "order='shard' loads less" in " ".join(jobs[0].why)
 
 

@@ -9,7 +9,7 @@ from shoal.core.errors import PlanError
 from shoal.core.plan import Job, Plan
 from shoal.core.spec import DeviceSpec, Place, Scalar, TrialSpec
 from shoal.core.technique import Technique
-from shoal.core.units import counted, format_bytes
+from shoal.core.units import Bytes, counted, format_bytes
 from shoal.execution.announce import predict_seconds, steps_of
 from shoal.execution.firstplan import FirstPlan
 from shoal.execution.floor import Sink
@@ -106,6 +106,7 @@ def plan_study(
         check_population(planned, settings)
     may_wait = not study.search.is_plain
     planned = with_less_on_host(planner, planned, hardware.host_memory, may_wait=may_wait)
+    planned = with_fewer_at_once(planned, hardware.host_memory)
     check_host_memory(planned.plan, hardware.host_memory, may_wait=may_wait)
     seconds = predict_seconds(planned.plan, steps_of(planned, settings))
     return planner, replace(planned, plan=with_seconds(planned.plan, seconds))
@@ -168,6 +169,28 @@ def with_less_on_host(
         f"which may use {format_bytes(budget)}, and so it takes {format_bytes(least)}"
     )
     return with_split_masters(planned, planner.why_split)
+
+
+def with_fewer_at_once(planned: Planned, budget: int | None) -> Planned:
+    """Where all trials fit the host only if fewer of them share a device."""
+    plan = planned.plan
+    if budget is None:
+        return planned
+
+    def needed(active: int) -> int:
+        return _host_bytes(plan.jobs, len(plan.devices) * active)
+
+    fitting = (active for active in range(plan.active, 0, -1) if needed(active) <= budget)
+    active = next(fitting, plan.active)
+    if active == plan.active:
+        return planned
+    note = (
+        f"up to {active} and not {plan.active} trials share a device: with what waits on the host "
+        f"for those that train, and the copies that are written, {plan.active} at a time would "
+        f"take {format_bytes(Bytes(needed(plan.active)))} there, which may use "
+        f"{format_bytes(Bytes(budget))}"
+    )
+    return replace(planned, plan=replace(plan, active=active, notes=(*plan.notes, note)))
 
 
 def _fitting(jobs: Sequence[Job], at_once: int, budget: int) -> int:

@@ -10,7 +10,12 @@ from shoal.core.errors import PlanError
 from shoal.core.plan import Plan
 from shoal.core.technique import Spilled
 from shoal.core.units import Bytes, Seconds
-from shoal.launch.plan import check_host_memory, fits_host, with_less_on_host
+from shoal.launch.plan import (
+    check_host_memory,
+    fits_host,
+    with_fewer_at_once,
+    with_less_on_host,
+)
 from shoal.memory.layout import TensorSpec, as_it_travels, lay_out
 from shoal.planning import Planned, Planner
 from shoal.testing import make_device, make_job, make_shard
@@ -49,6 +54,19 @@ def test_trials_of_a_search_wait_for_room_but_one_of_them_has_to_fit():
     assert fits_host(plan(5, 5).jobs, plan(5, 5), 11 * MIB)
     assert fits_host(plan(5, 5).jobs, plan(5, 5), None)
     assert not fits_host(plan(5, 5).jobs, plan(5, 5), 9 * MIB)
+
+
+def test_fewer_share_a_device_where_that_is_what_fits_the_host():
+    found = Planned(plan=replace(plan(4, 4, 4), active=3), layouts={}, num_batches={}, failures={})
+    jobs = tuple(replace(job, waiting_bytes=Bytes(2 * MIB)) for job in found.plan.jobs)
+    found = replace(found, plan=replace(found.plan, jobs=jobs))
+    assert with_fewer_at_once(found, None) is found
+    assert with_fewer_at_once(found, 13 * MIB) is found
+    fewer = with_fewer_at_once(found, 9 * MIB).plan  # 6 of states, 2 that wait for each
+    assert fewer.active == 1
+    assert "up to 1 and not 3 trials share a device" in fewer.notes[-1]
+    check_host_memory(fewer, 9 * MIB)
+    assert with_fewer_at_once(found, 7 * MIB) is found  # refused, with the number
 
 
 def test_where_none_fits_it_says_so():
