@@ -69,9 +69,6 @@ def choices(
             yield choice
             yield from paper.finer(choice, budget)
 
-    def waiting(found: Iterable[Choice]) -> Iterator[Choice]:
-        return (one for one in found if paper.may_wait(one))
-
     def worked_out_s(choice: Choice) -> Seconds:
         """What a step takes with what stays worked out on paper, and not guessed."""
         room = paper.room(choice, budget)
@@ -98,7 +95,8 @@ def choices(
         by_shard = [one for one in priced(*second[0]) if paper.may_wait(one[1])]  # on the host
         if is_quicker(by_shard, plain):
             plain_s = _told(_least_s(plain))
-            yield from (replace(one, other_s=plain_s) for one in waiting(ranked(by_shard)))
+            fitting = filter(paper.may_wait, ranked(by_shard))
+            yield from (replace(one, other_s=plain_s) for one in fitting)
             yield from ranked(plain)
         else:
             by_shard_s = _told(_least_s(by_shard))

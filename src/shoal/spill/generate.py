@@ -23,11 +23,12 @@ Belady's rule would decide it:
                    from forward to backward
 
 [Note: which loop is outside]
-The plain loop takes one micro-batch after the other through the whole model. Asked for, every
-shard takes all of them while it is here, and a load is paid once a step. Gradients, losses and
-statistics are summed in the same order where each belongs to one shard; a model whose layers
-share what a forward changes would end on other bits. What a micro-batch draws at random is drawn
-ahead of it (``runtime.ahead``). The boundaries of all micro-batches are held then.
+The plain loop takes one micro-batch after the other through the whole model. Where that is
+quicker, or asked for, every shard takes all of them while it is here, and a load is paid once a
+step. Gradients, losses and statistics are summed in the same order where each belongs to one
+shard; a model whose layers share what a forward changes would end on other bits. What a
+micro-batch draws at random is drawn ahead of it (``runtime.ahead``). The boundaries of all
+micro-batches are held then.
 
 [Note: where boundaries wait]
 A shard's input is read by its forward and again by its backward, and the first shards wait
