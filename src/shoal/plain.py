@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from torch import nn
 
 from shoal.alone import Asked, PlainResult, PlainSource, Training, borrowed_process
 from shoal.core.errors import SpecError
+from shoal.core.seats import Epoch
 from shoal.core.spec import HyperParameters, PassKind, Place
 from shoal.fusion import SlotPlace, train_in_slot
 from shoal.pieces import in_pieces
@@ -111,12 +112,15 @@ def array_loop(
     device: str | torch.device = "cpu",
     eval_every: int | None = None,
     inherits: Mapping[int, PlainSource] = MappingProxyType({}),
+    later: Sequence[tuple[int, int, int]] = (),
 ) -> PlainResult:
     """The plain loop of a trial that trained in an array: in its slot, with nobody beside it.
 
     Its bits depend on the slot and the width, and on no neighbour. They are those of
     ``plain_loop`` but for the rounding of other kernels. ``kind`` is how the array's passes run;
-    traced ones have the bits of eager ones. ``inherits`` is as there.
+    traced ones have the bits of eager ones. ``inherits`` is as there. ``later`` has the seats that
+    it got on the way: after which step, at which it was evaluated, which slot of how wide an array;
+    of width 1 it trains by itself.
 
     Raises:
         Declined: the trial can be in no array.
@@ -129,7 +133,7 @@ def array_loop(
         for step, source in inherits.items()
     }
     with borrowed_process(threads, where):
-        place = SlotPlace(slot, width, kind)
+        place = SlotPlace(slot, width, kind, tuple(Epoch(*seat) for seat in later))
         member, losses, history = train_in_slot(recipe, hp, seed, place, device=where, **ends)
     return PlainResult(
         model=member.module,
@@ -156,7 +160,8 @@ class PlainTrial:
     """A trial of a population: how it began, and by step from which trial it went on, with what.
 
     ``inherits`` is what ``TrialResult.inherited`` lists; ``place`` the slot and width of the
-    array that it trained in, if it did, and ``kind`` how that array's passes ran.
+    array that it trained in, if it did, ``kind`` how that array's passes ran, and ``later`` the
+    seats that it got on the way (``array_loop``).
     """
 
     hp: HP
@@ -164,6 +169,7 @@ class PlainTrial:
     inherits: Mapping[int, tuple[int, HP]] = field(default_factory=dict)
     place: tuple[int, int] | None = None
     kind: PassKind = "eager"
+    later: Sequence[tuple[int, int, int]] = ()
 
 
 _NOT_IN_ARRAYS = (
@@ -202,7 +208,7 @@ def plain_population(
             return plain_loop(recipe, asked.hp, asked.seed, **told)
         told = {name: value for name, value in told.items() if name not in _NOT_IN_ARRAYS}
         slot, width = asked.place
-        told["kind"] = asked.kind
+        told |= {"kind": asked.kind, "later": asked.later}
         return array_loop(recipe, asked.hp, asked.seed, slot=slot, width=width, **told)
 
     return run(number, math.inf, **ends)

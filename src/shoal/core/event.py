@@ -107,9 +107,9 @@ class TrialRestarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialReplanned:
-    """A trial did not fit as planned and gets another job.
+    """A trial gets another job: it did not fit as planned, or others of its array were pruned.
 
-    ``numerics``: its key, where it is another one from here on: it left its array.
+    ``numerics``: its key, where it is another one from here on: another seat, or no array.
     """
 
     time: float

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from shoal.core.seats import ALONE, Epoch, epochs_of, told, until
 from shoal.core.spec import NO_BYTES, DeviceSpec, Halves, PassKind, Scalar, ShardSpec
 from shoal.core.technique import (
     Captured,
@@ -44,13 +45,33 @@ class LoneNeed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ArrayRoom:
+    """An array of ``width`` that a trial may come to: whom it shares it with, and what it takes.
+
+    It is for the last ``most`` trials of their generation; None: for any number. ``step_s`` are of
+    one trial.
+    """
+
+    group: str
+    width: int
+    kind: PassKind
+    held_bytes: Bytes
+    unit_bytes: Bytes
+    step_s: Seconds
+    most: int | None = None
+    captures: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayPlace:
     """A trial's slot in an array of ``width``; trials of one ``group`` may share an array.
 
     On a device two trials never have one slot at a time. A trial's bits depend on ``slot``,
     ``width`` and ``kind``, how the array's passes run, and on nobody else in the array.
     ``constants`` are those of its code, where it is compiled. ``captures``: passes of slots are
-    captured where they can be, to the same bits.
+    captured where they can be, to the same bits. ``rooms`` are the arrays in which the trial may
+    get another seat once others were pruned, the widest first; without any it keeps its own. The
+    last ``alone_most`` of a generation go on by themselves.
     """
 
     group: str
@@ -60,6 +81,8 @@ class ArrayPlace:
     kind: PassKind = "eager"
     captures: bool = True
     constants: str = ""
+    rooms: tuple[ArrayRoom, ...] = ()
+    alone_most: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +94,8 @@ class Job:
     at any moment of its programs: less than the sum where the two do not coincide. Of
     ``host_bytes`` the trial takes ``waiting_bytes`` on a device alone: what waits there between
     forward and backward, what split weights are put together in, or an array's rows. Where the
-    trial has a place in an array, what is held, a unit's and the peak are the whole array's; where
+    trial has a place in an array, what is held, a unit's and the peak are the whole array's, and
+    ``began`` is its first place, if it has another one by now, or trains by itself; where
     it is a pipeline, of the stage that needs most, and ``shards`` are its stages, or those of its
     spilled stages; where there are replicas of it, of the one that needs most, and the only shard
     is what a replica of it computes.
@@ -93,6 +117,7 @@ class Job:
     why: tuple[str, ...]
     numerics: Mapping[str, Scalar]
     array: ArrayPlace | None = None
+    began: ArrayPlace | None = None
     waiting_bytes: Bytes = NO_BYTES
     foretells: bool = False  # its micro-batches overlap, and what each one draws is drawn ahead
 
@@ -118,15 +143,20 @@ class Job:
         return len(self.shards)
 
 
-ARRAY_KEYS = frozenset(("array", "array_pass", "array_floats"))
+ARRAY_KEYS = frozenset(("array", "array_pass", "array_floats", "array_widths"))
 """What a numerics key says of a trial's array."""
 NO_ARRAY = "none since step"
 """How the numerics key of a trial begins that left its array for good, with the step."""
 
 
 def left_array(key: Mapping[str, Scalar] | None) -> dict[str, Scalar]:
-    """What of a numerics key says that its trial left its array, if it did."""
-    words = str((key or {}).get("array", ""))
+    """What of a numerics key says that its trial left its array, if it did.
+
+    By itself where others were pruned, or for good.
+    """
+    words, epochs = str((key or {}).get("array", "")), epochs_of(key or {})
+    if epochs and epochs[-1].width == ALONE:
+        words = f"{NO_ARRAY} {epochs[-1].step}"
     return {"array": words} if words.startswith(NO_ARRAY) else {}
 
 
@@ -143,6 +173,7 @@ def alone(job: Job, step: int, why: str) -> Job:
     return replace(
         job,
         array=None,
+        began=None,
         technique=need.technique or job.technique,
         shards=need.shards or job.shards,
         waiting_bytes=Bytes(job.waiting_bytes - waiting),
@@ -154,6 +185,56 @@ def alone(job: Job, step: int, why: str) -> Job:
         why=(*job.why, why),
         numerics={**key, "array": f"{NO_ARRAY} {step}"} if step else key,
     )
+
+
+def seated(job: Job, epochs: Sequence[Epoch]) -> Job:
+    """The job of a trial of a whole array after these epochs: where the last one has it.
+
+    Raises:
+        KeyError: it has no such room.
+    """
+    first, last = job.began or job.array, epochs[-1]
+    assert first is not None
+    key = {**job.numerics, "array": told(epochs)}
+    began = first if len(epochs) > 1 else None
+    if last.width == ALONE:
+        need = first.alone
+        return replace(
+            job,
+            array=None,
+            began=began,
+            held_bytes=need.held_bytes,
+            unit_bytes=need.unit_bytes,
+            peak_bytes=need.peak_bytes,
+            step_s=need.step_s,
+            numerics=key,
+        )
+    room = {room.width: room for room in first.rooms}[last.width]
+    place = replace(
+        first,
+        group=room.group,
+        slot=last.slot,
+        width=room.width,
+        kind=room.kind,
+        captures=room.captures,
+    )
+    return replace(
+        job,
+        array=place,
+        began=began,
+        held_bytes=room.held_bytes,
+        unit_bytes=room.unit_bytes,
+        peak_bytes=Bytes(room.held_bytes + room.unit_bytes),
+        step_s=room.step_s,
+        numerics=key,
+    )
+
+
+def seated_at(job: Job, step: int) -> Job:
+    """The job as it is after ``step`` steps of the trial; which seats come then is open again."""
+    epochs = epochs_of(job.numerics)
+    there = until(epochs, step)
+    return job if there == epochs else seated(job, there)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +289,7 @@ def _explain_job(job: Job, like: int) -> list[str]:
     if job.array:
         way = "" if job.array.kind == "eager" else f", {job.array.kind}"
         name += f", slot {job.array.slot} of an array of {job.array.width}{way}"
+        name += _explain_rooms(job.array)
     settings = ", ".join(f"{k}={v}" for k, v in job.hp.items())
     lines = [f"  trial {job.trial} ({settings}; seed {job.seed}): {name}"]
     if like != job.trial:
@@ -274,6 +356,13 @@ def _explain_job(job: Job, like: int) -> list[str]:
     lines += [f"    - {reason}" for reason in job.why]
     lines.append("    numerics: " + ", ".join(f"{k}={v}" for k, v in job.numerics.items()))
     return lines
+
+
+def _explain_rooms(place: ArrayPlace) -> str:
+    """Who goes on elsewhere once others were pruned."""
+    parts = [f"the last {r.most} in an array of {r.width}" for r in place.rooms if r.most]
+    parts += [f"the last {place.alone_most} alone"] * bool(place.alone_most)
+    return f" (of its generation {', '.join(parts)})" if parts else ""
 
 
 def _part(technique: Technique) -> str:
@@ -363,10 +452,11 @@ def plan_from_dict(record: Mapping[str, Any]) -> Plan:
         kind = kinds[technique.pop("kind")]
         shards = _shards_from(entry["shards"])
         array = _array_from(entry["array"]) if entry.get("array") else None
+        began = _array_from(entry["began"]) if entry.get("began") else None
         built: Technique = kind(**technique)
         changed: dict[str, Any] = {"technique": built, "shards": shards}
         changed["why"] = tuple(entry["why"])
-        changed["array"] = array
+        changed |= {"array": array, "began": began}
         jobs.append(Job(**{**entry, **changed}))
     devices = tuple(DeviceSpec(**device) for device in record["devices"])
     failures = {int(number): error for number, error in record["failures"].items()}
@@ -392,4 +482,5 @@ def _array_from(record: Mapping[str, Any]) -> ArrayPlace:
     alone = dict(record["alone"])
     alone["technique"] = Spilled(**alone["technique"]) if alone.get("technique") else None
     alone["shards"] = _shards_from(alone.get("shards", ()))
-    return ArrayPlace(**{**record, "alone": LoneNeed(**alone)})
+    rooms = tuple(ArrayRoom(**room) for room in record.get("rooms", ()))
+    return ArrayPlace(**{**record, "alone": LoneNeed(**alone), "rooms": rooms})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shoal.core import event as events
 from shoal.core.spec import Scalar
@@ -78,6 +78,8 @@ class Hunt:
     search: Search | Population | None = None
     tell: Telling | None = None
     metric: str = ""
+    keys: Mapping[int, Mapping[str, Scalar]] = field(default_factory=dict)
+    """The numerics keys of trials that were planned in earlier runs."""
     grow: Grow = lambda points: None
     """Makes points trials of the study and runs them."""
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from shoal.core import event as events
-from shoal.core.plan import alone
+from shoal.core.plan import alone, seated_at
+from shoal.core.seats import epochs_of
 from shoal.execution.floor import Floor
 from shoal.execution.trial import TrialRun
 from shoal.runtime import checkpoint
@@ -27,6 +28,7 @@ def fall_back(floor: Floor, state: TrialRun, reason: str) -> None:
     state.step = state.saved_step = saved.step if saved else 0
     state.saved_path = str(saved.path.relative_to(directory)) if saved else ""
     _disinherit(state)
+    _unseat(state)
     floor.tell(
         events.TrialRestarted(time=time.time(), trial=trial, step=state.step, reason=reason)
     )
@@ -38,6 +40,14 @@ def _disinherit(state: TrialRun) -> None:
     if (lost := state.lost_step) is not None:
         state.job = replace(state.job, hp=state.inherits[lost].before)
         state.halt = lost
+
+
+def _unseat(state: TrialRun) -> None:
+    """Where it is before it got a seat, it is in the one that it had, and gets the other again."""
+    later = [e.step for e in epochs_of(state.job.numerics) if e.step > state.step]
+    if later:
+        state.job = seated_at(state.job, state.step)
+        state.halt = min(later)
 
 
 def damaged(floor: Floor, trial: int, path: Path, why: str) -> None:

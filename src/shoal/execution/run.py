@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shoal.core import event as events
 from shoal.core.errors import ShoalError, StorageError
-from shoal.core.plan import Job, Plan
+from shoal.core.plan import Job, Plan, seated_at
 from shoal.core.spec import TrialSpec
 from shoal.core.units import counted
 from shoal.execution.endings import Endings
@@ -127,7 +127,7 @@ class Execution:
             total = total_steps(self._settings, planned.num_batches[trial], job.micro_batches)
             self._floor.open.add(trial)
             self._floor.states[trial] = TrialRun(
-                job=job,
+                job=seated_at(job, start.step),
                 layout=planned.layouts[trial],
                 total=total,
                 step=start.step,

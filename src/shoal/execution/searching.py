@@ -25,6 +25,7 @@ from shoal.execution.floor import Floor
 from shoal.execution.hunt import Hunt
 from shoal.execution.pausing import Pausing
 from shoal.execution.rungs import steps_between
+from shoal.execution.seating import Seating
 from shoal.execution.trial import TrialRun
 from shoal.runtime.messages import Settings
 from shoal.search import Population, Search
@@ -54,6 +55,8 @@ class Searching:
         self._unsaved: set[int] = set()  # that could not make room, as they stand
         self._is_busy = self._has_failed = False
         self._exploiting = Exploiting(floor, pausing, endings, stop)
+        search = hunt.search
+        self._seating = Seating(search, floor, hunt.keys) if isinstance(search, Search) else None
         floor.hear = hunt.tell
 
     @property
@@ -84,8 +87,10 @@ class Searching:
         if self._search is None:
             return
         self._search.decide()  # what is on record may have passed rungs already
-        for trial in self._every.keys() & set(trials):
+        for trial in sorted(self._every.keys() & set(trials)):
             state = self._floor.states[trial]
+            if self._seating is not None:
+                self._seating.take(state, self._every[trial])
             state.halt = self._next_halt(state)
 
     def arrived(self, state: TrialRun) -> None:
@@ -157,6 +162,8 @@ class Searching:
             self._prune(state, rung)
         elif following is None or following > rung:
             self._waiting.discard(trial)
+            if self._seating is not None:
+                self._seating.take(state, self._every[trial])
             state.halt = self._next_halt(state)
             self._begin_again(state)
 
@@ -240,6 +247,8 @@ class Searching:
             return state.lost_step
         trial, total, every = state.job.trial, state.total, self._every[state.job.trial]
         rung = self._search.next_rung(trial, max(1, -(-state.step // every)))
+        if self._seating is not None:  # where it gets a new seat it stops, decided or not
+            rung = self._seating.next_rung(state, every, rung)
         if rung is None:
             return None
         step = rung * every

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 from shoal.core.errors import SpecError
+from shoal.core.seats import ALONE, Epoch
 from shoal.core.spec import HyperParameters, PassKind
 from shoal.fusion.array import Array
 from shoal.fusion.batches import layout_of
 from shoal.fusion.kinds import backend_of
+from shoal.fusion.loop import LoopBackend
 from shoal.fusion.member import Member
 from shoal.ownstep import Modes, Tally, require_evaluation
 from shoal.recipe import (
@@ -50,11 +52,12 @@ Inherits = Mapping[int, tuple[HP, TakeOver]]
 
 
 class SlotPlace(NamedTuple):
-    """A slot of an array of ``width``, and how its passes run."""
+    """A slot of an array of ``width``, and how its passes run; and which seats it has later."""
 
     slot: int
     width: int
     kind: PassKind = "eager"
+    later: Sequence[Epoch] = ()
 
 
 class _Loop:
@@ -63,9 +66,10 @@ class _Loop:
     def __init__(
         self, recipe: Recipe, hp: HP, seed: int, place: SlotPlace, device: torch.device
     ) -> None:
-        slot, width, kind = place
-        self._recipe, self._slot, self._width = recipe, slot, width
+        slot, width, kind, _ = place
+        self._recipe, self._slot, self._width, self._kind = recipe, slot, width, kind
         self._seed, self._device = seed, device
+        self._later = {epoch.step: epoch for epoch in place.later}
         hp = HyperParameters(hp)
         seed_all(seed)
         model = build_model(recipe, hp).to(device)
@@ -85,12 +89,27 @@ class _Loop:
         require_evaluation(recipe, model, self._valid)
         restore_rng(before_data, device)
         first = next(iter(read_data(recipe, hp)[0]), None)
-        usual = layout_of(to_device(first, device))
-        self.array = Array([member], device=device, backend=backend_of(kind), usual=usual)
-        self.array.widen(slot, width)
+        self._usual = layout_of(to_device(first, device))
+        self.array = self._seat(member)
         self.losses: list[float] = []
         self._tally = Tally()
         self.history: list[dict[str, Any]] = []
+
+    def _seat(self, member: Member) -> Array:
+        """An array with nobody else in it; by itself a trial is one that runs its own code."""
+        is_alone = self._width == ALONE
+        backend = LoopBackend() if is_alone else backend_of(self._kind)
+        array = Array([member], device=self._device, backend=backend, usual=self._usual)
+        array.widen(self._slot, self._width)
+        return array
+
+    def _change_seat(self) -> None:
+        """Into another slot, an array of another width, or none, if it did after this step."""
+        epoch = self._later.get(len(self.losses))
+        if epoch is not None:
+            member = self.array.retire(self._slot)
+            self._slot, self._width = epoch.slot, epoch.width
+            self.array = self._seat(member)
 
     def run(
         self,
@@ -106,6 +125,7 @@ class _Loop:
                 if eval_every and len(self.losses) % eval_every == 0:
                     self._record(epoch)
                     self._go_on(inherits)
+                    self._change_seat()
                 if len(self.losses) == steps:
                     break
             if len(self.losses) == before:
@@ -117,6 +137,7 @@ class _Loop:
                 return
             if not eval_every:
                 self._go_on(inherits)
+                self._change_seat()
 
     def _go_on(self, inherits: Inherits) -> None:
         """From another trial's state, if that is what happened after this step."""

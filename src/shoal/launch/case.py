@@ -100,6 +100,7 @@ def take_up(study: Asked, request: Request, place: StudyDirectory) -> Case:
     varies = bool(study.search.varied)
     found = _restart(place, before, merged, worked_s, again, varies=varies)
     hunt = begin_hunt(study, place, merged, found)
+    hunt.keys = {row.number: row.numerics for row in before.trials}
     merged = more_trials(hunt, place, merged, found)
     todo = [_as_it_is(trial, found) for trial in merged.trials if trial.number in found.starts]
     on_record, differs = _on_record(study, before, found, todo)

@@ -80,6 +80,7 @@ def plan_study(
         eval_every=settings.eval_every,
         by_epochs=settings.epochs is not None,
         eta=ETA if study.search.pruner in ("asha", "hyperband") else None,
+        prunes=study.search.pruner is not None and not study.search.varied,
         changes=bool(study.search.varied),
     )
     wish = _in_a_population(study, fuse, trials)

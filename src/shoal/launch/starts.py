@@ -24,6 +24,7 @@ from pathlib import Path
 from shoal.core import event as events
 from shoal.core.errors import SpecError, StorageError
 from shoal.core.plan import NO_ARRAY, Plan
+from shoal.core.seats import is_continued
 from shoal.core.spec import Scalar
 from shoal.execution.ladder import bits_of
 from shoal.execution.trial import Start
@@ -240,12 +241,18 @@ def check_numerics(plan: Plan, before: Mapping[int, Mapping[str, Scalar]]) -> li
         now = _in_full(job.numerics)
         then = _in_full(known) if known else {}
         for name in sorted(set(then) & set(now)):
-            left = name == "array" and str(now[name]).startswith(NO_ARRAY)  # on record already
-            if then[name] != now[name] and not left:
+            if name == "array" and _is_on_record(then[name], now[name]):
+                continue
+            if then[name] != now[name]:
                 sentences.append(
                     f"{name} of trial {job.trial} was {then[name]!r} and is {now[name]!r}"
                 )
     return sentences
+
+
+def _is_on_record(then: Scalar, now: Scalar) -> bool:
+    """Whether what a trial's array has become is told already: it left it, or has another seat."""
+    return str(now).startswith(NO_ARRAY) or is_continued(then, now)
 
 
 def refuse_numerics(changes: list[str]) -> None:

@@ -12,7 +12,7 @@ from shoal.core.technique import (
     Technique,
 )
 from shoal.planner.width import MOST
-from shoal.planning import UNCUT, Wish, asked_of, width_wished
+from shoal.planning import UNCUT, WidthWish, Wish, asked_of, width_wished
 from shoal.recipe import Recipe
 
 _TECHNIQUES: dict[object, Technique] = {
@@ -85,13 +85,14 @@ def wish_of(fuse: str | bool | int | None, technique: Technique | None) -> Wish:
     if fuse is False:
         return 0
     try:
-        width, kind = width_wished(fuse) or (0, None)
+        width, kind, _ = width_wished(fuse) or WidthWish(0)
     except (SpecError, AttributeError):
         width, kind = 0, None
     if isinstance(fuse, bool) or not 1 <= width <= MOST:
         raise SpecError(
             f"fuse is 'auto', False, or the width of arrays from 1 to {MOST}, which may say how "
-            f"passes run ('16 compiled'), got {fuse!r}."
+            f"passes run ('16 compiled') and to what widths those go on that a pruner leaves "
+            f"('16/4/1'), got {fuse!r}."
         )
     if width > 1 and isinstance(technique, Spilled):
         _refuse_spilled(fuse, technique, kind)

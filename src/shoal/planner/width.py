@@ -9,15 +9,14 @@ what is compared, measured in the same rounds, and win a tie.
 
 from __future__ import annotations
 
-import heapq
 import math
-import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shoal.core.spec import NO_SECONDS, ArrayMeasure, PassKind, WidthMeasure
 from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_seconds
+from shoal.planner.lanes import Load, array_s, serial_s
 
 MOST = 64  # slots
 WORTH = 0.95
@@ -40,45 +39,13 @@ LOOKS = 6
 LEAST_S, MOST_S = 2.0, 20.0  # what it may take at least, and at most
 NARROWER, AS_GRAPH = 0.2, 0.3
 """By what part narrower arrays, and graphs of eager ones, may be hoped to end sooner."""
+PRUNED_S = 10.0
+"""Of trials of which most are pruned, less is there to be gained in the first seconds."""
 SHORT_S = 60.0
 """Trials that are through in less are looked at for less long."""
-LIGHT_S = 0.01
-"""Of a trial whose step alone takes less, much is Python, which a graph leaves out: that is looked
-at first, since a short study ends before there is time for a second look."""
 ORDER: tuple[PassKind, ...] = ("eager", "traced", "compiled", "branches")  # of two, the first
-MANY = 20_000
-"""Evaluations of which the moments are not looked at one by one."""
 
 Fits = Callable[[WidthMeasure], bool]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """What is to be trained: steps of each trial, on how many devices.
-
-    ``every``: steps between two evaluations, the last one at the end; None: at the end alone.
-    """
-
-    steps: tuple[int, ...]
-    devices: int
-    every: int | None = None
-    is_known: bool = True  # how long trials are; else only that they are alike
-    varies: bool = False  # floats in the trials' code differ, or change on the way
-    step_s: float = math.inf  # of a trial alone, about
-
-    @property
-    def is_light(self) -> bool:
-        """Whether a graph is likely to be quicker than eager passes."""
-        return self.step_s <= LIGHT_S
-
-    @property
-    def alone_s(self) -> float:
-        """Seconds that the steps of all trials take one by one, about."""
-        return sum(self.steps) * self.step_s / self.devices
-
-    def evaluations(self, steps: int) -> int:
-        """Of one trial of so many steps."""
-        return math.ceil(steps / self.every) if self.every else 1
 
 
 class Candidate(NamedTuple):
@@ -88,99 +55,11 @@ class Candidate(NamedTuple):
     kind: PassKind
 
 
-def shortened(steps: int, trials: int, every: int | None, eta: int) -> tuple[int, ...]:
-    """Steps of trials of which after 1, eta, eta**2, ... evaluations one of eta goes on.
-
-    Who it will be is not known, and so drawn: those that go on come to lie unevenly in slots.
-    """
-    found, going = [steps] * trials, list(range(trials))
-    draw, rung = random.Random(trials), 1
-    while every and rung * every < steps and len(going) > 1:
-        draw.shuffle(going)
-        cut = -(-len(going) // eta)
-        for trial in going[cut:]:
-            found[trial] = rung * every
-        going, rung = going[:cut], rung * eta
-    return tuple(found)
-
-
 def widths_to_try(trials: int, devices: int) -> tuple[int, ...]:
     """A few: powers of four, and all of a device's trials, for ``trials`` on ``devices``."""
     each = min(MOST, math.ceil(trials / devices))
     powers = [width for width in (4, 16) if 3 * width <= 2 * each]
     return (*powers, each) if each > 1 else ()
-
-
-# -- how long it takes ------------------------------------------------------------------
-
-
-def serial_s(found: WidthMeasure, load: Load, valid_batches: int) -> float:
-    """Seconds until all trials are through one by one, a process for each device."""
-    costs = [
-        steps * found.alone_s + load.evaluations(steps) * valid_batches * found.alone_valid_s
-        for steps in load.steps
-    ]
-    return _spread(costs, load.devices)
-
-
-def array_s(found: WidthMeasure, load: Load, valid_batches: int) -> float:
-    """Seconds until all trials are through in arrays of this width, one on each device."""
-    lanes = _lanes(load, found.width)
-    longest = 0.0
-    for device in lanes:
-        if not any(device):
-            continue
-        steps = max(sum(lane) for lane in device)
-        if found.evaluates_each:
-            rounds = sum(load.evaluations(s) for lane in device for s in lane) / found.width
-        else:
-            rounds = _evaluation_rounds(device, load)
-        refills = sum(max(0, len(lane) - 1) for lane in device)
-        seconds = found.build_s + steps * found.step_s + refills * found.refill_s
-        longest = max(longest, seconds + rounds * valid_batches * found.valid_s)
-    return longest
-
-
-def _spread(costs: Sequence[float], devices: int) -> float:
-    """When the last is through, each in turn taken by the device that is free first."""
-    free = [0.0] * devices
-    for cost in costs:
-        heapq.heapreplace(free, free[0] + cost)
-    return max(free)
-
-
-def _lanes(load: Load, width: int) -> list[list[list[int]]]:
-    """For each device and slot, the steps of the trials that follow each other there.
-
-    Trials are given slots in turn; of each slot, each is taken by the device that is free first.
-    """
-    lanes: list[list[list[int]]] = [[[] for _ in range(width)] for _ in range(load.devices)]
-    counts = [0] * load.devices
-    for rank, steps in enumerate(load.steps):
-        slot = rank % width
-        device = min(range(load.devices), key=lambda d: (sum(lanes[d][slot]), counts[d], d))
-        lanes[device][slot].append(steps)
-        counts[device] += 1
-    return lanes
-
-
-def _evaluation_rounds(device: Sequence[Sequence[int]], load: Load) -> int:
-    """Evaluations that are not at the same time: those who are evaluated make the others wait."""
-    if len(set(load.steps)) == 1:  # all lanes in step
-        return max(len(lane) for lane in device) * load.evaluations(load.steps[0])
-    if sum(map(load.evaluations, load.steps)) > MANY:
-        return min(
-            max(sum(lane) for lane in device),
-            sum(load.evaluations(steps) for lane in device for steps in lane),
-        )
-    moments: set[int] = set()
-    for lane in device:
-        at = 0
-        for steps in lane:
-            moments.update(range(at + (load.every or steps), at + steps, load.every or steps))
-            at += steps
-            moments.add(at)
-    return len(moments)
 
 
 # -- what is measured -------------------------------------------------------------------
@@ -204,6 +83,8 @@ def why_no_look(load: Load) -> str:
     Trials that end early leave slots idle, so that of these it takes more to be worth a look.
     """
     least_s = LEAST_S if len(set(load.steps)) == 1 else SHORT_S
+    if load.closes_ranks:
+        least_s = PRUNED_S
     if not load.is_known or load.alone_s >= least_s:
         return ""
     seconds = format_seconds(Seconds(load.alone_s))
@@ -294,10 +175,10 @@ def _next_widths(
         parts[found.width] = min(parts[found.width], part)
     best = min(parts, key=lambda width: (parts[width], width))
     wider = [width for width in widths if width > max(done)]
-    narrower = [width for width in widths if width < min(done)]
+    less = [width for width in widths if width < min(done)]
     return [
         *(wider[:1] if best == max(done) and parts[best] < 1 else ()),
-        *(narrower[-1:] if best == min(done) and parts[best] > CLOSE else ()),
+        *(less[-1:] if best == min(done) and (parts[best] > CLOSE or load.closes_ranks) else ()),
     ]
 
 

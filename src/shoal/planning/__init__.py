@@ -15,17 +15,14 @@ of each is measured, on whichever worker is free, and speaks for the others.
     planned.py    what comes of it
 """
 
+from shoal.core.seats import ALONE
 from shoal.planning.asking import MAX_DEATHS, Abandoned, Receive
 from shoal.planning.fusing import (
-    ALONE,
-    UNCUT,
     Fusing,
     Times,
-    Wish,
     array_kind,
     array_place,
     recorded_width,
-    width_wished,
 )
 from shoal.planning.gangs import early, technique_on_record
 from shoal.planning.planned import Planned, with_seconds, with_split_masters
@@ -33,6 +30,7 @@ from shoal.planning.planner import Planner
 from shoal.planning.replicating import BY_SHARDS
 from shoal.planning.spilling import asked_of
 from shoal.planning.staleness import agree_on_weights
+from shoal.planning.widthwish import UNCUT, WidthWish, Wish, width_wished
 
 __all__ = [
     "ALONE",
@@ -45,6 +43,7 @@ __all__ = [
     "Planner",
     "Receive",
     "Times",
+    "WidthWish",
     "Wish",
     "agree_on_weights",
     "array_kind",

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from shoal.core.plan import ArrayPlace, Job, LoneNeed
+from shoal.core.plan import ArrayPlace, ArrayRoom, Job, LoneNeed
+from shoal.core.seats import ALONE
 from shoal.core.spec import PassKind, Scalar, WidthMeasure
 from shoal.core.technique import as_they_travel, kept_shards
 from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_seconds
+from shoal.planner.narrower import Narrower, told
 from shoal.planning.spilling import SpilledArrayPlan
 
 
@@ -18,6 +20,14 @@ class ArraySlot(NamedTuple):
     group: str
     slot: int
     constants: str
+
+
+class Later(NamedTuple):
+    """Where a trial may go on when others were pruned, beside its own array; ``key`` has all."""
+
+    key: tuple[Narrower, ...]
+    found: tuple[tuple[WidthMeasure, int], ...] = ()  # those that there are, and for how many
+    captures: bool = True
 
 
 def held_bytes(job: Job, width: int) -> Bytes:
@@ -35,43 +45,77 @@ def in_array(
     compiler: str,
     *,
     captures: bool = True,
+    later: Later | None = None,
 ) -> Job:
-    """In an array that is on its device as a whole."""
+    """In an array that is on its device as a whole.
+
+    ``later``: None of a trial that keeps its seat to its end.
+    """
     width = found.width
-    held = Bytes(held_bytes(job, width) + found.pool_bytes)
     alone = LoneNeed(
         held_bytes=job.held_bytes,
         unit_bytes=job.unit_bytes,
         peak_bytes=job.peak_bytes,
         step_s=job.step_s,
     )
-    group, constants = f"{place.group}x{width}", ""
+    constants = place.constants if found.kind == "compiled" else ""
     key: dict[str, Scalar] = {"array": f"slot {place.slot} of {width}"}
     if found.kind in ("traced", "branches"):
         key["array_pass"] = found.kind
-    if found.kind == "branches":
-        group = f"{group} branches"
-    elif found.kind == "compiled":
-        constants = place.constants
+    if found.kind == "compiled":
         key |= {"array_pass": f"compiled, {compiler}", "array_floats": constants}
-        group = f"{group} compiled {constants}"
+    own = _room(job, place, found, captures=captures)
+    rooms: tuple[ArrayRoom, ...] = ()
+    if later is not None:
+        others = [_room(job, place, f, most=m, captures=later.captures) for f, m in later.found]
+        rooms = (own, *others)
+        if later.key:
+            key["array_widths"] = told(later.key)
     return replace(
         job,
         array=ArrayPlace(
-            group=group,
+            group=own.group,
             slot=place.slot,
             width=width,
             alone=alone,
             kind=found.kind,
             captures=captures,
             constants=constants,
+            rooms=rooms,
+            alone_most=sum(n.most for n in later.key if n.width == ALONE) if later else 0,
         ),
-        held_bytes=held,
-        unit_bytes=found.unit_bytes,
-        peak_bytes=Bytes(held + found.unit_bytes),
-        step_s=Seconds(found.step_s / width),
+        held_bytes=own.held_bytes,
+        unit_bytes=own.unit_bytes,
+        peak_bytes=Bytes(own.held_bytes + own.unit_bytes),
+        step_s=own.step_s,
         why=(*job.why, *why),
         numerics={**job.numerics, **key},
+    )
+
+
+def _room(
+    job: Job,
+    place: ArraySlot,
+    found: WidthMeasure,
+    *,
+    most: int | None = None,
+    captures: bool = True,
+) -> ArrayRoom:
+    """What a whole array takes, and who shares it."""
+    group = f"{place.group}x{found.width}"
+    if found.kind == "branches":
+        group = f"{group} branches"
+    elif found.kind == "compiled":
+        group = f"{group} compiled {place.constants}"
+    return ArrayRoom(
+        group=group,
+        width=found.width,
+        kind=found.kind,
+        held_bytes=Bytes(held_bytes(job, found.width) + found.pool_bytes),
+        unit_bytes=found.unit_bytes,
+        step_s=Seconds(found.step_s / found.width),
+        most=most,
+        captures=captures,
     )
 
 

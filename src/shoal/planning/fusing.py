@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from shoal.core.errors import SpecError
-from shoal.core.plan import Job, left_array
+from shoal.core.plan import Job, left_array, seated
+from shoal.core.seats import ALONE, epochs_of
 from shoal.core.spec import (
     NO_BYTES,
     ArrayMeasure,
@@ -29,15 +29,15 @@ from shoal.core.technique import Captured, Resident, Spilled
 from shoal.core.units import Bytes, Seconds, counted
 from shoal.fusion.match import Signature, first_difference, groups, told_apart
 from shoal.memory.layout import TrialLayout
+from shoal.planner.lanes import Load, shortened
+from shoal.planner.narrower import Narrower, from_key, narrower
 from shoal.planner.width import (
     Candidate,
     Fits,
-    Load,
     choose,
     next_candidate,
     pace,
     praise,
-    shortened,
     when_spilled,
     why_no_look,
     widths_to_try,
@@ -45,6 +45,7 @@ from shoal.planner.width import (
 )
 from shoal.planning.arrayjobs import (
     ArraySlot,
+    Later,
     held_bytes,
     in_array,
     in_spilled_array,
@@ -53,34 +54,12 @@ from shoal.planning.arrayjobs import (
 from shoal.planning.asking import Asking
 from shoal.planning.spilling import SpilledArrayPlan, Spilling
 from shoal.planning.trying import BRIEFLY, Room, try_arrays
+from shoal.planning.widthwish import KINDS, ONE_WIDTH, UNCUT, Wish, width_wished
 
-Wish = str | int | None
-"""``"auto"`` measures, a number is a width, 0 is none; None is what the study has on record.
-A width may say how passes run: ``"16 compiled"``."""
-
-ALONE = 1
 MOST_SPILLED = 2  # widths for which shards are looked for
-KINDS: tuple[PassKind, ...] = ("eager", "traced", "compiled", "branches")
-UNCUT = {"compiled": "compiled passes", "branches": "slots' own passes"}
 LIKELY = 1000
 """Steps that a trial is taken to have, where nobody can say."""
 NOTHING: Mapping[int, str] = MappingProxyType({})
-
-
-def width_wished(wish: Wish) -> tuple[int, PassKind | None] | None:
-    """The width that was asked for, and how passes are to run; None if neither was.
-
-    Raises:
-        SpecError: the words are none of these.
-    """
-    if wish is None or wish == "auto":
-        return None
-    if isinstance(wish, int):
-        return wish, None
-    width, _, kind = wish.partition(" ")
-    if not width.isdecimal() or kind not in KINDS:
-        raise SpecError(f"fuse is 'auto', False, a width, or '16 compiled', got {wish!r}.")
-    return int(width), next(known for known in KINDS if known == kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,14 +67,15 @@ class Times:
     """What of a study says how long its trials are.
 
     ``total`` gives the steps of a trial, of the batches of an epoch and those of a step.
-    ``eta``: of so many trials one goes on at a rung; None: all do. ``changes``: settings of a
-    trial may change on the way.
+    ``eta``: of so many trials one goes on at a rung; None: nobody can say. ``prunes``: not all go
+    on at rungs. ``changes``: settings of a trial may change on the way.
     """
 
     total: Callable[[int | None, int], int | None] = lambda batches, each: None
     eval_every: int | None = None
     by_epochs: bool = False
     eta: int | None = None
+    prunes: bool = False
     changes: bool = False
 
 
@@ -110,6 +90,7 @@ class _Shape:
     width: int = 0  # not settled yet
     kind: PassKind | None = None  # None: traced, if there is a graph
     constants: str = ""  # of the code that is compiled
+    rest: tuple[Narrower, ...] = ()  # for the last trials of a generation
     why: tuple[str, ...] = ()
     spilled: dict[int, SpilledArrayPlan | str] = field(default_factory=dict)  # by width
 
@@ -193,7 +174,8 @@ class Fusing:
         if every is None and times.by_epochs and batches[0]:
             every = -(-batches[0] // each)
         steps = tuple(total or LIKELY for total in totals)
-        if times.eta and len(set(steps)) == 1:
+        closes_ranks = bool(times.eta) and len(set(steps)) == 1
+        if times.eta and closes_ranks:
             steps = shortened(steps[0], len(steps), every, times.eta)
         is_known = all(total is not None for total in totals)
         return Load(
@@ -201,6 +183,7 @@ class Fusing:
             devices=self._devices,
             every=every,
             is_known=is_known,
+            closes_ranks=closes_ranks,
             varies=varies or times.changes,
             step_s=fresh[0].step_s or math.inf,
         )
@@ -253,10 +236,11 @@ class Fusing:
             widest = max(places, key=lambda place: (place[0], place[1] == "compiled"))
             shape.width, shape.kind = widest
             shape.constants = self._recorded_constants(shape) or shape.constants
+            shape.rest = next(filter(None, map(from_key, self._of(shape))), ())
         elif self._wish is None:
             shape.width = ALONE
         elif self._wished is not None:
-            shape.width, shape.kind = self._wished
+            shape.width, shape.kind, shape.rest = self._wished
         else:
             self._measure_widths(shape, fresh, job, asking, load)
 
@@ -300,6 +284,12 @@ class Fusing:
         shape.notes, shape.compiler = measure.notes, measure.compiler
         for found in measure.widths:
             shape.found[Candidate(found.width, found.kind)] = found
+        if self._times.prunes and shape.width != ALONE and shape.kind not in ONE_WIDTH:
+            best = shape.found[Candidate(shape.width, shape.kind)]
+            whole = [f for f in measure.widths if not (f.declined or f.shards) and fits(f)]
+            able = [found for found in whole if found.kind not in ONE_WIDTH]
+            if not best.shards:
+                shape.rest = narrower(best, able, load, measure.valid_batches)
 
     def _room(self, job: Job) -> Room:
         """What the device has room for by the trials' states; the rest is found out by trying."""
@@ -440,18 +430,20 @@ class Fusing:
         if kind == "compiled":  # of those that share its code
             mine = str((before or {}).get("array_floats", shape.constants))
             trials = [trial for trial in trials if told[trial.number] == mine]
-        found = self._look_at(shape, trials, Candidate(width, kind or "traced"), asking, job)
-        if found.declined and kind in (None, "traced"):  # the same bits, operation by operation
-            found = self._look_at(shape, trials, Candidate(width, "eager"), asking, job)
+        found, captures = self._found(
+            shape, trials, Candidate(width, kind or "traced"), asking, job
+        )
         if found.declined:
             return replace(job, why=(*job.why, f"unfused: {found.declined}"))
-        found, captures = self._with_room(shape, trials, found, asking, job)
         slot = known[0] if known else self._free_slot(shape, width)
         place = ArraySlot(shape.group, slot, told[job.trial])
         fits = self._fits(job, found) and not found.shards
         if fits and not (self._spilling and self._spilling.is_forced):
             why = shape.why or (praise(found, shape.notes),)
-            return in_array(job, place, found, why, shape.compiler, captures=captures)
+            rest = from_key(before) if before is not None else shape.rest
+            later = self._later(shape, trials, rest, kind, asking, job)
+            args = (job, place, found, why, shape.compiler)
+            return _as_recorded(in_array(*args, captures=captures, later=later), before)
         words = "shards were asked for" if fits else f"{width} of them do not fit the device"
         if self._spilling is None:
             return replace(job, why=(*job.why, f"unfused: {words}"))
@@ -471,6 +463,46 @@ class Fusing:
         why = (*why, *why_spilled(spilled, whole, self._budget, width))
         passes = kind if before is not None and kind else "eager"
         return in_spilled_array(job, place, spilled, width, why, passes)
+
+    def _found(
+        self,
+        shape: _Shape,
+        trials: Sequence[TrialSpec],
+        candidate: Candidate,
+        asking: Asking,
+        job: Job,
+    ) -> tuple[WidthMeasure, bool]:
+        """An array, eager where there is no graph of it; and whether passes are captured."""
+        found = self._look_at(shape, trials, candidate, asking, job)
+        if found.declined and candidate.kind == "traced":  # the same bits, operation by operation
+            eager = Candidate(candidate.width, "eager")
+            found = self._look_at(shape, trials, eager, asking, job)
+        if found.declined:
+            return found, True
+        return self._with_room(shape, trials, found, asking, job)
+
+    def _later(
+        self,
+        shape: _Shape,
+        trials: Sequence[TrialSpec],
+        rest: tuple[Narrower, ...],
+        kind: PassKind | None,
+        asking: Asking,
+        job: Job,
+    ) -> Later | None:
+        """Where a trial may go on when others were pruned; None where nobody is."""
+        if not self._times.prunes:
+            return None
+        found, captures = [], True
+        for width, most in rest:
+            if width == ALONE:
+                continue
+            candidate = Candidate(width, kind or "traced")
+            less, captured = self._found(shape, trials, candidate, asking, job)
+            if not less.declined and not less.shards and self._fits(job, less):
+                found.append((less, most))
+                captures = captures and captured
+        return Later(rest, tuple(found), captures)
 
     def _with_room(
         self,
@@ -498,10 +530,19 @@ class Fusing:
         return min(range(width), key=lambda slot: (used[slot], slot))
 
 
+def _as_recorded(job: Job, before: Mapping[str, Scalar] | None) -> Job:
+    """With the seats that a trial had so far, if there are such arrays."""
+    epochs = epochs_of(before or {})
+    assert job.array is not None
+    widths = {ALONE, *(room.width for room in job.array.rooms)}
+    has_all = all(epoch.width in widths for epoch in epochs)
+    return seated(job, epochs) if len(epochs) > 1 and has_all else job
+
+
 def array_place(numerics: Mapping[str, object]) -> tuple[int, int] | None:
-    """Slot and width that a numerics key tells of; None of a trial that is in no array."""
-    words = str(numerics.get("array", "")).split()
-    return (int(words[1]), int(words[3])) if words[:1] == ["slot"] else None
+    """Slot and width with which a trial began, as its numerics key tells; None: in no array."""
+    epochs = epochs_of(numerics)
+    return epochs[0][1:] if epochs else None
 
 
 def array_kind(numerics: Mapping[str, object]) -> PassKind:
@@ -516,7 +557,7 @@ def recorded_place(numerics: Mapping[str, object]) -> tuple[int, PassKind]:
 
 
 def recorded_width(numerics: Mapping[str, object]) -> int:
-    """The width that a numerics key tells of."""
+    """The width with which a trial began."""
     place = array_place(numerics)
     return place[1] if place else ALONE
 

@@ -313,6 +313,9 @@ def take_up(
     session = parked
     if session is None or progress is None or session.step != progress.step:
         session = new_session(recipe, grant.job, settings, device)
+    if (session.job.array is None) != (grant.job.array is None):
+        session.units = None  # by itself it runs other ones
+    session.job = grant.job
     session.captures = captures
     session.place(grant.layout, region, fresh=progress is None)
     if progress is None:

@@ -2,6 +2,7 @@
 
 from shoal.search.pbt import PBT, Exploit
 from shoal.search.population import Population
+from shoal.search.ranks import Rank, Ranks
 from shoal.search.sampler import sample, trials_of
 from shoal.search.search import Search
 from shoal.search.space import (
@@ -25,6 +26,8 @@ __all__ = [
     "Exploit",
     "Integer",
     "Population",
+    "Rank",
+    "Ranks",
     "Search",
     "Space",
     "Uniform",

@@ -67,6 +67,16 @@ class Facts:
         known = rung < max(self.until(), default=0) or rung < self.passed
         return known or self.how in ("finished", "failed")
 
+    def goes_on_after(self, rung: int) -> bool:
+        """Whether it came to a rung, had more to do, and was not ended there or before."""
+        if self.pruned_at is not None and self.pruned_at <= rung:
+            return False
+        if self.how == "pruned" and rung >= max(self.until(), default=0):
+            return False
+        is_end = self.how == "finished" and rung >= max(self.until(), default=0)
+        there = self.at(rung) is not None or rung < self.passed
+        return there and not is_end and (self.last is None or rung < self.last)
+
     def is_over_before(self, rung: int) -> bool:
         """Whether it trains no more, and never came there."""
         return self.at(rung) is None and (self.how is not None or self.pruned_at is not None)

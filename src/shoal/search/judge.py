@@ -44,6 +44,9 @@ class Judge:
     def is_rung(self, trial: int, rung: int) -> bool:
         return True
 
+    def cohort(self, trial: int) -> int:
+        return 0
+
     def prune(
         self, rung: int, trials: Sequence[Facts], asked: Collection[int], first: int
     ) -> set[int]:

@@ -43,6 +43,10 @@ class Rule(Protocol):
         """Whether the trial is held against others after its evaluation number ``rung``."""
         ...
 
+    def cohort(self, trial: int) -> int:
+        """Trials of one number are compared with each other, at the same rungs."""
+        ...
+
     def prune(
         self, rung: int, trials: Sequence[Facts], asked: Collection[int], first: int
     ) -> set[int]:
@@ -67,26 +71,26 @@ class Halving:
     brackets: int = 1
     needs_ends: bool = False
 
-    def bracket(self, trial: int) -> int:
+    def cohort(self, trial: int) -> int:
         """Each bracket's share of the trials is Hyperband's, in every beginning of them."""
         weights = bracket_weights(self.brackets)
         return _share(trial % sum(weights), weights)
 
     def is_rung(self, trial: int, rung: int) -> bool:
-        return _is_power(rung) and rung >= ETA ** self.bracket(trial)
+        return _is_power(rung) and rung >= ETA ** self.cohort(trial)
 
     def prune(
         self, rung: int, trials: Sequence[Facts], asked: Collection[int], first: int
     ) -> set[int]:
         pruned: set[int] = set()
-        for bracket in {self.bracket(trial) for trial in asked}:
+        for bracket in {self.cohort(trial) for trial in asked}:
             there = [
                 (rank(value, self.mode), trial)
                 for trial, facts in enumerate(trials)
-                if (value := facts.at(rung)) is not None and self.bracket(trial) == bracket
+                if (value := facts.at(rung)) is not None and self.cohort(trial) == bracket
             ]
             kept = {t for r, t in sorted(there)[: max(1, len(there) // ETA)] if r < math.inf}
-            pruned |= {t for t in asked if self.bracket(t) == bracket} - kept
+            pruned |= {t for t in asked if self.cohort(t) == bracket} - kept
         return pruned
 
 
@@ -99,6 +103,9 @@ class Median:
 
     def is_rung(self, trial: int, rung: int) -> bool:
         return True
+
+    def cohort(self, trial: int) -> int:
+        return 0
 
     def prune(
         self, rung: int, trials: Sequence[Facts], asked: Collection[int], first: int

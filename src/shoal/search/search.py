@@ -19,12 +19,18 @@ study, is not asked about again.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+from itertools import count
 from math import inf
 
 from shoal.search.facts import Facts, How
 from shoal.search.rules import Rule
 from shoal.search.space import Point
 from shoal.search.suggest import Suggester
+
+LAG = 1
+"""Generations that train while the sampler is asked for the next one."""
 
 
 class Search:
@@ -152,6 +158,42 @@ class Search:
             rung += 1
         return rung
 
+    def is_decided_at(self, number: int, rung: int) -> bool:
+        """Whether it is known who of its generation goes on after a rung."""
+        place = self._places[number]
+        return self._rungs.get(place // self._size, 1) > rung
+
+    @property
+    def in_flight(self) -> int:
+        """Generations that train side by side, about: all there are, if nobody asks for them."""
+        known = -(-max(len(self._facts), self._total) // self._size)
+        return max(1, known if self._suggester is None else min(LAG + 1, known))
+
+    def rungs_of(self, number: int) -> Iterator[int]:
+        """The rungs at which a trial is compared, without an end."""
+        place, rule = self._places[number], self._rule
+        return filter(partial(rule.is_rung, place), count(1)) if rule is not None else iter(())
+
+    def cohort_of(self, number: int) -> tuple[int, int]:
+        """A trial's generation, and which of it are compared at the same rungs."""
+        assert self._rule is not None
+        place = self._places[number]
+        return place // self._size, self._rule.cohort(place)
+
+    def cohort(self, generation: int, cohort: int) -> list[int]:
+        """The trials of a generation that are compared with each other."""
+        assert self._rule is not None
+        numbers, members = list(self._places), self._members(generation)
+        return [numbers[place] for place in members if self._rule.cohort(place) == cohort]
+
+    def size_of(self, generation: int) -> int:
+        """How many trials a generation has so far."""
+        return len(self._members(generation))
+
+    def goes_on_after(self, number: int, rung: int) -> bool:
+        """Whether a trial went on after a rung that is decided."""
+        return self._facts[self._places[number]].goes_on_after(rung)
+
     def decide(self) -> None:
         """Draw every conclusion that the facts allow."""
         is_stale, self._is_stale = self._is_stale, False
@@ -164,7 +206,7 @@ class Search:
     # -- the sampler --------------------------------------------------------------------------
 
     def _may_ask(self, place: int) -> bool:
-        return self._has_ended(place // self._size - 2)
+        return self._has_ended(place // self._size - LAG - 1)
 
     def _has_ended(self, generation: int) -> bool:
         """Whether this one and all before it have; there may be none yet."""
@@ -174,7 +216,7 @@ class Search:
         return (generation + 1) * self._size <= self._num_ended
 
     def _ask(self, suggester: Suggester, place: int) -> Point:
-        while self._told <= place // self._size - 2:
+        while self._told <= place // self._size - LAG - 1:
             first = self._told * self._size
             for index in range(first, first + self._size):
                 suggester.tell(index, self._facts[index])

@@ -63,8 +63,8 @@ Fuse = Annotated[
     str | None,
     typer.Option(
         help="Train trials of one shape as arrays: auto (measured), off, or how wide, and how "
-        "passes run: 16, 16-compiled, 16-branches.",
-        metavar="auto|off|N[-KIND]",
+        "passes run: 16, 16-compiled, 16-branches; 16/4/1: narrower as trials are pruned.",
+        metavar="auto|off|N[/N...][-KIND]",
     ),
 ]
 TechniqueName = Annotated[

@@ -65,7 +65,7 @@ def run_file(
 
 
 def parse_fuse(text: str | None) -> str | bool | int | None:
-    """``--fuse`` as ``Study.run`` takes it: auto, off, 16, or 16-compiled.
+    """``--fuse`` as ``Study.run`` takes it: auto, off, 16, 16-compiled, or 16/4/1.
 
     Raises:
         SpecError: it is none of these.
@@ -75,11 +75,15 @@ def parse_fuse(text: str | None) -> str | bool | int | None:
     if text == "off":
         return False
     width, dash, kind = text.partition("-")
-    if not width.isdecimal() or bool(dash) != bool(kind):
+    widths = width.split("/")
+    if not all(map(str.isdecimal, widths)) or bool(dash) != bool(kind):
         raise SpecError(
-            f"--fuse is auto, off, or the width of arrays (16, 16-compiled), got {text!r}."
+            "--fuse is auto, off, or the width of arrays (16, 16-compiled, or 16/4/1 where trials "
+            f"are pruned), got {text!r}."
         )
-    return f"{width} {kind}" if kind else int(width)
+    if kind:
+        return f"{width} {kind}"
+    return width if len(widths) > 1 else int(width)
 
 
 def resume_study(

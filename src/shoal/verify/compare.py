@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from shoal.core.errors import ShoalError, SpecError
+from shoal.core.seats import epochs_of
 from shoal.observe.reader import read_outline
 from shoal.observe.rows import TrialRow, TrialState
 from shoal.observe.snapshot import Snapshot
@@ -181,11 +182,12 @@ class _Case:
 def _as_plain(row: TrialRow) -> PlainTrial:
     first = row.inherited[0].before if row.inherited else row.hp
     inherits = {taken.step: (taken.source, taken.hp) for taken in row.inherited}
-    place = array_place(row.numerics)
+    place, later = array_place(row.numerics), epochs_of(row.numerics)[1:]
     kind = array_kind(row.numerics)
     if kind == "traced":
         kind = "eager"  # whose bits it has: the operations themselves, and no graph of them
-    return PlainTrial(hp=first, seed=row.seed, inherits=inherits, place=place, kind=kind)
+    places: dict[str, Any] = {"place": place, "kind": kind, "later": later}
+    return PlainTrial(hp=first, seed=row.seed, inherits=inherits, **places)
 
 
 def _heritage(row: TrialRow) -> tuple[str, ...]:

@@ -67,22 +67,22 @@ def test_brackets_are_in_hyperbands_proportions():
     assert [num_brackets(n) for n in (1, 2, 3, 8, 9, 27)] == [1, 1, 2, 2, 3, 4]
     assert bracket_weights(3) == (9, 5, 3)
     rule = Halving("min", brackets=3)
-    dealt = [rule.bracket(trial) for trial in range(17)]
+    dealt = [rule.cohort(trial) for trial in range(17)]
     assert [dealt.count(bracket) for bracket in range(3)] == [9, 5, 3]
     assert set(dealt[:4]) == {0, 1, 2}  # dealt out evenly, not one after the other
-    assert [rule.bracket(trial + 17) for trial in range(17)] == dealt
+    assert [rule.cohort(trial + 17) for trial in range(17)] == dealt
 
 
 def test_a_bracket_is_compared_later_and_among_itself():
     rule = Halving("min", brackets=2)
-    first = next(t for t in range(9) if rule.bracket(t) == 0)
-    second = next(t for t in range(9) if rule.bracket(t) == 1)
+    first = next(t for t in range(9) if rule.cohort(t) == 0)
+    second = next(t for t in range(9) if rule.cohort(t) == 1)
     assert rule.is_rung(first, 1)
     assert not rule.is_rung(second, 1)
     assert rule.is_rung(second, 3)
     there = trials(*([float(t)] * 3 for t in range(9)))
     kept = set(range(9)) - rule.prune(3, there, set(range(9)), 0)
-    assert {rule.bracket(t) for t in kept} == {0, 1}
+    assert {rule.cohort(t) for t in kept} == {0, 1}
 
 
 @given(st.lists(st.floats(-9, 9), min_size=1, max_size=30), st.sampled_from(["min", "max"]))

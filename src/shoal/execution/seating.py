@@ -1,0 +1,91 @@
+"""New seats for trials of arrays that go on where others were pruned.
+
+[Note: why at rungs]
+A trial that waits at a rung has left its array, and the rung is decided for all of its generation
+at once. So its new seat follows from what is decided, like everything of a search, and not from
+who was quicker. It is on record before the trial takes its next step, as another epoch of its
+numerics key; a trial that falls back to before it is in its old seat again, and stops at the rung
+once more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from shoal.core import event as events
+from shoal.core.plan import ArrayPlace, Job, seated
+from shoal.core.seats import ALONE, Epoch, company_of, epochs_of, with_epoch
+from shoal.core.spec import Scalar
+from shoal.execution.floor import Floor
+from shoal.execution.trial import TrialRun
+from shoal.search import Rank, Ranks, Search
+
+
+class Seating:
+    """Gives seats; one thread's.
+
+    Args:
+        keys: The numerics keys of trials that were planned in earlier runs.
+    """
+
+    def __init__(
+        self, search: Search, floor: Floor, keys: Mapping[int, Mapping[str, Scalar]]
+    ) -> None:
+        self._search, self._floor, self._keys = search, floor, keys
+        self._ranks = Ranks(search, self._company)
+
+    def _company(self, trial: int) -> str:
+        state = self._floor.states.get(trial)
+        return company_of(state.job.numerics if state is not None else self._keys.get(trial, {}))
+
+    def next_rung(self, state: TrialRun, every: int, following: int | None) -> int | None:
+        """Where a trial stops that has seats to come: at the next rung, decided or not."""
+        trial = state.job.trial
+        if _first(state.job) is None or self._search.pruned_at(trial) is not None:
+            return following
+        for rung in self._search.rungs_of(trial):
+            if rung * every > state.step:
+                return rung if following is None else min(rung, following)
+            if following == rung:
+                return rung  # it stands there, and it is not decided yet
+        return following
+
+    def take(self, state: TrialRun, every: int) -> None:
+        """Put a trial that stands at a rung where its rank has it; it is on no device."""
+        first, (rung, rest) = _first(state.job), divmod(state.step, every)
+        rank = self._ranks.after(state.job.trial, rung) if rung and not rest else None
+        if first is None or rank is None:
+            return
+        before = epochs_of(state.job.numerics)
+        epochs = with_epoch(before, _seat(first, rank, state.step))
+        if epochs == before:
+            return
+        state.job = seated(state.job, epochs)
+        self._floor.tell(
+            events.TrialReplanned(
+                time=time.time(),
+                trial=state.job.trial,
+                step=state.step,
+                reason=f"others were pruned: {epochs[-1]}",
+                technique=type(state.job.technique).__name__,
+                shards=len(state.job.shards),
+                peak_bytes=state.job.peak_bytes,
+                numerics=dict(state.job.numerics),
+            )
+        )
+
+
+def _seat(first: ArrayPlace, rank: Rank, step: int) -> Epoch:
+    """In the narrowest array that is for so many, or by itself."""
+    if rank.trials <= first.alone_most:
+        return Epoch(step, 0, ALONE)
+    able = [r.width for r in first.rooms if r.most is None or rank.trials <= r.most]
+    width = min(able)
+    return Epoch(step, rank.place % width, width)
+
+
+def _first(job: Job) -> ArrayPlace | None:
+    """The array in which it began, of a trial that may get other seats."""
+    first = job.began or job.array
+    return first if first is not None and first.rooms else None
