@@ -119,8 +119,8 @@ def array_loop(
     Its bits depend on the slot and the width, and on no neighbour. They are those of
     ``plain_loop`` but for the rounding of other kernels. ``kind`` is how the array's passes run;
     traced ones have the bits of eager ones. ``inherits`` is as there. ``later`` has the seats that
-    it got on the way: after which step, at which it was evaluated, which slot of how wide an array;
-    of width 1 it trains by itself.
+    it got on the way: after which step, at which it was evaluated, which slot of an array of which
+    width; of width 1 it trains by itself.
 
     Raises:
         Declined: the trial can be in no array.

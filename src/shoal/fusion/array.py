@@ -29,6 +29,7 @@ from shoal.fusion.batches import elements_of, layout_of
 from shoal.fusion.crew import ArrayBackend, Crew, Trained
 from shoal.fusion.finish import Finisher, names_held
 from shoal.fusion.fused import StackedBackend
+from shoal.fusion.lonesteps import LoneSteps
 from shoal.fusion.loop import LoopBackend, alone, current_rng, lone_pass, torch_streams_of
 from shoal.fusion.member import Member
 from shoal.fusion.ownsteps import OwnSteps
@@ -104,7 +105,9 @@ class Array:
         self.backend: ArrayBackend = StackedBackend() if backend is None else backend
         self.epoch = 0
         self._lone = LoopBackend()
-        self._own = None if members[0].recipe.step is None else OwnSteps()
+        self._own: OwnSteps | LoneSteps | None = None
+        if members[0].recipe.step is not None:
+            self._own = LoneSteps() if isinstance(self.backend, LoopBackend) else OwnSteps()
         self._signature = shared_signature(members)
         self._names_held = names_held(members[0])
         for member in members:
@@ -221,7 +224,7 @@ class Array:
         self._failed |= set(tally.failures)
         return Stepped(means, tally.failures)
 
-    def _step_their_own(self, own: OwnSteps, batches: Sequence[Any]) -> Stepped:
+    def _step_their_own(self, own: OwnSteps | LoneSteps, batches: Sequence[Any]) -> Stepped:
         """A call of the recipe's step in each slot, and what follows it."""
         active = self._taking_part(batches, {})
         found = own.step(self._crew, self._moved(batches, active), active)
