@@ -136,7 +136,7 @@ class Floor:
                 state.steps_left or None,  # none left: it still has to evaluate and be saved
                 step_s=max(float(job.step_s), 1e-6),
                 switch_s=moved / 1e9 + float(job.step_s),
-                lane=(job.array.group, job.array.slot) if job.array else None,
+                lane=_lane(job),
                 gang=job.gang,
                 steady_s=STEADY_S if job.runs_on else 0.0,
             )
@@ -150,7 +150,8 @@ class Floor:
         self, device: str, steps_left: dict[int, int | None]
     ) -> Sequence[leases.Instruction]:
         """A worker died: its trials wait again. Returns what is to be obeyed then."""
-        return self._leases.handle(leases.DeviceLost(device, steps_left))
+        lanes = {trial: _lane(self.states[trial].job) for trial in steps_left}
+        return self._leases.handle(leases.DeviceLost(device, steps_left, lanes))
 
     def obey(self, instructions: Sequence[leases.Instruction]) -> None:
         """Send what the lease machine decided."""
@@ -323,3 +324,7 @@ class Floor:
         for other in waiting:
             if other.job.trial in self.open:
                 self.begin(other)
+
+
+def _lane(job: Job) -> tuple[str, int] | None:
+    return (job.array.group, job.array.slot) if job.array else None

@@ -83,7 +83,10 @@ class Recovery:
         elif is_out_of_memory(reply.error):
             growth = cause.growth if isinstance(cause, CapacityError) else 1.0
             self._set_back(state, "it ran out of memory")
-            if reply.trial in self._floor.open:
+            if state.job.array is not None:  # where it was before it trained by itself
+                leave_array(self._floor, state, "by itself it ran out of memory")
+                self._begin(state)
+            elif reply.trial in self._floor.open:
                 self._replanning.make_smaller(state, reply.error, growth)
         elif isinstance(cause, NarrowError):
             self._set_back(state, "a weight that travelled as bfloat16 was read otherwise")

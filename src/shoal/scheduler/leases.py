@@ -88,11 +88,13 @@ class DeviceLost:
     """A worker died. Its trials wait again; a gang with a stage there leaves all its devices.
 
     ``steps_left`` says from where they go on (their last stored state); a trial that
-    is not named goes on from the last step that was reported.
+    is not named goes on from the last step that was reported. ``lanes`` are those of trials that
+    go on in another one.
     """
 
     device: str
     steps_left: Mapping[int, int | None] = field(default_factory=dict)
+    lanes: Mapping[int, tuple[str, int] | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +290,7 @@ class Leases:
             _check_steps(f"trial {trial} on the lost device {event.device!r}", steps_left)
         for lost in self._roster.lose(event.device):
             lost.release(event.steps_left.get(lost.trial, lost.steps_left))
+            lost.lane = event.lanes.get(lost.trial, lost.lane)
             self._roster.wait(lost)
 
     def _trial_added(self, event: TrialAdded) -> None:

@@ -11,18 +11,15 @@ from hypothesis import strategies as st
 
 from shoal.core.spec import ArrayMeasure, WidthMeasure
 from shoal.core.units import Bytes, Seconds
+from shoal.planner.lanes import Load, array_s, serial_s, shortened
 from shoal.planner.width import (
     MOST,
     InShards,
-    Load,
-    array_s,
     at_best,
     choose,
     gains,
     next_candidate,
     pace,
-    serial_s,
-    shortened,
     when_spilled,
     why_no_look,
     why_not_compiled,

@@ -1,0 +1,115 @@
+"""Epochs of a trial's seats: what a numerics key tells comes back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.core.plan import ArrayPlace, ArrayRoom, LoneNeed, seated, seated_at
+from shoal.core.seats import (
+    ALONE,
+    Epoch,
+    company_of,
+    epochs_of,
+    is_continued,
+    told,
+    until,
+    with_epoch,
+)
+from shoal.testing import make_job
+
+WIDTHS = (4, 2, ALONE)
+
+
+@st.composite
+def histories(draw):
+    steps = sorted(draw(st.sets(st.integers(1, 50), max_size=4)))
+    seats = []
+    for step in [0, *steps]:
+        width = draw(st.sampled_from(WIDTHS if step else WIDTHS[:1]))
+        seats.append(Epoch(step, draw(st.integers(0, width - 1)), width))
+    return tuple(seats)
+
+
+def make(width: int = 4):
+    need = LoneNeed(held_bytes=10, unit_bytes=5, peak_bytes=15, step_s=1.0)
+    rooms = tuple(
+        ArrayRoom(
+            group=f"gx{w}",
+            width=w,
+            kind="eager",
+            held_bytes=10 * w,
+            unit_bytes=5 * w,
+            step_s=1 / w,
+            most=None if w == width else w,
+        )
+        for w in WIDTHS
+        if w > 1
+    )
+    place = ArrayPlace(group=f"gx{width}", slot=3, width=width, alone=need, rooms=rooms)
+    job = make_job(0)
+    key = {"array": f"slot 3 of {width}", "array_group": "g", "torch": "2"}
+    sizes = {"held_bytes": 10 * width, "unit_bytes": 5 * width, "peak_bytes": 15 * width}
+    return replace(job, array=place, numerics=key, step_s=1 / width, **sizes)
+
+
+@given(histories())
+def test_what_a_key_tells_comes_back(history):
+    assert epochs_of({"array": told(history)}) == history
+
+
+@pytest.mark.parametrize("words", ["", "none since step 3", "slot 3", "slot x of 4", "alone; "])
+def test_other_words_tell_of_no_epochs(words):
+    assert epochs_of({"array": words}) == ()
+
+
+def test_words():
+    history = (Epoch(0, 3, 16), Epoch(120, 0, 4), Epoch(360, 0, ALONE))
+    assert told(history) == "slot 3 of 16; from step 120 slot 0 of 4; from step 360 alone"
+
+
+@given(histories(), st.integers(0, 60))
+def test_a_job_follows_its_epochs_and_goes_back(history, step):
+    job = make()
+    history = (Epoch(0, 3, 4), *history[1:])
+    late = seated(job, history)
+    assert epochs_of(late.numerics) == history
+    back = seated_at(late, step)
+    there = until(history, step)
+    assert epochs_of(back.numerics) == there
+    assert back == seated(job, there)
+    assert seated_at(late, 0) == job
+    if there[-1].width == ALONE:
+        assert back.array is None
+        assert back.held_bytes == 10
+    else:
+        assert (back.array.slot, back.array.width) == there[-1][1:]
+        assert back.peak_bytes == back.held_bytes + back.unit_bytes == 15 * back.array.width
+
+
+@given(histories(), st.integers(1, 60), st.integers(0, 3))
+def test_a_new_epoch_is_told_once_and_only_if_something_changes(history, step, slot):
+    new = Epoch(step, slot, 4)
+    once = with_epoch(history, new)
+    assert with_epoch(once, new) == once
+    assert until(once, step)[-1][1:] == new[1:]
+    assert len({epoch.step for epoch in once}) == len(once)
+
+
+@given(histories(), st.integers(0, 60))
+def test_a_beginning_is_a_beginning(history, step):
+    assert is_continued(told(until(history, step)), told(history))
+    assert not is_continued("slot 3 of 4", "slot 3 of 48")
+    assert not is_continued("slot 3 of 4; from step 2 alone", "slot 3 of 4")
+
+
+def test_companies_are_those_that_began_together():
+    job = make()
+    moved = seated(job, (Epoch(0, 3, 4), Epoch(8, 0, 2)))
+    assert company_of(job.numerics) == company_of(moved.numerics) != ""
+    for key in ({"array_group": "h"}, {"array": "slot 0 of 2"}, {"array_pass": "traced"}):
+        assert company_of({**job.numerics, **key}) != company_of(job.numerics)
+    assert company_of({"array": "none since step 4"}) == ""
