@@ -252,9 +252,11 @@ def test_words_for_a_width_may_say_how_passes_run():
     assert width_wished("16 compiled") == (16, "compiled", ())
     assert width_wished("16/4/1 traced") == (16, "traced", ((4, 4), (1, 1)))
     assert width_wished("auto") is None
-    for odd in ("16 quick", "compiled", "", "16 ", "4/16", "16/4 compiled", "16//4"):
+    for odd in ("16 quick", "compiled", "", "16 ", "4/16", "16//4"):
         with pytest.raises(SpecError, match="a width"):
             width_wished(odd)
+    with pytest.raises(SpecError, match="of one width"):
+        width_wished("16/4 compiled")
 
 
 def test_a_width_that_is_asked_for_runs_as_a_graph_where_there_is_one():
