@@ -19,6 +19,8 @@ import shoal
 from shoal.core.errors import PlanError, SpecError
 from shoal.core.event import PeakMeasured
 from shoal.core.profile import find_profile
+from shoal.runtime import waitingroom
+from shoal.runtime.pool import WorkerPool
 
 QUICK = {("gpt", "bf16"), ("resnet", "fp32"), ("mlp", "fp32")}
 
@@ -295,6 +297,43 @@ def test_outputs_that_were_saved_are_counted_once_here_and_once_there(
     inputs = sum(shards[s].private_bytes for s in range(1, 7)) if boundaries == "host" else 0
     saved = sum(shards[shard].movable_bytes for shard in spills)
     assert jobs[0].waiting_bytes == saved + inputs
+
+
+class Watched:
+    """A loss that has the worker note each place that was not in the room that was planned."""
+
+    def __init__(self, note):
+        self.note = note
+
+    def __setstate__(self, state):
+        self.__dict__ = state
+        taken = waitingroom.Staging
+
+        def take(num_bytes, *, pin=False):
+            with self.note.open("a") as note:
+                note.write(f"{num_bytes}\n")
+            return taken(num_bytes, pin=pin)
+
+        waitingroom.Staging = take
+
+    def __call__(self, output, batch):
+        return traps.loss(output, batch)
+
+
+@pytest.mark.parametrize(
+    "technique",
+    [
+        shoal.Spilled(shards=10, keep=(), spill_activations=(0, 2, 4), boundaries="host"),
+        shoal.Spilled(shards=10, keep=(), order="shard", boundaries="host"),
+    ],
+)
+def test_what_waits_has_its_place_before_the_first_step(technique, tmp_path, train):
+    note = tmp_path / "taken"
+    recipe = shoal.Recipe(model=tanh_chain, data=traps.data, loss=Watched(note), accumulate=2)
+    with WorkerPool() as pool:
+        train(recipe, {"lr": 1e-2}, technique, steps=6, workers=pool)
+    (planned,) = note.read_text().split()
+    assert int(planned) > 0
 
 
 def growing_data(hp):

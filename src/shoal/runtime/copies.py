@@ -11,18 +11,16 @@ import torch
 from torch import Tensor
 
 from shoal.memory.layout import Arena
-from shoal.memory.store import Staging
 from shoal.partition.savedset import Cell
 from shoal.program.ir import Action, Part, kept
 from shoal.runtime.binding import Placed, place_in_slot, place_what_stays, without_head
 from shoal.runtime.compute import Compute
 from shoal.runtime.tenant import Tenant
 from shoal.runtime.units import Micro
+from shoal.runtime.waitingroom import WaitingRoom, room_bytes
 
 Copy = tuple[Tensor, Tensor]
 """Target and source; never empty."""
-Waiting = dict[tuple[int, ...], Staging]
-"""Host memory for what waits there, taken once and used each time."""
 
 
 class Copies:
@@ -53,8 +51,8 @@ class Copies:
         self._under: dict[int, Placed] = {}  # of shards in late slots: what was placed before
         self._units, self._device = session.units, session.device
         self._by_shard = getattr(session.job.technique, "order", None) == "shard"
-        self._waiting: Waiting = {}  # shard, micro, number -> where an input waits
-        self._staging: Waiting = {}  # shard -> where what its forward saved waits
+        is_cuda = self._device.type == "cuda"
+        self._room = WaitingRoom(room_bytes(session.job), pin=is_cuda)
         self._moved: dict[int, list[tuple[Cell, Tensor]]] = {}  # shard -> what, and its copy there
 
     def load(self, action: Action, slot: int | None) -> tuple[list[Copy], Tensor | None]:
@@ -136,7 +134,7 @@ class Copies:
         shard, place = action.shard, (action.micro or 0) if self._by_shard else 0
         micro.away[shard], copies = {}, []
         for number, (wire, tensor) in enumerate(self._units.private(shard, micro).items()):
-            host = self._staged(self._waiting, (shard, place, number), _extent(tensor))
+            host = self._room.place((shard, place, number), _extent(tensor))
             waiting = host.view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
             micro.away[shard][wire] = waiting
             copies.append((waiting, tensor))
@@ -165,7 +163,7 @@ class Copies:
         """The copies of what a forward saved to the host, into memory that is used each time."""
         cells, at = self._units.movable(action.shard, micro), 0
         size = sum(cell.num_bytes for cell in cells)
-        host = self._staged(self._staging, (action.shard,), size)
+        host = self._room.place(action.shard, size)
         self._moved[action.shard] = moved = []
         for cell in cells:
             moved.append((cell, host[at : at + cell.num_bytes]))
@@ -184,15 +182,6 @@ class Copies:
             cell.memory = torch.empty(cell.num_bytes, dtype=torch.uint8, device=self._device)
             copies.append((cell.memory, source))
         return copies
-
-    def _staged(self, there: Waiting, key: tuple[int, ...], num_bytes: int) -> Tensor:
-        """Host memory for so much; more than before where a batch is larger than any before."""
-        staging = there.get(key)
-        if staging is None or staging.bytes.numel() < num_bytes:
-            if staging is not None:
-                staging.unpin()
-            there[key] = staging = Staging(num_bytes, pin=self._device.type == "cuda")
-        return staging.bytes[:num_bytes]
 
     def own_memory(self) -> list[Tensor]:
         """What was loaded and is not in the region."""
@@ -217,10 +206,7 @@ class Copies:
         self._under.clear()
         self._late = None
         self._moved.clear()
-        for there in (self._waiting, self._staging):
-            for staging in there.values():
-                staging.unpin()
-            there.clear()
+        self._room.close()
         self._compute.placed.clear()
         self.region = torch.empty(0)
 
