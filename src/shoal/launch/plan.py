@@ -81,6 +81,7 @@ def plan_study(
         by_epochs=settings.epochs is not None,
         eta=ETA if study.search.pruner in ("asha", "hyperband") else None,
         prunes=study.search.pruner is not None and not study.search.varied,
+        generation=study.search.generation,
         changes=bool(study.search.varied),
     )
     wish = _in_a_population(study, fuse, trials)

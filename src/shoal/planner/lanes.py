@@ -11,11 +11,13 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from shoal.core.spec import WidthMeasure
 
+LOOKED = 512
+"""Trials of a search that are looked at one by one; more take as many times as long."""
 MANY = 20_000
 """Evaluations of which the moments are not looked at one by one."""
 LIGHT_S = 0.01
@@ -29,7 +31,7 @@ class Load:
 
     ``every``: steps between two evaluations, the last one at the end; None: at the end alone.
     ``closes_ranks``: trials whose lengths differ are pruned at rungs, and those that go on get
-    new seats there.
+    new seats there; so many of a ``generation`` wait for each other.
     """
 
     steps: tuple[int, ...]
@@ -37,6 +39,7 @@ class Load:
     every: int | None = None
     is_known: bool = True  # how long trials are; else only that they are alike
     closes_ranks: bool = False
+    generation: int = 0  # 0: all of them
     varies: bool = False  # floats in the trials' code differ, or change on the way
     step_s: float = math.inf  # of a trial alone, about
 
@@ -102,19 +105,63 @@ def array_s(found: WidthMeasure, load: Load, valid_batches: int) -> float:
 
 def _closing_s(found: WidthMeasure, load: Load, valid_batches: int) -> float:
     """The same where those that go on after a rung fill the first slots, or go on one by one."""
-    total, before = float(found.build_s), 0
-    for end in sorted(set(load.steps)):
-        going = sum(steps >= end for steps in load.steps)
-        each, steps = math.ceil(going / load.devices), end - before
-        batches = load.evaluations(steps) * valid_batches
-        alone = each * (steps * found.alone_s + batches * found.alone_valid_s)
-        rounds = math.ceil(each / found.width)
-        evaluations = each / found.width if found.evaluates_each else rounds
-        together = rounds * steps * found.step_s + evaluations * batches * found.valid_s
-        if before:
-            together += each * found.refill_s
-        total, before = total + min(alone, together), end
-    return total
+    every, some = load.every or max(load.steps), load.steps[:LOOKED]
+    alone = every * found.alone_s + valid_batches * found.alone_valid_s
+    seconds = 0.0
+    for training in _Pruned(replace(load, steps=some), found.width, every):
+        part = training / found.width if found.evaluates_each else 1.0
+        together = every * found.step_s + part * valid_batches * found.valid_s
+        seconds += min(together, training * alone)
+    refills = max(0.0, len(load.steps) / load.devices - found.width)
+    return found.build_s + seconds * len(load.steps) / len(some) + refills * found.refill_s
+
+
+class _Pruned:
+    """Trials that are pruned at rungs, generation by generation, an evaluation at a time.
+
+    Gives how many train on the fullest device, tick by tick. A trial waits at a rung for all of
+    its generation, and for the decisions of those before it; of those that may train the ones
+    with most before them go first.
+    """
+
+    def __init__(self, load: Load, width: int, every: int) -> None:
+        self._ends, self._every = load.steps, every
+        self._room = width * load.devices
+        self._devices = load.devices
+        self._rungs = sorted(set(load.steps))
+        size = load.generation or len(load.steps)
+        numbers = range(len(load.steps))
+        self._generations = [numbers[at : at + size] for at in numbers[::size]]
+
+    def __iter__(self) -> Iterator[int]:
+        done = [0] * len(self._ends)
+        open_to = [0] * len(self._generations)  # how many rungs are decided
+        while True:
+            able = [
+                (done[n] - self._halt(open_to[g]), n)
+                for g, members in enumerate(self._generations)
+                for n in members
+                if done[n] < min(self._ends[n], self._halt(open_to[g]))
+            ]
+            if not able:
+                return
+            going = heapq.nsmallest(self._room, able)
+            for _, n in going:
+                done[n] += self._every
+            self._decide(done, open_to)
+            yield -(-len(going) // self._devices)
+
+    def _halt(self, decided: int) -> int:
+        return self._rungs[min(decided, len(self._rungs) - 1)]
+
+    def _decide(self, done: Sequence[int], open_to: list[int]) -> None:
+        before = len(self._rungs)
+        for g, members in enumerate(self._generations):
+            while open_to[g] < before and all(
+                done[n] >= min(self._ends[n], self._halt(open_to[g])) for n in members
+            ):
+                open_to[g] += 1
+            before = open_to[g]
 
 
 def _spread(costs: Sequence[float], devices: int) -> float:

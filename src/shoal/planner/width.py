@@ -39,8 +39,6 @@ LOOKS = 6
 LEAST_S, MOST_S = 2.0, 20.0  # what it may take at least, and at most
 NARROWER, AS_GRAPH = 0.2, 0.3
 """By what part narrower arrays, and graphs of eager ones, may be hoped to end sooner."""
-PRUNED_S = 10.0
-"""Of trials of which most are pruned, less is there to be gained in the first seconds."""
 SHORT_S = 60.0
 """Trials that are through in less are looked at for less long."""
 ORDER: tuple[PassKind, ...] = ("eager", "traced", "compiled", "branches")  # of two, the first
@@ -83,8 +81,6 @@ def why_no_look(load: Load) -> str:
     Trials that end early leave slots idle, so that of these it takes more to be worth a look.
     """
     least_s = LEAST_S if len(set(load.steps)) == 1 else SHORT_S
-    if load.closes_ranks:
-        least_s = PRUNED_S
     if not load.is_known or load.alone_s >= least_s:
         return ""
     seconds = format_seconds(Seconds(load.alone_s))

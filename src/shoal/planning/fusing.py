@@ -68,7 +68,8 @@ class Times:
 
     ``total`` gives the steps of a trial, of the batches of an epoch and those of a step.
     ``eta``: of so many trials one goes on at a rung; None: nobody can say. ``prunes``: not all go
-    on at rungs. ``changes``: settings of a trial may change on the way.
+    on at rungs, where so many of a ``generation`` wait for each other. ``changes``: settings of a
+    trial may change on the way.
     """
 
     total: Callable[[int | None, int], int | None] = lambda batches, each: None
@@ -76,6 +77,7 @@ class Times:
     by_epochs: bool = False
     eta: int | None = None
     prunes: bool = False
+    generation: int = 0
     changes: bool = False
 
 
@@ -184,6 +186,7 @@ class Fusing:
             every=every,
             is_known=is_known,
             closes_ranks=closes_ranks,
+            generation=times.generation,
             varies=varies or times.changes,
             step_s=fresh[0].step_s or math.inf,
         )
