@@ -110,14 +110,16 @@ def test_widths_that_were_measured_are_on_record_and_stay(tmp_path, warm_workers
     )
     study = ranks.make(tmp_path)
     place = run(study, warm_workers, fuse="auto")
-    assert {row.numerics["array_widths"] for row in ranks.rows_of(place)} == {"2 for 4, 1 for 1"}
+    assert {row.numerics["array_widths"] for row in ranks.rows_of(place)} == {
+        "4, 2 for 4, 1 for 1"
+    }
     widths = [[e.width for e in told] for told in epochs_by_trial(place).values()]
     assert max(widths, key=len) == [4, 2, ALONE]
     ranks.check(place)
     monkeypatch.undo()
     run(ranks.make(tmp_path, trials=18, generation=12), warm_workers, fuse=None)
     rows = ranks.rows_of(place)
-    assert {row.numerics["array_widths"] for row in rows} == {"2 for 4, 1 for 1"}
+    assert {row.numerics["array_widths"] for row in rows} == {"4, 2 for 4, 1 for 1"}
     ranks.check(place)
 
 

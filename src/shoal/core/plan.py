@@ -57,6 +57,7 @@ class ArrayRoom:
     kind: PassKind
     held_bytes: Bytes
     unit_bytes: Bytes
+    peak_bytes: Bytes
     step_s: Seconds
     most: int | None = None
     captures: bool = True
@@ -150,13 +151,8 @@ NO_ARRAY = "none since step"
 
 
 def left_array(key: Mapping[str, Scalar] | None) -> dict[str, Scalar]:
-    """What of a numerics key says that its trial left its array, if it did.
-
-    By itself where others were pruned, or for good.
-    """
-    words, epochs = str((key or {}).get("array", "")), epochs_of(key or {})
-    if epochs and epochs[-1].width == ALONE:
-        words = f"{NO_ARRAY} {epochs[-1].step}"
+    """What of a numerics key says that its trial left its array for good, if it did."""
+    words = str((key or {}).get("array", ""))
     return {"array": words} if words.startswith(NO_ARRAY) else {}
 
 
@@ -166,8 +162,9 @@ BITWISE = "bitwise in the pilot"
 
 def alone(job: Job, step: int, why: str) -> Job:
     """The job of a trial that leaves its array after ``step`` steps and trains by itself."""
-    assert job.array is not None
-    need = job.array.alone
+    place = job.array or job.began
+    assert place is not None
+    need = place.alone
     key = {k: v for k, v in job.numerics.items() if k not in ARRAY_KEYS}
     waiting = job.waiting_bytes if need.technique else NO_BYTES
     return replace(
@@ -188,7 +185,7 @@ def alone(job: Job, step: int, why: str) -> Job:
 
 
 def seated(job: Job, epochs: Sequence[Epoch]) -> Job:
-    """The job of a trial of a whole array after these epochs: where the last one has it.
+    """The job of a trial of an array after these epochs: where the last one has it.
 
     Raises:
         KeyError: it has no such room.
@@ -224,17 +221,17 @@ def seated(job: Job, epochs: Sequence[Epoch]) -> Job:
         began=began,
         held_bytes=room.held_bytes,
         unit_bytes=room.unit_bytes,
-        peak_bytes=Bytes(room.held_bytes + room.unit_bytes),
+        peak_bytes=room.peak_bytes,
         step_s=room.step_s,
         numerics=key,
     )
 
 
 def seated_at(job: Job, step: int) -> Job:
-    """The job as it is after ``step`` steps of the trial; which seats come then is open again."""
+    """The job as it is after ``step`` steps of the trial."""
     epochs = epochs_of(job.numerics)
     there = until(epochs, step)
-    return job if there == epochs else seated(job, there)
+    return job if there == epochs or not (job.began or job.array) else seated(job, there)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,7 +250,8 @@ class Plan:
     @property
     def at_once(self) -> int:
         """Trials that train at a time, on all devices together, at most."""
-        widest = max((job.array.width for job in self.jobs if job.array), default=1)
+        places = [job.began or job.array for job in self.jobs]
+        widest = max((place.width for place in places if place), default=1)
         return len(self.devices) * self.active * widest
 
     def explain(self) -> str:

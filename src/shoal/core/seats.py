@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ALONE = 1
 """The width that stands for a trial by itself."""
@@ -43,16 +43,6 @@ def epochs_of(numerics: Mapping[str, object]) -> tuple[Epoch, ...]:
     return tuple(found)
 
 
-def company_of(numerics: Mapping[str, object]) -> str:
-    """Whom a trial shared arrays with when it began; empty of one that has none."""
-    epochs = epochs_of(numerics)
-    if not epochs or epochs[0].width == ALONE:
-        return ""
-    kind = str(numerics.get("array_pass", "eager")).partition(",")[0]
-    parts = (numerics.get("array_group"), epochs[0].width, kind, numerics.get("array_floats", ""))
-    return " ".join(map(str, parts))
-
-
 def told(epochs: Sequence[Epoch]) -> str:
     """Epochs as a numerics key has them."""
     return "; ".join(map(str, epochs))
@@ -68,6 +58,12 @@ def with_epoch(epochs: Sequence[Epoch], new: Epoch) -> tuple[Epoch, ...]:
     before = tuple(epoch for epoch in epochs if epoch.step < new.step)
     same = before and (before[-1].slot, before[-1].width) == (new.slot, new.width)
     return before if same else (*before, new)
+
+
+def longer(one: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of two keys of a trial the one that tells of more epochs; the first where neither does."""
+    key, by = (str(numerics.get("array", "")) for numerics in (one, other))
+    return other if epochs_of(other) and is_continued(key, by) else one
 
 
 def is_continued(key: object, by: object) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shoal.core import event as events
@@ -83,10 +83,9 @@ class Recovery:
         elif is_out_of_memory(reply.error):
             growth = cause.growth if isinstance(cause, CapacityError) else 1.0
             self._set_back(state, "it ran out of memory")
-            if state.job.array is not None:  # where it was before it trained by itself
+            if state.job.array is not None or state.job.began is not None:
                 leave_array(self._floor, state, "by itself it ran out of memory")
-                self._begin(state)
-            elif reply.trial in self._floor.open:
+            if reply.trial in self._floor.open:
                 self._replanning.make_smaller(state, reply.error, growth)
         elif isinstance(cause, NarrowError):
             self._set_back(state, "a weight that travelled as bfloat16 was read otherwise")
@@ -155,8 +154,9 @@ class Recovery:
         for state in held:
             if state.others:
                 floor.forget(state)  # its other stages wait for one that is gone
+        arrays = {state.job.trial: s.group for state in held if (s := state.job.array)}
         self._bring_back(held, worker, reason)
-        self._break_up(held)
+        self._break_up(held, arrays)
         for state in held:
             state.device = ""
         for state in lost:
@@ -191,14 +191,14 @@ class Recovery:
                 state.deaths = 1 if got_further else state.deaths + 1
                 state.died_at = state.saved_step
 
-    def _break_up(self, held: Sequence[TrialRun]) -> None:
+    def _break_up(self, held: Sequence[TrialRun], arrays: Mapping[int, str]) -> None:
         """Have the trials of an array train alone that ended its worker twice.
 
         Nobody knows whose part of a pass it was; alone it will be seen.
         """
-        ended = {s.job.array.group for s in held if s.job.array and s.deaths >= MAX_ARRAY_DEATHS}
+        ended = {arrays.get(s.job.trial) for s in held if s.deaths >= MAX_ARRAY_DEATHS} - {None}
         for state in held:
-            if state.job.array is not None and state.job.array.group in ended:
+            if arrays.get(state.job.trial) in ended:
                 state.deaths = 0
                 leave_array(self._floor, state, "its array ended its worker")
 

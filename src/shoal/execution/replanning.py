@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.core import event as events
 from shoal.core.errors import PlanError, ShoalError
-from shoal.core.plan import ARRAY_KEYS, Job, left_array
+from shoal.core.plan import Job, left_array
 from shoal.core.spec import DeviceSpec, TrialSpec
 from shoal.core.technique import Pipelined, Spilled, Technique, asks_by_shard
 from shoal.execution.floor import Floor
@@ -221,11 +221,8 @@ class Replanning:
 
 
 def _check_key(before: Job, after: Job) -> None:
-    left = left_array(before.numerics)
-    then, now = dict(before.numerics), {**after.numerics, **left}
-    if left:
-        then = {name: value for name, value in then.items() if name not in ARRAY_KEYS} | left
-    if not same_bits(then, now):
+    now = {**after.numerics, **left_array(before.numerics)}
+    if not same_bits(before.numerics, now):
         raise PlanError(
             f"trial {before.trial} would train to other bits: its numerics key is "
             f"{dict(before.numerics)}, and would be {dict(after.numerics)}."

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from shoal.core import event as events
 from shoal.core.plan import alone, seated_at
-from shoal.core.seats import epochs_of
 from shoal.execution.floor import Floor
 from shoal.execution.trial import TrialRun
 from shoal.runtime import checkpoint
@@ -44,9 +43,9 @@ def _disinherit(state: TrialRun) -> None:
 
 def _unseat(state: TrialRun) -> None:
     """Where it is before it got a seat, it is in the one that it had, and gets the other again."""
-    later = [e.step for e in epochs_of(state.job.numerics) if e.step > state.step]
-    if later:
-        state.job = seated_at(state.job, state.step)
+    state.job = seated_at(state.job, state.step)
+    later = [epoch.step for epoch in state.seats if epoch.step > state.step]
+    if later and (state.job.array or state.job.began):
         state.halt = min(later)
 
 

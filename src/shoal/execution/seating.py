@@ -4,8 +4,8 @@
 A trial that waits at a rung has left its array, and the rung is decided for all of its generation
 at once. So its new seat follows from what is decided, like everything of a search, and not from
 who was quicker. It is on record before the trial takes its next step, as another epoch of its
-numerics key; a trial that falls back to before it is in its old seat again, and stops at the rung
-once more.
+numerics key. What is on record stays: a trial that falls back to before it is in its old seat
+again, stops at the rung once more, and has the seat that it had.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from shoal.core import event as events
 from shoal.core.plan import ArrayPlace, Job, seated
-from shoal.core.seats import ALONE, Epoch, company_of, epochs_of, with_epoch
+from shoal.core.seats import ALONE, Epoch, epochs_of, with_epoch
 from shoal.core.spec import Scalar
 from shoal.execution.floor import Floor
 from shoal.execution.trial import TrialRun
@@ -36,8 +36,10 @@ class Seating:
         self._ranks = Ranks(search, self._company)
 
     def _company(self, trial: int) -> str:
+        """Whom it shared arrays with when it began."""
         state = self._floor.states.get(trial)
-        return company_of(state.job.numerics if state is not None else self._keys.get(trial, {}))
+        key = state.job.numerics if state is not None else self._keys.get(trial, {})
+        return str(key.get("array_company", ""))
 
     def next_rung(self, state: TrialRun, every: int, following: int | None) -> int | None:
         """Where a trial stops that has seats to come: at the next rung, decided or not."""
@@ -54,20 +56,36 @@ class Seating:
     def take(self, state: TrialRun, every: int) -> None:
         """Put a trial that stands at a rung where its rank has it; it is on no device."""
         first, (rung, rest) = _first(state.job), divmod(state.step, every)
-        rank = self._ranks.after(state.job.trial, rung) if rung and not rest else None
-        if first is None or rank is None:
+        if first is None or rest or not rung:
             return
         before = epochs_of(state.job.numerics)
-        epochs = with_epoch(before, _seat(first, rank, state.step))
+        epochs = (
+            with_epoch(before, epoch) if (epoch := self._epoch(state, first, rung)) else before
+        )
         if epochs == before:
             return
         state.job = seated(state.job, epochs)
+        if epochs[-1] not in state.seats:
+            state.seats = epochs
+            self._tell(state)
+
+    def _epoch(self, state: TrialRun, first: ArrayPlace, rung: int) -> Epoch | None:
+        """The seat after a rung, as is on record, or by its rank; None where it keeps the one."""
+        known = {epoch.step: epoch for epoch in state.seats}
+        if state.step in known:
+            return known[state.step]
+        if self._search.went_on(state.job.trial, rung) or max(known, default=0) > state.step:
+            return None  # it trained on after the rung, in the seat that it had
+        rank = self._ranks.after(state.job.trial, rung)
+        return _seat(first, rank, state.step, state.job) if rank is not None else None
+
+    def _tell(self, state: TrialRun) -> None:
         self._floor.tell(
             events.TrialReplanned(
                 time=time.time(),
                 trial=state.job.trial,
                 step=state.step,
-                reason=f"others were pruned: {epochs[-1]}",
+                reason=f"others were pruned: {state.seats[-1]}",
                 technique=type(state.job.technique).__name__,
                 shards=len(state.job.shards),
                 peak_bytes=state.job.peak_bytes,
@@ -76,12 +94,16 @@ class Seating:
         )
 
 
-def _seat(first: ArrayPlace, rank: Rank, step: int) -> Epoch:
-    """In the narrowest array that is for so many, or by itself."""
+def _seat(first: ArrayPlace, rank: Rank, step: int, job: Job) -> Epoch | None:
+    """In the narrowest array that is for so many, or by itself.
+
+    Within a width only where slots were shared: else all have one each, and who goes on may stay.
+    """
     if rank.trials <= first.alone_most:
         return Epoch(step, 0, ALONE)
-    able = [r.width for r in first.rooms if r.most is None or rank.trials <= r.most]
-    width = min(able)
+    width = min(r.width for r in first.rooms if r.most is None or rank.trials <= r.most)
+    if job.array is not None and job.array.width == width and rank.had < 2 * width:
+        return None
     return Epoch(step, rank.place % width, width)
 
 

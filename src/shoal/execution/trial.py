@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from shoal.core.plan import Job
+from shoal.core.seats import Epoch
 from shoal.core.spec import Place, Scalar
 from shoal.core.technique import steps_on_host
 from shoal.memory.layout import TrialLayout
@@ -52,6 +53,7 @@ class TrialRun:
     progress: Progress | None = None
     restore: str = ""
     warm: bool = False
+    seats: tuple[Epoch, ...] = ()  # that it had, or will have again, of those on record
     inherits: Mapping[int, Exploit] = field(default_factory=dict)  # by step, as is on record
     inherited_at: int = -1  # the step at which its state became another one's
     metrics: Mapping[str, float] = field(default_factory=dict)

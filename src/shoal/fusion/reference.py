@@ -111,6 +111,20 @@ class _Loop:
             self._slot, self._width = epoch.slot, epoch.width
             self.array = self._seat(member)
 
+    def check_seats(self) -> None:
+        """Every seat has to begin where the trial was evaluated.
+
+        Raises:
+            SpecError: one did not.
+        """
+        there = {row["step"] for row in self.history}
+        odd = [step for step in self._later if step < len(self.losses) and step not in there]
+        if odd:
+            raise SpecError(
+                f"a seat from step {min(odd)} on, and no evaluation was there: seats change where "
+                f"trials are evaluated, which was after steps {sorted(there)}. Give eval_every=."
+            )
+
     def run(
         self,
         steps: int | None,
@@ -234,6 +248,7 @@ def train_in_slot(
     try:
         loop = _Loop(recipe, hp, seed, place, where)
         loop.run(steps, epochs, eval_every, inherits)
+        loop.check_seats()
         (member,) = loop.array.dissolve()
     finally:
         restore_rng(outer, where)

@@ -85,7 +85,7 @@ def plan_study(
         changes=bool(study.search.varied),
     )
     wish = _in_a_population(study, fuse, trials)
-    fusing = Fusing(wish, hardware.devices, recorded, times)
+    fusing = Fusing(wish, hardware.devices, recorded, times, before)
     planner = Planner(
         *args,
         steps=settings.steps,

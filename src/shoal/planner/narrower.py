@@ -60,12 +60,12 @@ def _thresholds(seconds: Mapping[int, float], devices: int) -> tuple[Narrower, .
     return tuple(reversed(found))
 
 
-def told(widths: Sequence[Narrower]) -> str:
-    """As a numerics key has them."""
-    return ", ".join(f"{width} for {most}" for width, most in widths)
+def told(width: int, rest: Sequence[Narrower]) -> str:
+    """As the numerics key of a trial has them that gets other seats: its own width, then those."""
+    return ", ".join([str(width), *(f"{width} for {most}" for width, most in rest)])
 
 
 def from_key(numerics: Mapping[str, object]) -> tuple[Narrower, ...]:
-    """What a numerics key tells; a study of old says nothing."""
+    """What a numerics key tells, but the trial's own width; nothing of one that keeps its seat."""
     parts = [part.split(" for ") for part in str(numerics.get("array_widths", "")).split(", ")]
     return tuple(Narrower(int(part[0]), int(part[1])) for part in parts if len(part) == 2)

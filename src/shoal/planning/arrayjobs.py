@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from shoal.core.plan import ArrayPlace, ArrayRoom, Job, LoneNeed
-from shoal.core.seats import ALONE
+from shoal.core.plan import ARRAY_KEYS, ArrayPlace, ArrayRoom, Job, LoneNeed, seated
+from shoal.core.seats import ALONE, epochs_of
 from shoal.core.spec import PassKind, Scalar, WidthMeasure
 from shoal.core.technique import as_they_travel, kept_shards
 from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_seconds
 from shoal.planner.narrower import Narrower, told
 from shoal.planning.spilling import SpilledArrayPlan
+
+IN_SHARDS = " spilled"
+"""How the name of an array's group ends that is in shards."""
 
 
 class ArraySlot(NamedTuple):
@@ -23,10 +27,13 @@ class ArraySlot(NamedTuple):
 
 
 class Later(NamedTuple):
-    """Where a trial may go on when others were pruned, beside its own array; ``key`` has all."""
+    """The other arrays in which a trial may go on when others were pruned.
 
-    key: tuple[Narrower, ...]
-    found: tuple[tuple[WidthMeasure, int], ...] = ()  # those that there are, and for how many
+    ``widths`` is all that is on record, ``found`` what there is of it, and for how many.
+    """
+
+    widths: tuple[Narrower, ...]
+    found: tuple[tuple[WidthMeasure, int], ...] = ()
     captures: bool = True
 
 
@@ -45,12 +52,8 @@ def in_array(
     compiler: str,
     *,
     captures: bool = True,
-    later: Later | None = None,
 ) -> Job:
-    """In an array that is on its device as a whole.
-
-    ``later``: None of a trial that keeps its seat to its end.
-    """
+    """In an array that is on its device as a whole."""
     width = found.width
     alone = LoneNeed(
         held_bytes=job.held_bytes,
@@ -65,12 +68,6 @@ def in_array(
     if found.kind == "compiled":
         key |= {"array_pass": f"compiled, {compiler}", "array_floats": constants}
     own = _room(job, place, found, captures=captures)
-    rooms: tuple[ArrayRoom, ...] = ()
-    if later is not None:
-        others = [_room(job, place, f, most=m, captures=later.captures) for f, m in later.found]
-        rooms = (own, *others)
-        if later.key:
-            key["array_widths"] = told(later.key)
     return replace(
         job,
         array=ArrayPlace(
@@ -81,16 +78,43 @@ def in_array(
             kind=found.kind,
             captures=captures,
             constants=constants,
-            rooms=rooms,
-            alone_most=sum(n.most for n in later.key if n.width == ALONE) if later else 0,
         ),
         held_bytes=own.held_bytes,
         unit_bytes=own.unit_bytes,
-        peak_bytes=Bytes(own.held_bytes + own.unit_bytes),
+        peak_bytes=own.peak_bytes,
         step_s=own.step_s,
         why=(*job.why, *why),
         numerics={**job.numerics, **key},
     )
+
+
+def with_rooms(job: Job, alone: Job, place: ArraySlot, later: Later) -> Job:
+    """A job in an array, with the seats that its trial may get on the way.
+
+    ``alone`` is the trial's own. An array in shards is of one width: its trials' homes are.
+    """
+    assert job.array is not None
+    own = ArrayRoom(
+        group=job.array.group,
+        width=job.array.width,
+        kind=job.array.kind,
+        held_bytes=job.held_bytes,
+        unit_bytes=job.unit_bytes,
+        peak_bytes=job.peak_bytes,
+        step_s=job.step_s,
+        captures=job.array.captures,
+    )
+    others = [_room(alone, place, f, most=m, captures=later.captures) for f, m in later.found]
+    array = replace(
+        job.array,
+        rooms=(own, *others),
+        alone_most=sum(n.most for n in later.widths if n.width == ALONE),
+    )
+    key: dict[str, Scalar] = {
+        "array_widths": told(own.width, later.widths),
+        "array_company": own.group.removesuffix(IN_SHARDS),
+    }
+    return replace(job, array=array, numerics={**job.numerics, **key})
 
 
 def _room(
@@ -107,16 +131,37 @@ def _room(
         group = f"{group} branches"
     elif found.kind == "compiled":
         group = f"{group} compiled {place.constants}"
+    held = Bytes(held_bytes(job, found.width) + found.pool_bytes)
     return ArrayRoom(
         group=group,
         width=found.width,
         kind=found.kind,
-        held_bytes=Bytes(held_bytes(job, found.width) + found.pool_bytes),
+        held_bytes=held,
         unit_bytes=found.unit_bytes,
+        peak_bytes=Bytes(held + found.unit_bytes),
         step_s=Seconds(found.step_s / found.width),
         most=most,
         captures=captures,
     )
+
+
+def as_recorded(job: Job, before: Mapping[str, Scalar], now: Mapping[str, Scalar] | None) -> Job:
+    """With the seats that its trial had so far, and those that it will have again.
+
+    ``now`` is its key at the step from which it goes on, None at its first. Where an array that it
+    needs is not there the job is as it was: its key differs, and whoever resumes it is told.
+    """
+    epochs = epochs_of(before)
+    if len(epochs) < 2:
+        return job
+    there = epochs_of(now) if now is not None else epochs[:1]
+    if job.array is None and there and there[-1].width == ALONE and there == epochs:
+        kept = {name: value for name, value in before.items() if name in ARRAY_KEYS}
+        return replace(job, numerics={**job.numerics, **kept})  # it needs none any more
+    rooms = job.array.rooms if job.array is not None else ()
+    widths = {ALONE, *(room.width for room in rooms)}
+    needed = {epoch.width for epoch in epochs if epoch not in there[:-1]}
+    return seated(job, epochs) if job.array is not None and needed <= widths else job
 
 
 def in_spilled_array(
@@ -148,7 +193,7 @@ def in_spilled_array(
         foretells=False,  # micro-batches go through it one after another
         shards=as_they_travel(plan.measure.shards, plan.technique),
         array=ArrayPlace(
-            group=f"{place.group}x{width} spilled", slot=place.slot, width=width, alone=alone
+            group=f"{place.group}x{width}{IN_SHARDS}", slot=place.slot, width=width, alone=alone
         ),
         held_bytes=plan.need.held,
         unit_bytes=plan.need.unit,

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from shoal.core.plan import Job, left_array, seated
-from shoal.core.seats import ALONE, epochs_of
+from shoal.core.plan import Job, left_array
+from shoal.core.seats import ALONE, epochs_of, longer
 from shoal.core.spec import (
     NO_BYTES,
     ArrayMeasure,
@@ -46,10 +46,12 @@ from shoal.planner.width import (
 from shoal.planning.arrayjobs import (
     ArraySlot,
     Later,
+    as_recorded,
     held_bytes,
     in_array,
     in_spilled_array,
     why_spilled,
+    with_rooms,
 )
 from shoal.planning.asking import Asking
 from shoal.planning.spilling import SpilledArrayPlan, Spilling
@@ -92,6 +94,7 @@ class _Shape:
     width: int = 0  # not settled yet
     kind: PassKind | None = None  # None: traced, if there is a graph
     constants: str = ""  # of the code that is compiled
+    closes: bool = False  # whether its trials get other seats where others are pruned
     rest: tuple[Narrower, ...] = ()  # for the last trials of a generation
     why: tuple[str, ...] = ()
     spilled: dict[int, SpilledArrayPlan | str] = field(default_factory=dict)  # by width
@@ -104,6 +107,7 @@ class Fusing:
         wish: See ``Wish``.
         recorded: The numerics keys of all trials that were planned before.
         times: How long trials are; None: nobody knows.
+        now: The numerics keys of trials that go on, at the step from which they do.
 
     Attributes:
         layouts: The homes of trials of arrays that are spilled, in the arrays' shards.
@@ -115,8 +119,12 @@ class Fusing:
         devices: Sequence[DeviceSpec],
         recorded: Mapping[int, Mapping[str, Scalar]],
         times: Times | None = None,
+        now: Mapping[int, Mapping[str, Scalar]] = MappingProxyType({}),
     ) -> None:
-        self._wish, self._recorded, self._devices = wish, dict(recorded), len(devices)
+        self._wish, self._now, self._devices = wish, dict(now), len(devices)
+        self._recorded = {**now, **recorded}
+        for trial, key in now.items():  # of which more may be on record than the study knows
+            self._recorded[trial] = longer(self._recorded[trial], key)
         self._wished, self._times = width_wished(wish), times or Times()
         self._budget = min(device.memory for device in devices)
         self._shapes: dict[Signature, _Shape] = {}
@@ -229,6 +237,7 @@ class Fusing:
         fresh = [trial for trial in trials if trial.number not in self._recorded]
         if shape.width or not fresh:
             return
+        shape.closes = self._times.prunes
         usual = Counter(constants.get(trial.number, "") for trial in fresh)
         shape.constants = usual.most_common(1)[0][0]
         places = [recorded_place(key) for key in self._of(shape)]
@@ -240,6 +249,7 @@ class Fusing:
             shape.width, shape.kind = widest
             shape.constants = self._recorded_constants(shape) or shape.constants
             shape.rest = next(filter(None, map(from_key, self._of(shape))), ())
+            shape.closes = any("array_widths" in key for key in self._of(shape))
         elif self._wish is None:
             shape.width = ALONE
         elif self._wished is not None:
@@ -287,12 +297,12 @@ class Fusing:
         shape.notes, shape.compiler = measure.notes, measure.compiler
         for found in measure.widths:
             shape.found[Candidate(found.width, found.kind)] = found
-        if self._times.prunes and shape.width != ALONE and shape.kind not in ONE_WIDTH:
-            best = shape.found[Candidate(shape.width, shape.kind)]
-            whole = [f for f in measure.widths if not (f.declined or f.shards) and fits(f)]
-            able = [found for found in whole if found.kind not in ONE_WIDTH]
-            if not best.shards:
-                shape.rest = narrower(best, able, load, measure.valid_batches)
+        best = shape.found.get(Candidate(shape.width, shape.kind))
+        if best is None or best.shards or not shape.closes or shape.kind in ONE_WIDTH:
+            return
+        whole = [f for f in measure.widths if not (f.declined or f.shards) and fits(f)]
+        able = [found for found in whole if found.kind == best.kind]
+        shape.rest = narrower(best, able, load, measure.valid_batches)
 
     def _room(self, job: Job) -> Room:
         """What the device has room for by the trials' states; the rest is found out by trying."""
@@ -425,7 +435,8 @@ class Fusing:
         before = self._recorded.get(job.trial)
         known = array_place(before) if before else None
         width = shape.width if before is None else recorded_width(before)
-        key = {**job.numerics, **left_array(before), "array_group": shape.group}
+        kept = {n: before[n] for n in ("array_company",) if n in before} if before else {}
+        key = {**job.numerics, **left_array(before), **kept, "array_group": shape.group}
         job = replace(job, numerics=key)
         if width == ALONE:
             return replace(job, why=(*job.why, *shape.why))
@@ -433,30 +444,46 @@ class Fusing:
         if kind == "compiled":  # of those that share its code
             mine = str((before or {}).get("array_floats", shape.constants))
             trials = [trial for trial in trials if told[trial.number] == mine]
+        slot = known[0] if known else self._free_slot(shape, width)
+        place = ArraySlot(shape.group, slot, told[job.trial])
+        placed, later = self._in_its_array(job, shape, trials, asking, place, width, kind)
+        if later is not None and placed.array is not None:
+            placed = with_rooms(placed, job, place, later)
+        return as_recorded(placed, before or {}, self._now.get(job.trial))
+
+    def _in_its_array(
+        self,
+        job: Job,
+        shape: _Shape,
+        trials: Sequence[TrialSpec],
+        asking: Asking,
+        place: ArraySlot,
+        width: int,
+        kind: PassKind | None,
+    ) -> tuple[Job, Later | None]:
+        """The job in the array in which it began; and where else it may go on."""
+        before = self._recorded.get(job.trial)
         found, captures = self._found(
             shape, trials, Candidate(width, kind or "traced"), asking, job
         )
         if found.declined:
-            return replace(job, why=(*job.why, f"unfused: {found.declined}"))
-        slot = known[0] if known else self._free_slot(shape, width)
-        place = ArraySlot(shape.group, slot, told[job.trial])
+            return replace(job, why=(*job.why, f"unfused: {found.declined}")), None
         fits = self._fits(job, found) and not found.shards
         if fits and not (self._spilling and self._spilling.is_forced):
             why = shape.why or (praise(found, shape.notes),)
-            rest = from_key(before) if before is not None else shape.rest
-            later = self._later(shape, trials, rest, kind, asking, job)
-            args = (job, place, found, why, shape.compiler)
-            return _as_recorded(in_array(*args, captures=captures, later=later), before)
+            later = self._later(shape, trials, before, kind, asking, job)
+            placed = in_array(job, place, found, why, shape.compiler, captures=captures)
+            return placed, later
         words = "shards were asked for" if fits else f"{width} of them do not fit the device"
         if self._spilling is None:
-            return replace(job, why=(*job.why, f"unfused: {words}"))
+            return replace(job, why=(*job.why, f"unfused: {words}")), None
         if found.kind in UNCUT:
             words = f"{words}, and {UNCUT[found.kind]} are not cut into shards"
-            return replace(job, why=(*job.why, f"unfused: {words}"))
+            return replace(job, why=(*job.why, f"unfused: {words}")), None
         spilled = self._spilled(shape, trials, width, asking, fits=fits)
         if isinstance(spilled, str):
             words = f"{words}, and are no array in shards: {spilled}"
-            return replace(job, why=(*job.why, f"unfused: {words}"))
+            return replace(job, why=(*job.why, f"unfused: {words}")), None
         self.layouts[job.trial] = spilled.layout
         whole = Bytes(held_bytes(job, width) + found.unit_bytes)
         if found.is_over:  # about: nobody saw it
@@ -465,7 +492,9 @@ class Fusing:
         why = shape.why or (praise(found, shape.notes),)
         why = (*why, *why_spilled(spilled, whole, self._budget, width))
         passes = kind if before is not None and kind else "eager"
-        return in_spilled_array(job, place, spilled, width, why, passes)
+        closes = shape.closes if before is None else "array_widths" in before
+        later = Later(from_key(before or {})) if closes else None
+        return in_spilled_array(job, place, spilled, width, why, passes), later
 
     def _found(
         self,
@@ -488,16 +517,18 @@ class Fusing:
         self,
         shape: _Shape,
         trials: Sequence[TrialSpec],
-        rest: tuple[Narrower, ...],
+        before: Mapping[str, Scalar] | None,
         kind: PassKind | None,
         asking: Asking,
         job: Job,
     ) -> Later | None:
-        """Where a trial may go on when others were pruned; None where nobody is."""
-        if not self._times.prunes:
+        """Where a trial may go on when others were pruned, as is on record; None: it stays."""
+        closes = shape.closes if before is None else "array_widths" in before
+        if not closes:
             return None
         found, captures = [], True
-        for width, most in rest:
+        widths = shape.rest if before is None else from_key(before)
+        for width, most in widths:
             if width == ALONE:
                 continue
             candidate = Candidate(width, kind or "traced")
@@ -505,7 +536,10 @@ class Fusing:
             if not less.declined and not less.shards and self._fits(job, less):
                 found.append((less, most))
                 captures = captures and captured
-        return Later(rest, tuple(found), captures)
+        if before is None:  # what is not there is not on record either
+            there = {less.width for less, _ in found} | {ALONE}
+            widths = tuple(one for one in widths if one.width in there)
+        return Later(widths, tuple(found), captures)
 
     def _with_room(
         self,
@@ -531,15 +565,6 @@ class Fusing:
         places = [place for key in self._of(shape) if (place := array_place(key))]
         used = Counter(slot for slot, wide in places if wide == width)
         return min(range(width), key=lambda slot: (used[slot], slot))
-
-
-def _as_recorded(job: Job, before: Mapping[str, Scalar] | None) -> Job:
-    """With the seats that a trial had so far, if there are such arrays."""
-    epochs = epochs_of(before or {})
-    assert job.array is not None
-    widths = {ALONE, *(room.width for room in job.array.rooms)}
-    has_all = all(epoch.width in widths for epoch in epochs)
-    return seated(job, epochs) if len(epochs) > 1 and has_all else job
 
 
 def array_place(numerics: Mapping[str, object]) -> tuple[int, int] | None:

@@ -17,7 +17,13 @@ from shoal.runtime.binding import Placed, place_in_slot, place_what_stays, witho
 from shoal.runtime.compute import Compute
 from shoal.runtime.tenant import Tenant
 from shoal.runtime.units import Micro
-from shoal.runtime.waitingroom import WaitingRoom, room_bytes
+from shoal.runtime.waitingroom import (
+    WaitingRoom,
+    aligned,
+    input_of,
+    planned_places,
+    saved_of,
+)
 
 Copy = tuple[Tensor, Tensor]
 """Target and source; never empty."""
@@ -52,7 +58,7 @@ class Copies:
         self._units, self._device = session.units, session.device
         self._by_shard = getattr(session.job.technique, "order", None) == "shard"
         is_cuda = self._device.type == "cuda"
-        self._room = WaitingRoom(room_bytes(session.job), pin=is_cuda)
+        self._room = WaitingRoom(planned_places(session.job), pin=is_cuda)
         self._moved: dict[int, list[tuple[Cell, Tensor]]] = {}  # shard -> what, and its copy there
 
     def load(self, action: Action, slot: int | None) -> tuple[list[Copy], Tensor | None]:
@@ -132,9 +138,13 @@ class Copies:
     def store_boundary(self, action: Action, micro: Micro) -> list[Copy]:
         """The copies of a shard's input to the host, into memory that is used step after step."""
         shard, place = action.shard, (action.micro or 0) if self._by_shard else 0
-        micro.away[shard], copies = {}, []
-        for number, (wire, tensor) in enumerate(self._units.private(shard, micro).items()):
-            host = self._room.place((shard, place, number), _extent(tensor))
+        micro.away[shard], copies, at = {}, [], 0
+        private = self._units.private(shard, micro)
+        size = sum(aligned(_extent(tensor)) for tensor in private.values())
+        room = self._room.place(input_of(shard, place), size)
+        for wire, tensor in private.items():
+            host = room[at : at + _extent(tensor)]
+            at += aligned(_extent(tensor))
             waiting = host.view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
             micro.away[shard][wire] = waiting
             copies.append((waiting, tensor))
@@ -163,7 +173,7 @@ class Copies:
         """The copies of what a forward saved to the host, into memory that is used each time."""
         cells, at = self._units.movable(action.shard, micro), 0
         size = sum(cell.num_bytes for cell in cells)
-        host = self._room.place(action.shard, size)
+        host = self._room.place(saved_of(action.shard), size)
         self._moved[action.shard] = moved = []
         for cell in cells:
             moved.append((cell, host[at : at + cell.num_bytes]))

@@ -65,7 +65,7 @@ class Facts:
     def went_on(self, rung: int) -> bool:
         """Whether it is known that it trained on after a rung."""
         known = rung < max(self.until(), default=0) or rung < self.passed
-        return known or self.how in ("finished", "failed")
+        return known or self.how == "finished"
 
     def goes_on_after(self, rung: int) -> bool:
         """Whether it came to a rung, had more to do, and was not ended there or before."""

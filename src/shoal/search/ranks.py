@@ -24,10 +24,14 @@ SHRUNK = 0.5
 
 
 class Rank(NamedTuple):
-    """A trial's place among those that go on, and how many train side by side, about."""
+    """A trial's place among those that go on, and how many train side by side, about.
+
+    ``had``: how many did where ranks were closed last.
+    """
 
     place: int
     trials: int
+    had: int
 
 
 class Ranks:
@@ -55,7 +59,7 @@ class Ranks:
             return None
         before = (self._cohort(earlier, kind, group) for earlier in range(generation))
         place = sum(len(cohort.going(rung)) for cohort in before) + going.index(number)
-        return Rank(place, len(going) * search.in_flight)
+        return Rank(place, len(going) * search.in_flight, mine.had(rung) * search.in_flight)
 
     def _cohort(self, generation: int, kind: int, group: str) -> _Cohort:
         key = generation, kind, group
@@ -74,6 +78,7 @@ class _Cohort:
         self._search, self._trials, self.size = search, trials, size
         self._going: dict[int, list[int]] = {}  # by rung
         self._shrunk: dict[int, bool] = {}
+        self._had: dict[int, int] = {}  # before a rung
 
     def going(self, rung: int) -> list[int]:
         """Who goes on after a rung that is decided."""
@@ -89,6 +94,11 @@ class _Cohort:
             for at in self._search.rungs_of(self._trials[0]) if had else ():
                 if at > rung:
                     break
+                self._had[at] = had
                 self._shrunk[at] = len(self.going(at)) <= SHRUNK * had
                 had = len(self.going(at)) if self._shrunk[at] else had
         return self._shrunk.get(rung, False)
+
+    def had(self, rung: int) -> int:
+        """How many had seats before a rung that ``has_shrunk`` was asked about."""
+        return self._had[rung]

@@ -190,6 +190,10 @@ class Search:
         """How many trials a generation has so far."""
         return len(self._members(generation))
 
+    def went_on(self, number: int, rung: int) -> bool:
+        """Whether it is on record that a trial trained on after a rung."""
+        return self._facts[self._places[number]].went_on(rung)
+
     def goes_on_after(self, number: int, rung: int) -> bool:
         """Whether a trial went on after a rung that is decided."""
         return self._facts[self._places[number]].goes_on_after(rung)

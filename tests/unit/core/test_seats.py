@@ -12,9 +12,9 @@ from shoal.core.plan import ArrayPlace, ArrayRoom, LoneNeed, seated, seated_at
 from shoal.core.seats import (
     ALONE,
     Epoch,
-    company_of,
     epochs_of,
     is_continued,
+    longer,
     told,
     until,
     with_epoch,
@@ -43,6 +43,7 @@ def make(width: int = 4):
             kind="eager",
             held_bytes=10 * w,
             unit_bytes=5 * w,
+            peak_bytes=15 * w,
             step_s=1 / w,
             most=None if w == width else w,
         )
@@ -106,10 +107,9 @@ def test_a_beginning_is_a_beginning(history, step):
     assert not is_continued("slot 3 of 4; from step 2 alone", "slot 3 of 4")
 
 
-def test_companies_are_those_that_began_together():
-    job = make()
-    moved = seated(job, (Epoch(0, 3, 4), Epoch(8, 0, 2)))
-    assert company_of(job.numerics) == company_of(moved.numerics) != ""
-    for key in ({"array_group": "h"}, {"array": "slot 0 of 2"}, {"array_pass": "traced"}):
-        assert company_of({**job.numerics, **key}) != company_of(job.numerics)
-    assert company_of({"array": "none since step 4"}) == ""
+def test_of_two_keys_the_one_that_tells_more():
+    short, long = {"array": "slot 3 of 4"}, {"array": "slot 3 of 4; from step 2 alone"}
+    assert longer(short, long) is longer(long, short) is long
+    assert longer(short, {"array": "slot 2 of 4; from step 2 alone"}) is short
+    assert longer(short, {}) is short
+    assert longer({}, short) == {}

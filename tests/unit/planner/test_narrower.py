@@ -57,8 +57,9 @@ def test_an_array_that_takes_long_to_make_is_not_made_for_the_last():
 
 def test_what_a_key_tells_comes_back():
     widths = (Narrower(4, 9), Narrower(1, 2))
-    assert told(widths) == "4 for 9, 1 for 2"
-    assert from_key({"array_widths": told(widths)}) == widths
+    assert told(16, widths) == "16, 4 for 9, 1 for 2"
+    assert from_key({"array_widths": told(16, widths)}) == widths
+    assert from_key({"array_widths": told(16, ())}) == ()
     assert from_key({}) == ()
 
 
