@@ -89,18 +89,18 @@ class _Walk:
         if isinstance(value, property):
             return (value.fget,)
         if isinstance(value, types.FunctionType):
-            return () if _is_library(value) else _parts_of_function(value)
+            return () if is_library(value) else _parts_of_function(value)
         self._hold(value)
         return ()
 
     def _hold(self, value: Any) -> None:
         """The attributes of a class, a module or an object; of a library's, a module's parts."""
         if isinstance(value, types.ModuleType):
-            kinds: list[Any] = [] if _is_library(value) else [value]
+            kinds: list[Any] = [] if is_library(value) else [value]
         elif isinstance(value, type):
-            kinds = [kind for kind in value.__mro__ if not _is_library(kind)]
+            kinds = [kind for kind in value.__mro__ if not is_library(kind)]
         else:
-            kinds = [kind for kind in type(value).__mro__ if not _is_library(kind)]
+            kinds = [kind for kind in type(value).__mro__ if not is_library(kind)]
             if hasattr(value, "__dict__") and (kinds or isinstance(value, nn.Module)):
                 kinds.append(value)
         self._holders += [vars(kind) for kind in kinds]
@@ -118,19 +118,19 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[Any]:
             yield cell.cell_contents
         except ValueError:  # not assigned yet
             continue
-    for name in sorted(set(_names(function.__code__)) & function.__globals__.keys()):
+    for name in sorted(set(names_in(function.__code__)) & function.__globals__.keys()):
         yield function.__globals__[name]
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+def names_in(code: types.CodeType) -> Iterator[str]:
     """Of the globals and attributes that code reads, and code within."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            yield from names_in(constant)
 
 
-def _is_library(value: Any) -> bool:
+def is_library(value: Any) -> bool:
     """Whether somebody else wrote it, who knows nothing of the user's names."""
     if isinstance(value, types.ModuleType):
         module = value.__name__

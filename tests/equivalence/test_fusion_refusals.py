@@ -210,6 +210,60 @@ def test_a_loss_that_mixes_slots_is_declined():
         assert "changes what the recipe's loss keeps, which would change once for all" in found
 
 
+KEPT = {"mean": torch.zeros((), dtype=torch.float64)}
+SEEN: list = []
+LAST = None
+CONSTANT = {"weight": 0.5}
+
+
+def keeps_a_mean(output, batch):
+    KEPT["mean"] = 0.9 * KEPT["mean"] + 0.1 * output.detach().mean()
+    return (output - KEPT["mean"]).square().mean()
+
+
+def keeps_a_list(output, batch):
+    SEEN.append(output.detach().mean())
+    return output.mean() * len(SEEN)
+
+
+def keeps_through_another(output, batch):
+    return _remembered(output).mean()
+
+
+def _remembered(output):
+    global LAST
+    before, LAST = LAST, output.detach()
+    return output if before is None else output - before
+
+
+def keeps_behind(net, x):
+    return _remembered(torch.tanh(x))
+
+
+def reads_a_constant(output, batch):
+    return CONSTANT["weight"] * output.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("odd", "loss", "name"),
+    [
+        (None, keeps_a_mean, "KEPT"),
+        (None, keeps_a_list, "SEEN"),
+        (None, keeps_through_another, "LAST"),
+        (keeps_behind, None, "LAST"),
+    ],
+)
+def test_what_the_code_keeps_in_globals_declines_before_any_array_runs(odd, loss, name):
+    """An array would leave a tensor of a level that is over there, for every trial to read."""
+    found = dry_run(members(odd or writes, loss), batches())
+    assert f"changes the global '{__name__}.{name}', which would change once for all" in found
+    assert torch.isfinite(mean(LAST if LAST is not None else KEPT["mean"], None))
+
+
+def test_globals_that_nobody_changes_keep_nobody_from_an_array():
+    assert dry_run(members(writes, reads_a_constant), batches()) == ""
+
+
 def test_hyperparameters_that_change_shapes_are_declined_with_the_first_difference():
     recipe = fusing.recipe("mlp")
     one, other = fusing.trials(recipe, fusing.hps("mlp", 2))

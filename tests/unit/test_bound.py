@@ -21,7 +21,7 @@ from shoal.fusion.blend import blend
 from shoal.fusion.declined import Declined
 from shoal.fusion.sealed import sealed
 from shoal.recipe import Recipe, compute_loss
-from shoal.spelled import _is_library, _is_of_library, spelled
+from shoal.spelled import _is_of_library, is_library, spelled
 
 HP = {"lr": 0.1, "smoothing": 0.2, "kind": "mse"}
 NAMED = "smoothing"
@@ -286,7 +286,7 @@ def test_a_module_of_the_users_may_be_called_as_one_of_the_standard_library(tmp_
     finally:
         del sys.modules["profile"]
         _is_of_library.cache_clear()
-    assert _is_library(importlib.import_module("statistics"))
+    assert is_library(importlib.import_module("statistics"))
 
 
 def test_what_is_spelled_runs_nothing_and_is_the_same_in_every_process():

@@ -8,12 +8,11 @@ random streams; what a forward changes in Python is found on the way.
 from __future__ import annotations
 
 import random
-import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shoal.bound import code_of
@@ -23,11 +22,12 @@ from shoal.fusion.blend import HIDDEN
 from shoal.fusion.crew import ArrayBackend
 from shoal.fusion.declined import Declined
 from shoal.fusion.fused import StackedBackend
+from shoal.fusion.globals import global_settings, identity
 from shoal.fusion.likeness import as_double, close, copies, numpy_stream
 from shoal.fusion.loop import lone_pass
 from shoal.fusion.member import Member, in_streams
 from shoal.fusion.owndryrun import own_dry_run
-from shoal.fusion.signature import DEEPEST, described
+from shoal.fusion.signature import described
 from shoal.recipe import to_device
 from shoal.rng import same_rng
 
@@ -229,24 +229,5 @@ def _settings(member: Member) -> dict[str, str]:
         f"what the recipe's {n} keeps": code_of(getattr(member.recipe, n))
         for n in ("loss", "inputs")
     }
-    return {name: f"{described(value)} {_identity(value)}" for name, value in found.items()}
-
-
-def _identity(value: Any, depth: int = 0) -> str:
-    """What ``described`` does not tell: floats, and which tensor it is and how often written."""
-    if isinstance(value, float):
-        return repr(value)
-    if isinstance(value, Tensor):
-        return f"{id(value)} {value._version}"
-    if depth > DEEPEST:
-        return ""
-    inside: Iterable[Any] = ()
-    if isinstance(value, list | tuple):
-        inside = value
-    elif isinstance(value, dict):
-        inside = value.values()
-    elif isinstance(value, types.FunctionType):
-        inside = [cell.cell_contents for cell in value.__closure__ or ()]
-    elif hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType | nn.Module):
-        inside = vars(value).values()
-    return " ".join(_identity(item, depth + 1) for item in inside)
+    told = {name: f"{described(value)} {identity(value)}" for name, value in found.items()}
+    return told | global_settings(member.recipe, member.module)

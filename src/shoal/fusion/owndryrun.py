@@ -15,6 +15,7 @@ import torch
 
 from shoal.fusion.array import Array
 from shoal.fusion.declined import Declined
+from shoal.fusion.globals import global_settings
 from shoal.fusion.likeness import as_double, close, copies, numpy_stream
 from shoal.fusion.member import Member, in_streams
 from shoal.ownstep import Losses, OwnStep
@@ -83,10 +84,14 @@ def _step_alone(member: Member, batch: Any, device: torch.device) -> Losses | Ex
     own = OwnStep(member.recipe, member.module, member.optimizer, member.hp, member.modes)
     with in_streams(member, device):
         python, numpy = random.getstate(), numpy_stream()
+        kept = global_settings(member.recipe, member.module)
         try:
             found = own(batch, member.step)
         except Exception as error:
             return error
+        after = global_settings(member.recipe, member.module)
+        if changed := sorted(name for name in kept if kept[name] != after.get(name)):
+            raise Declined(f"the step changes {changed[0]}, of which there is one for all slots.")
         if random.getstate() != python or numpy_stream() != numpy:
             raise Declined(
                 "the step draws from random or NumPy, which have one stream for all slots."

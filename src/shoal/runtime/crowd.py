@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -69,10 +71,15 @@ class _Endless:
 
     def __init__(self, schedule: Any) -> None:
         self._schedule, self._beginning = schedule, copy.deepcopy(schedule.state_dict())
+        self._has_begun = False
 
     def step(self) -> None:
         """The schedule's own."""
         try:
-            self._schedule.step()
+            with nullcontext() if self._has_begun else warnings.catch_warnings():
+                if not self._has_begun:  # torch's, of an optimizer that others step too
+                    warnings.simplefilter("ignore")
+                self._has_begun = True
+                self._schedule.step()
         except Exception:
             self._schedule.load_state_dict(copy.deepcopy(self._beginning))

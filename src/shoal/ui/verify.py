@@ -117,7 +117,9 @@ def describe_verdicts(verdicts: Sequence[TrialVerdict]) -> str:
         trials = counted(len(done), "trial differs", "trials differ")
         return f"{different} of {trials} from training alone"
     has_rule = any("by the rule of" in note for verdict in done for note in verdict.notes)
+    has_array = any(note.startswith("in its array") for verdict in done for note in verdict.notes)
     alone = "training alone" + ", by the rule in the notes" * has_rule
+    alone += ", each trial in its slot of an array with nobody beside it" * has_array
     common = [name for name in _WHOLE if all(name in (v.compared or _WHOLE) for v in done)]
     if "optimizer state" in common:
         return (

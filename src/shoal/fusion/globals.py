@@ -1,0 +1,98 @@
+"""What the code of a trial keeps in globals of its modules: there is one of each for all slots."""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal.bound import code_of
+from shoal.fusion.signature import DEEPEST, described
+from shoal.recipe import Recipe
+from shoal.spelled import is_library, names_in
+
+LONG = 1000
+"""Items of which nobody looks at each."""
+DATA = (Tensor, dict, list, set, deque, bool, int, float, str, type(None))
+
+
+def kept_globals(recipe: Recipe, module: nn.Module) -> dict[str, Any]:
+    """By ``module.name`` the values of globals that the user's code names, and that may change.
+
+    Followed are the functions that functions name, from the recipe's and the methods of the
+    model's classes on; what libraries define and keep is left out.
+    """
+    found: dict[str, Any] = {}
+    waiting, met = deque(_code_of(recipe, module)), set[int]()
+    while waiting:
+        function = waiting.popleft()
+        if id(function) in met or is_library(function):
+            continue
+        met.add(id(function))
+        for name in sorted(set(names_in(function.__code__)) & function.__globals__.keys()):
+            value = function.__globals__[name]
+            if isinstance(value, types.FunctionType):
+                waiting.append(value)
+            elif isinstance(value, DATA) or _is_users(value):
+                found[f"{function.__globals__.get('__name__', '')}.{name}"] = value
+    return found
+
+
+def global_settings(recipe: Recipe, module: nn.Module) -> dict[str, str]:
+    """The same in words that tell one moment from another; of long ones how long they are."""
+    told = {}
+    for name, value in kept_globals(recipe, module).items():
+        is_long = isinstance(value, Sized) and not isinstance(value, Tensor) and len(value) > LONG
+        words = f"{len(value)} items" if is_long else f"{described(value)} {identity(value)}"
+        told[f"the global {name!r}"] = words
+    return told
+
+
+def identity(value: Any, depth: int = 0) -> str:
+    """What ``described`` does not tell: floats, and which tensor it is and how often written."""
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, Tensor):
+        return f"{id(value)} {value._version}"
+    if depth > DEEPEST:
+        return ""
+    inside: Iterable[Any] = ()
+    if isinstance(value, list | tuple):
+        inside = value
+    elif isinstance(value, dict):
+        inside = value.values()
+    elif isinstance(value, types.FunctionType):
+        inside = [cell.cell_contents for cell in value.__closure__ or ()]
+    elif hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType | nn.Module):
+        inside = vars(value).values()
+    return " ".join(identity(item, depth + 1) for item in inside)
+
+
+def _code_of(recipe: Recipe, module: nn.Module) -> Iterator[types.FunctionType]:
+    """The functions where a trial's step begins."""
+    for value in (code_of(recipe.loss), code_of(recipe.inputs), recipe.step):
+        yield from _functions((value, getattr(value, "__func__", None)))
+        yield from _methods(type(value))
+    for child in module.modules():
+        yield from _functions(vars(child).values())
+    for kind in {type(child) for child in module.modules()}:
+        yield from _methods(kind)
+
+
+def _methods(kind: type) -> Iterator[types.FunctionType]:
+    for owner in kind.__mro__:
+        if not is_library(owner):
+            yield from _functions(vars(owner).values())
+
+
+def _functions(values: Iterable[Any]) -> Iterator[types.FunctionType]:
+    return (value for value in values if isinstance(value, types.FunctionType))
+
+
+def _is_users(value: Any) -> bool:
+    """Whether it is an object of a class of the user's."""
+    is_code = isinstance(value, type | types.ModuleType | nn.Module)
+    return not is_code and hasattr(value, "__dict__") and not is_library(type(value))
