@@ -32,7 +32,8 @@ _DEVICES = re.compile(
 class Hardware:
     """The devices of a study and the host memory they share.
 
-    ``host_memory`` bounds the host tier, None leaves it unbounded. ``shared_cores``
+    ``host_memory`` bounds the host tier; None is what is free when a study begins, less a fifth
+    for libraries and other processes. ``shared_cores``
     is set where the devices only share what the machine has (``detect``): then fewer
     trials than devices get wider devices. Threads somebody chose never change,
     because they are part of a trial's numerics.
@@ -41,6 +42,12 @@ class Hardware:
     devices: tuple[DeviceSpec, ...]
     host_memory: Bytes | None = None
     shared_cores: int | None = None
+
+    def with_host_limit(self) -> Hardware:
+        """The same with a bound on the host tier."""
+        if self.host_memory is not None:
+            return self
+        return replace(self, host_memory=Bytes(int(FREE_SHARE * free_memory())))
 
     def __post_init__(self) -> None:
         devices = items("Hardware(devices=...)", self.devices, "devices=(DeviceSpec(...),)")

@@ -279,7 +279,7 @@ class Study:
         chosen = Hardware.detect() if hardware is None else hardware
         if not isinstance(chosen, Hardware):
             raise SpecError(f"hardware is a shoal.Hardware, got {type(chosen).__name__}")
-        return chosen
+        return chosen.with_host_limit()
 
     def limits(self) -> Limits:
         """When a run of this study gives up."""

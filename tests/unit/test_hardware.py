@@ -4,9 +4,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from shoal import Recipe, Study, grid
 from shoal import hardware as hardware_module
-from shoal.core.errors import SpecError
+from shoal.core.errors import PlanError, SpecError
 from shoal.core.profile import PROFILES
 from shoal.core.technique import Pipelined, Resident
 from shoal.hardware import Hardware, available_cores, free_memory
@@ -279,3 +281,33 @@ def test_naming_virtual_devices_searching_and_observing_leave_torch_unloaded():
     )
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_without_a_bound_the_host_tier_is_what_is_free_less_a_fifth(monkeypatch):
+    monkeypatch.setattr(hardware_module, "free_memory", lambda: 1000)
+    unbounded = Hardware.virtual(devices=2, memory="8MiB")
+    assert unbounded.host_memory is None
+    assert unbounded.with_host_limit().host_memory == 800
+    named = Hardware.virtual(devices=2, memory="8MiB", host_memory=5000)
+    assert named.with_host_limit() is named
+
+
+def test_a_study_of_more_than_the_host_has_is_refused_with_what_fits(monkeypatch, tmp_path):
+    monkeypatch.setattr(hardware_module, "free_memory", lambda: 2**20)
+    recipe = Recipe(model=wide, data=rows, loss=mean)
+    space = grid(lr=[n / 100 for n in range(1, 41)])
+    study = Study("s", recipe, space=space, steps=1, directory=tmp_path)
+    with pytest.raises(PlanError, match="Together fit trials 0 to"):
+        study.plan(hardware=Hardware.virtual(devices=1, memory="8MiB"))
+
+
+def wide(hp):
+    return torch.nn.Linear(64, 64)
+
+
+def mean(output, batch):
+    return output.mean()
+
+
+def rows(hp):
+    return [(torch.zeros(2, 64), torch.zeros(2))], None

@@ -57,10 +57,17 @@ from shoal.core.event import (
 from shoal.observe.machines import Aim, DeviceFold, TrialFold
 from shoal.observe.rows import DeviceRow, TrialRow, TrialState, metric_rank
 
+BEHIND = 0.02
+"""Of the emulated time, by which a stream may fall behind and still be believed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A study at a moment. ``total`` counts trials that were not planned yet, too."""
+    """A study at a moment. ``total`` counts trials that were not planned yet, too.
+
+    ``emulated``: by device and stream how far an emulated one fell behind its profile's times, and
+    those, in seconds.
+    """
 
     study: str = ""
     metric: str = ""
@@ -76,6 +83,7 @@ class Snapshot:
     eta_seconds: float | None = None
     runs: int = 0
     waits: tuple[PlanningWaited, ...] = ()  # the newest of each device, while it is planned
+    emulated: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
     is_finished: bool = False
     is_paused: bool = False
     stopped: str = ""
@@ -92,6 +100,15 @@ class Snapshot:
         """How many trials are in ``state``; PENDING includes those not planned yet."""
         known = sum(row.state is state for row in self.trials)
         return known + (self.total - len(self.trials) if state is TrialState.PENDING else 0)
+
+    @property
+    def behind(self) -> dict[tuple[str, str], tuple[float, float]]:
+        """Streams that fell too far behind for what was measured to be the profile's."""
+        return {
+            place: seconds
+            for place, seconds in self.emulated.items()
+            if seconds[0] > BEHIND * seconds[1]
+        }
 
     @property
     def steps_done(self) -> int:
@@ -275,6 +292,12 @@ class Folder:
     def _study_continued(self, event: StudyContinued) -> None:
         self._head = replace(self._head, is_paused=False)
 
+    def _emulation_measured(self, event: EmulationMeasured) -> None:
+        place = event.device, event.stream
+        behind_s, emulated_s = self._head.emulated.get(place, (0.0, 0.0))
+        now = behind_s + event.behind_s, emulated_s + event.emulated_s
+        self._head = replace(self._head, emulated={**self._head.emulated, place: now})
+
     def _noted(self, event: Event) -> None:
         """Nothing that a screen draws."""
 
@@ -353,7 +376,7 @@ _FOLDS: dict[type[Any], Callable[[Folder, Any], None]] = {
     WorkerStarted: Folder._worker_started,
     WorkerDied: Folder._worker_died,
     PeakMeasured: Folder._peak_measured,
-    EmulationMeasured: Folder._noted,
+    EmulationMeasured: Folder._emulation_measured,
     ActionFinished: Folder._action_finished,
     StudyFinished: Folder._study_finished,
 }

@@ -39,7 +39,7 @@ from shoal.core.event import (
     TrialWaits,
     WorkerDied,
 )
-from shoal.core.units import counted, format_bytes, format_seconds
+from shoal.core.units import Seconds, counted, format_bytes, format_seconds
 from shoal.observe.rows import DeviceRow, TrialRow, TrialState, changes
 from shoal.observe.snapshot import Folder, Snapshot
 from shoal.ui.text import (
@@ -170,6 +170,8 @@ class PlainLines:
     def _lines(self, event: Event) -> list[str]:
         line = describe(event)
         lines = [line] if line else []
+        if isinstance(event, StudyFinished):
+            lines = [*describe_behind(self._folder.snapshot()), *lines]
         if isinstance(event, StepFinished) and self._is_due(event.time):
             lines.append(describe_progress(self._folder.snapshot()))
         return lines
@@ -290,11 +292,12 @@ def render(snapshot: Snapshot, width: int = 80, height: int = 24) -> RenderableT
     shown = snapshot.devices[: max(1, height // 4)]
     devices = [_device_line(row, is_over=snapshot.is_finished) for row in shown]
     failures = _failure_lines(snapshot)
-    room = max(1, height - len(devices) - len(failures) - 7)
+    room = max(1, height - len(devices) - len(failures) - len(snapshot.behind) - 7)
     rows = choose_rows(snapshot, room)
     hidden = snapshot.total - len(rows)
     more = [Text(f"... and {counted(hidden, 'more trial')}", style="dim")] if hidden > 0 else []
     blank = Text("")
+    behind = [Text(line, style="yellow") for line in describe_behind(snapshot)]
     return Group(
         _title(snapshot, width),
         blank,
@@ -303,8 +306,23 @@ def render(snapshot: Snapshot, width: int = 80, height: int = 24) -> RenderableT
         *failures,
         blank,
         *devices,
+        *behind,
         _footer(snapshot),
     )
+
+
+def describe_behind(snapshot: Snapshot) -> list[str]:
+    """Why an emulated run is not to be believed, if it did not keep up."""
+    late = []
+    for place, seconds in sorted(snapshot.behind.items()):
+        behind, whole = map(format_seconds, map(Seconds, seconds))
+        late.append(f"{' '.join(place)} by {behind} of {whole}")
+    if not late:
+        return []
+    return [
+        f"this machine fell behind the emulated times: {', '.join(late)}; seconds are not the "
+        "profile's. Emulate a slower device (a larger scale) or smaller models."
+    ]
 
 
 def _planning(snapshot: Snapshot) -> RenderableType:

@@ -11,12 +11,14 @@ from rich.console import Console
 
 from shoal.core.event import (
     CheckpointDamaged,
+    EmulationMeasured,
     Event,
     PlanningWaited,
     StepFinished,
     StorageFailed,
     StudyChanged,
     StudyContinued,
+    StudyFinished,
     StudyPaused,
     TrialExploited,
     TrialPruned,
@@ -309,3 +311,28 @@ def test_steps_alone_make_no_line(study_events: Events) -> None:
     step = next(event for event in study_events() if isinstance(event, StepFinished))
 
     assert describe(step) == ""
+
+
+def _emulated(behind_s: float, stream: str = "compute") -> EmulationMeasured:
+    kept = {"works": 9, "emulated_s": 1.0, "overruns": 3, "overrun_s": behind_s}
+    return EmulationMeasured(time=50.0, device="cpu:0", stream=stream, behind_s=behind_s, **kept)
+
+
+def test_an_emulation_that_fell_behind_is_not_to_be_believed_and_says_so(study_events) -> None:
+    late = [*study_events(upto=37), _emulated(0.01), _emulated(0.5), _emulated(0.01, "up")]
+    told = " ".join(_draw(Snapshot.of(late), width=160))
+    assert "fell behind the emulated times: cpu:0 compute by 510 ms of 2.0 s; seconds" in told
+    assert "cpu:0 up" not in told
+    kept = " ".join(_draw(Snapshot.of([*study_events(upto=37), _emulated(0.01)]), width=160))
+    assert "emulated" not in kept
+
+
+def test_the_lines_of_a_log_end_with_it(study_events) -> None:
+    stream = io.StringIO()
+    lines = PlainLines(stream)
+    over = StudyFinished(time=99.0, finished=1, failed=0, seconds=9.0)
+    for event in (*study_events(upto=37), _emulated(0.5), over):
+        lines(event)
+    *_, behind, end = stream.getvalue().splitlines()
+    assert behind.startswith("this machine fell behind the emulated times: cpu:0 compute")
+    assert end.startswith("1 trial finished")
