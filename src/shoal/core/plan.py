@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from shoal.core.seats import ALONE, Epoch, epochs_of, told, until
-from shoal.core.spec import NO_BYTES, DeviceSpec, Halves, PassKind, Scalar, ShardSpec
+from shoal.core.spec import NO_BYTES, NO_SECONDS, DeviceSpec, Halves, PassKind, Scalar, ShardSpec
 from shoal.core.technique import (
     Captured,
     DataParallel,
@@ -99,7 +99,8 @@ class Job:
     ``began`` is its first place, if it has another one by now, or trains by itself; where
     it is a pipeline, of the stage that needs most, and ``shards`` are its stages, or those of its
     spilled stages; where there are replicas of it, of the one that needs most, and the only shard
-    is what a replica of it computes.
+    is what a replica of it computes. ``moves_s`` are a step's seconds with all that moves in it,
+    beside as many trials as share the device.
     """
 
     trial: int
@@ -120,7 +121,13 @@ class Job:
     array: ArrayPlace | None = None
     began: ArrayPlace | None = None
     waiting_bytes: Bytes = NO_BYTES
+    moves_s: Seconds = NO_SECONDS
     foretells: bool = False  # its micro-batches overlap, and what each one draws is drawn ahead
+
+    @property
+    def takes_s(self) -> Seconds:
+        """Predicted seconds of the device for a step, with what moves in it."""
+        return max(self.step_s, self.moves_s)
 
     @property
     def runs_on(self) -> bool:
@@ -349,7 +356,7 @@ def _explain_job(job: Job, like: int) -> list[str]:
         f"    {where}: up to {format_bytes(job.held_bytes)} held, up to "
         f"{format_bytes(job.unit_bytes)} more while it computes, "
         f"{format_bytes(job.peak_bytes)} at the peak; on the host {format_bytes(job.host_bytes)}; "
-        f"{format_seconds(job.step_s)} a step"
+        f"{format_seconds(job.takes_s)} a step"
     )
     lines += [f"    - {reason}" for reason in job.why]
     lines.append("    numerics: " + ", ".join(f"{k}={v}" for k, v in job.numerics.items()))

@@ -41,7 +41,7 @@ def _planned(
 
 def predict_seconds(plan: Plan, totals: Mapping[int, int | None]) -> float:
     """A bound on the study's duration: its work over its devices, or its longest trial."""
-    longest = [float(job.step_s) * (totals[job.trial] or 0) for job in plan.jobs]
+    longest = [float(job.takes_s) * (totals[job.trial] or 0) for job in plan.jobs]
     work = sum(seconds * job.gang for seconds, job in zip(longest, plan.jobs, strict=True))
     return max(work / max(1, len(plan.devices)), max(longest, default=0.0))
 

@@ -134,8 +134,8 @@ class Floor:
             leases.TrialAdded(
                 job.trial,
                 state.steps_left or None,  # none left: it still has to evaluate and be saved
-                step_s=max(float(job.step_s), 1e-6),
-                switch_s=moved / 1e9 + float(job.step_s),
+                step_s=max(float(job.takes_s), 1e-6),
+                switch_s=moved / 1e9 + float(job.takes_s),
                 lane=_lane(job),
                 gang=job.gang,
                 steady_s=STEADY_S if job.runs_on else 0.0,

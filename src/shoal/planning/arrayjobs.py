@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from shoal.core.plan import ARRAY_KEYS, ArrayPlace, ArrayRoom, Job, LoneNeed, seated
 from shoal.core.seats import ALONE, epochs_of
-from shoal.core.spec import PassKind, Scalar, WidthMeasure
+from shoal.core.spec import NO_SECONDS, PassKind, Scalar, WidthMeasure
 from shoal.core.technique import as_they_travel, kept_shards
 from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_seconds
 from shoal.planner.narrower import Narrower, told
@@ -82,6 +82,7 @@ def in_array(
         held_bytes=own.held_bytes,
         unit_bytes=own.unit_bytes,
         peak_bytes=own.peak_bytes,
+        moves_s=NO_SECONDS,
         step_s=own.step_s,
         why=(*job.why, *why),
         numerics={**job.numerics, **key},
@@ -201,6 +202,7 @@ def in_spilled_array(
         waiting_bytes=rows,
         host_bytes=Bytes(job.host_bytes - job.waiting_bytes + rows),
         step_s=Seconds(plan.step_s / width),
+        moves_s=NO_SECONDS,
         why=(*job.why, *why),
         numerics={**job.numerics, **key},
     )

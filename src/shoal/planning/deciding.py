@@ -101,6 +101,7 @@ class Deciding:
         total: Total = lambda batches, each: None,
     ) -> None:
         self._host_memory, self._num_devices, self._trials = host_memory, len(devices), 1
+        self._prices: dict[int, tuple[Settled, Price]] = {}  # of what is settled
         self._device, self._recipe, self._by_epochs = devices[0], recipe, steps is None
         self._budget = Bytes(min(device.memory for device in devices))
         self._speeds = speeds_of(self._device)
@@ -517,7 +518,7 @@ class Deciding:
                 settled.why,
                 self._numerics(settled),
             )
-        return make_job(
+        job = make_job(
             trial,
             settled.measure,
             settled.layout,
@@ -527,6 +528,11 @@ class Deciding:
             self._numerics(settled),
             self._speeds,
         )
+        if not isinstance(settled.technique, Spilled):
+            return job
+        if id(settled) not in self._prices:
+            self._prices[id(settled)] = settled, self._price(settled)
+        return replace(job, moves_s=self._prices[id(settled)][1].step_s)
 
     def _numerics(self, settled: Settled) -> dict[str, Scalar]:
         """All that may change a trial's bits, fixed before its first step."""
