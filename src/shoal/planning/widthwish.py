@@ -41,7 +41,8 @@ def width_wished(wish: Wish) -> WidthWish | None:
     told, blank, kind = wish.partition(" ")
     widths = [int(width) if width.isdecimal() else 0 for width in told.split("/")]
     falls = all(wide > less for wide, less in pairwise(widths))
-    if min(widths) < 1 or not falls or bool(blank) != (kind in KINDS):
+    is_number = len(widths) == 1 and not blank
+    if min(widths) < 1 or not falls or is_number or bool(blank) != (kind in KINDS):
         raise SpecError(
             f"fuse is 'auto', False, a width, '16 compiled', or widths that fall as trials are "
             f"pruned ('16/4/1'), got {wish!r}."
