@@ -1,6 +1,7 @@
 """What cannot be fused is declined with the reason, and what can be lost is not."""
 
 import random
+from collections import deque
 
 import fusing
 import numpy as np
@@ -212,6 +213,7 @@ def test_a_loss_that_mixes_slots_is_declined():
 
 KEPT = {"mean": torch.zeros((), dtype=torch.float64)}
 SEEN: list = []
+RECENT: deque = deque(maxlen=2)
 LAST = None
 CONSTANT = {"weight": 0.5}
 
@@ -224,6 +226,11 @@ def keeps_a_mean(output, batch):
 def keeps_a_list(output, batch):
     SEEN.append(output.detach().mean())
     return output.mean() * len(SEEN)
+
+
+def keeps_the_recent(output, batch):
+    RECENT.append(output.detach().mean())
+    return output.mean() * len(RECENT)
 
 
 def keeps_through_another(output, batch):
@@ -249,6 +256,7 @@ def reads_a_constant(output, batch):
     [
         (None, keeps_a_mean, "KEPT"),
         (None, keeps_a_list, "SEEN"),
+        (None, keeps_the_recent, "RECENT"),
         (None, keeps_through_another, "LAST"),
         (keeps_behind, None, "LAST"),
     ],

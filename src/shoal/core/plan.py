@@ -200,36 +200,26 @@ def seated(job: Job, epochs: Sequence[Epoch]) -> Job:
     first, last = job.began or job.array, epochs[-1]
     assert first is not None
     key = {**job.numerics, "array": told(epochs)}
-    began = first if len(epochs) > 1 else None
-    if last.width == ALONE:
-        need = first.alone
-        return replace(
-            job,
-            array=None,
-            began=began,
-            held_bytes=need.held_bytes,
-            unit_bytes=need.unit_bytes,
-            peak_bytes=need.peak_bytes,
-            step_s=need.step_s,
-            numerics=key,
+    takes: LoneNeed | ArrayRoom = first.alone
+    place = None
+    if last.width != ALONE:
+        takes = room = {room.width: room for room in first.rooms}[last.width]
+        place = replace(
+            first,
+            group=room.group,
+            slot=last.slot,
+            width=room.width,
+            kind=room.kind,
+            captures=room.captures,
         )
-    room = {room.width: room for room in first.rooms}[last.width]
-    place = replace(
-        first,
-        group=room.group,
-        slot=last.slot,
-        width=room.width,
-        kind=room.kind,
-        captures=room.captures,
-    )
     return replace(
         job,
         array=place,
-        began=began,
-        held_bytes=room.held_bytes,
-        unit_bytes=room.unit_bytes,
-        peak_bytes=room.peak_bytes,
-        step_s=room.step_s,
+        began=first if len(epochs) > 1 else None,
+        held_bytes=takes.held_bytes,
+        unit_bytes=takes.unit_bytes,
+        peak_bytes=takes.peak_bytes,
+        step_s=takes.step_s,
         numerics=key,
     )
 

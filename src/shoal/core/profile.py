@@ -49,6 +49,10 @@ GIB = 2**30
 CORE_FLOPS_PER_S = 20e9  # in fp32, of one busy core that has another process beside it
 
 
+TOLERANCE = 0.02
+"""Of the emulated time, by which a run may fall behind and still be believed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """What one device and the host beside it sustain, in bytes and FLOPs per second.

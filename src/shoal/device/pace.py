@@ -32,13 +32,13 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
+from shoal.core.profile import TOLERANCE
 from shoal.core.seams import Clock
 from shoal.core.spec import NO_TIME
 from shoal.core.units import Seconds, format_seconds
 
 PATIENCE_S = 0.02
 MAX_DEBT_S = 0.1
-TOLERANCE = 0.02  # of the emulated time, by which a run may fall behind and still be believed
 
 
 class SystemClock:

@@ -46,7 +46,8 @@ def global_settings(recipe: Recipe, module: nn.Module) -> dict[str, str]:
     told = {}
     for name, value in kept_globals(recipe, module).items():
         is_long = isinstance(value, Sized) and not isinstance(value, Tensor) and len(value) > LONG
-        words = f"{len(value)} items" if is_long else f"{described(value)} {identity(value)}"
+        shown = list(value) if isinstance(value, deque) else value
+        words = f"{len(value)} items" if is_long else f"{described(shown)} {identity(value)}"
         told[f"the global {name!r}"] = words
     return told
 
@@ -60,7 +61,7 @@ def identity(value: Any, depth: int = 0) -> str:
     if depth > DEEPEST:
         return ""
     inside: Iterable[Any] = ()
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | deque):
         inside = value
     elif isinstance(value, dict):
         inside = value.values()

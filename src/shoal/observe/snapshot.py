@@ -54,11 +54,9 @@ from shoal.core.event import (
     WorkerDied,
     WorkerStarted,
 )
+from shoal.core.profile import TOLERANCE
 from shoal.observe.machines import Aim, DeviceFold, TrialFold
 from shoal.observe.rows import DeviceRow, TrialRow, TrialState, metric_rank
-
-BEHIND = 0.02
-"""Of the emulated time, by which a stream may fall behind and still be believed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +105,7 @@ class Snapshot:
         return {
             place: seconds
             for place, seconds in self.emulated.items()
-            if seconds[0] > BEHIND * seconds[1]
+            if seconds[0] > TOLERANCE * seconds[1]
         }
 
     @property

@@ -9,9 +9,7 @@ from typing import NamedTuple
 from shoal.core.seats import ALONE
 from shoal.core.spec import WidthMeasure
 from shoal.planner.lanes import Load
-
-WORTH = 0.95
-"""Another width has to take less than this part of the time."""
+from shoal.planner.width import WORTH
 
 
 class Narrower(NamedTuple):

@@ -435,8 +435,9 @@ class Fusing:
         before = self._recorded.get(job.trial)
         known = array_place(before) if before else None
         width = shape.width if before is None else recorded_width(before)
-        kept = {n: before[n] for n in ("array_company",) if n in before} if before else {}
-        key = {**job.numerics, **left_array(before), **kept, "array_group": shape.group}
+        key = {**job.numerics, **left_array(before), "array_group": shape.group}
+        if before and "array_company" in before:  # with whom it began, also where it left them
+            key["array_company"] = before["array_company"]
         job = replace(job, numerics=key)
         if width == ALONE:
             return replace(job, why=(*job.why, *shape.why))

@@ -69,13 +69,11 @@ class Facts:
 
     def goes_on_after(self, rung: int) -> bool:
         """Whether it came to a rung, had more to do, and was not ended there or before."""
-        if self.pruned_at is not None and self.pruned_at <= rung:
-            return False
-        if self.how == "pruned" and rung >= max(self.until(), default=0):
-            return False
-        is_end = self.how == "finished" and rung >= max(self.until(), default=0)
+        is_pruned = self.pruned_at is not None and self.pruned_at <= rung
+        is_end = self.how in ("finished", "pruned") and rung >= max(self.until(), default=0)
         there = self.at(rung) is not None or rung < self.passed
-        return there and not is_end and (self.last is None or rung < self.last)
+        has_more = self.last is None or rung < self.last
+        return there and has_more and not is_end and not is_pruned
 
     def is_over_before(self, rung: int) -> bool:
         """Whether it trains no more, and never came there."""

@@ -292,12 +292,13 @@ def render(snapshot: Snapshot, width: int = 80, height: int = 24) -> RenderableT
     shown = snapshot.devices[: max(1, height // 4)]
     devices = [_device_line(row, is_over=snapshot.is_finished) for row in shown]
     failures = _failure_lines(snapshot)
-    room = max(1, height - len(devices) - len(failures) - len(snapshot.behind) - 7)
+    late = describe_behind(snapshot)
+    behind = [Text(x, style="yellow", no_wrap=True, overflow="ellipsis") for x in late]
+    room = max(1, height - len(devices) - len(failures) - len(behind) - 7)
     rows = choose_rows(snapshot, room)
     hidden = snapshot.total - len(rows)
     more = [Text(f"... and {counted(hidden, 'more trial')}", style="dim")] if hidden > 0 else []
     blank = Text("")
-    behind = [Text(line, style="yellow") for line in describe_behind(snapshot)]
     return Group(
         _title(snapshot, width),
         blank,
@@ -316,13 +317,9 @@ def describe_behind(snapshot: Snapshot) -> list[str]:
     late = []
     for place, seconds in sorted(snapshot.behind.items()):
         behind, whole = map(format_seconds, map(Seconds, seconds))
-        late.append(f"{' '.join(place)} by {behind} of {whole}")
-    if not late:
-        return []
-    return [
-        f"this machine fell behind the emulated times: {', '.join(late)}; seconds are not the "
-        "profile's. Emulate a slower device (a larger scale) or smaller models."
-    ]
+        late.append(f"{' '.join(place)} fell behind the emulated times by {behind} of {whole}")
+    advice = "these seconds are not the profile's: emulate a slower device (a larger scale)"
+    return [*late, *[advice] * bool(late)]
 
 
 def _planning(snapshot: Snapshot) -> RenderableType:
