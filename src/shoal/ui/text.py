@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from shoal.core.seats import ALONE, epochs_of
+from shoal.core.seats import epochs_of
 from shoal.core.spec import Scalar
 from shoal.observe.rows import TrialRow
 
@@ -45,8 +45,8 @@ def how(row: TrialRow) -> str:
     """A trial's technique, and its shards where there are several, or how wide its array is."""
     technique = row.technique.lower() or DASH
     if epochs := epochs_of(row.numerics):
-        widths = (e.width for e in epochs if e.width != ALONE)
-        return f"array {'/'.join(map(str, dict.fromkeys(widths)))}"
+        widths = dict.fromkeys(str(epoch.width) for epoch in epochs)  # 1: by itself
+        return f"array {'/'.join(widths)}"
     return f"{technique} {row.shards}" if row.shards > 1 else technique
 
 
