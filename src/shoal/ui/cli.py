@@ -8,6 +8,7 @@ when it runs: this is the one place of the package where that is so.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -138,6 +139,11 @@ def _warm_workers() -> Iterator[WorkerPool]:
 
     with WorkerPool() as pool:
         pool.warm(1)
+        gc.disable()  # nothing of what is imported is garbage, and looking costs 0.2 s
+        import shoal.ui.train  # noqa: F401
+
+        gc.freeze()
+        gc.enable()
         yield pool
 
 
