@@ -68,7 +68,7 @@ def _timed(train: Any, task: Any, hp: Any, seed: int) -> tuple[float, float]:
     return train(task, hp, seed), time.time()
 
 
-def ray(asked: Any) -> dict[str, Any]:
+def ray(asked: Any, *, reuse_actors: bool | None = None) -> dict[str, Any]:
     import ray as library
     from ray import tune
     from ray.tune.schedulers import ASHAScheduler
@@ -87,7 +87,12 @@ def ray(asked: Any) -> dict[str, Any]:
     tuner = tune.Tuner(
         tune.with_resources(trainable, {"cpu": 1}),
         param_space={"trial": tune.grid_search(list(range(len(points))))},
-        tune_config=tune.TuneConfig(metric="valid_loss", mode="min", scheduler=scheduler),
+        tune_config=tune.TuneConfig(
+            metric="valid_loss",
+            mode="min",
+            scheduler=scheduler,
+            **({} if reuse_actors is None else {"reuse_actors": reuse_actors}),
+        ),
         run_config=tune.RunConfig(storage_path=asked.directory, verbose=0),
     )
     results = {r.config["trial"]: r for r in tuner.fit()}
@@ -95,6 +100,11 @@ def ray(asked: Any) -> dict[str, Any]:
     ends = [results[n].metrics["timestamp"] for n in range(len(points))]
     library.shutdown()
     return _told(values, ends)
+
+
+def reusing(asked: Any) -> dict[str, Any]:
+    """Ray Tune without a new process for each trial."""
+    return ray(asked, reuse_actors=True)
 
 
 def shoal(asked: Any, fuse: Any = "auto") -> dict[str, Any]:
@@ -148,7 +158,7 @@ def unfused(asked: Any) -> dict[str, Any]:
 
 
 ARMS = {
-    **{"serial": serial, "joblib": joblib, "ray": ray},
+    **{"serial": serial, "joblib": joblib, "ray": ray, "ray-reuse": reusing},
     **{"shoal": shoal, "compiled": compiled, "unfused": unfused},
 }
 
