@@ -112,15 +112,15 @@ def array_loop(
     device: str | torch.device = "cpu",
     eval_every: int | None = None,
     inherits: Mapping[int, PlainSource] = MappingProxyType({}),
-    later: Sequence[tuple[int, int, int]] = (),
+    later: Sequence[tuple[int, ...]] = (),
 ) -> PlainResult:
     """The plain loop of a trial that trained in an array: in its slot, with nobody beside it.
 
     Its bits depend on the slot and the width, and on no neighbour. They are those of
     ``plain_loop`` but for the rounding of other kernels. ``kind`` is how the array's passes run;
     traced ones have the bits of eager ones. ``inherits`` is as there. ``later`` has the seats that
-    it got on the way: after which step, at which it was evaluated, which slot of an array of which
-    width; of width 1 it trains by itself.
+    it got on the way: after which step (and its evaluation) which slot of an array of which width;
+    of width 1 it trains by itself.
 
     Raises:
         Declined: the trial can be in no array.

@@ -226,16 +226,17 @@ class Study:
             clones: Trials to add that are like others with some hyperparameters changed.
             retry_failed: Train FAILED trials again, from their last saved state.
             accept_numerics: Go on though the software or the devices are others than before,
-                to other bits; the change is recorded.
+                to other bits; the change is recorded. With it ``fuse`` holds for trials under
+                way too: they go on in arrays of that width, or by themselves.
             timeline: Record every action for ``shoal trace``.
             fuse: ``"auto"`` trains trials of one shape as arrays, as wide as was measured to
                 be quickest; a number is that width; False is none. ``"16 compiled"`` also says
                 how passes run: eager, traced, compiled or branches (each slot's own kernels).
                 ``"16/4/1"``: where a pruner leaves 4 trials of a generation or fewer, they go
                 on in arrays of 4, and the last one by itself.
-                Trials that trained before stay what they were. None: as the study did before,
-                and a new one not at all, since an array's kernels round in other ways than a
-                trial's alone.
+                Trials that trained before stay what they were (see ``accept_numerics``). None:
+                as the study did before, and a new one not at all, since an array's kernels
+                round in other ways than a trial's alone.
             plan, exact: Only None and ``"auto"``: following a plan made before and the strict
                 mode are refused until they are there.
 

@@ -15,8 +15,8 @@ import shoal
 from shoal.core.seats import epochs_of
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
-from shoal.testing import array_loop, assert_same, plain_loop
-from shoal.verify import read_losses
+from shoal.testing import array_loop, assert_same, compare, plain_loop
+from shoal.verify import read_losses, verify_trials
 
 EVERY, STEPS, TRIALS = 4, 4 * 9, 12
 FUSE = "4/2/1"
@@ -83,7 +83,7 @@ def alone(lr: float, seed: int, steps: int, told: str):
     epochs, hp, loop = epochs_of({"array": told}), {"lr": lr}, {"eval_every": EVERY}
     if not epochs:
         return plain_loop(recipe(), hp, seed, steps=steps, **loop)
-    (_, slot, width), *later = epochs
+    (_, slot, width, _), *later = epochs
     seat = {"slot": slot, "width": width, "later": later}
     return array_loop(recipe(), hp, seed, steps=steps, **seat, **loop)
 
@@ -94,3 +94,20 @@ def check(place) -> None:
     for row, trial in zip(rows_of(place), report.trials, strict=True):
         plain = alone(row.hp["lr"], row.seed, row.step, row.numerics["array"])
         assert_same(plain, trial, losses=losses[row.number])
+
+
+def check_seats(place) -> None:
+    """As ``check``, of a study that went on in other seats; and as a user would, by ``verify``.
+
+    Without metrics by the loop: where the study was short there is one evaluation more.
+    """
+    report, losses, rows = shoal.open(place, recipe()), read_losses(place), rows_of(place)
+    for row, trial in zip(rows, report.trials, strict=True):
+        if row.numerics.get("array_pass") == "branches":
+            continue  # the loop is of stacked passes
+        array = row.numerics.get("array", "")
+        plain = alone(row.hp["lr"], row.seed, row.step, array)
+        found = compare(plain, trial.load_state(), losses=losses[row.number])
+        assert found.equal, f"trial {row.number}, {array}: {found.first_difference}"
+    verdicts = list(verify_trials(place, rows, recipe=recipe()))
+    assert [v.first_difference or v.skipped for v in verdicts] == [""] * len(rows)

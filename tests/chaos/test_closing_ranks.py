@@ -12,6 +12,7 @@ import studies
 from processes import Runner
 
 from shoal.core.event import StepFinished, TrialReplanned, TrialRestarted
+from shoal.core.seats import epochs_of
 
 pytestmark = pytest.mark.slow
 
@@ -101,3 +102,23 @@ def test_a_worker_that_dies_later_sets_its_trials_back_to_their_old_seats(undist
     assert any(seats.get(trial, n) < n for trial, n in back.items()), "nobody had a seat before"
     assert ranks.outcome(runner.place) == undisturbed
     ranks.check(runner.place)
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(s, marks=pytest.mark.full) for s in range(3, 12))]
+)
+def test_killed_and_gone_on_with_in_other_widths(seed, tmp_path):
+    """Wherever it stood: before its first rung, between rungs, or among trials by themselves."""
+    draw = random.Random(seed)
+    runner = Runner(tmp_path, maker="ranks", checkpoint_every=draw.choice([0.05, 0.2]))
+    wishes = [FUSED, *(("--fuse", w, "--accept-numerics") for w in ("3", "2", "off")), ()]
+    for words in wishes:
+        runner._devices = draw.choice([1, 2])
+        process = runner.start(words=words, **{studies.PACE_S: "0.01"})
+        process.wait_for("StepFinished", or_end=True)
+        if not process.is_over_after(draw.uniform(0.2, 1.0)):
+            process.kill()
+    assert runner.start().wait() == 0, runner.words()
+    told = [epochs_of(row.numerics) for row in ranks.rows_of(runner.place)]
+    assert any(epoch.asked for epochs in told for epoch in epochs)
+    ranks.check_seats(runner.place)

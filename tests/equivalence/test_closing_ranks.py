@@ -34,12 +34,12 @@ def undisturbed(tmp_path_factory, warm_workers):
 def test_those_that_go_on_fill_narrower_arrays_and_the_last_trains_alone(undisturbed):
     rows, told = ranks.rows_of(undisturbed), epochs_by_trial(undisturbed)
     assert {str(row.state) for row in rows} == {"FINISHED", "PRUNED"}
-    assert [epochs[0][1:] for epochs in told.values()] == [(n % 4, 4) for n in range(12)]
+    assert [epochs[0][1:3] for epochs in told.values()] == [(n % 4, 4) for n in range(12)]
     longest = max(told.values(), key=len)
     assert [epoch.step for epoch in longest] == [0, EVERY, 3 * EVERY]
     assert longest[-1].width == ALONE
     passed = [epochs for epochs in told.values() if len(epochs) > 1]
-    assert [epochs[1][1:] for epochs in passed] == [(n, 4) for n in range(4)]
+    assert [epochs[1][1:3] for epochs in passed] == [(n, 4) for n in range(4)]
     ranks.check(undisturbed)
     verdicts = list(verify_trials(undisturbed, rows, recipe=ranks.recipe()))
     assert all(verdict.equal for verdict in verdicts)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from shoal.core.seats import ALONE, Epoch, epochs_of, told, until
+from shoal.core.seats import ALONE, Epoch, epochs_of, rebased, told, until
 from shoal.core.spec import NO_BYTES, NO_SECONDS, DeviceSpec, Halves, PassKind, Scalar, ShardSpec
 from shoal.core.technique import (
     Captured,
@@ -225,10 +225,15 @@ def seated(job: Job, epochs: Sequence[Epoch]) -> Job:
 
 
 def seated_at(job: Job, step: int) -> Job:
-    """The job as it is after ``step`` steps of the trial."""
+    """The job of a trial that goes on after ``step`` steps."""
     epochs = epochs_of(job.numerics)
-    there = until(epochs, step)
-    return job if there == epochs or not (job.began or job.array) else seated(job, there)
+    there = until(rebased(epochs, step), step)
+    if there == epochs:
+        return job
+    if job.began or job.array:
+        return seated(job, there)
+    is_alone = bool(there) and there[-1].width == ALONE
+    return replace(job, numerics={**job.numerics, "array": told(there)}) if is_alone else job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,9 @@ an array of fewer slots, or none. Its bits depend on that, so its numerics key h
     slot 3 of 16; from step 120 slot 0 of 4; from step 360 alone
 
 Each part is an epoch: it holds for the steps after the one that it names, until the next one's.
+So does one that a user asked for when the study was resumed (``fuse=4, accept_numerics=True``):
+
+    slot 3 of 16; as asked from step 75 slot 1 of 4
 """
 
 from __future__ import annotations
@@ -17,19 +20,27 @@ from typing import Any, NamedTuple
 
 ALONE = 1
 """The width that stands for a trial by itself."""
-_PART = re.compile(r"(?:from step (?P<step>\d+) )?(?:slot (?P<slot>\d+) of (?P<width>\d+)|alone)")
+_PART = re.compile(
+    r"(?:(?P<asked>as asked )?from step (?P<step>\d+) )?"
+    r"(?:slot (?P<slot>\d+) of (?P<width>\d+)|alone)"
+)
 
 
 class Epoch(NamedTuple):
-    """After ``step`` steps the trial is in this slot of an array of ``width``, or by itself."""
+    """After ``step`` steps the trial is in this slot of an array of ``width``, or by itself.
+
+    ``asked``: not since others were pruned, but by a user's wish.
+    """
 
     step: int
     slot: int
     width: int
+    asked: bool = False
 
     def __str__(self) -> str:
         where = "alone" if self.width == ALONE else f"slot {self.slot} of {self.width}"
-        return f"from step {self.step} {where}" if self.step else where
+        since = f"from step {self.step} {where}" if self.step else where
+        return f"as asked {since}" if self.asked and self.step else since
 
 
 def epochs_of(numerics: Mapping[str, object]) -> tuple[Epoch, ...]:
@@ -39,7 +50,8 @@ def epochs_of(numerics: Mapping[str, object]) -> tuple[Epoch, ...]:
         if (told := _PART.fullmatch(part)) is None:
             return ()
         step, slot = int(told["step"] or 0), int(told["slot"] or 0)
-        found.append(Epoch(step, slot, int(told["width"] or ALONE)))
+        width = int(told["width"] or ALONE)
+        found.append(Epoch(step, slot, width, bool(told["asked"])))
     return tuple(found)
 
 
@@ -58,6 +70,23 @@ def with_epoch(epochs: Sequence[Epoch], new: Epoch) -> tuple[Epoch, ...]:
     before = tuple(epoch for epoch in epochs if epoch.step < new.step)
     same = before and (before[-1].slot, before[-1].width) == (new.slot, new.width)
     return before if same else (*before, new)
+
+
+def rebased(epochs: Sequence[Epoch], step: int) -> tuple[Epoch, ...]:
+    """Of a trial that goes on after ``step``: what was asked for later on holds from there.
+
+    Seats that it got where others were pruned it gets there again.
+    """
+    late = [index for index, epoch in enumerate(epochs) if epoch.asked and epoch.step > step]
+    if not late:
+        return tuple(epochs)
+    seat = epochs[late[-1]]._replace(step=step, asked=step > 0)
+    return (*with_epoch(epochs[: late[-1]], seat), *epochs[late[-1] + 1 :])
+
+
+def base_of(epochs: Sequence[Epoch]) -> Epoch:
+    """The seat that was asked for last, else the first one: others follow from it by rungs."""
+    return next((epoch for epoch in reversed(epochs) if epoch.asked), epochs[0])
 
 
 def longer(one: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any]:

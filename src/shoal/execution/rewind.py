@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from shoal.core import event as events
-from shoal.core.plan import alone, seated_at
+from shoal.core.plan import Job, alone, seated_at
+from shoal.core.seats import base_of, rebased, told
 from shoal.execution.floor import Floor
 from shoal.execution.trial import TrialRun
 from shoal.runtime import checkpoint
@@ -27,7 +28,7 @@ def fall_back(floor: Floor, state: TrialRun, reason: str) -> None:
     state.step = state.saved_step = saved.step if saved else 0
     state.saved_path = str(saved.path.relative_to(directory)) if saved else ""
     _disinherit(state)
-    _unseat(state)
+    _unseat(floor, state)
     floor.tell(
         events.TrialRestarted(time=time.time(), trial=trial, step=state.step, reason=reason)
     )
@@ -41,9 +42,16 @@ def _disinherit(state: TrialRun) -> None:
         state.halt = lost
 
 
-def _unseat(state: TrialRun) -> None:
-    """Where it is before it got a seat, it is in the one that it had, and gets the other again."""
+def _unseat(floor: Floor, state: TrialRun) -> None:
+    """Where it is before it got a seat, it is in the one that it had, and gets the other again.
+
+    One that was asked for it has from here on.
+    """
     state.job = seated_at(state.job, state.step)
+    if (seats := rebased(state.seats, state.step)) != state.seats:
+        state.seats = seats
+        known = replace(state.job, numerics={**state.job.numerics, "array": told(seats)})
+        _tell_replanned(floor, known, state.step, f"a seat that was asked for: {base_of(seats)}")
     later = [epoch.step for epoch in state.seats if epoch.step > state.step]
     if later and (state.job.array or state.job.began):
         state.halt = min(later)
@@ -57,13 +65,16 @@ def damaged(floor: Floor, trial: int, path: Path, why: str) -> None:
 
 def leave_array(floor: Floor, state: TrialRun, reason: str) -> None:
     """The trial trains alone from its newest generation on; its numerics key says since when."""
-    job = alone(state.job, state.step, reason)
-    state.rejob(job, state.layout)
+    state.rejob(alone(state.job, state.step, reason), state.layout)
+    _tell_replanned(floor, state.job, state.step, reason)
+
+
+def _tell_replanned(floor: Floor, job: Job, step: int, reason: str) -> None:
     floor.tell(
         events.TrialReplanned(
             time=time.time(),
             trial=job.trial,
-            step=state.step,
+            step=step,
             reason=reason,
             technique=type(job.technique).__name__,
             shards=len(job.shards),

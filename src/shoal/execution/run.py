@@ -16,7 +16,7 @@ from pathlib import Path
 from shoal.core import event as events
 from shoal.core.errors import ShoalError, StorageError
 from shoal.core.plan import Job, Plan, seated_at
-from shoal.core.seats import epochs_of
+from shoal.core.seats import epochs_of, rebased
 from shoal.core.spec import TrialSpec
 from shoal.core.units import counted
 from shoal.execution.endings import Endings
@@ -129,7 +129,7 @@ class Execution:
             self._floor.open.add(trial)
             self._floor.states[trial] = TrialRun(
                 job=seated_at(job, start.step),
-                seats=epochs_of(job.numerics),
+                seats=rebased(epochs_of(job.numerics), start.step),
                 layout=planned.layouts[trial],
                 total=total,
                 step=start.step,

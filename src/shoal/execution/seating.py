@@ -110,4 +110,5 @@ def _seat(first: ArrayPlace, rank: Rank, step: int, job: Job) -> Epoch | None:
 def _first(job: Job) -> ArrayPlace | None:
     """The array in which it began, of a trial that may get other seats."""
     first = job.began or job.array
-    return first if first is not None and first.rooms else None
+    may_move = first is not None and bool(first.rooms) and "array_widths" in job.numerics
+    return first if may_move else None

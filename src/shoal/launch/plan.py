@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from shoal.core.errors import PlanError
 from shoal.core.plan import Job, Plan
@@ -52,6 +53,8 @@ def plan_study(
     before: Mapping[int, Mapping[str, Scalar]] = NOTHING,
     fuse: Wish = None,
     recorded: Mapping[int, Mapping[str, Scalar]] = NOTHING,
+    steps: Mapping[int, int] = MappingProxyType({}),
+    reseats: bool = False,
     idle: Sequence[DeviceSpec] = (),
 ) -> tuple[Planner, Planned]:
     """Measure and decide; the pool is configured for the study afterwards.
@@ -60,6 +63,8 @@ def plan_study(
         before: The numerics keys of trials that go on.
         fuse: How wide arrays are to be.
         recorded: The numerics keys of all trials that were planned before.
+        steps: Where trials that were planned before go on.
+        reseats: Whether ``fuse`` holds for those under way too, though their bits change.
         idle: Devices beside the hardware's, for a trial that is a pipeline over them too.
 
     Raises:
@@ -85,7 +90,8 @@ def plan_study(
         changes=bool(study.search.varied),
     )
     wish = _in_a_population(study, fuse, trials)
-    fusing = Fusing(wish, hardware.devices, recorded, times, before)
+    reseats = reseats and wish == fuse
+    fusing = Fusing(wish, hardware.devices, recorded, times, before, steps, reseats=reseats)
     planner = Planner(
         *args,
         steps=settings.steps,

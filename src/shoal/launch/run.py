@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 
@@ -22,7 +22,7 @@ import torch
 from shoal.control import ControlServer
 from shoal.core import event as events
 from shoal.core.errors import StorageError
-from shoal.core.spec import DeviceSpec, TrialSpec
+from shoal.core.spec import DeviceSpec, Scalar, TrialSpec
 from shoal.execution.announce import planned_events, steps_of
 from shoal.execution.floor import Tally
 from shoal.execution.run import Execution
@@ -35,7 +35,7 @@ from shoal.launch.policy import bytes_on_disk
 from shoal.launch.request import Asked, Request, settings_of
 from shoal.launch.saving import interval_of, with_interval
 from shoal.launch.signals import Interrupts
-from shoal.launch.starts import check_numerics, refuse_numerics, remove_strays
+from shoal.launch.starts import asked_seats, check_numerics, refuse_numerics, remove_strays
 from shoal.observe.rows import TrialState
 from shoal.planning import Planned, Planner
 from shoal.resume import StudyRecord
@@ -141,8 +141,10 @@ class Run:
             sink=case.sinks.write,
             before=case.found.numerics,
             fuse=self._request.fuse,
+            recorded=_recorded(case),
+            steps={n: s.step for n, s in case.found.starts.items() if not s.warm},
+            reseats=self._request.accept_numerics,
             idle=self._idle(case),
-            recorded={row.number: row.numerics for row in case.before.trials if row.numerics},
         )
         decided = interval_of(self._study.policy, planned.plan, case.place.path)
         self._settings = replace(self._settings, checkpoint_every_s=float(decided.every_s))
@@ -168,7 +170,7 @@ class Run:
         changes = check_numerics(planned.plan, case.found.numerics)
         if not self._request.accept_numerics:
             refuse_numerics(changes)
-        return changes
+        return changes + asked_seats(planned.plan, _recorded(case))
 
     def _opening(self, case: Case, planned: Planned, changes: list[str]) -> list[events.Event]:
         words = (*case.merged.changes, *changes, *self._about_disk)
@@ -287,6 +289,11 @@ class Run:
             stopped=tally.reason,
             pruned=tally.pruned,
         )
+
+
+def _recorded(case: Case) -> dict[int, Mapping[str, Scalar]]:
+    """The numerics keys of trials that were planned before."""
+    return {row.number: row.numerics for row in case.before.trials if row.numerics}
 
 
 def _words(error: BaseException) -> str:

@@ -24,7 +24,7 @@ from pathlib import Path
 from shoal.core import event as events
 from shoal.core.errors import SpecError, StorageError
 from shoal.core.plan import NO_ARRAY, Plan
-from shoal.core.seats import is_continued
+from shoal.core.seats import epochs_of, is_continued
 from shoal.core.spec import Scalar
 from shoal.execution.ladder import bits_of
 from shoal.execution.trial import Start
@@ -250,8 +250,19 @@ def check_numerics(plan: Plan, before: Mapping[int, Mapping[str, Scalar]]) -> li
     return sentences
 
 
+def asked_seats(plan: Plan, recorded: Mapping[int, Mapping[str, Scalar]]) -> list[str]:
+    """A sentence for each trial that has another seat from here on, because it was asked for."""
+    sentences = []
+    for job in plan.jobs:
+        asked = {epoch for epoch in epochs_of(job.numerics) if epoch.asked}
+        new = asked.difference(epochs_of(recorded.get(job.trial, {})))
+        sentences += [f"trial {job.trial} goes on elsewhere, {epoch}" for epoch in new]
+    return sentences
+
+
 def _is_on_record(then: Scalar, now: Scalar) -> bool:
     """Whether what a trial's array has become is told already: it left it, or has another seat."""
+    then = "alone" if then == ALONE["array"] else then
     return str(now).startswith(NO_ARRAY) or is_continued(then, now)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from shoal.core.plan import ARRAY_KEYS, ArrayPlace, ArrayRoom, Job, LoneNeed, seated
-from shoal.core.seats import ALONE, epochs_of
+from shoal.core.seats import ALONE, Epoch, epochs_of
 from shoal.core.spec import NO_SECONDS, PassKind, Scalar, WidthMeasure
 from shoal.core.technique import as_they_travel, kept_shards
 from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_seconds
@@ -89,10 +89,17 @@ def in_array(
     )
 
 
-def with_rooms(job: Job, alone: Job, place: ArraySlot, later: Later) -> Job:
+def with_rooms(
+    job: Job,
+    alone: Job,
+    place: ArraySlot,
+    later: Later,
+    known: Mapping[str, Scalar] | None = None,
+) -> Job:
     """A job in an array, with the seats that its trial may get on the way.
 
-    ``alone`` is the trial's own. An array in shards is of one width: its trials' homes are.
+    ``alone`` is the trial's own; ``known`` the key of one that asked for its seat: of widths and
+    company it goes on to say the same. An array in shards is of one width: its trials' homes are.
     """
     assert job.array is not None
     own = ArrayRoom(
@@ -115,6 +122,8 @@ def with_rooms(job: Job, alone: Job, place: ArraySlot, later: Later) -> Job:
         "array_widths": told(own.width, later.widths),
         "array_company": own.group.removesuffix(IN_SHARDS),
     }
+    if known is not None:
+        key = {name: known[name] for name in key if name in known}
     return replace(job, array=array, numerics={**job.numerics, **key})
 
 
@@ -146,23 +155,27 @@ def _room(
     )
 
 
-def as_recorded(job: Job, before: Mapping[str, Scalar], now: Mapping[str, Scalar] | None) -> Job:
+def as_recorded(
+    job: Job, before: Mapping[str, Scalar], there: Sequence[Epoch] | None = None
+) -> Job:
     """With the seats that its trial had so far, and those that it will have again.
 
-    ``now`` is its key at the step from which it goes on, None at its first. Where an array that it
+    ``there`` are those it had when it goes on, None at its first step. Where an array that it
     needs is not there the job is as it was: its key differs, and whoever resumes it is told.
     """
     epochs = epochs_of(before)
     if len(epochs) < 2:
         return job
-    there = epochs_of(now) if now is not None else epochs[:1]
+    kept = {name: value for name, value in before.items() if name in ARRAY_KEYS}
+    there = epochs[:1] if there is None else there
     if job.array is None and there and there[-1].width == ALONE and there == epochs:
-        kept = {name: value for name, value in before.items() if name in ARRAY_KEYS}
         return replace(job, numerics={**job.numerics, **kept})  # it needs none any more
-    rooms = job.array.rooms if job.array is not None else ()
-    widths = {ALONE, *(room.width for room in rooms)}
+    if job.array is None:
+        return job
     needed = {epoch.width for epoch in epochs if epoch not in there[:-1]}
-    return seated(job, epochs) if job.array is not None and needed <= widths else job
+    if not needed <= {ALONE, *(room.width for room in job.array.rooms)}:
+        return job
+    return seated(job, epochs)
 
 
 def in_spilled_array(

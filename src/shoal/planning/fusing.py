@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from shoal.core.plan import Job, left_array
-from shoal.core.seats import ALONE, epochs_of, longer
+from shoal.core.seats import ALONE, Epoch, epochs_of, longer
 from shoal.core.spec import (
     NO_BYTES,
     ArrayMeasure,
@@ -54,9 +54,19 @@ from shoal.planning.arrayjobs import (
     with_rooms,
 )
 from shoal.planning.asking import Asking
+from shoal.planning.reseating import (
+    Reseating,
+    array_kind,
+    asked_width,
+    begins_in_one,
+    free_slot,
+    recorded_seat,
+    recorded_width,
+    where_it_is,
+)
 from shoal.planning.spilling import SpilledArrayPlan, Spilling
 from shoal.planning.trying import BRIEFLY, Room, try_arrays
-from shoal.planning.widthwish import KINDS, ONE_WIDTH, UNCUT, Wish, width_wished
+from shoal.planning.widthwish import ONE_WIDTH, UNCUT, Wish, width_wished
 
 MOST_SPILLED = 2  # widths for which shards are looked for
 LIKELY = 1000
@@ -108,6 +118,8 @@ class Fusing:
         recorded: The numerics keys of all trials that were planned before.
         times: How long trials are; None: nobody knows.
         now: The numerics keys of trials that go on, at the step from which they do.
+        steps: Those steps.
+        reseats: Whether those under way are to have the width that is wished, and other bits.
 
     Attributes:
         layouts: The homes of trials of arrays that are spilled, in the arrays' shards.
@@ -120,12 +132,19 @@ class Fusing:
         recorded: Mapping[int, Mapping[str, Scalar]],
         times: Times | None = None,
         now: Mapping[int, Mapping[str, Scalar]] = MappingProxyType({}),
+        steps: Mapping[int, int] = MappingProxyType({}),
+        *,
+        reseats: bool = False,
     ) -> None:
         self._wish, self._now, self._devices = wish, dict(now), len(devices)
+        self._wished, self._times = width_wished(wish), times or Times()
+        self._reseating = Reseating(self._wished, steps, accepts=reseats)
         self._recorded = {**now, **recorded}
         for trial, key in now.items():  # of which more may be on record than the study knows
-            self._recorded[trial] = longer(self._recorded[trial], key)
-        self._wished, self._times = width_wished(wish), times or Times()
+            key = longer(self._recorded[trial], key)
+            self._recorded[trial] = where_it_is(key, steps[trial]) if trial in steps else key
+        for trial in filter(self._reseating.begins, steps):
+            self._recorded.pop(trial, None)
         self._budget = min(device.memory for device in devices)
         self._shapes: dict[Signature, _Shape] = {}
         self._spilling: Spilling | None = None
@@ -240,20 +259,23 @@ class Fusing:
         shape.closes = self._times.prunes
         usual = Counter(constants.get(trial.number, "") for trial in fresh)
         shape.constants = usual.most_common(1)[0][0]
-        places = [recorded_place(key) for key in self._of(shape)]
+        keys = self._of(shape)
+        places = [(recorded_width(key), array_kind(key)) for key in keys]
         if self._wish == 0:
             shape.width = ALONE
+        elif self._wished is not None and (self._reseating.is_asked or not places):
+            shape.width, shape.kind, shape.rest = self._wished
         elif places:  # what its trials trained in
             # Beside a compiled array a traced one has the trials whose floats are others.
             widest = max(places, key=lambda place: (place[0], place[1] == "compiled"))
-            shape.width, shape.kind = widest
+            asked = asked_width(keys)
+            shape.width, shape.kind = widest if asked is None else (asked, None)
             shape.constants = self._recorded_constants(shape) or shape.constants
-            shape.rest = next(filter(None, map(from_key, self._of(shape))), ())
-            shape.closes = any("array_widths" in key for key in self._of(shape))
+            rest = next(filter(None, map(from_key, keys)), ())
+            shape.rest = tuple(narrow for narrow in rest if narrow.width < shape.width)
+            shape.closes = any("array_widths" in key for key in keys)
         elif self._wish is None:
             shape.width = ALONE
-        elif self._wished is not None:
-            shape.width, shape.kind, shape.rest = self._wished
         else:
             self._measure_widths(shape, fresh, job, asking, load)
 
@@ -411,14 +433,11 @@ class Fusing:
         return held + found.unit_bytes <= self._budget
 
     def _kind(
-        self,
-        shape: _Shape,
-        before: Mapping[str, Scalar] | None,
-        constants: str,
+        self, shape: _Shape, before: Mapping[str, Scalar] | None, constants: str
     ) -> PassKind | None:
         """How a trial's array is to run; None: traced, if there is a graph."""
-        if before is not None:
-            return recorded_place(before)[1]
+        if before is not None and not begins_in_one(before):
+            return array_kind(before)
         if shape.kind == "compiled" and constants != shape.constants:
             return None  # its code would be another one: an array beside the compiled one
         return shape.kind
@@ -432,25 +451,38 @@ class Fusing:
         told: Mapping[int, str],
     ) -> Job:
         """The job in its array, if that is where it trains."""
-        before = self._recorded.get(job.trial)
-        known = array_place(before) if before else None
-        width = shape.width if before is None else recorded_width(before)
+        before, said = self._recorded.get(job.trial), ""
+        if before is not None:
+            before, said = self._reseating.seat(job.trial, before, self._of(shape))
+            self._recorded[job.trial] = before
+        seat = None if before is None else recorded_seat(before)
+        width = shape.width if seat is None else seat.width
         key = {**job.numerics, **left_array(before), "array_group": shape.group}
         if before and "array_company" in before:  # with whom it began, also where it left them
             key["array_company"] = before["array_company"]
-        job = replace(job, numerics=key)
+        job = replace(job, numerics=key, why=(*job.why, said) if said else job.why)
+        there = self._there(job.trial, before)
         if width == ALONE:
-            return replace(job, why=(*job.why, *shape.why))
+            job = replace(job, why=(*job.why, *shape.why))
+            return as_recorded(job, before or {}, there)
         kind = self._kind(shape, before, told[job.trial])
         if kind == "compiled":  # of those that share its code
             mine = str((before or {}).get("array_floats", shape.constants))
             trials = [trial for trial in trials if told[trial.number] == mine]
-        slot = known[0] if known else self._free_slot(shape, width)
+        slot = free_slot(self._of(shape), width) if seat is None else seat.slot
         place = ArraySlot(shape.group, slot, told[job.trial])
         placed, later = self._in_its_array(job, shape, trials, asking, place, width, kind)
-        if later is not None and placed.array is not None:
-            placed = with_rooms(placed, job, place, later)
-        return as_recorded(placed, before or {}, self._now.get(job.trial))
+        asked = before if seat is not None and seat.asked else None
+        if placed.array is not None and (later is not None or asked):
+            placed = with_rooms(placed, job, place, later or Later(()), asked)
+        return as_recorded(placed, before or {}, there)
+
+    def _there(self, trial: int, before: Mapping[str, Scalar] | None) -> tuple[Epoch, ...] | None:
+        """The seats that a trial had so far; None at its first step."""
+        if before is not None and (there := self._reseating.there(trial, before)) is not None:
+            return there
+        now = self._now.get(trial)
+        return None if now is None else epochs_of(now)
 
     def _in_its_array(
         self,
@@ -529,8 +561,9 @@ class Fusing:
             return None
         found, captures = [], True
         widths = shape.rest if before is None else from_key(before)
+        widest = ALONE if before is None else recorded_width(before)
         for width, most in widths:
-            if width == ALONE:
+            if width == ALONE or (before is not None and width >= widest):
                 continue
             candidate = Candidate(width, kind or "traced")
             less, captured = self._found(shape, trials, candidate, asking, job)
@@ -560,35 +593,6 @@ class Fusing:
             return replace(found, pool_bytes=NO_BYTES), False
         eager = self._look_at(shape, trials, Candidate(found.width, "eager"), asking, job)
         return (found if eager.declined else eager), True
-
-    def _free_slot(self, shape: _Shape, width: int) -> int:
-        """The slot that fewest trials of the shape have; they follow each other there."""
-        places = [place for key in self._of(shape) if (place := array_place(key))]
-        used = Counter(slot for slot, wide in places if wide == width)
-        return min(range(width), key=lambda slot: (used[slot], slot))
-
-
-def array_place(numerics: Mapping[str, object]) -> tuple[int, int] | None:
-    """Slot and width with which a trial began, as its numerics key tells; None: in no array."""
-    epochs = epochs_of(numerics)
-    return epochs[0][1:] if epochs else None
-
-
-def array_kind(numerics: Mapping[str, object]) -> PassKind:
-    """How the passes of its array run, as a numerics key tells; a study of old says nothing."""
-    told = str(numerics.get("array_pass", "eager")).partition(",")[0]
-    return next((kind for kind in KINDS if kind == told), "eager")
-
-
-def recorded_place(numerics: Mapping[str, object]) -> tuple[int, PassKind]:
-    """The width and the kind that a numerics key tells of."""
-    return recorded_width(numerics), array_kind(numerics)
-
-
-def recorded_width(numerics: Mapping[str, object]) -> int:
-    """The width with which a trial began."""
-    place = array_place(numerics)
-    return place[1] if place else ALONE
 
 
 def _digest(signature: Signature) -> str:

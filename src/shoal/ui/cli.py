@@ -80,7 +80,7 @@ TechniqueName = Annotated[
 AcceptNumerics = Annotated[
     bool,
     typer.Option(
-        "--accept-numerics", help="Go on to other bits, where software or devices changed."
+        "--accept-numerics", help="Go on to other bits, where software, devices or --fuse changed."
     ),
 ]
 RetryFailed = Annotated[
@@ -157,6 +157,7 @@ class _Again(NamedTuple):
     as_json: bool
     accept_numerics: bool = False
     retry_failed: bool = False
+    fuse: str | None = None
 
     @property
     def given(self) -> list[str]:
@@ -167,6 +168,7 @@ class _Again(NamedTuple):
             "--device-memory": memory,
             "--host-memory": host,
             "--file": self.file,
+            "--fuse": self.fuse,
             "--accept-numerics": self.accept_numerics or None,
             "--retry-failed": self.retry_failed or None,
         }
@@ -189,6 +191,7 @@ class _Again(NamedTuple):
                 as_json=self.as_json,
                 accept_numerics=self.accept_numerics,
                 retry_failed=self.retry_failed,
+                fuse=self.fuse,
                 workers=workers,
             )
 
@@ -404,6 +407,7 @@ def resume(
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     file: SourceFile = None,
+    fuse: Fuse = None,
     accept_numerics: AcceptNumerics = False,
     retry_failed: RetryFailed = False,
     directory: Directory = "runs",
@@ -413,7 +417,7 @@ def resume(
     from shoal.ui.control import continue_study
 
     flags = (devices, device_memory, host_memory)
-    again = _Again(study, directory, flags, file, json, accept_numerics, retry_failed)
+    again = _Again(study, directory, flags, file, json, accept_numerics, retry_failed, fuse)
     code = continue_study(study, Path(directory), again.given, as_json=json)
     raise typer.Exit(again.run() if code is None else code)
 

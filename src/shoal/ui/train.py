@@ -96,6 +96,7 @@ def resume_study(
     as_json: bool = False,
     accept_numerics: bool = False,
     retry_failed: bool = False,
+    fuse: str | None = None,
     workers: WorkerPool | None = None,
 ) -> int:
     """Go on with the study of a directory, with more trials if wanted; the code as of a run."""
@@ -109,6 +110,8 @@ def resume_study(
         "retry_failed": retry_failed,
     }
     more = {name: value for name, value in wanted.items() if value}
+    if fuse is not None:
+        more["fuse"] = parse_fuse(fuse)
     if (extend or clones) and sys.stderr.isatty():  # where there is none, lines say it
         more["callbacks"] = [_tell_changes]
     study.run(hardware=hardware, resume=True, workers=workers, **more)

@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shoal.core.plan import ArrayPlace, ArrayRoom, LoneNeed, seated, seated_at
 from shoal.core.seats import (
     ALONE,
     Epoch,
+    base_of,
     epochs_of,
     is_continued,
     longer,
+    rebased,
     told,
     until,
     with_epoch,
@@ -67,6 +69,32 @@ def test_other_words_tell_of_no_epochs(words):
     assert epochs_of({"array": words}) == ()
 
 
+@given(histories(), st.integers(0, 60), st.integers(0, 60), st.integers(0, 1))
+def test_what_is_asked_for_holds_from_where_the_trial_goes_on(history, asked_at, step, slot):
+    seat = Epoch(asked_at, slot, 2, asked=asked_at > 0)
+    asked = with_epoch(until(history, asked_at), seat)
+    assume(seat in asked)  # and not the one that it has already
+    assert epochs_of({"array": told(asked)}) == asked
+    there = rebased(asked, step)
+    assert [epoch.step for epoch in there] == sorted({epoch.step for epoch in there})
+    if step >= asked_at:
+        assert there == asked
+        return
+    assert until(there, step) == there
+    assert there[-1][1:3] == asked[-1][1:3]
+    assert until(there, step - 1) == until(history, step - 1)
+
+
+def test_the_seat_that_others_follow_from():
+    first, rung = Epoch(0, 3, 16), Epoch(120, 0, 4)
+    wish = Epoch(130, 1, 8, asked=True)
+    assert base_of((first, rung)) == first
+    assert base_of((first, rung, wish, Epoch(360, 0, ALONE))) == wish
+    words = "slot 3 of 16; from step 120 slot 0 of 4; as asked from step 130 slot 1 of 8"
+    assert told((first, rung, wish)) == words
+    assert epochs_of({"array": words}) == (first, rung, wish)
+
+
 def test_words():
     history = (Epoch(0, 3, 16), Epoch(120, 0, 4), Epoch(360, 0, ALONE))
     assert told(history) == "slot 3 of 16; from step 120 slot 0 of 4; from step 360 alone"
@@ -87,7 +115,7 @@ def test_a_job_follows_its_epochs_and_goes_back(history, step):
         assert back.array is None
         assert back.held_bytes == 10
     else:
-        assert (back.array.slot, back.array.width) == there[-1][1:]
+        assert (back.array.slot, back.array.width) == there[-1][1:3]
         assert back.peak_bytes == back.held_bytes + back.unit_bytes == 15 * back.array.width
 
 
@@ -96,7 +124,7 @@ def test_a_new_epoch_is_told_once_and_only_if_something_changes(history, step, s
     new = Epoch(step, slot, 4)
     once = with_epoch(history, new)
     assert with_epoch(once, new) == once
-    assert until(once, step)[-1][1:] == new[1:]
+    assert until(once, step)[-1][1:3] == new[1:3]
     assert len({epoch.step for epoch in once}) == len(once)
 
 

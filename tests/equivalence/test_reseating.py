@@ -1,0 +1,142 @@
+"""Studies that go on with another width: trials under way change seats where they stand, exactly.
+
+Each study is short at first, and longer when it goes on: so it is known at which step that is.
+"""
+
+from __future__ import annotations
+
+import pytest
+import ranks
+import studies
+
+import shoal
+from shoal.core.event import StudyChanged
+from shoal.core.seats import ALONE, Epoch, epochs_of
+from shoal.observe import read_events
+
+TRIALS = 5
+IN_AN_EPOCH, AT_AN_EVALUATION, AT_THE_END_OF_AN_EPOCH = 7, 8, 10
+
+
+def go_on(directory, warm_workers, steps, fuse, *, accept=True, devices=1, **options):
+    """Train a study of a few trials so far, as arrays or not; its directory."""
+    usual = {"steps": steps, "trials": TRIALS, "pruner": None, "generation": None}
+    study = ranks.make(directory, **(usual | options))
+    studies.run(study, warm_workers, devices=devices, fuse=fuse, accept_numerics=accept)
+    return study.directory
+
+
+def told(place):
+    return [epochs_of(row.numerics) for row in ranks.rows_of(place)]
+
+
+@pytest.mark.parametrize("at", [IN_AN_EPOCH, AT_AN_EVALUATION, AT_THE_END_OF_AN_EPOCH])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(4, 2), (2, 4), (4, False), (4, "3 eager"), (False, 4), (None, 2), (4, "4/2")],
+    ids=str,
+)
+def test_trials_go_on_in_another_width(at, before, after, tmp_path, warm_workers):
+    go_on(tmp_path, warm_workers, at, before)
+    place = go_on(tmp_path, warm_workers, 16, after)
+    was, is_now = _width(before), _width(after)
+    for epochs in told(place):
+        assert [epoch.width for epoch in epochs] == ([was, is_now] if was != is_now else [was])
+        assert all(epoch.step == at and epoch.asked for epoch in epochs[1:])
+    slots = [epochs[-1].slot for epochs in told(place)]
+    assert sorted(slots) == sorted(number % is_now for number in range(TRIALS))
+    ranks.check_seats(place)
+
+
+def _width(fuse) -> int:
+    return int(str(fuse or ALONE).partition(" ")[0].partition("/")[0])
+
+
+def test_what_was_asked_for_once_stays(tmp_path, warm_workers):
+    go_on(tmp_path, warm_workers, 5, 4)
+    go_on(tmp_path, warm_workers, 9, 2)
+    place = go_on(tmp_path, warm_workers, 14, None, accept=False)
+    assert {tuple(e.width for e in epochs) for epochs in told(place)} == {(4, 2)}
+    ranks.check_seats(place)
+    go_on(tmp_path, warm_workers, 18, False)
+    go_on(tmp_path, warm_workers, 20, None, accept=False, devices=2)
+    assert {tuple(e.width for e in epochs) for epochs in told(place)} == {(4, 2, ALONE)}
+    ranks.check_seats(place)
+
+
+def test_trials_that_come_later_have_the_width_of_those_that_went_on(tmp_path, warm_workers):
+    go_on(tmp_path, warm_workers, 5, 4)
+    go_on(tmp_path, warm_workers, 9, 2)
+    place = go_on(tmp_path, warm_workers, 9, None, accept=False, trials=TRIALS + 2)
+    assert {tuple(e.width for e in epochs) for epochs in told(place)[TRIALS:]} == {(2,)}
+    ranks.check_seats(place)
+
+
+def test_trials_that_ended_stay_what_they_were(tmp_path, warm_workers):
+    place = go_on(tmp_path, warm_workers, 6, 4)
+    go_on(tmp_path, warm_workers, 6, 2, trials=TRIALS + 2)
+    widths = [tuple(e.width for e in epochs) for epochs in told(place)]
+    assert widths == [(4,)] * TRIALS + [(2,)] * 2
+    ranks.check_seats(place)
+
+
+def test_without_accepting_other_bits_trials_stay_and_that_is_said(tmp_path, warm_workers):
+    place = go_on(tmp_path, warm_workers, 6, 4)
+    go_on(tmp_path, warm_workers, 12, 2, accept=False)
+    assert {tuple(e.width for e in epochs) for epochs in told(place)} == {(4,)}
+    plan = (place / "plan.json").read_text()
+    assert "it stays in slot 0 of 4, as its bits depend on that" in plan
+    assert "accept_numerics=True" in plan
+    ranks.check_seats(place)
+
+
+def test_that_it_was_asked_for_is_on_record(tmp_path, warm_workers):
+    go_on(tmp_path, warm_workers, 6, 4)
+    place = go_on(tmp_path, warm_workers, 12, 2)
+    said = [e.changes for e in read_events(place) if isinstance(e, StudyChanged)]
+    words = "trial 1 goes on elsewhere, as asked from step 6 slot 1 of 2"
+    assert words in [change for changes in said for change in changes]
+    assert (
+        "it goes on so from step 6, as was asked; before that it was in slot 0 of 4"
+        in (place / "plan.json").read_text()
+    )
+
+
+@pytest.mark.parametrize(("before", "after"), [("4 branches", 2), (4, "2 branches")])
+def test_passes_of_their_own_bits_stay(before, after, tmp_path, warm_workers):
+    place = go_on(tmp_path, warm_workers, 6, before)
+    go_on(tmp_path, warm_workers, 12, after)
+    assert {tuple(e.width for e in epochs) for epochs in told(place)} == {(4,)}
+    assert "passes that are branches have bits of their own" in (place / "plan.json").read_text()
+    ranks.check_seats(place)
+
+
+def test_a_narrower_array_where_the_wider_one_has_no_room(tmp_path, warm_workers):
+    """The reason to ask: the study goes on on a smaller device."""
+    study = ranks.make(tmp_path, steps=6, trials=8, pruner=None, generation=None)
+    studies.run(study, warm_workers, fuse=8)
+    need = {job.array.width: job.peak_bytes for job in study.plan(fuse=8).jobs}[8]
+    small = shoal.Hardware.virtual(devices=1, memory=need * 3 // 4)
+    longer = ranks.make(tmp_path, steps=12, trials=8, pruner=None, generation=None)
+    longer.run(hardware=small, fuse=2, accept_numerics=True, workers=warm_workers, progress=False)
+    assert {tuple(e.width for e in epochs) for epochs in told(study.directory)} == {(8, 2)}
+    ranks.check_seats(study.directory)
+
+
+def test_where_its_newest_generation_is_damaged_the_seat_holds_from_the_one_before(
+    tmp_path, warm_workers
+):
+    go_on(tmp_path, warm_workers, 5, 4, keep=4)
+    go_on(tmp_path, warm_workers, 9, None, accept=False, keep=4)
+    place = go_on(tmp_path, warm_workers, 10, 2, keep=4)
+    trial = place / "trials" / "0001"
+    for newer in sorted(trial.iterdir())[1:]:
+        for file in newer.glob("*.safetensors"):
+            file.write_bytes(b"\0" * file.stat().st_size)
+    go_on(tmp_path, warm_workers, 16, None, accept=False, keep=4)
+    assert told(place)[0] == (Epoch(0, 0, 4), Epoch(9, 0, 2, asked=True))
+    first, asked = told(place)[1]
+    assert first == Epoch(0, 1, 4)
+    assert asked[1:] == (1, 2, True)
+    assert asked.step == 5
+    ranks.check_seats(place)
