@@ -133,7 +133,9 @@ def array_loop(
         for step, source in inherits.items()
     }
     with borrowed_process(threads, where):
-        place = SlotPlace(slot, width, kind, tuple(Epoch(*seat) for seat in later))
+        place = SlotPlace(
+            slot, width, kind, tuple(Epoch(seat[0], seat[1], seat[2]) for seat in later)
+        )
         member, losses, history = train_in_slot(recipe, hp, seed, place, device=where, **ends)
     return PlainResult(
         model=member.module,
