@@ -76,3 +76,28 @@ def test_a_state_of_many_times_the_device_trains_exactly(
     )
     assert_alone(report, report.trials, recipe, steps=STEPS)
     assert 0 < max(peaks) <= budget
+
+
+def views(hp):
+    """Rows of a data set that is far larger than the device."""
+    x = torch.randn(40_000, WIDTH, generator=torch.Generator().manual_seed(1))
+    return list(
+        zip(x[: 2 * STEPS].split(2), x[:, 0].long().clamp(0, 2).split(2), strict=False)
+    ), None
+
+
+@pytest.mark.parametrize("technique", [None, shoal.Spilled(shards=4), shoal.Spilled(shards=8)])
+def test_batches_that_are_views_of_a_large_data_set(technique, run_study, assert_alone):
+    recipe = shoal.Recipe(model=tower, data=views, loss=loss)
+    told = []
+    report = run_study(
+        recipe,
+        shoal.grid(lr=[1e-2], blocks=[8]),
+        steps=STEPS,
+        memory="1MiB",
+        technique=technique,
+        callbacks=[told.append],
+    )
+    assert_alone(report, report.trials, recipe, steps=STEPS)
+    peaks = [event for event in told if isinstance(event, PeakMeasured)]
+    assert all(peak.peak_bytes <= peak.predicted_bytes for peak in peaks)

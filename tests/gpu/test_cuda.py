@@ -11,7 +11,9 @@ import torch
 import zoo
 
 import shoal
+from shoal.device.allocator import allocator_here, held_by_libraries
 from shoal.device.losses import Losses, readback_of
+from shoal.partition.track import AllocationTracker
 from shoal.testing import compare, plain_loop
 
 pytestmark = [
@@ -95,3 +97,26 @@ def test_losses_come_to_the_host_and_nothing_waits_for_them_until_they_are_asked
     found = losses.values()
     torch.cuda.set_sync_debug_mode("default")
     assert found == [(weight * factor).item() for factor in (1.0, 2.0, 3.0)]
+
+
+def test_scratch_memory_of_a_kernel_is_in_the_peak_that_is_counted():
+    keys = torch.randint(2**30, (2**20,), device="cuda")
+    torch.sort(keys)  # whatever is made once
+    with AllocationTracker() as tracker:
+        values, order = torch.sort(keys)
+
+    assert tracker.scratch_bytes > 0
+    assert tracker.peak_bytes == values.nbytes + order.nbytes + tracker.scratch_bytes
+    assert allocator_here().peak_bytes >= keys.nbytes + tracker.peak_bytes
+    with AllocationTracker() as tracker:
+        keys + 1
+
+    assert (tracker.scratch_bytes, tracker.peak_bytes) == (0, keys.nbytes)
+
+
+def test_libraries_keep_their_workspaces_for_good():
+    device = torch.device("cuda:0")
+    found = held_by_libraries(device, lambda: torch.cuda.memory_allocated(device))
+
+    assert found > 0
+    assert found == held_by_libraries(device, lambda: torch.cuda.memory_allocated(device))

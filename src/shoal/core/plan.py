@@ -8,7 +8,16 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from shoal.core.seats import ALONE, Epoch, epochs_of, rebased, told, until
-from shoal.core.spec import NO_BYTES, NO_SECONDS, DeviceSpec, Halves, PassKind, Scalar, ShardSpec
+from shoal.core.spec import (
+    NO_BYTES,
+    NO_SECONDS,
+    DeviceSpec,
+    Halves,
+    PassKind,
+    Scalar,
+    ShardSpec,
+    record_of,
+)
 from shoal.core.technique import (
     Captured,
     DataParallel,
@@ -264,7 +273,7 @@ class Plan:
             f"{counted(len(self.devices), 'device')}, up to {self.active} at a time on each{order}"
             f"; predicted {format_seconds(self.seconds)}"
         ]
-        lines += [f"  device {d.name}: {format_bytes(d.memory)}" for d in self.devices]
+        lines += [f"  device {d.name}: {_explain_memory(d)}" for d in self.devices]
         first: dict[object, int] = {}
         for job in self.jobs:
             shape = (job.technique, job.shards, job.batch_bytes, job.why)
@@ -281,6 +290,14 @@ class Plan:
     def from_json(text: str) -> Plan:
         """Read a plan written by ``to_json``."""
         return plan_from_dict(json.loads(text))
+
+
+def _explain_memory(device: DeviceSpec) -> str:
+    """What trials may have of a device is less than all where libraries keep some of it."""
+    if not device.library_bytes:
+        return format_bytes(device.memory)
+    own = format_bytes(device.library_bytes)
+    return f"of {format_bytes(device.memory)}, {own} are the libraries' own"
 
 
 def _explain_job(job: Job, like: int) -> list[str]:
@@ -302,6 +319,7 @@ def _explain_job(job: Job, like: int) -> list[str]:
         f"inputs of {_part(job.technique)}s": sum(s.boundary_bytes for s in shards),
         "buffers": job.buffer_bytes,
         "batch": job.batch_bytes,
+        "workspace of kernels": max((s.workspace_bytes for s in shards), default=NO_BYTES),
     }
     if isinstance(job.technique, Spilled):
         place = job.technique.optimizer
@@ -435,7 +453,7 @@ def _explain_shard(shard: ShardSpec, name: str = "shard") -> str:
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """Plain containers only, ready for JSON; techniques carry their name under ``kind``."""
-    record = asdict(plan)
+    record = asdict(plan, dict_factory=record_of)
     for job, entry in zip(plan.jobs, record["jobs"], strict=True):
         entry["technique"] = {"kind": type(job.technique).__name__, **asdict(job.technique)}
         entry["hp"], entry["numerics"] = dict(job.hp), dict(job.numerics)

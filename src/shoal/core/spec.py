@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -28,6 +28,14 @@ Master = Literal["split", "float32"]
 """How the host keeps the float32 of those: as that bfloat16 and what it lacks, or as it is."""
 Order = Literal["micro", "shard"]
 """Which loop of a spilled step is outside: over micro-batches, as in the plain loop, or shards."""
+
+
+_OF_GPUS = frozenset(("library_bytes", "workspace_bytes"))
+
+
+def record_of(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """For ``asdict``: fields by name, without those that GPUs alone have where they are 0."""
+    return {name: value for name, value in fields if value or name not in _OF_GPUS}
 
 
 class HyperParameters(Mapping[str, Scalar]):
@@ -95,6 +103,7 @@ class DeviceSpec:
     device take the time of a real link; None copies at memory speed. ``profile`` makes
     all that a virtual device does take the time of a real one: links, host memory and
     kernels; one read back from JSON may be given as the mapping that it was written as.
+    ``library_bytes`` of the memory are what libraries keep of a GPU for good, where that is known.
     """
 
     name: str
@@ -104,9 +113,15 @@ class DeviceSpec:
     poison: bool = False
     link_bytes_per_s: float | None = None
     profile: Profile | None = None
+    library_bytes: Bytes = NO_BYTES
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "profile", as_profile(self.profile))
+
+    @property
+    def for_trials(self) -> Bytes:
+        """The memory that trials may have."""
+        return Bytes(max(0, self.memory - self.library_bytes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +217,8 @@ class ShardSpec:
     where those stay of its state, stay on the device from step to step. ``halves`` is its
     backward in two, None where that was not measured. ``step_chunks`` are the bytes of its
     parameters that a step on the host takes at a time, () where it takes all at once.
+    ``workspace_bytes`` of a unit's peak, at most, are scratch memory of its kernels, as far as the
+    device's allocator tells it.
     """
 
     index: int
@@ -230,6 +247,7 @@ class ShardSpec:
     head_of_state: bool = False
     step_chunks: tuple[Bytes, ...] = ()
     halves: Halves | None = None
+    workspace_bytes: Bytes = NO_BYTES
 
     @property
     def step_bytes(self) -> Bytes:

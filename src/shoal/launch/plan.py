@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from shoal.core.errors import PlanError
 from shoal.core.plan import Job, Plan
-from shoal.core.spec import DeviceSpec, Place, Scalar, TrialSpec
+from shoal.core.spec import NO_BYTES, DeviceSpec, Place, Scalar, TrialSpec
 from shoal.core.technique import Technique
 from shoal.core.units import Bytes, counted, format_bytes
 from shoal.execution.announce import predict_seconds, steps_of
@@ -74,6 +74,7 @@ def plan_study(
     """
     early(technique, study.recipe, hardware.devices)
     pool.configure(hardware.devices, pack_recipe(study.recipe), settings)
+    hardware, idle = without_libraries(hardware, idle, pool.library_bytes())
     places = {key.get("optimizer_place") for key in before.values()}
     place = next((p for p in PLACES if places == {p}), None)
     recipe = study.recipe
@@ -118,6 +119,24 @@ def plan_study(
     check_host_memory(planned.plan, hardware.host_memory, may_wait=may_wait)
     seconds = predict_seconds(planned.plan, steps_of(planned, settings))
     return planner, replace(planned, plan=with_seconds(planned.plan, seconds))
+
+
+def without_libraries(
+    hardware: Hardware, idle: Sequence[DeviceSpec], found: Mapping[str, Bytes]
+) -> tuple[Hardware, tuple[DeviceSpec, ...]]:
+    """The devices, those that are idle apart, with what libraries were ``found`` to keep of each.
+
+    Of a GPU that nobody has opened they are taken to keep as much as of any other.
+    """
+    most = max(found.values(), default=NO_BYTES)
+
+    def known(device: DeviceSpec) -> DeviceSpec:
+        if device.kind != "cuda":
+            return device
+        return replace(device, library_bytes=found.get(device.name, most))
+
+    devices = tuple(map(known, hardware.devices))
+    return replace(hardware, devices=devices), tuple(map(known, idle))
 
 
 def stops_of(settings: Settings) -> Stops:

@@ -22,7 +22,7 @@ import torch
 from shoal.control import ControlServer
 from shoal.core import event as events
 from shoal.core.errors import StorageError
-from shoal.core.spec import DeviceSpec, Scalar, TrialSpec
+from shoal.core.spec import DeviceSpec, Scalar, TrialSpec, record_of
 from shoal.execution.announce import planned_events, steps_of
 from shoal.execution.floor import Tally
 from shoal.execution.run import Execution
@@ -271,7 +271,9 @@ class Run:
             metric=study.metric,
             mode=study.mode,
             trials=len(case.merged.trials) + case.to_come,
-            devices=tuple(asdict(device) for device in case.hardware.devices),
+            devices=tuple(
+                asdict(device, dict_factory=record_of) for device in case.hardware.devices
+            ),
             source=study.source,
             versions={
                 "torch": torch.__version__,

@@ -72,6 +72,7 @@ class _Cost:
     rehearsal: Rehearsal  # what of it can wait on the host
     private_bytes: int = 0  # what enters it from the range before and no later one reads
     stash_bytes: int = 0  # what its forward changes, as it was
+    scratch_bytes: int = 0  # of kernels, in one of the peaks
     halves: Halves | None = None
 
 
@@ -169,6 +170,7 @@ def measure_shards(
                 stash_bytes=Bytes(cost.stash_bytes),
                 narrow=narrows[index],
                 halves=cost.halves,
+                workspace_bytes=Bytes(cost.scratch_bytes),
             )
         )
     return tuple(specs)
@@ -330,6 +332,7 @@ class _Forward(NamedTuple):
     peak_bytes: int
     seconds: float
     buffers_bytes: int = 0  # copies of the buffers it changes
+    scratch_bytes: int = 0  # of kernels, in the peak
 
 
 def _measure_forwards(
@@ -350,7 +353,7 @@ def _measure_forwards(
             made = unit()
         buffers = sum(buffer.nbytes for buffer in visits[start].buffers.values())
         left = tracker.current_bytes - buffers
-        costs.append(_Forward(left, tracker.peak_bytes, seconds, buffers))
+        costs.append(_Forward(left, tracker.peak_bytes, seconds, buffers, tracker.scratch_bytes))
         alive = chain.live_wires(stop, micro)
         wires = {wire: made[wire] if wire in made else wires[wire] for wire in alive}
         made.clear()
@@ -359,7 +362,7 @@ def _measure_forwards(
     with AllocationTracker() as tracker:
         run_evaluation(chain, micro, start, wires)
     seconds = timed(lambda: run_evaluation(chain, micro, start, wires))
-    costs.append(_Forward(0, tracker.peak_bytes, seconds))
+    costs.append(_Forward(0, tracker.peak_bytes, seconds, 0, tracker.scratch_bytes))
     return costs, visits
 
 
@@ -412,6 +415,7 @@ def _measure_backward(
         backward_peak_bytes=peak_bytes + written_bytes,
         forward_s=forward.seconds,
         backward_s=seconds,
+        scratch_bytes=max(forward.scratch_bytes, tracker.scratch_bytes),
         halves=halves,
     )
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.core.units import Bytes
+from shoal.device.allocator import allocator_here
 
 _FRESH = ("aten::lift_fresh", "aten::lift_fresh_copy")  # how torch.tensor(...) shows itself
 
@@ -20,8 +21,9 @@ class AllocationTracker(TorchDispatchMode):
 
     ``current_bytes`` are those alive now (it goes on counting down afterwards),
     ``peak_bytes`` the most at any time, ``allocated_bytes`` all of them together. A view is
-    not counted, nor what existed before. Scratch memory that a kernel takes and gives
-    back inside one operator is not seen. ``device`` restricts the count to one kind, such
+    not counted, nor what existed before. Scratch memory that a kernel takes and gives back
+    inside one operator is in the peak on a GPU, whose allocator tells it (``scratch_bytes`` of
+    the peak are that), and is not seen on a CPU. ``device`` restricts the count to one kind, such
     as ``"cuda"``. More than ``limit`` bytes at a time are refused as a device refuses them, with
     ``torch.OutOfMemoryError``: what was made is gone with the error.
     """
@@ -30,8 +32,10 @@ class AllocationTracker(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.current_bytes = 0
         self.peak_bytes = 0
+        self.scratch_bytes = 0
         self.allocated_bytes = 0
         self._device, self._limit = device, limit
+        self._allocator = None if device == "cpu" else allocator_here()
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def __torch_dispatch__(
@@ -41,8 +45,15 @@ class AllocationTracker(TorchDispatchMode):
         if func.name() not in _FRESH:
             _note_storages(args, before)
             _note_storages(kwargs, before)
+        if (allocator := self._allocator) is None or (given := allocator.before()) is None:
+            output = func(*args, **(kwargs or {}))
+            self._see(output, before)
+            return output
+        current = self.current_bytes
         output = func(*args, **(kwargs or {}))
+        most = current + allocator.rise(given)
         self._see(output, before)
+        self._see_inside(most)
         return output
 
     def alive(self) -> list[torch.UntypedStorage]:
@@ -52,7 +63,7 @@ class AllocationTracker(TorchDispatchMode):
 
     def restart_peak(self) -> None:
         """Forget the peak so far: from now on it is what is alive, or more."""
-        self.peak_bytes = self.current_bytes
+        self.peak_bytes, self.scratch_bytes = self.current_bytes, 0
 
     def _see(self, tree: Any, before: Collection[int]) -> None:
         """Count the storages of what an operator returned but those that were there before."""
@@ -69,6 +80,13 @@ class AllocationTracker(TorchDispatchMode):
         elif (parts := _parts(tree)) is not None:
             for part in parts:
                 self._see(part, before)
+
+    def _see_inside(self, most: int) -> None:
+        """Count an operator that had ``most`` bytes at a time, of which tensors are seen."""
+        scratch = max(0, most - self.current_bytes)
+        self._require(scratch)
+        if most > self.peak_bytes:
+            self.peak_bytes, self.scratch_bytes = most, scratch
 
     def _add(self, storage: torch.UntypedStorage, key: int, size: int) -> None:
         self._require(size)
@@ -93,7 +111,8 @@ class AllocationTracker(TorchDispatchMode):
     def _grow(self, size: int) -> None:
         self.current_bytes += size
         self.allocated_bytes += max(size, 0)
-        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+        if self.current_bytes > self.peak_bytes:
+            self.peak_bytes, self.scratch_bytes = self.current_bytes, 0
 
     def _remove(self, key: int) -> None:
         _, size = self._alive.pop(key)
@@ -125,8 +144,28 @@ def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
     return [part.untyped_storage() for part in (tensor._indices(), tensor._values())]
 
 
-def peak_of(work: Callable[[], object]) -> Bytes:
-    """The most bytes that something allocates while it runs."""
+def read_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """By address of the memory behind ``tensors``, the bytes that they read of it.
+
+    A batch that is some rows of a data set may be a view of all of it.
+    """
+    found: dict[int, int] = {}
+    for tensor in tensors:
+        storages = storages_of(tensor)
+        for storage in storages:
+            size = tensor.nbytes if len(storages) == 1 else storage.nbytes()
+            key = storage.data_ptr()
+            found[key] = min(found.get(key, 0) + size, storage.nbytes())
+    return found
+
+
+def peak_of(work: Callable[[], object], scratch: list[Bytes] | None = None) -> Bytes:
+    """The most bytes that something allocates while it runs.
+
+    What of them was scratch memory of a kernel goes to the list ``scratch``.
+    """
     with AllocationTracker() as tracker:
         work()
+    if scratch is not None:
+        scratch.append(Bytes(tracker.scratch_bytes))
     return Bytes(tracker.peak_bytes)

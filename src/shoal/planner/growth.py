@@ -64,6 +64,7 @@ def grown_shard(shard: ShardSpec, growth: float) -> ShardSpec:
         backward_peak_bytes=_times(shard.backward_peak_bytes, growth),
         narrow=_grown_narrow(shard.narrow, growth),
         halves=_grown_halves(shard.halves, growth),
+        workspace_bytes=_times(shard.workspace_bytes, growth),
     )
 
 

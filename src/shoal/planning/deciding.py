@@ -103,7 +103,7 @@ class Deciding:
         self._host_memory, self._num_devices, self._trials = host_memory, len(devices), 1
         self._prices: dict[int, tuple[Settled, Price]] = {}  # of what is settled
         self._device, self._recipe, self._by_epochs = devices[0], recipe, steps is None
-        self._budget = Bytes(min(device.memory for device in devices))
+        self._budget = Bytes(min(device.for_trials for device in devices))
         self._speeds = speeds_of(self._device)
         self._request = Request(
             micro_batches=recipe.accumulate,

@@ -145,7 +145,7 @@ class Fusing:
             self._recorded[trial] = where_it_is(key, steps[trial]) if trial in steps else key
         for trial in filter(self._reseating.begins, steps):
             self._recorded.pop(trial, None)
-        self._budget = min(device.memory for device in devices)
+        self._budget = min(device.for_trials for device in devices)
         self._shapes: dict[Signature, _Shape] = {}
         self._spilling: Spilling | None = None
         self.layouts: dict[int, TrialLayout] = {}

@@ -176,7 +176,7 @@ class Pipelining:
     ) -> None:
         self._stops = stops
         self._devices, self._recipe, self._request = len(devices) + len(idle), recipe, request
-        self._budget = Bytes(min(device.memory for device in (*devices, *idle)))
+        self._budget = Bytes(min(device.for_trials for device in (*devices, *idle)))
         self._steps, self._may_choose = steps, bool(idle)
 
     def settle(self, trial: TrialSpec, asked: Pipelined, trials: int, speeds: Speeds) -> Question:

@@ -92,7 +92,7 @@ class Replicating:
 
     def __init__(self, devices: Sequence[DeviceSpec], recipe: Recipe, request: Request) -> None:
         self._devices, self._recipe, self._request = devices, recipe, request
-        self._budget = Bytes(min(device.memory for device in devices))
+        self._budget = Bytes(min(device.for_trials for device in devices))
 
     def settle(self, trial: TrialSpec, asked: DataParallel, speeds: Speeds) -> Question:
         """Order measures until a trial's replicas are settled.

@@ -35,6 +35,8 @@ def counted(seat: Seat[Any], work: Callable[[], None], what: str) -> None:
         seat.reserve_units()
     except CapacityError as error:
         who, device = f"{what} of trial {seat.trial}", seat.device.spec.name
-        found = CapacityError(outgrown(who, device, more, left, error))
+        found = CapacityError(
+            outgrown(who, device, more, left, error, scratch=tracker.scratch_bytes)
+        )
         found.growth = on_top / reserved if reserved else found.growth
         raise found from None

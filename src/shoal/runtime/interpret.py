@@ -41,7 +41,7 @@ from shoal.device import Device, Event, Lane
 from shoal.device.streams import Piece
 from shoal.memory.layout import Arena
 from shoal.memory.ledger import Ledger
-from shoal.partition.track import AllocationTracker, storages_of
+from shoal.partition.track import AllocationTracker, read_bytes, storages_of
 from shoal.program.ir import Action, Op, Part, lone_part
 from shoal.runtime.binding import Placed, place_on_host
 from shoal.runtime.compute import Compute, Work, tensors_of
@@ -508,13 +508,16 @@ class Seat(Generic[T]):
         on_top = before + more - self.session.job.held_bytes
         if on_top > self.unit_bytes:
             unplanned = max(0, before - self.session.job.held_bytes)  # batches are held too
-            self._outgrow(task, action, Bytes(on_top), Bytes(more + unplanned))
+            peak, scratch = Bytes(more + unplanned), Bytes(tracker.scratch_bytes)
+            self._outgrow(task, action, Bytes(on_top), peak, scratch)
 
-    def _outgrow(self, task: Task, action: Action, on_top: Bytes, peak: Bytes) -> None:
+    def _outgrow(
+        self, task: Task, action: Action, on_top: Bytes, peak: Bytes, scratch: Bytes
+    ) -> None:
         """A unit needed more than was measured: reserve it from now on, or fail the trial.
 
         ``on_top`` is what it needed on top of what the trial holds at most, ``peak`` what it
-        allocated.
+        allocated, ``scratch`` of it inside a kernel.
         """
         left = peak - (on_top - self.unit_bytes)
         self.unit_bytes = on_top
@@ -522,7 +525,9 @@ class Seat(Generic[T]):
             self.reserve_units()
         except CapacityError as error:
             what, device = f"{action} of trial {self.trial}", self.device.spec.name
-            found = CapacityError(outgrown(what, device, peak, Bytes(left), error))
+            found = CapacityError(
+                outgrown(what, device, peak, Bytes(left), error, scratch=scratch)
+            )
             found.growth = growth_of(
                 self.session.job,
                 action,
@@ -544,14 +549,13 @@ class Seat(Generic[T]):
         tensors = [g for shard in shards for g in self.compute.grads_of(shard).values()]
         tensors += [t for event, sent in self._in_flight if not event.done for t in sent]
         tensors += self.copies.own_memory()
-        if task:
-            for micro in task.micros.values():
-                tensors += micro.tensors()
-                tensors += tensors_of(micro.batch)
+        micros = task.micros.values() if task else ()
+        tensors += [tensor for micro in micros for tensor in micro.tensors()]
         storages = [storage for tensor in tensors for storage in storages_of(tensor)]
         storages += [storage for saved in self._saved.values() for storage in saved.alive()]
-        found = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in elsewhere}
-        return Bytes(held + sum(found.values()))
+        found = {s.data_ptr(): s.nbytes() for s in storages}
+        found |= read_bytes([tensor for micro in micros for tensor in tensors_of(micro.batch)])
+        return Bytes(held + sum(size for key, size in found.items() if key not in elsewhere))
 
     def _host_step(self, action: Action) -> Event:
         shard = action.shard

@@ -21,6 +21,7 @@ from shoal.bound import bound
 from shoal.core.errors import PlanError, SpecError, TrialError
 from shoal.core.spec import (
     ALIGNMENT,
+    NO_BYTES,
     HyperParameters,
     JobMeasure,
     ShardSpec,
@@ -30,6 +31,7 @@ from shoal.core.units import Bytes, Seconds, round_up
 from shoal.data import epoch_length, host_bytes, rule_of
 from shoal.data.sources import batch_bytes
 from shoal.device import Device
+from shoal.device.allocator import allocator_here
 from shoal.device.flops import host_step_bytes, stopwatch_of
 from shoal.device.pace import SystemClock
 from shoal.memory.layout import TensorSpec
@@ -132,6 +134,7 @@ class _Costs(NamedTuple):
     states: Mapping[str, Sequence[TensorSpec]]
     notes: tuple[str, ...] = ()
     writes_evaluating: bool = False  # to buffers
+    workspace: Bytes = NO_BYTES  # of kernels, at most
 
 
 BENCH_S = 120.0
@@ -173,7 +176,8 @@ class Measurer:
             self._bench = None
         if self._device.spec.kind == "cuda":
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self._device.torch_device)
+            if (allocator := allocator_here()) is not None:
+                allocator.forget()
 
     def answer(self, order: Order) -> Reply:
         """The reply to one order; what a trial's own code raises is part of it."""
@@ -290,7 +294,7 @@ class Measurer:
     def _place(self, model: nn.Module) -> torch.device:
         """The device, or the host for a model whose training state alone is larger."""
         state = 4 * sum(parameter.nbytes for parameter in model.parameters())  # as with Adam
-        fits = state <= self._device.spec.memory
+        fits = state <= self._device.spec.for_trials
         return self._device.torch_device if fits else torch.device("cpu")
 
     def _measure_whole(self, built: _Built) -> JobMeasure:
@@ -314,6 +318,7 @@ class Measurer:
             step_peak_bytes=costs.step,
             backward_s=costs.backward_s,
             step_s=costs.step_s,
+            workspace_bytes=costs.workspace,
         )
         profile = self._device.spec.profile
         if profile is not None:
@@ -361,20 +366,23 @@ class Measurer:
     def _costs(self, built: _Built) -> _Costs:
         model = built.model
         before = capture_rng(self._here)
-        forward = peak_of(lambda: self._forward(built))
+        scratch: list[Bytes] = []
+        forward = peak_of(lambda: self._forward(built), scratch)
         draws = not same_rng(before, capture_rng(self._here))
         self._draws_evaluating = False
         buffers = [buffer.clone() for buffer in model.buffers()]
         if built.valid is not None:
-            forward = max(forward, peak_of(lambda: self._evaluate(built)))
+            forward = max(forward, peak_of(lambda: self._evaluate(built), scratch))
         written = not all(map(same_bits, model.buffers(), buffers))
         del buffers
-        backward = peak_of(lambda: self._backward(built))
+        backward = peak_of(lambda: self._backward(built), scratch)
         refuse_sparse_norm(self._recipe, model)
         fill_missing_gradients(model)  # a branch that this batch does not take has state too
-        first_step = peak_of(lambda: self._step(built))  # makes the state, then it is moved
+        first_step = peak_of(
+            lambda: self._step(built), scratch
+        )  # makes the state, then it is moved
         backward_s = self._timed(lambda: self._backward(built))
-        step_peak = peak_of(lambda: self._step(built))
+        step_peak = peak_of(lambda: self._step(built), scratch)
         self._backward(built)
         fill_missing_gradients(model)
         step_begin = time.perf_counter()
@@ -390,6 +398,7 @@ class Measurer:
             draws_evaluating=self._draws_evaluating,
             writes_evaluating=written,
             states=state_specs(Binding(model, built.optimizer, [[]], self._here)),
+            workspace=max(scratch),
         )
 
     def _forward(self, built: _Built) -> None:

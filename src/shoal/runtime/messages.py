@@ -274,6 +274,13 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
+class Opened:
+    """The worker has opened its GPU for a study, and libraries keep so much of it for good."""
+
+    library_bytes: Bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Described:
     """A signature per trial: equal signatures cost the same. Errors by trial number."""
 
@@ -417,6 +424,7 @@ class Broken:
 
 Reply = (
     Ready
+    | Opened
     | Described
     | Measured
     | MeasuredArray

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.units import Bytes, format_bytes
-from shoal.partition.track import AllocationTracker
+from shoal.partition.track import AllocationTracker, read_bytes
 
 Key = TypeVar("Key", bound=Hashable)
 HOST = torch.device("cpu")
@@ -35,7 +35,7 @@ class Meter:
         Raises:
             torch.OutOfMemoryError: there is none.
         """
-        size = stored_bytes(tensors)
+        size = sum(read_bytes(tensors).values())
         if self.held_bytes + size > self.budget:
             raise out_of_memory(size, self.budget - self.held_bytes)
         self.held_bytes += size

@@ -14,11 +14,25 @@ LARGEST_FIRST = (
 )
 
 
-def outgrown(what: str, device: str, peak: Bytes, reserved: Bytes, error: CapacityError) -> str:
-    """The words: ``what`` allocated ``peak``, and ``error`` says why there is no room for it."""
+def outgrown(
+    what: str,
+    device: str,
+    peak: Bytes,
+    reserved: Bytes,
+    error: CapacityError,
+    *,
+    scratch: int = 0,
+) -> str:
+    """The words: ``what`` allocated ``peak``, and ``error`` says why there is no room for it.
+
+    ``scratch`` bytes of the peak were no tensor's.
+    """
+    inside = (
+        f" ({format_bytes(Bytes(scratch))} of it scratch memory of a kernel)" if scratch else ""
+    )
     return (
-        f"{what} allocated {format_bytes(peak)} on {device}, {format_bytes(reserved)} were "
-        f"reserved for it, and there is no room for the rest: {error} {LARGEST_FIRST}"
+        f"{what} allocated {format_bytes(peak)} on {device}{inside}, {format_bytes(reserved)} "
+        f"were reserved for it, and there is no room for the rest: {error} {LARGEST_FIRST}"
     )
 
 

@@ -17,12 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shoal.core.errors import WorkerError
-from shoal.core.spec import DeviceSpec
+from shoal.core.spec import NO_BYTES, DeviceSpec
+from shoal.core.units import Bytes
 from shoal.runtime.channel import Channel
 from shoal.runtime.messages import (
     RECORDER,
     Configure,
     Happened,
+    Opened,
     Order,
     Ready,
     Settings,
@@ -30,6 +32,7 @@ from shoal.runtime.messages import (
 )
 
 _STACK_BYTES = 64 * 2**10
+_OPENS_S = 60.0  # in which a worker opens a GPU; one that takes longer is left to the watchdog
 
 
 class Gone:
@@ -64,6 +67,8 @@ class Worker:
         self.device: DeviceSpec | None = None
         self.last_words = ""
         self.has_begun = False  # to work for the study: it could load the recipe
+        self.library_bytes = NO_BYTES  # of its GPU, as soon as ``opened``
+        self.opened = threading.Event()  # or the process is gone
         self._channel = Channel(ours)
         self._inbox = inbox
         self.serial = 0  # of the study it serves
@@ -133,12 +138,21 @@ class Worker:
                 (serial, message), _ = self._channel.receive()
             except (EOFError, OSError):
                 break
-            if not isinstance(message, Ready):
+            if isinstance(message, Opened):
+                self._note_opened(message, serial)
+            elif not isinstance(message, Ready):
                 self._inbox.put((self, serial, message))
+        self.opened.set()
         self._channel.close()
         code = self._process.wait()
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         self._inbox.put((self, self.serial, Gone(f"process {self.pid} ended with {how}")))
+
+    def _note_opened(self, message: Opened, serial: int) -> None:
+        """It may have said so to an earlier study."""
+        if serial == self.serial:
+            self.library_bytes = message.library_bytes
+            self.opened.set()
 
 
 class WorkerPool:
@@ -194,6 +208,8 @@ class WorkerPool:
         worker = self._idle.pop()
         self._serial += 1
         worker.device, worker.serial, worker.has_begun = device, self._serial, False
+        worker.library_bytes = NO_BYTES
+        worker.opened.clear()
         self._workers[device.name] = worker
         worker.send(
             Configure(
@@ -215,6 +231,15 @@ class WorkerPool:
     def post(self, message: Callable[[], None]) -> None:
         """Have ``receive`` return (None, message); from any thread, and from a signal handler."""
         self._inbox.put((None, 0, message))
+
+    def library_bytes(self) -> dict[str, Bytes]:
+        """What libraries keep of each GPU for good, by name; waits until their workers know."""
+        found = {}
+        for name, worker in self._workers.items():
+            if worker.device is not None and worker.device.kind == "cuda":
+                worker.opened.wait(_OPENS_S)
+                found[name] = worker.library_bytes
+        return found
 
     @property
     def workers(self) -> Mapping[str, Worker]:

@@ -6,8 +6,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 
-import torch
-
 from shoal.core.errors import ShoalError
 from shoal.core.event import (
     ActionFinished,
@@ -23,6 +21,7 @@ from shoal.core.event import (
 from shoal.core.plan import Job
 from shoal.core.units import Bytes
 from shoal.device import Device, EmulatedDevice, Ran
+from shoal.device.allocator import allocator_here
 from shoal.runtime.arrays import ArraySeat
 from shoal.runtime.interpret import Seat
 from shoal.runtime.messages import Happened, Refused, Reply
@@ -114,13 +113,17 @@ class Reports:
     def peak(self, seat: Seat[Session], neighbours: Sequence[Seat[Session]]) -> None:
         """The most bytes the device held in a step that was counted."""
         peak = seat.peak_bytes + sum(other.resident_bytes() for other in neighbours)
-        if self._device.spec.kind == "cuda":
-            peak = torch.cuda.max_memory_allocated(self._device.torch_device)
+        allocator = allocator_here() if self._device.spec.kind == "cuda" else None
+        if allocator is not None:
+            peak = allocator.peak_bytes - self._device.spec.library_bytes
         jobs = [other.session.job for other in (seat, *neighbours)]
         held = sum(job.held_bytes for job in jobs)
         self._tell_peak(peak, held + max(job.peak_bytes - job.held_bytes for job in jobs))
 
     def _tell_peak(self, peak: int, predicted: int) -> None:
+        """Of both without what libraries keep of the device, which comes on top."""
+        own = self._device.spec.library_bytes
+        peak, predicted = peak + own, predicted + own
         if peak > self._peak:
             self._peak = peak
             self.tell(

@@ -104,7 +104,7 @@ class ArrayBench:
         self._recipe, self._device, self._where = recipe, device, device.torch_device
         self._captures = captures
         self._first = trials[0]
-        self.meter = Meter(self._where, device.spec.memory)
+        self.meter = Meter(self._where, device.spec.for_trials)
         self._crowd = Crowd(recipe, trials, self._where)
         self._declined: str | None = None  # not looked at yet
         self._differs_as_one: str | None = None  # the same

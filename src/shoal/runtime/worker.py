@@ -26,6 +26,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import cloudpickle
 import torch
@@ -33,6 +34,7 @@ import torch
 from shoal.core.event import WorkerStarted, pack_event
 from shoal.data import with_shared_data
 from shoal.device import Device, open_device
+from shoal.device.allocator import held_by_libraries
 from shoal.partition.compiled import watch_compiling
 from shoal.recipe import Recipe, with_fixed_data
 from shoal.runtime.channel import Channel
@@ -43,6 +45,7 @@ from shoal.runtime.messages import (
     Broken,
     Configure,
     Happened,
+    Opened,
     Order,
     Ready,
     Reply,
@@ -122,6 +125,8 @@ def _run(
     sys.path[:] = dict.fromkeys([*order.path, *sys.path])
     torch.set_num_threads(order.device.threads)
     device = open_device(order.device)
+    if device.spec.kind == "cuda":
+        send(_opened(device))
     watch_compiling()
     given: Recipe = cloudpickle.loads(order.recipe)
     recipe = with_fixed_data(given, order.settings.varied)
@@ -145,6 +150,16 @@ def _run(
     reader.start()
     loop.run()
     reader.join()
+
+
+def _opened(device: Device) -> Opened:
+    """Find out what libraries keep of a GPU, while nothing of a trial is there."""
+    with device.active():
+        own = held_by_libraries(
+            device.torch_device, lambda: torch.cuda.memory_allocated(device.torch_device)
+        )
+    device.spec = replace(device.spec, library_bytes=own)
+    return Opened(own)
 
 
 def _read(channel: Channel, orders: Orders, device: Device) -> None:

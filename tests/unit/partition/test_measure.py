@@ -138,3 +138,33 @@ def test_what_forwards_save_is_sent_away_of_shards_alone(chain_and_batch, monkey
 
     assert tried == [(0, 3), (3, 5)]
     assert [shard.movable_bytes is None for shard in shards] == [False, False, True]
+
+
+class Scratchy(nn.Module):
+    def __init__(self, operator, scratch):
+        super().__init__()
+        self.linear, self.operator, self.scratch = nn.Linear(6, 6), operator, scratch
+
+    def forward(self, x):
+        return self.operator(self.linear(x), self.scratch)
+
+
+def test_a_shard_has_its_kernels_scratch_memory_in_its_peaks_and_by_name(
+    make_recipe, memory, operator
+):
+    def shards_of(scratch):
+        sizes = (scratch, scratch, 2 * scratch, 2 * scratch)
+        model = nn.Sequential(*(Scratchy(operator, size) for size in sizes))
+        batch = torch.randn(4, 6), torch.randint(0, 5, (4,))
+        chain = build_chain(model, make_recipe(model), batch, CPU)
+        return measure_shards(chain, (2,), batch, {})
+
+    without, found = shards_of(0), shards_of(8192)
+
+    assert [shard.workspace_bytes for shard in without] == [0, 0]
+    assert [shard.workspace_bytes for shard in found] == [2 * 8192, 4 * 8192]  # of backwards
+    for one, other in zip(without, found, strict=True):
+        assert other.saved_bytes == one.saved_bytes
+        assert other.boundary_bytes == one.boundary_bytes
+        grew = other.backward_peak_bytes - one.backward_peak_bytes
+        assert 0 <= other.workspace_bytes - grew < 1024

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shoal.partition.track import AllocationTracker
+from shoal.partition.track import AllocationTracker, read_bytes, storages_of
 
 
 def test_views_and_what_was_there_before_are_not_counted():
@@ -93,3 +93,107 @@ def test_the_peak_of_a_gpt_step_is_the_profilers_to_the_byte():
             peak = max(peak, now)
     assert tracker.peak_bytes == peak
     assert tracker.current_bytes == 0
+
+
+KIB = 1024
+
+
+def test_scratch_memory_of_a_kernel_is_in_the_peak_and_is_gone_after_it(memory, operator):
+    x = torch.ones(KIB // 4)
+    with AllocationTracker() as tracker:
+        kept = x + 1
+        made = operator(x, 3 * KIB)
+
+    assert tracker.peak_bytes == (1 + 1 + 3) * KIB
+    assert tracker.scratch_bytes == 3 * KIB
+    assert tracker.current_bytes == kept.nbytes + made.nbytes
+    tracker.restart_peak()
+    assert (tracker.peak_bytes, tracker.scratch_bytes) == (2 * KIB, 0)
+
+
+def test_scratch_memory_counts_beside_what_was_there_when_its_kernel_ran(memory, operator):
+    x = torch.ones(KIB // 4)
+    with AllocationTracker() as tracker:
+        operator(x, 3 * KIB)  # 4 KiB at a time
+        large = torch.ones(2 * KIB)  # 8 KiB
+
+    assert (tracker.peak_bytes, tracker.scratch_bytes) == (large.nbytes, 0)
+
+
+def test_scratch_memory_of_a_backward_and_of_a_step_is_seen(memory, operator):
+    weight = nn.Parameter(torch.ones(KIB // 4))
+    with AllocationTracker() as tracker:
+        loss = operator(weight, 3 * KIB).sum()
+        forward = tracker.scratch_bytes
+        tracker.restart_peak()
+        loss.backward()
+        backward = tracker.scratch_bytes
+        tracker.restart_peak()
+        with torch.no_grad():
+            weight -= operator(weight.grad, 5 * KIB)
+
+    assert (forward, backward, tracker.scratch_bytes) == (3 * KIB, 6 * KIB, 5 * KIB)
+
+
+def test_what_is_rounded_up_is_in_no_peak(memory, operator):
+    x = torch.ones(3)
+    with AllocationTracker() as tracker:
+        operator(x, 0)
+
+    assert memory.most_given == 512
+    assert (tracker.peak_bytes, tracker.scratch_bytes) == (12, 0)
+
+
+def test_scratch_memory_beyond_the_limit_is_refused_as_tensors_are(memory, operator):
+    x = torch.ones(KIB // 4)
+    with AllocationTracker(limit=4 * KIB) as tracker:
+        operator(x, 3 * KIB)
+    assert tracker.peak_bytes == 4 * KIB
+    with (
+        pytest.raises(torch.OutOfMemoryError, match="3073 bytes were asked for beside 1024"),
+        AllocationTracker(limit=4 * KIB),
+    ):
+        operator(x, 3 * KIB + 1)
+
+
+def test_an_allocator_that_is_asked_changes_no_bit_and_no_other_peak(memory):
+    def trained(watch):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 1))
+        optimizer = torch.optim.AdamW(model.parameters())
+        tracker = AllocationTracker(device=watch)
+        with tracker:
+            for _ in range(2):
+                model(torch.randn(4, 8)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return list(model.parameters()), tracker.peak_bytes
+
+    asked, peak = trained(None)
+    assert memory.resets
+    memory.resets = 0
+    alone, peak_alone = trained("cpu")
+
+    assert memory.resets == 0
+    assert peak == peak_alone
+    assert all(map(torch.equal, asked, alone))
+
+
+def test_a_gpu_is_not_asked_while_a_graph_is_captured(memory, operator):
+    memory.is_capturing = True
+    with AllocationTracker() as tracker:
+        operator(torch.ones(KIB // 4), 3 * KIB)
+
+    assert memory.resets == 0
+    assert tracker.scratch_bytes == 0
+
+
+def test_rows_of_a_data_set_count_as_rows():
+    rows = torch.zeros(24, 8)
+    some, more = rows[:6], rows[6:8]
+    assert read_bytes([some]) == {rows.untyped_storage().data_ptr(): some.nbytes}
+    assert sum(read_bytes([some, more]).values()) == some.nbytes + more.nbytes
+    assert sum(read_bytes([rows, some]).values()) == rows.nbytes
+    assert sum(read_bytes([rows[:1].expand(24, 8)]).values()) <= rows.nbytes
+    ids = torch.zeros(3, 3).to_sparse_coo()
+    assert sum(read_bytes([ids]).values()) == sum(s.nbytes() for s in storages_of(ids))
