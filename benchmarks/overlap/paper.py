@@ -4,6 +4,12 @@
 ``shoal.program.replay`` gives every direction of the link its full speed. An emulated device has
 a link whose directions may share. That is added here, as ``device/emulated.py`` has it: a copy
 that begins while the other direction is busy takes ``slower`` times as long.
+
+[Note: where the worker differs from the replay]
+In two things, which ``_AsTheWorker`` has. The replay gives a place on when a trial's last action
+is issued; in the worker that trial first brings all home, its last steps on the host too. And the
+replay ranks a step on the host by what was left when that step began; the worker by what is left
+now: one step less where the next one has begun, nothing where all is issued.
 """
 
 from __future__ import annotations
@@ -12,14 +18,17 @@ import itertools
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import log2
+from math import inf, log2
+from sys import maxsize
 from typing import NamedTuple
 
 from shoal.core.profile import Profile
+from shoal.core.seams import Candidate
 from shoal.core.spec import ShardSpec
-from shoal.core.turns import LongestLeftFirst
+from shoal.core.turns import DEFAULT, RULES, rule_of
 from shoal.core.units import Bytes, Seconds
 from shoal.device.flops import host_step_bytes, step_bytes
+from shoal.planner.keep import ALIKE
 from shoal.planner.price import mix_s
 from shoal.planning.sharing import WORTH
 from shoal.program import replay as replays
@@ -112,8 +121,10 @@ def _stream(action: Action) -> str | None:
 class _Paper(replays._Replay):
     """The replay, with a shared link."""
 
-    def __init__(self, runs: Sequence[Run], active: int, slowdown: float) -> None:
-        super().__init__(runs, LongestLeftFirst(), None, True, active)
+    def __init__(
+        self, runs: Sequence[Run], active: int, slowdown: float, rule: str = DEFAULT
+    ) -> None:
+        super().__init__(runs, rule_of(rule), None, True, active)
         self._slowdown = slowdown
 
     def _start(self, lane: replays._Lane, round_: replays._Round, index: int) -> None:
@@ -131,11 +142,44 @@ class _Paper(replays._Replay):
         line.seconds = alone_s
 
 
+class _AsTheWorker(_Paper):
+    """That, with places and turns at the host as the worker has them."""
+
+    def _begin(self, lane: replays._Lane) -> None:
+        outside, self._outside = self._outside, []  # nobody comes in while it is still here
+        super()._begin(lane)
+        self._outside = outside
+
+    def _finish(self, lane: replays._Lane, round_: replays._Round, index: int) -> None:
+        super()._finish(lane, round_, index)
+        if lane.round is None and not any(lane.queues.values()) and self._outside:
+            following = self._outside.pop(0)
+            self._begin(following)
+            self._issue(following)
+
+    def _next_of(self, waiting: Sequence[replays._Lane], stream: replays.Stream) -> int:
+        if stream != "host" or len(waiting) == 1:
+            return 0
+        return self._choose([_as_it_is_now(lane) for lane in waiting])
+
+
+def _as_it_is_now(lane: replays._Lane) -> Candidate:
+    if lane.round is not None:
+        return lane.candidate(lane.round)
+    return Candidate(lane.trial, maxsize, 0.0, False, lane.step_s)  # younger than all steps
+
+
 def on_paper(
-    runs: Sequence[Run], profile: Profile, *, active: int | None = None
+    runs: Sequence[Run],
+    profile: Profile,
+    *,
+    active: int | None = None,
+    rule: str = DEFAULT,
+    as_the_worker: bool = False,
 ) -> tuple[Span, ...]:
-    """What happens when on a device of this profile, by the rules of the note above."""
-    paper = _Paper(runs, len(runs) if active is None else active, slower(profile))
+    """What happens when on a device of this profile, by the rules of the notes above."""
+    kind = _AsTheWorker if as_the_worker else _Paper
+    paper = kind(runs, len(runs) if active is None else active, slower(profile), rule)
     paper.run()
     return paper.timeline().spans
 
@@ -338,16 +382,27 @@ def random_mix(seed: int, profile: Profile, *, trials: int = 6, length_s: float)
     return drawn
 
 
-def places(mix: Sequence[Mixed], profile: Profile, *, least: int = 3) -> int:
-    """How many of the mix at a time the planner would have, where all fit."""
+class Planned(NamedTuple):
+    """How many of a mix at a time, and by which rule."""
+
+    places: int
+    rule: str
+
+
+def planned(mix: Sequence[Mixed], profile: Profile, *, least: int = 3) -> Planned:
+    """What the planner would choose, where all fit."""
     runs = [
         Run(program=one.program(), costs={0: one.costs(profile)}, steps=one.steps) for one in mix
     ]
-    taken = {count: mix_s(runs, count) for count in range(least, len(mix) + 1)}
-    best = least
-    for count, seconds in taken.items():
-        if seconds * WORTH < taken[best]:
-            best = count
+    best, best_s = Planned(least, DEFAULT), inf
+    for count in range(least, len(mix) + 1):
+        taken = {rule: mix_s(runs, count, rule) for rule in RULES}
+        rule = min(RULES, key=taken.__getitem__)
+        if taken[rule] * ALIKE > taken[DEFAULT]:
+            rule = DEFAULT
+        priced_s = taken[rule] * (1 if rule == DEFAULT else ALIKE)
+        if priced_s * (WORTH if best_s < inf else 1) < best_s:
+            best, best_s = Planned(count, rule), priced_s
     return best
 
 
@@ -368,34 +423,65 @@ def in_turn(mix: Sequence[Mixed], profile: Profile, active: int) -> list[Mixed]:
     return [*mix[:active], *sorted(mix[active:], key=predicted_s, reverse=True)]
 
 
-def replay_mix(mix: Sequence[Mixed], profile: Profile, *, active: int) -> MixPace:
+def replay_mix(
+    mix: Sequence[Mixed], profile: Profile, *, active: int, rule: str = DEFAULT
+) -> MixPace:
     """The roofline of the mix over what it takes with ``active`` trials at a time."""
     runs = [
         Run(program=m.program(), costs={0: m.costs(profile)}, steps=m.steps, trial=number)
         for number, m in enumerate(in_turn(mix, profile, active))
     ]
-    spans = on_paper(runs, profile, active=active)
-    makespan_s = max(span.end_s for span in spans)
-    whole = total(m.demand(profile).times(m.steps) for m in mix)
+    return pace_of_mix(works_of(on_paper(runs, profile, active=active, rule=rule), profile))
+
+
+class Work(NamedTuple):
+    """What a trial had of a resource: when, and how long the profile says it takes."""
+
+    trial: int
+    stream: str
+    start_s: float
+    end_s: float
+    work_s: float
+
+
+def works_of(spans: Iterable[Span], profile: Profile) -> list[Work]:
+    """All of a replay."""
+    found = []
+    for span in spans:
+        if span.stream in Demand._fields:
+            work_s = span.end_s - span.start_s
+            if span.stream in ("up", "down"):  # slower while the other direction is busy
+                work_s = profile.link_seconds(span.moved, span.stream)
+            found.append(Work(span.trial, span.stream, span.start_s, span.end_s, work_s))
+    return found
+
+
+def pace_of_mix(works: Sequence[Work], places: int | None = None) -> MixPace:
+    """From the first of it to the last, and to when a trial ends and no other waits.
+
+    ``places``: trials wait until all but so many have ended; None: until all have begun, which
+    is sooner where a place is given on before a trial's end.
+    """
     begins: dict[int, float] = {}
     ends: dict[int, float] = {}
-    for span in spans:
-        begins.setdefault(span.trial, span.start_s)
-        ends[span.trial] = max(ends.get(span.trial, 0.0), span.end_s)
-    full_s = min(end for end in ends.values() if end >= max(begins.values()))
-    done = _done_by(spans, full_s, profile)
-    return MixPace(whole.roofline_s / makespan_s, done.roofline_s / full_s)
+    for work in works:
+        begins[work.trial] = min(begins.get(work.trial, inf), work.start_s)
+        ends[work.trial] = max(ends.get(work.trial, 0.0), work.end_s)
+    begin_s, end_s = min(begins.values()), max(ends.values())
+    if places is None:
+        full_s = min(end for end in ends.values() if end >= max(begins.values()))
+    else:
+        full_s = sorted(ends.values())[len(ends) - places]
+    whole, done = done_by(works, end_s), done_by(works, full_s)
+    return MixPace(whole.roofline_s / (end_s - begin_s), done.roofline_s / (full_s - begin_s))
 
 
-def _done_by(spans: Iterable[Span], until_s: float, profile: Profile) -> Demand:
+def done_by(works: Iterable[Work], until_s: float) -> Demand:
     """What was needed of each resource for what was done until a moment."""
     seconds = dict.fromkeys(Demand._fields, 0.0)
-    for span in spans:
-        length_s = span.end_s - span.start_s
-        done = min(1.0, (until_s - span.start_s) / length_s) if length_s else 0.0
-        if done > 0 and span.stream in seconds:
-            direction = {"up": "up", "down": "down"}.get(span.stream)
-            seconds[span.stream] += done * (
-                profile.link_seconds(span.moved, direction) if direction else length_s
-            )
+    for work in works:
+        length_s = work.end_s - work.start_s
+        part = min(1.0, (until_s - work.start_s) / length_s) if length_s else 1.0
+        if work.start_s < until_s:
+            seconds[work.stream] += part * work.work_s
     return Demand(**seconds)

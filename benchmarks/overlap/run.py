@@ -56,7 +56,7 @@ class Watched:
     kept: dict[str, Fidelity] = field(default_factory=dict)
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, ActionFinished) and event.stream == "compute":
+        if isinstance(event, ActionFinished):
             self.actions.append(event)
         elif isinstance(event, EmulationMeasured):
             told = Fidelity(
@@ -69,6 +69,7 @@ class Watched:
             self.kept = together([self.kept, {event.stream: told}])
 
     def pieces(self, job: Job) -> list[paper.Piece]:
+        """Those of the compute stream."""
         return [
             paper.Piece(
                 a.trial,
@@ -78,6 +79,7 @@ class Watched:
                 paper.work_seconds(a.action, job.shards),
             )
             for a in self.actions
+            if a.stream == "compute"
         ]
 
 
@@ -231,13 +233,14 @@ def mixes(profile: Profile) -> dict[str, Any]:
             "whole": common.spread([pace.whole for pace in paces]),
             "full": common.spread([pace.full for pace in paces]),
         }
-    chosen = [paper.places(mix, profile) for mix in drawn]
+    chosen = [paper.planned(mix, profile) for mix in drawn]
     paces = [
-        paper.replay_mix(mix, profile, active=active)
-        for mix, active in zip(drawn, chosen, strict=True)
+        paper.replay_mix(mix, profile, active=one.places, rule=one.rule)
+        for mix, one in zip(drawn, chosen, strict=True)
     ]
     found["as planned"] = {
-        "places": chosen,
+        "places": [one.places for one in chosen],
+        "rules": [one.rule for one in chosen],
         "whole": common.spread([pace.whole for pace in paces]),
         "full": common.spread([pace.full for pace in paces]),
     }

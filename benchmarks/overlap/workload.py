@@ -6,7 +6,7 @@ In a module of its own, so that the workers import it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,22 +81,25 @@ class _Counting(torch.optim.lr_scheduler.ConstantLR):
 
 
 class _Batches:
-    """Random tokens. ``serial``: a batch is there when the host's step before it is over."""
+    """Random tokens, again and again the first few batches.
 
-    def __init__(self, windows: int, *, serial: bool) -> None:
+    ``serial``: a batch is there when the host's step before it is over.
+    """
+
+    def __init__(self, windows: int, *, count: int = STEPS, serial: bool = False) -> None:
         draw = torch.Generator().manual_seed(0)
         drawn = [torch.randint(256, (windows, CONTEXT + 1), generator=draw) for _ in range(STEPS)]
         self._batches = [(w[:, :-1].contiguous(), w[:, 1:].contiguous()) for w in drawn]
-        self._serial = serial
+        self._count, self._serial = count, serial
 
     def __len__(self) -> int:
-        return STEPS
+        return self._count
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for number, batch in enumerate(self._batches):
+        for number in range(self._count):
             if self._serial and number:
                 _gate.wait(number)
-            yield batch
+            yield self._batches[number % STEPS]
 
 
 def recipe_of(case: Case, windows: int, *, serial: bool = False) -> shoal.Recipe:
@@ -116,3 +119,50 @@ def recipe_of(case: Case, windows: int, *, serial: bool = False) -> shoal.Recipe
         clip_grad_norm=1.0,
         schedule=schedule if serial else None,
     )
+
+
+# -- mixes --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One trial of a mix: blocks, width, windows of tokens a step, steps, and whether it clips."""
+
+    depth: int
+    width: int
+    windows: int
+    steps: int
+    clip: bool
+
+    def model(self) -> GPT:
+        return GPT(width=self.width, depth=self.depth, heads=1, context=CONTEXT, dropout=0.0)
+
+    @property
+    def parameters(self) -> int:
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in self.model().parameters())
+
+    def host_s(self, profile: Profile) -> float:
+        """About what the host's part of a step takes."""
+        return profile.host_seconds(40 * self.parameters)
+
+    def compute_s(self, profile: Profile) -> float:
+        """About what the kernels of a step take: of each token the weights, and its window."""
+        a_token = 2 * self.parameters + 4 * CONTEXT * self.width * self.depth
+        return profile.kernel_seconds(4 * a_token * CONTEXT * self.windows)
+
+
+def recipe_of_mix(members: Sequence[Member]) -> shoal.Recipe:
+    """``hp["member"]`` is a trial's number; it trains for an epoch."""
+
+    def model(hp: Any) -> nn.Module:
+        return members[hp["member"]].model()
+
+    def data(hp: Any) -> tuple[_Batches, None]:
+        one = members[hp["member"]]
+        return _Batches(one.windows, count=one.steps), None
+
+    def limit(hp: Any) -> float | None:
+        return 1.0 if members[hp["member"]].clip else None
+
+    return shoal.Recipe(model=model, data=data, loss=next_byte_loss, clip_grad_norm=limit)

@@ -31,6 +31,8 @@ from shoal.program.replay import Run, replay
 
 STEPS = 4  # that are replayed; the first one, which finds everything empty, does not count
 MIX_STEPS = 8  # of the shortest trial of a mix; more, for its end counts too
+LONG_STEPS = 64  # of that, as many as it has, where that is not too much
+USUAL_ACTIONS = 40_000  # of a mix, from where on it is: a quarter of a second
 MOST_TIMES = 64  # of a mix: the longest trial has so many times these at most
 LEAST_STEPS = 4  # of the shortest trial, in programs that are very long
 MOST_ACTIONS = 100_000  # of a mix: half a second or so
@@ -120,9 +122,10 @@ def work_s(run: Run) -> Seconds:
 def mix_s(runs: Sequence[Run], active: int, rule: str = DEFAULT) -> Seconds:
     """How long a device takes for these trials, so many at a time, in the order of a rule.
 
-    Each runs some of its ``steps``: those with the fewest ``MIX_STEPS``, the others as many
-    times that as they have more, up to ``MOST_TIMES``; fewer where that would be very many
-    actions.
+    Each runs some of its ``steps``: those with the fewest all of them up to ``LONG_STEPS``, at
+    least ``MIX_STEPS``, the others as many times that as they have more, up to ``MOST_TIMES``;
+    fewer where that would be very many actions. The longer, the less the end of the mix weighs
+    more than it does.
     """
     numbered = [
         replace(run, steps=steps, trial=trial)
@@ -135,12 +138,17 @@ def _some_steps(runs: Sequence[Run]) -> list[int]:
     """How many steps of each are replayed."""
     fewest = min(run.steps for run in runs)
     lengths = [len(run.program.devices[0]) for run in runs]
-    times, steps = MOST_TIMES, MIX_STEPS
+    times, steps = MOST_TIMES, max(MIX_STEPS, min(fewest, LONG_STEPS))
     while True:
         found = [round(steps * min(times, run.steps / fewest)) for run in runs]
-        if sum(map(mul, found, lengths)) <= MOST_ACTIONS or (times == 1 and steps == LEAST_STEPS):
+        actions = sum(map(mul, found, lengths))
+        if actions <= USUAL_ACTIONS or (times == 1 and steps == LEAST_STEPS):
             return found
-        if times > 1:
+        if steps > MIX_STEPS:
+            steps -= 1
+        elif actions <= MOST_ACTIONS:
+            return found
+        elif times > 1:
             times //= 2
         else:
             steps -= 1

@@ -5,8 +5,9 @@ What is best for many trials of one kind is settled with each kind. Trials of di
 fill each other's gaps: one is bound by the host's memory, another by the device, and one of
 short steps waits long for one of long steps. So their mix is replayed, some steps of each, with
 more and more of them at a time, as long as what they need fits. What stays on the device is
-divided anew each time: a place costs room. Then it is replayed with steps on the host in one
-piece: where that is quicker they are not cut into chunks.
+divided anew each time: a place costs room; and who goes first is chosen anew, by the rules below.
+Then it is replayed with steps on the host in one piece: where that is quicker they are not cut
+into chunks.
 
 [Note: the rule of a mix]
 At last the trials, of one kind too, are replayed by each rule that says which of them goes first
@@ -93,6 +94,14 @@ class _Mix:
         }
         return mix_s([runs[kind] for kind in self.some], active, rule)
 
+    def best_s(self, settled: Kinds, active: int) -> float:
+        """What they take by the rule they would go by; another than usual has to be worth it."""
+        usual_s = self.seconds(settled, active)
+        if active < 2 or len(self.some) < 2:
+            return usual_s
+        others = (self.seconds(settled, active, rule) for rule in RULES if rule != DEFAULT)
+        return min(usual_s, ALIKE * min(others))
+
     def _run(self, one: Settled) -> Run:
         measure = one.measure
         return run_of(
@@ -115,13 +124,13 @@ def _placed(
     best, places = dict(settled), active
     if len(mix.some) <= active:
         return best, places
-    taken_s = first_s = mix.seconds(best, active)
+    taken_s = first_s = mix.best_s(best, active)
     for more in range(active + 1, len(mix.some) + 1):
         found = {kind: again(one, more) for kind, one in settled.items()}
         fitting = {kind: one for kind, one in found.items() if one is not None}
         if len(fitting) < len(found) or not mix.fits(fitting, more):
             break
-        took_s = mix.seconds(fitting, more)
+        took_s = mix.best_s(fitting, more)
         if took_s * WORTH < taken_s:
             best, places, taken_s = fitting, more, took_s
     if places > active:
@@ -139,7 +148,7 @@ def _in_one_piece(mix: _Mix, settled: Kinds, active: int) -> dict[str, Settled]:
     if active < 2 or not chunked:
         return dict(settled)
     whole = {kind: _uncut(one) for kind, one in settled.items()}
-    part = mix.seconds(whole, active) / mix.seconds(settled, active)
+    part = mix.best_s(whole, active) / mix.best_s(settled, active)
     if part * ALIKE > 1:  # chunks bound waits, for about the same time
         return dict(settled)
     why = (

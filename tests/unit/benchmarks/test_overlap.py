@@ -149,3 +149,66 @@ def test_a_mix_is_never_quicker_than_its_roofline():
         found = paper.replay_mix(mix, H200, active=active)
         assert 0 < found.whole <= 1
         assert 0 < found.full <= 1 + 1e-9
+
+
+def test_a_mix_that_was_measured_is_judged_by_the_profiles_seconds():
+    works = [
+        paper.Work(0, "compute", 10.0, 12.0, 1.0),  # took the machine longer
+        paper.Work(0, "host", 12.0, 13.0, 1.0),
+        paper.Work(1, "compute", 12.0, 14.0, 2.0),
+        paper.Work(1, "host", 14.0, 15.0, 1.0),
+    ]
+
+    found = paper.pace_of_mix(works)
+
+    assert found.whole == pytest.approx(3.0 / 5.0)
+    assert found.full == pytest.approx(2.0 / 3.0)  # until 13.0: one second, and one of two
+
+
+def test_no_place_is_empty_while_a_trial_waits_for_one():
+    works = [
+        paper.Work(0, "compute", 0.0, 1.0, 1.0),
+        paper.Work(1, "compute", 1.0, 3.0, 2.0),
+        paper.Work(2, "host", 2.0, 4.0, 2.0),  # 0's place
+    ]
+
+    found = paper.pace_of_mix(works)
+
+    assert found.whole == pytest.approx(3.0 / 4.0)
+    assert found.full == pytest.approx(3.0 / 3.0)
+
+
+def test_a_copy_on_paper_counts_with_the_seconds_of_a_link_of_its_own():
+    one = trial()
+
+    works = paper.works_of(paper.on_paper(runs_of(one), H200), H200)
+
+    found, expected = paper.done_by(works, float("inf")), one.demand(H200).times(one.steps)
+    assert found == pytest.approx(tuple(expected))
+
+
+@pytest.mark.parametrize("as_the_worker", [True, False])
+def test_a_worker_gives_a_place_on_when_the_last_host_step_is_over(as_the_worker):
+    trials = trial(), trial(), trial(steps=3)
+
+    spans = paper.on_paper(runs_of(*trials), H200, active=2, as_the_worker=as_the_worker)
+
+    third = min(s.start_s for s in spans if s.trial == 2)
+    first_end = min(max(s.end_s for s in spans if s.trial == t) for t in (0, 1))
+    assert third == pytest.approx(first_end) if as_the_worker else third < first_end
+    expected = paper.total(t.demand(H200).times(t.steps) for t in trials)
+    assert paper.done_by(paper.works_of(spans, H200), float("inf")) == pytest.approx(
+        tuple(expected)
+    )
+
+
+def test_a_place_stays_empty_when_all_but_so_many_have_ended():
+    works = [
+        paper.Work(0, "compute", 0.0, 2.0, 2.0),
+        paper.Work(1, "compute", 2.0, 3.0, 1.0),
+        paper.Work(2, "host", 1.0, 4.0, 3.0),  # it begins before 0 has ended
+    ]
+
+    assert paper.pace_of_mix(works).full == pytest.approx(2.0 / 2.0)
+    assert paper.pace_of_mix(works, 2).full == pytest.approx(3.0 / 3.0)
+    assert paper.pace_of_mix(works, 1).full == pytest.approx(3.0 / 4.0)
