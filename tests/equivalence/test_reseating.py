@@ -5,14 +5,19 @@ Each study is short at first, and longer when it goes on: so it is known at whic
 
 from __future__ import annotations
 
+from signal import SIGTERM, raise_signal
+
 import pytest
 import ranks
 import studies
+import torch
+from torch import nn
 
 import shoal
 from shoal.core.event import StudyChanged
 from shoal.core.seats import ALONE, Epoch, epochs_of
 from shoal.observe import read_events
+from shoal.verify import verify_trials
 
 TRIALS = 5
 IN_AN_EPOCH, AT_AN_EVALUATION, AT_THE_END_OF_AN_EPOCH = 7, 8, 10
@@ -140,3 +145,99 @@ def test_where_its_newest_generation_is_damaged_the_seat_holds_from_the_one_befo
     assert asked[1:] == (1, 2, True)
     assert asked.step == 5
     ranks.check_seats(place)
+
+
+def test_an_array_that_cannot_be_had_leaves_trials_where_they_are(tmp_path, warm_workers):
+    study = ranks.make(tmp_path, steps=6, trials=8, pruner=None, generation=None)
+    studies.run(study, warm_workers, fuse=2)
+    need = {job.array.width: job.peak_bytes for job in study.plan(fuse=8).jobs}[8]
+    small = shoal.Hardware.virtual(devices=1, memory=need * 3 // 4)
+    longer = ranks.make(tmp_path, steps=12, trials=8, pruner=None, generation=None)
+    longer.run(
+        hardware=small,
+        fuse="8 eager",
+        accept_numerics=True,
+        workers=warm_workers,
+        progress=False,
+        technique="resident",
+    )
+    assert {tuple(e.width for e in epochs) for epochs in told(study.directory)} == {(2,)}
+    plan = (study.directory / "plan.json").read_text()
+    assert "it stays in slot 0 of 2: unfused: 8 of them do not fit" in plan
+    assert "as was asked" not in plan
+    ranks.check_seats(study.directory)
+
+
+def test_the_same_wish_again_changes_nothing(tmp_path, warm_workers):
+    """Who always accepts other numbers trains to the same bits, wherever the study stopped."""
+    options = {"trials": 12, "generation": 12, "pruner": "asha"}
+    study = ranks.make(tmp_path, steps=36, **options)
+    closed = []
+
+    def stop_when_alone(event):
+        numerics = getattr(event, "numerics", {})
+        closed.extend([event] * ("from step 12 alone" in str(numerics.get("array", ""))))
+        if closed and type(event).__name__ == "StepFinished" and event.step > 13:
+            raise_signal(SIGTERM)
+
+    with pytest.raises(SystemExit):
+        studies.run(
+            study, warm_workers, fuse=ranks.FUSE, accept_numerics=True, callbacks=[stop_when_alone]
+        )
+    go_on(tmp_path, warm_workers, 36, ranks.FUSE, **options)
+    assert closed
+    assert not any(epoch.asked for epochs in told(study.directory) for epoch in epochs)
+    ranks.check(study.directory)
+
+
+@pytest.mark.parametrize(("before", "after"), [(False, 4), (4, False)])
+def test_a_trial_that_lost_all_its_generations_begins_in_the_seat_that_was_asked_for(
+    before, after, tmp_path, warm_workers
+):
+    go_on(tmp_path, warm_workers, 5, before)
+    place = go_on(tmp_path, warm_workers, 9, after)
+    for file in (place / "trials" / "0001").rglob("*.safetensors"):
+        file.write_bytes(b"\0" * file.stat().st_size)
+    go_on(tmp_path, warm_workers, 12, None, accept=False)
+    go_on(tmp_path, warm_workers, 16, None, accept=False)
+    assert told(place)[1] == (() if after is False else (Epoch(0, 1, 4),))
+    ranks.check_seats(place)
+
+
+def test_trials_by_themselves_are_planned_smaller_like_others(tmp_path, warm_workers):
+    """A batch that is larger than all before does not fit: it goes on in shards."""
+    recipe = shoal.Recipe(model=_tower, data=_growing, loss=_loss)
+
+    def study(steps):
+        space = shoal.grid(lr=[1e-3, 1e-2, 3e-2])
+        return shoal.Study("k", recipe, space=space, steps=steps, directory=tmp_path)
+
+    studies.run(study(8), warm_workers, fuse=3)
+    small = shoal.Hardware.virtual(devices=1, memory="1100KiB")
+    longer = study(20)
+    report = longer.run(
+        hardware=small, fuse=False, accept_numerics=True, workers=warm_workers, progress=False
+    )
+    assert [str(trial.state) for trial in report.trials] == ["FINISHED"] * 3
+    assert {tuple(e.width for e in epochs) for epochs in told(longer.directory)} == {(3, ALONE)}
+    verdicts = list(
+        verify_trials(longer.directory, ranks.rows_of(longer.directory), recipe=recipe)
+    )
+    assert [v.first_difference or v.skipped for v in verdicts] == [""] * 3
+
+
+def _tower(hp):
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)]
+    return nn.Sequential(nn.Linear(8, 64), *blocks, nn.Linear(64, 1))
+
+
+def _growing(hp):
+    draws = torch.Generator().manual_seed(1)
+    sizes = [8] * 13 + [256] + [8] * 6
+    return [
+        (torch.randn(n, 8, generator=draws), torch.randn(n, 1, generator=draws)) for n in sizes
+    ], None
+
+
+def _loss(output, batch):
+    return nn.functional.mse_loss(output, batch[1])

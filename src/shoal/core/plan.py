@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from shoal.core.seats import ALONE, Epoch, epochs_of, rebased, told, until
+from shoal.core.seats import ALONE, Epoch, epochs_of, is_alone, rebased, told, until
 from shoal.core.spec import (
     NO_BYTES,
     NO_SECONDS,
@@ -172,6 +172,21 @@ def left_array(key: Mapping[str, Scalar] | None) -> dict[str, Scalar]:
     return {"array": words} if words.startswith(NO_ARRAY) else {}
 
 
+def with_seats(key: Mapping[str, Scalar], epochs: Sequence[Epoch]) -> dict[str, Scalar]:
+    """A numerics key that tells of these seats, and of no array where there never was one."""
+    if is_alone(epochs):
+        return {name: value for name, value in key.items() if name not in ARRAY_KEYS}
+    return {**key, "array": told(epochs)}
+
+
+def of_its_arrays(job: Job) -> dict[str, Scalar]:
+    """What the key of a trial that is in no array says of those in which it was."""
+    key, epochs = job.numerics, epochs_of(job.numerics)
+    if job.array is None and job.began is None and epochs and epochs[-1].width == ALONE:
+        return {name: key[name] for name in (*ARRAY_KEYS, "array_company") if name in key}
+    return left_array(key)
+
+
 BITWISE = "bitwise in the pilot"
 """How a numerics key says that a chain was compared with its module, and equal."""
 
@@ -239,10 +254,11 @@ def seated_at(job: Job, step: int) -> Job:
     there = until(rebased(epochs, step), step)
     if there == epochs:
         return job
-    if job.began or job.array:
+    if (job.began or job.array) and not is_alone(there):
         return seated(job, there)
-    is_alone = bool(there) and there[-1].width == ALONE
-    return replace(job, numerics={**job.numerics, "array": told(there)}) if is_alone else job
+    if not there or there[-1].width != ALONE:
+        return job
+    return replace(job, numerics=with_seats(job.numerics, there))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,6 +60,11 @@ def told(epochs: Sequence[Epoch]) -> str:
     return "; ".join(map(str, epochs))
 
 
+def is_alone(epochs: Sequence[Epoch]) -> bool:
+    """Whether a trial trained by itself from its first step on: a key says nothing of that."""
+    return all(epoch.width == ALONE for epoch in epochs)
+
+
 def until(epochs: Sequence[Epoch], step: int) -> tuple[Epoch, ...]:
     """Those that had begun when so many steps were done."""
     return tuple(epoch for epoch in epochs if epoch.step <= step)

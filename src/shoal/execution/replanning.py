@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.core import event as events
 from shoal.core.errors import PlanError, ShoalError
-from shoal.core.plan import Job, left_array
+from shoal.core.plan import Job, of_its_arrays
 from shoal.core.spec import DeviceSpec, TrialSpec
 from shoal.core.technique import Pipelined, Spilled, Technique, asks_by_shard
 from shoal.execution.floor import Floor
@@ -204,7 +204,7 @@ class Replanning:
     def take_job(self, state: TrialRun, planned: Planned, error: str) -> None:
         """Have a trial that has no device go on with another job, as soon as there is one."""
         (job,) = planned.plan.jobs
-        job = replace(job, numerics={**job.numerics, **left_array(state.job.numerics)})
+        job = replace(job, numerics={**job.numerics, **of_its_arrays(state.job)})
         state.rejob(job, planned.layouts[job.trial])
         self._floor.tell(
             events.TrialReplanned(
@@ -221,7 +221,7 @@ class Replanning:
 
 
 def _check_key(before: Job, after: Job) -> None:
-    now = {**after.numerics, **left_array(before.numerics)}
+    now = {**after.numerics, **of_its_arrays(before)}
     if not same_bits(before.numerics, now):
         raise PlanError(
             f"trial {before.trial} would train to other bits: its numerics key is "

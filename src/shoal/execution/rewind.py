@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from shoal.core import event as events
-from shoal.core.plan import Job, alone, seated_at
-from shoal.core.seats import base_of, rebased, told
+from shoal.core.plan import Job, alone, seated_at, with_seats
+from shoal.core.seats import base_of, rebased
 from shoal.execution.floor import Floor
 from shoal.execution.trial import TrialRun
 from shoal.runtime import checkpoint
@@ -50,7 +50,7 @@ def _unseat(floor: Floor, state: TrialRun) -> None:
     state.job = seated_at(state.job, state.step)
     if (seats := rebased(state.seats, state.step)) != state.seats:
         state.seats = seats
-        known = replace(state.job, numerics={**state.job.numerics, "array": told(seats)})
+        known = replace(state.job, numerics=with_seats(state.job.numerics, seats))
         _tell_replanned(floor, known, state.step, f"a seat that was asked for: {base_of(seats)}")
     later = [epoch.step for epoch in state.seats if epoch.step > state.step]
     if later and (state.job.array or state.job.began):
@@ -65,6 +65,7 @@ def damaged(floor: Floor, trial: int, path: Path, why: str) -> None:
 
 def leave_array(floor: Floor, state: TrialRun, reason: str) -> None:
     """The trial trains alone from its newest generation on; its numerics key says since when."""
+    state.seats = ()
     state.rejob(alone(state.job, state.step, reason), state.layout)
     _tell_replanned(floor, state.job, state.step, reason)
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shoal.core.spec import Scalar
+from shoal.core.spec import Scalar, TrialSpec
+from shoal.core.units import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +67,25 @@ def told_apart(hps: Sequence[Mapping[str, Scalar]], signatures: Sequence[Signatu
     }
     varying = {name for name in names if len({repr(hp.get(name)) for hp in hps}) > 1}
     return ToldApart(tuple(sorted(inside)), tuple(sorted(varying - inside)))
+
+
+def told_of(trials: Sequence[TrialSpec], facts: Mapping[int, Signature]) -> tuple[str, ...]:
+    """Lines that say who may share an array, and what keeps the others apart."""
+    some = [trial for trial in trials if trial.number in facts]
+    signatures = [facts[trial.number] for trial in some]
+    shapes = groups(signatures)
+    if len(some) < 2:
+        return ()
+    apart = told_apart([trial.hp for trial in some], signatures)
+    lines = [
+        f"  arrays: {len(some)} trials of {counted(len(shapes), 'shape')}; trials in one "
+        f"array may differ in {', '.join(apart.fusible) or 'nothing that differs here'}"
+        + (f"; shapes differ by {', '.join(apart.infusible)}" if apart.infusible else "")
+    ]
+    first = shapes[0][0]
+    lines += [
+        f"    trial {some[other[0]].number} shares no array with trial {some[first].number}: "
+        + first_difference(signatures[first], signatures[other[0]])
+        for other in shapes[1:4]
+    ]
+    return tuple(lines)

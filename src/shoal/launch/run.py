@@ -142,7 +142,7 @@ class Run:
             before=case.found.numerics,
             fuse=self._request.fuse,
             recorded=_recorded(case),
-            steps={n: s.step for n, s in case.found.starts.items() if not s.warm},
+            steps=_steps(case),
             reseats=self._request.accept_numerics,
             idle=self._idle(case),
         )
@@ -296,6 +296,12 @@ class Run:
 def _recorded(case: Case) -> dict[int, Mapping[str, Scalar]]:
     """The numerics keys of trials that were planned before."""
     return {row.number: row.numerics for row in case.before.trials if row.numerics}
+
+
+def _steps(case: Case) -> dict[int, int]:
+    """Where trials go on; not of those that have done no step since they took over a state."""
+    own = {row.number for row in case.before.trials if row.step}
+    return {n: start.step for n, start in case.found.starts.items() if n in own or not start.warm}
 
 
 def _words(error: BaseException) -> str:

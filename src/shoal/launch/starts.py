@@ -262,7 +262,8 @@ def asked_seats(plan: Plan, recorded: Mapping[int, Mapping[str, Scalar]]) -> lis
 
 def _is_on_record(then: Scalar, now: Scalar) -> bool:
     """Whether what a trial's array has become is told already: it left it, or has another seat."""
-    then = "alone" if then == ALONE["array"] else then
+    if then == ALONE["array"]:
+        then = "alone"
     return str(now).startswith(NO_ARRAY) or is_continued(then, now)
 
 

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 
 from shoal.core.plan import Job, left_array
@@ -26,8 +27,8 @@ from shoal.core.spec import (
     WidthMeasure,
 )
 from shoal.core.technique import Captured, Resident, Spilled
-from shoal.core.units import Bytes, Seconds, counted
-from shoal.fusion.match import Signature, first_difference, groups, told_apart
+from shoal.core.units import Bytes, Seconds
+from shoal.fusion.match import Signature, groups
 from shoal.memory.layout import TrialLayout
 from shoal.planner.lanes import Load, shortened
 from shoal.planner.narrower import Narrower, from_key, narrower
@@ -141,10 +142,11 @@ class Fusing:
         self._reseating = Reseating(self._wished, steps, accepts=reseats)
         self._recorded = {**now, **recorded}
         for trial, key in now.items():  # of which more may be on record than the study knows
-            key = longer(self._recorded[trial], key)
-            self._recorded[trial] = where_it_is(key, steps[trial]) if trial in steps else key
-        for trial in filter(self._reseating.begins, steps):
-            self._recorded.pop(trial, None)
+            self._recorded[trial] = longer(self._recorded[trial], key)
+        for trial in steps.keys() & self._recorded.keys():
+            self._recorded[trial] = where_it_is(self._recorded[trial], steps[trial])
+            if self._reseating.begins(trial):
+                del self._recorded[trial]
         self._budget = min(device.for_trials for device in devices)
         self._shapes: dict[Signature, _Shape] = {}
         self._spilling: Spilling | None = None
@@ -217,29 +219,6 @@ class Fusing:
             varies=varies or times.changes,
             step_s=fresh[0].step_s or math.inf,
         )
-
-    def notes(
-        self, trials: Sequence[TrialSpec], facts: Mapping[int, Signature]
-    ) -> tuple[str, ...]:
-        """Lines that say who may share an array, and what keeps the others apart."""
-        some = [trial for trial in trials if trial.number in facts]
-        signatures = [facts[trial.number] for trial in some]
-        shapes = groups(signatures)
-        if len(some) < 2:
-            return ()
-        apart = told_apart([trial.hp for trial in some], signatures)
-        lines = [
-            f"  arrays: {len(some)} trials of {counted(len(shapes), 'shape')}; trials in one "
-            f"array may differ in {', '.join(apart.fusible) or 'nothing that differs here'}"
-            + (f"; shapes differ by {', '.join(apart.infusible)}" if apart.infusible else "")
-        ]
-        first = shapes[0][0]
-        lines += [
-            f"    trial {some[other[0]].number} shares no array with trial {some[first].number}: "
-            + first_difference(signatures[first], signatures[other[0]])
-            for other in shapes[1:4]
-        ]
-        return tuple(lines)
 
     # -- one shape --------------------------------------------------------------------
 
@@ -451,16 +430,35 @@ class Fusing:
         told: Mapping[int, str],
     ) -> Job:
         """The job in its array, if that is where it trains."""
-        before, said = self._recorded.get(job.trial), ""
-        if before is not None:
-            before, said = self._reseating.seat(job.trial, before, self._of(shape))
+        seated = partial(self._seated, shape=shape, trials=trials, asking=asking, told=told)
+        if (before := self._recorded.get(job.trial)) is None:
+            return seated(job)
+        wished, said = self._reseating.seat(job.trial, before, self._of(shape))
+        if wished != before:
+            self._recorded[job.trial] = wished
+            placed = seated(replace(job, why=(*job.why, said)))
+            if epochs_of(placed.numerics) == epochs_of(wished):
+                return placed
+            said = self._reseating.stays(job.trial, before, placed.why[-1])
             self._recorded[job.trial] = before
+        return seated(replace(job, why=(*job.why, said)) if said else job)
+
+    def _seated(
+        self,
+        job: Job,
+        shape: _Shape,
+        trials: Sequence[TrialSpec],
+        asking: Asking,
+        told: Mapping[int, str],
+    ) -> Job:
+        """The job where it is on record, or where those are that come now."""
+        before = self._recorded.get(job.trial)
         seat = None if before is None else recorded_seat(before)
         width = shape.width if seat is None else seat.width
         key = {**job.numerics, **left_array(before), "array_group": shape.group}
         if before and "array_company" in before:  # with whom it began, also where it left them
             key["array_company"] = before["array_company"]
-        job = replace(job, numerics=key, why=(*job.why, said) if said else job.why)
+        job = replace(job, numerics=key)
         there = self._there(job.trial, before)
         if width == ALONE:
             job = replace(job, why=(*job.why, *shape.why))

@@ -13,6 +13,7 @@ from shoal.core.spec import DeviceSpec, Place, Scalar, TrialSpec
 from shoal.core.technique import Technique, asks_by_shard
 from shoal.core.turns import DEFAULT
 from shoal.core.units import Seconds
+from shoal.fusion.match import told_of
 from shoal.pipeline.stops import Stops
 from shoal.planning.asking import Asking, Receive
 from shoal.planning.capturing import Total
@@ -183,7 +184,7 @@ class Planner:
             num_batches=planned.num_batches,
             spilling=self._deciding.spilling(),
         )
-        notes = self._fusing.notes(able, described.arrays)
+        notes = told_of(able, described.arrays)
         plan = replace(planned.plan, jobs=jobs, notes=notes)
         layouts = {**planned.layouts, **self._fusing.layouts}
         return replace(planned, plan=plan, layouts={j.trial: layouts[j.trial] for j in jobs})

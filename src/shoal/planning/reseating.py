@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from shoal.core.seats import ALONE, Epoch, base_of, epochs_of, rebased, told, until, with_epoch
+from shoal.core.plan import with_seats
+from shoal.core.seats import ALONE, Epoch, base_of, epochs_of, rebased, until, with_epoch
 from shoal.core.spec import PassKind, Scalar
 from shoal.planning.widthwish import KINDS, ONE_WIDTH, WidthWish
 
@@ -55,7 +56,7 @@ def where_it_is(key: Key, step: int) -> Key:
     """A key of a trial that goes on after ``step``: what was asked for later holds from there."""
     epochs = epochs_of(key)
     there = rebased(epochs, step)
-    return key if there == epochs else {**key, "array": told(there)}
+    return key if there == epochs else with_seats(key, there)
 
 
 def begins_in_one(key: Key) -> bool:
@@ -103,8 +104,9 @@ class Reseating:
         if width is None or not step:
             return key, ""
         epochs = epochs_of(key) or (Epoch(0, 0, ALONE),)
-        now = until(epochs, step)[-1]
-        if now.width == width:
+        so_far = until(epochs, step)
+        now = so_far[-1]
+        if width in (now.width, base_of(so_far).width):  # or it got where it is by that wish
             return key, ""
         if why_not := self._why_not(key, width):
             return key, f"{_it_stays(now)}: {why_not}"
@@ -113,9 +115,15 @@ class Reseating:
             return key, f"{_it_stays(now)}, as its bits depend on that; {way} would have it change"
         slot = 0 if width == ALONE else free_slot(others, width)
         seat = Epoch(step, slot, width, asked=True)
-        return {**key, "array": told(with_epoch(until(epochs, step), seat))}, (
-            f"it goes on so from step {step}, as was asked; before that it was {_where(now)}"
+        was = until(epochs, step - 1)[-1]
+        return with_seats(key, with_epoch(so_far, seat)), (
+            f"it goes on so from step {step}, as was asked; before that it was {_where(was)}"
         )
+
+    def stays(self, trial: int, key: Key, why_not: str) -> str:
+        """What there is to say of a seat that cannot be had."""
+        epochs = epochs_of(key) or (Epoch(0, 0, ALONE),)
+        return f"{_it_stays(until(epochs, self._steps[trial])[-1])}: {why_not}"
 
     def _why_not(self, key: Key, width: int) -> str:
         if "array" in key and not epochs_of(key):

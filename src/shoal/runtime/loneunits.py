@@ -51,7 +51,7 @@ def lone_pass_in_shards(
     units = ChainUnits(own, member.recipe, spans, where, Route(len(spans)))
     home = {name: parameter.data for name, parameter in module.named_parameters()}
     module.train()
-    with meter.hold([*module.buffers(), *tensors_of(batch)]):
+    with meter.hold(module.buffers(), tensors_of(batch)):
         _move_buffers(module, where)
         with in_streams(member, where):
             micro = units.begin(to_device(batch, where))

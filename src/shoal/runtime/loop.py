@@ -105,8 +105,9 @@ class DeviceLoop:
         self._lobby = Lobby()
         self._parking = Parking(self._saver, self._reports, pin=device.spec.kind == "cuda")
         self._ledger = Ledger(device.spec.name, device.spec.memory)
-        if device.spec.library_bytes:
-            self._ledger.reserve("what libraries keep", device.spec.library_bytes)
+        if device.spec.library_bytes:  # where that is all there is, the plan is refused
+            own = min(device.spec.library_bytes, device.spec.memory)
+            self._ledger.reserve("what libraries keep", own)
         self._stays: dict[int, Stay] = {}
         self._current: int | None = None  # whose random streams are in place
         self._unit_bytes = self._units_done = 0

@@ -29,13 +29,13 @@ class Meter:
         self._kind = None if device.type == "cpu" else device.type
 
     @contextmanager
-    def hold(self, tensors: Iterable[Tensor]) -> Iterator[None]:
-        """Room for these inside; they come to the device there.
+    def hold(self, tensors: Iterable[Tensor], rows: Iterable[Tensor] = ()) -> Iterator[None]:
+        """Room for these inside; they come to the device there. ``rows`` are of batches.
 
         Raises:
             torch.OutOfMemoryError: there is none.
         """
-        size = sum(read_bytes(tensors).values())
+        size = stored_bytes(tensors) + sum(read_bytes(rows).values())
         if self.held_bytes + size > self.budget:
             raise out_of_memory(size, self.budget - self.held_bytes)
         self.held_bytes += size

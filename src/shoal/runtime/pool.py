@@ -234,10 +234,10 @@ class WorkerPool:
 
     def library_bytes(self) -> dict[str, Bytes]:
         """What libraries keep of each GPU for good, by name; waits until their workers know."""
-        found = {}
+        found, deadline = {}, time.monotonic() + _OPENS_S
         for name, worker in self._workers.items():
-            if worker.device is not None and worker.device.kind == "cuda":
-                worker.opened.wait(_OPENS_S)
+            is_gpu = worker.device is not None and worker.device.kind == "cuda"
+            if is_gpu and worker.opened.wait(max(0.0, deadline - time.monotonic())):
                 found[name] = worker.library_bytes
         return found
 

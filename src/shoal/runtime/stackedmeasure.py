@@ -143,7 +143,7 @@ class StackedMeasure:
         """An array that is nowhere but for its buffers and batches, which are on the device."""
         members, where = copies(self._members), self._device
         buffers = [buffer for member in members for buffer in member.module.buffers()]
-        with self._meter.hold([*buffers, *tensors_of(self._batches)]):
+        with self._meter.hold(buffers, tensors_of(self._batches)):
             array = Array(
                 members,
                 device=where,

@@ -318,7 +318,7 @@ class ArrayBench:
             self._alone = None
         rows, valid = self._batches(width) if on_host else ([], [])
         try:
-            with self.meter.hold(tensors_of([rows, valid])), self.meter.counting() as whole:
+            with self.meter.hold((), tensors_of([rows, valid])), self.meter.counting() as whole:
                 ready, unit, valid_s = self._counted(width, counted)
         except torch.OutOfMemoryError:
             return None

@@ -140,10 +140,12 @@ def _warm_workers() -> Iterator[WorkerPool]:
     with WorkerPool() as pool:
         pool.warm(1)
         gc.disable()  # nothing of what is imported is garbage, and looking costs 0.2 s
-        import shoal.ui.train  # noqa: F401
+        try:
+            import shoal.ui.train  # noqa: F401
 
-        gc.freeze()
-        gc.enable()
+            gc.freeze()
+        finally:
+            gc.enable()
         yield pool
 
 

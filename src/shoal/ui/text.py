@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 
 from shoal.core.seats import epochs_of
 from shoal.core.spec import Scalar
@@ -45,8 +46,8 @@ def how(row: TrialRow) -> str:
     """A trial's technique, and its shards where there are several, or how wide its array is."""
     technique = row.technique.lower() or DASH
     if epochs := epochs_of(row.numerics):
-        widths = dict.fromkeys(str(epoch.width) for epoch in epochs)  # 1: by itself
-        return f"array {'/'.join(widths)}"
+        widths = (width for width, _ in groupby(str(epoch.width) for epoch in epochs))
+        return f"array {'/'.join(widths)}"  # 1: by itself
     return f"{technique} {row.shards}" if row.shards > 1 else technique
 
 
