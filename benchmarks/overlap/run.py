@@ -42,9 +42,7 @@ TRIALS = 4
 HYDRA = 2  # trials at a time that Hydra's rule is given
 MEMORY = "64MiB"  # three trials fit
 MIX_SEEDS = range(7)
-TECHNIQUE = shoal.Spilled(
-    shards=SHARDS, optimizer="host", lookahead=1, keep=(), keep_turn=0, recompute=True
-)
+TECHNIQUE = shoal.Spilled(shards=SHARDS, optimizer="host", lookahead=1, keep=(), recompute=True)
 
 
 # -- measured -----------------------------------------------------------------------------
