@@ -54,6 +54,15 @@ def assert_as_alone(state, recipe, hp, seed, steps):
     assert state["schedule"] == plain["schedule"]
 
 
+def test_a_trial_that_leaves_while_others_are_evaluated_is_ready_to_train(backend):
+    array, made = make("cnn", backend=backend)
+    run(array, made, steps=1)
+    array.set_training(False)
+    member = array.retire(1)
+    assert all(module.training for module in member.module.modules())
+    assert not array.member(0).module.training
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_poisoned_slot_leaves_its_neighbours_bitwise_equal(name):
     found = []

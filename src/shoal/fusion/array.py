@@ -393,9 +393,13 @@ class Array:
         return copy.deepcopy(member.state())
 
     def retire(self, slot: int) -> Member:
-        """Take a trial out, whole and alone; its slot runs on empty, others keep their bits."""
+        """Take a trial out, whole and alone; its slot runs on empty, others keep their bits.
+
+        It is in the modes in which it trains, also where others are being evaluated.
+        """
         member = self.member(slot)
         member.rng = current_rng(self._crew, slot)
+        member.train()
         self._crew.members = [
             shell(m) if at == slot else m for at, m in enumerate(self._crew.members)
         ]
