@@ -98,6 +98,21 @@ class Floor:
         if self.hear is not None:
             self.hear(event)
 
+    def tell_replanned(self, job: Job, step: int, reason: str) -> None:
+        """Have written that a trial's numerics are others from a step on, and why."""
+        self.tell(
+            events.TrialReplanned(
+                time=time.time(),
+                trial=job.trial,
+                step=step,
+                reason=reason,
+                technique=type(job.technique).__name__,
+                shards=len(job.shards),
+                peak_bytes=job.peak_bytes,
+                numerics=dict(job.numerics),
+            )
+        )
+
     def flush(self) -> None:
         """Write what a message brought, in one go."""
         happened, self._happened = self._happened, []

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shoal.core import event as events
-from shoal.core.plan import Job, alone, seated_at, with_seats
+from shoal.core.plan import alone, seated_at, with_seats
 from shoal.core.seats import base_of, rebased
 from shoal.execution.floor import Floor
 from shoal.execution.trial import TrialRun
@@ -51,7 +51,7 @@ def _unseat(floor: Floor, state: TrialRun) -> None:
     if (seats := rebased(state.seats, state.step)) != state.seats:
         state.seats = seats
         known = replace(state.job, numerics=with_seats(state.job.numerics, seats))
-        _tell_replanned(floor, known, state.step, f"a seat that was asked for: {base_of(seats)}")
+        floor.tell_replanned(known, state.step, f"a seat that was asked for: {base_of(seats)}")
     later = [epoch.step for epoch in state.seats if epoch.step > state.step]
     if later and (state.job.array or state.job.began):
         state.halt = min(later)
@@ -67,19 +67,4 @@ def leave_array(floor: Floor, state: TrialRun, reason: str) -> None:
     """The trial trains alone from its newest generation on; its numerics key says since when."""
     state.seats = ()
     state.rejob(alone(state.job, state.step, reason), state.layout)
-    _tell_replanned(floor, state.job, state.step, reason)
-
-
-def _tell_replanned(floor: Floor, job: Job, step: int, reason: str) -> None:
-    floor.tell(
-        events.TrialReplanned(
-            time=time.time(),
-            trial=job.trial,
-            step=step,
-            reason=reason,
-            technique=type(job.technique).__name__,
-            shards=len(job.shards),
-            peak_bytes=job.peak_bytes,
-            numerics=dict(job.numerics),
-        )
-    )
+    floor.tell_replanned(state.job, state.step, reason)

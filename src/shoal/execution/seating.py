@@ -10,10 +10,8 @@ again, stops at the rung once more, and has the seat that it had.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 
-from shoal.core import event as events
 from shoal.core.plan import ArrayPlace, Job, seated
 from shoal.core.seats import ALONE, Epoch, epochs_of, with_epoch
 from shoal.core.spec import Scalar
@@ -67,7 +65,8 @@ class Seating:
         state.job = seated(state.job, epochs)
         if epochs[-1] not in state.seats:
             state.seats = epochs
-            self._tell(state)
+            why = f"others were pruned: {state.seats[-1]}"
+            self._floor.tell_replanned(state.job, state.step, why)
 
     def _epoch(self, state: TrialRun, first: ArrayPlace, rung: int) -> Epoch | None:
         """The seat after a rung, as is on record, or by its rank; None where it keeps the one."""
@@ -78,20 +77,6 @@ class Seating:
             return None  # it trained on after the rung, in the seat that it had
         rank = self._ranks.after(state.job.trial, rung)
         return _seat(first, rank, state.step, state.job) if rank is not None else None
-
-    def _tell(self, state: TrialRun) -> None:
-        self._floor.tell(
-            events.TrialReplanned(
-                time=time.time(),
-                trial=state.job.trial,
-                step=state.step,
-                reason=f"others were pruned: {state.seats[-1]}",
-                technique=type(state.job.technique).__name__,
-                shards=len(state.job.shards),
-                peak_bytes=state.job.peak_bytes,
-                numerics=dict(state.job.numerics),
-            )
-        )
 
 
 def _seat(first: ArrayPlace, rank: Rank, step: int, job: Job) -> Epoch | None:

@@ -31,8 +31,7 @@ def array_kind(numerics: Mapping[str, object]) -> PassKind:
 
 def recorded_seat(numerics: Mapping[str, object]) -> Epoch:
     """The seat from which others follow: that it began with, or that was asked for last."""
-    epochs = epochs_of(numerics)
-    return base_of(epochs) if epochs else Epoch(0, 0, ALONE)
+    return base_of(_seats(numerics))
 
 
 def recorded_width(numerics: Mapping[str, object]) -> int:
@@ -103,7 +102,7 @@ class Reseating:
         step, width = self._steps.get(trial), self._width
         if width is None or not step:
             return key, ""
-        epochs = epochs_of(key) or (Epoch(0, 0, ALONE),)
+        epochs = _seats(key)
         so_far = until(epochs, step)
         now = so_far[-1]
         if width in (now.width, base_of(so_far).width):  # or it got where it is by that wish
@@ -122,8 +121,7 @@ class Reseating:
 
     def stays(self, trial: int, key: Key, why_not: str) -> str:
         """What there is to say of a seat that cannot be had."""
-        epochs = epochs_of(key) or (Epoch(0, 0, ALONE),)
-        return f"{_it_stays(until(epochs, self._steps[trial])[-1])}: {why_not}"
+        return f"{_it_stays(until(_seats(key), self._steps[trial])[-1])}: {why_not}"
 
     def _why_not(self, key: Key, width: int) -> str:
         if "array" in key and not epochs_of(key):
@@ -132,6 +130,11 @@ class Reseating:
         if odd is None or width == ALONE:
             return ""
         return f"passes that are {odd} have bits of their own, and a trial begins with them"
+
+
+def _seats(key: Mapping[str, object]) -> tuple[Epoch, ...]:
+    """Those that a key tells of; of a trial that was in no array, by itself."""
+    return epochs_of(key) or (Epoch(0, 0, ALONE),)
 
 
 def _where(seat: Epoch) -> str:
