@@ -45,7 +45,7 @@ from shoal.spill.generate import spilled_step
 
 TRIALS = 6
 TARGET = 0.95
-COLUMNS = ("whole", "worker_whole", "paper_whole", "full", "worker_full", "paper_full")
+COLUMNS = ("whole", "paper_whole", "full", "paper_full")
 MEMORY = "4GiB"  # all six fit
 DEPTHS = (8, 40)
 TECHNIQUE = shoal.Spilled(optimizer="host", lookahead=1, keep=(), keep_turn=0, recompute=True)
@@ -165,9 +165,7 @@ def works_of(
 # -- on paper -----------------------------------------------------------------------------
 
 
-def replayed(
-    measured: Measured, profile: Profile, *, as_the_worker: bool = False
-) -> list[paper.Work]:
+def replayed(measured: Measured, profile: Profile) -> list[paper.Work]:
     """The same six jobs, as many at a time and by the same rule, in the order they began in."""
     begins: dict[int, float] = {}
     for work in measured.works:
@@ -182,19 +180,15 @@ def replayed(
         for job in sorted(measured.plan.jobs, key=lambda job: begins[job.trial])
     ]
     plan = measured.plan
-    spans = paper.on_paper(
-        runs, profile, active=plan.active, rule=plan.rule, as_the_worker=as_the_worker
-    )
+    spans = paper.on_paper(runs, profile, active=plan.active, rule=plan.rule)
     return paper.works_of(spans, profile)
 
 
 def result_of(measured: Measured, case: Case) -> dict[str, Any]:
     profile = case.slowed
     on_paper = replayed(measured, profile)
-    as_worked = replayed(measured, profile, as_the_worker=True)
-    pace, foreseen, worker = (
-        paper.pace_of_mix(works, measured.plan.active)
-        for works in (measured.works, on_paper, as_worked)
+    pace, foreseen = (
+        paper.pace_of_mix(works, measured.plan.active) for works in (measured.works, on_paper)
     )
     needs = paper.done_by(measured.works, float("inf"))
     expected = paper.done_by(on_paper, float("inf"))
@@ -220,8 +214,6 @@ def result_of(measured: Measured, case: Case) -> dict[str, Any]:
         "full": pace.full,
         "paper_whole": foreseen.whole,
         "paper_full": foreseen.full,
-        "worker_whole": worker.whole,
-        "worker_full": worker.full,
         "behind": behind(measured.kept),
     }
 
@@ -258,8 +250,7 @@ def summary(mixes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {
         name: common.spread([mix[name] for mix in mixes]) for name in (*COLUMNS, "behind")
     }
-    for way in ("paper", "worker"):
-        found[f"over_{way}"] = common.spread([mix["whole"] / mix[f"{way}_whole"] for mix in mixes])
+    found["over_paper"] = common.spread([mix["whole"] / mix["paper_whole"] for mix in mixes])
     return found
 
 

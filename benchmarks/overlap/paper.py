@@ -4,12 +4,6 @@
 ``shoal.program.replay`` gives every direction of the link its full speed. An emulated device has
 a link whose directions may share. That is added here, as ``device/emulated.py`` has it: a copy
 that begins while the other direction is busy takes ``slower`` times as long.
-
-[Note: where the worker differs from the replay]
-In two things, which ``_AsTheWorker`` has. The replay gives a place on when a trial's last action
-is issued; in the worker that trial first brings all home, its last steps on the host too. And the
-replay ranks a step on the host by what was left when that step began; the worker by what is left
-now: one step less where the next one has begun, nothing where all is issued.
 """
 
 from __future__ import annotations
@@ -19,11 +13,9 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf, log2
-from sys import maxsize
 from typing import NamedTuple
 
 from shoal.core.profile import Profile
-from shoal.core.seams import Candidate
 from shoal.core.spec import ShardSpec
 from shoal.core.turns import DEFAULT, RULES, rule_of
 from shoal.core.units import Bytes, Seconds
@@ -142,44 +134,15 @@ class _Paper(replays._Replay):
         line.seconds = alone_s
 
 
-class _AsTheWorker(_Paper):
-    """That, with places and turns at the host as the worker has them."""
-
-    def _begin(self, lane: replays._Lane) -> None:
-        outside, self._outside = self._outside, []  # nobody comes in while it is still here
-        super()._begin(lane)
-        self._outside = outside
-
-    def _finish(self, lane: replays._Lane, round_: replays._Round, index: int) -> None:
-        super()._finish(lane, round_, index)
-        if lane.round is None and not any(lane.queues.values()) and self._outside:
-            following = self._outside.pop(0)
-            self._begin(following)
-            self._issue(following)
-
-    def _next_of(self, waiting: Sequence[replays._Lane], stream: replays.Stream) -> int:
-        if stream != "host" or len(waiting) == 1:
-            return 0
-        return self._choose([_as_it_is_now(lane) for lane in waiting])
-
-
-def _as_it_is_now(lane: replays._Lane) -> Candidate:
-    if lane.round is not None:
-        return lane.candidate(lane.round)
-    return Candidate(lane.trial, maxsize, 0.0, False, lane.step_s)  # younger than all steps
-
-
 def on_paper(
     runs: Sequence[Run],
     profile: Profile,
     *,
     active: int | None = None,
     rule: str = DEFAULT,
-    as_the_worker: bool = False,
 ) -> tuple[Span, ...]:
-    """What happens when on a device of this profile, by the rules of the notes above."""
-    kind = _AsTheWorker if as_the_worker else _Paper
-    paper = kind(runs, len(runs) if active is None else active, slower(profile), rule)
+    """What happens when on a device of this profile, by the rules of the note above."""
+    paper = _Paper(runs, len(runs) if active is None else active, slower(profile), rule)
     paper.run()
     return paper.timeline().spans
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
+from shoal.core.seams import Candidate
+
 Work = Callable[[], Any]
 GiveWay = Callable[[], None]
 """Called between two pieces of work: returns when it is the caller's turn to go on."""
@@ -111,29 +113,32 @@ class Ran:
 
 
 class Turns:
-    """A resource that some pieces of work may use at a time; who waits is chosen by trial.
+    """A resource that some pieces of work may use at a time; who waits is chosen by its claim.
 
-    ``choose`` is given the trials that wait, before them the one that would go on where there is
-    one, and names one of them: first come, first served until somebody sets another rule. It is
-    called from the threads that take turns.
+    ``claim`` says how a trial is among others; it is asked when work is submitted, so that work is
+    ranked by what its trial had left then and not by how far the trial has come since. ``choose``
+    is given the claims that wait, before them that which would go on where there is one, and
+    returns one of them: first come, first served until somebody sets another rule. It is called
+    from the threads that take turns.
 
     Args:
         places: Pieces of work at a time.
     """
 
     def __init__(self, places: int = 1) -> None:
-        self.choose: Callable[[Sequence[int]], int] = lambda trials: trials[0]
+        self.claim: Callable[[int], Candidate] = _nothing_known
+        self.choose: Callable[[Sequence[Candidate]], Candidate] = lambda claims: claims[0]
         self._lock = threading.Lock()
         self._free = places
         self._waiting: list[_Hold] = []
 
     @contextlib.contextmanager
-    def take(self, trial: int, is_off: IsOff = never) -> Iterator[GiveWay]:
+    def take(self, claim: Candidate, is_off: IsOff = never) -> Iterator[GiveWay]:
         """Wait for a turn, and hold it inside; what is given hands it on where that is due.
 
         Work that ``is_off`` goes on without a turn, if ``let_go`` is called after it came to be.
         """
-        hold = _Hold(trial, is_off)
+        hold = _Hold(claim, is_off)
         with self._lock:
             if self._free:
                 self._free -= 1
@@ -166,8 +171,8 @@ class Turns:
         with self._lock:
             if not self._waiting or not hold.has_turn:
                 return
-            trials = [hold.trial, *(waiting.trial for waiting in self._waiting)]
-            at = trials.index(self.choose(trials))
+            claims = [hold.claim, *(waiting.claim for waiting in self._waiting)]
+            at = claims.index(self.choose(claims))
             if not at:
                 return
             self._waiting.pop(at - 1).begin()
@@ -179,18 +184,22 @@ class Turns:
             if not self._waiting:
                 self._free += 1
                 return
-            trials, at = [waiting.trial for waiting in self._waiting], 0
+            claims, at = [waiting.claim for waiting in self._waiting], 0
             try:
-                at = trials.index(self.choose(trials))
+                at = claims.index(self.choose(claims))
             finally:  # a rule that raises fails the work that asked, and leaves nobody waiting
                 self._waiting.pop(at).begin()
+
+
+def _nothing_known(trial: int) -> Candidate:
+    return Candidate(trial=trial, ticket=0, remaining_s=0.0, warm=False)
 
 
 class _Hold:
     """Work that has a turn, waits for one, or goes on without."""
 
-    def __init__(self, trial: int, is_off: IsOff) -> None:
-        self.trial, self.is_off, self.has_turn = trial, is_off, False
+    def __init__(self, claim: Candidate, is_off: IsOff) -> None:
+        self.claim, self.is_off, self.has_turn = claim, is_off, False
         self.go_on = threading.Event()
         self.go_on.set()
         self.wait = self.go_on.wait

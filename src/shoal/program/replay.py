@@ -16,7 +16,8 @@ action before it in its trial's stream is complete, and the stream's resource is
 
 A trial may run its program many times; the next run is issued as soon as all of the run
 before is issued, and needs of the run before are honoured. Where there are fewer places than
-runs, the next one begins when one has issued its last action.
+runs, the next one begins when one is through: with its last steps on the host, and its last
+copies.
 """
 
 from __future__ import annotations
@@ -146,6 +147,7 @@ class _Lane:
 
     ``queues`` hold what is issued, per stream; the first is next, or running. Of a step on the
     host ``chunk`` is the one that is next, or running, and ``since_s`` when it began or went on.
+    ``open`` counts the actions of all its steps that take time and are not complete.
     """
 
     device: _Device
@@ -161,6 +163,10 @@ class _Lane:
     queues: dict[Stream, deque[tuple[_Round, int]]] = field(default_factory=dict)
     chunk: int = 0
     since_s: float = 0.0
+    open: int = 0
+
+    def __post_init__(self) -> None:
+        self.open = self.steps * sum(line.stream is not None for line in self.lines)
 
     def at(self, number: int) -> _Round:
         """The run with this number, made when somebody first speaks of it."""
@@ -304,7 +310,12 @@ class _Replay:
         lane.round = lane.at(number) if number < lane.steps and lane.lines else None
         if lane.round is not None:
             lane.round.ticket = next(self._tickets)
-        elif self._outside:
+        elif not lane.open:  # it had nothing to do that takes time
+            self._let_in()
+
+    def _let_in(self) -> None:
+        """The first of those that wait for a place begins."""
+        if self._outside:
             following = self._outside.pop(0)
             self._begin(following)
             self._issue(following)
@@ -419,6 +430,9 @@ class _Replay:
         if line.remote is not None:
             target, receive = line.remote
             self._meet(target, target.at(round_.number), receive)
+        lane.open -= 1
+        if not lane.open:
+            self._let_in()
 
     def _leave(self, lane: _Lane, stream: Stream) -> None:
         """The first of the lane's queue is done: the link, and the next in the queue, go on."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from shoal.core.seams import Candidate
 from shoal.core.units import Bytes
 from shoal.runtime.arraydesk import ArrayDesk
@@ -17,7 +15,6 @@ class Desks:
 
     def __init__(self, house: House) -> None:
         self.arrays, self.stages = ArrayDesk(house), StageDesk(house)
-        self._urgent: Mapping[int, Candidate] = {}  # replaced and never changed: threads read it
 
     def __len__(self) -> int:
         return len(self.arrays) + len(self.stages)
@@ -55,19 +52,3 @@ class Desks:
         if (array := self.arrays.candidates.get(number)) is not None:
             return self.arrays.candidate(array, ticket)
         return self.stages.candidate(number, ticket)
-
-    def note_turn(self, one: Candidate) -> None:
-        """Who computes now, as a candidate; of an array each of its trials stands for it."""
-        if not self and not self._urgent:
-            return
-        array, here = self.arrays.candidates.get(one.trial), set(self.trials)
-        named = array.seated if array else (one.trial,)
-        now = dict(self._urgent) | {trial: one._replace(trial=trial) for trial in named}
-        self._urgent = {trial: known for trial, known in now.items() if trial in here}
-
-    def urgency(self, trial: int) -> Candidate | None:
-        """How urgent a step on the host is: as its trial was when it last computed.
-
-        Any thread may ask. None of a trial that is not here.
-        """
-        return self._urgent.get(trial)

@@ -566,7 +566,8 @@ class Seat(Generic[T]):
             for work, share in self.compute.host_step(shard)
         ]
         is_off = self._closing.is_set  # then nobody reads what is still to be stepped
-        turn = functools.partial(device.host_turns.take, self.trial, is_off)
+        claim = device.host_turns.claim(self.trial)
+        turn = functools.partial(device.host_turns.take, claim, is_off)
         event: Event = self._lane.host.submit_pieces(pieces, after, turn=turn, is_off=is_off)
         self._in_flight.append((event, ()))
         self._note("host", event)

@@ -11,7 +11,7 @@ import functools
 import pickle
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from shoal.core.event import pack_event
@@ -90,7 +90,8 @@ class DeviceLoop:
         self._word = Word(recorder, output)
         self._record = self._word.computing
         self._interleaver = Interleaver()
-        device.host_turns.choose = self._whose_host_step
+        device.host_turns.claim = self._claim
+        device.host_turns.choose = self._interleaver.first
         self._reports = Reports(device, send, timeline=settings.timeline)
         self._saver = Saver(
             settings,
@@ -110,6 +111,7 @@ class DeviceLoop:
             self._ledger.reserve("what libraries keep", own)
         self._stays: dict[int, Stay] = {}
         self._current: int | None = None  # whose random streams are in place
+        self._turn = Candidate(-1, 0, 0.0, False)  # who computes, or did last
         self._unit_bytes = self._units_done = 0
         self._running = True
         house = House(
@@ -469,14 +471,15 @@ class DeviceLoop:
             for stay in self._stays.values()
             if stay.seat.waits_for_compute and stay.seat.startable()
         }
-        at_desk, ticket = self._desk.candidates, self._interleaver.ticket
-        ready |= {number: self._desk.candidate(number, ticket(number)) for number in at_desk}
+        ticket = self._interleaver.ticket
+        at_desk = {one: self._desk.candidate(one, ticket(one)) for one in self._desk.candidates}
+        ready |= at_desk
         if not ready:
             return False
         trial = next(iter(ready))
         if len(ready) > 1:
             trial = self._interleaver.choose(list(ready.values()))
-        self._desk.note_turn(ready[trial])
+        self._turn = ready[trial]
         if trial not in at_desk:
             self._guard(trial, self._compute)
         elif (array := self._desk.arrays.candidates.get(trial)) is not None:
@@ -497,12 +500,11 @@ class DeviceLoop:
             step_s=session.job.step_s,
         )
 
-    def _whose_host_step(self, trials: Sequence[int]) -> int:
-        """Whose step runs on the host, or goes on there; asked by the threads that take turns."""
-        stays = ((trial, self._stays.get(trial)) for trial in trials)
-        found = [self._candidate(s) if s else self._desk.urgency(trial) for trial, s in stays]
-        known = [one for one in found if one is not None]
-        return self._interleaver.choose(known) if known else trials[0]
+    def _claim(self, trial: int) -> Candidate:
+        """How a trial is that has a step for the host, among others that have one."""
+        if (stay := self._stays.get(trial)) is not None:
+            return self._candidate(stay)._replace(warm=False)
+        return self._turn  # arrays and stages submit in their own turns
 
     def _compute(self, stay: Stay) -> None:
         """One unit; all that can run, where nobody else is on the device and no order waits."""

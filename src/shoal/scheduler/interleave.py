@@ -39,12 +39,20 @@ class Interleaver:
         Raises:
             TransitionError: there are no candidates; the worker must wait for an event.
         """
+        return self.first(candidates).trial
+
+    def first(self, candidates: Sequence[Candidate]) -> Candidate:
+        """That one, as it was given; any thread may ask.
+
+        Raises:
+            TransitionError: there are no candidates.
+        """
         if not candidates:
             raise TransitionError(
                 "asked which trial advances, with no candidates; in progress are steps of "
                 f"{counted(len(self._running), 'trial')}. Wait until a unit is feasible."
             )
-        return self._policy.choose(candidates).trial
+        return self._policy.choose(candidates)
 
     def ticket(self, trial: int) -> int:
         """The age of the trial's step: smaller is older.

@@ -187,21 +187,6 @@ def test_a_copy_on_paper_counts_with_the_seconds_of_a_link_of_its_own():
     assert found == pytest.approx(tuple(expected))
 
 
-@pytest.mark.parametrize("as_the_worker", [True, False])
-def test_a_worker_gives_a_place_on_when_the_last_host_step_is_over(as_the_worker):
-    trials = trial(), trial(), trial(steps=3)
-
-    spans = paper.on_paper(runs_of(*trials), H200, active=2, as_the_worker=as_the_worker)
-
-    third = min(s.start_s for s in spans if s.trial == 2)
-    first_end = min(max(s.end_s for s in spans if s.trial == t) for t in (0, 1))
-    assert third == pytest.approx(first_end) if as_the_worker else third < first_end
-    expected = paper.total(t.demand(H200).times(t.steps) for t in trials)
-    assert paper.done_by(paper.works_of(spans, H200), float("inf")) == pytest.approx(
-        tuple(expected)
-    )
-
-
 def test_a_place_stays_empty_when_all_but_so_many_have_ended():
     works = [
         paper.Work(0, "compute", 0.0, 2.0, 2.0),

@@ -234,7 +234,7 @@ def test_work_that_gave_way_goes_on_without_a_turn_when_it_is_off(two_streams):
     urgent = second.submit(hold.wait, turn=lambda: turns.take(2))
     wait_until(lambda: turns._waiting)
     go_on.set()
-    wait_until(lambda: turns._waiting and turns._waiting[0].trial == 1)
+    wait_until(lambda: turns._waiting and turns._waiting[0].claim == 1)
     off.set()
     turns.let_go()
     gone.wait()

@@ -221,7 +221,7 @@ def test_a_trial_with_more_steps_left_is_not_left_alone_at_the_end(run_of):
     assert sorted(order) == [0, 0, 1, 1, 1, 1]
 
 
-def test_a_run_that_waits_for_a_place_begins_when_one_has_issued_its_last(run_of):
+def test_a_run_that_waits_for_a_place_begins_when_one_is_through(run_of):
     runs = [
         run_of(for_trial(resident_step(), trial), 1, trial, start=RESIDENT, steps=2)
         for trial in range(3)
@@ -235,6 +235,22 @@ def stepping(run_of, trial, steps, step_s, chunks=()):
     """One shard that steps on the host; units take no time."""
     shard = {"step_s": step_s, "step_chunks": chunks, "forward_s": 0.0, "backward_s": 0.0}
     return run_of(spilled_step(1, optimizer="host"), 1, shard=shard, trial=0, steps=steps)
+
+
+def test_a_place_is_given_on_when_the_last_step_on_the_host_and_the_last_copy_are_over(run_of):
+    runs = [dataclasses.replace(stepping(run_of, t, 2, 4.0), trial=t) for t in range(3)]
+    spans = replay(runs, active=2).spans
+    ends = [max(s.end_s for s in spans if s.trial == trial) for trial in range(3)]
+    assert min(s.start_s for s in spans if s.trial == 2) == min(ends[:2])
+    assert len([s for s in spans if s.trial == 2]) == len([s for s in spans if s.trial == 0])
+
+
+def test_a_run_that_has_nothing_to_do_hands_its_place_on_at_once(run_of):
+    idle = dataclasses.replace(stepping(run_of, 0, 0, 4.0), trial=0)
+    runs = [idle, *(dataclasses.replace(stepping(run_of, t, 2, 4.0), trial=t) for t in (1, 2))]
+    spans = replay(runs, active=1).spans
+    assert [s.trial for s in spans] == sorted(s.trial for s in spans)
+    assert {s.trial for s in spans} == {1, 2}
 
 
 def two_at_the_host(run_of, chunks):
