@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,62 @@ HERE = Path(__file__).parent
 for folder in (HERE.parent, HERE / "equivalence", HERE / "chaos"):
     sys.path.insert(0, str(folder))
 
+from covering import cover_values  # noqa: E402
+
 STUDY_OPTIONS = (
     *("steps", "epochs", "eval_every", "seed", "trials", "metric", "mode"),
     *("checkpoint_every", "keep", "keep_finished", "disk_budget", "retries"),
     *("time_limit", "trial_time_limit"),
 )
+
+
+# -- which cases run --------------------------------------------------------------------------
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that are marked so are left out
+def pytest_collection_modifyitems(items):
+    """Mark as ``full`` the cases of a test that it does without in most runs.
+
+    Those of an equivalence test are as many as let every value of its parameters occur;
+    ``sample(n)`` says that there are at most ``n``, of any test.
+    """
+    cases = sorted(filter(has_cases, items), key=of_which_test)  # stable
+    for _, group in itertools.groupby(cases, key=of_which_test):
+        named = {case.nodeid: case for case in group}
+        sample = next(iter(named.values())).get_closest_marker("sample")
+        kept = cover_values(
+            {n: values_of(c) for n, c in named.items()}, *(sample.args if sample else ())
+        )
+        for name in named.keys() - set(kept):
+            named[name].add_marker(pytest.mark.full)
+
+
+def has_cases(item):
+    """Whether it is one of several that are to be fewer."""
+    if not hasattr(item, "callspec") or item.get_closest_marker("full"):
+        return False
+    return HERE / "equivalence" in item.path.parents or item.get_closest_marker("sample")
+
+
+def of_which_test(item):
+    return item.nodeid.partition("[")[0]
+
+
+def values_of(item):
+    """A case's parameters: those of one ``parametrize`` as one, those of a row for themselves."""
+    params = item.callspec.params
+    lists = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    named = [names.split(",") if isinstance(names, str) else names for names in lists]
+    together = [[name.strip() for name in names] for names in named]
+    together += [[name] for name in params if name not in itertools.chain(*together)]
+    found = {", ".join(names): repr([params[name] for name in names]) for names in together}
+    for name, value in params.items():
+        if isinstance(value, Mapping) and found.pop(name, None):
+            found |= {f"{name}, {key}": repr(one) for key, one in value.items()}
+    return found
+
+
+# -- studies ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")

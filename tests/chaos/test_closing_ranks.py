@@ -26,6 +26,7 @@ def undisturbed(tmp_path_factory, warm_workers):
     return ranks.outcome(study.directory)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "hooks",
     [
@@ -48,6 +49,7 @@ def test_killed_where_seats_change(hooks, checkpoint_every, undisturbed, tmp_pat
     ranks.check(runner.place)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "seed", [*range(3), *(pytest.param(s, marks=pytest.mark.full) for s in range(3, 20))]
 )
@@ -104,6 +106,7 @@ def test_a_worker_that_dies_later_sets_its_trials_back_to_their_old_seats(undist
     ranks.check(runner.place)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "seed", [*range(3), *(pytest.param(s, marks=pytest.mark.full) for s in range(3, 12))]
 )

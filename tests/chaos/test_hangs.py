@@ -17,7 +17,7 @@ from shoal.execution.watchdog import Backoff, Watchdog
 
 STEPS = 9
 LIMIT_S = 1.0
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.clock]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from studies import run
 import shoal
 from shoal.core.event import CheckpointWritten, StepFinished, TrialFinished, WorkerDied
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.clock]
 
 PAUSED = 75
 SLOWLY = {studies.PACE_S: "0.03"}

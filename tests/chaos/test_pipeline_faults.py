@@ -17,6 +17,8 @@ from shoal.pipeline.processes import StageProcesses
 from shoal.pipeline.run import run_stages
 from shoal.testing import compare, plain_loop
 
+pytestmark = pytest.mark.clock
+
 HERE = Path(__file__).parent
 CUTS = (2, 4)  # the head in the last stage
 

@@ -42,7 +42,7 @@ from shoal.planning.deciding import Deciding
 from shoal.runtime import checkpoint
 
 OTHER_HANGS = [(0, "sleep"), (0, "stop"), (1, "stop")]
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.clock]
 PAUSED = 75
 LIMIT_S = 2.5  # of a hang: a worker that waits for others says so each second
 STAGES = staged.STAGES
@@ -79,6 +79,7 @@ def test_a_pipeline_ends_on_the_plain_bits_and_leaves_nothing(train):
     staged.check_alone(study.directory)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize(

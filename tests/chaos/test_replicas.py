@@ -15,7 +15,7 @@ from processes import Runner, shared_memory
 import shoal
 from shoal.core.event import TrialFailed, TrialRestarted, WorkerDied
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.clock]
 LIMIT_S = 3.0  # of a hang: a worker that waits for others says so each second
 KINDS = pytest.mark.parametrize("shard", [False, True], ids=["ddp", "fsdp"])
 
@@ -44,6 +44,7 @@ def soon(shard: bool, rank: int, point: str):
 POINTS = ("forward", "backward", "finish", "step", "store", "stored")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("shard", "rank", "point"),
     [soon(shard, rank, point) for shard in (False, True) for rank in (0, 1) for point in POINTS],

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from processes import Process, until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.clock]
 
 FILE = """
 import time

@@ -18,7 +18,7 @@ from shoal.execution import recovery
 from shoal.execution.watchdog import Backoff, Watchdog
 from shoal.runtime.pool import WorkerPool
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.clock]
 LIMIT_S = 3.0
 DEVICES = 4
 
@@ -85,6 +85,7 @@ def train(tmp_path, workers, hunter, heard, monkeypatch):
     return train
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "point", "schedule"),

@@ -1,8 +1,9 @@
-"""Few rows in which every pair of values of every two factors meets."""
+"""Few rows in which every pair of values of every two factors meets, or every value occurs."""
 
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Hashable, Mapping, Sequence
 
 Row = dict[str, Hashable]
@@ -47,6 +48,26 @@ def full_product(factors: Mapping[str, Sequence[Hashable]]) -> list[Row]:
     return [
         dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())
     ]
+
+
+def cover_values(
+    cases: Mapping[str, Mapping[str, Hashable]], most: int | None = None
+) -> list[str]:
+    """The names of few cases in which every factor has each of its values; the same every time.
+
+    No more than ``most``, then not every value. Greedy: the case with the most values that are
+    still missing, of equal ones whichever comes first by a checksum of its name, so that lists
+    that many tests share, such as of models, are not all cut to their first ones.
+    """
+    missing = {item for case in cases.values() for item in case.items()}
+    left = sorted(cases, key=lambda name: zlib.crc32(name.encode()))
+    found: list[str] = []
+    while missing and (most is None or len(found) < most):
+        best = max(left, key=lambda name: len(missing & set(cases[name].items())))
+        left.remove(best)
+        missing -= set(cases[best].items())
+        found.append(best)
+    return found
 
 
 def _best_value(

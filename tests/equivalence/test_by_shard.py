@@ -83,6 +83,7 @@ def test_inputs_may_wait_on_the_host(train):
     train(zoo.recipe(accumulate=3), technique, space_of("gpt"), poison=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("transfer", ["bf16", "fp32"])
 def test_in_bf16_with_weights_that_travel_as_that_or_whole(transfer, train):
     recipe = zoo.recipe(accumulate=3, precision="bf16")

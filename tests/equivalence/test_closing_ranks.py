@@ -69,6 +69,7 @@ def test_a_trial_is_seated_once_a_rung_and_that_is_told(undisturbed):
     assert all(event.reason.startswith("others were pruned: from step") for event in told)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("fuse", ["4/2", "4/1", 4, "3/2", "4/2/1 traced", "4/2/1 eager"])
 def test_other_widths(fuse, tmp_path, warm_workers):
     place = run(ranks.make(tmp_path), warm_workers, fuse=fuse)
@@ -79,6 +80,7 @@ def test_other_widths(fuse, tmp_path, warm_workers):
     ranks.check(place)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "search",
     [

@@ -161,6 +161,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("kind", "where", "precision"), CASES)
 def test_every_call_of_what_is_compiled_is_compiled(kind, where, precision, tmp_path, check):
     runs = tmp_path / "runs"
@@ -169,6 +170,7 @@ def test_every_call_of_what_is_compiled_is_compiled(kind, where, precision, tmp_
     assert runs.exists()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("where", ["resident", "host", "device", "moved"])
 def test_parameters_that_come_and_go_make_nothing_compile_again(where, tmp_path, run_study):
     """A longer study calls the compiler as often as a short one."""
@@ -190,6 +192,7 @@ def test_a_compiled_loss(technique, tmp_path, check):
     check(recipe, {"lr": 1e-2}, technique)
 
 
+@pytest.mark.full
 def test_many_trials_that_compile_differently_share_a_worker(tmp_path, check):
     recipe = recipe_of(Build(Counted(tmp_path / "runs")))
     space = shoal.grid(lr=[1e-2], dropout=[0.0, 0.1, 0.2, 0.3, 0.4, 0.5])

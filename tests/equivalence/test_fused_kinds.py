@@ -35,6 +35,7 @@ def test_a_width_is_traced_unless_it_is_said_otherwise(fuse, kind, name, run_stu
     squads.assert_arrayed(report, report.trials, case.recipe, 4, **case.loop)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name",
     ["mlp", "bf16", "lengths, accumulate", pytest.param("language", marks=pytest.mark.slow)],
@@ -70,6 +71,7 @@ def test_compiled_trials_end_on_the_bits_of_their_slots_and_are_verified(devices
         assert any("compiled" in note for note in verdict.notes)
 
 
+@pytest.mark.full
 @compiles
 @pytest.mark.slow
 def test_trials_whose_code_holds_other_floats_are_in_another_array(run_study):

@@ -65,6 +65,7 @@ def alone_in_slot(name, backend, slot, steps, hps, width=3, **changes):
 # ------------------------------------------------------------------ traced
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_graph_has_the_bits_of_the_eager_pass(name):
     eager, made = make(name, StackedBackend())
@@ -77,6 +78,7 @@ def test_a_graph_has_the_bits_of_the_eager_pass(name):
         assert torch.equal(eager.extract(slot)["rng"].torch, traced.extract(slot)["rng"].torch)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["mlp", "generator", "language", "lstm"])
 def test_under_autocast_it_has_them_too(name):
     how = {"hps": fusing.hps(name, 3, dtype="float32"), "precision": "bf16"}
@@ -268,6 +270,7 @@ def test_an_index_out_of_range_is_its_own_slots_alone():
 # ------------------------------------------------------------------ compiled
 
 
+@pytest.mark.sample(1)
 @compiles
 @pytest.mark.parametrize(
     ("name", "precision"),

@@ -31,6 +31,7 @@ def train(watch):
     return run
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("lookahead", "lookbehind"), [(0, 0), FULL_1_1, FULL_2_0])
 @pytest.mark.parametrize(
     ("model", "precision"), [*((model, "fp32") for model in zoo.MODELS), ("gpt", "bf16")]
@@ -182,6 +183,7 @@ def test_gradients_and_inputs_that_are_waited_for(place, precision, train):
     assert "STORE s2 m0 boundary" in actions
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("of", "clip", "precision"),
     [("parameters", 0.5, "fp32"), ("state", 0.5, "fp32"), ("state", 0.5, "bf16"), FULL_STATE],

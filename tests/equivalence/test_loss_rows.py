@@ -122,6 +122,7 @@ TECHNIQUES = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("technique", TECHNIQUES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

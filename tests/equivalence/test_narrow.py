@@ -43,6 +43,7 @@ def test_two_trials_whose_weights_travel_narrow_have_the_plain_bits(
     assert all(job.technique.transfer == "bf16" for job in jobs)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("keep", [(1,), (0, 2)])
 @pytest.mark.parametrize("model", zoo.MODELS)
 def test_every_model_beside_shards_that_stay(model, keep, train):

@@ -43,6 +43,7 @@ def test_copies_of_one_stage(width, clip, schedule, stage_processes):
     assert_alike(recipe, LR, stage_processes, stages=1, width=width, schedule=schedule, steps=4)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["flush", "zb-h1", "2bw"])
 def test_three_copies_of_two_stages(schedule):

@@ -36,6 +36,7 @@ LR = {"lr": 1e-2}
 # -- schedules ----------------------------------------------------------------------------
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "technique",
     [
@@ -100,6 +101,7 @@ def models():
             yield pytest.param(model, schedule, marks=marks, id=f"{model.__name__}, {schedule}")
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize(("model", "schedule"), list(models()))
 def test_models_that_break_a_careless_engine(model, schedule, run_staged):
     """Batches of two sizes; an epoch's last step is short."""
@@ -108,6 +110,7 @@ def test_models_that_break_a_careless_engine(model, schedule, run_staged):
     run_staged(recipe, Pipelined(stages=stages, schedule=schedule))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("model", "stages", "schedule"),
     [
@@ -217,6 +220,7 @@ STAYS = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("technique", "devices", "every"), STAYS, ids=str)
 def test_trials_that_leave_and_come_back_end_on_the_same_bits(
     technique, devices, every, run_staged, restless
@@ -332,6 +336,7 @@ RESUMES = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("technique", "then"), RESUMES, ids=str)
 def test_an_interrupted_study_goes_on_to_the_same_bits(technique, then, interrupted):
     recipe = staging.rich(splittable=True)

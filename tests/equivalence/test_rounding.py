@@ -32,6 +32,7 @@ def train(run_study, assert_alone):
     return run
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("technique", ["resident", "spilled"])
 @pytest.mark.parametrize("model", zoo.MODELS)
 def test_every_model_has_the_plain_bits(model, technique, train):

@@ -71,6 +71,7 @@ def test_the_plain_loop_does_what_anyone_would_write(point):
     assert {name: plain.metrics[name] for name in metrics} == metrics
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_search_over_smoothing_and_clipping_ends_on_the_bits_of_the_loop(way, run_study):
     """Trials that are clipped beside others that are not."""
@@ -309,6 +310,7 @@ def test_what_the_loss_does_not_read_keeps_nobody_apart(run_study):
     assert "4 trials of 1 shape" in explained(report)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not compiler(), reason="there is no C++ compiler")
 @pytest.mark.slow
 def test_trials_that_differ_in_what_no_loss_reads_share_compiled_code(run_study):

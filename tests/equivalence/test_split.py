@@ -31,6 +31,7 @@ def test_two_trials_have_the_plain_bits(accumulate, clip, optimizer, watch, jobs
     assert all(job.technique.master == "split" for job in jobs)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model", zoo.MODELS)
 def test_every_model_beside_a_shard_that_stays(model, watch):
     recipe = zoo.recipe(precision="bf16", clip=0.5, accumulate=2)
@@ -98,6 +99,7 @@ def test_who_reads_otherwise_goes_on_with_whole_weights(run_study, assert_alone)
 # -- a generation -------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("first", "then"), [("split", "split"), ("split", "float32"), ("float32", "split")]
 )
