@@ -42,6 +42,7 @@ def shards_of(moved, op):
 # -- what may be saved, and where parameters are meanwhile -------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "precision"),
     [

@@ -115,7 +115,7 @@ def test_trials_of_the_same_code_share_what_was_made_and_others_do_not():
 # -- whole trials -------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "settings"),
     [

@@ -63,6 +63,7 @@ def test_groups_a_schedule_that_changes_betas_and_one_norm_for_all_chunks(accumu
     check(recipe, rates(), poison=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", ["bf16", "bf16-sr"])
 def test_weights_that_travel_narrow_and_such_as_are_rounded_by_chance(precision, check):
     recipe = zoo.recipe(precision=precision, clip=0.5, accumulate=2, schedule=True)

@@ -161,7 +161,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("kind", "where", "precision"), CASES)
 def test_every_call_of_what_is_compiled_is_compiled(kind, where, precision, tmp_path, check):
     runs = tmp_path / "runs"
@@ -170,7 +170,7 @@ def test_every_call_of_what_is_compiled_is_compiled(kind, where, precision, tmp_
     assert runs.exists()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("where", ["resident", "host", "device", "moved"])
 def test_parameters_that_come_and_go_make_nothing_compile_again(where, tmp_path, run_study):
     """A longer study calls the compiler as often as a short one."""
@@ -185,6 +185,7 @@ def test_parameters_that_come_and_go_make_nothing_compile_again(where, tmp_path,
     assert counts[0] == counts[1] > 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("technique", ["resident", TECHNIQUES["host"]], ids=["resident", "host"])
 def test_a_compiled_loss(technique, tmp_path, check):
     backend = Counted(tmp_path / "runs")

@@ -329,6 +329,7 @@ def test_what_fails_a_trial_while_it_is_measured_fails_no_other(run_study):
     assert "only whole batches, please" in misfit.error
 
 
+@pytest.mark.sample(1)
 @BOTH
 def test_a_lease_leaves_no_seat_behind(technique, run_study, monkeypatch):
     monkeypatch.setattr("shoal.execution.floor.LEASE_S", 0.05)

@@ -42,7 +42,7 @@ def check(run_study):
     return run
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("mishap", breakdowns.WORDS)
 def test_a_mishap_fails_its_trial_alone(mishap, check):
     for trial in check(["none", mishap]):
@@ -64,6 +64,7 @@ def test_so_it_is_where_one_kernel_steps_all(mishap, check):
         assert trial.state == "FAILED"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_many_mishaps_at_once_leave_the_others_alone(devices, check):
     kinds = [*breakdowns.WORDS, "none"]

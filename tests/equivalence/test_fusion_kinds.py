@@ -65,7 +65,7 @@ def alone_in_slot(name, backend, slot, steps, hps, width=3, **changes):
 # ------------------------------------------------------------------ traced
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_graph_has_the_bits_of_the_eager_pass(name):
     eager, made = make(name, StackedBackend())

@@ -44,6 +44,7 @@ def assert_as_planned(peaks):
     assert most <= planned <= 1.15 * most, [planned, *(peak.peak_bytes for peak in peaks)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "stages", "times"), list(cases()))
 def test_the_neediest_stage_holds_what_was_planned(name, stages, times, peaks_of):
     technique = Pipelined(schedule="zb-h1", stages=stages, recompute=False)

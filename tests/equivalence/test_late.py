@@ -80,6 +80,7 @@ def test_state_that_comes_at_the_end_of_a_step_that_waits_for_no_norm(model, loo
     assert behind < actions.index("LOAD s2 state late")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_late_state_of_which_several_shards_share_what_travels(lookahead, train, layout_of_shards):
     layout = layout_of_shards(zoo.recipe(), space_of("gpt"))
@@ -222,6 +223,7 @@ def test_with_a_head_the_rest_may_stay_in_its_slot_for_what_comes_next(
     train(recipe, rates(), technique, poison=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("of", ["parameters", "state"])
 def test_they_go_where_their_trial_goes_with_nothing_else_that_stays(of, train, head_sizes):
     recipe = chain(optimizer=traps.momentum, accumulate=2)

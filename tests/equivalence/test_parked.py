@@ -21,7 +21,7 @@ TECHNIQUES = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("technique", TECHNIQUES, ids=str)
 def test_a_trial_that_waits_refers_to_no_memory_of_the_device(technique, run_study, impatient):
     """The data count what the sessions of its process refer to, and refuse more than one's."""

@@ -101,7 +101,7 @@ def models():
             yield pytest.param(model, schedule, marks=marks, id=f"{model.__name__}, {schedule}")
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("model", "schedule"), list(models()))
 def test_models_that_break_a_careless_engine(model, schedule, run_staged):
     """Batches of two sizes; an epoch's last step is short."""
@@ -240,6 +240,7 @@ def test_trials_that_leave_and_come_back_end_on_the_same_bits(
         assert {event.step for event in heard.of(CheckpointWritten)} == set(range(1, 9))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", [pytest.param("zb-h1", marks=pytest.mark.slow), "2bw"])
 def test_ties_and_buffers_come_along_to_other_devices(schedule, run_staged, restless):
     heard = Heard()
@@ -300,6 +301,7 @@ def test_pipelines_that_share_devices_take_turns(schedule, run_staged):
 # -- pieces -------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["flush", "zb-h1", "2bw"])
 def test_batches_in_pieces_end_on_the_bits_of_as_many_micro_batches(schedule, run_staged):
     recipe = staging.rich(2, splittable=True, schedule=None)
@@ -346,6 +348,7 @@ def test_an_interrupted_study_goes_on_to_the_same_bits(technique, then, interrup
     staging.assert_staged(report, recipe, defined, epochs=epochs)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "precision"), [("gpt", "fp32"), ("resnet", "fp32"), ("gpt", "bf16")]
 )

@@ -278,6 +278,7 @@ FUSED = shoal.grid(
 )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("fuse", "kind"), [("4 eager", "eager"), (4, "traced"), ("4 branches", "branches")]
 )

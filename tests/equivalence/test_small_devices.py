@@ -41,6 +41,7 @@ def loss(output, batch):
     return nn.functional.cross_entropy(output, batch[1])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("place", "times", "blocks", "precision"),
     [

@@ -29,6 +29,7 @@ def positions():
             yield pytest.param(position, way, marks=marks, id=f"{position}, {name}")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("position", "way"), list(positions()))
 def test_a_short_batch_anywhere_in_a_step_leaves_the_bits_of_the_whole_array(
     position, way, run_study
@@ -63,6 +64,7 @@ def test_in_one_shard_the_norm_of_a_slot_by_itself_is_known_in_time(way, run_stu
 # -- a batch that is none -----------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
@@ -147,6 +149,7 @@ def test_nor_is_one_whose_loss_is_finite_and_its_gradient_is_not(technique, run_
 # -- what metrics are given ---------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "model"),
     [("tuple", uneven.tuples), pytest.param("object", uneven.objects, marks=pytest.mark.slow)],

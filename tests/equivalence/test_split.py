@@ -31,7 +31,7 @@ def test_two_trials_have_the_plain_bits(accumulate, clip, optimizer, watch, jobs
     assert all(job.technique.master == "split" for job in jobs)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", zoo.MODELS)
 def test_every_model_beside_a_shard_that_stays(model, watch):
     recipe = zoo.recipe(precision="bf16", clip=0.5, accumulate=2)

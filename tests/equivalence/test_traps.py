@@ -135,6 +135,7 @@ def test_groups_keep_their_own_rates_and_a_schedule_may_change_betas(check):
     assert head["params"] == ["leave.weight", "leave.bias"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", ["device", "host"])
 def test_every_optimizer_that_steps_parameters_one_by_one_keeps_its_bits(place, check):
     recipe = make_recipe(traps.no_bias, optimizer=traps.named_optimizer)
@@ -190,6 +191,7 @@ def test_tensors_of_other_types_and_shapes_keep_their_bits(model, place, check):
     check(make_recipe(model), optimizer=place)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", ["device", "host"])
 def test_poison_changes_no_bits(place, check):
     """Freed slots are NaN and copies late, so a read before its load would be seen."""

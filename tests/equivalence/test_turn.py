@@ -54,6 +54,7 @@ def test_with_several_micro_batches_in_either_order(order, clip, train):
     train(chain(accumulate=3, clip_grad_norm=clip), rates(), technique, poison=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 def test_tied_weights_and_weights_that_travel_narrow(model, train):
     recipe = zoo.recipe(precision="bf16", clip=0.5, accumulate=2, schedule=True)

@@ -9,6 +9,7 @@ import pytest
 PROGRAM = Path(__file__).with_name("killing.py")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_what_was_acknowledged_outlives_any_kill(tmp_path, seed):
     command = [sys.executable, str(PROGRAM), str(tmp_path / "study"), "40", str(seed)]

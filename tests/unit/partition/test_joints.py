@@ -233,6 +233,7 @@ KINDS = {
 }  # blocks and joints
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_is_computed_between_blocks_is_a_layer_of_its_own(kind, precision, assert_bitwise):
