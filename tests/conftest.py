@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items):
     """Mark as ``full`` the cases of a test that it does without in most runs.
 
     Those of an equivalence test are as many as let every value of its parameters occur;
-    ``sample(n)`` says that there are at most ``n``, of any test.
+    ``sample(n)`` says that there are ``n`` of any test, which have as many values as can be.
     """
     cases = sorted(filter(has_cases, items), key=of_which_test)  # stable
     for _, group in itertools.groupby(cases, key=of_which_test):
@@ -74,6 +74,7 @@ def values_of(item):
     for name, value in params.items():
         if isinstance(value, Mapping) and found.pop(name, None):
             found |= {f"{name}, {key}": repr(one) for key, one in value.items()}
+            found[f"keys of {name}"] = repr(sorted(value))  # none is a row too
     return found
 
 

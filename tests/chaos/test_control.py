@@ -171,6 +171,7 @@ def test_a_study_that_is_not_paused_cannot_go_on(bench):
     assert "running, not paused" in str(bench.orders.join()["continue"])
 
 
+@pytest.mark.clock
 def test_the_time_limit_of_a_run_saves_and_the_next_run_goes_on(bench):
     report = bench.run(steps=1500, time_limit=1.0, lr=[0.01])
     assert "time limit of 1 s" in report.stopped
@@ -242,6 +243,7 @@ def test_a_trial_that_waits_for_a_device_can_be_stopped(bench):
     assert states(report)[:2] == ["FINISHED"] * 2
 
 
+@pytest.mark.clock
 def test_the_time_limit_of_a_trial_stops_it_alone(bench):
     report = bench.run(trial_time_limit=0.2, steps=3000, lr=[0.01])
     assert states(report) == ["STOPPED"]

@@ -55,9 +55,10 @@ def cover_values(
 ) -> list[str]:
     """The names of few cases in which every factor has each of its values; the same every time.
 
-    No more than ``most``, then not every value. Greedy: the case with the most values that are
-    still missing, of equal ones whichever comes first by a checksum of its name, so that lists
-    that many tests share, such as of models, are not all cut to their first ones.
+    With ``most`` just so many, where there are: not with every value, or more than that takes.
+    Greedy: the case with the most values that are still missing, of equal ones whichever comes
+    first by a checksum of its name, so that lists that many tests share, such as of models, are
+    not all cut to their first ones.
     """
     missing = {item for case in cases.values() for item in case.items()}
     left = sorted(cases, key=lambda name: zlib.crc32(name.encode()))
@@ -67,7 +68,7 @@ def cover_values(
         left.remove(best)
         missing -= set(cases[best].items())
         found.append(best)
-    return found
+    return found if most is None else [*found, *left[: most - len(found)]]
 
 
 def _best_value(

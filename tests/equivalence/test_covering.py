@@ -2,7 +2,7 @@
 
 import itertools
 
-from covering import all_pairs, cover_pairs, full_product, pairs_of
+from covering import all_pairs, cover_pairs, cover_values, full_product, pairs_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,3 +41,25 @@ def test_the_full_product_holds_every_combination_once():
     rows = full_product(make_factors([2, 3, 2]))
     assert len({tuple(row.values()) for row in rows}) == len(rows) == 12
     assert list(itertools.islice(rows[0].values(), 3)) == [0, 0, 0]
+
+
+def named(rows):
+    return {f"case {index}": row for index, row in enumerate(rows)}
+
+
+@given(SIZES)
+def test_every_value_occurs_in_few_cases(sizes):
+    factors = make_factors(sizes)
+    cases = named(full_product(factors))
+    found = cover_values(cases)
+    values = {item for name in found for item in cases[name].items()}
+    assert values == {(factor, one) for factor, ones in factors.items() for one in ones}
+    assert len(found) <= sum(sizes)
+    assert cover_values(dict(reversed(cases.items()))) == found
+
+
+@given(SIZES, st.integers(1, 12))
+def test_a_sample_is_as_large_as_it_is_said_to_be(sizes, most):
+    cases = named(full_product(make_factors(sizes)))
+    found = cover_values(cases, most)
+    assert len(set(found)) == len(found) == min(most, len(cases))

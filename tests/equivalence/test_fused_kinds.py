@@ -53,7 +53,6 @@ def test_branches_run_each_slots_own_pass_and_are_verified(name, run_study):
     assert any("branches" in note for note in verdict.notes)
 
 
-@pytest.mark.full
 @compiles
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.full)])

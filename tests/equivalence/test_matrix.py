@@ -4,8 +4,8 @@ Each row is one study. ``company`` says who else is there: nobody, other trials 
 device, or other trials on two devices. All trials of the study must end on the bits of
 the plain loop: losses, weights, buffers, optimizer state, schedule, random streams.
 
-The default run is a pairwise covering array, warm workers shared by all rows; the full
-product is marked ``full``.
+The rows are a pairwise covering array, warm workers shared by all; most runs take a sample of them
+in which every value occurs. The full product is marked ``full``.
 """
 
 from __future__ import annotations

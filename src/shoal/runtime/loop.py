@@ -304,7 +304,8 @@ class DeviceLoop:
         number = array.number
         self._leave_streams()  # an array puts in place what it needs
         while True:
-            self._interleaver.started(number, 0)
+            ticket = self._interleaver.started(number, 0)
+            self._turn = self._desk.arrays.candidate(array, ticket)
             self._desk.arrays.step(array)
             self._interleaver.step_finished(number)
             self._units_done += 1
