@@ -66,7 +66,6 @@ def train(run_study, assert_alone):
     return run
 
 
-@pytest.mark.sample(len(NORMAL))
 @pytest.mark.parametrize("row", NORMAL, ids=map(name_of, NORMAL))
 def test_a_model_of_another_form_trains_in_shards_as_alone(row, train):
     train(*row)

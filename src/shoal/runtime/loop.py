@@ -111,7 +111,7 @@ class DeviceLoop:
             self._ledger.reserve("what libraries keep", own)
         self._stays: dict[int, Stay] = {}
         self._current: int | None = None  # whose random streams are in place
-        self._turn = Candidate(-1, 0, 0.0, False)  # who computes, or did last
+        self._turn = Candidate(-1, 0, 0.0, False)  # of the array or stage that computes
         self._unit_bytes = self._units_done = 0
         self._running = True
         house = House(
@@ -480,13 +480,13 @@ class DeviceLoop:
         trial = next(iter(ready))
         if len(ready) > 1:
             trial = self._interleaver.choose(list(ready.values()))
-        self._turn = ready[trial]
         if trial not in at_desk:
             self._guard(trial, self._compute)
         elif (array := self._desk.arrays.candidates.get(trial)) is not None:
             self._step_array(array)
         else:
             self._leave_streams()  # a stage puts in place what it needs
+            self._turn = at_desk[trial]
             self._desk.stages.step(trial)
             self._units_done += 1
         return True
