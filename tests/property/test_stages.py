@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from math import inf
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shoal.core.spec import Halves, JobMeasure
@@ -171,8 +172,24 @@ def test_with_a_bound_what_is_cut_fits_and_nothing_that_surely_fits_is_quicker(c
     assert needs(smallest) <= min(map(needs, every)) * (1 + 1e-9)
 
 
+def _a_peak_only_in_the_whole_backward():
+    """Two layers, the second with nothing in either half of its backward."""
+    none = Halves(
+        left_bytes=Bytes(0),
+        keeps_boundary=False,
+        keeps_carry=False,
+        first_peak_bytes=Bytes(0),
+        second_peak_bytes=Bytes(0),
+        making_peak_bytes=Bytes(0),
+    )
+    first = make_layer("0", 0, boundary_bytes=Bytes(0), saved_bytes=Bytes(0))
+    second = replace(first, carry_bytes=Bytes(0), backward_peak_bytes=Bytes(258), halves=none)
+    return (first, second), Pipelined(stages=2, schedule="zb-h1", micro_batches=2), False
+
+
 @quick
 @given(cases())
+@example(_a_peak_only_in_the_whole_backward())
 def test_what_the_cutter_reckons_with_is_about_what_the_program_needs(case):
     """Messages and zb-h1's first gradients apart it is the same bytes: what it cuts does fit."""
     layers, technique, clip = case

@@ -319,10 +319,11 @@ class Cutter:
     ) -> _Table:
         """Inside the half of inputs, or that of weights which comes after it.
 
-        It is as many halves behind as its number.
+        It is as many halves behind as its number. A forward before the first half counts as no
+        less than what a whole backward takes, until its shard is measured.
         """
         ahead = pipeline.ahead(stage) * (entering + waits)
-        first = ahead + entering + stage * self._left + self._first
+        first = ahead + entering + stage * self._left + np.maximum(self._first, self._inside)
         found: _Table = np.maximum(first, ahead + (stage + 1) * self._left + self._second)
         return found
 
