@@ -11,6 +11,9 @@ import torch
 import zoo
 
 import shoal
+from shoal.core.spec import DeviceSpec
+from shoal.core.units import Bytes
+from shoal.device import open_device
 from shoal.device.allocator import allocator_here, held_by_libraries
 from shoal.device.losses import Losses, readback_of
 from shoal.partition.track import AllocationTracker
@@ -120,3 +123,20 @@ def test_libraries_keep_their_workspaces_for_good():
 
     assert found > 0
     assert found == held_by_libraries(device, lambda: torch.cuda.memory_allocated(device))
+
+
+def test_activations_pass_weights_that_are_on_their_way_up():
+    device = open_device(DeviceSpec(name="cuda:0", kind="cuda", memory=Bytes(2**31)))
+    lane = device.lane()
+    weights, back = (torch.ones(n, dtype=torch.uint8).pin_memory() for n in (2**30, 2**20))
+    there = [device.empty(tensor.nbytes) for tensor in (weights, back)]
+    device.synchronize()
+
+    up = lane.up.submit(lambda: device.copy(there[0], weights, "up"))
+    passing = lane.activations.submit(lambda: device.copy(there[1], back, "up", passes=True))
+    up.wait()
+    passing.wait()
+    assert passing.span()[1] < up.span()[1]
+    assert torch.equal(there[0].cpu(), weights)
+    assert torch.equal(there[1].cpu(), back)
+    lane.close()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shoal.core.errors import ProgramError
 from shoal.core.spec import ShardSpec
 from shoal.program.check import check
-from shoal.program.costs import Costs, JobCosts, unit_peak_bytes
+from shoal.program.costs import Costs, JobCosts, action_seconds, unit_peak_bytes
 from shoal.program.footprint import Footprint
 from shoal.program.ir import (
     Action,
@@ -867,8 +867,16 @@ def test_no_two_spans_of_a_resource_overlap(case, trials):
     spans = replay(
         [Run(program=shape.program, costs=costs, steps=2, start=shape.kept)] * trials
     ).spans
-    for stream in ("compute", "up", "down", "host"):
-        ends = 0.0
-        for span in (span for span in spans if span.stream == stream):
-            assert span.start_s >= ends
-            ends = span.end_s
+    activations = [s for s in spans if s.stream == "up" and lone_part(s.action) is not None]
+    uploads = [s for s in spans if s.stream == "up" and lone_part(s.action) is None]
+    of_streams = [[s for s in spans if s.stream == name] for name in ("compute", "down", "host")]
+    for alone in (activations, uploads, *of_streams):
+        for before, after in itertools.pairwise(alone):
+            assert after.start_s >= before.end_s
+    for back, up in itertools.product(activations, uploads):  # what passes is over first
+        assert back.end_s <= up.end_s or back.start_s >= up.end_s
+    for upload in uploads:  # what passes is all that it is longer for
+        within = [min(upload.end_s, a.end_s) - max(upload.start_s, a.start_s) for a in activations]
+        own_s = action_seconds(upload.action, costs[upload.action.trial])
+        passed_s = sum(seconds for seconds in within if seconds > 0)
+        assert upload.end_s - upload.start_s == pytest.approx(own_s + passed_s)

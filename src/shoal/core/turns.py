@@ -9,9 +9,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from shoal.core.errors import SpecError
 from shoal.core.seams import Candidate, UnitPolicy
+
+
+class Upload(NamedTuple):
+    """A copy up the link: whose it is, and how manieth of the trial's own in order of its list.
+
+    Activations on their way back for a backward have a stream of their own, so they do not wait
+    for weights of their trial that wait for a slot. On the link they pass weights of another
+    trial, and those of their own that are needed later: these then wait, not a backward. They do
+    not pass what is needed sooner.
+    """
+
+    trial: int
+    place: int
+
+    def may_pass(self, weights: Upload) -> bool:
+        return self.trial != weights.trial or self.place < weights.place
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,14 @@
 
 [Note: streams]
 A device has one compute stream, and per lane (a trial that is leased to it) an ``up``, a
-``down`` and a ``host`` stream. Work is submitted in order; work on a stream starts when
+``down``, an ``activations`` and a ``host`` stream. The third carries up what comes back for a
+backward, past weights that are on their way up: of these the link is given on after each piece.
+Work is submitted in order; work on a stream starts when
 everything before it on that stream is done and every event in ``after`` is complete.
 
     virtual device   compute is the calling thread; the others are one thread each;
                      an event is complete when the work has run
-    CUDA             compute, up and down are CUDA streams that wait for events on the
+    CUDA             compute and the copies' are CUDA streams that wait for events on the
                      device; host is a thread
 
 ``Event.startable`` is what the scheduler asks before it submits compute: on a virtual device

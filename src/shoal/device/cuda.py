@@ -11,6 +11,7 @@ import torch
 
 from shoal.core.profile import Direction
 from shoal.core.spec import DeviceSpec
+from shoal.core.turns import Upload
 from shoal.device.streams import Event, Lane, ThreadStream, Turns, Work
 
 PIECE_BYTES = 32 * 2**20  # half a millisecond of a fast link
@@ -104,9 +105,10 @@ class CudaDevice:
 
     def lane(self) -> Lane:
         """Copy streams of their own, taken from a pool that is never freed."""
-        pair = [self._pool.pop() if self._pool else torch.cuda.Stream() for _ in range(2)]
-        up, down = (_PooledStream(stream, self._clock, self._pool) for stream in pair)
-        return Lane(up, down, ThreadStream(f"{self.spec.name}-host", self.notify))
+        drawn = [self._pool.pop() if self._pool else torch.cuda.Stream() for _ in range(3)]
+        up, down, activations = (_PooledStream(s, self._clock, self._pool) for s in drawn)
+        host = ThreadStream(f"{self.spec.name}-host", self.notify)
+        return Lane(up, down, activations, host)
 
     def notify(self) -> None:
         """Wake whoever waits for progress."""
@@ -126,10 +128,19 @@ class CudaDevice:
         with self.active():
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, direction: Direction) -> None:
+    def copy(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        direction: Direction,
+        *,
+        upload: Upload | None = None,
+        passes: bool = False,
+    ) -> None:
         """Enqueue a copy on the current stream; asynchronous from pinned memory.
 
-        Large ones go in pieces: between two of them the copy of another stream has its turn.
+        Large ones go in pieces: between two of them the copy of another stream has its turn. So
+        activations pass, on a stream of their own, and the link is shared with what they pass.
         """
         if source.dtype is torch.uint8 and source.dim() == 1 and source.numel() > PIECE_BYTES:
             pairs = zip(target.split(PIECE_BYTES), source.split(PIECE_BYTES), strict=True)

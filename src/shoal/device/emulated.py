@@ -22,8 +22,10 @@ import torch
 from shoal.core.profile import Direction
 from shoal.core.seams import Clock
 from shoal.core.spec import DeviceSpec
-from shoal.device.pace import NEVER, Fidelity, Mark, Pace, Resource, SystemClock, Wire
-from shoal.device.streams import Event, Lane, Piece, Ran, ThreadEvent, ThreadStream, Turns, Work
+from shoal.core.turns import Upload
+from shoal.core.units import Seconds
+from shoal.device.pace import NEVER, Fidelity, Mark, Pace, Resource, SystemClock
+from shoal.device.streams import Event, Piece, Ran, ThreadEvent, ThreadStream, Turns, Work
 from shoal.device.virtual import VirtualDevice
 
 SLICE_S = 2e-3  # of a copy, where the other direction may slow it down
@@ -135,13 +137,9 @@ class EmulatedDevice(VirtualDevice):
         self.pace = Pace(clock or SystemClock())
         self.host, self.host_turns = Resource(), Turns()
         self.here = _Here()
-        self._wires: dict[Direction, Wire] = {"up": Wire(), "down": Wire()}
 
-    def lane(self) -> Lane:
-        """New copy and host streams."""
-        names = (f"{self.spec.name}-{stream}" for stream in ("up", "down", "host"))
-        up, down, host = (PacedStream(name, self.notify, self) for name in names)
-        return Lane(up, down, host)
+    def _stream(self, name: str) -> PacedStream:
+        return PacedStream(name, self.notify, self)
 
     def compute(
         self, work: Work, after: Iterable[Event] = (), *, seconds: float | None = None
@@ -155,7 +153,15 @@ class EmulatedDevice(VirtualDevice):
         self.pace.compute = ran.mark
         return ran
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, direction: Direction) -> None:
+    def copy(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        direction: Direction,
+        *,
+        upload: Upload | None = None,
+        passes: bool = False,
+    ) -> None:
         """Copy inside a stream, and return when the link is through with it."""
         if self.spec.poison:
             time.sleep(self._random.uniform(0, 2e-3))
@@ -164,18 +170,40 @@ class EmulatedDevice(VirtualDevice):
         elapsed_s = clock.now() - began
         in_stream = self.here.at is not None
         at = clock.now() if self.here.at is None else self.here.at
-        over = self._cross(source.nbytes, direction, at, elapsed_s)
+        seconds, over = self.profile.link_seconds(source.nbytes, direction), None
+        if passes and upload:
+            over = self._pass_by(seconds, direction, at, elapsed_s, upload)
+        if over is None:
+            over = self._cross(seconds, direction, at, elapsed_s, None if passes else upload)
         self.here.at = over if in_stream else None
 
-    def _cross(self, num_bytes: int, direction: Direction, at: float, elapsed_s: float) -> float:
-        """Wait while ``num_bytes`` cross the link, from the due time ``at`` or when it is free.
+    def _pass_by(
+        self, seconds: Seconds, direction: Direction, at: float, elapsed_s: float, upload: Upload
+    ) -> float | None:
+        """Cross the link past the copy under way there, if that may be; when it is over."""
+        takes = seconds * self._slower(direction, at)
+        span = self._wires[direction].pass_by(at, takes, upload)
+        if span is None:
+            return None
+        begin, due = span
+        self.here.first = begin if self.here.first is None else self.here.first
+        return self.pace.end(direction, due, seconds=seconds, elapsed_s=elapsed_s).due
+
+    def _cross(
+        self,
+        seconds: Seconds,
+        direction: Direction,
+        at: float,
+        elapsed_s: float,
+        upload: Upload | None,
+    ) -> float:
+        """Have the link for ``seconds``, from the due time ``at`` or when it is free.
 
         When they are over. A copy slows down while the other direction is seen to be busy: to
         within a slice, and for as long as the other's thread is late to begin.
         """
-        wire, seconds = self._wires[direction], self.profile.link_seconds(num_bytes, direction)
-        left_s = float(seconds)
-        with wire.carry(at) as at:
+        wire, left_s = self._wires[direction], float(seconds)
+        with wire.carry(at, upload) as at:
             self.here.first = at if self.here.first is None else self.here.first
             while left_s > SLICE_S and self.profile.both_bytes_per_s is not None:
                 left_s -= SLICE_S
@@ -183,7 +211,8 @@ class EmulatedDevice(VirtualDevice):
                 at = self.pace.wait(direction, due).due
             due = at + left_s * self._slower(direction, at)
             at = self.pace.end(direction, due, seconds=seconds, elapsed_s=elapsed_s).due
-            wire.leave(at)
+            while not wire.leave(at):
+                at = self.pace.wait(direction, at + wire.passed()).due
         return at
 
     def _slower(self, direction: Direction, at: float) -> float:

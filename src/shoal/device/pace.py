@@ -35,6 +35,7 @@ from typing import NamedTuple
 from shoal.core.profile import TOLERANCE
 from shoal.core.seams import Clock
 from shoal.core.spec import NO_TIME
+from shoal.core.turns import Upload
 from shoal.core.units import Seconds, format_seconds
 
 PATIENCE_S = 0.02
@@ -150,29 +151,64 @@ class Wire:
 
     Threads of the two directions are late by different amounts, so whether the other
     direction is busy is asked by due times: of its present copy and of the one before.
+
+    Activations may pass the copy that is under way (``core.turns.Upload``), which ``leave`` then
+    tells that it is not over yet.
     """
 
     def __init__(self) -> None:
-        self._turn = threading.Lock()
+        self._turn, self._lock = threading.Lock(), threading.Lock()
+        self._carries: Upload | None = None
+        self._passed_until, self._passed_s = -inf, 0.0
         self._begin, self._end = inf, -inf  # of the present copy, or of the last one
         self._before = (inf, -inf)
 
     @contextlib.contextmanager
-    def carry(self, at: float) -> Iterator[float]:
-        """Hold the wire from the due time at which it is free, which is given, until ``leave``."""
+    def carry(self, at: float, upload: Upload | None = None) -> Iterator[float]:
+        """Hold the wire from the due time at which it is free, which is given, until ``leave``.
+
+        ``upload`` is what others may pass; None where nobody may.
+        """
         with self._turn:
-            begin = max(at, self._end)
-            self._before = self._begin, self._end
-            self._begin, self._end = begin, inf
+            with self._lock:
+                begin = max(at, self._end)
+                self._before = self._begin, self._end
+                self._begin, self._end = begin, inf
+                self._carries = upload
             try:
                 yield begin
             finally:
-                if self._end == inf:
-                    self._end = begin
+                with self._lock:
+                    self._carries = None
+                    if self._end == inf:
+                        self._end, self._passed_s = begin, 0.0
 
-    def leave(self, at: float) -> None:
-        """The copy was over at the due time ``at``."""
-        self._end = at
+    def leave(self, at: float) -> bool:
+        """The copy was over at the due time ``at``; False if others have passed it: it is not."""
+        with self._lock:
+            if self._passed_s:
+                return False
+            self._end, self._carries = at, None
+            return True
+
+    def passed(self) -> float:
+        """For how many seconds others had the wire since the last call, while it was held."""
+        with self._lock:
+            seconds, self._passed_s = self._passed_s, 0.0
+            return seconds
+
+    def pass_by(self, at: float, seconds: float, upload: Upload) -> tuple[float, float] | None:
+        """Have the wire for ``seconds`` from the due time ``at``, or when another has passed.
+
+        The due times of its begin and its end; None if there is nothing that it may pass.
+        """
+        with self._lock:
+            if self._carries is None or not upload.may_pass(self._carries):
+                return None
+            begin = max(at, self._begin, self._passed_until)
+            self._passed_until = end = begin + seconds
+            self._passed_s += seconds
+            return begin, end
 
     def is_busy(self, at: float) -> bool:
         """Whether a copy was under way at the due time ``at``."""

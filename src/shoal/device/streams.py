@@ -305,11 +305,14 @@ def _raiser(error: BaseException) -> Work:
 
 
 class Lane:
-    """The copy and host streams of one trial on a device."""
+    """The copy and host streams of one trial on a device.
 
-    def __init__(self, up: Any, down: Any, host: ThreadStream) -> None:
-        self.up, self.down, self.host = up, down, host
+    ``activations`` carries up what comes back for a backward; it waits behind no weights.
+    """
+
+    def __init__(self, up: Any, down: Any, activations: Any, host: ThreadStream) -> None:
+        self.up, self.down, self.activations, self.host = up, down, activations, host
 
     def close(self) -> None:
-        for stream in (self.up, self.down, self.host):
+        for stream in (self.up, self.activations, self.down, self.host):
             stream.close()

@@ -13,7 +13,11 @@ import torch
 
 from shoal.core.profile import Direction
 from shoal.core.spec import DeviceSpec
+from shoal.core.turns import Upload
+from shoal.device.pace import Wire
 from shoal.device.streams import Event, Lane, Ran, ThreadStream, Turns, Work
+
+STREAMS = ("up", "down", "activations", "host")  # of a lane
 
 
 class VirtualDevice:
@@ -33,17 +37,17 @@ class VirtualDevice:
         self.torch_device = torch.device("cpu")
         self.progress = threading.Condition()
         self.version = 0
-        self._links: dict[Direction, threading.Lock]
-        self._links = {"up": threading.Lock(), "down": threading.Lock()}
+        self._wires: dict[Direction, Wire] = {"up": Wire(), "down": Wire()}
         self.host_turns = Turns(max(1, (os.cpu_count() or 1) // spec.threads))
         self._random = random.Random(spec.name)
         self.last_compute: Event | None = None  # nothing is: compute is over when it returns
 
     def lane(self) -> Lane:
         """New copy and host streams."""
-        names = (f"{self.spec.name}-{stream}" for stream in ("up", "down", "host"))
-        up, down, host = (ThreadStream(name, self.notify) for name in names)
-        return Lane(up, down, host)
+        return Lane(*(self._stream(f"{self.spec.name}-{name}") for name in STREAMS))
+
+    def _stream(self, name: str) -> ThreadStream:
+        return ThreadStream(name, self.notify)
 
     def notify(self) -> None:
         """Wake whoever waits for progress."""
@@ -66,20 +70,38 @@ class VirtualDevice:
         """Uninitialised bytes of device memory, 64-byte aligned."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, direction: Direction) -> None:
-        """Copy inside a stream; ``direction`` is "up" or "down". Takes the link's time."""
+    def copy(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        direction: Direction,
+        *,
+        upload: Upload | None = None,
+        passes: bool = False,
+    ) -> None:
+        """Copy inside a stream; ``direction`` is "up" or "down". Takes the link's time.
+
+        What ``passes`` does not wait for another's ``upload`` that it may pass: that one takes as
+        much longer.
+        """
         if self.spec.poison:
             time.sleep(self._random.uniform(0, 2e-3))
         speed = self.spec.link_bytes_per_s
         if speed is None:
             target.copy_(source)
             return
-        with self._links[direction]:
-            begin = time.perf_counter()
-            target.copy_(source)
-            left = source.numel() * source.element_size() / speed - time.perf_counter() + begin
-            if left > 0:
-                time.sleep(left)
+        wire, began = self._wires[direction], time.perf_counter()
+        target.copy_(source)
+        seconds = source.nbytes / speed
+        if passes and upload and (span := wire.pass_by(began, seconds, upload)):
+            _sleep_until(span[1])
+            return
+        with wire.carry(began, None if passes else upload) as at:
+            at += seconds
+            _sleep_until(at)
+            while not wire.leave(at):
+                at += wire.passed()
+                _sleep_until(at)
 
     def poison(self, region: torch.Tensor) -> None:
         """Fill bytes with NaN when this device is poisoned."""
@@ -93,3 +115,9 @@ class VirtualDevice:
     def active(self) -> Iterator[None]:
         """The context in which compute is submitted."""
         yield
+
+
+def _sleep_until(at: float) -> None:
+    left_s = at - time.perf_counter()
+    if left_s > 0:
+        time.sleep(left_s)

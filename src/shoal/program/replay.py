@@ -7,7 +7,9 @@ is chosen. An action starts when it is issued, its needs are complete (``needs.p
 action before it in its trial's stream is complete, and the stream's resource is free:
 
     F B STEP SYNC   the device: one at a time; ``policy`` says whose when several are ready
-    LOAD            the device's link up: one transfer at a time, in order of readiness
+    LOAD            the device's link up: one transfer at a time, in order of readiness; those
+                    of activations have a stream of their own, and pass some that are under way
+                    (``core.turns.Upload``), which are over as much later
     STORE, SEND     the link down, the link to the other devices: likewise
     STEP@host       the host's memory: one step of a shard at a time; ``policy`` says whose, and
                     again after each of its chunks, so a step may be gone on with later
@@ -31,14 +33,15 @@ from typing import Literal, NamedTuple
 
 from shoal.core.errors import ProgramError
 from shoal.core.seams import Candidate, UnitPolicy
-from shoal.core.turns import DEFAULT, rule_of
+from shoal.core.turns import DEFAULT, Upload, rule_of
 from shoal.core.units import Bytes, Seconds
 from shoal.program.costs import Costs, Durations, action_seconds, moved_bytes
-from shoal.program.ir import Action, Kept, Op, Program
+from shoal.program.ir import Action, Kept, Op, Program, lone_part
 from shoal.program.needs import computes, find_needs, matching_sends
 from shoal.program.slots import assign_slots
 
 Stream = Literal["compute", "up", "down", "host", "peer", "receive"]
+Queue = Stream | Literal["activations"]
 
 _STREAMS: dict[Op, Stream] = {
     Op.LOAD: "up",
@@ -47,7 +50,13 @@ _STREAMS: dict[Op, Stream] = {
     Op.RECV: "receive",
     Op.STEP: "host",  # those on the device compute
 }
-_SHARED = frozenset({"up", "down", "host", "peer"})
+_LINKS: dict[Queue, Stream] = {
+    "up": "up",
+    "activations": "up",
+    "down": "down",
+    "host": "host",
+    "peer": "peer",
+}
 _LONGEST_LEFT = rule_of(DEFAULT)
 
 
@@ -130,6 +139,7 @@ class _Line:
     next: list[int] = field(default_factory=list)  # who needs this in the next run
     remote: tuple[_Lane, int] | None = None  # the RECV of this SEND
     chunks: tuple[float, ...] = ()  # seconds of each, of a step on the host
+    queue: Queue | None = None  # what it is in order with, of its trial
 
 
 @dataclass(slots=True, eq=False)
@@ -148,6 +158,7 @@ class _Lane:
     ``queues`` hold what is issued, per stream; the first is next, or running. Of a step on the
     host ``chunk`` is the one that is next, or running, and ``since_s`` when it began or went on.
     ``open`` counts the actions of all its steps that take time and are not complete.
+    ``passes``: its activations pass another upload now.
     """
 
     device: _Device
@@ -160,10 +171,11 @@ class _Lane:
     rounds: dict[int, _Round] = field(default_factory=dict)
     head: int = 0
     round: _Round | None = None
-    queues: dict[Stream, deque[tuple[_Round, int]]] = field(default_factory=dict)
+    queues: dict[Queue, deque[tuple[_Round, int]]] = field(default_factory=dict)
     chunk: int = 0
     since_s: float = 0.0
     open: int = 0
+    passes: bool = False
 
     def __post_init__(self) -> None:
         self.open = self.steps * sum(line.stream is not None for line in self.lines)
@@ -181,13 +193,25 @@ class _Lane:
         left_s = (self.steps - round_.number) * self.step_s
         return Candidate(self.trial, round_.ticket, left_s, False, self.step_s)
 
+    def upload(self, round_: _Round, index: int) -> Upload:
+        """An action of a run, among all uploads."""
+        return Upload(self.trial, round_.number * len(self.lines) + index)
+
 
 @dataclass(slots=True, eq=False)
 class _Link:
-    """A resource that one transfer or step at a time uses; who waits, in order of readiness."""
+    """A resource that one transfer or step at a time uses; who waits, in order of readiness.
+
+    ``carries`` are weights on their way up, since ``since_s``: activations have passed them until
+    ``passed_until_s``, for ``passed_s`` that they are not later for yet.
+    """
 
     busy: bool = False
-    ready: list[_Lane] = field(default_factory=list)
+    ready: list[tuple[_Lane, Queue]] = field(default_factory=list)
+    carries: Upload | None = None
+    since_s: float = 0.0
+    passed_until_s: float = 0.0
+    passed_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -295,8 +319,8 @@ class _Replay:
             for needed in need.before:
                 lines[needed].next.append(index)
         trial = run.trial if run.trial is not None else min((a.trial for a in actions), default=0)
-        queues: dict[Stream, deque[tuple[_Round, int]]] = {
-            line.stream: deque() for line in lines if line.stream is not None
+        queues: dict[Queue, deque[tuple[_Round, int]]] = {
+            line.queue: deque() for line in lines if line.queue is not None
         }
         step_s = sum(line.seconds for line in lines if line.stream in ("compute", "host"))
         return _Lane(device, trial, run.steps, lines, first, later, step_s, queues=queues)
@@ -326,20 +350,20 @@ class _Replay:
             if lane.head == len(lane.lines):
                 self._begin(lane)
                 continue
-            stream = lane.lines[lane.head].stream
-            if stream == "compute":
+            name = lane.lines[lane.head].queue
+            if name == "compute":
                 if not lane.round.missing[lane.head]:
                     self._offer(lane, lane.round)
                 return
-            if stream is not None:
-                self._enqueue(lane, stream, lane.round)
+            if name is not None:
+                self._enqueue(lane, name, lane.round)
             lane.head += 1
 
-    def _enqueue(self, lane: _Lane, stream: Stream, round_: _Round) -> None:
-        queue = lane.queues[stream]
+    def _enqueue(self, lane: _Lane, name: Queue, round_: _Round) -> None:
+        queue = lane.queues[name]
         queue.append((round_, lane.head))
         if len(queue) == 1 and not round_.missing[lane.head]:
-            self._transfer(lane, stream)
+            self._transfer(lane, name)
 
     def _offer(self, lane: _Lane, round_: _Round) -> None:
         """The lane's next compute action could start: it is a candidate."""
@@ -363,15 +387,29 @@ class _Replay:
             lane.head += 1
             self._issue(lane)
 
-    def _transfer(self, lane: _Lane, stream: Stream) -> None:
+    def _transfer(self, lane: _Lane, name: Queue) -> None:
         """The first of the lane's queue is ready: start it, or wait for the link."""
-        if stream in _SHARED:
+        if (stream := _LINKS.get(name)) is not None:
             link = lane.device.links.setdefault(stream, _Link())
             if link.busy:
-                link.ready.append(lane)
+                if name != "activations" or not self._pass_by(lane, link):
+                    link.ready.append((lane, name))
                 return
             link.busy = True
-        self._start(lane, *lane.queues[stream][0])
+        self._start(lane, *lane.queues[name][0])
+
+    def _pass_by(self, lane: _Lane, link: _Link) -> bool:
+        """Start the lane's activations now, or behind others that pass, if they may pass."""
+        round_, index = lane.queues["activations"][0]
+        if link.carries is None or not lane.upload(round_, index).may_pass(link.carries):
+            return False
+        line, start = lane.lines[index], max(self._now, link.passed_until_s)
+        link.passed_until_s = end = start + line.seconds
+        link.passed_s += line.seconds
+        lane.passes = True
+        heappush(self._events, (end, next(self._order), lane, round_, index))
+        self._note(lane, line, start, end)
+        return True
 
     def _start(self, lane: _Lane, round_: _Round, index: int) -> None:
         line = lane.lines[index]
@@ -381,7 +419,22 @@ class _Replay:
             return
         end = self._now + line.seconds
         heappush(self._events, (end, next(self._order), lane, round_, index))
-        self._note(lane, line, self._now, end)
+        if line.queue == "up":  # noted when it is over: others may pass
+            link = lane.device.links["up"]
+            link.carries, link.since_s = lane.upload(round_, index), self._now
+        else:
+            self._note(lane, line, self._now, end)
+
+    def _finish_upload(self, lane: _Lane, round_: _Round, index: int) -> bool:
+        """Whether others have passed it, so that it is over only later."""
+        link = lane.device.links["up"]
+        if link.passed_s:
+            end, link.passed_s = self._now + link.passed_s, 0.0
+            heappush(self._events, (end, next(self._order), lane, round_, index))
+            return True
+        link.carries = None
+        self._note(lane, lane.lines[index], link.since_s, self._now)
+        return False
 
     def _note(self, lane: _Lane, line: _Line, start: float, end: float) -> None:
         if self._keep_spans and line.stream is not None:
@@ -397,7 +450,7 @@ class _Replay:
         line, ready = lane.lines[index], lane.device.links["host"].ready
         lane.chunk += 1
         is_over = lane.chunk == len(line.chunks)
-        following = 0 if is_over or not ready else self._next_of([lane, *ready], "host")
+        following = 0 if is_over or not ready else self._next_of([(lane, "host"), *ready])
         if not is_over and not following:
             self._start_chunk(lane, round_, index)
             return True
@@ -405,8 +458,8 @@ class _Replay:
         if is_over:
             lane.chunk = 0
             return False
-        other = ready.pop(following - 1)
-        ready.append(lane)
+        other, _ = ready.pop(following - 1)
+        ready.append((lane, "host"))
         self._start(other, *other.queues["host"][0])
         return True
 
@@ -416,11 +469,13 @@ class _Replay:
         line = lane.lines[index]
         if line.chunks and self._finish_chunk(lane, round_, index):
             return
-        if line.stream == "compute":
+        if line.queue == "up" and self._finish_upload(lane, round_, index):
+            return
+        if line.queue == "compute":
             lane.device.busy = False
             self._touched.append(lane.device)
-        elif line.stream is not None:
-            self._leave(lane, line.stream)
+        elif line.queue is not None:
+            self._leave(lane, line.queue)
         for waiting in line.now:
             self._meet(lane, round_, waiting)
         if line.next and round_.number + 1 < lane.steps:
@@ -434,27 +489,29 @@ class _Replay:
         if not lane.open:
             self._let_in()
 
-    def _leave(self, lane: _Lane, stream: Stream) -> None:
+    def _leave(self, lane: _Lane, name: Queue) -> None:
         """The first of the lane's queue is done: the link, and the next in the queue, go on."""
-        queue = lane.queues[stream]
+        queue = lane.queues[name]
         queue.popleft()
-        if stream in _SHARED:
+        if name == "activations" and lane.passes:
+            lane.passes = False
+        elif (stream := _LINKS.get(name)) is not None:
             link = lane.device.links[stream]
             link.busy = False
             if link.ready:
                 link.busy = True
-                other = link.ready.pop(self._next_of(link.ready, stream))
-                self._start(other, *other.queues[stream][0])
+                other, its = link.ready.pop(self._next_of(link.ready))
+                self._start(other, *other.queues[its][0])
         if queue:
             round_, index = queue[0]
             if not round_.missing[index]:
-                self._transfer(lane, stream)
+                self._transfer(lane, name)
 
-    def _next_of(self, waiting: Sequence[_Lane], stream: Stream) -> int:
+    def _next_of(self, waiting: Sequence[tuple[_Lane, Queue]]) -> int:
         """Whose turn it is on a link, or at the host's memory."""
-        if stream != "host" or len(waiting) == 1:
+        if len(waiting) == 1 or waiting[0][1] != "host":
             return 0
-        return self._choose([lane.candidate(lane.queues[stream][0][0]) for lane in waiting])
+        return self._choose([lane.candidate(lane.queues["host"][0][0]) for lane, _ in waiting])
 
     def _choose(self, candidates: Sequence[Candidate]) -> int:
         return candidates.index(self._policy.choose(candidates))
@@ -464,15 +521,15 @@ class _Replay:
         round_.missing[index] -= 1
         if round_.missing[index]:
             return
-        stream = lane.lines[index].stream
-        assert stream is not None, "nothing is needed for an action that takes no time"
-        if stream == "compute":
+        name = lane.lines[index].queue
+        assert name is not None, "nothing is needed for an action that takes no time"
+        if name == "compute":
             if lane.round is round_ and lane.head == index:
                 self._offer(lane, round_)
             return
-        queue = lane.queues[stream]
+        queue = lane.queues[name]
         if queue and queue[0][1] == index and queue[0][0] is round_:
-            self._transfer(lane, stream)
+            self._transfer(lane, name)
 
 
 def _line(action: Action, run: Run, durations: Durations | None) -> _Line:
@@ -486,7 +543,9 @@ def _line(action: Action, run: Run, durations: Durations | None) -> _Line:
     total = sum(shard.step_chunks) if stream == "host" else 0
     chunks = tuple(seconds * part / total for part in shard.step_chunks) if total else ()
     moved = moved_bytes(action, shard)
-    return _Line(action, trial, stream, seconds, moved, chunks=chunks)
+    is_back = stream == "up" and lone_part(action) is not None
+    queue: Queue | None = "activations" if is_back else stream
+    return _Line(action, trial, stream, seconds, moved, chunks=chunks, queue=queue)
 
 
 def _stuck(lanes: Sequence[_Lane]) -> str:

@@ -5,11 +5,14 @@ When a copy may run, and on which stream, is decided in ``interpret``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from shoal.core.profile import Direction
+from shoal.core.turns import Upload
+from shoal.device import Device
 from shoal.memory.layout import Arena
 from shoal.partition.savedset import Cell
 from shoal.program.ir import Action, Part, kept
@@ -266,6 +269,26 @@ class Copies:
     def _spot(self, shard: int) -> Placed:
         """What stays of a shard, where it stays."""
         return self._in_slot(list(self._arena.kept).index(shard), shard)
+
+
+def copying(
+    device: Device,
+    copies: Sequence[Copy],
+    way: Direction,
+    fresh: Tensor | None = None,
+    *,
+    upload: Upload | None = None,
+    passes: bool = False,
+) -> Callable[[], None]:
+    """The work of a copy stream; memory that is ``fresh`` is poisoned before."""
+
+    def work() -> None:
+        if fresh is not None:
+            device.poison(fresh)
+        for target, source in copies:
+            device.copy(target, source, way, upload=upload, passes=passes)
+
+    return work
 
 
 def _spots(arena: Arena, part: str) -> list[int]:

@@ -19,6 +19,8 @@ Besides the slot waits of ``program.slots``:
     RECV           its message; the list waits there, and what was issued before goes on
     SEND param     all that was written to the host
 
+A LOAD of a boundary or of what was saved has a stream of its own: it waits for no weights that
+wait for their slot, and passes what is on the link and needed later, or by others.
 Tensors that a copy reads or writes are kept alive until the copy's event is done; on
 CUDA that is what makes it safe to let the allocator have them back.
 """
@@ -35,7 +37,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from shoal.core.errors import CapacityError
-from shoal.core.profile import Direction
+from shoal.core.turns import Upload
 from shoal.core.units import Bytes
 from shoal.device import Device, Event, Lane
 from shoal.device.streams import Piece
@@ -45,7 +47,7 @@ from shoal.partition.track import AllocationTracker, read_bytes, storages_of
 from shoal.program.ir import Action, Op, Part, lone_part
 from shoal.runtime.binding import Placed, place_on_host
 from shoal.runtime.compute import Compute, Work, tensors_of
-from shoal.runtime.copies import Copies, Copy
+from shoal.runtime.copies import Copies, Copy, copying
 from shoal.runtime.mail import Mail
 from shoal.runtime.outgrown import growth_of, outgrown
 from shoal.runtime.score import Score, emulated_seconds, score_of
@@ -126,6 +128,7 @@ class Seat(Generic[T]):
         self._loads: dict[int, list[Event]] = {}  # shard -> its LOADs
         self._written: dict[int, Event] = {}  # shard -> last write of its host parameters
         self._grads_written: dict[int, Event] = {}
+        self._uploads = 0
         self._waker: Event | None = None  # who waits for them so that the device need not
         self._saved: dict[tuple[int, int | None], AllocationTracker] = {}  # of forwards
         self._away: dict[_Lone, Event] = {}  # what waits on the host -> its STORE
@@ -358,7 +361,8 @@ class Seat(Generic[T]):
         """Submit to a lane's stream; ``sources`` stay alive until it is done."""
         event: Event = getattr(self._lane, stream).submit(work, after)
         self._in_flight.append((event, sources))
-        self._note(stream, event, sum(s.nbytes for s in sources) if size is None else size)
+        way = "up" if stream == "activations" else stream  # the link that it takes
+        self._note(way, event, sum(s.nbytes for s in sources) if size is None else size)
         return event
 
     def _note(self, stream: str, event: Event, size: int = 0) -> None:
@@ -393,7 +397,7 @@ class Seat(Generic[T]):
 
     def _load(self, action: Action, slot: int | None, after: list[Event]) -> Event:
         copies, fresh = self.copies.load(action, slot)
-        work = self._copying(copies, "up", fresh)
+        work = copying(self.device, copies, "up", fresh, upload=self._upload())
         event = self._submit("up", work, after, [source for _, source in copies])
         self._loads.setdefault(action.shard, []).append(event)
         return event
@@ -427,28 +431,19 @@ class Seat(Generic[T]):
             copies = load(action, micro)
         del self._away[key]
         size = sum(source.nbytes for _, source in copies)
-        work = self._copying(copies, "up")
-        event = self._submit("up", work, after + self._device_compute, size=size)
+        work = copying(self.device, copies, "up", upload=self._upload(), passes=True)
+        event = self._submit("activations", work, after + self._device_compute, size=size)
         self._loads.setdefault(action.shard, []).append(event)
         return event
 
+    def _upload(self) -> Upload:
+        """The next one: among those of other trials, and among its own in order of the list."""
+        self._uploads += 1
+        return Upload(self.trial, self._uploads)
+
     def _send_down(self, copies: list[Copy]) -> Event:
-        work = self._copying(copies, "down")
+        work = copying(self.device, copies, "down")
         return self._submit("down", work, self._last_compute, [source for _, source in copies])
-
-    def _copying(
-        self, copies: list[Copy], way: Direction, fresh: Tensor | None = None
-    ) -> Callable[[], None]:
-        """The work of a copy stream; memory that is ``fresh`` is poisoned before."""
-        device = self.device
-
-        def work() -> None:
-            if fresh is not None:
-                device.poison(fresh)
-            for target, source in copies:
-                device.copy(target, source, way)
-
-        return work
 
     def _drop(self, action: Action) -> None:
         self.copies.drop(action)

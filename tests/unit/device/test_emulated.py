@@ -11,6 +11,7 @@ import torch
 
 from shoal.core.profile import Profile
 from shoal.core.spec import DeviceSpec
+from shoal.core.turns import Upload
 from shoal.core.units import Bytes
 from shoal.device import EmulatedDevice, Event, Lane, ThreadEvent, VirtualDevice, open_device
 from shoal.device.streams import Piece
@@ -149,6 +150,29 @@ def test_the_trials_of_a_device_share_its_link_and_its_host_memory(
     first, second = sorted(event.span() for event in events)
     assert second[1] - first[0] == pytest.approx(2 * seconds)
     assert second[0] == pytest.approx(first[1])
+
+
+@pytest.mark.parametrize("emulated", [True, False])
+def test_activations_pass_weights_that_are_on_their_way_up(emulated: bool) -> None:
+    plain = DeviceSpec(name="cpu:0", kind="virtual", memory=Bytes(MB), link_bytes_per_s=100e6)
+    device = EmulatedDevice(_spec()) if emulated else VirtualDevice(plain)
+    lane, large, small = device.lane(), _bytes(40 * MB), _bytes(MB)
+    back, weights = Upload(0, 1), Upload(0, 2)
+
+    up = lane.up.submit(lambda: device.copy(large, large.clone(), "up", upload=weights))
+    while not device._wires["up"].is_busy(time.perf_counter()):
+        time.sleep(1e-3)
+    passing = lane.activations.submit(
+        lambda: device.copy(small, small, "up", upload=back, passes=True)
+    )
+    passing.wait()
+    assert not up.done
+    up.wait()
+    lane.close()
+
+    assert 0.01 <= _seconds(passing) + 1e-5 < 0.3
+    assert _seconds(up) + 1e-5 >= 0.41  # 0.4 by itself
+    assert passing.span()[1] < up.span()[1]
 
 
 def test_compute_waits_for_a_load_and_counts_from_when_it_was_due(

@@ -2,6 +2,7 @@
 
 import pytest
 
+from shoal.core.turns import Upload
 from shoal.device.pace import (
     MAX_DEBT_S,
     NEVER,
@@ -162,6 +163,39 @@ def test_a_copy_that_fails_frees_the_wire() -> None:
         raise RuntimeError
     with wire.carry(0.5) as begin:
         assert begin == 1.0
+
+
+def test_what_passes_goes_at_once_and_the_copy_that_it_passes_is_over_later() -> None:
+    wire = Wire()
+
+    with wire.carry(1.0, Upload(0, 5)):
+        assert wire.pass_by(1.5, 0.25, Upload(1, 9)) == (1.5, 1.75)
+        # Who passes does not pass who passes.
+        assert wire.pass_by(1.6, 0.25, Upload(0, 4)) == (1.75, 2.0)
+        assert wire.pass_by(1.6, 0.25, Upload(0, 6)) is None  # it is needed later
+        assert not wire.leave(2.0)
+        assert wire.passed() == 0.5
+        assert wire.leave(2.5)
+        assert wire.pass_by(2.5, 0.25, Upload(1, 9)) is None
+    with wire.carry(2.0) as begin:
+        assert begin == 2.5
+        assert wire.pass_by(2.5, 0.25, Upload(1, 9)) is None  # nobody may
+        assert wire.leave(3.0)
+
+
+def test_a_copy_that_fails_leaves_nothing_of_what_passed_it() -> None:
+    wire = Wire()
+
+    def fail() -> None:
+        with wire.carry(1.0, Upload(0, 5)):
+            wire.pass_by(1.0, 0.5, Upload(1, 1))
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert wire.pass_by(1.0, 0.5, Upload(1, 1)) is None
+    with wire.carry(3.0):
+        assert wire.leave(4.0)
 
 
 def test_the_system_s_clock_runs_and_sleeps() -> None:

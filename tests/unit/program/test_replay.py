@@ -93,6 +93,63 @@ def test_transfers_in_one_direction_share_the_link(run_of):
     assert [(span.trial, span.start_s, span.end_s) for span in loads] == [(0, 0, 3), (1, 3, 6)]
 
 
+AWAY = """F s0 m0
+STORE s1 m0 boundary
+DROP s1 m0 boundary
+LOAD s1 m0 boundary
+F s1 m0"""
+"""What s1 gets leaves from 1.0 to 2.5 where it is of 150 bytes, and would be back at 4.0."""
+
+
+def test_activations_pass_weights_of_another_trial(run_of):
+    other = "F s0 m0\nF s0 m1\nLOAD s1 param+state"
+    runs = [run_of(AWAY, shard={"private_bytes": 150}), run_of(for_trial(other, 1), trial=1)]
+    found = times(replay(runs))
+    assert found["LOAD s1 m0 boundary"] == (2.5, 4.0)
+    assert found["LOAD s1 param+state t1"] == (2.0, 6.5)  # 3 seconds by itself
+
+
+def test_activations_pass_weights_of_their_own_that_are_needed_later(run_of):
+    ahead = AWAY.replace("\nF s1 m0", "\nLOAD s2 param+state\nF s1 m0")
+    found = times(replay([run_of(ahead, 3, shard={"private_bytes": 150})]))
+    assert found["LOAD s1 m0 boundary"] == (2.5, 4.0)
+    assert found["LOAD s2 param+state"] == (0.0, 4.5)  # it was ready first
+
+
+def test_activations_do_not_pass_what_is_needed_sooner(run_of):
+    text = AWAY.replace("\nLOAD s1 m0 b", "\nLOAD s1 param+state\nLOAD s1 m0 b")
+    found = times(replay([run_of(text, shard={"private_bytes": 150})]))
+    assert found["LOAD s1 param+state"] == (0.0, 3.0)
+    assert found["LOAD s1 m0 boundary"] == (3.0, 4.5)
+
+
+def test_activations_do_not_wait_behind_weights_that_wait_for_a_slot(run_of):
+    text = """LOAD s0 param
+F s0 m0
+STORE s1 m0 boundary
+DROP s1 m0 boundary
+STORE s0 param
+DROP s0 param
+LOAD s2 param
+LOAD s1 m0 boundary
+F s1 m0"""
+    found = times(replay([run_of(text, 3, shard={"private_bytes": 50})]))
+    assert found["LOAD s1 m0 boundary"][0] == found["STORE s1 m0 boundary"][1]
+    assert found["LOAD s2 param"][0] == found["STORE s0 param"][1]
+    assert found["LOAD s1 m0 boundary"][1] < found["LOAD s2 param"][0]
+
+
+def test_activations_that_pass_go_one_after_the_other(run_of):
+    runs = [
+        run_of(for_trial(AWAY, trial), trial=trial, shard={"private_bytes": size})
+        for trial, size in enumerate((150, 50))
+    ]
+    other = "F s0 m0\n" * 3 + "LOAD s1 param+state"
+    found = times(replay([*runs, run_of(for_trial(other, 2), trial=2)]))
+    assert found["LOAD s1 m0 boundary"][0] < found["LOAD s1 m0 boundary t1"][0]
+    assert found["LOAD s1 m0 boundary"][1] <= found["LOAD s1 m0 boundary t1"][0]
+
+
 def test_a_second_trial_computes_while_the_first_one_waits(run_of):
     runs = [run_of(for_trial(spilled_step(3), trial), 3, trial, steps=5) for trial in (0, 1)]
     alone = replay(runs[:1])
