@@ -9,19 +9,22 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
 from shoal.core.errors import SpecError
 from shoal.core.profile import PROFILES, Profile, find_profile
-from shoal.core.spec import DeviceSpec
+from shoal.core.spec import DeviceSpec, shared_gpus
 from shoal.core.technique import DataParallel, Pipelined, Technique
 from shoal.core.units import Bytes, format_bytes, parse_bytes
 from shoal.core.values import flag, is_number, items, plain, whole
 
 FREE_SHARE = 0.8  # of what is free now; the rest is for the libraries and other processes
+CONTEXT_BYTES = 512 * 2**20  # of a GPU, for each process on it beyond the first
 _DEVICES = re.compile(
     r"(?P<kind>cpu|cuda)(?::(?P<which>[0-9,]+))?"
     r"(?:@(?P<profile>[a-z0-9_-]+)(?:/(?P<scale>[0-9.]+))?)?"
@@ -168,6 +171,9 @@ class Hardware:
         ``cpu:N`` is N devices of one thread unless ``threads`` says otherwise; ``cpu``
         is one per core; None or ``auto`` is ``detect()``. ``cpu:2@h200`` is ``emulated``:
         two devices that take the time of an H200 each, ``cpu:2@h200/500`` at a scale of 500.
+        ``cuda:0,0`` is one GPU as two devices: a worker process each, and half of its memory.
+        That is for trials whose kernels leave it idle and that cannot train as an array. No
+        trial is over several such devices: they do the work of one GPU.
         """
         hardware = _named(devices)
         specs = hardware.devices
@@ -207,11 +213,12 @@ class Hardware:
     def idle(self, used: Hardware, technique: Technique | None) -> tuple[DeviceSpec, ...]:
         """The devices that are not ``used`` and that trials may have all the same.
 
-        None where a technique is asked for, and where those that are used have their cores.
+        None where a technique is asked for, and where those that are used have their cores or
+        are parts of the same GPU.
         """
         rest = self.devices[len(used.devices) :]
         shared = self.shared_cores is not None and any(d.kind == "virtual" for d in rest)
-        if technique is not None or shared:
+        if technique is not None or shared or shared_gpus(self.devices):
             return ()
         return tuple(replace(device, threads=used.devices[0].threads) for device in rest)
 
@@ -280,8 +287,8 @@ def _named(devices: str | None) -> Hardware:
     if match is None:
         raise SpecError(
             f"cannot read the devices {devices!r}. Write cpu:2 (two virtual devices), cpu, cuda, "
-            "cuda:0,1 or auto; cpu:2@h200 for two that take the time of an H200 (profiles: "
-            f"{', '.join(PROFILES)})."
+            "cuda:0,1 or auto; cuda:0,0 for two workers on one GPU; cpu:2@h200 for two that take "
+            f"the time of an H200 (profiles: {', '.join(PROFILES)})."
         )
     if match["profile"] is not None:
         return _emulated_named(match["kind"], match["which"], match["profile"], match["scale"])
@@ -339,16 +346,22 @@ def _cuda_named(which: str | None) -> Hardware:
 
 
 def _cuda_hardware(gpus: Sequence[_Gpu]) -> Hardware:
-    cores = available_cores()
-    specs = tuple(
-        DeviceSpec(
-            name=f"cuda:{gpu.number}",
+    """A device for each time that a GPU is named, in rounds over the GPUs."""
+    cores, named = available_cores(), Counter(gpu.number for gpu in gpus)
+    seen = Counter[int]()
+    parts = list[tuple[int, DeviceSpec]]()
+    for gpu in gpus:
+        part, count = seen[gpu.number], named[gpu.number]
+        seen[gpu.number] += 1
+        free = max(count, gpu.free_bytes - (count - 1) * CONTEXT_BYTES) // count
+        spec = DeviceSpec(
+            name=f"cuda:{gpu.number}/{part}" if count > 1 else f"cuda:{gpu.number}",
             kind="cuda",
-            memory=Bytes(int(FREE_SHARE * gpu.free_bytes)),
+            memory=Bytes(int(FREE_SHARE * free)),
             threads=max(1, cores // len(gpus)),
         )
-        for gpu in gpus
-    )
+        parts.append((part, spec))
+    specs = tuple(spec for _, spec in sorted(parts, key=itemgetter(0)))
     host = Bytes(int(FREE_SHARE * free_memory()))
     return Hardware(devices=specs, host_memory=host, shared_cores=cores)
 

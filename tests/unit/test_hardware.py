@@ -10,8 +10,11 @@ from shoal import Recipe, Study, grid
 from shoal import hardware as hardware_module
 from shoal.core.errors import PlanError, SpecError
 from shoal.core.profile import PROFILES
-from shoal.core.technique import Pipelined, Resident
-from shoal.hardware import Hardware, available_cores, free_memory
+from shoal.core.spec import DeviceSpec, shared_gpus
+from shoal.core.technique import DataParallel, Pipelined, Resident
+from shoal.hardware import CONTEXT_BYTES, Hardware, available_cores, free_memory
+from shoal.observe.timeline import read_study_timeline
+from shoal.planning.gangs import early
 
 GIB = 2**30
 
@@ -221,6 +224,53 @@ def test_text_that_names_no_device_is_refused_with_the_forms_there_are(machine, 
         Hardware.parse(text)
 
 
+def test_a_gpu_named_twice_is_two_devices_of_half_its_memory(two_gpus):
+    hardware = Hardware.parse("cuda:0,0")
+
+    free = 80 * GIB - CONTEXT_BYTES  # of the second process
+    assert [(d.name, d.torch_name) for d in hardware.devices] == [
+        ("cuda:0/0", "cuda:0"),
+        ("cuda:0/1", "cuda:0"),
+    ]
+    assert {(d.memory, d.threads) for d in hardware.devices} == {(int(0.8 * (free // 2)), 2)}
+    assert Hardware.parse("cuda:0,0", "30GiB").devices[0].memory == 30 * GIB
+    with pytest.raises(SpecError, match=r"50\.0 GiB was asked for on cuda:0/0, but 39\.7 GiB are"):
+        Hardware.parse("cuda:0,0", "50GiB")
+
+
+def test_few_trials_have_a_gpu_each_before_two_of_them_share_one(two_gpus):
+    hardware = Hardware.parse("cuda:0,0,1,1")
+
+    names = [device.name for device in hardware.devices]
+    assert names == ["cuda:0/0", "cuda:1/0", "cuda:0/1", "cuda:1/1"]
+    used = hardware.fewer_trials(2)
+    assert [device.name for device in used.devices] == ["cuda:0/0", "cuda:1/0"]
+    assert hardware.idle(used, None) == ()  # the other halves would bring nothing
+
+
+def test_beside_a_gpu_that_is_shared_another_is_whole(two_gpus):
+    hardware = Hardware.parse("cuda:0,0,1")
+
+    assert [device.name for device in hardware.devices] == ["cuda:0/0", "cuda:1", "cuda:0/1"]
+    assert hardware.devices[1].memory == int(0.8 * 80 * GIB)
+    assert shared_gpus(hardware.devices) == ["cuda:0"]
+
+
+@pytest.mark.parametrize(
+    ("technique", "words"),
+    [
+        (Pipelined(stages=2), "the stages of a pipeline over devices that share a GPU"),
+        (DataParallel(width=2), "replicas over devices that share a GPU"),
+    ],
+)
+def test_no_trial_is_over_devices_that_share_a_gpu(two_gpus, technique, words):
+    devices = Hardware.parse("cuda:1,1").devices
+
+    with pytest.raises(PlanError, match=rf"{words} .*parts of cuda:1: cuda:1/0, cuda:1/1\."):
+        early(technique, RECIPE, devices)
+    early(Resident(), RECIPE, devices)
+
+
 def test_a_gpu_that_is_not_there_is_refused(machine, two_gpus):
     with pytest.raises(SpecError, match=r"cuda:0,5 was asked for, but torch sees 2 GPU"):
         Hardware.parse("cuda:0,5")
@@ -292,11 +342,20 @@ def test_without_a_bound_the_host_tier_is_what_is_free_less_a_fifth(monkeypatch)
     assert named.with_host_limit() is named
 
 
+def test_two_parts_of_a_device_train_and_are_shown_beside_each_other(tmp_path):
+    parts = [DeviceSpec(name=f"cpu:0/{n}", kind="virtual", memory=8 * 2**20) for n in range(2)]
+    study = Study("s", RECIPE, space=grid(lr=[0.1, 0.2]), steps=3, directory=tmp_path)
+
+    report = study.run(hardware=Hardware(devices=tuple(parts)))
+
+    assert list(report.peaks) == ["cpu:0/0", "cpu:0/1"]
+    assert read_study_timeline(tmp_path / "s").devices == ("cpu:0/0", "cpu:0/1")
+
+
 def test_a_study_of_more_than_the_host_has_is_refused_with_what_fits(monkeypatch, tmp_path):
     monkeypatch.setattr(hardware_module, "free_memory", lambda: 2**20)
-    recipe = Recipe(model=wide, data=rows, loss=mean)
     space = grid(lr=[n / 100 for n in range(1, 41)])
-    study = Study("s", recipe, space=space, steps=1, directory=tmp_path)
+    study = Study("s", RECIPE, space=space, steps=1, directory=tmp_path)
     with pytest.raises(PlanError, match="Together fit trials 0 to"):
         study.plan(hardware=Hardware.virtual(devices=1, memory="8MiB"))
 
@@ -311,3 +370,6 @@ def mean(output, batch):
 
 def rows(hp):
     return [(torch.zeros(2, 64), torch.zeros(2))], None
+
+
+RECIPE = Recipe(model=wide, data=rows, loss=mean)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -104,6 +105,8 @@ class DeviceSpec:
     all that a virtual device does take the time of a real one: links, host memory and
     kernels; one read back from JSON may be given as the mapping that it was written as.
     ``library_bytes`` of the memory are what libraries keep of a GPU for good, where that is known.
+    A GPU that several workers share is a device for each, ``cuda:0/0`` and ``cuda:0/1``, with a
+    part of its memory.
     """
 
     name: str
@@ -119,9 +122,20 @@ class DeviceSpec:
         object.__setattr__(self, "profile", as_profile(self.profile))
 
     @property
+    def torch_name(self) -> str:
+        """What torch calls a GPU."""
+        return self.name.partition("/")[0]
+
+    @property
     def for_trials(self) -> Bytes:
         """The memory that trials may have."""
         return Bytes(max(0, self.memory - self.library_bytes))
+
+
+def shared_gpus(devices: Iterable[DeviceSpec]) -> list[str]:
+    """The GPUs that several of these devices are parts of."""
+    names = Counter(device.torch_name for device in devices if device.kind == "cuda")
+    return [name for name, count in names.items() if count > 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,7 +93,7 @@ class CudaDevice:
 
     def __init__(self, spec: DeviceSpec) -> None:
         self.spec = spec
-        self.torch_device = torch.device(spec.name)
+        self.torch_device = torch.device(spec.torch_name)
         torch.cuda.set_device(self.torch_device)
         self.progress = threading.Condition()
         self.version = 0

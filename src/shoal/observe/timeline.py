@@ -58,10 +58,11 @@ class Timeline:
         return tuple(sorted(known, key=lambda s: (STREAMS.index(s) if s in STREAMS else 9, s)))
 
 
-def natural_key(name: str) -> tuple[str, int]:
-    """``cpu:10`` after ``cpu:9``."""
+def natural_key(name: str) -> tuple[str, tuple[int, ...]]:
+    """``cpu:10`` after ``cpu:9``, ``cuda:0/1`` before ``cuda:1/0``."""
     kind, _, number = name.rpartition(":")
-    return (kind, int(number)) if number.isdecimal() else (name, 0)
+    numbers = number.split("/")
+    return (kind, tuple(map(int, numbers))) if all(map(str.isdecimal, numbers)) else (name, ())
 
 
 def read_study_timeline(study_dir: str | os.PathLike[str]) -> Timeline:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from shoal.core.spec import DeviceSpec, Scalar
-from shoal.core.technique import Technique
+from shoal.core.errors import PlanError
+from shoal.core.spec import DeviceSpec, Scalar, shared_gpus
+from shoal.core.technique import DataParallel, Pipelined, Technique
 from shoal.planning import pipelining, replicating
 from shoal.recipe import Recipe
 
@@ -16,6 +17,13 @@ def early(technique: Technique | None, recipe: Recipe, devices: Sequence[DeviceS
     Raises:
         PlanError: says what was asked, what there is, and the way out.
     """
+    if isinstance(technique, (DataParallel, Pipelined)) and (gpus := shared_gpus(devices)):
+        what = "the stages of a pipeline" if isinstance(technique, Pipelined) else "replicas"
+        raise PlanError(
+            f"{what} over devices that share a GPU gain nothing, and several of these are parts "
+            f"of {' and of '.join(gpus)}: {', '.join(device.name for device in devices)}. Name "
+            "each GPU once, or train each trial on one device."
+        )
     pipelining.early(technique, recipe, devices)
     replicating.early(technique, recipe, devices)
 

@@ -41,8 +41,8 @@ File = Annotated[str, typer.Argument(metavar="FILE.py[:STUDY]", help=_FILE_HELP)
 Devices = Annotated[
     str | None,
     typer.Option(
-        help="cpu:2 (two virtual devices), cpu, cuda, cuda:0,1; cpu:2@h200 emulates two H200. "
-        "Default: what is there."
+        help="cpu:2 (two virtual devices), cpu, cuda, cuda:0,1; cuda:0,0 is two workers on one "
+        "GPU; cpu:2@h200 emulates two H200. Default: what is there."
     ),
 ]
 DeviceMemory = Annotated[
