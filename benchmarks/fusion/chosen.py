@@ -18,14 +18,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import torch
-from run import WIDEST
-from workloads import WORKLOADS, loss
+from run import WIDEST, recipe_of
+from workloads import WORKLOADS
 
 import shoal
 from common import facts, finish, spread
@@ -50,7 +51,7 @@ def study_of(name: str, steps: int, trials: int, directory: str) -> shoal.Study:
     """So many trials of a workload."""
     return shoal.Study(
         name="chosen",
-        recipe=shoal.Recipe(model=WORKLOADS[name].model, data=Batches(name), loss=loss),
+        recipe=replace(recipe_of(WORKLOADS[name]), data=Batches(name)),
         space=shoal.grid(lr=[1e-3 * (1 + 0.01 * number) for number in range(trials)]),
         steps=steps,
         directory=directory,

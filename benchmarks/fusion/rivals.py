@@ -45,7 +45,9 @@ def models(workload: Workload, slots: range, device: str = "cpu") -> list[nn.Mod
     made = []
     for seed in slots:
         torch.manual_seed(seed)
-        made.append(workload.model({}).to(device))
+        found = workload.model({})
+        one = nn.ModuleDict(found) if workload.step else found
+        made.append(one.to(device))
     return made
 
 
@@ -68,19 +70,54 @@ def serial_step(
 ) -> Step:
     """One step of each model in turn: the loop anyone would write, reading every loss."""
     made, data = models(workload, slots, device), batches(workload, slots, device)
-    calls: list[Any] = [torch.compile(m, dynamic=False) if compiled else m for m in made]
-    optimizers = [
-        torch.optim.AdamW(model.parameters(), lr=rate(slot), **options)
-        for slot, model in zip(slots, made, strict=True)
+    lone = several_step if workload.step else one_step
+    steps = [
+        lone(workload, model, batch, compiled=compiled, lr=rate(slot), **options)
+        for slot, model, batch in zip(slots, made, data, strict=True)
     ]
 
     def step() -> None:
-        for model, call, optimizer, batch in zip(made, calls, optimizers, data, strict=True):
-            model.train()
-            optimizer.zero_grad(set_to_none=True)
-            value = loss(call(batch[0]), batch)
-            value.backward()
-            optimizer.step()
+        for each in steps:
+            each()
+
+    return step
+
+
+def one_step(
+    workload: Workload, model: nn.Module, batch: Any, *, compiled: bool, **options: Any
+) -> Step:
+    """A step of one model."""
+    call: Any = torch.compile(model, dynamic=False) if compiled else model
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+
+    def step() -> None:
+        model.train()
+        optimizer.zero_grad(set_to_none=True)
+        value = loss(call(batch[0]), batch)
+        value.backward()
+        optimizer.step()
+        value.item()
+
+    return step
+
+
+def several_step(
+    workload: Workload, models: Any, batch: Any, *, compiled: bool, **options: Any
+) -> Step:
+    """The workload's own step of several models."""
+    own = workload.step
+    assert own is not None
+    calls: dict[str, Any] = {
+        name: torch.compile(model, dynamic=False) if compiled else model
+        for name, model in models.items()
+    }
+    optimizers = {
+        name: torch.optim.AdamW(model.parameters(), **options) for name, model in models.items()
+    }
+
+    def step() -> None:
+        models.train()
+        for value in own(calls, batch, optimizers, {}).values():
             value.item()
 
     return step

@@ -17,11 +17,15 @@ WORDS = 64
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, a batch of it, and the bar: how many times the best serial loop."""
+    """A model, a batch of it, and the bar: how many times the best serial loop.
 
-    model: Callable[[Any], nn.Module]
+    Several models by name have a ``step`` of their own; what it returns are its losses.
+    """
+
+    model: Callable[[Any], Any]
     batch: Callable[[torch.Generator], tuple[Tensor, Tensor]]
     bar: float
+    step: Callable[[Any, Any, Any, Any], dict[str, Tensor]] | None = None
 
 
 def mlp(hp: Any) -> nn.Module:
@@ -170,6 +174,33 @@ def generator(hp: Any) -> nn.Module:
     return nn.Sequential(*layers, nn.ConvTranspose2d(16, 3, 4, 2, 1, bias=False), nn.Tanh())
 
 
+def gan(hp: Any) -> dict[str, nn.Module]:
+    """Both halves of DCGAN; the discriminator says a number."""
+    judge = discriminator(hp)
+    judge[-2] = nn.Conv2d(64, 1, 4)
+    return {"generator": generator(hp), "discriminator": judge}
+
+
+def gan_step(models: Any, batch: Any, optimizers: Any, hp: Any) -> dict[str, Tensor]:
+    """A step of each: real images and made ones for the discriminator, then the generator's."""
+    noise, real = batch
+    made = models["generator"](noise)
+    optimizers["discriminator"].zero_grad()
+    right, wrong = models["discriminator"](real), models["discriminator"](made.detach())
+    judged = _told(right, 1.0) + _told(wrong, 0.0)
+    judged.backward()
+    optimizers["discriminator"].step()
+    optimizers["generator"].zero_grad()
+    fooled = _told(models["discriminator"](made), 1.0)
+    fooled.backward()
+    optimizers["generator"].step()
+    return {"generator": fooled, "discriminator": judged}
+
+
+def _told(found: Tensor, target: float) -> Tensor:
+    return F.binary_cross_entropy_with_logits(found, torch.full_like(found, target))
+
+
 def wide(hp: Any) -> nn.Module:
     return nn.Sequential(
         nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
@@ -309,6 +340,7 @@ WORKLOADS = {
     "small CNN": Workload(cnn, images(8, 16), 1.25),
     "DCGAN generator": Workload(generator, noise, 1.15),
     "DCGAN discriminator": Workload(discriminator, images(8, 32, 2), 1.15),
+    "DCGAN": Workload(gan, noise, 1.15, gan_step),
     "wide MLP": Workload(wide, large_table, 0.97),
     "Transformer LM of width 128": Workload(lambda hp: Language(128, 0.0), words(4, 32), 0.97),
     "BERT-mini": Workload(lambda hp: Masked(), words(2, 32, 2048), 0.97),

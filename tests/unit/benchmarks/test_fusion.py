@@ -24,7 +24,7 @@ def run():
             sys.path.remove(str(folder))
 
 
-@pytest.mark.parametrize("name", ["tabular MLP", "small LSTM", "DCGAN generator"])
+@pytest.mark.parametrize("name", ["tabular MLP", "small LSTM", "DCGAN generator", "DCGAN"])
 def test_an_array_and_the_serial_loop_take_the_same_steps(run, name, monkeypatch):
     workload, made = run.WORKLOADS[name], []
     right = run.models
