@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any, NamedTuple
@@ -47,14 +48,22 @@ def close(alone: Tensor, found: Tensor, limit: float, scale: float) -> bool:
         return False
     if not alone.is_floating_point():
         return torch.equal(alone, found)
+    if torch.equal(alone, found):
+        return True
+    off = _largest(alone.double() - found.double())
+    if math.isfinite(off):  # so are all of them; else infinities and NaN have to be the same
+        return off <= limit * max(_largest(alone), scale)
     finite = alone.isfinite()
     if not torch.equal(finite, found.isfinite()):
         return False
     one, other = alone[finite].double(), found[finite].double()
     if not one.numel():
         return True
-    largest = max(float(one.abs().max()), scale)
-    return float((one - other).abs().max()) <= limit * largest
+    return _largest(one - other) <= limit * max(_largest(one), scale)
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
 def numpy_stream() -> str:

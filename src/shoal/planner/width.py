@@ -41,6 +41,11 @@ NARROWER, AS_GRAPH = 0.2, 0.3
 """By what part narrower arrays, and graphs of eager ones, may be hoped to end sooner."""
 SHORT_S = 60.0
 """Trials that are through in less are looked at for less long."""
+FIRST_LOOK, EACH_SLOT = 80, 20
+"""Steps of a trial alone that a first look is reckoned to take: to compare a few trials with
+themselves alone, in float64, and more for each slot, to build the array and to time it."""
+RISKED = 0.12
+"""Part of the trials' time one by one that such a look may be, since it may find nothing."""
 ORDER: tuple[PassKind, ...] = ("eager", "traced", "compiled", "branches")  # of two, the first
 
 Fits = Callable[[WidthMeasure], bool]
@@ -81,10 +86,21 @@ def why_no_look(load: Load) -> str:
     Trials that end early leave slots idle, so that of these it takes more to be worth a look.
     """
     least_s = LEAST_S if len(set(load.steps)) == 1 else SHORT_S
-    if not load.is_known or load.alone_s >= least_s:
+    if not load.is_known or not math.isfinite(load.step_s):
         return ""
-    seconds = format_seconds(Seconds(load.alone_s))
-    return f"one by one all are through in about {seconds}, too soon for arrays to be measured"
+    seconds, look_s = format_seconds(Seconds(load.alone_s)), _first_look_s(load)
+    if load.alone_s >= least_s and look_s <= RISKED * load.alone_s:
+        return ""
+    found = f"one by one all are through in about {seconds}, too soon for arrays to be measured"
+    return found + f", which takes some {format_seconds(Seconds(look_s))}" * (look_s > 0)
+
+
+def _first_look_s(load: Load) -> float:
+    """Seconds that the first candidate is reckoned to take; 0 where Python takes most of a step."""
+    widths = _next_widths((), ArrayMeasure(), load, lambda found: True)
+    if load.is_light or not widths:
+        return 0.0
+    return (FIRST_LOOK + EACH_SLOT * widths[0]) * load.step_s
 
 
 def next_candidate(measure: ArrayMeasure, load: Load, fits: Fits) -> Candidate | None:

@@ -210,12 +210,23 @@ def test_what_is_through_at_once_is_not_looked_at():
     load = Load(steps=(10,) * 8, devices=2, step_s=0.01)
     assert why_no_look(load).startswith("one by one all are through in about 400 ms")
     for longer in (
-        replace(load, step_s=0.1),
+        replace(load, steps=(100,) * 8),
         replace(load, is_known=False),
         replace(load, step_s=math.inf),
     ):
         assert why_no_look(longer) == ""
     assert why_no_look(replace(load, step_s=0.1, steps=(10,) * 7 + (9,)))  # some end early
+
+
+def test_trials_of_few_long_steps_are_not_looked_at():
+    """A look takes as long as 160 steps of one, and may find nothing."""
+    load = Load(steps=(44,) * 8, devices=2, step_s=0.2)
+    words = why_no_look(load)
+    assert words.startswith("one by one all are through in about 35.2 s, too soon for arrays")
+    assert words.endswith(", which takes some 32.0 s")
+    assert why_no_look(replace(load, steps=(333,) * 8)).endswith("32.0 s")
+    assert why_no_look(replace(load, steps=(334,) * 8)) == ""
+    assert why_no_look(replace(load, steps=(300,) * 8, step_s=0.009)) == ""  # mostly Python, which arrays share
 
 
 def test_what_was_declined_is_said():
