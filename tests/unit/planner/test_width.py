@@ -226,7 +226,9 @@ def test_trials_of_few_long_steps_are_not_looked_at():
     assert words.endswith(", which takes some 32.0 s")
     assert why_no_look(replace(load, steps=(333,) * 8)).endswith("32.0 s")
     assert why_no_look(replace(load, steps=(334,) * 8)) == ""
-    assert why_no_look(replace(load, steps=(300,) * 8, step_s=0.009)) == ""  # mostly Python, which arrays share
+    assert (
+        why_no_look(replace(load, steps=(300,) * 8, step_s=0.009)) == ""
+    )  # mostly Python, which arrays share
 
 
 def test_what_was_declined_is_said():
