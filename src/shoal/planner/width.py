@@ -96,7 +96,7 @@ def why_no_look(load: Load) -> str:
 
 
 def _first_look_s(load: Load) -> float:
-    """Seconds that the first candidate is reckoned to take; 0 where Python takes most of a step."""
+    """Seconds that the first candidate may take; 0 where Python takes most of a step."""
     widths = _next_widths((), ArrayMeasure(), load, lambda found: True)
     if load.is_light or not widths:
         return 0.0
