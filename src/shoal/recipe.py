@@ -35,6 +35,12 @@ Batch = Any
 Output = Any
 HP = Mapping[str, Scalar]
 
+NO_LSTM = (
+    "this CPU cannot run an nn.LSTM in bfloat16 under autocast: oneDNN, which torch hands it to, "
+    "has that on CPUs with AVX-512 only. Train it with precision='fp32', on a GPU, or open "
+    "torch.autocast('cpu', enabled=False) around the LSTM in the model's forward."
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -441,11 +447,11 @@ def autocast(recipe: Recipe, device: torch.device) -> AbstractContextManager[obj
     Its precision, and with ``loss_rows`` the loss by rows.
     """
     enabled = recipe.precision != "fp32"
-    cast: AbstractContextManager[object] = (
-        _NoAutocast()
-        if not enabled and device.type == "cpu"
-        else torch.autocast(device.type, torch.bfloat16, enabled=enabled)
-    )
+    cast: AbstractContextManager[object]
+    if device.type == "cpu":
+        cast = _CPUAutocast("cpu", torch.bfloat16) if enabled else _NoAutocast()
+    else:
+        cast = torch.autocast(device.type, torch.bfloat16, enabled=enabled)
     return cast if recipe.loss_rows is None else _Both(cast, LossByRows(recipe.loss_rows))
 
 
@@ -467,6 +473,23 @@ class _NoAutocast:
     def __exit__(self, *error: object) -> None:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
+
+
+class _CPUAutocast(torch.autocast):
+    """Torch's, which says of an LSTM that a CPU cannot run in bfloat16 what to do about it.
+
+    Torch hands it to oneDNN without asking whether that has it, which is not so of a CPU without
+    AVX-512, and fails in words that name neither the CPU nor a remedy.
+    """
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if (
+            isinstance(error, RuntimeError)
+            and "primitive descriptor for the LSTM" in str(error)
+            and NO_LSTM not in getattr(error, "__notes__", ())
+        ):
+            error.add_note(NO_LSTM)
+        super().__exit__(kind, error, trace)
 
 
 class _Both:

@@ -6,6 +6,7 @@ import pytest
 import recurring
 import torch
 import zoo
+from machine import needs_bf16_lstm
 
 import shoal
 from shoal.core.technique import Captured
@@ -19,6 +20,7 @@ from shoal.verify import verify_trials
 
 CPU = torch.device("cpu")
 ROUNDS = 3
+PRECISIONS = ["fp32", pytest.param("bf16", marks=needs_bf16_lstm)]
 
 
 class Twins:
@@ -84,7 +86,7 @@ def test_passes_are_captured_to_the_same_bits(model, precision):
     assert twins.replayed == (usual - 2 if model == "gpt" else usual)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.usefixtures("one_thread")
 def test_a_recurrent_model_and_gradients_that_are_summed(precision):
     recipe = shoal.Recipe(**recurring.SETTINGS, accumulate=3, precision=precision)
@@ -152,7 +154,7 @@ def test_what_cannot_be_captured_is_refused_in_words(run_study):
         run_study(recipe, space, technique=shoal.Captured(), steps=2)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_captured_trial_whose_worker_is_killed_in_mid_epoch(
     precision, run_study, assert_alone, tmp_path
 ):

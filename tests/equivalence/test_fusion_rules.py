@@ -5,6 +5,7 @@ import copy
 import fusing
 import pytest
 import torch
+from machine import needs_bf16_lstm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -213,6 +214,8 @@ CASTING = (
 """What autocast gives bfloat16."""
 NO_BF16 = ("through numpy", "bilinear", "adds into zeros")
 """What is given bfloat16 where it cannot be, alone neither."""
+ONEDNN_LSTMS = ("lstm", "lstm both ways", "wide lstm")
+"""Those that autocast gives to oneDNN; torch has a kernel of its own for projections."""
 
 
 class Cube(torch.autograd.Function):
@@ -435,7 +438,8 @@ def under_autocast():
     """Each operation first, and where a product can be before it, behind one."""
     for what, row in {**{key: row[1:] for key, row in ROWS_OF.items()}, **UNRULED}.items():
         if what not in NO_BF16:
-            yield pytest.param(*row, id=what)
+            marks = [needs_bf16_lstm] if what in ONEDNN_LSTMS else []
+            yield pytest.param(*row, id=what, marks=marks)
             if row[1] in (ROWS, IMAGE, HEADS, (3, 4, 6), (4, 2, 6)):
                 yield pytest.param(behind_a_product(*row), row[1], id=f"{what}, behind a product")
 
