@@ -80,9 +80,20 @@ def _outside_parameters(chain: Chain, made: Mapping[Wire, Tensor]) -> Wires:
     A position embedding, or a class token, is a view of one: it is copied. It may be of one that
     this shard did not use in the pilot.
     """
+    if not any(map(_is_held_elsewhere, made.values())):
+        return dict(made)
     with torch._C.DisableTorchFunction():
         owned = {_memory_of(parameter) for parameter in chain.model.parameters()} - {None}
     return {w: t.detach().clone() if _memory_of(t) in owned else t for w, t in made.items()}
+
+
+def _is_held_elsewhere(tensor: Tensor) -> bool:
+    """Whether another tensor has its memory, too, as a parameter may. Costs little to ask."""
+    if tensor.layout is not torch.strided:
+        return False
+    storage = tensor.untyped_storage()
+    holders: int = torch._C._storage_Use_Count(storage._cdata)
+    return holders > 2  # itself, and ``storage``
 
 
 def _memory_of(tensor: Tensor) -> int | None:
