@@ -421,7 +421,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
         SpecError: a batch type that has no rule.
     """
     if isinstance(batch, Tensor):
-        return batch if batch.device == device else batch.to(device)
+        return _moved(batch, device)
     if type(batch) is list:  # first, as it is what a DataLoader yields
         return [to_device(value, device) for value in batch]
     if isinstance(batch, Mapping):
@@ -439,6 +439,21 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
         f"there is no rule to move a batch of type {type(batch).__name__} to {device}. Yield "
         "tensors, tuples, lists or mappings of them, or give the type a .to(device) method."
     )
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` on ``device``; to a GPU behind its work, which is not waited for.
+
+    From pageable memory a copy waits until all before it on its stream is done. So it starts from
+    a pinned one, which torch keeps until it is through; whoever gave the tensor may write to it.
+    """
+    if tensor.device == device:
+        return tensor
+    if device.type != "cuda" or tensor.device.type != "cpu" or type(tensor) is not Tensor:
+        return tensor.to(device)
+    if tensor.layout is not torch.strided or tensor.requires_grad:
+        return tensor.to(device)
+    return torch.empty_like(tensor, pin_memory=True).copy_(tensor).to(device, non_blocking=True)
 
 
 def autocast(recipe: Recipe, device: torch.device) -> AbstractContextManager[object]:

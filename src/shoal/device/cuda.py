@@ -22,7 +22,7 @@ class CudaEvent:
 
     __slots__ = ("_base", "_end", "_start", "error")
 
-    def __init__(self, start: torch.cuda.Event, end: torch.cuda.Event, base: _CudaClock) -> None:
+    def __init__(self, start: torch.cuda.Event, end: torch.cuda.Event, base: _Base) -> None:
         self._start, self._end, self._base = start, end, base
         self.error: BaseException | None = None
 
@@ -45,17 +45,44 @@ class CudaEvent:
         return self._base.at(self._start), self._base.at(self._end)
 
 
+CLOCK_S = 300.0
+"""CUDA tells milliseconds in 24 bits: after so long in steps of 0.03 ms, after a day of 8 ms."""
+
+
 class _CudaClock:
-    """Unix seconds of CUDA events, by their distance from one synchronised event."""
+    """Unix seconds of CUDA events, by their distance from an event of the last minutes.
+
+    The first one is synchronised; each later one is an event whose time the one before it tells.
+    """
 
     def __init__(self) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)
-        self._event.record()
-        self._event.synchronize()
-        self._time = time.time()
+        self._base = _Base(None, time.time())
+        self._base.event.synchronize()
+
+    def now(self) -> _Base:
+        """What events that are made now are told by."""
+        if time.time() - self._base.made > CLOCK_S:
+            self._base = _Base(self._base, time.time())
+        return self._base
+
+
+class _Base:
+    """An event whose time is known, or will be when somebody asks."""
+
+    def __init__(self, before: _Base | None, made: float) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record()
+        self.made = made  # about
+        self._before = before
+        self._time = made
 
     def at(self, event: torch.cuda.Event) -> float:
-        return self._time + float(self._event.elapsed_time(event)) / 1e3
+        """The time of an event that is over, in Unix seconds."""
+        before = self._before
+        if before is not None:
+            self.event.synchronize()
+            self._time, self._before = before.at(self.event), None
+        return self._time + float(self.event.elapsed_time(event)) / 1e3
 
 
 class CudaStream:
@@ -81,7 +108,13 @@ class CudaStream:
             start.record(self.stream)
             work()
             end.record(self.stream)
-        return CudaEvent(start, end, self._clock)
+        return CudaEvent(start, end, self._clock.now())
+
+    def so_far(self) -> CudaEvent:
+        """Behind all that was enqueued until now."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.stream)
+        return CudaEvent(event, event, self._clock.now())
 
     def close(self) -> None:
         """Wait for what was enqueued; the stream itself goes back to the device's pool."""
@@ -101,7 +134,6 @@ class CudaDevice:
         self._clock = _CudaClock()
         self._compute = CudaStream(torch.cuda.Stream(self.torch_device), self._clock)
         self._pool: list[torch.cuda.Stream] = []
-        self.last_compute: CudaEvent | None = None
 
     def lane(self) -> Lane:
         """Copy streams of their own, taken from a pool that is never freed."""
@@ -120,8 +152,14 @@ class CudaDevice:
         self, work: Work, after: Iterable[Event] = (), *, seconds: float | None = None
     ) -> CudaEvent:
         """Enqueue ``work`` on the compute stream; ``seconds`` are for emulated devices."""
-        self.last_compute = self._compute.submit(work, after)
-        return self.last_compute
+        return self._compute.submit(work, after)
+
+    def so_far(self) -> CudaEvent | None:
+        """Behind all that is on the compute stream now, what went past ``compute`` too.
+
+        Memory that the allocator gives anew may be in use until then.
+        """
+        return self._compute.so_far()
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         """Uninitialised bytes of device memory, allocated for the compute stream."""

@@ -40,7 +40,6 @@ class VirtualDevice:
         self._wires: dict[Direction, Wire] = {"up": Wire(), "down": Wire()}
         self.host_turns = Turns(max(1, (os.cpu_count() or 1) // spec.threads))
         self._random = random.Random(spec.name)
-        self.last_compute: Event | None = None  # nothing is: compute is over when it returns
 
     def lane(self) -> Lane:
         """New copy and host streams."""
@@ -65,6 +64,10 @@ class VirtualDevice:
         for event in after:
             event.wait()
         return Ran(work)
+
+    def so_far(self) -> Event | None:
+        """What compute is at: nothing, for it is over when it returns."""
+        return None
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         """Uninitialised bytes of device memory, 64-byte aligned."""

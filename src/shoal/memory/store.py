@@ -134,6 +134,11 @@ class Regions:
         if region is not None:
             region.leave()
 
+    def close(self) -> None:
+        """Forget all of them; none is in use."""
+        for trial in list(self._known):
+            self.forget(trial)
+
 
 class Staging:
     """Private host memory in its exact size, for what comes back soon; ``pin`` as of a region.

@@ -33,6 +33,7 @@ from shoal.partition.rehearsal import Rehearsal, outcome, rehearse
 from shoal.partition.ties import cast_key
 from shoal.partition.track import AllocationTracker
 from shoal.partition.units import BackwardResult, run_forward
+from shoal.partition.visitors import There, everywhere
 from shoal.partition.wires import Wire, Wires, storage_key
 from shoal.recipe import Batch
 from shoal.rng import capture_rng
@@ -47,10 +48,12 @@ class _How:
 
     ``cast`` are parameters whose gradients come as bfloat16 and stand for float32. ``rehearses``:
     whether what forwards save is sent to the host and back, which is known of shards alone.
-    ``halves``: whether backwards are run in two as well.
+    ``halves``: whether backwards are run in two as well. ``there`` has a range's parameters on the
+    chain's device while its units run.
     """
 
     timed: Timed
+    there: There
     rehearses: bool
     halves: bool
     cast: Collection[str] = ()
@@ -85,6 +88,7 @@ def measure_layers(
     narrow: Collection[str] = (),
     sums: bool = False,
     halves: bool = False,
+    there: There = everywhere,
 ) -> tuple[LayerMeasure, ...]:
     """Every layer as a shard of its own, measured on ``batch``.
 
@@ -94,7 +98,8 @@ def measure_layers(
     forward writes to. With ``halves`` backwards are measured in two as well.
     """
     ranges = every_layer(chain)
-    how = _How(timed=timed or faster_of_two(), rehearses=False, halves=halves)
+    timed = timed or faster_of_two()
+    how = _How(timed=timed, rehearses=False, halves=halves, there=there)
     costs = _measure(chain, batch, ranges, how)
     narrows = _measure_narrow(chain, batch, ranges, how, narrow, sums)
     return tuple(
@@ -131,6 +136,7 @@ def measure_shards(
     narrow: Collection[str] = (),
     sums: bool = False,
     halves: bool = False,
+    there: There = everywhere,
 ) -> tuple[ShardSpec, ...]:
     """The shards between ``cuts``, each distinct one's units run and counted to the byte.
 
@@ -138,7 +144,8 @@ def measure_shards(
     is in the second one's ``boundary_bytes`` only. What a step needs is the caller's to fill.
     """
     ranges = tuple(itertools.pairwise([0, *cuts, chain.num_layers]))
-    how = _How(timed=timed or faster_of_two(), rehearses=True, halves=halves)
+    timed = timed or faster_of_two()
+    how = _How(timed=timed, rehearses=True, halves=halves, there=there)
     costs = _measure(chain, batch, ranges, how)
     narrows = _measure_narrow(chain, batch, ranges, how, narrow, sums)
     specs = []
@@ -224,15 +231,15 @@ def _measure(chain: Chain, batch: Batch, ranges: Ranges, how: _How) -> list[_Cos
     """The cost of each range, in order; of ranges that are alike the first is measured."""
     with preserved(chain.model, chain.device, guard_parameters=False):
         micro = chain.begin(clone_batch(batch))
-        forwards, visits = _measure_forwards(chain, micro, ranges, how.timed)
-        kinds = [_kind(chain, micro, span, visits) for span in ranges]
+        kinds, forwards, visits = _measure_forwards(chain, micro, ranges, how)
         measured: dict[Hashable, _Cost] = {}
-        for span, kind, forward in zip(ranges, kinds, forwards, strict=True):
+        for span, kind in zip(ranges, kinds, strict=True):
             if kind not in measured:
                 after = _stand_in_result(chain, span[1], visits)
-                measured[kind] = _measure_backward(
-                    chain, micro, span, visits[span[0]], after, forward, how
-                )
+                with how.there(*span):
+                    measured[kind] = _measure_backward(
+                        chain, micro, span, visits[span[0]], after, forwards[kind], how
+                    )
         private = [0]
         made: Wires = {}
         for before, here in itertools.pairwise(ranges):
@@ -336,34 +343,51 @@ class _Forward(NamedTuple):
 
 
 def _measure_forwards(
-    chain: Chain, micro: Micro, ranges: Ranges, timed: Timed
-) -> tuple[list[_Forward], dict[int, Visit]]:
-    """Every forward unit once under the tracker and once under the clock.
+    chain: Chain, micro: Micro, ranges: Ranges, how: _How
+) -> tuple[list[Hashable], dict[Hashable, _Forward], dict[int, Visit]]:
+    """Every forward unit once; of each kind the first also under the clock and the tracker.
 
-    The last range's runs as in an evaluation. Also the visits, by the layer a range starts at.
+    The last range's runs as in an evaluation. Returned are the kind of each range, what each
+    kind costs, and the visits by the layer that a range starts at.
     """
-    costs: list[_Forward] = []
+    kinds: list[Hashable] = []
+    costs: dict[Hashable, _Forward] = {}
     visits: dict[int, Visit] = {}
     wires: Wires = {}
     for start, stop in ranges[:-1]:
         unit = functools.partial(run_forward, chain, micro, start, stop, wires)
-        seconds = timed(unit)
-        with AllocationTracker() as tracker:
+        with how.there(start, stop):
             visits[start] = open_visit(chain, start, stop, wires)
             made = unit()
-        buffers = sum(buffer.nbytes for buffer in visits[start].buffers.values())
-        left = tracker.current_bytes - buffers
-        costs.append(_Forward(left, tracker.peak_bytes, seconds, buffers, tracker.scratch_bytes))
-        alive = chain.live_wires(stop, micro)
-        wires = {wire: made[wire] if wire in made else wires[wire] for wire in alive}
-        made.clear()
-    start, _ = ranges[-1]
+            alive = chain.live_wires(stop, micro)
+            after = {wire: made[wire] if wire in made else wires[wire] for wire in alive}
+            del made
+            kinds.append(kind := _kind(chain, micro, (start, stop), wires, after))
+            if kind not in costs:
+                costs[kind] = _measure_forward(chain, (start, stop), wires, unit, how.timed)
+        wires = after
+    start, stop = ranges[-1]
     visits[start] = Visit(wires, capture_rng(chain.device))
+    with how.there(start, stop):
+        with AllocationTracker() as tracker:
+            run_evaluation(chain, micro, start, wires)
+        seconds = how.timed(lambda: run_evaluation(chain, micro, start, wires))
+    kinds.append(kind := (start, stop))  # nobody's but its own
+    costs[kind] = _Forward(0, tracker.peak_bytes, seconds, 0, tracker.scratch_bytes)
+    return kinds, costs, visits
+
+
+def _measure_forward(
+    chain: Chain, span: tuple[int, int], wires: Wires, unit: Callable[[], Wires], timed: Timed
+) -> _Forward:
+    seconds = timed(unit)
     with AllocationTracker() as tracker:
-        run_evaluation(chain, micro, start, wires)
-    seconds = timed(lambda: run_evaluation(chain, micro, start, wires))
-    costs.append(_Forward(0, tracker.peak_bytes, seconds, 0, tracker.scratch_bytes))
-    return costs, visits
+        visit = open_visit(chain, *span, wires)
+        made = unit()
+    buffers = sum(buffer.nbytes for buffer in visit.buffers.values())
+    left = tracker.current_bytes - buffers
+    made.clear()
+    return _Forward(left, tracker.peak_bytes, seconds, buffers, tracker.scratch_bytes)
 
 
 def _measure_backward(
@@ -430,7 +454,8 @@ def _stand_in_result(chain: Chain, boundary: int, visits: Mapping[int, Visit]) -
     draw = torch.Generator(chain.device).manual_seed(0)
 
     def drawn(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.empty_like(like, dtype=dtype, requires_grad=False).normal_(generator=draw)
+        made = torch.empty_like(like, dtype=dtype, device=chain.device, requires_grad=False)
+        return made.normal_(generator=draw)
 
     wires = visits[boundary].wires
     grads = {w: drawn(t) for w, t in wires.items() if chain.needs_grad(w)}
@@ -453,7 +478,7 @@ def _tied_across(chain: Chain, boundary: int) -> list[str]:
 
 
 def _kind(
-    chain: Chain, micro: Micro, span: tuple[int, int], visits: Mapping[int, Visit]
+    chain: Chain, micro: Micro, span: tuple[int, int], before: Wires, after: Wires
 ) -> Hashable:
     """Equal for ranges whose units need the same bytes: same modules, same shapes."""
     start, stop = span
@@ -466,8 +491,8 @@ def _kind(
     return (
         tuple(map(repr, modules)),
         tuple((tuple(p.shape), p.requires_grad, p.dtype) for m in modules for p in m.parameters()),
-        tuple(_looks(chain, w, t, w in read) for w, t in visits[start].wires.items()),
-        tuple(_looks(chain, w, t, w.layer < start) for w, t in visits[stop].wires.items()),
+        tuple(_looks(chain, w, t, w in read) for w, t in before.items()),
+        tuple(_looks(chain, w, t, w.layer < start) for w, t in after.items()),
         tuple(chain.borrowed_by(layer) for layer in range(start, stop)),
         tuple(_tied_across(chain, start)),
         tuple(_tied_across(chain, stop)),

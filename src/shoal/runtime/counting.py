@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -44,10 +44,10 @@ def has_sparse_gradient(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding | nn.EmbeddingBag) and bool(module.sparse)
 
 
-def fill_gradients(model: nn.Module, round_: int) -> None:
+def fill_gradients(parameters: Iterable[nn.Parameter], round_: int) -> None:
     """Random numbers, the same for the same round."""
     generator = torch.Generator().manual_seed(round_)
-    for parameter in model.parameters():
+    for parameter in parameters:
         if parameter.requires_grad:
             gradient = torch.randn(parameter.shape, generator=generator)
             dtype = parameter.grad_dtype or parameter.dtype

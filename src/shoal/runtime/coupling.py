@@ -15,6 +15,7 @@ from shoal.core.spec import HyperParameters, TrialSpec
 from shoal.core.units import Bytes
 from shoal.memory.layout import TrialLayout
 from shoal.partition.track import peak_of
+from shoal.partition.visitors import parameters_on
 from shoal.recipe import Recipe, build_model, build_optimizer_of, rounding_of
 from shoal.rng import seed_all
 from shoal.runtime.binding import Binding
@@ -90,7 +91,7 @@ def _stepped(recipe: Recipe, trial: TrialSpec, parts: Parts) -> _Stepped:
     rounding = rounding_of(recipe, dict(model.named_parameters()), 0)
     binding = Binding(model, optimizer, parts, torch.device("cpu"), rounding)
     for round_ in range(ROUNDS):
-        fill_gradients(model, round_)
+        fill_gradients(model.parameters(), round_)
         for index in reversed(range(len(parts))):  # as a backward comes by
             binding.step_part(index)
     return _Stepped(
@@ -107,21 +108,53 @@ def _different(one: _Stepped, other: _Stepped) -> list[str]:
 
 
 def step_peaks(
-    recipe: Recipe, trial: TrialSpec, model: nn.Module, layout: TrialLayout
+    recipe: Recipe, trial: TrialSpec, model: nn.Module, layout: TrialLayout, device: torch.device
 ) -> list[Bytes]:
-    """What the step of each shard allocates: the first one, which makes state, and later."""
-    hp = HyperParameters(trial.hp)
-    optimizer = build_optimizer_of(recipe, model, hp)
+    """What the step of each shard allocates: the first one, which makes state, and later.
+
+    The model may be on the host: a shard's parameters are on ``device`` while it steps.
+    """
     owned = [[f.spec.name for f in shard.param.fields] for shard in layout.shards]
-    rounding = rounding_of(recipe, dict(model.named_parameters()), 0)
-    here = next(model.parameters()).device
-    binding = Binding(model, optimizer, owned, here, rounding)
+    binding = _binding(recipe, trial, model, owned, device)
     peaks = []
-    for index in range(len(owned)):
-        fill_gradients(model, index)
-        rounds = [peak_of(lambda i=index: binding.step_part(i)) for _ in range(3)]  # type: ignore[misc]
-        peaks.append(max(rounds))
+    for index, names in enumerate(owned):
+        with parameters_on(device, model, names):
+            fill_gradients(map(model.get_parameter, names), index)
+            rounds = [peak_of(lambda i=index: binding.step_part(i)) for _ in range(3)]  # type: ignore[misc]
+            peaks.append(max(rounds))
+        for name in names:  # it would be beside the next one's
+            binding.optimizer.state.get(model.get_parameter(name), {}).clear()
     return peaks
+
+
+def step_seconds(
+    recipe: Recipe,
+    trial: TrialSpec,
+    model: nn.Module,
+    names: Sequence[str],
+    device: torch.device,
+    clock: Callable[[], float],
+) -> float:
+    """How long a step of these parameters takes on ``device``, when their state is there."""
+    binding = _binding(recipe, trial, model, [names], device)
+    with parameters_on(device, model, names):
+        fill_gradients(map(model.get_parameter, names), 0)
+        binding.step_part(0)
+        begin = clock()
+        binding.step_part(0)
+        return clock() - begin
+
+
+def _binding(
+    recipe: Recipe,
+    trial: TrialSpec,
+    model: nn.Module,
+    owned: Sequence[Sequence[str]],
+    device: torch.device,
+) -> Binding:
+    optimizer = build_optimizer_of(recipe, model, HyperParameters(trial.hp))
+    rounding = rounding_of(recipe, dict(model.named_parameters()), 0)
+    return Binding(model, optimizer, owned, device, rounding)
 
 
 def _changed(one: _Stepped, other: _Stepped) -> str:

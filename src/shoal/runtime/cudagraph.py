@@ -126,14 +126,16 @@ class CudaGraphs:
             current.wait_stream(self.stream)
 
     def _clean_up(self, pool: Any) -> None:
-        """After a capture that failed: torch leaves the allocator at its pool.
+        """After a capture that failed: torch may leave the allocator at its pool.
 
-        And, before 2.13, the generator as one of which a graph draws, until a capture ends well.
+        Where it does not, the graph gives the pool back when it goes, and a second time is once
+        too often. And, before 2.13, torch leaves the generator as one of which a graph draws,
+        until a capture ends well.
         """
         index = torch.cuda.current_device()
-        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
-            with suppress(Exception):
-                getattr(torch._C, name)(index, pool)
+        with suppress(Exception):
+            torch._C._cuda_endAllocateToPool(index, pool)  # raises where it is not there
+            torch._C._cuda_releasePool(index, pool)
         with suppress(Exception):
             empty = torch.cuda.CUDAGraph()
             empty.capture_begin(capture_error_mode="thread_local")
@@ -218,7 +220,7 @@ class Lanes:
         if not beside:
             for other in (self._main, *self._used.values()):
                 stream.wait_stream(other)
-        elif number % self.MOST not in self._used:
+        else:  # also of a lane that was used before: what ran alone meanwhile comes first
             stream.wait_event(self._begin)
         self._used[number % self.MOST] = stream
         try:

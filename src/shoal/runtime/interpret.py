@@ -107,22 +107,22 @@ class Seat(Generic[T]):
         self._owner = session.owner
         if ledger is not None:
             ledger.reserve(self._owner, session.job.held_bytes)
+        layout = session.layout
+        self.host = [place_on_host(session.region, layout, s) for s in range(len(layout.shards))]
         try:
             region = device.empty(arena.num_bytes)
-        except BaseException:
+            before = device.so_far()  # whose memory the region may be
+            for placed in self.host:
+                placed.renew_copies()
+            self.compute = make_compute(session, self.host)
+            self.copies = Copies(region, arena, session, self.host, self.compute)
+        except BaseException:  # no memory on the device, or none that CUDA pins
             if ledger is not None:
                 ledger.release(self._owner)
             raise
-        last = device.last_compute  # whose memory the region may be
-        self._born: list[Event] = [] if last is None else [last]
+        self._born: list[Event] = [] if before is None else [before]
         self._lane: Lane = device.lane()
-        layout = session.layout
-        self.host = [place_on_host(session.region, layout, s) for s in range(len(layout.shards))]
-        for placed in self.host:
-            placed.renew_copies()
         self.mail: Mail | None = None
-        self.compute = make_compute(session, self.host)
-        self.copies = Copies(region, arena, session, self.host, self.compute)
         self._tails: dict[int, list[Event]] = {}  # slot -> what its last tenant leaves
         self._stores_left: list[Event] = []  # of gradients, from the program before
         self._loads: dict[int, list[Event]] = {}  # shard -> its LOADs
@@ -296,8 +296,8 @@ class Seat(Generic[T]):
     @property
     def _device_compute(self) -> list[Event]:
         """What runs on the device's compute stream, whose memory the allocator may give anew."""
-        last = self.device.last_compute
-        return self._last_compute if last is None else [last]
+        so_far = self.device.so_far()
+        return self._last_compute if so_far is None else [so_far]
 
     @property
     def _may_block(self) -> bool:

@@ -142,9 +142,13 @@ class DeviceLoop:
                 self._desk.see_out()
                 if not self._advance() and (self._stays or self._desk):
                     self._wait(seen)
+            sessions = [stay.seat.session for stay in self._stays.values()]
             for trial in [*self._stays, *self._desk.trials]:
                 self._dismiss(trial)
             self._saver.close()
+            for session in sessions:
+                session.close()
+            self._parking.close()
 
     # -- orders -------------------------------------------------------------------------
 
@@ -326,8 +330,8 @@ class DeviceLoop:
             work(stay)
             self._record(None)
         except (Exception, SystemExit) as error:
+            self._dismiss(trial)  # where that ends the worker, as CUDA may, it was this trial
             self._record(None)
-            self._dismiss(trial)
             self._saver.forget(trial)  # the region is what it may still be writing
             stay.seat.session.close()
             self._parking.refuse(trial, error)

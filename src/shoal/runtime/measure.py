@@ -11,17 +11,16 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.bench.link import glance
 from shoal.bound import bound
-from shoal.core.errors import PlanError, SpecError, TrialError
+from shoal.core.errors import PlanError, TrialError
 from shoal.core.spec import (
     ALIGNMENT,
-    NO_BYTES,
     HyperParameters,
     JobMeasure,
     ShardSpec,
@@ -35,7 +34,7 @@ from shoal.device.allocator import allocator_here
 from shoal.device.flops import host_step_bytes, stopwatch_of
 from shoal.device.pace import SystemClock
 from shoal.memory.layout import TensorSpec
-from shoal.memory.store import describe, same_bits
+from shoal.memory.store import describe
 from shoal.ownstep import Modes, require_evaluation
 from shoal.partition.chain import Chain
 from shoal.partition.compiled import compiled_modules, compiled_notes, compiles, eagerly
@@ -48,36 +47,29 @@ from shoal.partition.measure import (
 )
 from shoal.partition.narrow import find_narrow
 from shoal.partition.pilot import pilot
-from shoal.partition.track import peak_of
+from shoal.partition.visitors import There, buffers_on, everywhere, visits_of
 from shoal.recipe import (
     Batch,
     Recipe,
-    autocast,
     build_model,
     build_optimizer_of,
     build_schedule,
-    compute_loss,
-    loss_notes,
-    model_inputs,
     read_data,
-    rounding_of,
     to_device,
 )
 from shoal.replicas import cut_for_replicas
 from shoal.rng import capture_rng, same_rng, seed_all
-from shoal.runtime.binding import Binding, state_specs
 from shoal.runtime.bothloops import rehearse_orders
 from shoal.runtime.capturebench import measure_capture
 from shoal.runtime.captures import Captures
 from shoal.runtime.clipping import refuse_forgotten, refuse_sparse_norm
 from shoal.runtime.counting import (
     fill_gradients,
-    fill_missing_gradients,
     optimizer_name,
     with_step,
     with_step_seconds,
 )
-from shoal.runtime.coupling import Coupling, coupling_of, step_peaks
+from shoal.runtime.coupling import Coupling, coupling_of, step_peaks, step_seconds
 from shoal.runtime.describe import describe as describe_trials
 from shoal.runtime.describe import first_batch, own_error, rows_of
 from shoal.runtime.drawing import with_draws
@@ -99,42 +91,12 @@ from shoal.runtime.messages import (
     TimeArray,
     TimedArray,
 )
-from shoal.runtime.meter import rest_on_host
+from shoal.runtime.meter import free_bytes, rest_on_host
 from shoal.runtime.probe import Probe
-from shoal.runtime.stepmeasure import OWN_STEP, StepMeasure
-from shoal.runtime.units import evaluate_metrics
+from shoal.runtime.wholemodel import Built, WholeModel, draws_in_cudnn, step_once
 from shoal.runtime.widths import ArrayBench
 
-
-class _Built(NamedTuple):
-    """A trial's objects, for measuring only."""
-
-    trial: TrialSpec
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    train: Iterable[Batch]
-    batch: Batch
-    valid: Batch | None
-    num_batches: int | None
-    data: str  # how it is led to a position
-    loader_bytes: Bytes
-    modes: Modes
-
-
-class _Costs(NamedTuple):
-    """Of a model as one shard: the most bytes of each kind of unit, and seconds."""
-
-    forward: Bytes
-    backward: Bytes
-    step: Bytes
-    backward_s: Seconds
-    step_s: Seconds
-    draws: bool
-    draws_evaluating: bool
-    states: Mapping[str, Sequence[TensorSpec]]
-    notes: tuple[str, ...] = ()
-    writes_evaluating: bool = False  # to buffers
-    workspace: Bytes = NO_BYTES  # of kernels, at most
+T = TypeVar("T")
 
 
 BENCH_S = 120.0
@@ -155,13 +117,12 @@ class Measurer:
         self.captures = Captures(recipe, device.torch_device)
         self._timed = stopwatch_of(device.spec, recipe.precision) or faster_of_two(self._clock)
         self._here = device.torch_device  # where the model is while it is measured
-        self._built: _Built | None = None
+        self._no_room: int | None = None  # the trial of which the device had none
+        self._built: Built | None = None
         self._chain: Chain | None = None
         self._whole: JobMeasure | None = None
         self._narrow: tuple[str, ...] = ()  # of the chain
         self._by_tensor = False  # may the chain's optimizer step so
-        self._loss_notes: tuple[str, ...] = ()
-        self._draws_evaluating = False
         self._states: Mapping[str, Sequence[TensorSpec]] = {}
         self._bench: ArrayBench | None = None
         self._bench_until = 0.0  # it is to be timed, whoever comes to the device meanwhile
@@ -246,10 +207,8 @@ class Measurer:
         self, trial: TrialSpec, *, cut: bool, narrow: bool = False, halves: bool = False
     ) -> Measured:
         if self._built is None or self._built.trial != trial:
-            self._built = self._build(trial)
-            self._chain = None
-            with eagerly():
-                self._whole = self._measure_whole(self._built)
+            self._begin(trial)
+        assert self._built is not None
         assert self._whole is not None
         layout = layout_of([0, 0], None, self._built.model, self._states)
         if not cut:
@@ -261,13 +220,30 @@ class Measurer:
             self._link = (link.up.best, link.down.best) if link else ()
         return Measured(trial.number, replace(measure, link=self._link or None), layout)
 
-    def _build(self, trial: TrialSpec) -> _Built:
+    def _begin(self, trial: TrialSpec) -> None:
+        """Build and measure the whole: on the device, or on the host if there is no room."""
+        try:
+            return self._build_and_measure(trial)
+        except torch.OutOfMemoryError:
+            if self._here.type == "cpu":
+                raise
+            self._no_room = trial.number
+        self.forget()  # when the error is gone, and what it held
+        self._build_and_measure(trial)
+
+    def _build_and_measure(self, trial: TrialSpec) -> None:
+        self._built = self._chain = None
+        self._built = self._build(trial)
+        with eagerly():
+            self._whole = self._measure_whole(self._built)
+
+    def _build(self, trial: TrialSpec) -> Built:
         hp = HyperParameters(trial.hp)
         self._recipe = bound(self._given, hp)
         seed_all(trial.seed)
         model = build_model(self._recipe, hp)
         modes = Modes(self._recipe, model)
-        self._here = self._place(model)
+        self._here = self._place(trial, model)
         model.to(self._here)
         train, valid = read_data(self._recipe, hp)
         require_evaluation(self._recipe, model, valid)
@@ -278,7 +254,7 @@ class Measurer:
         batch = to_device(first_batch(train), self._here)
         first_valid = to_device(next(iter(valid or ()), None), self._here)
         modes.train()
-        return _Built(
+        return Built(
             trial=trial,
             model=model,
             optimizer=optimizer,
@@ -291,16 +267,21 @@ class Measurer:
             modes=modes,
         )
 
-    def _place(self, model: nn.Module) -> torch.device:
-        """The device, or the host for a model whose training state alone is larger."""
-        state = 4 * sum(parameter.nbytes for parameter in model.parameters())  # as with Adam
-        fits = state <= self._device.spec.for_trials
-        return self._device.torch_device if fits else torch.device("cpu")
+    def _place(self, trial: TrialSpec, model: nn.Module) -> torch.device:
+        """The device, or the host for a model whose training state alone is larger.
 
-    def _measure_whole(self, built: _Built) -> JobMeasure:
+        What counts is what a GPU has, not what trials may take of it: nothing trains there yet.
+        """
+        device = self._device.torch_device
+        if device.type == "cpu" or self._no_room == trial.number:
+            return torch.device("cpu")
+        state = 4 * sum(parameter.nbytes for parameter in model.parameters())  # as with Adam
+        return device if state <= free_bytes(device) else torch.device("cpu")
+
+    def _measure_whole(self, built: Built) -> JobMeasure:
         """One shard that is everything: bytes by the tracker, seconds of a second step."""
         model = built.model
-        costs = (self._own_costs if self._recipe.step else self._costs)(built)
+        costs = WholeModel(self._recipe, built, self._here, self._timed, self._clock).costs()
         self._states = costs.states
         params = [describe(name, p) for name, p in model.named_parameters()]
         state = [spec for specs in self._states.values() for spec in specs]
@@ -331,7 +312,7 @@ class Measurer:
             resident_bytes=Bytes(
                 shard.parameter_bytes + shard.state_bytes + costs.backward + costs.step
             ),
-            notes=(*self._loss_notes, *costs.notes, *compiled_notes(model)),
+            notes=(*costs.notes, *compiled_notes(model)),
             num_batches=built.num_batches,
             valid_scale=batch_bytes(built.valid) / max(1, batch_bytes(built.batch)),
             optimizer=optimizer_name(built.optimizer),
@@ -346,101 +327,6 @@ class Measurer:
             rows=rows_of(built.batch),
             trained=tuple(n for n, p in model.named_parameters() if p.requires_grad),
         )
-
-    def _own_costs(self, built: _Built) -> _Costs:
-        hp = HyperParameters(built.trial.hp)
-        step = StepMeasure(self._recipe, built.model, built.optimizer, hp, built.modes)
-        found = step.run(built.batch, built.valid, self._timed)
-        return _Costs(
-            forward=found.evaluation,
-            backward=found.step,
-            step=Bytes(0),
-            backward_s=found.step_s,
-            step_s=Seconds(0.0),
-            draws=found.draws,
-            draws_evaluating=found.draws_evaluating,
-            states=found.states,
-            notes=(OWN_STEP, *found.notes),
-        )
-
-    def _costs(self, built: _Built) -> _Costs:
-        model = built.model
-        before = capture_rng(self._here)
-        scratch: list[Bytes] = []
-        forward = peak_of(lambda: self._forward(built), scratch)
-        draws = not same_rng(before, capture_rng(self._here))
-        self._draws_evaluating = False
-        buffers = [buffer.clone() for buffer in model.buffers()]
-        if built.valid is not None:
-            forward = max(forward, peak_of(lambda: self._evaluate(built), scratch))
-        written = not all(map(same_bits, model.buffers(), buffers))
-        del buffers
-        backward = peak_of(lambda: self._backward(built), scratch)
-        refuse_sparse_norm(self._recipe, model)
-        fill_missing_gradients(model)  # a branch that this batch does not take has state too
-        first_step = peak_of(
-            lambda: self._step(built), scratch
-        )  # makes the state, then it is moved
-        backward_s = self._timed(lambda: self._backward(built))
-        fill_missing_gradients(model)
-        step_begin = self._clock()
-        self._step(built)
-        step_s = self._clock() - step_begin
-        fill_missing_gradients(model)  # where a step drops them
-        step_peak = peak_of(lambda: self._step(built), scratch)
-        return _Costs(
-            forward=forward,
-            backward=backward,
-            step=Bytes(max(step_peak, first_step)),
-            backward_s=Seconds(backward_s),
-            step_s=Seconds(step_s),
-            draws=draws,
-            draws_evaluating=self._draws_evaluating,
-            writes_evaluating=written,
-            states=state_specs(Binding(model, built.optimizer, [[]], self._here)),
-            workspace=max(scratch),
-        )
-
-    def _forward(self, built: _Built) -> None:
-        with torch.no_grad(), autocast(self._recipe, self._here):
-            self._loss(built)
-
-    def _evaluate(self, built: _Built) -> None:
-        """A validation batch, with its metrics, as the trial will run it."""
-        recipe, batch, before = self._recipe, built.valid, capture_rng(self._here)
-        built.model.eval()
-        with torch.no_grad(), autocast(recipe, self._here):
-            args, kwargs = model_inputs(recipe, batch)
-            output = built.model(*args, **kwargs)
-            loss = compute_loss(recipe, output, batch)
-        evaluate_metrics(recipe, loss, output, batch)
-        built.model.train()
-        self._draws_evaluating = not same_rng(before, capture_rng(self._here))
-
-    def _backward(self, built: _Built) -> None:
-        for parameter in built.model.parameters():
-            parameter.grad = None
-        with autocast(self._recipe, self._here) as entered:
-            loss = self._loss(built)
-        self._loss_notes = loss_notes(entered)
-        (loss / self._recipe.accumulate).backward()
-
-    def _loss(self, built: _Built) -> Tensor:
-        args, kwargs = model_inputs(self._recipe, built.batch)
-        return compute_loss(self._recipe, built.model(*args, **kwargs), built.batch)
-
-    def _step(self, built: _Built) -> None:
-        parameters = dict(built.model.named_parameters())
-        try:
-            with rounding_of(self._recipe, parameters, 0).stepping(parameters, 0):
-                built.optimizer.step()
-        except TypeError as error:
-            raise SpecError(
-                f"{type(built.optimizer).__name__}.step() cannot be called without arguments "
-                f"({error}): it wants a closure that recomputes the loss, because it couples all "
-                "parameters in a line search. shoal cannot train with it; use an optimizer that "
-                "steps each parameter by its own gradient, such as AdamW or SGD."
-            ) from error
 
     def _measure_capture(self, trial: TrialSpec) -> Measured:
         """The measure of the whole model, with what a captured pass takes beside an eager one."""
@@ -468,14 +354,24 @@ class Measurer:
     # -- cut ------------------------------------------------------------------------------
 
     def _measure_cut(
-        self, built: _Built, whole: JobMeasure, *, narrow: bool, halves: bool
+        self, built: Built, whole: JobMeasure, *, narrow: bool, halves: bool
     ) -> JobMeasure:
         """The chain, compared with the module, and its layers; or why there is none."""
+        if self._device.torch_device.type == "cuda" and (name := draws_in_cudnn(built.model)):
+            note = (
+                f"cuDNN draws the dropout of {name!r}, and a forward that ran again in a shard "
+                "would have another mask: dropout=0 there and an nn.Dropout behind it can be cut, "
+                "or torch.backends.cudnn.enabled = False"
+            )
+            return replace(whole, cuttable=False, notes=(*whole.notes, note))
         for parameter in built.model.parameters():
             parameter.grad = None
         cpu = torch.device("cpu")
         built.model.to(cpu)
-        report = pilot(built.model, self._recipe, to_device(built.batch, cpu), cpu)
+        try:
+            report = pilot(built.model, self._recipe, to_device(built.batch, cpu), cpu)
+        finally:
+            built.model.to(self._here)  # where the optimizer's state is
         if report.chain is None:
             return replace(whole, cuttable=False, notes=(*whole.notes, *report.notes))
         why_not = written_and_shared(report.chain) or self._draws(built)
@@ -487,19 +383,24 @@ class Measurer:
             notes = (*whole.notes, *report.notes, coupling.why)
             return replace(whole, cuttable=False, notes=notes)
         self._chain, self._by_tensor = report.chain, coupling.by_tensor
-        here, sums = self._chain_here(), self._recipe.accumulate > 1
+        here, sums = report.chain.on(self._here), self._recipe.accumulate > 1
         self._whole = whole = with_draws(whole, here, built.batch)
         narrow = narrow and not compiles(here.model)  # whose kernels read as they like
         self._narrow = find_narrow(here, built.batch, sums=sums) if narrow else ()
-        layers = measure_layers(
-            here,
-            built.batch,
-            self._state_bytes(),
-            timed=self._timed,
-            narrow=self._narrow,
-            sums=sums,
-            halves=halves,
+        layers = self._on_device(
+            lambda chain, batch, there: measure_layers(
+                chain,
+                batch,
+                self._state_bytes(),
+                timed=self._timed,
+                narrow=self._narrow,
+                sums=sums,
+                halves=halves,
+                there=there,
+            )
         )
+        if self._here != self._device.torch_device:
+            self._whole = whole = self._with_step_there(built, whole)
         return replace(
             whole,
             layers=with_step_seconds(layers, whole, self._device.spec.profile is not None),
@@ -510,16 +411,56 @@ class Measurer:
             written=written_parameters(self._chain),
         )
 
-    def _chain_here(self) -> Chain:
-        """The chain on the device itself; compared it was on the CPU."""
+    def _on_device(self, measure: Callable[[Chain, Batch, There], T]) -> T:
+        """What is found of the chain on the device itself; compared it was on the CPU.
+
+        A model for which there is no room stays on the host, but for the layers that run.
+        """
+        assert self._built is not None
         assert self._chain is not None
-        self._chain.model.to(self._here)
-        return self._chain.on(self._here)
+        device = self._device.torch_device
+        chain, batch = self._chain.on(device), to_device(self._built.batch, device)
+        if self._here == device:
+            try:
+                return measure(chain, batch, everywhere)
+            except torch.OutOfMemoryError:
+                if device.type == "cpu":
+                    raise
+            self._move_to_host(self._built)
+        with buffers_on(device, chain.model):
+            return measure(chain, batch, visits_of(chain))
+
+    def _move_to_host(self, built: Built) -> None:
+        rest_on_host(built.model, built.optimizer)
+        self._here = torch.device("cpu")
+        batch, valid = (to_device(b, self._here) for b in (built.batch, built.valid))
+        self._built = built._replace(batch=batch, valid=valid)
+
+    def _with_step_there(self, built: Built, whole: JobMeasure) -> JobMeasure:
+        """``whole``, measured on the host, with the seconds that its step takes on the device.
+
+        Told by the largest layer's: a step is bound by memory, there as here.
+        """
+        assert self._chain is not None
+        layers = range(self._chain.num_layers)
+        names = max(map(self._chain.parameters_of, layers), key=self._num_bytes)
+        seconds = step_seconds(
+            self._recipe, built.trial, built.model, names, self._device.torch_device, self._clock
+        )
+        shard = whole.shards[0]
+        times = shard.owned_bytes / max(1, self._num_bytes(names))
+        shard = replace(shard, step_s=Seconds(seconds * times))
+        return replace(whole, shards=(shard,))
+
+    def _num_bytes(self, names: Iterable[str]) -> int:
+        assert self._built is not None
+        return sum(self._built.model.get_parameter(name).nbytes for name in names)
 
     def _clock(self) -> float:
         """Seconds, when all that was launched is done."""
-        if self._here.type == "cuda":
-            torch.cuda.synchronize(self._here)
+        device = self._device.torch_device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         return time.perf_counter()
 
     def _state_bytes(self) -> dict[str, int]:
@@ -533,20 +474,24 @@ class Measurer:
         assert self._built is not None
         assert self._whole is not None
         with eagerly():
-            shards = measure_shards(
-                self._chain_here(),
-                cuts,
-                self._built.batch,
-                self._state_bytes(),
-                timed=self._timed,
-                narrow=self._narrow,
-                sums=self._recipe.accumulate > 1,
-                halves=order.halves,
+            shards = self._on_device(
+                lambda chain, batch, there: measure_shards(
+                    chain,
+                    cuts,
+                    batch,
+                    self._state_bytes(),
+                    timed=self._timed,
+                    narrow=self._narrow,
+                    sums=self._recipe.accumulate > 1,
+                    halves=order.halves,
+                    there=there,
+                )
             )
         whole = self._whole.shards[0]
         bounds = [0, *cuts, self._chain.num_layers]
         layout = layout_of(bounds, self._chain, self._built.model, self._states)
-        peaks = step_peaks(self._recipe, trial, self._built.model, layout)
+        device = self._device.torch_device
+        peaks = step_peaks(self._recipe, trial, self._built.model, layout, device)
         emulated = self._device.spec.profile is not None
         finished = [with_step(s, whole, p, emulated) for s, p in zip(shards, peaks, strict=True)]
         measure = replace(
@@ -568,11 +513,11 @@ class Measurer:
             spans = list(itertools.pairwise(bounds))
             return rehearse_orders(self._chain, self._built.train, spans, self._here)
 
-    def _draws(self, built: _Built) -> str:
+    def _draws(self, built: Built) -> str:
         """Whether the optimizer's step draws random numbers; why that cannot be spilled."""
         before = capture_rng(self._here)
-        fill_gradients(built.model, 0)
-        self._step(built)
+        fill_gradients(built.model.parameters(), 0)
+        step_once(self._recipe, built)
         if same_rng(before, capture_rng(self._here)):
             return ""
         return (

@@ -69,6 +69,12 @@ def reserved_bytes(device: torch.device) -> int:
     return int(torch.cuda.memory_reserved(device))
 
 
+def free_bytes(device: torch.device) -> int:
+    """What a GPU has left for this process when torch has given back what it can."""
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
 def out_of_memory(size: int, free: int) -> torch.OutOfMemoryError:
     """As a GPU says it."""
     return torch.OutOfMemoryError(

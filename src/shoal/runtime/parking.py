@@ -61,3 +61,10 @@ class Parking:
         if session is not None:
             session.close()
         self.regions.forget(trial)
+
+    def close(self) -> None:
+        """Nobody comes back: the process may go on with other studies."""
+        for session in self._sessions.values():
+            session.close()
+        self._sessions.clear()
+        self.regions.close()

@@ -150,6 +150,8 @@ def _run(
     reader.start()
     loop.run()
     reader.join()
+    if device.spec.kind == "cuda":
+        torch.cuda.empty_cache()  # the next study looks at what is free
 
 
 def _opened(device: Device) -> Opened:
