@@ -30,6 +30,7 @@ from shoal.memory.split import SplitWeight, split_weights
 from shoal.memory.store import Region, state_views, views
 from shoal.recipe import Recipe
 from shoal.runtime.captures import Captures
+from shoal.runtime.chains import Chains
 from shoal.runtime.messages import Grant, Progress, Settings
 from shoal.runtime.packing import Packer, unpack
 from shoal.runtime.pipelined import PipelineSession
@@ -302,10 +303,11 @@ def take_up(
     device: torch.device,
     parked: Session | None,
     captures: Captures | None = None,
+    chains: Chains | None = None,
 ) -> Session:
     """A trial in its host region: built, or as it was ``parked`` if that is where it stands.
 
-    ``captures``: who captures its passes, if these are to be.
+    ``captures``: who captures its passes, if these are to be. ``chains``: who knows some.
     """
     progress = grant.progress
     if grant.restore:
@@ -316,7 +318,7 @@ def take_up(
     if (session.job.array is None) != (grant.job.array is None):
         session.units = None  # by itself it runs other ones
     session.job = grant.job
-    session.captures = captures
+    session.captures, session.chains = captures, chains
     session.place(grant.layout, region, fresh=progress is None)
     if progress is None:
         check_rules(session)

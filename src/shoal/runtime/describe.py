@@ -119,6 +119,15 @@ def _choices(recipe: Recipe, hp: HyperParameters) -> dict[str, Any]:
 
 def _skeleton(recipe: Recipe, hp: HyperParameters, seed: int) -> nn.Module:
     """The model without memory where it can be built so, else with."""
+    hollow = hollow_model(recipe, hp, seed)
+    if hollow is not None:
+        return hollow
+    seed_all(seed)
+    return build_model(recipe, hp)
+
+
+def hollow_model(recipe: Recipe, hp: HyperParameters, seed: int) -> nn.Module | None:
+    """The model without memory; None where it cannot be built so. Leaves random state changed."""
     seed_all(seed)
     try:
         with torch.device("meta"):
@@ -126,8 +135,7 @@ def _skeleton(recipe: Recipe, hp: HyperParameters, seed: int) -> nn.Module:
     except ShoalError:
         raise
     except Exception:
-        seed_all(seed)
-        return build_model(recipe, hp)
+        return None
 
 
 def first_batch(train: Any) -> Batch:

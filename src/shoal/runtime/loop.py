@@ -267,7 +267,7 @@ class DeviceLoop:
     def _session(self, grant: Grant, region: Region) -> Session:
         parked, where = self._parking.take(grant.job.trial), self._device.torch_device
         args = (self._recipe, grant, region, self._settings, where, parked)
-        return checkpoint.take_up(*args, self._measurer.captures)
+        return checkpoint.take_up(*args, self._measurer.captures, self._measurer.chains)
 
     def _seat(self, grant: Grant, region: Region) -> Seat[Session]:
         """The trial with its memory reserved, on the device."""

@@ -10,6 +10,7 @@ import itertools
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -46,7 +47,7 @@ from shoal.partition.measure import (
     written_parameters,
 )
 from shoal.partition.narrow import find_narrow
-from shoal.partition.pilot import pilot
+from shoal.partition.pilot import PilotReport, pilot
 from shoal.partition.visitors import There, buffers_on, everywhere, visits_of
 from shoal.recipe import (
     Batch,
@@ -62,6 +63,7 @@ from shoal.rng import capture_rng, same_rng, seed_all
 from shoal.runtime.bothloops import rehearse_orders
 from shoal.runtime.capturebench import measure_capture
 from shoal.runtime.captures import Captures
+from shoal.runtime.chains import Chains
 from shoal.runtime.clipping import refuse_forgotten, refuse_sparse_norm
 from shoal.runtime.counting import (
     fill_gradients,
@@ -109,12 +111,14 @@ class Measurer:
     Attributes:
         note: Called with the trial whose code runs, None when it is over.
         captures: Captures passes, also of trials that train here.
+        chains: Those that were found, also for trials that train here.
     """
 
     def __init__(self, recipe: Recipe, device: Device) -> None:
         self._given, self._recipe, self._device = recipe, recipe, device
         self.note: Callable[[int | None], None] = lambda trial: None
         self.captures = Captures(recipe, device.torch_device)
+        self.chains = Chains(recipe)
         self._timed = stopwatch_of(device.spec, recipe.precision) or faster_of_two(self._clock)
         self._here = device.torch_device  # where the model is while it is measured
         self._no_room: int | None = None  # the trial of which the device had none
@@ -366,12 +370,7 @@ class Measurer:
             return replace(whole, cuttable=False, notes=(*whole.notes, note))
         for parameter in built.model.parameters():
             parameter.grad = None
-        cpu = torch.device("cpu")
-        built.model.to(cpu)
-        try:
-            report = pilot(built.model, self._recipe, to_device(built.batch, cpu), cpu)
-        finally:
-            built.model.to(self._here)  # where the optimizer's state is
+        report = self._pilot(built)
         if report.chain is None:
             return replace(whole, cuttable=False, notes=(*whole.notes, *report.notes))
         why_not = written_and_shared(report.chain) or self._draws(built)
@@ -383,6 +382,8 @@ class Measurer:
             notes = (*whole.notes, *report.notes, coupling.why)
             return replace(whole, cuttable=False, notes=notes)
         self._chain, self._by_tensor = report.chain, coupling.by_tensor
+        hp = HyperParameters(built.trial.hp)
+        self.chains.keep(report.chain, hp, built.batch)
         here, sums = report.chain.on(self._here), self._recipe.accumulate > 1
         self._whole = whole = with_draws(whole, here, built.batch)
         narrow = narrow and not compiles(here.model)  # whose kernels read as they like
@@ -410,6 +411,26 @@ class Measurer:
             narrow=self._narrow,
             written=written_parameters(self._chain),
         )
+
+    def _pilot(self, built: Built) -> PilotReport:
+        """The chain, compared with the module where the model is, if they agree to the bit there.
+
+        Else on the CPU, whose kernels repeat themselves and where there is more room.
+        """
+        if self._here.type == "cuda":
+            with suppress(torch.OutOfMemoryError):
+                report = pilot(built.model, self._recipe, built.batch, self._here)
+                if report.chain is not None and report.bitwise:
+                    return report
+                if report.chain is not None:
+                    report.chain.close()
+            torch.cuda.empty_cache()
+        cpu = torch.device("cpu")
+        built.model.to(cpu)
+        try:
+            return pilot(built.model, self._recipe, to_device(built.batch, cpu), cpu)
+        finally:
+            built.model.to(self._here)  # where the optimizer's state is
 
     def _on_device(self, measure: Callable[[Chain, Batch, There], T]) -> T:
         """What is found of the chain on the device itself; compared it was on the CPU.

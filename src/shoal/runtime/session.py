@@ -36,9 +36,9 @@ from shoal.ownstep import (
     require_evaluation,
     require_metric,
 )
-from shoal.partition.build import build_chain, clone_batch
+from shoal.partition.build import clone_batch
 from shoal.partition.chain import Chain
-from shoal.partition.compiled import compiles, eagerly
+from shoal.partition.compiled import compiles
 from shoal.partition.narrow import UseWatch, has_hooks
 from shoal.recipe import (
     Recipe,
@@ -54,6 +54,7 @@ from shoal.runtime.ahead import Ahead, Counted
 from shoal.runtime.binding import Binding
 from shoal.runtime.captured import CapturedUnits
 from shoal.runtime.captures import Captures
+from shoal.runtime.chains import Chains, chain_of
 from shoal.runtime.messages import Progress, Settings
 from shoal.runtime.task import Task
 from shoal.runtime.units import (
@@ -112,6 +113,7 @@ class Session:
         self.epoch_number = 1  # of the last batch that was trained on, counted from 1
         self.units: Any = None  # Units, once placed
         self.captures: Captures | None = None  # of the worker; without it nothing is captured
+        self.chains: Chains | None = None  # of the worker
         self._foretold: Ahead | None = None  # where what is drawn is foretold
         self._buffer_aliases: dict[str, list[Buffer]] = {}
         first: dict[int, str] = {}
@@ -234,15 +236,11 @@ class Session:
         return found
 
     def _chain(self) -> Chain:
-        """The model's chain, found again on the CPU from a batch, for this trial's device."""
-        with eagerly():
-            chain = build_chain(
-                self.model,
-                self.recipe,
-                next(iter(read_data(self.recipe, self.hp)[0])),  # not the trial's own source
-                torch.device("cpu"),
-                switch_caches_off=self.job.numerics.get("use_cache") == "off",
-            )
+        """The model's chain for this trial's device: that of one like it, or found on the CPU."""
+        caches_off = self.job.numerics.get("use_cache") == "off"
+        batch = next(iter(read_data(self.recipe, self.hp)[0]))  # not the trial's own source
+        known = None if caches_off or self.compiled else self.chains
+        chain = chain_of(self.model, self.recipe, self.hp, batch, known, caches_off=caches_off)
         if chain.num_layers != self.job.shards[-1].layers[1]:
             raise TrialError(
                 f"this trial's model has {chain.num_layers} layers, the one that was measured "

@@ -1,0 +1,88 @@
+"""Chains that were found in this worker, for other trials of the same code and shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import nn
+
+from shoal.core.spec import HyperParameters
+from shoal.fusion import signature_of
+from shoal.fusion.constants import constants_of
+from shoal.partition.build import build_chain
+from shoal.partition.chain import Chain
+from shoal.partition.compiled import eagerly
+from shoal.partition.transplant import obstacle, transplanted
+from shoal.recipe import Batch, Recipe
+from shoal.rng import capture_rng, restore_rng
+from shoal.runtime.describe import hollow_model
+
+MOST = 8
+"""Kinds of trials whose chains are kept."""
+
+
+class Chains:
+    """To find a chain takes two forwards of the whole model on the CPU, which a large one feels.
+
+    Trials whose modules have equal classes, settings and shapes, floats too, and equal batches,
+    call their blocks alike. What is kept of one has no weights.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._known: dict[Hashable, Chain] = {}
+
+    def keep(self, chain: Chain, hp: HyperParameters, batch: Batch) -> None:
+        """Have it for others, where another model may take its modules' place."""
+        if chain.caches_off or obstacle(chain):
+            return
+        key, before = _key(chain.model, chain.recipe, batch), capture_rng()
+        try:
+            hollow = hollow_model(self._recipe, hp, seed=0)
+        finally:
+            restore_rng(before)
+        if hollow is None:
+            return
+        while len(self._known) >= MOST:
+            del self._known[next(iter(self._known))]
+        self._known[key] = transplanted(chain, hollow, chain.recipe)
+
+    def find(self, model: nn.Module, recipe: Recipe, batch: Batch) -> Chain | None:
+        """The chain of ``model``, where one of its like is known."""
+        if not self._known:
+            return None
+        found = self._known.get(_key(model, recipe, batch))
+        return None if found is None else transplanted(found, model, recipe)
+
+
+def _key(model: nn.Module, recipe: Recipe, batch: Batch) -> Hashable:
+    """A class is told by itself: one that a function makes may differ in what it closes over."""
+    kinds = tuple(type(module) for module in model.modules())
+    return kinds, signature_of(recipe, model, batch=batch), constants_of(recipe, model, rates=True)
+
+
+def chain_of(
+    model: nn.Module,
+    recipe: Recipe,
+    hp: HyperParameters,
+    batch: Batch,
+    known: Chains | None,
+    *,
+    caches_off: bool,
+) -> Chain:
+    """A known one with the modules of ``model``, which is on the CPU; else it is found there.
+
+    ``caches_off`` switches key-value caches off, until the chain is closed.
+
+    Raises:
+        NotCuttable: it has none.
+    """
+    if known is not None and (chain := known.find(model, recipe, batch)) is not None:
+        return chain
+    with eagerly():
+        cpu = torch.device("cpu")
+        chain = build_chain(model, recipe, batch, cpu, switch_caches_off=caches_off)
+    if known is not None:
+        known.keep(chain, hp, batch)
+    return chain
