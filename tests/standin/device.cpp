@@ -25,6 +25,10 @@
 #include <unordered_map>
 #include <unordered_set>
 
+struct Clock : std::vector<uint64_t> {
+  using std::vector<uint64_t>::vector;
+};
+
 namespace {
 
 using at::Tensor;
@@ -49,6 +53,228 @@ std::atomic<int> sync_debug{0};
 
 void check_device(DeviceIndex index) {
   TORCH_CHECK(index >= 0 && index < device_count, "CUDA error: invalid device ordinal");
+}
+
+// ---------------------------------------------------------------- order
+
+// Where it is asked for: each stream has a vector clock, each block of memory the accesses that
+// not everybody is known to come after. What the host has waited for is before all that follows.
+constexpr size_t kSmall = size_t(1) << 20;
+
+struct Access {
+  uintptr_t begin, end;
+  size_t stream;
+  uint64_t time;
+  bool writes;
+  std::string by;
+};
+
+struct Order {
+  std::mutex mutex;
+  std::map<std::pair<int, int64_t>, size_t> slots;
+  std::vector<Clock> clocks;
+  std::vector<std::string> names;
+  Clock host;
+  std::map<uintptr_t, std::vector<Access>> blocks;  // by where the block begins
+  std::map<uintptr_t, uintptr_t> ends;
+  std::map<uintptr_t, std::set<size_t>> recorded;
+  std::map<uintptr_t, size_t> owners;
+  // What used memory of a stream that is freed since: whoever has it next must come after it.
+  // As in torch's allocator, what is larger than 1 MiB is not mixed with what is smaller.
+  std::map<std::pair<size_t, bool>, std::map<size_t, Access>> freed;
+};
+
+std::atomic<bool> ordered{false};
+std::atomic<int64_t> found_races{0};
+Order& order() {
+  static auto* found = new Order();
+  return *found;
+}
+
+void join(Clock& clock, const Clock& with) {
+  if (clock.size() < with.size()) clock.resize(with.size());
+  for (size_t i = 0; i < with.size(); i++) clock[i] = std::max(clock[i], with[i]);
+}
+
+bool knows(const Clock& clock, size_t stream, uint64_t time) {
+  return stream < clock.size() && clock[stream] >= time;
+}
+
+int64_t& current_stream_id(DeviceIndex index) {
+  thread_local std::vector<int64_t> ids(16, 0);
+  return ids[index];
+}
+
+// The functions with a trailing underscore want the lock held.
+size_t slot_(int device, int64_t id) {
+  auto& all = order();
+  auto [at, is_new] = all.slots.emplace(std::make_pair(device, id), all.clocks.size());
+  if (is_new) {
+    all.clocks.emplace_back();
+    all.names.push_back("stream " + std::to_string(id) + " of cuda:" + std::to_string(device));
+  }
+  return at->second;
+}
+
+Clock& tick_(size_t stream) {
+  Clock& clock = order().clocks[stream];
+  join(clock, order().host);
+  if (clock.size() <= stream) clock.resize(stream + 1);
+  clock[stream]++;
+  return clock;
+}
+
+void prune_(std::vector<Access>& accesses) {
+  const auto& host = order().host;
+  accesses.erase(
+      std::remove_if(
+          accesses.begin(), accesses.end(),
+          [&](const Access& a) { return knows(host, a.stream, a.time); }),
+      accesses.end());
+}
+
+void note_allocated(uintptr_t begin, size_t bytes, int device) {
+  if (!ordered || !bytes) return;
+  auto& all = order();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  const size_t stream = slot_(device, current_stream_id(DeviceIndex(device)));
+  auto& accesses = all.blocks[begin];
+  accesses.clear();
+  for (auto& [_, one] : all.freed[{stream, bytes > kSmall}]) {
+    if (knows(all.host, one.stream, one.time)) continue;
+    accesses.push_back(one);
+    accesses.back().begin = begin, accesses.back().end = begin + bytes;
+  }
+  all.ends[begin] = begin + bytes;
+  all.owners[begin] = stream;
+  all.recorded.erase(begin);
+}
+
+void note_freed(uintptr_t begin) {
+  if (!ordered) return;
+  auto& all = order();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  auto at = all.blocks.find(begin);
+  if (at == all.blocks.end()) return;
+  auto owner = all.owners.find(begin);
+  if (owner != all.owners.end()) {
+    prune_(at->second);
+    auto& freed = all.freed[{owner->second, all.ends[begin] - begin > kSmall}];
+    for (Access one : at->second) {
+      if (one.stream != owner->second && all.recorded[begin].count(one.stream)) continue;
+      one.writes = true;
+      if (one.by.find(" to memory") == std::string::npos) one.by += ", to memory that is freed since,";
+      auto [known, is_new] = freed.emplace(one.stream, one);
+      if (!is_new && known->second.time < one.time) known->second = one;
+    }
+  }
+  all.blocks.erase(begin);
+  all.ends.erase(begin);
+  all.owners.erase(begin);
+  all.recorded.erase(begin);
+}
+
+void note_recorded(const void* pointer, Stream stream) {
+  if (!ordered) return;
+  auto& all = order();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  auto after = all.ends.upper_bound(reinterpret_cast<uintptr_t>(pointer));
+  if (after == all.ends.begin()) return;
+  all.recorded[std::prev(after)->first].insert(slot_(stream.device_index(), stream.id()));
+}
+
+struct Used {
+  uintptr_t begin, end;
+  bool writes;
+};
+
+Used used(const Tensor& tensor, bool writes) {
+  if (tensor.numel() == 0) return {0, 0, writes};
+  int64_t last = 0;
+  for (int64_t i = 0; i < tensor.dim(); i++) last += (tensor.size(i) - 1) * tensor.stride(i);
+  const auto begin = reinterpret_cast<uintptr_t>(tensor.storage().data()) +
+      tensor.storage_offset() * tensor.itemsize();
+  return {begin, begin + (last + 1) * tensor.itemsize(), writes};
+}
+
+// An operator on the current stream uses memory: nobody else may be at it.
+void note_used(const std::vector<Used>& uses, int device, const std::string& by) {
+  auto& all = order();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  const size_t stream = slot_(device, current_stream_id(DeviceIndex(device)));
+  const Clock& clock = tick_(stream);
+  for (const Used& use : uses) {
+    if (use.begin == use.end) continue;
+    auto after = all.ends.upper_bound(use.begin);
+    if (after == all.ends.begin() || std::prev(after)->second <= use.begin) continue;
+    auto& accesses = all.blocks[std::prev(after)->first];
+    for (const Access& one : accesses) {
+      if (one.begin >= use.end || one.end <= use.begin || !(one.writes || use.writes)) continue;
+      if (one.stream == stream || knows(clock, one.stream, one.time)) continue;
+      found_races++;
+      TORCH_CHECK(
+          false, "streams are not in order: ", by, (use.writes ? " writes on " : " reads on "),
+          all.names[stream], " what ", one.by, (one.writes ? " writes on " : " reads on "),
+          all.names[one.stream], ", and no event orders them");
+    }
+    accesses.erase(
+        std::remove_if(
+            accesses.begin(), accesses.end(),
+            [&](const Access& one) {
+              const bool covered = one.begin >= use.begin && one.end <= use.end;
+              return covered && (use.writes || (one.stream == stream && !one.writes));
+            }),
+        accesses.end());
+    if (accesses.size() > 32) prune_(accesses);
+    accesses.push_back({use.begin, use.end, stream, clock[stream], use.writes, by});
+  }
+}
+
+void follow_host_memory(uintptr_t begin, uintptr_t end) {
+  if (!ordered) return;
+  std::lock_guard<std::mutex> lock(order().mutex);
+  order().blocks[begin].clear();
+  order().ends[begin] = end;
+}
+
+// Whether copies may still be in flight.
+bool forget_host_memory(uintptr_t begin) {
+  if (!ordered) return false;
+  auto& all = order();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  auto at = all.blocks.find(begin);
+  if (at == all.blocks.end()) return false;
+  prune_(at->second);
+  const bool busy = !at->second.empty();
+  all.blocks.erase(at);
+  all.ends.erase(begin);
+  return busy;
+}
+
+Clock mark(int device, int64_t id) {
+  if (!ordered) return {};
+  std::lock_guard<std::mutex> lock(order().mutex);
+  return tick_(slot_(device, id));
+}
+
+void wait_for(int device, int64_t id, const Clock& clock) {
+  if (!ordered) return;
+  std::lock_guard<std::mutex> lock(order().mutex);
+  join(order().clocks[slot_(device, id)], clock);
+}
+
+void host_waits(const Clock& clock) {
+  if (!ordered) return;
+  std::lock_guard<std::mutex> lock(order().mutex);
+  join(order().host, clock);
+}
+
+void host_waits_for_stream(int device, int64_t id) { host_waits(mark(device, id)); }
+
+void host_waits_for_all() {
+  if (!ordered) return;
+  std::lock_guard<std::mutex> lock(order().mutex);
+  for (const Clock& clock : order().clocks) join(order().host, clock);
 }
 
 // ---------------------------------------------------------------- memory
@@ -84,6 +310,7 @@ std::vector<Pool>& pools() {
 
 void release(void* pointer) {
   if (!pointer) return;
+  note_freed(reinterpret_cast<uintptr_t>(pointer));
   {
     std::lock_guard<std::mutex> lock(memory_mutex);
     auto at = blocks().find(reinterpret_cast<uintptr_t>(pointer));
@@ -125,6 +352,7 @@ struct DeviceAllocator final : c10::Allocator {
     if (posix_memalign(&pointer, kRound, given) != 0) pointer = nullptr;
     TORCH_CHECK(pointer, "the stand-in for CUDA cannot allocate ", given, " bytes of the host");
     std::memset(pointer, 0xFF, given);  // NaN: nobody may rely on fresh memory
+    note_allocated(reinterpret_cast<uintptr_t>(pointer), given, this_device);
     std::lock_guard<std::mutex> lock(memory_mutex);
     blocks()[reinterpret_cast<uintptr_t>(pointer)] = {bytes, given, this_device};
     return {pointer, pointer, &release, device};
@@ -164,6 +392,7 @@ int host_register(uintptr_t begin, size_t bytes) {
   auto after = pinned().lower_bound(begin + bytes);
   if (after != pinned().begin() && std::prev(after)->second.end > begin) return 712;
   pinned()[begin] = {begin + bytes, true};
+  follow_host_memory(begin, begin + bytes);
   return 0;
 }
 
@@ -172,6 +401,9 @@ int host_unregister(uintptr_t begin) {
   auto at = pinned().find(begin);
   if (at == pinned().end() || !at->second.registered) return 713;
   pinned().erase(at);
+  TORCH_CHECK(
+      !forget_host_memory(begin),
+      "streams are not in order: memory is unpinned while a copy may be in flight");
   return 0;
 }
 
@@ -180,6 +412,7 @@ void release_pinned(void* pointer) {
   {
     std::lock_guard<std::mutex> lock(pinned_mutex);
     pinned().erase(reinterpret_cast<uintptr_t>(pointer));
+    forget_host_memory(reinterpret_cast<uintptr_t>(pointer));  // torch's own pool waits for it
   }
   std::free(pointer);
 }
@@ -194,6 +427,7 @@ struct PinnedAllocator final : c10::Allocator {
     std::lock_guard<std::mutex> lock(pinned_mutex);
     const auto begin = reinterpret_cast<uintptr_t>(pointer);
     pinned()[begin] = {begin + bytes, false};
+    follow_host_memory(begin, begin + bytes);
     return {pointer, pointer, &release_pinned, Device(DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release_pinned; }
@@ -211,17 +445,13 @@ PinnedAllocator& pinned_allocator() {
 
 std::atomic<int64_t> next_stream{1};
 
-int64_t& current_stream_id(DeviceIndex index) {
-  thread_local std::vector<int64_t> ids(16, 0);
-  return ids[index];
-}
-
 Stream stream_of(DeviceIndex index, int64_t id) {
   return Stream(Stream::UNSAFE, Device(DeviceType::CUDA, index), id);
 }
 
 struct StandinEvent {
   std::chrono::steady_clock::time_point time;
+  Clock clock;
 };
 
 struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
@@ -266,19 +496,38 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
     return reinterpret_cast<void*>(stream.id());
   }
   DeviceIndex deviceCount() const noexcept override { return DeviceIndex(device_count); }
-  void record(void** event, const Stream&, const DeviceIndex, const c10::EventFlag) const override {
+  void record(void** event, const Stream& stream, const DeviceIndex, const c10::EventFlag)
+      const override {
     if (!*event) *event = new StandinEvent();
-    static_cast<StandinEvent*>(*event)->time = std::chrono::steady_clock::now();
+    auto* made = static_cast<StandinEvent*>(*event);
+    made->time = std::chrono::steady_clock::now();
+    made->clock = mark(stream.device_index(), stream.id());
   }
-  void block(void*, const Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
+  void block(void* event, const Stream& stream) const override {
+    if (event)
+      wait_for(stream.device_index(), stream.id(), static_cast<StandinEvent*>(event)->clock);
+  }
+  bool queryEvent(void* event) const override {
+    synchronizeEvent(event);
+    return true;
+  }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override {
     delete static_cast<StandinEvent*>(event);
   }
-  bool queryStream(const Stream&) const override { return true; }
-  void synchronizeStream(const Stream&) const override {}
-  void synchronizeEvent(void*) const override {}
-  void synchronizeDevice(const DeviceIndex) const override {}
+  bool queryStream(const Stream& stream) const override {
+    synchronizeStream(stream);
+    return true;
+  }
+  void synchronizeStream(const Stream& stream) const override {
+    host_waits_for_stream(stream.device_index(), stream.id());
+  }
+  void synchronizeEvent(void* event) const override {
+    if (event) host_waits(static_cast<StandinEvent*>(event)->clock);
+  }
+  void synchronizeDevice(const DeviceIndex) const override { host_waits_for_all(); }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& stream) const override {
+    note_recorded(data.get(), stream);
+  }
   double elapsedTime(void* first, void* second, const DeviceIndex) const override {
     auto span = static_cast<StandinEvent*>(second)->time - static_cast<StandinEvent*>(first)->time;
     return std::chrono::duration<double, std::milli>(span).count();
@@ -522,6 +771,8 @@ void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Aliases aliases;
   std::optional<Device> other;  // a tensor that lies elsewhere than the first on a GPU
   size_t bytes = 0;
+  std::vector<Used> uses;
+  bool is_view = false, writes = false;  // of the argument that is looked at
 
   if (traits.waits) check_wait();
   const auto note = [&](const Tensor& tensor) -> Tensor {
@@ -532,6 +783,7 @@ void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
           tensor.layout() == at::kStrided, op.schema().name(), ": a sparse CUDA tensor is not in "
           "the stand-in");
       bytes = std::max(bytes, tensor.nbytes());
+      if (ordered && !is_view) uses.push_back(used(tensor, writes));
       return aliases.alias(tensor);
     }
     if (tensor.device().is_cpu()) {
@@ -545,6 +797,9 @@ void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   };
   for (size_t i = begin; i < stack->size(); i++) {
     IValue& value = (*stack)[i];
+    const auto* aliasing = schema.arguments()[i - begin].alias_info();
+    writes = aliasing && aliasing->isWrite();
+    is_view = aliasing && !writes;
     if (value.isTensor()) {
       value = IValue(note(value.toTensor()));
     } else if (value.isTensorList()) {
@@ -569,6 +824,11 @@ void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       name_of(*aliases.device), " and ", other ? name_of(*other) : "",
       "! (when checking arguments of ", schema.name(), ")");
 
+  if (ordered) {
+    const int index = aliases.device->index();
+    note_used(uses, index, schema.name());
+    if (traits.waits) host_waits_for_stream(index, current_stream_id(DeviceIndex(index)));
+  }
   if (traits.multiplies) take_workspace(*aliases.device);
   c10::DataPtr scratch;
   if (traits.sorts) {
@@ -651,6 +911,17 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     const Tensor& host = self.is_cuda() ? source : self;
     if (!non_blocking || (!self.is_cuda() && !is_pinned(host.storage().data()))) check_wait();
   }
+  if (ordered) {
+    const int device = self.is_cuda() ? self.device().index() : source.device().index();
+    std::vector<Used> uses;
+    for (const Tensor* one : {&source, static_cast<const Tensor*>(&self)})
+      if (one->is_cuda() || is_pinned(one->storage().data()))
+        uses.push_back(used(*one, one == &self));
+    note_used(uses, device, "copy_");
+    const bool to_pageable = crosses && !self.is_cuda() && !is_pinned(self.storage().data());
+    if (crosses && (!non_blocking || to_pageable))
+      host_waits_for_stream(device, current_stream_id(DeviceIndex(device)));
+  }
   Aliases aliases;
   const Tensor to = self.is_cuda() ? aliases.alias(self) : self;
   const Tensor from = source.is_cuda() ? aliases.alias(source) : source;
@@ -681,6 +952,7 @@ int64_t sdp_choice(
 void record_stream(Tensor& self, Stream stream) {
   TORCH_CHECK(
       stream.device_type() == DeviceType::CUDA, "record_stream takes a stream of the device");
+  note_recorded(self.storage().data(), stream);
 }
 
 std::tuple<Tensor, Tensor> native_dropout(
@@ -873,7 +1145,7 @@ struct CUDAHooks final : CUDAHooksInterface {
   Allocator* getCUDADeviceAllocator() const override { return &device_allocator(); }
   int getNumGPUs() const override { return device_count; }
   DeviceIndex deviceCount() const override { return DeviceIndex(device_count); }
-  void deviceSynchronize(DeviceIndex) const override {}
+  void deviceSynchronize(DeviceIndex) const override { host_waits_for_all(); }
   void setCurrentDevice(DeviceIndex index) const override {
     check_device(index);
     this_device = index;
@@ -950,6 +1222,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     storage->set_data_ptr_noswap(std::move(data));
     storage->set_nbytes(bytes);
   });
+  py::class_<Clock>(m, "Clock");
+  m.def("check_order", [](bool on) { ordered = on; });
+  m.def("races", [] { return found_races.load(); });
+  m.def("mark", &mark);
+  m.def("wait_for", &wait_for);
+  m.def("host_waits", &host_waits);
+  m.def("host_waits_for_stream", &host_waits_for_stream);
+  m.def("host_waits_for_all", &host_waits_for_all);
   m.def("set_sync_debug_mode", [](int mode) { sync_debug = mode; });
   m.def("get_sync_debug_mode", [] { return int(sync_debug); });
 }

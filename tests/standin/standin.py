@@ -22,6 +22,7 @@ HERE = Path(__file__).parent
 VARIABLE = "SHOAL_CUDA_STANDIN"  # set: sitecustomize.py installs the stand-in with torch
 MEMORY = "SHOAL_CUDA_STANDIN_MEMORY"  # bytes of each device
 DEVICES = "SHOAL_CUDA_STANDIN_DEVICES"
+ORDER = "SHOAL_CUDA_STANDIN_ORDER"  # set: what two streams use and no event orders raises
 NAME = "NVIDIA stand-in"
 
 _loaded = None
@@ -49,6 +50,7 @@ def install(memory: int | None = None, devices: int | None = None) -> None:
     )
     if not native.hooked():
         raise RuntimeError("torch did not take the stand-in's hooks")
+    native.check_order(bool(os.environ.get(ORDER)))
     native.take_kernels()
     _bind(torch, native)
 
@@ -153,10 +155,11 @@ def _bind(torch, native) -> None:
             return 0, -5
 
         def query(self):
+            self.synchronize()
             return True
 
         def synchronize(self):
-            pass
+            native.host_waits_for_stream(self.device_index, self.stream_id)
 
         def __eq__(self, other):
             key = other.stream_id, other.device_index
@@ -166,6 +169,7 @@ def _bind(torch, native) -> None:
         def __new__(cls, enable_timing=False, blocking=False, interprocess=False, external=False):
             self = object.__new__(cls)
             self._timing, self._time, self._device = enable_timing, None, None
+            self._mark = None
             return self
 
         def __init__(self, *arguments, **options):
@@ -182,23 +186,26 @@ def _bind(torch, native) -> None:
                     f"{stream.device}."
                 )
             self._time, self._device = time.perf_counter(), stream.device
+            self._mark = native.mark(stream.device_index, stream.stream_id)
 
         def wait(self, stream):
             _check_stream(torch, stream)
+            if self._mark is not None:
+                native.wait_for(stream.device_index, stream.stream_id, self._mark)
 
         def query(self):
+            self.synchronize()
             return True
 
         def synchronize(self):
-            pass
+            if self._mark is not None:
+                native.host_waits(self._mark)
 
         def elapsed_time(self, end):
             if not isinstance(end, EventBase):
                 raise TypeError(f"elapsed_time takes a torch.cuda.Event, got {type(end)}")
             if self._time is None or end._time is None:
-                raise ValueError(
-                    "Both events must be recorded before calculating elapsed time."
-                )
+                raise ValueError("Both events must be recorded before calculating elapsed time.")
             if not (self._timing and end._timing):
                 raise ValueError("Both events must be created with argument 'enable_timing=True'.")
             return (end._time - self._time) * 1e3
@@ -256,7 +263,7 @@ def _bind(torch, native) -> None:
         "_cuda_getDefaultStream": lambda index: (0, index, 1),
         "_cuda_getCurrentRawStream": native.current_stream,
         "_cuda_setStream": set_stream,
-        "_cuda_synchronize": lambda: None,
+        "_cuda_synchronize": native.host_waits_for_all,
         "_cuda_ipc_collect": lambda: None,
         "_cuda_memoryStats": native.memory_stats,
         "_cuda_resetPeakMemoryStats": native.reset_peaks,

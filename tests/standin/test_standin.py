@@ -12,7 +12,7 @@ import pytest
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from standin import VARIABLE, can_build  # noqa: E402
+from standin import ORDER, VARIABLE, can_build  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -243,6 +243,43 @@ raises(TypeError, "stream", lambda: end.record(3))
 raises(ValueError, "enable_timing", lambda: start.elapsed_time(other.record_event()))
 raises(RuntimeError, "", torch.cuda.CUDAGraph)
 """,
+    "order of streams": """
+stream, host = torch.cuda.Stream(), torch.ones(8).pin_memory()
+x = torch.zeros(8, device="cuda")
+said = "streams are not in order"
+with torch.cuda.stream(stream):
+    raises(RuntimeError, said, lambda: x.copy_(host, non_blocking=True))
+    stream.wait_stream(torch.cuda.default_stream())
+    x[:4].copy_(host[:4], non_blocking=True)
+x[4:].add_(1)
+raises(RuntimeError, said, lambda: x + 1)
+done = stream.record_event()
+raises(RuntimeError, said, lambda: x[2:].fill_(0))
+torch.cuda.current_stream().wait_event(done)
+assert (x + 1).tolist() == [2.0] * 8
+x.mul_(1)
+with torch.cuda.stream(stream):
+    raises(RuntimeError, said, lambda: x.add_(1))
+    torch.cuda.synchronize()
+    x.add_(1)
+    host.copy_(x, non_blocking=True)
+torch.cuda.synchronize()
+a = torch.ones(8, device="cuda")
+torch.cuda.synchronize()
+with torch.cuda.stream(stream):
+    b = a * 2
+del a  # stream may still be at it
+raises(RuntimeError, said, lambda: torch.ones(8, device="cuda"))
+torch.cuda.synchronize()
+a = torch.ones(8, device="cuda", requires_grad=True)
+torch.cuda.synchronize()
+with torch.cuda.stream(stream):
+    b = (a * 2).sum()
+a.record_stream(stream)
+b.backward()
+del a, b
+torch.ones(8, device="cuda")
+""",
     "files": """
 import io
 held = io.BytesIO()
@@ -264,7 +301,7 @@ def test_stand_in(case):
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     ran = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
-        env=os.environ | {VARIABLE: "1", "PYTHONPATH": path},
+        env=os.environ | {VARIABLE: "1", ORDER: "1", "PYTHONPATH": path},
         capture_output=True,
         text=True,
         check=False,
