@@ -222,8 +222,9 @@ def test_a_link_that_both_directions_share_is_slower_when_both_are_busy() -> Non
     lane = device.lane()
     source, target, back = _bytes(4 * MB), _bytes(4 * MB), _bytes(2 * MB)
 
-    alone = lane.up.submit(lambda: device.copy(target, source, "up"))
-    alone.wait()
+    alone = [lane.up.submit(lambda: device.copy(target, source, "up")) for _ in range(8)]
+    for event in alone:
+        event.wait()
     up = lane.up.submit(lambda: device.copy(target, source, "up"), [gate])
     down = lane.down.submit(lambda: device.copy(back, source[: 2 * MB], "down"), [gate])
     gate.run(lambda: None)
@@ -232,7 +233,8 @@ def test_a_link_that_both_directions_share_is_slower_when_both_are_busy() -> Non
     lane.close()
 
     # Alone, a direction has all of its speed. Unix seconds have 7 digits after the point.
-    assert _seconds(alone) == pytest.approx(0.04, abs=1e-5)
+    # On a busy machine a copy may take longer than the link that it emulates.
+    assert min(map(_seconds, alone)) == pytest.approx(0.04, abs=1e-5)
     assert max(_seconds(up), _seconds(down)) > 0.044  # together they want 1.5 times the link
     assert max(_seconds(up), _seconds(down)) <= 0.0601
 
