@@ -190,6 +190,7 @@ class Lanes:
         self._main: Any = None
         self._begin: Any = None
         self._used: dict[int, Any] = {}
+        self._waited: dict[int, Any] = {}
 
     def graphs(self, number: int) -> CudaGraphs:
         """What captures for a lane; its graphs run nowhere else."""
@@ -208,7 +209,7 @@ class Lanes:
         finally:
             for stream in self._used.values():
                 self._main.wait_stream(stream)
-            self._main, self._begin, self._used = None, None, {}
+            self._main, self._begin, self._used, self._waited = None, None, {}, {}
 
     @contextmanager
     def lane(self, number: int, *, beside: bool) -> Iterator[None]:
@@ -216,13 +217,14 @@ class Lanes:
 
         Not ``beside`` other lanes: after all that was launched before, and before what follows.
         """
-        stream = self.graphs(number).stream
+        stream, lane = self.graphs(number).stream, number % self.MOST
         if not beside:
             for other in (self._main, *self._used.values()):
                 stream.wait_stream(other)
-        else:  # also of a lane that was used before: what ran alone meanwhile comes first
+        elif self._waited.get(lane) is not self._begin:  # which moves with what ran not beside
             stream.wait_event(self._begin)
-        self._used[number % self.MOST] = stream
+            self._waited[lane] = self._begin
+        self._used[lane] = stream
         try:
             with torch.cuda.stream(stream):
                 yield
