@@ -99,6 +99,7 @@ ROWS_OF = {  # what: (operation with the rule, module of a slot, shape of its in
     "no weights": (torch.batch_norm, lambda s: nn.BatchNorm2d(6, affine=False), IMAGE),
     "dropout": (torch.dropout, lambda s: nn.Dropout(0.4), ROWS),
     "dropout of its own": (torch.dropout, lambda s: nn.Dropout(0.3 * s), ROWS),
+    "dropout of everything in one slot": (torch.dropout, lambda s: nn.Dropout(0.5 * s), ROWS),
     "dropout in place": (
         torch.dropout_,
         lambda s: Fn(lambda x, w: F.dropout(x * w, 0.4, True, inplace=True), 6),

@@ -157,14 +157,37 @@ def blend_settings(made: nn.Module, modules: Sequence[nn.Module], where: str) ->
     for path, child in made.named_modules():
         peers = [other[path] for other in others]
         for name in vars(child):
-            if name in HIDDEN or name.endswith("_hooks"):
+            if name in HIDDEN:
                 continue
             values = [vars(peer)[name] for peer in peers]
+            if name.endswith("_hooks"):
+                _blend_hooks(vars(child)[name], values, f"{where}.{path}".rstrip("."), inside)
+                continue
             if all(value is values[0] for value in values) or same(values):
                 continue
             if not _points_inside(values[0], inside):
                 vars(child)[name] = blend(values, f"{where}.{path}.{name}".replace("..", "."))
     return made
+
+
+def _blend_hooks(
+    made: dict[int, Any], values: Sequence[Mapping[int, Any]], where: str, inside: Set[int]
+) -> None:
+    """Give the copy's hooks what they all have between them.
+
+    Raises:
+        Declined: one closes over its own model, of which the copy has another.
+    """
+    for key, hooks in zip(made, zip(*(v.values() for v in values), strict=True), strict=True):
+        if all(hook is hooks[0] for hook in hooks) or _points_inside(hooks[0], inside):
+            continue
+        cells = getattr(hooks[0], "__closure__", None) or ()
+        if any(isinstance(cell.cell_contents, nn.Module) for cell in cells):
+            raise Declined(
+                f"a hook of {where} closes over a module, which would be one trial's for all. A "
+                "method of the module, or the module that a hook is called with, is each trial's."
+            )
+        made[key] = blend(hooks, f"a hook of {where}")
 
 
 def _points_inside(value: Any, inside: Set[int]) -> bool:

@@ -99,11 +99,16 @@ class Undo:
     """Buffers as they were, to be put back for some slots or all."""
 
     kept: dict[str, Tensor] = field(default_factory=dict)
+    rows: dict[str, dict[int, Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, stacked: Stacked, leave_out: Sequence[str] = ()) -> Undo:
-        """All buffers of ``stacked`` but those known never to change."""
-        return cls({k: b.clone() for k, b in stacked.buffers.items() if k not in leave_out})
+    def of(cls, stacked: Stacked, leave_out: Sequence[str] = (), idle: Sequence[int] = ()) -> Undo:
+        """All buffers of ``stacked``; of those that never changed so far the rows of ``idle``."""
+        buffers = stacked.buffers.items()
+        return cls(
+            {name: b.clone() for name, b in buffers if name not in leave_out},
+            {name: {i: b[i].clone() for i in idle} for name, b in buffers if name in leave_out},
+        )
 
     def put_back(self, stacked: Stacked, slots: Sequence[int] | None = None) -> None:
         """For ``slots``, or for all; autograd, which may have saved them, does not notice."""
@@ -113,3 +118,7 @@ class Undo:
             else:
                 for slot in slots:
                     stacked.buffers[name].data[slot] = before[slot]
+        for name, rows in self.rows.items():
+            for slot, row in rows.items():
+                if slots is None or slot in slots:
+                    stacked.buffers[name].data[slot] = row

@@ -7,7 +7,7 @@ random streams; what a forward changes in Python is found on the way.
 
 from __future__ import annotations
 
-import random
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,19 +15,18 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shoal.bound import code_of
 from shoal.fusion.admission import shared_signature
 from shoal.fusion.array import Array
-from shoal.fusion.blend import HIDDEN
+from shoal.fusion.constants import constants_of
 from shoal.fusion.crew import ArrayBackend
 from shoal.fusion.declined import Declined
 from shoal.fusion.fused import StackedBackend
-from shoal.fusion.globals import global_settings, identity
-from shoal.fusion.likeness import as_double, close, copies, numpy_stream
+from shoal.fusion.likeness import as_double, close, copies
 from shoal.fusion.loop import lone_pass
 from shoal.fusion.member import Member, in_streams
 from shoal.fusion.owndryrun import own_dry_run
-from shoal.fusion.signature import described
+from shoal.fusion.perslot import standing_for
+from shoal.fusion.sideeffects import first_side_effect
 from shoal.recipe import to_device
 from shoal.rng import same_rng
 
@@ -54,11 +53,12 @@ def dry_run(
         shared_signature(members)
         if members[0].recipe.step is not None:
             return own_dry_run(members, moved, where)
-        side_effect = _first_side_effect(members, moved, where)
-        if side_effect:
-            return side_effect
-        exact = _in_float64(members, moved, where)
-        return difference(*(exact or (copies(members), moved)), where, backend)
+        if words := first_side_effect(members, moved, where):
+            return words
+        exact = _in_float64(members, moved, where) or (copies(members), moved)
+        spare = copies(exact[0]) if _differ_in_floats(members) else ()
+        words = difference(*exact, where, backend)
+        return (hidden_number(spare, exact[1], where) if spare else "") or words
     except Declined as error:
         return str(error)
 
@@ -177,57 +177,42 @@ def _gradient_difference(
     return "" if close(alone, found, limit, scale) else "is another one"
 
 
-def _first_side_effect(
-    members: Sequence[Member], batches: Sequence[Any], device: torch.device
-) -> str:
-    """That of the first trial whose own code does not raise.
+def _differ_in_floats(members: Sequence[Member]) -> bool:
+    every = [constants_of(member.recipe, member.module, rates=True) for member in members]
+    return len(set(every)) > 1
 
-    Raises:
-        Declined: there is none.
+
+STANDING = (1e3, -1e3)
+"""What numbers of all slots pass for, where code reads them as one."""
+
+
+def hidden_number(members: Sequence[Member], batches: Sequence[Any], device: torch.device) -> str:
+    """Whether the model's code reads a number that differs by slot as one, and hides that.
+
+    As one it is NaN, which most code hands on to the loss; ``max(0.1, math.exp(-rate))`` does not.
+    So it stands for other numbers here, of which an array's losses must not know.
     """
-    for member, batch in zip(copies(members), batches, strict=True):
+    seen = [_losses_with(value, members, batches, device) for value in (math.nan, *STANDING)]
+    if all(torch.equal(losses, seen[0]) for losses in seen):
+        return ""
+    return (
+        "the model's code makes one number of a hyperparameter that differs from trial to trial, "
+        "as math.exp(x) does, or NumPy. Compute it where the model is built, or with torch: its "
+        "operations and Python's arithmetic know each trial's own."
+    )
+
+
+def _losses_with(
+    value: float, members: Sequence[Member], batches: Sequence[Any], device: torch.device
+) -> Tensor:
+    """The losses of one step, infinite where a slot's code raises."""
+    with standing_for(value):
+        array = Array(copies(members), device=device, backend=StackedBackend())
         try:
-            return _side_effect(member, batch, device)
-        except Exception as error:
-            failure = error
-    raise Declined(f"none of the trials can do a step: {type(failure).__name__}: {failure}")
-
-
-def _side_effect(member: Member, batch: Any, device: torch.device) -> str:
-    """What a forward changes that is neither a buffer nor one of torch's random streams."""
-    member.module.train()
-    with in_streams(member, device):
-        lone_pass(member, batch, device)  # what a first forward lays up for all that follow
-        before = _settings(member)
-        python, numpy = random.getstate(), numpy_stream()
-        lone_pass(member, batch, device)
-        drew = [
-            *(["random"] if random.getstate() != python else []),
-            *(["NumPy"] if numpy_stream() != numpy else []),
-        ]
-    if drew:
-        return f"the model's forward draws from {drew[0]}, which has one stream for all slots."
-    after = _settings(member)
-    changed = sorted(n for n in before.keys() | after.keys() if before.get(n) != after.get(n))
-    if changed:
-        return (
-            f"a forward or its loss changes {changed[0]}, which would change once for all slots. "
-            "Make it a buffer of the model."
-        )
-    return ""
-
-
-def _settings(member: Member) -> dict[str, str]:
-    """Every setting in words, floats and identities included."""
-    found = {
-        f"the attribute {f'{path}.{name}'.lstrip('.')!r}": value
-        for path, child in member.module.named_modules()
-        for name, value in vars(child).items()
-        if name not in HIDDEN
-    }
-    found |= {
-        f"what the recipe's {n} keeps": code_of(getattr(member.recipe, n))
-        for n in ("loss", "inputs")
-    }
-    told = {name: f"{described(value)} {identity(value)}" for name, value in found.items()}
-    return told | global_settings(member.recipe, member.module)
+            trained = array.backend.train(array._crew, batches, [True] * len(members), 1.0)
+        except Declined:  # what math says of a number that no trial has
+            return torch.full((len(members),), math.inf, dtype=torch.float64)
+    losses = trained.losses.detach().clone()
+    for slot in trained.failures:
+        losses[slot] = math.inf
+    return losses.nan_to_num(nan=-1.0)

@@ -159,7 +159,7 @@ class StackedBackend:
     ) -> tuple[Tensor, Sequence[Any]]:
         kind, constant = self._kind(crew), self._constant
         full = filled(batches, active)
-        undo = self._undo = Undo.of(crew.stacked, constant.get(kind, ()))
+        undo = self._undo = Undo.of(crew.stacked, constant.get(kind, ()), idle_slots(active))
         versions = {name: b._version for name, b in crew.stacked.buffers.items()}
         with self._forgetting(kind):
             result = self._tried(crew, full, active)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from shoal.bound import code_of
@@ -58,6 +61,8 @@ def identity(value: Any, depth: int = 0) -> str:
         return repr(value)
     if isinstance(value, Tensor):
         return f"{id(value)} {value._version}"
+    if (state := _random_state(value)) is not None:
+        return state
     if depth > DEEPEST:
         return ""
     inside: Iterable[Any] = ()
@@ -70,6 +75,17 @@ def identity(value: Any, depth: int = 0) -> str:
     elif hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType | nn.Module):
         inside = vars(value).values()
     return " ".join(identity(item, depth + 1) for item in inside)
+
+
+def _random_state(value: Any) -> str | None:
+    """Where a random generator stands; None of anything else."""
+    if isinstance(value, random.Random):
+        return str(hash(value.getstate()))
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return repr([*map(str, value.get_state(legacy=False).values())])
+    return repr(value.get_state().tolist()) if isinstance(value, torch.Generator) else None
 
 
 def _code_of(recipe: Recipe, module: nn.Module) -> Iterator[types.FunctionType]:

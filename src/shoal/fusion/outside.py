@@ -140,7 +140,7 @@ def draw(streams: SlotStreams, mask: Mask) -> Tensor:
     """Masks [N, ...], each from its slot's own generator.
 
     On the CPU what ``torch.dropout`` draws; elsewhere its kernel draws itself, once per slot.
-    A slot whose rate is 0 draws nothing, as alone.
+    A slot whose rate is 0 or 1 draws nothing, as alone.
     """
     size, stride, dtype, device, rates = mask
     elements = max(1, torch.Size(size).numel())
@@ -148,8 +148,8 @@ def draw(streams: SlotStreams, mask: Mask) -> Tensor:
         (len(rates), *size), (elements, *stride), dtype=dtype, device=device
     )
     for slot, rate in enumerate(rates):
-        if rate == 0:
-            drawn[slot].fill_(1)
+        if rate in (0, 1):
+            drawn[slot].fill_(1 - rate)
         elif device.type == "cpu":
             drawn[slot].bernoulli_(1 - rate, generator=streams.generator(slot))
         else:

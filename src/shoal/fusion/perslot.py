@@ -7,17 +7,32 @@ which such a float is a ``PerSlot``: a float by type, so that torch's argument p
 with one value for each slot. Python's arithmetic on it works value by value; a comparison
 holds if it does for every slot, fails if for none, and otherwise is a ``Disagreement``. What
 reaches a tensor operation is seen by ``SlotMode``, which knows what to do. As a plain C double
-it is NaN: code that reads it past all this makes a loss that nobody takes for a number.
+it is NaN: code that reads it past all this makes a loss that nobody takes for a number. Code that
+hides it (``max(0.1, math.exp(-rate))``) is found by a dry run, in which it stands for others.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from shoal.fusion.declined import Disagreement
+
+_STANDS_FOR: ContextVar[float] = ContextVar("as a plain number", default=math.nan)
+
+
+@contextmanager
+def standing_for(value: float) -> Iterator[None]:
+    """Numbers that are made inside are ``value`` as a plain C double."""
+    token = _STANDS_FOR.set(value)
+    try:
+        yield
+    finally:
+        _STANDS_FOR.reset(token)
 
 
 class PerSlot(float):
@@ -26,7 +41,7 @@ class PerSlot(float):
     values: tuple[float, ...]
 
     def __new__(cls, values: Sequence[float]) -> PerSlot:
-        made = super().__new__(cls, math.nan)
+        made = super().__new__(cls, _STANDS_FOR.get())
         made.values = tuple(float(value) for value in values)
         return made
 

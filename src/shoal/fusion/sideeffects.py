@@ -1,0 +1,193 @@
+"""What a trial's code changes that an array does not keep for each slot.
+
+Found on copies of the trials, before they are compared as an array.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shoal.bound import code_of
+from shoal.fusion.blend import HIDDEN, same
+from shoal.fusion.declined import Declined
+from shoal.fusion.globals import global_settings, identity
+from shoal.fusion.likeness import copies, numpy_stream
+from shoal.fusion.loop import lone_pass
+from shoal.fusion.member import Member, in_streams
+from shoal.fusion.signature import described
+
+
+def first_side_effect(
+    members: Sequence[Member], batches: Sequence[Any], device: torch.device
+) -> str:
+    """That of the first trial whose own code does not raise; empty if it has none.
+
+    Raises:
+        Declined: there is none such.
+    """
+    for member, batch in zip(copies(members), batches, strict=True):
+        try:
+            words = _side_effect(member, batch, device)
+        except Exception as error:
+            failure = error
+            continue
+        return words or _laid_up_differently(members, batches, device)
+    raise Declined(f"none of the trials can do a step: {type(failure).__name__}: {failure}")
+
+
+def _side_effect(member: Member, batch: Any, device: torch.device) -> str:
+    """What a forward changes that is neither a buffer nor one of torch's random streams."""
+    member.module.train()
+    with _tensor_hooks() as hooked:
+        words = _change(member, batch, device, "a forward")
+    if hooked:
+        return (
+            "the model's forward puts a hook on a tensor (register_hook), which would see the "
+            "gradients of all slots, or none. A torch.autograd.Function can do the same."
+        )
+    return words or _change_when_evaluating(member, batch, device)
+
+
+def _change_when_evaluating(member: Member, batch: Any, device: torch.device) -> str:
+    member.module.eval()
+    try:
+        with torch.no_grad():
+            return _change(member, batch, device, "a forward in evaluation mode")
+    except Exception:  # a model that has no loss then is not evaluated
+        return ""
+
+
+def _change(member: Member, batch: Any, device: torch.device, what: str) -> str:
+    """What is another after forwards, the first of which may lay up something for the others."""
+    batch = tree_map_only(Tensor, torch.clone, batch)
+    parameters = member.module.named_parameters()
+    tensors: list[tuple[str, Tensor]] = [(f"the parameter {name!r}", p) for name, p in parameters]
+    tensors += [("its batch", leaf) for leaf in _tensors_of(batch)]
+    kept = [(name, tensor, tensor.detach().clone()) for name, tensor in tensors]
+    with in_streams(member, device):
+        lone_pass(member, batch, device)
+        before = _settings(member)
+        python, numpy = random.getstate(), numpy_stream()
+        lone_pass(member, batch, device)
+        drew = [
+            *(["random"] if random.getstate() != python else []),
+            *(["NumPy"] if numpy_stream() != numpy else []),
+        ]
+    if drew:
+        return f"the model's forward draws from {drew[0]}, which has one stream for all slots."
+    if words := next((name for name, now, then in kept if not torch.equal(now, then)), ""):
+        return (
+            f"{what} writes to {words}, which passes of an array do more often than a trial alone."
+            + (" Make it a buffer of the model." if words != "its batch" else " Clone it before.")
+        )
+    after = _settings(member)
+    changed = sorted(n for n in before.keys() | after.keys() if before.get(n) != after.get(n))
+    if changed:
+        return (
+            f"{what} or its loss changes {changed[0]}, which would change once for all slots. "
+            "Make it a buffer of the model."
+        )
+    return ""
+
+
+def _tensors_of(batch: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif isinstance(leaf, Mapping):  # one that pytree does not know
+            found += _tensors_of(list(leaf.values()))
+    return found
+
+
+def _settings(member: Member) -> dict[str, str]:
+    """Every setting in words, floats and identities included."""
+    found = _attributes(member) | {
+        f"what the recipe's {n} keeps": code_of(getattr(member.recipe, n))
+        for n in ("loss", "inputs")
+    }
+    told = {name: f"{described(value)} {identity(value)}" for name, value in found.items()}
+    return told | global_settings(member.recipe, member.module)
+
+
+def _attributes(member: Member) -> dict[str, Any]:
+    return {
+        f"the attribute {f'{path}.{name}'.lstrip('.')!r}": value
+        for path, child in member.module.named_modules()
+        for name, value in vars(child).items()
+        if name not in HIDDEN
+    }
+
+
+@contextmanager
+def _tensor_hooks() -> Iterator[list[Tensor]]:
+    """Tensors that were given a hook inside."""
+    hooked: list[Tensor] = []
+    register = Tensor.register_hook
+
+    def noted(tensor: Tensor, hook: Any) -> Any:
+        hooked.append(tensor)
+        return register(tensor, hook)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    Tensor.register_hook = noted  # type: ignore[method-assign]
+    try:
+        yield hooked
+    finally:
+        Tensor.register_hook = register  # type: ignore[method-assign]
+
+
+# -- what a first forward lays up ---------------------------------------------------------------
+
+
+def _laid_up_differently(
+    members: Sequence[Member], batches: Sequence[Any], device: torch.device
+) -> str:
+    """Whether two trials keep other things after their first forward; an array has one of them."""
+    found: list[dict[str, Any]] = []
+    for member, batch in zip(copies(members), batches, strict=True):
+        try:
+            found.append(_laid_up(member, batch, device))
+        except Exception:  # its own, alone too
+            continue
+        if len(found) == 2:
+            break
+    if len(found) < 2:
+        return ""
+    one, other = found
+    for name in sorted(one.keys() | other.keys()):
+        if name not in one or name not in other or not _alike(one[name], other[name]):
+            return (
+                f"a first forward lays up {name}, and another one in another trial; there would "
+                "be one for all slots. Make it a buffer of the model."
+            )
+    return ""
+
+
+def _laid_up(member: Member, batch: Any, device: torch.device) -> dict[str, Any]:
+    """The attributes that a first forward makes or changes."""
+    member.module.train()
+    before = {name: f"{described(v)} {identity(v)}" for name, v in _attributes(member).items()}
+    with in_streams(member, device):
+        lone_pass(member, tree_map_only(Tensor, torch.clone, batch), device)
+    return {
+        name: value
+        for name, value in _attributes(member).items()
+        if before.get(name) != f"{described(value)} {identity(value)}"
+    }
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return list(one) == list(other) and all(_alike(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    if isinstance(one, Tensor | bool | int | float | complex | str | bytes | type(None)):
+        return same([one, other])
+    return type(one) is type(other) and described(one) == described(other)

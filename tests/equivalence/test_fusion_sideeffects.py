@@ -1,0 +1,197 @@
+"""What a forward leaves behind, or reads past what an array knows, keeps its trials apart."""
+
+import math
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.fusion import Array, Member, dry_run
+from shoal.recipe import Recipe
+from shoal.rng import capture_rng
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Net(nn.Module):
+    """A layer whose forward does something besides, with a number that differs by trial."""
+
+    def __init__(self, does, number=1.0):
+        super().__init__()
+        self.layer, self.other, self.does, self.number = *pair(), does, number
+        self.begun, self.evaluations, self.random = False, 0, random.Random(0)
+        self.register_buffer("bank", torch.zeros(1500, 4))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.double()
+
+    def forward(self, x):
+        return self.does(self, self.layer(x), x)
+
+
+def pair():
+    return nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+
+def averages_weights(net, h, x):
+    with torch.no_grad():
+        net.other.weight.mul_(0.9).add_(net.layer.weight, alpha=0.1)
+    return h
+
+
+def averages_data(net, h, x):
+    net.other.weight.data.mul_(0.9).add_(net.layer.weight.data, alpha=0.1)
+    return h
+
+
+def begins(net, h, x):
+    if not net.begun:
+        net.begun, net.mean = True, x.mean(0)
+    return h - net.mean
+
+
+def lays_up_a_mask(net, h, x):
+    if not net.begun:
+        net.begun, net.mask = True, torch.ones(4, dtype=h.dtype).cumsum(0)
+    return h * net.mask
+
+
+def hooks_a_tensor(net, h, x):
+    if h.requires_grad:
+        h.register_hook(lambda gradient: gradient.clamp(-10, 10))
+    return h
+
+
+def counts_evaluations(net, h, x):
+    net.evaluations += not net.training
+    return h * (1 + net.evaluations)
+
+
+def writes_its_batch(net, h, x):
+    x.mul_(0.5)
+    return h
+
+
+def draws_from_its_own(net, h, x):
+    return h * net.random.random()
+
+
+def floors(net, h, x):
+    return h * max(0.1, math.exp(-net.number))
+
+
+def floors_with_torch(net, h, x):
+    return h * torch.exp(torch.tensor(-net.number)).clamp(min=0.1)
+
+
+def scales(net, h, x):
+    return h * net.number
+
+
+def fills_a_bank_now_and_then(net, h, x):
+    if net.training:
+        net.count += 1
+        if net.count % 2 == 0:
+            net.bank.copy_(net.bank * 0.9 + h.detach().mean(0))
+    return h + net.bank.mean(0)
+
+
+def member(does, number=1.0, change=lambda net: None):
+    net = Net(does, number)
+    change(net)
+    return Member(
+        recipe=RECIPE,
+        hp={},
+        module=net,
+        optimizer=torch.optim.SGD(net.layer.parameters(), lr=0.1),
+        schedule=None,
+        rng=capture_rng(),
+    )
+
+
+def mean(output, batch):
+    return output.square().mean()
+
+
+RECIPE = Recipe(model=lambda hp: None, data=lambda hp: ([], None), loss=mean)
+
+
+def members(does, numbers=(1.0, 1.0, 1.0), **options):
+    torch.manual_seed(0)
+    return [member(does, number, **options) for number in numbers]
+
+
+def batches(width=3, seed=1):
+    draws = torch.Generator().manual_seed(seed)
+    return [torch.randn(5, 4, generator=draws, dtype=torch.float64) * 3 for _ in range(width)]
+
+
+@pytest.mark.parametrize(
+    ("does", "reason"),
+    [
+        (averages_weights, "writes to the parameter 'other.weight'"),
+        (averages_data, "writes to the parameter 'other.weight'"),
+        (begins, "lays up the attribute 'mean', and another one in another trial"),
+        (hooks_a_tensor, "puts a hook on a tensor"),
+        (counts_evaluations, "a forward in evaluation mode or its loss changes the attribute"),
+        (writes_its_batch, "writes to its batch"),
+        (draws_from_its_own, "changes the attribute 'random'"),
+    ],
+)
+def test_a_forward_that_leaves_something_behind_is_declined_with_the_reason(does, reason):
+    assert reason in dry_run(members(does), batches())
+
+
+def test_the_trials_and_their_batches_are_not_touched_meanwhile():
+    made, given = members(writes_its_batch), batches()
+
+    dry_run(made, given)
+
+    assert all(map(torch.equal, given, batches()))
+    assert not any(one.module.begun for one in made)
+
+
+@pytest.mark.parametrize("does", [lays_up_a_mask, fills_a_bank_now_and_then])
+def test_what_is_alike_in_all_trials_or_a_buffer_keeps_nobody_from_an_array(does):
+    assert dry_run(members(does), batches()) == ""
+
+
+# The floor holds for all of them, for one of them, and for none.
+@pytest.mark.parametrize("numbers", [(3.0, 4.0, 5.0), (3.0, 4.0, 0.1), (0.1, 0.2, 0.3)])
+def test_a_number_that_code_reads_as_one_and_hides_is_declined(numbers):
+    found = dry_run(members(floors, numbers), batches())
+
+    assert "makes one number of a hyperparameter that differs from trial to trial" in found
+
+
+@pytest.mark.parametrize("does", [floors_with_torch, scales])
+def test_a_number_that_torch_or_arithmetic_reads_is_each_trials_own(does):
+    assert dry_run(members(does, (0.1, 2.0, 5.0)), batches()) == ""
+
+
+def test_a_hook_that_closes_over_its_module_is_declined():
+    def hooked(net):
+        net.layer.register_forward_hook(lambda module, given, made: made * net.number)
+
+    found = dry_run(members(scales, (1.0, 2.0, 3.0), change=hooked), batches())
+
+    assert "closes over a module, which would be one trial's for all" in found
+
+
+def test_a_hook_that_closes_over_a_number_has_each_trials_own():
+    def hooked(net):
+        number = net.number
+        net.layer.register_forward_hook(lambda module, given, made: made * number)
+
+    assert dry_run(members(scales, (1.0, 2.0, 3.0), change=hooked), batches()) == ""
+
+
+def test_a_large_buffer_of_a_slot_that_waits_is_not_written():
+    array = Array(members(fills_a_bank_now_and_then))
+    array.step(batches())  # the first forward does not write it
+
+    before = array.extract(1)["model"]["bank"].clone()
+    array.step([batches(seed=2)[0], None, batches(seed=2)[2]])
+
+    assert torch.equal(array.extract(1)["model"]["bank"], before)
+    assert not torch.equal(array.extract(0)["model"]["bank"], before)
