@@ -9,6 +9,7 @@ what is on record is what counts: ``replace_last``.
 from __future__ import annotations
 
 import copy
+import importlib.util
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -28,6 +29,7 @@ class Suggester:
     def __init__(self, sampler: Any, space: Mapping[str, Distribution], mode: str) -> None:
         self._optuna = load_optuna("this sampler")
         self._name = type(sampler).__name__
+        _require_package(sampler)
         self._space = space
         self._study = new_study(self._optuna, mode, sampler=copy.deepcopy(sampler))
         self._trials: list[Any] = []
@@ -43,15 +45,20 @@ class Suggester:
         """
         trial = self._ask()
         self._trials.append(trial)
-        known = {name for name, _ in entries(self._space)}
+        known: dict[str, list[Distribution | Scalar]] = {}
+        for name, entry in entries(self._space):  # a name may stand in several branches
+            known.setdefault(name, []).append(entry)
         relative = self._quietly(lambda: trial.relative_params)  # drawn when it is looked at
-        unknown = sorted(set(relative) - known)
+        unknown = sorted(relative.keys() - known.keys())
         if unknown:
             raise SpecError(
                 f"the sampler {self._name} suggests {unknown[0]!r}, which is no name of the "
                 f"space; it has {', '.join(sorted(known))}. Give the sampler the names of the "
                 "space."
             )
+        for name, value in relative.items():  # Optuna passes over what does not exist
+            if not any(_has(of, value) for of in known[name]):
+                raise self._not_there(name, value, known[name][0])
         return walk(self._space, lambda name, of: self._value(trial, name, of))
 
     def replace_last(self, point: Point) -> None:
@@ -88,11 +95,14 @@ class Suggester:
     def _value(self, trial: Any, name: str, of: Distribution) -> Scalar:
         value = self._quietly(lambda: suggest(trial, name, of))
         if not _has(of, value):
-            raise SpecError(
-                f"the sampler {self._name} suggests {name}={value!r}, which is not in {of!r}. "
-                "Give the sampler the space of the study, or use another one."
-            )
+            raise self._not_there(name, value, of)
         return to_scalar(name, value)
+
+    def _not_there(self, name: str, value: Any, of: Distribution | Scalar) -> SpecError:
+        return SpecError(
+            f"the sampler {self._name} suggests {name}={value!r}, which is not in {of!r}. "
+            "Give the sampler the space of the study, or use another one."
+        )
 
     def _quietly(self, work: Any) -> Any:
         """Do what calls the sampler; what it raises is said in words.
@@ -129,7 +139,23 @@ def check_repeats(sampler: Any, space: Mapping[str, Distribution], mode: str) ->
         )
 
 
-def _has(of: Distribution, value: Any) -> bool:
+_PACKAGES = {"CmaEsSampler": "cmaes", "GPSampler": "scipy", "QMCSampler": "scipy"}
+"""What samplers of Optuna's import when they are first needed, which is after some trials."""
+
+
+def _require_package(sampler: Any) -> None:
+    package = _PACKAGES.get(type(sampler).__name__, "")
+    if package and importlib.util.find_spec(package) is None:
+        name = type(sampler).__name__
+        raise SpecError(
+            f"the sampler {name} needs the package {package}, which is not installed: "
+            f"pip install {package}"
+        )
+
+
+def _has(of: Distribution | Scalar, value: Any) -> bool:
+    if of is None or isinstance(of, bool | int | float | str):
+        return bool(value == of)
     if isinstance(of, Choice):
         return any(type(value) is type(one) and value == one for one in of.values)
     return isinstance(value, int | float) and of.lo <= value <= of.hi

@@ -1,6 +1,7 @@
 """What is asked of a search, and what is said of what cannot be served."""
 
 import builtins
+import importlib.util
 import subprocess
 import sys
 
@@ -158,6 +159,20 @@ def test_a_value_outside_the_space_is_refused(value):
     space = {"lr": uniform(0, 1)}
     with pytest.raises(SpecError, match=rf"Stubborn suggests lr={value}, which is not in"):
         ask(space, sampler=Stubborn(alone=value)).first_trials()
+
+
+def test_a_value_outside_the_space_is_refused_where_optuna_would_draw_another():
+    space = {"lr": uniform(0, 1)}
+    with pytest.raises(SpecError, match=r"Stubborn suggests lr=99\.0, which is not in"):
+        ask(space, sampler=Stubborn({"lr": 99.0}, 0.5)).first_trials()
+
+
+def test_a_package_that_a_sampler_will_need_is_asked_for_before_the_first_trial(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "cmaes" else found(n))
+    sampler = optuna.samplers.CmaEsSampler(seed=0)
+    with pytest.raises(SpecError, match="CmaEsSampler needs the package cmaes"):
+        ask(sampler=sampler).first_trials()
 
 
 def test_a_value_that_is_none_of_a_choices_is_refused():
