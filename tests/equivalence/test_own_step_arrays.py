@@ -39,9 +39,9 @@ def train(run_study):
     def run(kind, *, recipe=None, space=None, loop=None, width=3, **options):
         recipe = recipe or ownsteps.recipe(kind)
         loop = loop or {"epochs": 2}
-        metric = ownsteps.METRICS.get(kind, "valid_loss")
+        options.setdefault("metric", ownsteps.METRICS.get(kind, "valid_loss"))
         space = space or shoal.grid(lr=list(RATES))
-        report = run_study(recipe, space, metric=metric, fuse=width, **loop, **options)
+        report = run_study(recipe, space, fuse=width, **loop, **options)
         squads.assert_arrayed(report, report.trials, recipe, width, **loop)
         return report
 
@@ -158,6 +158,45 @@ def test_bits_do_not_depend_on_what_a_thread_has_computed_before(nodes):
         thread.join()
     first, second = (model.state_dict() for model in found)
     assert all(same_bits(first[name], second[name]) for name in first)
+
+
+def gradient_penalty(models, batch, optimizers, hp):
+    """WGAN-GP: what the discriminator's gradient at made rows is, is in its loss."""
+    rows = batch[0]
+    fake = models.generator(torch.randn(len(rows), 4))
+    share = torch.rand(len(rows), 1)
+    mixed = (share * rows + (1 - share) * fake.detach()).requires_grad_()
+    (slope,) = torch.autograd.grad(models.discriminator(mixed).sum(), mixed, create_graph=True)
+    loss = models.discriminator(fake.detach()).mean() - models.discriminator(rows).mean()
+    loss = loss + 10 * ((slope.norm(dim=1) - 1) ** 2).mean()
+    optimizers.discriminator.zero_grad()
+    loss.backward()
+    optimizers.discriminator.step()
+    return loss
+
+
+def two_models(hp):
+    rows = [nn.Linear(8, 16), nn.LeakyReLU(0.2), nn.Dropout(0.2), nn.Linear(16, 1)]
+    return {"generator": nn.Linear(4, 8), "discriminator": nn.Sequential(*rows)}
+
+
+def one_optimizer(parameters, hp):
+    some = [p for name, p in parameters if name.startswith("discriminator")]
+    return {"discriminator": torch.optim.Adam(some, lr=hp["lr"])}
+
+
+def rows_of_eight(hp):
+    drawn = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(drawn), 16), None
+
+
+def test_gradients_of_gradients_are_summed_alike_in_slots_that_were_filled_again(train):
+    """A newcomer's thread has numbered less: its neighbours' nodes came in between."""
+    recipe = shoal.Recipe(
+        model=two_models, data=rows_of_eight, optimizer=one_optimizer, step=gradient_penalty
+    )
+    space = shoal.grid(lr=[1e-2, 3e-3], k=[0.0, 1.0], j=[0.0, 1.0])
+    train("gan", recipe=recipe, space=space, width=4, loop={"epochs": 5}, metric="train_loss")
 
 
 def by_floats():
