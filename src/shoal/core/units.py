@@ -82,7 +82,9 @@ def format_bytes(size: int | float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration as a person reads it: ``"850 ms"``, ``"12.3 s"``, ``"4m 05s"``, ``"2h 10m"``."""
+    """As a person reads it: ``"0.35 ms"``, ``"850 ms"``, ``"12.3 s"``, ``"4m 05s"``."""
+    if 0 < seconds < 0.00995:
+        return f"{seconds * 1e3:.1f} ms" if seconds >= 0.000995 else f"{seconds * 1e3:.2f} ms"
     if seconds < 1:
         return f"{seconds * 1e3:.0f} ms"
     if seconds < 60:

@@ -164,6 +164,11 @@ def _first_unequal(slot: int, alone: Member, found: Member, losses: tuple[float,
             return f"slot {slot}: the gradient of {name!r} {words}"
     buffers = dict(found.module.named_buffers())
     for name, buffer in alone.module.named_buffers():
+        if name not in buffers:
+            return (
+                f"slot {slot}: a forward makes the buffer {name!r}, for which an array has no "
+                "place. Register it with its shape where the model is built"
+            )
         if not close(buffer, buffers[name], limit, 1e-3):
             return f"slot {slot}: the buffer {name!r} is another one"
     return ""
