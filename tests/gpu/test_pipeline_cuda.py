@@ -28,7 +28,10 @@ def train_and_compare(stages, schedule, processes):
 
 
 @pytest.mark.parametrize("schedule", ["flush", "zb-h1", "2bw"])
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2 or not torch.distributed.is_nccl_available(),
+    reason="needs two CUDA devices and NCCL",
+)
 def test_nccl_carries_what_lies_on_gpus(schedule, stage_processes):
     assert train_and_compare(2, schedule, stage_processes) == "nccl, from device to device"
 

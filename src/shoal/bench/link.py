@@ -38,14 +38,18 @@ _GLANCE_S = 0.03
 def glance(spec: DeviceSpec, device: torch.device, clock: Clock) -> Link | None:
     """A quick look at a device's link, to see whether it is what it is said to be.
 
-    None where the link is not this machine's: emulated, or of a speed that was given.
+    None where the link is not this machine's: emulated, or of a speed that was given; and where
+    there is no memory to copy to.
     """
     if spec.profile is not None or spec.link_bytes_per_s is not None:
         return None
     on_gpu = spec.kind == "cuda"
     num_bytes = (32 if on_gpu else 4) * 2**20
-    with cuda_copies(device, num_bytes) if on_gpu else virtual_copies(num_bytes) as copies:
-        return measure_link(copies, num_bytes, _GLANCE_S, clock)
+    try:
+        with cuda_copies(device, num_bytes) if on_gpu else virtual_copies(num_bytes) as copies:
+            return measure_link(copies, num_bytes, _GLANCE_S, clock)
+    except torch.OutOfMemoryError:
+        return None
 
 
 @contextlib.contextmanager

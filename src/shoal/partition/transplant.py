@@ -14,14 +14,16 @@ from shoal.recipe import Recipe
 
 
 def transplanted(chain: Chain, model: nn.Module, recipe: Recipe) -> Chain:
-    """``chain`` with the modules of ``model``, which has the same names."""
+    """``chain`` with the modules of ``model``, which has the same names; it keeps no others."""
     skeleton = chain.skeleton
     blocks = tuple(
         replace(block, module=model.get_submodule(block.name)) for block in skeleton.blocks
     )
     outside = {name: model.get_submodule(name) for name in skeleton.outside}
     skeleton = replace(skeleton, model=model, recipe=recipe, blocks=blocks, outside=outside)
-    return replace(chain, skeleton=skeleton, on_close=[])
+    # Which modules it called was asked for while the chain was made.
+    record = replace(chain.record, blocks=blocks, outside=outside, called=())
+    return replace(chain, skeleton=skeleton, record=record, on_close=[])
 
 
 def obstacle(chain: Chain) -> str:

@@ -1,0 +1,62 @@
+"""Spilled trials on the stand-in for a GPU: bits, bytes, and models larger than all of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(HERE))
+from standin import can_build  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),  # the first of all builds the extension
+    pytest.mark.skipif(not can_build(), reason="needs g++ and ninja"),
+]
+
+MIB = 2**20
+
+
+def run(place, budget, memory):
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT / "src")]),
+        "SHOAL_CUDA_STANDIN": "1",
+        "SHOAL_CUDA_STANDIN_ORDER": "1",
+        "SHOAL_CUDA_STANDIN_MEMORY": str(memory),
+    }
+    done = subprocess.run(
+        [sys.executable, str(HERE / "spilled.py"), place, budget],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize(("place", "budget"), [("device", "64MiB"), ("host", "48MiB")])
+def test_trials_larger_than_their_budget_have_the_plain_bits_and_stay_within_it(place, budget):
+    found = run(place, budget, 4096 * MIB)
+
+    assert found["differs"] == ["", ""]
+    assert found["peak"] <= found["budget"]
+
+
+def test_a_model_whose_state_is_larger_than_the_gpu_is_measured_there_layer_by_layer():
+    found = run("host", "48MiB", 95 * MIB)  # its state is 128 MiB
+
+    assert found["differs"] == ["", ""]
+    assert found["peak"] <= found["budget"]
+
+
+def test_what_the_plain_loop_has_no_room_for_trains():
+    found = run("device", "64MiB", 95 * MIB)
+
+    assert found["differs"] == ["no room for the plain loop"] * 2
