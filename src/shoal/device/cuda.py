@@ -180,8 +180,9 @@ class CudaDevice:
         Large ones go in pieces: between two of them the copy of another stream has its turn. So
         activations pass, on a stream of their own, and the link is shared with what they pass.
         """
-        if source.dtype is torch.uint8 and source.dim() == 1 and source.numel() > PIECE_BYTES:
-            pairs = zip(target.split(PIECE_BYTES), source.split(PIECE_BYTES), strict=True)
+        if source.nbytes > PIECE_BYTES and _are_flat(target, source):
+            count = PIECE_BYTES // source.element_size()
+            pairs = zip(target.view(-1).split(count), source.view(-1).split(count), strict=True)
             for to, piece in pairs:
                 to.copy_(piece, non_blocking=True)
             return
@@ -201,6 +202,12 @@ class CudaDevice:
         """Make the compute stream current."""
         with torch.cuda.device(self.torch_device), torch.cuda.stream(self._compute.stream):
             yield
+
+
+def _are_flat(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether a part of one's memory is a part of the other's."""
+    alike = target.dtype is source.dtype and target.shape == source.shape
+    return alike and target.is_contiguous() and source.is_contiguous()
 
 
 class _PooledStream(CudaStream):

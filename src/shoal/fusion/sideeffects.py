@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.bound import code_of
@@ -109,21 +109,31 @@ def _tensors_of(batch: Any) -> list[Tensor]:
 
 def _settings(member: Member) -> dict[str, str]:
     """Every setting in words, floats and identities included."""
-    found = _attributes(member) | {
+    found = attributes_of(member.module) | {
         f"what the recipe's {n} keeps": code_of(getattr(member.recipe, n))
         for n in ("loss", "inputs")
     }
-    told = {name: f"{described(value)} {identity(value)}" for name, value in found.items()}
-    return told | global_settings(member.recipe, member.module)
+    return in_words(found) | global_settings(member.recipe, member.module)
 
 
-def _attributes(member: Member) -> dict[str, Any]:
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """What a model's modules keep beside parameters, buffers and modes."""
     return {
-        f"the attribute {f'{path}.{name}'.lstrip('.')!r}": value
-        for path, child in member.module.named_modules()
+        naming(path, name): value
+        for path, child in module.named_modules()
         for name, value in vars(child).items()
         if name not in HIDDEN
     }
+
+
+def naming(path: str, name: str) -> str:
+    """What an attribute of the module at ``path`` is called."""
+    return f"the attribute {f'{path}.{name}'.lstrip('.')!r}"
+
+
+def in_words(values: Mapping[str, Any]) -> dict[str, str]:
+    """Which tell one moment from another: floats, and which tensor it is and how often written."""
+    return {name: f"{described(value)} {identity(value)}" for name, value in values.items()}
 
 
 @contextmanager
@@ -173,14 +183,12 @@ def _laid_up_differently(
 def _laid_up(member: Member, batch: Any, device: torch.device) -> dict[str, Any]:
     """The attributes that a first forward makes or changes."""
     member.module.train()
-    before = {name: f"{described(v)} {identity(v)}" for name, v in _attributes(member).items()}
+    before = in_words(attributes_of(member.module))
     with in_streams(member, device):
         lone_pass(member, tree_map_only(Tensor, torch.clone, batch), device)
-    return {
-        name: value
-        for name, value in _attributes(member).items()
-        if before.get(name) != f"{described(value)} {identity(value)}"
-    }
+    found = attributes_of(member.module)
+    after = in_words(found)
+    return {name: value for name, value in found.items() if before.get(name) != after[name]}
 
 
 def _alike(one: Any, other: Any) -> bool:

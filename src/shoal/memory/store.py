@@ -12,7 +12,7 @@ import os
 
 import torch
 
-from shoal.core.errors import CapacityError
+from shoal.core.errors import CapacityError, TrialError
 from shoal.core.units import format_bytes
 from shoal.memory.layout import Field, Segment, TensorSpec
 
@@ -226,6 +226,21 @@ def describe(name: str, tensor: torch.Tensor, key: str = "") -> TensorSpec:
         num_bytes=tensor.numel() * tensor.element_size(),
         key=key,
     )
+
+
+def keep(name: str, place: torch.Tensor, buffer: torch.Tensor) -> None:
+    """Copy a buffer to its place in a region.
+
+    Raises:
+        TrialError: it has grown, or shrunk, since the trial was measured.
+    """
+    if place.shape != buffer.shape:
+        raise TrialError(
+            f"the buffer {name!r} is {list(buffer.shape)}, and was {list(place.shape)} when the "
+            "trial was measured: a forward registers another one. Register it where the model is "
+            "built, as large as it will be, or keep it as a plain attribute."
+        )
+    place.copy_(buffer)
 
 
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -75,18 +75,17 @@ def candidates(shards: Sequence[ShardSpec], technique: Spilled) -> list[tuple[in
 def with_none_recomputed(room: Room, kept: Option) -> Option | None:
     """``kept`` where every forward that need not run again does not; None if it does not fit.
 
-    What stays of it on the device was chosen; the rest is moved, or stays where it cannot move.
+    What stays of it on the device was chosen; the rest is moved, or stays where it cannot move
+    and its parameters stay too. Where these travel, as next to the turn with nothing loaded
+    ahead, it has to run again.
     """
     resolved, shards = kept[0], room.shards
     stays, moves = set(resolved.keep_activations or ()), set(resolved.spill_activations or ())
     is_open = room.technique.spill_activations is None
     able = set(movable_shards(shards, resolved)) if is_open else moves
     rest = set(range(len(shards) - 1)) - stays
-    stays |= rest - able
-    if not stays <= set(route_of(resolved, len(shards)).may_save):
-        return None
-    if any(shards[shard].saved_bytes is None for shard in stays):
-        return None
+    may_stay = route_of(resolved, len(shards)).may_save
+    stays |= {s for s in rest - able if s in may_stay and shards[s].saved_bytes is not None}
     none = replace(
         resolved,
         keep_activations=tuple(sorted(stays)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from shoal.core.errors import PlanError
 from shoal.core.plan import Job
@@ -170,14 +171,23 @@ def _for_a_step(shard: ShardSpec, technique: Technique) -> Bytes:
     return Bytes(shard.step_peak_bytes + cast)
 
 
-def _least(measure: JobMeasure, request: Request) -> Bytes:
-    """What the model needs with everything out of the way that may be, cut finely or less so."""
+class Least(NamedTuple):
+    """The least that a model may need: on paper, and how it would be cut and train then."""
+
+    total: Bytes
+    cuts: tuple[int, ...]
+    technique: Spilled
+
+
+def least(measure: JobMeasure, request: Request) -> Least:
+    """With everything out of the way that may be, cut finely or less so."""
     layers = measure.layers
     possible = [index + 1 for index, layer in enumerate(layers[:-1]) if layer.cut_after]
     forced = request.technique if isinstance(request.technique, Spilled) else Spilled()
-    totals = []
+    found = []
     for every in (1, 2, 3, 4, 6, 8):
-        shards = predict_shards(layers, possible[every - 1 :: every])
+        cuts = possible[every - 1 :: every]
+        shards = predict_shards(layers, cuts)
         place = place_asked(forced, request) or "host"
         technique = Spilled(
             shards=len(shards),
@@ -187,12 +197,22 @@ def _least(measure: JobMeasure, request: Request) -> Bytes:
             transfer=transfer_of(forced, place, measure),
             recompute=True,
         )
-        totals.append(need(measure, shards, technique, request).total)
-    return min(totals)
+        total = need(measure, shards, technique, request).total
+        found.append(Least(total, tuple(cuts), technique))
+    return min(found, key=lambda one: one.total)
 
 
-def refuse(trial: TrialSpec, measure: JobMeasure, budget: Bytes, request: Request) -> PlanError:
-    """Why no choice fits: the smallest shard there can be, and what it needs."""
+def refuse(
+    trial: TrialSpec,
+    measure: JobMeasure,
+    budget: Bytes,
+    request: Request,
+    exact: Bytes = NO_BYTES,
+) -> PlanError:
+    """Why no choice fits: the smallest shard there can be, and what it needs.
+
+    ``exact`` is what was measured of the least there is; on paper it may be too little.
+    """
     settings = ", ".join(f"{k}={v}" for k, v in trial.hp.items())
     head = f"trial {trial.number} ({settings}) does not fit a device of {format_bytes(budget)}: "
     if not measure.cuttable:
@@ -205,8 +225,8 @@ def refuse(trial: TrialSpec, measure: JobMeasure, budget: Bytes, request: Reques
         )
     singles = [predict_shard(measure.layers, i, i, i + 1) for i in range(len(measure.layers))]
     worst = max(singles, key=lambda s: s.parameter_bytes + s.backward_peak_bytes)
-    needed = _least(measure, request)
-    training = _least(replace(measure, valid_scale=1.0), request)
+    needed = max(least(measure, request).total, exact)
+    training = least(replace(measure, valid_scale=1.0), request).total
     if training <= budget < needed:
         forward = max(s.forward_peak_bytes for s in singles) * measure.valid_scale
         return PlanError(

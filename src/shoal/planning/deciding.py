@@ -27,7 +27,13 @@ from shoal.memory.chunks import in_chunks
 from shoal.memory.layout import as_it_travels
 from shoal.pipeline.stops import Stops
 from shoal.planner.choose import choices
-from shoal.planner.job import make_job, make_pipeline_job, make_replicated_job, refuse
+from shoal.planner.job import (
+    least,
+    make_job,
+    make_pipeline_job,
+    make_replicated_job,
+    refuse,
+)
 from shoal.planner.keep import keep_best
 from shoal.planner.loops import why_order
 from shoal.planner.need import (
@@ -177,7 +183,7 @@ class Deciding:
                 return (yield from self._capturing.instead(trial, settled, trials))
             if isinstance(forced, Resident):
                 raise PlanError(
-                    f"trial {trial.number} was asked to train resident, which needs "
+                    f"trial {trial.number} was asked to train {_named(forced)}, which needs "
                     f"{format_bytes(whole.total)} on a device of {format_bytes(self._budget)}. "
                     "Leave technique= out to have it spilled, or give the device more memory."
                 )
@@ -208,7 +214,7 @@ class Deciding:
         if isinstance(forced, Spilled) and forced.shards not in (None, 1):
             raise PlanError(
                 f"trial {trial.number} was asked to train in {forced.shards} shards, but its "
-                f"model cannot be cut: {'; '.join(measured.measure.notes)}. "
+                f"model cannot be cut: {'; '.join(measured.measure.notes).rstrip('.')}. "
                 "Use technique='resident'."
             )
         if whole.total > self._budget:
@@ -261,9 +267,19 @@ class Deciding:
             if found := keep_best(room, self._speeds):
                 refuse_master(trial, exact, found[0], forced)
                 return self._spilled(exact, whole, *found, active, choice)
-            closest = self._need(exact, _as_named(asked), request)
+            lean = replace(_as_named(asked), lookahead=0) if forced is None else _as_named(asked)
+            found_need = self._need(exact, lean, request)
+            if closest is None or found_need.total < closest.total:
+                closest = found_need
         refuse_shards(trial, forced, closest, self._budget)
-        raise refuse(trial, measure, self._budget, self._request)
+        finest = least(measure, request)
+        exact = self._in_chunks((yield MeasureShards(trial, finest.cuts, narrow=self._narrow)))
+        is_free = forced is None or forced == Spilled(optimizer=getattr(forced, "optimizer", None))
+        room = self._room(exact, finest.technique, request, 1)
+        if is_free and (found := keep_best(room, self._speeds)):
+            return self._spilled(exact, whole, *found, 1)
+        exact_bytes = self._need(exact, finest.technique, request).total
+        raise refuse(trial, measure, self._budget, self._request, exact_bytes)
 
     def _spilled_request(self, whole: Need) -> Request:
         """Who asks for spilling where the whole model would fit wants to see it travel."""
@@ -351,10 +367,10 @@ class Deciding:
         else:
             share = f"{active} trials share the device" if active > 1 else "it fits the device"
             count = counted(technique.shards or 1, "shard")
-            reasons.append(f"with {count} {share}, and with no other number of them less moves")
+            reasons.append(f"with {count} {share}; of the cuts that were weighed none is quicker")
         reasons.append(
             f"with the optimizer's step on the {technique.optimizer} {format_bytes(found.moved)} "
-            "move over the link in a step" + ("" if forced else ", the least of what fits")
+            "move over the link in a step"
         )
         if technique.keep or technique.keep_weights:
             none = self._need(exact, _all_travel(technique), self._request)
@@ -498,36 +514,13 @@ class Deciding:
 
     def job(self, trial: TrialSpec, settled: Settled) -> Job:
         """The job of a trial of a signature that is settled."""
+        start = (trial, settled.measure, settled.layout)
+        end = (self._request, settled.why, self._numerics(settled))
         if settled.replicated is not None:
-            return make_replicated_job(
-                trial,
-                settled.measure,
-                settled.layout,
-                settled.replicated,
-                self._request,
-                settled.why,
-                self._numerics(settled),
-            )
+            return make_replicated_job(*start, settled.replicated, *end)
         if settled.staged is not None:
-            return make_pipeline_job(
-                trial,
-                settled.measure,
-                settled.layout,
-                settled.staged,
-                self._request,
-                settled.why,
-                self._numerics(settled),
-            )
-        job = make_job(
-            trial,
-            settled.measure,
-            settled.layout,
-            settled.technique,
-            self._request,
-            settled.why,
-            self._numerics(settled),
-            self._speeds,
-        )
+            return make_pipeline_job(*start, settled.staged, *end)
+        job = make_job(*start, settled.technique, *end, self._speeds)
         if not isinstance(settled.technique, Spilled):
             return job
         if id(settled) not in self._prices:
@@ -555,6 +548,10 @@ class Deciding:
             **pipeline_numerics(technique, self._recipe.accumulate),
             **replica_numerics(technique, settled.measure, self._request),
         }
+
+
+def _named(technique: Technique) -> str:
+    return type(technique).__name__.lower()
 
 
 def _as_named(technique: Spilled) -> Spilled:

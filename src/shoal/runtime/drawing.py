@@ -16,9 +16,12 @@ from shoal.rng import capture_rng, restore_rng
 def with_draws(whole: JobMeasure, chain: Chain, batch: Batch) -> JobMeasure:
     """The measure of a model, with what is known of its draws where a step has several batches.
 
-    Of compiled code nobody sees what it draws.
+    Of compiled code nobody sees what it draws; and what a forward draws between its modules comes
+    again where a later shard enters it, and could not be told from the model's own.
     """
     if not whole.draws or whole.compiled or chain.recipe.accumulate == 1:
+        return whole
+    if chain.skeleton.draws:
         return whole
     foretelling, before = Foretelling(chain, 0), capture_rng(chain.device)
     try:

@@ -95,6 +95,7 @@ from shoal.runtime.messages import (
 )
 from shoal.runtime.meter import free_bytes, rest_on_host
 from shoal.runtime.probe import Probe
+from shoal.runtime.settling import why_changes_matter
 from shoal.runtime.wholemodel import Built, WholeModel, draws_in_cudnn, step_once
 from shoal.runtime.widths import ArrayBench
 
@@ -123,6 +124,7 @@ class Measurer:
         self._here = device.torch_device  # where the model is while it is measured
         self._no_room: int | None = None  # the trial of which the device had none
         self._built: Built | None = None
+        self._changes: frozenset[str] = frozenset()  # attributes that its forwards changed
         self._chain: Chain | None = None
         self._whole: JobMeasure | None = None
         self._narrow: tuple[str, ...] = ()  # of the chain
@@ -286,7 +288,7 @@ class Measurer:
         """One shard that is everything: bytes by the tracker, seconds of a second step."""
         model = built.model
         costs = WholeModel(self._recipe, built, self._here, self._timed, self._clock).costs()
-        self._states = costs.states
+        self._states, self._changes = costs.states, costs.changes
         params = [describe(name, p) for name, p in model.named_parameters()]
         state = [spec for specs in self._states.values() for spec in specs]
         shard = ShardSpec(
@@ -370,6 +372,10 @@ class Measurer:
             return replace(whole, cuttable=False, notes=(*whole.notes, note))
         for parameter in built.model.parameters():
             parameter.grad = None
+        if names := self._changes:
+            note = why_changes_matter(self._recipe, built.trial, built.batch, names)
+            if note:
+                return replace(whole, cuttable=False, notes=(*whole.notes, note))
         report = self._pilot(built)
         if report.chain is None:
             return replace(whole, cuttable=False, notes=(*whole.notes, *report.notes))

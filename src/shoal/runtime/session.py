@@ -26,7 +26,7 @@ from shoal.device.losses import Losses, readback_of
 from shoal.memory.chunks import chunk_names
 from shoal.memory.layout import TrialLayout, lenders
 from shoal.memory.split import write_params
-from shoal.memory.store import Region, state_views, views
+from shoal.memory.store import Region, keep, state_views, views
 from shoal.ownstep import Losses as OwnLosses
 from shoal.ownstep import (
     Modes,
@@ -255,7 +255,7 @@ class Session:
             write_params(self.region.bytes, shard, self.binding.params)
         places = views(self.region.bytes, self.layout.buffers, self.layout.buffers_at)
         for name, place in places.items():
-            place.copy_(get(locate(self.model, name)))
+            keep(name, place, get(locate(self.model, name)))
         for shard in self.layout.shards:
             stored = state_views(self.region.bytes, shard.state, shard.state_at)
             for field_ in shard.param.fields:
@@ -287,7 +287,7 @@ class Session:
         places = views(self.region.bytes, self.layout.buffers, self.layout.buffers_at)
         for name, place in places.items():
             if names is None or name in names:
-                place.copy_(get(locate(self.model, name)))
+                keep(name, place, get(locate(self.model, name)))
 
     def park(self) -> None:
         """Let go of the device's memory: all of the trial is in its region, until ``place``."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shoal.core.errors import SpecError
 from shoal.core.spec import NO_BYTES, HyperParameters, TrialSpec
 from shoal.core.units import Bytes, Seconds
+from shoal.fusion.sideeffects import attributes_of, in_words
 from shoal.memory.layout import TensorSpec
 from shoal.memory.store import same_bits
 from shoal.ownstep import Modes
@@ -29,6 +30,7 @@ from shoal.rng import capture_rng, same_rng
 from shoal.runtime.binding import Binding, state_specs
 from shoal.runtime.clipping import refuse_sparse_norm
 from shoal.runtime.counting import fill_missing_gradients
+from shoal.runtime.settling import changed_attributes
 from shoal.runtime.stepmeasure import OWN_STEP, StepMeasure
 from shoal.runtime.units import evaluate_metrics
 
@@ -62,6 +64,7 @@ class Costs(NamedTuple):
     notes: tuple[str, ...] = ()
     writes_evaluating: bool = False  # to buffers
     workspace: Bytes = NO_BYTES  # of kernels, at most
+    changes: frozenset[str] = frozenset()  # attributes that forwards changed
 
 
 class WholeModel:
@@ -107,10 +110,13 @@ class WholeModel:
 
     def _costs(self) -> Costs:
         built, model = self._built, self._built.model
+        kept = in_words(attributes_of(model))
         before = capture_rng(self._here)
         scratch: list[Bytes] = []
         forward = peak_of(self._forward, scratch)
         draws = not same_rng(before, capture_rng(self._here))
+        changes = changed_attributes(kept, model)
+        kept = in_words(attributes_of(model)) if changes else kept
         buffers = [buffer.clone() for buffer in model.buffers()]
         if built.valid is not None:
             forward = max(forward, peak_of(self._evaluate, scratch))
@@ -140,6 +146,7 @@ class WholeModel:
             states=state_specs(Binding(model, built.optimizer, [[]], self._here)),
             workspace=max(scratch),
             notes=self._loss_notes,
+            changes=frozenset(changes | changed_attributes(kept, model)),
         )
 
     def _forward(self) -> None:

@@ -14,7 +14,14 @@ def test_a_large_copy_in_pieces_is_the_same_copy(size, monkeypatch):
     assert torch.equal(target, source)
 
 
-def test_tensors_that_are_not_flat_bytes_go_in_one(monkeypatch):
+def test_floats_and_tables_go_in_pieces_too(monkeypatch):
+    monkeypatch.setattr(cuda, "PIECE_BYTES", 8)
+    source, target = torch.randn(5, 7), torch.zeros(5, 7)
+    cuda.CudaDevice.copy(None, target, source, "up")
+    assert torch.equal(target, source)
+
+
+def test_tensors_that_do_not_lie_alike_go_in_one(monkeypatch):
     monkeypatch.setattr(cuda, "PIECE_BYTES", 8)
     source, target = torch.randn(5, 7).t(), torch.zeros(7, 5)
     cuda.CudaDevice.copy(None, target, source, "down")

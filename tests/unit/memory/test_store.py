@@ -6,9 +6,10 @@ import errno
 import mmap
 
 import pytest
+import torch
 
-from shoal.core.errors import CapacityError
-from shoal.memory.store import Staging
+from shoal.core.errors import CapacityError, TrialError
+from shoal.memory.store import Staging, keep
 
 
 def test_a_host_without_room_for_what_waits_is_no_room_and_no_other_error(monkeypatch):
@@ -19,3 +20,8 @@ def test_a_host_without_room_for_what_waits_is_no_room_and_no_other_error(monkey
     monkeypatch.setattr(mmap, "mmap", refuse)
     with pytest.raises(CapacityError, match=r"cannot allocate 1.0 KiB .*Cannot allocate memory"):
         Staging(1024)
+
+
+def test_a_buffer_of_another_shape_is_no_content_of_its_place():
+    with pytest.raises(TrialError, match=r"'table' is \[4\], and was \[3\] when the trial was"):
+        keep("table", torch.zeros(3), torch.zeros(4))

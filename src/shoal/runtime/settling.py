@@ -1,0 +1,128 @@
+"""Whether what forwards change in Python matters to the forwards that follow.
+
+A shard's forward runs again in its backward, and a model runs now and then to find its blocks.
+Buffers, parameters and random numbers are put back each time. Attributes are not: a flag that a
+first batch sets, a rate that falls from call to call. Most of what forwards leave there is read by
+nobody, or the same whenever it is made, as a mask of some length; so it is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shoal.core.spec import HyperParameters, TrialSpec
+from shoal.fusion.sideeffects import attributes_of, in_words
+from shoal.partition.build import clone_batch
+from shoal.partition.preserve import preserved, same_values
+from shoal.recipe import (
+    Batch,
+    Recipe,
+    autocast,
+    build_model,
+    compute_loss,
+    model_inputs,
+    to_device,
+)
+from shoal.rng import RngState, capture_rng, restore_rng, same_rng, seed_all
+
+CPU = torch.device("cpu")
+LATER = (1, 10, 1000, 10**6)
+"""By how much more a count may have counted."""
+
+
+def changed_attributes(before: Mapping[str, str], module: nn.Module) -> set[str]:
+    """The attributes that are others than they were, in words of ``in_words``."""
+    now = in_words(attributes_of(module))
+    return {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
+
+
+def why_changes_matter(
+    recipe: Recipe, trial: TrialSpec, batch: Batch, names: Collection[str]
+) -> str:
+    """In words, why the model cannot be cut; empty where nothing depends on these attributes.
+
+    Builds the trial's model a few times, on the CPU, and runs it there. Random state is as before.
+    """
+    before = capture_rng()
+    try:
+        for used in _used_models(recipe, trial, to_device(batch, CPU), names):
+            fresh = _outcome(_built(recipe, trial), recipe, to_device(batch, CPU))
+            if not _equal(fresh, _outcome(used, recipe, to_device(batch, CPU))):
+                return (
+                    f"a forward changes {min(names)}, and forwards after it compute something "
+                    "else; in shards forwards run again. Make it a buffer of the model, or set it "
+                    "where the model is built"
+                )
+    except Exception:  # of the model's own, on a batch that it would not be given
+        return ""
+    finally:
+        restore_rng(before)
+    return ""
+
+
+def _used_models(
+    recipe: Recipe, trial: TrialSpec, batch: Batch, names: Collection[str]
+) -> Iterator[nn.Module]:
+    """Models as they are after other batches, but for weights, buffers and random numbers."""
+    model = _built(recipe, trial)
+    with preserved(model, CPU):
+        _outcome(model, recipe, _another(batch))
+    counts = _numbers(model, names)
+    yield model
+    for more in LATER if counts else ():
+        model = _built(recipe, trial)
+        for path, name in counts:
+            owner = model.get_submodule(path)
+            setattr(owner, name, getattr(owner, name) + more)
+        yield model
+
+
+def _numbers(model: nn.Module, names: Collection[str]) -> list[tuple[str, str]]:
+    return [
+        (path, name)
+        for path, child in model.named_modules()
+        for name, value in vars(child).items()
+        if type(value) in (int, float)
+        and f"the attribute {f'{path}.{name}'.lstrip('.')!r}" in names
+    ]
+
+
+def _built(recipe: Recipe, trial: TrialSpec) -> nn.Module:
+    seed_all(trial.seed)
+    return build_model(recipe, HyperParameters(trial.hp)).train()
+
+
+def _another(batch: Batch) -> Batch:
+    """Of the same shapes and kinds, with other numbers."""
+
+    def other(tensor: Tensor) -> Tensor:
+        turned = tensor.flip(list(range(tensor.dim())))
+        return turned * 1.5 + 0.25 if tensor.is_floating_point() else turned
+
+    return tree_map_only(Tensor, other, batch)
+
+
+def _outcome(model: nn.Module, recipe: Recipe, batch: Batch) -> tuple[list[Tensor], RngState]:
+    """What a training forward makes, and where it leaves random numbers."""
+    seed_all(1)
+    with torch.no_grad(), autocast(recipe, CPU):
+        batch = clone_batch(batch)
+        args, kwargs = model_inputs(recipe, batch)
+        output = model(*args, **kwargs)
+        loss = compute_loss(recipe, output, batch)
+    leaves: list[Any] = [loss, *tree_leaves(output)]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)], capture_rng()
+
+
+def _equal(one: tuple[list[Tensor], RngState], other: tuple[list[Tensor], RngState]) -> bool:
+    alike: Callable[[Tensor, Tensor], bool] = same_values
+    return (
+        len(one[0]) == len(other[0])
+        and all(map(alike, one[0], other[0]))
+        and same_rng(one[1], other[1])
+    )
