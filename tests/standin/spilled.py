@@ -4,6 +4,7 @@ Arguments: where the optimizer steps, and the budget of cuda:0.
 """
 
 import json
+import os
 import sys
 import tempfile
 
@@ -66,3 +67,5 @@ def differs(recipe, trial, place):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)  # autograd's thread may meet an interpreter that is being taken down

@@ -26,10 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from shoal.core.errors import TrialError
 from shoal.fusion.batches import combined, layout_of
@@ -41,15 +38,13 @@ from shoal.fusion.level import entered
 from shoal.fusion.likeness import RowAt, Snapshot, row_at
 from shoal.fusion.meeting import Lanes, Run, current_run, in_turns
 from shoal.fusion.mode import SlotMode
+from shoal.fusion.numbering import Numbers
 from shoal.fusion.reach import by_passes, rows_of
 from shoal.fusion.slots import Slots
 from shoal.fusion.stacked import owners
 from shoal.fusion.template import Template
 from shoal.ownstep import Losses, OwnStep
 from shoal.several import Models
-
-NODES = 1 << 15
-"""More nodes of autograd than a slot's own code makes in a step."""
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a model's forward."""
@@ -88,7 +83,7 @@ class OwnSteps:
         self._seats: list[_Seat] = []
         self._crew: Crew | None = None
         self._lanes = Lanes()
-        self._numbers = _Numbers()
+        self._numbers = Numbers()
 
     @property
     def notes(self) -> Sequence[str]:
@@ -544,45 +539,7 @@ def _backwards_seen(seats: Sequence[_Seat]) -> Iterator[None]:
         torch.autograd.backward, torch.autograd.grad = backward, grad
 
 
-class _Numbers:
-    """Keeps the nodes of shared passes ahead of those of the slots' own code.
-
-    Of the nodes that are ready a backward runs the one with the highest number first, and each
-    thread numbers by itself. So in which order the gradients of one tensor are summed would
-    depend on how much each thread had computed before. Here the driver is always ahead, and the
-    slots' threads begin a step alike: a pass waits for all slots' losses, and meanwhile nodes of
-    ``create_graph=True``, which are numbered before a loss, would run in whoever is further.
-    """
-
-    def __init__(self) -> None:
-        self._most = 0  # of any slot's thread
-        self._begin = 0  # of all of them, in this step
-
-    def note(self) -> None:
-        """A slot's thread has come so far; called by it."""
-        self._most = max(self._most, torch._C._autograd._get_sequence_nr())
-
-    def lead(self) -> None:
-        """Be further than any slot will be in the next step."""
-        self._begin = self._most
-        behind = self._most + NODES - torch._C._autograd._get_sequence_nr()
-        if behind > 0:
-            _skip_numbers(behind + NODES)
-
-    def follow(self) -> None:
-        """Begin a step where all slots do; called by a slot's thread."""
-        _skip_numbers(self._begin - torch._C._autograd._get_sequence_nr())
-
-
-def _skip_numbers(count: int) -> None:
-    """Make so many nodes in this thread."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.enable_grad():
-        none = torch.ones((), requires_grad=True)
-        for left in range(count, 0, -1024):
-            torch.atleast_1d(*[none] * min(left, 1024))  # a node for each
-
-
-def _like_this_thread(device: torch.device, numbers: _Numbers) -> Callable[[], Any]:
+def _like_this_thread(device: torch.device, numbers: Numbers) -> Callable[[], Any]:
     """What a thread of a run has of the one that drives it: threads, stream, who is counting."""
     threads, modes = torch.get_num_threads(), list(_get_current_dispatch_mode_stack())
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
