@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 import studies
@@ -86,6 +87,7 @@ def test_a_second_interrupt_leaves_at_once(runner):
     process = runner.start(**SLOWLY, **{studies.BLOCK: str(block)})
     process.wait_for("TrialResumed")
     block.touch()  # from now on no step ends, so there is nothing to save within the grace
+    until(Path(f"{block}.reached").exists, "no trial came to a batch")
     process.send(signal.SIGINT)
     assert not process.is_over_after(0.5)
 
