@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from shoal import rounding
 from shoal.core.errors import SpecError
@@ -439,6 +440,17 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
         f"there is no rule to move a batch of type {type(batch).__name__} to {device}. Yield "
         "tensors, tuples, lists or mappings of them, or give the type a .to(device) method."
     )
+
+
+def tensors_of(batch: Batch) -> list[Tensor]:
+    """The tensors of a batch of any containers, in order."""
+    found: list[Tensor] = []
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif isinstance(leaf, Mapping):  # one that pytree does not know
+            found += tensors_of(list(leaf.values()))
+    return found
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:

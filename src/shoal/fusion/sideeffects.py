@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from shoal.bound import code_of
 from shoal.fusion.blend import HIDDEN, same
@@ -22,6 +22,7 @@ from shoal.fusion.likeness import copies, numpy_stream
 from shoal.fusion.loop import lone_pass
 from shoal.fusion.member import Member, in_streams
 from shoal.fusion.signature import described
+from shoal.recipe import tensors_of
 
 
 def first_side_effect(
@@ -69,7 +70,7 @@ def _change(member: Member, batch: Any, device: torch.device, what: str) -> str:
     batch = tree_map_only(Tensor, torch.clone, batch)
     parameters = member.module.named_parameters()
     tensors: list[tuple[str, Tensor]] = [(f"the parameter {name!r}", p) for name, p in parameters]
-    tensors += [("its batch", leaf) for leaf in _tensors_of(batch)]
+    tensors += [("its batch", leaf) for leaf in tensors_of(batch)]
     kept = [(name, tensor, tensor.detach().clone()) for name, tensor in tensors]
     with in_streams(member, device):
         lone_pass(member, batch, device)
@@ -95,16 +96,6 @@ def _change(member: Member, batch: Any, device: torch.device, what: str) -> str:
             "Make it a buffer of the model."
         )
     return ""
-
-
-def _tensors_of(batch: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif isinstance(leaf, Mapping):  # one that pytree does not know
-            found += _tensors_of(list(leaf.values()))
-    return found
 
 
 def _settings(member: Member) -> dict[str, str]:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from shoal.core.spec import ALIGNMENT, Halves, LayerMeasure, Narrow, ShardSpec
 from shoal.core.units import Bytes, Seconds, round_up
@@ -35,7 +34,7 @@ from shoal.partition.track import AllocationTracker
 from shoal.partition.units import BackwardResult, run_forward
 from shoal.partition.visitors import There, everywhere
 from shoal.partition.wires import Wire, Wires, storage_key
-from shoal.recipe import Batch
+from shoal.recipe import Batch, tensors_of
 from shoal.rng import capture_rng
 
 Timed = Callable[[Callable[[], object]], float]
@@ -267,7 +266,7 @@ def private_wires(
     later: set[Wire] = set()
     if stop < chain.num_layers:
         later = {*chain.live_wires(stop), *chain.live_wires(stop, micro)}
-    others = (*_tensors_of(micro.batch), *chain.model.buffers())
+    others = (*tensors_of(micro.batch), *chain.model.buffers())
     owners = Counter(storage_key(t) for t in (*wires.values(), *others))
     return {
         wire: wires[wire]
@@ -320,16 +319,6 @@ def _fills_its_storage(tensor: Tensor) -> bool:
     """Whether a tensor is all that its storage holds, each element once."""
     dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
     return bool(dense) and tensor.untyped_storage().nbytes() == tensor.nbytes
-
-
-def _tensors_of(batch: Batch) -> list[Tensor]:
-    found: list[Tensor] = []
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif isinstance(leaf, Mapping):  # one that pytree does not know
-            found += _tensors_of(list(leaf.values()))
-    return found
 
 
 class _Forward(NamedTuple):
