@@ -267,10 +267,8 @@ class Deciding:
             if found := keep_best(room, self._speeds):
                 refuse_master(trial, exact, found[0], forced)
                 return self._spilled(exact, whole, *found, active, choice)
-            lean = replace(_as_named(asked), lookahead=0) if forced is None else _as_named(asked)
-            found_need = self._need(exact, lean, request)
-            if closest is None or found_need.total < closest.total:
-                closest = found_need
+            needed = self._need(exact, _as_named(asked), request)
+            closest = needed if closest is None else min(closest, needed, key=lambda n: n.total)
         refuse_shards(trial, forced, closest, self._budget)
         finest = least(measure, request)
         exact = self._in_chunks((yield MeasureShards(trial, finest.cuts, narrow=self._narrow)))
