@@ -27,8 +27,8 @@ from shoal.planning import (
     Planner,
     Times,
     Wish,
+    changes_of,
     early,
-    width_wished,
     with_seconds,
     with_split_masters,
 )
@@ -88,11 +88,9 @@ def plan_study(
         eta=ETA if study.search.pruner in ("asha", "hyperband") else None,
         prunes=study.search.pruner is not None and not study.search.varied,
         generation=study.search.generation,
-        changes=bool(study.search.varied),
+        changes=changes_of(study.search.varied_space) if study.search.varied else None,
     )
-    wish = _in_a_population(study, fuse, trials)
-    reseats = reseats and wish == fuse
-    fusing = Fusing(wish, hardware.devices, recorded, times, before, steps, reseats=reseats)
+    fusing = Fusing(fuse, hardware.devices, recorded, times, before, steps, reseats=reseats)
     planner = Planner(
         *args,
         steps=settings.steps,
@@ -147,29 +145,6 @@ def stops_of(settings: Settings) -> Stops:
         eval_every=settings.eval_every,
         each_step=not settings.checkpoint_every_s,
     )
-
-
-def _in_a_population(study: Asked, fuse: Wish, trials: Sequence[TrialSpec]) -> Wish:
-    """Trials that change their settings on the way share an array if those are all floats.
-
-    Another one may be part of a shape, and its trial would fit its array no more.
-
-    Raises:
-        PlanError: a width was asked for, and there is another one.
-    """
-    varied = study.search.varied
-    others = sorted(
-        {name for t in trials for name in varied if type(t.hp.get(name, 0.0)) is not float}
-    )
-    if not others or not fuse:
-        return fuse
-    if width_wished(fuse) is not None:
-        raise PlanError(
-            f"fuse={fuse} with population-based training that varies {', '.join(others)}: of what "
-            "changes on the way an array takes floats alone. Name them in PBT(vary=...), or leave "
-            "fuse out."
-        )
-    return 0
 
 
 def with_less_on_host(

@@ -12,13 +12,15 @@ of each is measured, on whichever worker is free, and speaks for the others.
     staleness.py  which trials train with stale weights
     gangs.py      what can be said of both before anything is measured
     fusing.py     which trials share an array, and how wide it is
+    changing.py   whether trials whose settings change on the way share one
     reseating.py   who changes arrays on the way, because a user asks for it
     planned.py    what comes of it
 """
 
 from shoal.core.seats import ALONE
 from shoal.planning.asking import MAX_DEATHS, Abandoned, Receive
-from shoal.planning.fusing import Fusing, Times
+from shoal.planning.changing import Changes, changes_of
+from shoal.planning.fusing import Fusing
 from shoal.planning.gangs import early, technique_on_record
 from shoal.planning.planned import Planned, with_seconds, with_split_masters
 from shoal.planning.planner import Planner
@@ -26,6 +28,7 @@ from shoal.planning.replicating import BY_SHARDS
 from shoal.planning.reseating import array_kind, array_place, recorded_width
 from shoal.planning.spilling import asked_of
 from shoal.planning.staleness import agree_on_weights
+from shoal.planning.times import Times
 from shoal.planning.widthwish import UNCUT, WidthWish, Wish, width_wished
 
 __all__ = [
@@ -34,6 +37,7 @@ __all__ = [
     "MAX_DEATHS",
     "UNCUT",
     "Abandoned",
+    "Changes",
     "Fusing",
     "Planned",
     "Planner",
@@ -45,6 +49,7 @@ __all__ = [
     "array_kind",
     "array_place",
     "asked_of",
+    "changes_of",
     "early",
     "recorded_width",
     "technique_on_record",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -55,6 +55,7 @@ from shoal.planning.arrayjobs import (
     with_rooms,
 )
 from shoal.planning.asking import Asking
+from shoal.planning.changing import why_apart
 from shoal.planning.reseating import (
     Reseating,
     array_kind,
@@ -66,6 +67,7 @@ from shoal.planning.reseating import (
     where_it_is,
 )
 from shoal.planning.spilling import SpilledArrayPlan, Spilling
+from shoal.planning.times import Times
 from shoal.planning.trying import BRIEFLY, Room, try_arrays
 from shoal.planning.widthwish import ONE_WIDTH, UNCUT, Wish, width_wished
 
@@ -75,29 +77,11 @@ LIKELY = 1000
 NOTHING: Mapping[int, str] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Times:
-    """What of a study says how long its trials are.
-
-    ``total`` gives the steps of a trial, of the batches of an epoch and those of a step.
-    ``eta``: of so many trials one goes on at a rung; None: nobody can say. ``prunes``: not all go
-    on at rungs, where so many of a ``generation`` wait for each other. ``changes``: settings of a
-    trial may change on the way.
-    """
-
-    total: Callable[[int | None, int], int | None] = lambda batches, each: None
-    eval_every: int | None = None
-    by_epochs: bool = False
-    eta: int | None = None
-    prunes: bool = False
-    generation: int = 0
-    changes: bool = False
-
-
 @dataclass(slots=True)
 class _Shape:
     """Trials of one signature: what was measured of them, and what those that come train as."""
 
+    signature: Signature
     group: str  # its name
     found: dict[Candidate, WidthMeasure] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -181,7 +165,7 @@ class Fusing:
         for members in groups([facts[trial.number] for trial in specs]):
             some = [specs[index] for index in members]
             signature = facts[some[0].number]
-            shape = self._shapes.setdefault(signature, _Shape(_digest(signature)))
+            shape = self._shapes.setdefault(signature, _Shape(signature, _digest(signature)))
             mine = [able[trial.number] for trial in some]
             varies = len({constants.get(trial.number) for trial in some}) > 1
             load = self._load(mine, num_batches, varies)
@@ -216,7 +200,7 @@ class Fusing:
             is_known=is_known,
             closes_ranks=closes_ranks,
             generation=times.generation,
-            varies=varies or times.changes,
+            varies=varies or times.changes is not None,
             step_s=fresh[0].step_s or math.inf,
         )
 
@@ -242,6 +226,8 @@ class Fusing:
         places = [(recorded_width(key), array_kind(key)) for key in keys]
         if self._wish == 0:
             shape.width = ALONE
+        elif why := self._why_apart(shape, fresh[0], asking):
+            shape.width, shape.why = ALONE, (f"unfused: {why}",)
         elif self._wished is not None and (self._reseating.is_asked or not places):
             shape.width, shape.kind, shape.rest = self._wished
         elif places:  # what its trials trained in
@@ -257,6 +243,18 @@ class Fusing:
             shape.width = ALONE
         else:
             self._measure_widths(shape, fresh, job, asking, load)
+
+    def _why_apart(self, shape: _Shape, trial: TrialSpec, asking: Asking) -> str:
+        """Why trials of this shape share no array, though they could now; "" where they may."""
+        if not self._wish or self._times.changes is None:
+            return ""
+        return why_apart(
+            self._times.changes,
+            trial,
+            shape.signature,
+            asking,
+            wished=None if self._wished is None else str(self._wish),
+        )
 
     def _of(self, shape: _Shape) -> list[Mapping[str, Scalar]]:
         """The keys on record of this shape's trials."""

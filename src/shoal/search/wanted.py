@@ -58,15 +58,19 @@ class Wanted:
     @property
     def varied(self) -> tuple[str, ...]:
         """The hyperparameters that change while a trial trains; none but in a population."""
-        return tuple(varied(self.pruner, self.space)) if isinstance(self.pruner, PBT) else ()
+        return tuple(self.varied_space)
+
+    @property
+    def varied_space(self) -> Mapping[str, Distribution]:
+        """The same, each with what it is drawn from."""
+        return varied(self.pruner, self.space) if isinstance(self.pruner, PBT) else {}
 
     def begin(self) -> Search | Population | None:
         """The search at its start, no trial known yet; None for a plain one."""
         if self.is_plain:
             return None
         if isinstance(self.pruner, PBT):
-            names = varied(self.pruner, self.space)
-            return Population(self.pruner, names, mode=self.mode, seed=self.seed)
+            return Population(self.pruner, self.varied_space, mode=self.mode, seed=self.seed)
         rule = self._rule()
         if not self.is_adaptive:
             return Search(self.generation, rule)

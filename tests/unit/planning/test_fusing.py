@@ -12,8 +12,9 @@ from shoal.core.spec import TrialSpec
 from shoal.core.technique import Spilled
 from shoal.core.units import Bytes, Seconds
 from shoal.fusion.match import Signature
-from shoal.planning.fusing import ALONE, Fusing, Times, width_wished
+from shoal.planning.fusing import ALONE, Fusing, width_wished
 from shoal.planning.reseating import array_kind, array_place, recorded_width
+from shoal.planning.times import Times
 from shoal.runtime.messages import ArrayTry, MeasuredArray, TimeArray, TimedArray
 from shoal.runtime.pool import Gone
 from shoal.testing import make_device, make_job
