@@ -23,6 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
+import hydrasrule
 import paper
 from workload import CASES, CONTEXT, SHARDS, STEPS, Case, recipe_of
 
@@ -42,7 +43,11 @@ TRIALS = 4
 HYDRA = 2  # trials at a time that Hydra's rule is given
 MEMORY = "64MiB"  # three trials fit
 MIX_SEEDS = range(7)
-TECHNIQUE = shoal.Spilled(shards=SHARDS, optimizer="host", lookahead=1, keep=(), recompute=True)
+EVERY_TIME = shoal.Spilled(shards=SHARDS, lookahead=1, keep=(), recompute=True)  # a shard travels
+TECHNIQUE = dataclasses.replace(EVERY_TIME, optimizer="host", keep_turn=0)
+BY_HYDRA = dataclasses.replace(
+    EVERY_TIME, optimizer="device", keep_gradients=0, boundaries="device"
+)
 
 
 # -- measured -----------------------------------------------------------------------------
@@ -119,13 +124,20 @@ class Measured:
     job: Job
 
 
-def train(case: Case, recipe: shoal.Recipe, pool: WorkerPool, *, trials: int) -> Measured:
+def train(
+    case: Case,
+    recipe: shoal.Recipe,
+    pool: WorkerPool,
+    *,
+    trials: int,
+    technique: shoal.Spilled = TECHNIQUE,
+) -> Measured:
     """One study on one emulated device."""
     watched = Watched()
     with tempfile.TemporaryDirectory() as directory:
         study_of(recipe, trials, directory).run(
             hardware=hardware_of(case),
-            technique=TECHNIQUE,
+            technique=technique,
             callbacks=[watched],
             progress=False,
             workers=pool,
@@ -204,13 +216,15 @@ def predictions(job: Job, profile: Profile, active: int) -> dict[str, Any]:
     found["serial, paper"] = paper.Pace(step_s / alone_s, 1 / alone_s, alone_s)
     for name, everything in (("hydra", True), ("hydra, only what is used", False)):
         for count in (HYDRA, 1):
-            found[f"{name}, {count} at a time"] = hydra(job, profile, everything, count)
+            found[f"{name}, {count} at a time"] = hydra_on_paper(job, profile, everything, count)
     unshared = dataclasses.replace(profile, both_bytes_per_s=None)
-    found[f"hydra, {HYDRA} at a time, links not shared"] = hydra(job, unshared, True, HYDRA)
+    found[f"hydra, {HYDRA} at a time, links not shared"] = hydra_on_paper(
+        job, unshared, True, HYDRA
+    )
     return {name: pace._asdict() for name, pace in found.items()}
 
 
-def hydra(job: Job, profile: Profile, everything: bool, count: int) -> paper.Pace:
+def hydra_on_paper(job: Job, profile: Profile, everything: bool, count: int) -> paper.Pace:
     program: Program = paper.hydra_step(len(job.shards), everything=everything)
     costs = paper.device_costs(job.shards, profile)
     runs = [
@@ -255,14 +269,21 @@ class Refused(Exception):
 
 
 def rounds_of(
-    case: Case, windows: int, count: int, pool: WorkerPool, serial: WorkerPool
+    case: Case, windows: int, count: int, pool: WorkerPool, serial: WorkerPool, other: WorkerPool
 ) -> dict[str, list[Measured]]:
-    """Every arm ``count`` times, in turn."""
+    """Every arm ``count`` times, in turn. The workers of ``other`` go by Hydra's rule."""
     plain, waiting = recipe_of(case, windows), recipe_of(case, windows, serial=True)
+
+    def by_hydra() -> Measured:
+        recipe = recipe_of(case, windows, by_hydra=True)
+        with hydrasrule.in_place():
+            return train(case, recipe, other, trials=HYDRA, technique=BY_HYDRA)
+
     arms: dict[str, Callable[[], Measured]] = {
         "four trials": lambda: train(case, plain, pool, trials=TRIALS),
         "one at a time": lambda: train(case, plain, pool, trials=1),
         "serial": lambda: train(case, waiting, serial, trials=1),
+        "Hydra's rule": by_hydra,
     }
     found: dict[str, list[Measured]] = {name: [] for name in arms}
     for number in range(count):
@@ -313,12 +334,14 @@ def result_of(case: Case, windows: int, found: dict[str, list[Measured]]) -> dic
             [b / foreseen["four trials, replay"]["busy"] for b in busy["four trials"]]
         ),
         "over_paper": {
-            name: common.spread([rate / foreseen[f"{name}, paper"]["steps_per_s"] for rate in arm])
+            name: common.spread([rate / foreseen[PAPER[name]]["steps_per_s"] for rate in arm])
             for name, arm in rates.items()
         },
         "over_one_at_a_time": common.ratios(rates, "four trials", "one at a time"),
         "over_serial": common.ratios(rates, "four trials", "serial"),
-        "over_hydra": over("hydra, 2 at a time"),
+        "hydra_at_a_time": found["Hydra's rule"][0].active,
+        "over_hydra": common.ratios(rates, "four trials", "Hydra's rule"),
+        "over_hydra_replayed": over("hydra, 2 at a time"),
         "over_hydra_alone": over("hydra, 1 at a time"),
         "over_hydra_unshared": over("hydra, 2 at a time, links not shared"),
         "over_hydra_of_what_is_used": over("hydra, only what is used, 2 at a time"),
@@ -328,12 +351,21 @@ def result_of(case: Case, windows: int, found: dict[str, list[Measured]]) -> dic
     }
 
 
+PAPER = {
+    "four trials": "four trials, paper",
+    "one at a time": "one at a time, paper",
+    "serial": "serial, paper",
+    "Hydra's rule": f"hydra, {HYDRA} at a time",
+}
+"""What each arm comes to there."""
+
 TARGETS = (
     ("busy, four trials", 0.93, lambda r: r["busy"]["four trials"]),
     ("busy over the replay's", 0.95, lambda r: r["busy_over_replay"]),
     ("steps/s over one at a time", 1.55, lambda r: r["over_one_at_a_time"]),
     ("steps/s over a serial optimizer", 1.75, lambda r: r["over_serial"]),
     ("steps/s over Hydra's rule", 3.0, lambda r: r["over_hydra"]),
+    ("  replayed", None, lambda r: r["over_hydra_replayed"]),
     ("  one trial at a time", None, lambda r: r["over_hydra_alone"]),
     ("  links not shared", None, lambda r: r["over_hydra_unshared"]),
     ("  only what a unit uses", None, lambda r: r["over_hydra_of_what_is_used"]),
@@ -367,11 +399,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     results = {}
     try:
-        with WorkerPool() as pool, WorkerPool() as serial:
+        with WorkerPool() as pool, WorkerPool() as serial, WorkerPool() as other:
             for name in options.profiles:
                 case = CASES[name]
                 windows = balanced_windows(case, pool)
-                found = rounds_of(case, windows, options.rounds, pool, serial)
+                found = rounds_of(case, windows, options.rounds, pool, serial, other)
                 results[name] = result_of(case, windows, found)
     except Refused as refused:
         print(f"refused: {refused}", file=sys.stderr)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import hydrasrule
 import torch
 from torch import Tensor, nn
 
@@ -102,8 +103,14 @@ class _Batches:
             yield self._batches[number % STEPS]
 
 
-def recipe_of(case: Case, windows: int, *, serial: bool = False) -> shoal.Recipe:
+def recipe_of(
+    case: Case, windows: int, *, serial: bool = False, by_hydra: bool = False
+) -> shoal.Recipe:
+    """``by_hydra``: a worker that reads it goes by Hydra's rule from then on."""
+
     def model(hp: Any) -> nn.Module:
+        if by_hydra:
+            hydrasrule.install()
         return case.model()
 
     def data(hp: Any) -> tuple[_Batches, None]:
