@@ -1,4 +1,4 @@
-"""Spilled trials on the stand-in for a GPU: bits, bytes, and models larger than all of it."""
+"""Spilled trials on the stand-in for a GPU: bits, bytes, blocks, and models larger than all of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [
 MIB = 2**20
 
 
-def run(place, budget, memory):
+def run(place, budget, memory, program="spilled.py"):
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT / "src")]),
         "SHOAL_CUDA_STANDIN": "1",
@@ -32,7 +32,7 @@ def run(place, budget, memory):
         "SHOAL_CUDA_STANDIN_MEMORY": str(memory),
     }
     done = subprocess.run(
-        [sys.executable, str(HERE / "spilled.py"), place, budget],
+        [sys.executable, str(HERE / program), place, budget],
         env=environment,
         capture_output=True,
         text=True,
@@ -54,6 +54,16 @@ def test_a_model_whose_state_is_larger_than_the_gpu_is_measured_there_layer_by_l
 
     assert found["differs"] == ["", ""]
     assert found["peak"] <= found["budget"]
+
+
+@pytest.mark.parametrize(("place", "budget"), [("device", "64MiB"), ("host", "48MiB")])
+def test_a_step_asks_for_the_blocks_of_the_one_before_and_pins_nothing(place, budget):
+    """So torch's allocator, which keeps what it had, has nothing to ask the driver for."""
+    first, second, *others = run(place, budget, 4096 * MIB, "steady.py")["steps"]
+
+    assert first[2] == 0
+    assert second[2] == 0
+    assert others == [second] * 6
 
 
 def test_what_the_plain_loop_has_no_room_for_trains():
