@@ -5,6 +5,8 @@
     python benchmarks/gpu_large.py --stage fastest --tokens 16384
     python benchmarks/gpu_large.py --stage recompute --tokens 16384
     python benchmarks/gpu_large.py --stage fsdp2 --tokens 16384
+    python benchmarks/gpu_large.py --stage deepspeed --tokens 16384
+    python benchmarks/gpu_large.py --stage roundpipe --tokens 16384  # and roundpipe-stale
     python benchmarks/gpu_large.py --stage largest
     python benchmarks/gpu_large.py [--json FILE]      # all of it, for 16384 and 65536 tokens
     python benchmarks/gpu_large.py --tiny             # the script itself, on a CPU
@@ -12,11 +14,11 @@
 Four trials of a GPT of 1.5 B parameters in bf16 with AdamW and clipping, whose device may use
 8 GiB; the same training of one model with all of the GPU, as fast as it goes and with each block
 recomputed; the same through FSDP2 with CPU offload, which keeps what it computes with on the
-device; and the largest single model that trains under the cap, by bisection of its depth.
+device; through DeepSpeed and RoundPipe where they are installed (gpu_rivals.py); and the largest
+single model that trains under the cap, by bisection of its depth.
 What is computed and copied at the same time is taken from the timeline's events. The roofline is
 the largest of the seconds that kernels take unspilled and recomputing, and that the links take
 at the speed that was probed for the bytes that moved. Stages are processes of their own.
-DeepSpeed: ``peers/run.py --device cuda:0 --budget 8GiB``.
 """
 
 from __future__ import annotations
@@ -46,8 +48,10 @@ from shoal.examples.gpt import GPT, next_byte_loss
 GIB = 2**30
 STEPS, WARM_UP = 5, 2
 LIMIT_S = 240
-STAGES = ("probe", "four", "fastest", "recompute", "fsdp2", "largest")
-AIMS = {"fastest": 0.75, "recompute": 0.92, "fsdp2": 1.7}
+RIVALS = ("deepspeed", "roundpipe", "roundpipe-stale")
+EACH = ("four", "fastest", "recompute", "fsdp2", *RIVALS)  # for each number of tokens
+STAGES = ("probe", *EACH, "largest")
+AIMS = {"fastest": 0.75, "recompute": 0.92, "fsdp2": 1.7, "deepspeed": 2.0, "roundpipe": None}
 """Tokens a second of the four trials, over these."""
 CONTEXT = 1024
 
@@ -264,6 +268,35 @@ def _steps(task: Task, model: nn.Module, where: torch.device) -> dict[str, Any]:
     }
 
 
+def rival(name: str, size: Size, tokens: int) -> dict[str, Any]:
+    """One model by another program, where that is installed."""
+    import gpu_rivals
+
+    task, where = Task(size, tokens), torch.device(size.device.partition(":")[0])
+    torch.manual_seed(0)
+    model, many = task.model(None), task.accumulate
+    if name == "deepspeed":
+        made = gpu_rivals.deepspeed(model, many, size.rows, where)
+        batches = [tuple(t.to(where) for t in batch) for batch in task.data(None)[0]]
+    else:
+        made = gpu_rivals.roundpipe(model, many, stale=name.endswith("stale"))
+        batches = task.data(None)[0]
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            made.step(batches)
+        made.finish()
+
+    steps(WARM_UP)
+    step_s = timed(lambda: steps(STEPS)) / STEPS
+    peak = torch.cuda.max_memory_allocated() if where.type == "cuda" else 0
+    return {
+        "tokens_a_second": many * size.rows * size.context / step_s,
+        "step_s": step_s,
+        "peak_gib": peak / GIB,
+    }
+
+
 def timed(work: Callable[[], Any]) -> float:
     begin = time.perf_counter()
     work()
@@ -329,8 +362,11 @@ def run_stage(stage: str, size: Size, tokens: int) -> dict[str, Any]:
         "fsdp2": lambda: fsdp2(size, tokens),
         "largest": lambda: largest(size, tokens),
     }
+    stages |= {name: lambda name=name: rival(name, size, tokens) for name in RIVALS}  # type: ignore[misc]
     try:
         return stages[stage]()
+    except ImportError as error:
+        return {"error": f"not installed: {error}"}
     except (RuntimeError, shoal.ShoalError) as error:  # no room is an answer
         return {"error": str(error).strip().splitlines()[0][:300]}
 
@@ -398,7 +434,7 @@ def main() -> None:
     found: dict[str, Any] = {"probe": apart("probe", 0, tiny=options.tiny)}
     each = (64, 256) if options.tiny else (16384, 65536)
     for tokens in each:
-        for stage in ("four", "fastest", "recompute", "fsdp2"):
+        for stage in EACH:
             found[f"{stage} {tokens}"] = apart(stage, tokens, tiny=options.tiny)
     found["largest"] = apart("largest", 0, tiny=options.tiny)
     result = {"size": asdict(size), "stages": found, "ratios": told(found)}
