@@ -10,13 +10,14 @@ from typing import Any
 
 import bound
 from optimum import Solver
-from plans import Case, Planned, even, finest, gpt, parameters_of, plan
+from plans import Case, Planned, even, finest, gpt, parameters_of, plan, priced
 from rules import hydra, lru
 from touches import Step, fits, in_turns, one_trial
 
 from shoal.core.profile import find_profile
 from shoal.core.spec import JobMeasure, Order, Place, ShardSpec
 from shoal.core.technique import heads_of, turned_shards, waiting_gradients
+from shoal.planner.price import Speeds
 from shoal.planning.speeds import speeds_of
 from shoal.testing import make_device
 
@@ -99,7 +100,11 @@ def four_trials() -> Iterator[Row]:
 
 
 def planners_choice() -> Iterator[Row]:
-    """What the planner takes for four trials where nothing is forced and copies take time."""
+    """What the planner takes for four trials where nothing is forced and copies take time.
+
+    Beside it the plan that moves the fewest bytes, and how many times the seconds of the choice
+    a step of that takes.
+    """
     profile = find_profile(PROFILE)
     speeds = speeds_of(make_device(profile=profile))
     for name, ratio, clip in itertools.product(MODELS, RATIOS, (False, True)):
@@ -112,7 +117,22 @@ def planners_choice() -> Iterator[Row]:
             assert place is not None
             row |= _of(found, None, hydra(found.shards, place=place, clip=clip))
             row |= {"active": found.active, "step_on": place}
+            row["fewest"] = _fewest(case, found, speeds)
         yield row
+
+
+def _fewest(case: Case, chosen: Planned, speeds: Speeds) -> Row | None:
+    """The fewest bytes that the planner knows of, with one trial at a time."""
+    few = plan(case)
+    if few is None:
+        return None
+    place = few.technique.optimizer
+    assert place is not None
+    seconds = [priced(case, one, speeds) for one in (few, chosen)]
+    over = few.moved / hydra(few.shards, place=place, clip=case.clip)
+    return {"step_on": place, "bytes": few.moved, "over_hydra": over} | {
+        "times": seconds[0] / seconds[1]
+    }
 
 
 def accumulated() -> Iterator[Row]:

@@ -15,7 +15,7 @@ from shoal.planner.choose import choices
 from shoal.planner.keep import keep_best
 from shoal.planner.need import Need, Request, footprints
 from shoal.planner.predict import predict_shards
-from shoal.planner.price import Speeds
+from shoal.planner.price import Speeds, price
 from shoal.planner.room import Room
 from shoal.testing import make_layer, make_measure
 
@@ -210,6 +210,15 @@ def plan(
         if found is not None:
             return _planned(shards, case, request, found, active)
     return None
+
+
+def priced(case: Case, found: Planned, speeds: Speeds) -> Seconds:
+    """What a step of one trial costs a device."""
+    request = Request(
+        micro_batches=case.micro_batches, clip=case.clip, technique=found.technique, prefers="host"
+    )
+    batch = Bytes(case.batch)
+    return price(found.shards, batch, found.technique, request, speeds, found.active).step_s
 
 
 def _planned(

@@ -105,12 +105,17 @@ def chosen(rows: Sequence[Row]) -> Iterator[list[str]]:
     yield [
         *("state over budget", "clipping"),
         *(f"{m.split(',')[0]}: at a time, step on, MiB, over Hydra" for m in models),
+        *(f"the fewest, {m.split(',')[0]}: MiB, over Hydra; time of a step" for m in models),
     ]
     for row in (r for r in rows if r["model"] == models[0]):
         alike = [r for r in rows if case_of(r) == case_of(row)]
         cells = [
             f"{r['active']}, {r['step_on']}, {mib(r['bytes'])}, {ratio(r['over_hydra'])}"
             for r in alike
+        ]
+        cells += [
+            f"{mib(few['bytes'])}, {ratio(few['over_hydra'])}; {ratio(few['times'])}"
+            for few in (r["fewest"] for r in alike)
         ]
         yield [f"{row['state_over_budget']:g}", "yes" if row["clip"] else "no", *cells]
 
