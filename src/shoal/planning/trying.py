@@ -6,6 +6,7 @@ moments, since that is how it will be ([Note: all at once] in ``runtime/widths.p
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +29,7 @@ from shoal.runtime.pool import Gone, Worker
 
 AT_LENGTH, BRIEFLY = Pace(5, 0.04), Pace(1, 0.0)
 FEWER, FEWER_S = 3, 0.25  # rounds that will do with slices so long
+EVEN_S = 0.2  # so long a step alone is timed too, where one of the array takes that
 LEAD_S = 0.02  # until all workers have heard
 
 Next = Callable[[ArrayMeasure], Candidate | None]
@@ -173,9 +175,15 @@ def _declined(
 
 
 def slices_of(tries: Sequence[ArrayTry], least_s: float) -> tuple[float, ...]:
-    """Seconds of each contender's slice: room for one on the slowest device; 0 for none."""
+    """Seconds of each contender's slice: room for one on the slowest device; 0 for none.
+
+    A trial alone has as many steps as there is time for beside the array's: what passes over the
+    machine meanwhile hits both of them.
+    """
     longest = [max(column) for column in zip(*(found.once_s for found in tries), strict=True)]
-    return tuple(max(least_s, 1.2 * once) if once else 0.0 for once in longest)
+    least = (max(least_s, min(EVEN_S, 1.2 * max(longest[:2]))),) * 2 + (least_s,) * 2
+    some = zip(least, longest, strict=True)
+    return tuple(max(at_least, 1.2 * once) if once else 0.0 for at_least, once in some)
 
 
 def found_of(
@@ -217,10 +225,14 @@ def _median(seconds: Sequence[float]) -> float:
 
 
 def noise_of(rounds: Sequence[Sequence[float]]) -> float:
-    """By what part the median of a worker's rounds may be off, of array to lone step."""
+    """By what part the median of a worker's rounds may be off, of array to lone step.
+
+    An array that had one round is taken to be as steady as a round of the trial alone.
+    """
     ratios = [row[1] / row[0] for row in rounds if row[0] > 0 and row[1] > 0]
-    if len(ratios) < 2:
+    if not ratios:
         return 0.0
-    middle = median(ratios)
-    spread = median(abs(ratio - middle) for ratio in ratios)
-    return min(0.5, 1.5 * spread / middle / len(ratios) ** 0.5) if middle else 0.0
+    some = ratios if len(ratios) > 1 else [row[0] for row in rounds if row[0] > 0]
+    middle = median(some)
+    spread = median(abs(one - middle) for one in some)
+    return min(0.5, 1.5 * spread / middle / math.sqrt(len(ratios)))

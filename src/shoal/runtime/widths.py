@@ -8,7 +8,8 @@ Alone on a machine an array has caches and memory to itself that it will share w
 the other devices. So all workers of a study build the same, and are then told a moment on the
 clock that all processes of a machine share, from which on all of them do the same for the same
 slices of time, in rounds: a step alone, a step of the array, a validation batch alone, one of the
-array. What counts is the median of a worker's rounds, and of the workers the slowest.
+array. What counts is the median of a worker's rounds, and of the workers the slowest. What others
+on the machine take of a slice is not counted ([Note: others' work] in ``slices.py``).
 """
 
 from __future__ import annotations
@@ -50,13 +51,14 @@ from shoal.runtime.crowd import Crowd
 from shoal.runtime.lonebench import LoneTrial, on_device, one_that_can
 from shoal.runtime.messages import ArrayTry, MeasureArray, TimeArray
 from shoal.runtime.meter import HOST, Meter, reserved_bytes
+from shoal.runtime.slices import in_slice, waited_s
 from shoal.runtime.spilledarray import chain_for
 from shoal.runtime.stackedmeasure import StackedMeasure
 
 TRIED = 4  # trials that are compared, one step as an array with one step of each alone
 COMPARED_S = 1.0  # and the others of an array too, where that takes no longer
 LONE_ROUNDS = 5  # of a trial alone that has no room beside the array
-LONG_S = 0.2  # a contender with longer slices is timed in one round
+LONG_S = 0.5  # a contender with longer slices is timed in one round
 
 
 class Shards(NamedTuple):
@@ -401,6 +403,14 @@ class ArrayBench:
         _wait(self._where)
         return time.perf_counter()
 
+    def _finish(self) -> None:
+        _wait(self._where)
+
+    def _waited_s(self) -> float:
+        """Of threads that work side by side, as if each had waited as long as the others."""
+        is_cpu = self._where.type == "cpu"  # a GPU may work on meanwhile
+        return waited_s() / torch.get_num_threads() if is_cpu else 0.0
+
     def time(self, order: TimeArray) -> tuple[tuple[float, ...], ...]:
         """For each round, seconds of each of the four contenders; 0 for one that is left out."""
         found = []
@@ -413,7 +423,7 @@ class ArrayBench:
                     continue
                 time.sleep(max(0.0, until - time.monotonic()))
                 until = max(until, time.monotonic()) + slice_s
-                row.append(_in_slice(work, until, self._where))
+                row.append(in_slice(work, until, settle=self._finish, waited=self._waited_s))
             found.append(tuple(row))
         return tuple(found)
 
@@ -522,21 +532,6 @@ def _seconds(work: Callable[[], Any], device: torch.device) -> float:
     work()
     _wait(device)
     return max(1e-9, time.perf_counter() - began)
-
-
-def _in_slice(work: Callable[[], Any], until: float, device: torch.device) -> float:
-    """Seconds of one, of as many as are over at about ``until``; at least one."""
-    began = last = time.monotonic()
-    count = 0
-    while True:
-        work()
-        count += 1
-        now = time.monotonic()
-        if now + (now - last) / 2 > until:
-            break
-        last = now
-    _wait(device)
-    return (time.monotonic() - began) / count
 
 
 def _wait(device: torch.device) -> None:

@@ -9,7 +9,15 @@ import pytest
 from shoal.core.spec import TrialSpec
 from shoal.core.units import Bytes, Seconds
 from shoal.planner.width import Candidate, Pace
-from shoal.planning.trying import AT_LENGTH, BRIEFLY, LEAD_S, found_of, noise_of, try_arrays
+from shoal.planning.trying import (
+    AT_LENGTH,
+    BRIEFLY,
+    EVEN_S,
+    LEAD_S,
+    found_of,
+    noise_of,
+    try_arrays,
+)
 from shoal.runtime.messages import (
     ArrayTry,
     MeasuredArray,
@@ -64,8 +72,15 @@ def test_a_slice_is_as_long_as_what_takes_longest_on_any_device():
     workers = Workers([BUILT, ArrayTry(once_s=(0.01, 2.0, 0.1, 9.0))])
     tried(workers, Candidate(4, "eager"))
     timed = workers.asked[1][0]
-    assert timed.slices_s == pytest.approx((AT_LENGTH.slice_s, 2.4, 0.12, 10.8))
+    assert timed.slices_s == pytest.approx((EVEN_S, 2.4, 0.12, 10.8))
     assert timed.rounds == 3
+
+
+def test_a_trial_alone_is_timed_as_long_as_the_array_beside_it():
+    """In a slice of two short steps what passes over the machine hits one of the two alone."""
+    workers = Workers([ArrayTry(once_s=(0.009, 0.15, 0.0, 0.0))])
+    tried(workers, Candidate(16, "eager"))
+    assert workers.asked[1][0].slices_s == pytest.approx((0.18, 0.18, 0.0, 0.0))
 
 
 def test_short_studies_are_looked_at_for_less_long():
@@ -73,7 +88,7 @@ def test_short_studies_are_looked_at_for_less_long():
     tried(workers, Candidate(4, "eager"), pace=Pace(3, 0.02))
     timed = workers.asked[1][0]
     assert timed.rounds == 3
-    assert timed.slices_s == pytest.approx((0.02, 0.024, 0.0, 0.0))
+    assert timed.slices_s == pytest.approx((0.024, 0.024, 0.0, 0.0))
 
 
 def test_briefly_is_one_round():
@@ -97,6 +112,12 @@ def test_noise_is_by_what_rounds_differ():
     assert noise_of([(1.0, 2.0, 0, 0)]) == 0
     some = noise_of([(1.0, 2.0, 0, 0), (1.0, 2.4, 0, 0), (1.0, 1.6, 0, 0)])
     assert 0.1 < some < 0.3
+
+
+def test_an_array_that_had_one_round_is_no_steadier_than_the_trial_alone():
+    assert noise_of([(1.0, 9.0, 0, 0), (1.0, 0.0, 0, 0), (1.0, 0.0, 0, 0)]) == 0
+    some = noise_of([(1.0, 9.0, 0, 0), (1.2, 0.0, 0, 0), (0.8, 0.0, 0, 0)])
+    assert some == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,53 @@
+"""What a piece of work takes, of as many as are over in a slice of time.
+
+[Note: others' work]
+Where more wants to run than there are cores, the system hands them round in turns of some
+milliseconds. A slice of a few short steps lies within one turn or loses one, and is off by as much
+as all of it is long; a step of a wide array goes over many turns. So the seconds in which this
+process could have run and had no core are not counted, of whatever is timed. How busy the machine
+will be later nobody knows, and whoever trains then is slowed by it as much as anybody else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+TASKS = Path("/proc/self/task")  # Linux's
+
+
+def waited_s(tasks: Path = TASKS) -> float:
+    """Seconds in which this process's threads could have run and had no core; 0 if untold."""
+    nanoseconds = 0
+    for told in tasks.glob("*/schedstat"):
+        with suppress(OSError, ValueError, IndexError):  # the thread has ended, or is not counted
+            nanoseconds += int(told.read_text().split()[1])
+    return nanoseconds / 1e9
+
+
+def in_slice(
+    work: Callable[[], object],
+    until: float,
+    *,
+    settle: Callable[[], None] = lambda: None,
+    waited: Callable[[], float] = lambda: 0.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> float:
+    """Seconds of one, of as many as are over at about ``until`` on ``clock``; at least one.
+
+    ``settle`` waits for what work left under way; ``waited`` tells the seconds that do not count.
+    """
+    waited_before, began = waited(), clock()
+    last, count = began, 0
+    while True:
+        work()
+        count += 1
+        now = clock()
+        if now + (now - last) / 2 > until:
+            break
+        last = now
+    settle()
+    took = clock() - began
+    return max(took - max(0.0, waited() - waited_before), 1e-9) / count
