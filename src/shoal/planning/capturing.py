@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from shoal.core.errors import PlanError
-from shoal.core.spec import JobMeasure, TrialSpec
+from shoal.core.plan import Job
+from shoal.core.spec import ArrayMeasure, JobMeasure, TrialSpec
 from shoal.core.technique import Captured
 from shoal.core.units import Bytes, Seconds, format_bytes
 from shoal.planner.capture import Life, gains, is_worth_a_look, told
@@ -83,6 +85,39 @@ class Capturing:
             passes=each,
             shares=self.request.prefers != "device",
         )
+
+
+class LoneWay(NamedTuple):
+    """How the trials of a shape would train one by one: as most of them are settled.
+
+    By its code or captured, whichever was measured to be the quicker. ``trials``: those who would.
+    """
+
+    captures: bool = False
+    told: str = ""
+    trials: frozenset[int] = frozenset()
+
+    def first(self, trials: Sequence[TrialSpec]) -> list[TrialSpec]:
+        """The same trials, those who train so before the others; one of them is timed."""
+        return sorted(trials, key=lambda trial: trial.number not in self.trials)
+
+    def beside(self, arrays: ArrayMeasure) -> tuple[str, ...]:
+        """In words, beside arrays that were timed."""
+        is_timed = any(not found.declined for found in arrays.widths)
+        return (self.told,) if is_timed and self.told else ()
+
+
+BY_CODE = LoneWay()
+
+
+def lone_way(jobs: Sequence[Job]) -> LoneWay:
+    """Of jobs of one shape, which may be settled differently; of two that are as many, by code."""
+    captured = frozenset(job.trial for job in jobs if isinstance(job.technique, Captured))
+    captures = 2 * len(captured) > len(jobs)
+    mine = captured if captures else frozenset(job.trial for job in jobs) - captured
+    some = "" if len(mine) == len(jobs) else f", as {len(mine)} of {len(jobs)} do"
+    way = "captured" if captures else "by their code"
+    return LoneWay(captures, f"one by one: timed as trials that train {way}{some}", mine)
 
 
 def _quicker(settled: Settled, by_s: Seconds) -> JobMeasure:

@@ -26,7 +26,7 @@ from shoal.core.spec import (
     TrialSpec,
     WidthMeasure,
 )
-from shoal.core.technique import Captured, Resident, Spilled
+from shoal.core.technique import Resident, Spilled
 from shoal.core.units import Bytes, Seconds
 from shoal.fusion.match import Signature, groups
 from shoal.memory.layout import TrialLayout
@@ -55,6 +55,7 @@ from shoal.planning.arrayjobs import (
     with_rooms,
 )
 from shoal.planning.asking import Asking
+from shoal.planning.capturing import BY_CODE, LoneWay, lone_way
 from shoal.planning.changing import why_apart
 from shoal.planning.reseating import (
     Reseating,
@@ -86,6 +87,7 @@ class _Shape:
     found: dict[Candidate, WidthMeasure] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     compiler: str = ""
+    lone: LoneWay = BY_CODE
     width: int = 0  # not settled yet
     kind: PassKind | None = None  # None: traced, if there is a graph
     constants: str = ""  # of the code that is compiled
@@ -169,6 +171,7 @@ class Fusing:
             mine = [able[trial.number] for trial in some]
             varies = len({constants.get(trial.number) for trial in some}) > 1
             load = self._load(mine, num_batches, varies)
+            shape.lone = lone_way(mine)
             self._settle(shape, some, mine[0], asking, load, constants)
             told = {trial.number: constants.get(trial.number, "") for trial in some}
             for trial in some:
@@ -284,15 +287,15 @@ class Fusing:
 
         measure = try_arrays(
             asking,
-            trials,
+            shape.lone.first(trials),
             min(self._devices, len(trials)),
             lambda measure: next_candidate(priced(measure), load, fits),
-            room=self._room(job),
+            room=self._room(job, shape),
             pace=pace(load),
         )
         measure, told = self._with_spilled(shape, priced(measure), trials, asking, load, fits)
         shape.width, shape.kind, shape.why = choose(measure, load, fits)
-        shape.why = (*shape.why, *told)
+        shape.why = (*shape.why, *shape.lone.beside(measure), *told)
         shape.notes, shape.compiler = measure.notes, measure.compiler
         for found in measure.widths:
             shape.found[Candidate(found.width, found.kind)] = found
@@ -303,12 +306,12 @@ class Fusing:
         able = [found for found in whole if found.kind == best.kind]
         shape.rest = narrower(best, able, load, measure.valid_batches)
 
-    def _room(self, job: Job) -> Room:
+    def _room(self, job: Job, shape: _Shape) -> Room:
         """What the device has room for by the trials' states; the rest is found out by trying."""
         return Room(
             lambda width: held_bytes(job, width) <= self._budget,
             has_trial=held_bytes(job, 1) <= self._budget,
-            captures=isinstance(job.technique, Captured),
+            captures=shape.lone.captures,
         )
 
     def _with_lone_price(self, measure: ArrayMeasure, job: Job) -> ArrayMeasure:
@@ -388,7 +391,7 @@ class Fusing:
                 trials,
                 1,
                 lambda _: todo.pop() if todo else None,
-                room=self._room(job),
+                room=self._room(job, shape),
                 pace=BRIEFLY,
             )
             declined = WidthMeasure(

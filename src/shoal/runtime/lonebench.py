@@ -39,13 +39,17 @@ class LoneTrial:
     units: CapturedUnits | None = None
 
     def capture(self, captures: Captures) -> None:
-        """Have its passes captured from here on, where they can be."""
+        """Have its passes captured from here on, where they can be and there is room for it."""
         if self.units is None and self.member.modes is None:
             self.units = captures.units(self.member.module, self.member.recipe)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # it trains on as ever
-                for _ in range(PROOFS):
-                    self.step()
+                try:
+                    for _ in range(PROOFS):
+                        self.step()
+                except (torch.OutOfMemoryError, MemoryError):
+                    self.units.let_go()
+                    self.units = None
 
     def step(self) -> None:
         """An optimizer step as the plain loop does it."""

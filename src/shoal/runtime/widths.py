@@ -112,6 +112,7 @@ class ArrayBench:
         self._differs_as_one: str | None = None  # the same
         self._alone: LoneTrial | None = None
         self._alone_fits = True
+        self._captures_alone = False
         self._works: tuple[Callable[[], Any] | None, ...] = ()
         self._valid_batches = 0
 
@@ -123,6 +124,7 @@ class ArrayBench:
         """Compare a few of the trials with themselves alone, and build an array that fits."""
         width, kind = order.width, order.kind
         self._works = ()
+        self._captures_alone = order.captures
         self._crowd.trials = order.trials
         self._crowd.grow(min(TRIED, max(2, width)))
         if self._declined is None:
@@ -290,6 +292,8 @@ class ArrayBench:
         if most <= self.meter.budget:
             self.meter.peak_bytes = max(self.meter.peak_bytes, most)
             return self._once_alone()
+        if self._captures_alone:
+            self.capture_alone()
         found = self._once_alone(times=LONE_ROUNDS)
         self._alone = None
         return found

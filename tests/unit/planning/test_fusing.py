@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from shoal.core.errors import SpecError
 from shoal.core.plan import ArrayPlace, LoneNeed, Plan, alone, plan_from_dict
 from shoal.core.spec import TrialSpec
-from shoal.core.technique import Spilled
+from shoal.core.technique import Captured, Resident, Spilled
 from shoal.core.units import Bytes, Seconds
 from shoal.fusion.match import Signature
 from shoal.planning.fusing import ALONE, Fusing, width_wished
@@ -82,12 +83,16 @@ def place(
     memory=2**28,
     fusing=None,
     constants=NONE,
+    techniques=None,
 ):
     """The jobs of trials with these numbers."""
     specs = [TrialSpec(number=n, hp={"lr": 0.1}, seed=n) for n in numbers]
     fusing = fusing or Fusing(wish, [make_device(memory=memory)], recorded or {})
     facts = facts or dict.fromkeys(numbers, ONE)
-    jobs = [make_job(n) for n in numbers]
+    jobs = [
+        replace(make_job(n), technique=techniques[n]) if techniques else make_job(n)
+        for n in numbers
+    ]
     return fusing.places(jobs, specs, facts, asked or Asked(), constants=constants)
 
 
@@ -122,6 +127,28 @@ def test_automatic_is_measured_once_for_each_shape():
         (4, "eager"),
     ]
     assert len({job.array.group for job in jobs}) == 2
+
+
+@pytest.mark.parametrize(
+    ("captured", "captures", "words"),
+    [
+        ((), False, "train by their code"),
+        (range(6), True, "train captured"),
+        ((1, 2, 4, 5), True, "train captured, as 4 of 6 do"),
+        ((2, 3), False, "train by their code, as 4 of 6 do"),
+        ((3, 4, 5), False, "train by their code, as 3 of 6 do"),
+    ],
+)
+def test_arrays_are_timed_beside_the_way_in_which_trials_would_train_alone(
+    captured, captures, words
+):
+    """Whoever comes first: planning has weighed both ways for each, and taken the quicker."""
+    asked, ways = Asked(), {n: Captured() if n in captured else Resident() for n in range(6)}
+    jobs = place("auto", asked=asked, techniques=ways)
+    assert {order.captures for order in asked.orders} == {captures}
+    firsts = [ways[order.trials[0].number] for order in asked.orders]
+    assert {isinstance(way, Captured) for way in firsts} == {captures}
+    assert f"one by one: timed as trials that {words}" in jobs[0].why
 
 
 def test_automatic_takes_none_that_gains_nothing():

@@ -154,6 +154,34 @@ def test_a_trial_alone_is_timed_as_it_would_train(captures):
     assert all(timed.rounds[0][:2])
 
 
+def test_one_that_has_no_room_beside_the_array_is_captured_too(monkeypatch):
+    here, seen = bench(400 * KIB), []
+    here._crowd.grow(WIDTH)
+    here._place_alone()
+    monkeypatch.setattr(here._alone, "held_bytes", 400 * KIB)
+    monkeypatch.setattr(here, "capture_alone", lambda: seen.append(here._alone))
+    assert here.build(MeasureArray(TRIALS, WIDTH, "eager", captures=True)).once_s[0] > 0
+    assert here._alone is None
+    assert len(seen) == 1
+
+
+def test_one_that_has_no_room_to_be_captured_is_timed_by_its_code(monkeypatch):
+    class Full:
+        def backward(self, *args):
+            raise torch.OutOfMemoryError("no room")
+
+        def let_go(self):
+            pass
+
+    here = bench(400 * KIB)
+    here._crowd.grow(WIDTH)
+    here._place_alone()
+    monkeypatch.setattr(here._captures, "units", lambda *args: Full())
+    here.capture_alone()
+    assert here._alone.units is None
+    here._alone.step()
+
+
 @pytest.mark.parametrize("kind", ["eager", pytest.param("traced", marks=pytest.mark.full)])
 @pytest.mark.parametrize("is_whole", [True, False], ids=["by trying", "by its states"])
 def test_an_array_that_has_no_room_is_found_out_and_a_trial_alone_is_timed(kind, is_whole):
