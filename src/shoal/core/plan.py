@@ -318,11 +318,7 @@ def _explain_memory(device: DeviceSpec) -> str:
 
 def _explain_job(job: Job, like: int) -> list[str]:
     """A job in full, or that it is like the first job of its shape."""
-    name = type(job.technique).__name__
-    if job.array:
-        way = "" if job.array.kind == "eager" else f", {job.array.kind}"
-        name += f", slot {job.array.slot} of an array of {job.array.width}{way}"
-        name += _explain_rooms(job.array)
+    name = _named(job)
     settings = ", ".join(f"{k}={v}" for k, v in job.hp.items())
     lines = [f"  trial {job.trial} ({settings}; seed {job.seed}): {name}"]
     if like != job.trial:
@@ -390,6 +386,16 @@ def _explain_job(job: Job, like: int) -> list[str]:
     lines += [f"    - {reason}" for reason in job.why]
     lines.append("    numerics: " + ", ".join(f"{k}={v}" for k, v in job.numerics.items()))
     return lines
+
+
+def _named(job: Job) -> str:
+    """How a trial trains: its technique, or where in which array."""
+    technique, place = type(job.technique).__name__, job.array
+    if place is None:
+        return technique
+    way = "" if place.kind == "eager" else f", {place.kind}"
+    name = f"slot {place.slot} of an array of {place.width}{way}{_explain_rooms(place)}"
+    return f"{technique}, {name}" if isinstance(job.technique, Spilled) else name
 
 
 def _explain_rooms(place: ArrayPlace) -> str:

@@ -219,7 +219,23 @@ def test_a_plan_with_arrays_can_be_written_and_read():
     )
     assert plan_from_dict(json.loads(plan.to_json())) == plan
     assert plan.at_once == 4
-    assert "slot 3 of an array of 4" in plan.explain()
+    assert "seed 3): slot 3 of an array of 4" in plan.explain()
+    assert "seed 4): Resident" in plan.explain()
+
+
+@pytest.mark.parametrize(
+    ("technique", "label"),
+    [
+        (Resident(), "slot 1 of an array of 2, traced"),
+        (Captured(), "slot 1 of an array of 2, traced"),
+        (Spilled(shards=1), "Spilled, slot 1 of an array of 2, traced"),
+    ],
+)
+def test_a_trial_of_an_array_is_called_so_and_not_what_it_would_be_alone(technique, label):
+    array = ArrayPlace(group="abcx2", slot=1, width=2, alone=NEED, kind="traced")
+    job = make_job(3, technique=technique, array=array)
+    plan = Plan(study="k", devices=(make_device(),), active=1, jobs=(job,), seconds=Seconds(1.0))
+    assert f"): {label}\n" in plan.explain()
 
 
 def test_slots_are_given_by_rank_within_a_shape():
