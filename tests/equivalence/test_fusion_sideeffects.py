@@ -164,6 +164,23 @@ def test_a_number_that_code_reads_as_one_and_hides_is_declined(numbers):
     assert "makes one number of a hyperparameter that differs from trial to trial" in found
 
 
+@pytest.mark.parametrize(
+    ("reads", "reason"),
+    [
+        (float, "makes one number of a hyperparameter of which each trial has its own (1, 2, 3)"),
+        (math.floor, "makes one number of a hyperparameter that differs from trial to trial"),
+        (lambda number: float(str(number)), "a hyperparameter of which each trial has its own"),
+        (lambda number: {1.0: 1.0, 2.0: 4.0, 3.0: 9.0}[number], "KeyError: a hyperparameter of"),
+        (lambda number: number * (1.0 if number > 1.5 else 2.0), "a hyperparameter is > 1.5"),
+    ],
+)
+def test_a_reason_speaks_of_hyperparameters_and_their_values(reads, reason):
+    found = dry_run(members(lambda net, h, x: h * reads(net.number), (1.0, 2.0, 3.0)), batches())
+    assert reason in found
+    assert "PerSlot" not in found and "NaN" not in found, found
+
+
+
 @pytest.mark.parametrize("does", [floors_with_torch, scales])
 def test_a_number_that_torch_or_arithmetic_reads_is_each_trials_own(does):
     assert dry_run(members(does, (0.1, 2.0, 5.0)), batches()) == ""

@@ -249,7 +249,7 @@ def test_what_differs_in_more_than_floats_is_told_by_name():
     [
         (searched.unspelled, "reads the hyperparameter 'weight', and no string in its code"),
         (searched.at_once, "reads all hyperparameters at once"),
-        (searched.switched, r"asks whether a hyperparameter is gt 0\.4"),
+        (searched.switched, r"asks whether a hyperparameter is > 0\.4"),
     ],
 )
 @pytest.mark.parametrize("alike", [False, True])

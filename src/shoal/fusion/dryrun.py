@@ -25,7 +25,7 @@ from shoal.fusion.likeness import as_double, close, copies
 from shoal.fusion.loop import lone_pass
 from shoal.fusion.member import Member, in_streams
 from shoal.fusion.owndryrun import own_dry_run
-from shoal.fusion.perslot import standing_for
+from shoal.fusion.perslot import IN_TORCH, standing_for
 from shoal.fusion.sideeffects import first_side_effect
 from shoal.recipe import to_device
 from shoal.rng import same_rng
@@ -57,7 +57,10 @@ def dry_run(
             return words
         exact = _in_float64(members, moved, where) or (copies(members), moved)
         spare = copies(exact[0]) if _differ_in_floats(members) else ()
-        words = difference(*exact, where, backend)
+        try:
+            words = difference(*exact, where, backend)
+        except Declined as error:  # maybe at what a hidden number is instead
+            words = str(error)
         return (hidden_number(spare, exact[1], where) if spare else "") or words
     except Declined as error:
         return str(error)
@@ -202,8 +205,7 @@ def hidden_number(members: Sequence[Member], batches: Sequence[Any], device: tor
         return ""
     return (
         "the model's code makes one number of a hyperparameter that differs from trial to trial, "
-        "as math.exp(x) does, or NumPy. Compute it where the model is built, or with torch: its "
-        "operations and Python's arithmetic know each trial's own."
+        f"as math.exp(x) does, or NumPy. {IN_TORCH}"
     )
 
 

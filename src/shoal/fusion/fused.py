@@ -31,6 +31,7 @@ from shoal.fusion.member import Member
 from shoal.fusion.mode import SlotMode
 from shoal.fusion.outputs import by_slot, taken_apart
 from shoal.fusion.outside import Outside
+from shoal.fusion.perslot import OF_EACH, in_words
 from shoal.fusion.slots import Slots
 from shoal.fusion.stacked import owners
 from shoal.fusion.template import Template
@@ -338,7 +339,7 @@ def _reason(error: BaseException) -> str | None:
     if isinstance(error, Disagreement):
         return str(error)
     text = first_line(error)
-    words = ("vmap", "atching rule", "functorch", "BatchedTensor", "Batched", "PerSlot")
+    words = ("vmap", "atching rule", "functorch", "BatchedTensor", "Batched", "PerSlot", OF_EACH)
     if isinstance(error, Declined) or not any(word in str(error) for word in words):
         return None
     return f"{type(error).__name__}: {text}"
@@ -350,7 +351,7 @@ def _is_about_writing(reason: str) -> bool:
 
 def first_line(error: BaseException) -> str:
     """An error's words, or their beginning."""
-    return (str(error).splitlines() or [""])[0][:200]
+    return (in_words(error).splitlines() or [""])[0][:200]
 
 
 def filled(batches: Sequence[Any], active: Sequence[bool]) -> Sequence[Any]:

@@ -9,6 +9,7 @@ holds if it does for every slot, fails if for none, and otherwise is a ``Disagre
 reaches a tensor operation is seen by ``SlotMode``, which knows what to do. As a plain C double
 it is NaN: code that reads it past all this makes a loss that nobody takes for a number. Code that
 hides it (``max(0.1, math.exp(-rate))``) is found by a dry run, in which it stands for others.
+What errors say of it is about what users know: a hyperparameter, and the trials' values.
 """
 
 from __future__ import annotations
@@ -21,6 +22,19 @@ from contextvars import ContextVar
 from typing import Any
 
 from shoal.fusion.declined import Disagreement
+
+OF_EACH = "a hyperparameter of which each trial has its own"
+"""How such a number calls itself where code makes words of it."""
+
+IN_TORCH = (
+    "Compute it where the model is built, or with torch: its operations and Python's arithmetic "
+    "know each trial's own."
+)
+"""What to do about code that wants one number."""
+
+MOST_TOLD = 6  # values
+
+_SYMBOLS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 
 _STANDS_FOR: ContextVar[float] = ContextVar("as a plain number", default=math.nan)
 
@@ -46,7 +60,7 @@ class PerSlot(float):
         return made
 
     def __repr__(self) -> str:
-        return f"PerSlot({list(self.values)})"
+        return f"{OF_EACH} ({told(self.values)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PerSlot, (self.values,)
@@ -59,7 +73,7 @@ class PerSlot(float):
 
     def __float__(self) -> float:
         if len(set(self.values)) > 1:
-            raise Disagreement(f"the model makes one float of {self!r}, which differs by slot.")
+            raise Disagreement(f"the model's code makes one number of {self!r}. {IN_TORCH}")
         return self.values[0]
 
     def __int__(self) -> int:
@@ -70,9 +84,24 @@ def _agreed(question: str, answers: Sequence[bool], about: PerSlot) -> bool:
     if len(set(answers)) > 1:
         raise Disagreement(
             f"the model's code asks whether a hyperparameter {question}; for the values "
-            f"{list(about.values)} the answers differ."
+            f"{told(about.values)} the answers differ."
         )
     return answers[0]
+
+
+def told(values: Sequence[float]) -> str:
+    """The values that trials have, for a reader: each once, and not too many."""
+    some = list(dict.fromkeys(f"{value:.6g}" for value in values))
+    more = len(some) - MOST_TOLD
+    return ", ".join(some[:MOST_TOLD]) + (f" and {more} more" if more > 0 else "")
+
+
+def in_words(error: BaseException) -> str:
+    """What an error says, where it speaks of the type of such numbers in words of a user's."""
+    text = str(error)
+    for name in (f"'{PerSlot.__name__}' object", f"'{PerSlot.__name__}'", PerSlot.__name__):
+        text = text.replace(name, OF_EACH)
+    return text
 
 
 def _of(value: object, slot: int) -> Any:
@@ -94,7 +123,7 @@ def _comparison(name: str, operation: Callable[[Any, Any], bool]) -> Callable[..
         if not isinstance(other, int | float):
             return NotImplemented
         answers = [operation(v, _of(other, slot)) for slot, v in enumerate(self.values)]
-        return _agreed(f"is {name} {other!r}", answers, self)
+        return _agreed(f"is {_SYMBOLS[name]} {other!r}", answers, self)
 
     return apply
 

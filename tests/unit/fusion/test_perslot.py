@@ -10,7 +10,7 @@ from torch import nn
 
 from shoal.fusion.blend import blend
 from shoal.fusion.declined import Declined, Disagreement
-from shoal.fusion.perslot import PerSlot, values_of
+from shoal.fusion.perslot import PerSlot, in_words, values_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -33,7 +33,7 @@ def test_a_question_is_answered_if_all_slots_agree():
     assert not rate > 1.0
     assert rate
     assert rate != 0.5
-    with pytest.raises(Disagreement, match=r"asks whether a hyperparameter is gt 0\.2"):
+    with pytest.raises(Disagreement, match=r"asks whether a hyperparameter is > 0\.2; for the values 0\.1, 0\.4"):
         _ = rate > 0.2
     with pytest.raises(Disagreement, match="is true"):
         bool(PerSlot([0.0, 0.1]))
@@ -43,7 +43,7 @@ def test_code_that_reads_the_double_gets_no_number():
     rate = PerSlot([0.1, 0.4])
 
     assert math.isnan(math.fsum([rate]))
-    with pytest.raises(Disagreement, match="makes one float of"):
+    with pytest.raises(Disagreement, match="makes one number of a hyperparameter of which each"):
         float(rate)
     assert float(PerSlot([0.5, 0.5])) == 0.5
 
@@ -80,3 +80,12 @@ def test_what_differs_in_more_than_floats_is_declined_with_its_place():
         blend([nn.Linear(1, 1), nn.Linear(1, 1)], "the loss")
     with pytest.raises(Declined, match="the mask differs"):
         blend([torch.zeros(2), torch.ones(2)], "the mask")
+
+
+def test_its_type_is_told_in_words_and_its_values_once_each_and_not_too_many():
+    error = TypeError("'PerSlot' object cannot be interpreted as an integer")
+    words = in_words(error)
+    assert words.startswith("a hyperparameter of which each trial has its own cannot be")
+    many = repr(PerSlot([0.1 * n for n in range(64)]))
+    assert many.endswith("(0, 0.1, 0.2, 0.3, 0.4, 0.5 and 58 more)")
+    assert repr(PerSlot([0.1, 0.2, 0.1])).endswith("(0.1, 0.2)")
