@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from shoal import rounding
@@ -21,6 +22,7 @@ from shoal.core.errors import SpecError
 from shoal.core.spec import HyperParameters as HyperParameters
 from shoal.core.spec import Scalar
 from shoal.core.stale import Stale
+from shoal.core.units import counted
 from shoal.core.values import flag, is_number, one_of, optional_whole, plain, whole
 from shoal.rounding import Rounding
 from shoal.rowwise import LossByRows
@@ -212,16 +214,33 @@ def build_model(recipe: Recipe, hp: HP) -> nn.Module:
     """The recipe's model, with its weights in the recipe's precision; a mapping as ``Models``.
 
     Raises:
-        SpecError: the factory returned something that is no module.
+        SpecError: the factory returned something that is no module, or that has no shapes yet.
     """
     model: Any = recipe.model(hp)
     if isinstance(model, Mapping) and not isinstance(model, nn.Module):
         model = _several_models(recipe, model)
     if not isinstance(model, nn.Module):
         raise SpecError(f"Recipe(model=...) returned {type(model).__name__}; return an nn.Module.")
+    _refuse_shapeless(model)
     if recipe.precision == rounding.NAME:
         rounding.lower(model)
     return model
+
+
+def _refuse_shapeless(model: nn.Module) -> None:
+    """Raises SpecError for lazy layers that have seen no batch."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    lazy = [name for name, tensor in tensors if is_lazy(tensor)]
+    if not lazy:
+        return
+    kind = type(model.get_submodule(lazy[0].rpartition(".")[0])).__name__
+    raise SpecError(
+        f"Recipe(model=...) returned a model with {counted(len(lazy), 'tensor')} that "
+        f"{'has' if len(lazy) == 1 else 'have'} no shape yet, {lazy[0]!r} of {kind} first. What "
+        "it takes, and its optimizer, need all shapes. Run one batch through the model in the "
+        "factory before it is returned, such as model(torch.zeros(1, 784)), or use a layer that "
+        "is told its number of inputs."
+    )
 
 
 def _several_models(recipe: Recipe, given: Mapping[str, Any]) -> Models:

@@ -24,6 +24,10 @@ def build(hp):
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
+def lazy(hp):
+    return nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 3))
+
+
 def data(hp):
     return [(torch.ones(2, 6), torch.tensor([0, 2]))], None
 
@@ -82,6 +86,11 @@ WRONG = {
         {"model": asks_for_momentum},
         r"unknown hyperparameter 'momentum'; the space has 'lr'\. "
         r"Add it to the study's space, or read it with hp\.get\('momentum', default\)",
+    ),
+    "lazy layers that saw no batch": (
+        {"model": lazy},
+        r"a model with 2 tensors that have no shape yet, '0\.weight' of LazyLinear first\. .* Run "
+        r"one batch through the model in the factory before it is returned",
     ),
     "no loss": ({"loss": no_loss}, r"loss must be a scalar tensor, got NoneType\. Reduce it"),
     "a loss that is no scalar": (
@@ -158,6 +167,15 @@ def test_a_study_says_what_is_wrong_with_its_recipe_and_nothing_is_lost(
         make_study(make_recipe(**changes)).run(**how)
     report = make_study().run(**how)
     assert [trial.error for trial in report.trials] == [""]
+
+
+def test_lazy_layers_that_saw_a_batch_train_as_others():
+    def shaped(hp):
+        model = lazy(hp)
+        model(torch.zeros(1, 6))
+        return model
+
+    assert plain_loop(make_recipe(model=shaped), {"lr": 0.1}, 0, steps=2).losses
 
 
 def test_an_unknown_hyperparameter_lists_the_known_ones():
