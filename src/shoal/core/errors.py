@@ -3,6 +3,7 @@
 ShoalError
 +-- SpecError        the request itself is wrong; nothing has started
 +-- PlanError        no plan fits, or a plan fails its checks
+|   +-- TooLarge     a trial fits in no way, of all that was asked for
 |   +-- NotCuttable  a model cannot be a chain of shards (partition)
 |   +-- CutError     no cut of the chain satisfies what was asked (partition)
 +-- ProgramError     a program breaks a rule of its format (checked before it runs)
@@ -30,6 +31,10 @@ class SpecError(ShoalError, ValueError):
 
 class PlanError(ShoalError):
     """No plan fits, or a plan fails its checks; no device was touched."""
+
+
+class TooLarge(PlanError):
+    """A trial fits its device in no way that was asked for; others of the study may."""
 
 
 class ProgramError(ShoalError):

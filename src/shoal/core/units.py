@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import NewType
 
 from shoal.core.errors import SpecError
@@ -99,6 +100,20 @@ def format_seconds(seconds: float) -> str:
 def counted(number: int, noun: str, plural: str = "") -> str:
     """A number with its noun: ``"1 trial"``, ``"2 trials"``; "y" and "ch" need their plural."""
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
+def list_some(numbers: Iterable[int], most: int = 12) -> str:
+    """``"0 to 3, 7, 9 to 11, ..."``: runs of numbers, not more than ``most`` of them."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    parts = [
+        f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs
+    ]
+    return ", ".join([*parts[:most], *(["..."] if len(parts) > most else [])])
 
 
 def round_up(size: int, multiple: int) -> int:

@@ -22,12 +22,11 @@ from datetime import datetime
 from shoal.control import CloneTrial, ExtendTrials
 from shoal.core.errors import SpecError
 from shoal.core.spec import Scalar
-from shoal.core.units import counted
+from shoal.core.units import counted, list_some
 from shoal.resume import (
     Addition,
     StudyRecord,
     TrialRecord,
-    list_some,
     point_key,
     with_clone,
 )

@@ -10,7 +10,7 @@ from shoal.core.errors import PlanError
 from shoal.core.plan import Job, Plan
 from shoal.core.spec import NO_BYTES, DeviceSpec, Place, Scalar, TrialSpec
 from shoal.core.technique import Technique
-from shoal.core.units import Bytes, counted, format_bytes
+from shoal.core.units import Bytes, counted, format_bytes, list_some
 from shoal.execution.announce import predict_seconds, steps_of
 from shoal.execution.firstplan import FirstPlan
 from shoal.execution.floor import Sink
@@ -32,7 +32,6 @@ from shoal.planning import (
     with_seconds,
     with_split_masters,
 )
-from shoal.resume import list_some
 from shoal.runtime.messages import Settings
 from shoal.runtime.pool import WorkerPool
 from shoal.search.rules import ETA

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from shoal.core.errors import PlanError
+from shoal.core.errors import TooLarge
 from shoal.core.plan import Job
 from shoal.core.spec import NO_BYTES, JobMeasure, Scalar, ShardSpec, TrialSpec
 from shoal.core.technique import (
@@ -208,7 +208,7 @@ def refuse(
     budget: Bytes,
     request: Request,
     exact: Bytes = NO_BYTES,
-) -> PlanError:
+) -> TooLarge:
     """Why no choice fits: the smallest shard there can be, and what it needs.
 
     ``exact`` is what was measured of the least there is; on paper it may be too little.
@@ -216,7 +216,7 @@ def refuse(
     settings = ", ".join(f"{k}={v}" for k, v in trial.hp.items())
     head = f"trial {trial.number} ({settings}) does not fit a device of {format_bytes(budget)}: "
     if not measure.cuttable:
-        return PlanError(
+        return TooLarge(
             head
             + f"resident it needs {format_bytes(measure.resident_bytes)}, and it cannot be cut: "
             + "; ".join(measure.notes)
@@ -229,12 +229,12 @@ def refuse(
     training = least(replace(measure, valid_scale=1.0), request).total
     if training <= budget < needed:
         forward = max(s.forward_peak_bytes for s in singles) * measure.valid_scale
-        return PlanError(
+        return TooLarge(
             head + f"its validation batches are {measure.valid_scale:.1f} times as large as its "
             f"training batches, and inside a forward one layer needs {format_bytes(forward)} for "
             "one. Make the validation batches smaller, or give the device more memory."
         )
-    return PlanError(
+    return TooLarge(
         head + f"cut as finely as it can be, layer {measure.layers[worst.index].name!r} needs "
         f"{format_bytes(worst.parameter_bytes)} for its parameters and "
         f"{format_bytes(worst.backward_peak_bytes)} inside its backward; with the batch and what "

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shoal.core.errors import ShoalError, SpecError, TrialError, WorkerError
+from shoal.core.errors import ShoalError, SpecError, TooLarge, TrialError, WorkerError
 from shoal.core.spec import TrialSpec
-from shoal.core.units import counted
+from shoal.core.units import counted, list_some
 from shoal.planner.growth import grown, grown_shard
 from shoal.planning.pipelining import Question
 from shoal.planning.planned import Settled
@@ -151,14 +151,17 @@ class Asking:
 
         A trial whose own code raises, or that cannot be asked for so, goes to ``failures``, and
         the next of its shape speaks for the others; unless two were refused in the same words.
+        Where one is too large the others are asked for all the same, so that all can be named.
 
         Raises:
+            TooLarge: some fit in no way; names them, and what the first one needs.
             PlanError: a question or an answer refuses the study.
             SpecError, WorkerError: none can be measured.
         """
         waiting = [_Talk(signature, list(trials)) for signature, trials in alike.items()]
         running: dict[Worker, _Talk] = {}
         settled: dict[str, Settled] = {}
+        too_large: list[tuple[_Talk, TooLarge]] = []
         try:
             while waiting or running:
                 for worker in [w for w in self._pool.workers.values() if w not in running]:
@@ -170,7 +173,11 @@ class Asking:
                 if answer is None or answer[0] not in running:
                     continue
                 worker, talk = answer[0], running.pop(answer[0])
-                found = self._hear(answer, talk)
+                try:
+                    found = self._hear(answer, talk)
+                except TooLarge as error:
+                    too_large.append((talk, error))
+                    continue
                 if isinstance(found, Settled):
                     settled[talk.signature] = found
                 elif found is not None:
@@ -182,6 +189,8 @@ class Asking:
             if not isinstance(error, Abandoned):
                 self._drain(set(running))
             raise
+        if too_large:
+            raise _all_too_large(too_large, sum(map(len, alike.values())))
         if alike and not settled:
             raise self._refusal or self._none_can_run(
                 [t for trials in alike.values() for t in trials]
@@ -270,6 +279,16 @@ class Asking:
             f"none of {counted(len(trials), 'trial')} can run; the first one says:\n"
             + self.failures[trials[0].number]
         )
+
+
+def _all_too_large(found: Sequence[tuple[_Talk, TooLarge]], of: int) -> TooLarge:
+    """What the first of them says, and which others there are."""
+    _, first = min(found, key=lambda one: one[0].trials[0].number)
+    numbers = sorted(trial.number for talk, _ in found for trial in talk.trials)
+    if len(numbers) == 1:
+        return first
+    which = f"{len(numbers)} of {of} trials do not fit"
+    return TooLarge(f"{first} {which}: {list_some(numbers)}.")
 
 
 def _together(found: Sequence[Described]) -> Described:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from shoal.core.errors import PlanError
+from shoal.core.errors import PlanError, TooLarge
 from shoal.core.plan import Job
 from shoal.core.spec import ArrayMeasure, JobMeasure, TrialSpec
 from shoal.core.technique import Captured
@@ -61,7 +61,7 @@ class Capturing:
                 f"{capture.declined}. Use technique='resident', or leave technique= out."
             )
         if is_forced and needed.total > self.budget:
-            raise PlanError(
+            raise TooLarge(
                 f"trial {trial.number} was asked to train captured, which needs "
                 f"{_of(needed, self.budget)}: what a pass is compared with comes on top. Use "
                 "technique='resident', or give the device more memory."

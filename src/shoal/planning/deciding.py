@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from shoal.core.errors import PlanError
+from shoal.core.errors import PlanError, TooLarge
 from shoal.core.plan import BITWISE, Job
 from shoal.core.spec import DeviceSpec, JobMeasure, Place, Scalar, TrialSpec
 from shoal.core.technique import (
@@ -182,7 +182,7 @@ class Deciding:
                 settled = _settled(measured, Resident(), 1, [*why, *measured.measure.notes])
                 return (yield from self._capturing.instead(trial, settled, trials))
             if isinstance(forced, Resident):
-                raise PlanError(
+                raise TooLarge(
                     f"trial {trial.number} was asked to train {_named(forced)}, which needs "
                     f"{format_bytes(whole.total)} on a device of {format_bytes(self._budget)}. "
                     "Leave technique= out to have it spilled, or give the device more memory."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.core.errors import PlanError
+from shoal.core.errors import PlanError, TooLarge
 from shoal.core.spec import JobMeasure, TrialSpec
 from shoal.core.technique import (
     Resident,
@@ -34,9 +34,9 @@ def refuse_own_step(trial: TrialSpec, forced: Technique | None) -> None:
 
 def too_large_a_step(
     trial: TrialSpec, measure: JobMeasure, budget: Bytes, whole: Need
-) -> PlanError:
+) -> TooLarge:
     """Why a step of one's own does not fit."""
-    return PlanError(
+    return TooLarge(
         f"trial {trial.number} does not fit a device of {format_bytes(budget)}: "
         f"with all its models and optimizers it needs {format_bytes(whole.total)}, of "
         f"them {format_bytes(measure.shards[0].owned_bytes)} parameters, "
@@ -50,13 +50,13 @@ def too_large_a_step(
 def refuse_shards(
     trial: TrialSpec, forced: Technique | None, closest: Need | None, budget: Bytes
 ) -> None:
-    """Raises PlanError where so many shards were asked for, and do not fit."""
+    """Raises TooLarge where so many shards were asked for, and do not fit."""
     if not isinstance(forced, Spilled) or not forced.shards or closest is None:
         return
     kept = f", {len(forced.keep)} of them kept on the device," if forced.keep else ""
     if forced.keep_activations:
         kept += f" {len(forced.keep_activations)} of them with their activations,"
-    raise PlanError(
+    raise TooLarge(
         f"trial {trial.number} was asked to train in {counted(forced.shards, 'shard')}"
         f"{kept} which needs {format_bytes(closest.total)} or more on a device of "
         f"{format_bytes(budget)}. Ask for more shards, or leave shards= out to have "

@@ -5,7 +5,6 @@ from shoal.resume.merge import Merged, TrialProgress, merge
 from shoal.resume.recipe import RecipeRecord, describe_recipe
 from shoal.resume.record import Addition, StudyRecord, TrialRecord, describe_study
 from shoal.resume.trials import kinds_of, point_key, with_clone, with_points, with_searched
-from shoal.resume.words import list_some
 
 __all__ = [
     "Addition",
@@ -17,7 +16,6 @@ __all__ = [
     "describe_recipe",
     "describe_study",
     "kinds_of",
-    "list_some",
     "merge",
     "point_key",
     "record_from_json",

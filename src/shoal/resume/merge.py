@@ -15,12 +15,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from shoal.core.spec import TrialSpec
-from shoal.core.units import counted
+from shoal.core.units import counted, list_some
 from shoal.observe.rows import TrialState
 from shoal.resume import refuse
 from shoal.resume.record import StudyRecord, TrialRecord
 from shoal.resume.trials import Pairing, number_on, pair
-from shoal.resume.words import list_some
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from shoal.core.errors import SpecError
 from shoal.core.spec import Scalar
-from shoal.core.units import counted
+from shoal.core.units import counted, list_some
 from shoal.resume.code import is_same
 from shoal.resume.recipe import PERMISSIONS, RecipeRecord
 from shoal.resume.record import StudyRecord, TrialRecord
-from shoal.resume.words import list_some
 from shoal.search.parameters import first_difference
 
 MAX_DIFF_LINES = 40

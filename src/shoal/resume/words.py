@@ -6,7 +6,7 @@ import hashlib
 import importlib.metadata
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -86,17 +86,3 @@ def shorten(text: str) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]
-
-
-def list_some(numbers: Iterable[int], most: int = 12) -> str:
-    """``"0 to 3, 7, 9 to 11, ..."``: runs of numbers, not more than ``most`` of them."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    parts = [
-        f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs
-    ]
-    return ", ".join([*parts[:most], *(["..."] if len(parts) > most else [])])

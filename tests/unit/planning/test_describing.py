@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.core.errors import SpecError, WorkerError
+from shoal.core.errors import SpecError, TooLarge, WorkerError
 from shoal.core.spec import TrialSpec
 from shoal.core.technique import Resident
 from shoal.planning.asking import EACH, MAX_DEATHS, Asking
@@ -149,3 +149,36 @@ def test_what_two_of_a_shape_were_refused_for_is_the_whole_shapes_and_no_others(
 def test_where_all_are_refused_the_first_refusal_is_the_studys():
     with pytest.raises(SpecError, match=r"^0$"):
         settled(set(range(20)))
+
+
+# -- too large ------------------------------------------------------------------------------
+
+
+def ask_for(kinds, large):
+    """Settle trials of these kinds, of which those that speak for ``large`` kinds do not fit."""
+
+    def question(trial):
+        measured = yield Measure(trial, cut=False)
+        kind = next(kind for kind, trials in kinds.items() if trial in trials)
+        if kind in large:
+            raise TooLarge(f"trial {trial.number} needs 8 B. Give the device that much.")
+        values = {"measure": measured.measure, "layout": None, "technique": Resident()}
+        return Settled(**values, why=(), active=1)
+
+    pool = FakePool(2, lambda w, order: Measured(order.trial.number, make_measure(), None))
+    return Asking(pool, pool.receive, 1.0).settle(kinds, question)
+
+
+def test_all_trials_that_do_not_fit_are_named_after_what_the_first_one_needs():
+    kinds = {"a": TRIALS[5:6], "b": TRIALS[1:5], "c": TRIALS[6:10], "d": TRIALS[10:11]}
+    words = (
+        r"^trial 1 needs 8 B\. Give the device that much\. "
+        r"6 of 10 trials do not fit: 1 to 5, 10\.$"
+    )
+    with pytest.raises(TooLarge, match=words):
+        ask_for(kinds, {"a", "b", "d"})
+
+
+def test_one_trial_that_does_not_fit_is_named_once():
+    with pytest.raises(TooLarge, match=r"that much\.$"):
+        ask_for({"a": TRIALS[:3], "b": TRIALS[3:4]}, {"b"})
