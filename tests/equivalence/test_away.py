@@ -520,7 +520,7 @@ def test_where_the_host_has_no_room_they_recompute_or_are_refused_with_numbers(
     job = planned(tmp_path, warm_workers, ALL_TRAVEL, host_memory=room).jobs[0]
     assert 0 < job.waiting_bytes <= free.waiting_bytes // 2
     named = replace(ALL_TRAVEL, spill_activations=tuple(range(8)))
-    with pytest.raises(PlanError, match=r"of state on the host, of .* that it may use"):
+    with pytest.raises(PlanError, match=r"on the host, of .* that it may use: .* of state"):
         planned(tmp_path, warm_workers, named, host_memory=states + free.waiting_bytes // 2)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from shoal.core.errors import PlanError
@@ -218,14 +218,15 @@ def check_host_memory(plan: Plan, budget: int | None, *, may_wait: bool = False)
         return
     fitting = _fitting(plan.jobs, at_once, budget)
     some = sorted(job.trial for job in smallest[:fitting])
-    largest = smallest[-1]
+    largest, least = smallest[-1], _host_bytes(smallest[:1], at_once)
+    fits = f"Together fit trials {list_some(some)}. "
+    if not some:
+        fits = f"Not even the smallest fits, which needs {format_bytes(least)} with its copy. "
     raise PlanError(
-        f"{counted(len(plan.jobs), 'trial keeps', 'trials keep')} {format_bytes(needed)} of state "
-        f"on the host, of "
-        f"{format_bytes(budget)} that it may use; the largest is trial {largest.trial} with "
-        f"{format_bytes(largest.host_bytes)}. "
-        + (f"Together fit trials {list_some(some)}. " if some else "Not even the smallest fits. ")
-        + "Run fewer trials in one study, or give host_memory= more."
+        f"{counted(len(plan.jobs), 'trial needs', 'trials need')} {format_bytes(needed)} on the "
+        f"host, of {format_bytes(budget)} that it may use: {_told(_parts(plan.jobs, at_once))}; "
+        f"the largest is trial {largest.trial} with {format_bytes(largest.host_bytes)}. "
+        f"{fits}Run fewer trials in one study, or give host_memory= more."
     )
 
 
@@ -234,9 +235,33 @@ def fits_host(jobs: Sequence[Job], plan: Plan, budget: int | None) -> bool:
     return budget is None or _host_bytes(jobs, len(plan.devices) * plan.active) <= budget
 
 
-def _host_bytes(jobs: Sequence[Job], at_once: int) -> int:
-    """The trials' states, copies of the largest that are being written, and what waits."""
-    copies = sorted((generation_bytes(job) for job in jobs), reverse=True)
-    waits = sorted((job.waiting_bytes for job in jobs), reverse=True)
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What trials need on the host: states, copies for checkpoints of so many, and what waits."""
+
+    states: Bytes
+    copies: Bytes
+    copied: int
+    waits: Bytes
+
+
+def _parts(jobs: Sequence[Job], at_once: int) -> _Parts:
+    """Of the largest, where not all of them are written, or train, at a time."""
+    copies = sorted((generation_bytes(job) for job in jobs), reverse=True)[:at_once]
+    waits = sorted((job.waiting_bytes for job in jobs), reverse=True)[:at_once]
     states = sum(job.host_bytes - job.waiting_bytes for job in jobs)
-    return states + sum(copies[:at_once]) + sum(waits[:at_once])
+    return _Parts(Bytes(states), Bytes(sum(copies)), len(copies), Bytes(sum(waits)))
+
+
+def _host_bytes(jobs: Sequence[Job], at_once: int) -> Bytes:
+    """The trials' states, copies of the largest that are being written, and what waits."""
+    parts = _parts(jobs, at_once)
+    return Bytes(parts.states + parts.copies + parts.waits)
+
+
+def _told(parts: _Parts) -> str:
+    copies = "a copy of one trial's while it is written as a checkpoint"
+    if parts.copied > 1:
+        copies = f"copies of {parts.copied} trials' while they are written as checkpoints"
+    words = f"{format_bytes(parts.states)} of state and {format_bytes(parts.copies)} for {copies}"
+    return words + f", {format_bytes(parts.waits)} wait there in a step" * bool(parts.waits)

@@ -33,7 +33,9 @@ def test_a_question_is_answered_if_all_slots_agree():
     assert not rate > 1.0
     assert rate
     assert rate != 0.5
-    with pytest.raises(Disagreement, match=r"asks whether a hyperparameter is > 0\.2; for the values 0\.1, 0\.4"):
+    with pytest.raises(
+        Disagreement, match=r"asks whether a hyperparameter is > 0\.2; for the values 0\.1, 0\.4"
+    ):
         _ = rate > 0.2
     with pytest.raises(Disagreement, match="is true"):
         bool(PerSlot([0.0, 0.1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -42,7 +43,10 @@ def test_a_refusal_names_the_bytes_and_the_trials_that_fit_together():
     with pytest.raises(PlanError) as refused:
         check_host_memory(plan(9, 2, 3, 4), 10 * MIB)
     words = str(refused.value)
-    assert "4 trials keep 18." in words
+    assert re.match(r"4 trials need 18\.\d MiB on the host, of 10\.0 MiB that it may use: ", words)
+    assert re.search(
+        r"18\.0 MiB of state and [\d.]+ KiB for a copy of one trial's while it", words
+    )
     assert "the largest is trial 0 with 9.0 MiB" in words
     assert "Together fit trials 1 to 3." in words
 
@@ -70,8 +74,22 @@ def test_fewer_share_a_device_where_that_is_what_fits_the_host():
 
 
 def test_where_none_fits_it_says_so():
-    with pytest.raises(PlanError, match="Not even the smallest fits"):
+    with pytest.raises(PlanError, match=r"Not even the smallest fits, which needs 8\.\d MiB with"):
         check_host_memory(plan(9, 8), MIB)
+
+
+def test_copies_for_checkpoints_are_told_apart_from_state_and_what_waits():
+    """Twice 3 MiB of state fit 8 MiB; with what is written and what waits they do not."""
+    shard = make_shard(0, 2 * MIB)
+    sizes = {"host_bytes": Bytes(4 * MIB), "waiting_bytes": Bytes(MIB)}
+    jobs = tuple(make_job(trial, [shard], **sizes) for trial in range(2))
+    both = replace(plan(1), jobs=jobs, active=2)
+    words = (
+        r"6\.0 MiB of state and [\d.]+ MiB for copies of 2 trials' while they are written as "
+        r"checkpoints, 2\.0 MiB wait there in a step; the largest"
+    )
+    with pytest.raises(PlanError, match=words):
+        check_host_memory(both, 8 * MIB)
 
 
 # -- the float32 of what travels as bfloat16, in two parts ------------------------------------
@@ -124,7 +142,7 @@ def test_it_is_split_where_the_trials_fit_then_and_the_planner_goes_on_so():
 
 
 def test_a_refusal_is_of_the_smaller_number_and_float32_that_is_asked_for_stays():
-    with pytest.raises(PlanError, match=r"4 trials keep 57\.. MiB of state"):
+    with pytest.raises(PlanError, match=r"4 trials need 57\.. MiB on the host"):
         check_host_memory(with_less_on_host(planner(), narrow(4), 40 * MIB).plan, 40 * MIB)
     asks = planner()
     kept = with_less_on_host(asks, narrow(4, master="float32"), 59 * MIB)
