@@ -89,7 +89,11 @@ def interrupted(tmp_path, warm_workers, monkeypatch):
             hardware = shoal.Hardware.virtual(devices=devices, memory="64MiB")
             more = (again or {}) if callback is heard else {}
             told = {**shown, **more, "callbacks": [callback], "technique": how}
-            report = study.run(hardware=hardware, **told)
+            with monkeypatch.context() as until_stopped:
+                if callback is orders:  # two steps a lease: no trial is through before its stop
+                    until_stopped.setattr(floor, "LEASE_S", 1e-3)
+                    until_stopped.setattr(floor, "STEADY_S", 0.0)
+                report = study.run(hardware=hardware, **told)
             if callback is orders:
                 orders.join()
                 assert report.stopped
