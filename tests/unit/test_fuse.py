@@ -34,6 +34,22 @@ def test_an_array_of_spilled_trials_may_be_asked_for(technique):
         wish_of("8 compiled", technique_of(technique))
 
 
+@pytest.mark.parametrize(
+    ("fuse", "words"),
+    [
+        ("1", r"got '1'\. A width alone is a number, not text: write fuse=1\.$"),
+        ("500", r"got '500'\. A width alone is a number, not text: write fuse=64\.$"),
+        (500, r"got 500\. Write fuse=64\.$"),
+        (0, r"got 0\. Write fuse=False for no arrays\.$"),
+        (True, r"got True\. Write fuse='auto' to have arrays measured\.$"),
+        ("4 quick", r"got '4 quick'\. Write one of these\.$"),
+    ],
+)
+def test_a_refused_width_is_answered_with_what_to_write(fuse, words):
+    with pytest.raises(SpecError, match=words):
+        wish_of(fuse, None)
+
+
 def test_the_option_is_read():
     assert [parse_fuse(text) for text in (None, "auto", "off", "4")] == [None, "auto", False, 4]
 

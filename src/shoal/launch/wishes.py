@@ -92,7 +92,7 @@ def wish_of(fuse: str | bool | int | None, technique: Technique | None) -> Wish:
         raise SpecError(
             f"fuse is 'auto', False, or the width of arrays from 1 to {MOST}, which may say how "
             f"passes run ('16 compiled') and to what widths those go on that a pruner leaves "
-            f"('16/4/1'), got {fuse!r}."
+            f"('16/4/1'), got {fuse!r}. {_instead(fuse)}"
         )
     if width > 1 and isinstance(technique, Spilled):
         _refuse_spilled(fuse, technique, kind)
@@ -102,6 +102,17 @@ def wish_of(fuse: str | bool | int | None, technique: Technique | None) -> Wish:
                 f"fuse={fuse} with {words}: what trains as an array {why}. Leave one of them out."
             )
     return fuse
+
+
+def _instead(fuse: object) -> str:
+    """What to write for a width that is none."""
+    if fuse is True:
+        return "Write fuse='auto' to have arrays measured."
+    if isinstance(fuse, str) and fuse.isdecimal():
+        return f"A width alone is a number, not text: write fuse={min(max(int(fuse), 1), MOST)}."
+    if fuse == "off" or (isinstance(fuse, int) and fuse < 1):
+        return "Write fuse=False for no arrays."
+    return f"Write fuse={MOST}." if isinstance(fuse, int) else "Write one of these."
 
 
 def _refuse_spilled(fuse: str | int, technique: Spilled, kind: str | None) -> None:
