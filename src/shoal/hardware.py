@@ -1,7 +1,12 @@
 """Which devices a study may use, and how many bytes of each.
 
-torch is imported only where GPUs are asked about (``_visible_gpus``, ``gpu_names``), so
-that naming virtual devices costs nothing.
+torch is imported only where GPUs are asked about (``_num_gpus``, ``gpu_names``), so that
+naming virtual devices costs nothing.
+
+[Note: who asks a GPU what is free]
+Whoever asks CUDA for a GPU's free memory has a context there from then on, up to half a GiB that
+no trial gets. The study's process outlives all trials, so another process asks, and ends. What it
+finds free is without its own context, in whose place there will be the worker's.
 """
 
 from __future__ import annotations
@@ -9,12 +14,13 @@ from __future__ import annotations
 import math
 import os
 import re
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
 
 from shoal.core.errors import SpecError
 from shoal.core.profile import PROFILES, Profile, find_profile
@@ -25,6 +31,11 @@ from shoal.core.values import flag, is_number, items, plain, whole
 
 FREE_SHARE = 0.8  # of what is free now; the rest is for the libraries and other processes
 CONTEXT_BYTES = 512 * 2**20  # of a GPU, for each process on it beyond the first
+PATIENCE_S = 120.0  # with a process that imports torch and opens all GPUs
+_ASK_FREE = """\
+import sys, torch
+print(*(torch.cuda.mem_get_info(int(number))[0] for number in sys.argv[1:]))
+"""
 _DEVICES = re.compile(
     r"(?P<kind>cpu|cuda)(?::(?P<which>[0-9,]+))?"
     r"(?:@(?P<profile>[a-z0-9_-]+)(?:/(?P<scale>[0-9.]+))?)?"
@@ -155,8 +166,8 @@ class Hardware:
         Budgets are 0.8 of what is free now; virtual devices share the machine's
         memory, and all devices share its cores.
         """
-        gpus = _visible_gpus()
-        return _cuda_hardware(gpus) if gpus else _cpu_hardware(available_cores())
+        count = _num_gpus()
+        return _cuda_hardware(range(count)) if count else _cpu_hardware(available_cores())
 
     @staticmethod
     def parse(
@@ -253,19 +264,35 @@ class Hardware:
         return replace(self, devices=kept)
 
 
-class _Gpu(NamedTuple):
-    number: int
-    free_bytes: int
-
-
-def _visible_gpus() -> tuple[_Gpu, ...]:
-    """The GPUs torch sees, with their free bytes."""
+def _num_gpus() -> int:
+    """How many GPUs torch sees; none of them is opened."""
     import torch  # lazy: a study on virtual devices is described without it
 
-    if not torch.cuda.is_available():
-        return ()
-    count = torch.cuda.device_count()
-    return tuple(_Gpu(index, torch.cuda.mem_get_info(index)[0]) for index in range(count))
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _free_bytes(numbers: Iterable[int]) -> dict[int, int]:
+    """What these GPUs have free; see [Note: who asks a GPU what is free].
+
+    Raises:
+        SpecError: one of them cannot be opened.
+    """
+    numbers = sorted(set(numbers))
+    ask = [sys.executable, "-P", "-c", _ASK_FREE, *map(str, numbers)]
+    try:
+        done = subprocess.run(ask, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+        found = [int(word) for word in done.stdout.split()[-len(numbers) :]]
+        return dict(zip(numbers, found, strict=True))
+    except subprocess.TimeoutExpired:
+        why = f"there was no answer within {PATIENCE_S:.0f} s"
+    except subprocess.CalledProcessError as error:
+        why = (error.stderr.strip().splitlines() or [f"it ended with {error.returncode}"])[-1]
+    except ValueError:
+        why = f"the answer was {done.stdout!r}"
+    raise SpecError(
+        f"{', '.join(f'cuda:{number}' for number in numbers)} cannot be asked for free memory: "
+        f"{why}. See what nvidia-smi says of that, or choose other devices (--devices cpu:2)."
+    )
 
 
 def gpu_names() -> tuple[str, ...]:
@@ -327,38 +354,39 @@ def _emulated_named(kind: str, count: str | None, profile: str, scale: str | Non
 
 
 def _cuda_named(which: str | None) -> Hardware:
-    gpus = _visible_gpus()
-    if not gpus:
+    count = _num_gpus()
+    if not count:
         raise SpecError(
             "cuda was asked for, but torch sees no GPU (torch.cuda.is_available() is False). "
             "Check the driver and CUDA_VISIBLE_DEVICES, or use --devices cpu:2."
         )
     if which is None:
-        return _cuda_hardware(gpus)
+        return _cuda_hardware(range(count))
     chosen = [int(word) for word in which.split(",") if word]
-    missing = [index for index in chosen if index >= len(gpus)]
+    missing = [number for number in chosen if number >= count]
     if missing or not chosen:
         raise SpecError(
-            f"cuda:{which} was asked for, but torch sees {len(gpus)} GPU(s), cuda:0 to "
-            f"cuda:{len(gpus) - 1}."
+            f"cuda:{which} was asked for, but torch sees {count} GPU(s), cuda:0 to "
+            f"cuda:{count - 1}."
         )
-    return _cuda_hardware([gpus[index] for index in chosen])
+    return _cuda_hardware(chosen)
 
 
-def _cuda_hardware(gpus: Sequence[_Gpu]) -> Hardware:
+def _cuda_hardware(numbers: Sequence[int]) -> Hardware:
     """A device for each time that a GPU is named, in rounds over the GPUs."""
-    cores, named = available_cores(), Counter(gpu.number for gpu in gpus)
+    free_bytes = _free_bytes(numbers)
+    cores, named = available_cores(), Counter(numbers)
     seen = Counter[int]()
     parts = list[tuple[int, DeviceSpec]]()
-    for gpu in gpus:
-        part, count = seen[gpu.number], named[gpu.number]
-        seen[gpu.number] += 1
-        free = max(count, gpu.free_bytes - (count - 1) * CONTEXT_BYTES) // count
+    for number in numbers:
+        part, count = seen[number], named[number]
+        seen[number] += 1
+        free = max(count, free_bytes[number] - (count - 1) * CONTEXT_BYTES) // count
         spec = DeviceSpec(
-            name=f"cuda:{gpu.number}/{part}" if count > 1 else f"cuda:{gpu.number}",
+            name=f"cuda:{number}/{part}" if count > 1 else f"cuda:{number}",
             kind="cuda",
             memory=Bytes(int(FREE_SHARE * free)),
-            threads=max(1, cores // len(gpus)),
+            threads=max(1, cores // len(numbers)),
         )
         parts.append((part, spec))
     specs = tuple(spec for _, spec in sorted(parts, key=itemgetter(0)))

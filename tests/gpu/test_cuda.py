@@ -7,6 +7,8 @@ deterministic, there is nothing to compare with, and the test is skipped with th
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -102,6 +104,19 @@ def test_losses_come_to_the_host_and_nothing_waits_for_them_until_they_are_asked
     found = losses.values()
     torch.cuda.set_sync_debug_mode("default")
     assert found == [(weight * factor).item() for factor in (1.0, 2.0, 3.0)]
+
+
+def test_the_process_that_asks_what_is_free_opens_no_gpu():
+    words = (
+        "import torch, shoal; (device,) = shoal.Hardware.parse('cuda:0').devices; "
+        "print(device.memory, torch.cuda.is_initialized())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", words], capture_output=True, text=True, check=True
+    )
+    memory, is_open = done.stdout.split()
+    assert 0 < int(memory) < torch.cuda.get_device_properties(0).total_memory
+    assert is_open == "False"
 
 
 def test_scratch_memory_of_a_kernel_is_in_the_peak_that_is_counted():

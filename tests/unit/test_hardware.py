@@ -22,15 +22,17 @@ GIB = 2**30
 @pytest.fixture
 def machine(monkeypatch):
     """A machine of four cores and 10 GiB of free memory, without GPUs."""
-    monkeypatch.setattr(hardware_module, "_visible_gpus", lambda: ())
+    monkeypatch.setattr(hardware_module, "_num_gpus", lambda: 0)
     monkeypatch.setattr(hardware_module, "available_cores", lambda: 4)
     monkeypatch.setattr(hardware_module, "free_memory", lambda: 10 * GIB)
 
 
 @pytest.fixture
 def two_gpus(machine, monkeypatch):
-    gpus = tuple(hardware_module._Gpu(index, 80 * GIB) for index in range(2))
-    monkeypatch.setattr(hardware_module, "_visible_gpus", lambda: gpus)
+    monkeypatch.setattr(hardware_module, "_num_gpus", lambda: 2)
+    monkeypatch.setattr(
+        hardware_module, "_free_bytes", lambda numbers: dict.fromkeys(numbers, 80 * GIB)
+    )
 
 
 def test_virtual_devices_have_names_and_the_budget_that_was_asked_for():
@@ -274,6 +276,43 @@ def test_no_trial_is_over_devices_that_share_a_gpu(two_gpus, technique, words):
 def test_a_gpu_that_is_not_there_is_refused(machine, two_gpus):
     with pytest.raises(SpecError, match=r"cuda:0,5 was asked for, but torch sees 2 GPU"):
         Hardware.parse("cuda:0,5")
+
+
+@pytest.fixture
+def asked_torch(monkeypatch, tmp_path):
+    """Another process finds a torch that tells so much free, in words of Python."""
+
+    def tell(words):
+        (tmp_path / "torch.py").write_text(f"class cuda:\n    mem_get_info = lambda n: {words}\n")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        return hardware_module._free_bytes
+
+    return tell
+
+
+def test_another_process_asks_what_is_free_and_only_of_the_gpus_that_are_named(
+    asked_torch, monkeypatch
+):
+    def never(*args):
+        raise AssertionError("this process would have a context")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", never)
+
+    assert asked_torch("(100 * n + 7, 10**9)")([3, 1, 3]) == {1: 107, 3: 307}
+    assert asked_torch("(5, 9) if n == 2 else 1 / 0")([2]) == {2: 5}
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("1 / 0", "cuda:0, cuda:2 cannot be asked .*: ZeroDivisionError: division by zero"),
+        ("__import__('os')._exit(3)", "memory: it ended with 3"),
+        ("'?'", r"memory: the answer was '\? \?\\n'"),
+    ],
+)
+def test_a_gpu_that_cannot_be_opened_is_refused_with_what_cuda_says(asked_torch, words, why):
+    with pytest.raises(SpecError, match=f"{why}.*nvidia-smi.*other devices"):
+        asked_torch(words)([2, 0])
 
 
 def test_cuda_without_a_gpu_is_refused_with_a_way_out(machine):
