@@ -161,6 +161,8 @@ def blend_settings(made: nn.Module, modules: Sequence[nn.Module], where: str) ->
                 continue
             values = [vars(peer)[name] for peer in peers]
             if name.endswith("_hooks"):
+                if "state_dict" in name:
+                    continue  # no pass calls them, and copies of torch's own have other attributes
                 _blend_hooks(vars(child)[name], values, f"{where}.{path}".rstrip("."), inside)
                 continue
             if all(value is values[0] for value in values) or same(values):
