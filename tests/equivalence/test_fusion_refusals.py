@@ -7,12 +7,14 @@ import fusing
 import numpy as np
 import pytest
 import torch
+from companies import member_of
 from torch import nn
 from torch.nn import functional as F
 
 from shoal.fusion import Array, Declined, LoopBackend, Member, dry_run
 from shoal.recipe import Recipe
 from shoal.rng import capture_rng
+from shoal.testing import array_loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -329,3 +331,44 @@ def test_a_loss_with_weights_of_every_slots_own_is_fused():
     for slot, trial in enumerate(made):
         plain = fusing.alone(trial.recipe, trial.hp, slot, 5)
         assert [found[slot] for found in losses] == pytest.approx(plain.losses, abs=1e-12)
+
+
+# -- norms that a hook makes, and those that are a parametrization -----------------------------
+
+
+def plain_sgd(named, hp):
+    return torch.optim.SGD([parameter for _, parameter in named], lr=hp["lr"])
+
+
+def normed(norm, numbers=(1, 2, 3)):
+    """Trials of a model whose second layer has that norm of its weight."""
+
+    def build(hp):
+        return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), norm(nn.Linear(4, 4))).double()
+
+    recipe = Recipe(model=build, data=lambda hp: (batches(), None), loss=mean, optimizer=plain_sgd)
+    return recipe, [member_of(recipe, {"lr": 0.1}, seed) for seed in numbers]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm"])
+def test_a_norm_that_a_hook_makes_is_declined_with_the_one_that_an_array_takes(name):
+    _, made = normed(getattr(nn.utils, name))
+    words = dry_run(made, batches())
+    assert words.startswith(
+        f"torch.nn.utils.{name} keeps '2.weight' as an attribute that its hook"
+    )
+    assert words.endswith(f"Use torch.nn.utils.parametrizations.{name}, which an array takes.")
+    assert dry_run(normed(getattr(nn.utils.parametrizations, name))[1], batches()) == ""
+
+
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm"])
+def test_a_parametrized_norm_trains_in_a_slot_as_with_others_beside_it(name):
+    """Beside it are trials as they were built, or copies, of whose hooks torch keeps less."""
+    recipe, made = normed(getattr(nn.utils.parametrizations, name))
+    array = Array(made)
+    for batch in batches():
+        array.step([batch] * 3)
+    found = array.extract(1)["model"]
+    plain = array_loop(recipe, {"lr": 0.1}, 2, slot=1, width=3, steps=3)
+    assert all(torch.equal(found[key], tensor) for key, tensor in plain.state()["model"].items())

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from shoal.fusion.declined import Declined
 from shoal.fusion.match import Signature, first_difference
 from shoal.fusion.member import Member
+from shoal.fusion.oldnorms import old_norm
 from shoal.fusion.signature import signature_of
 
 
@@ -34,11 +35,13 @@ def require_signature(wanted: Signature, member: Member) -> None:
     """Check one more trial.
 
     Raises:
-        Declined: it has another signature, or a hook; says which.
+        Declined: it has another signature, or a hook that an array cannot have; says which.
     """
     difference = first_difference(wanted, _signature(member))
     if difference:
         raise Declined(f"these trials cannot share an array: {difference}.")
+    if words := old_norm(member.module):
+        raise Declined(words)
     hooked = _with_gradient_hook(member.module)
     if hooked:
         raise Declined(f"{hooked} has a gradient hook, which would see all slots' gradients.")

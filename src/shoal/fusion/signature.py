@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from shoal.bound import OfTrial, code_of
 from shoal.fusion.blend import HIDDEN
 from shoal.fusion.match import Signature
+from shoal.fusion.oldnorms import made_anew
 from shoal.fusion.stacked import owners
 from shoal.recipe import Recipe
 from shoal.several import each_kind
@@ -80,8 +81,9 @@ def _module_facts(module: nn.Module) -> Iterator[tuple[str, str]]:
     for path, child in module.named_modules():
         subject = f"module {path!r}" if path else "the model"
         yield subject, _class(child)
+        anew = made_anew(child)  # no array takes it, whatever it is now
         for name, value in vars(child).items():
-            if name not in HIDDEN:
+            if name not in HIDDEN and name not in anew:
                 yield f"{name!r} of {subject}", _setting(name, value)
 
 

@@ -34,6 +34,7 @@ from shoal.fusion.crew import ArrayBackend
 from shoal.fusion.dryrun import difference
 from shoal.fusion.fused import first_line, is_out_of_memory
 from shoal.fusion.likeness import copies
+from shoal.fusion.oldnorms import old_norm
 from shoal.fusion.stacked import Stacked
 from shoal.fusion.traced import TracedBackend
 from shoal.partition.compiled import compiles
@@ -438,6 +439,8 @@ def _obstacle(recipe: Recipe, device: Device, trial: TrialSpec, member: Member) 
         return "an emulated device has no times for arrays"
     if compiles(member.module):
         return "its model is compiled"
+    if words := old_norm(member.module):
+        return words
     if name := sparse_gradient_of(member.module):
         return f"the gradient of {name!r} is sparse, which no rows of stacked tensors are"
     if recipe.accumulate > 1:
