@@ -24,7 +24,7 @@ from pathlib import Path
 
 from shoal.core.errors import SpecError
 from shoal.core.profile import PROFILES, Profile, find_profile
-from shoal.core.spec import DeviceSpec, shared_gpus
+from shoal.core.spec import NO_BYTES, DeviceSpec, shared_gpus
 from shoal.core.technique import DataParallel, Pipelined, Technique
 from shoal.core.units import Bytes, format_bytes, parse_bytes
 from shoal.core.values import flag, is_number, items, plain, whole
@@ -387,6 +387,7 @@ def _cuda_hardware(numbers: Sequence[int]) -> Hardware:
             kind="cuda",
             memory=Bytes(int(FREE_SHARE * free)),
             threads=max(1, cores // len(numbers)),
+            share_bytes=Bytes(free) if count > 1 else NO_BYTES,
         )
         parts.append((part, spec))
     specs = tuple(spec for _, spec in sorted(parts, key=itemgetter(0)))

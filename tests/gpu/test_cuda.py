@@ -21,6 +21,7 @@ from shoal.device import open_device
 from shoal.device.allocator import allocator_here, held_by_libraries
 from shoal.device.losses import Losses, readback_of
 from shoal.partition.track import AllocationTracker
+from shoal.runtime.meter import free_bytes
 from shoal.testing import compare, plain_loop
 
 pytestmark = [
@@ -28,6 +29,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
 
+MIB = 2**20
 STEPS = 4  # with accumulate=3 and five batches an epoch, two of them are short groups
 TECHNIQUES = {
     "resident": ("resident", "device"),
@@ -42,12 +44,12 @@ TECHNIQUES = {
 
 @pytest.fixture
 def run_on_gpu(tmp_path, warm_workers):
-    """A function that trains a space on cuda:0 and returns the report."""
+    """A function that trains a space on a GPU and returns the report."""
 
-    def run(recipe, space, technique):
+    def run(recipe, space, technique, devices="cuda:0"):
         study = shoal.Study("gpu", recipe, space=space, steps=STEPS, directory=tmp_path)
         return study.run(
-            hardware=shoal.Hardware.parse("cuda:0", "1GiB", threads=1),
+            hardware=shoal.Hardware.parse(devices, "1GiB", threads=1),
             technique=technique,
             progress=False,
             timeline=False,
@@ -104,6 +106,44 @@ def test_losses_come_to_the_host_and_nothing_waits_for_them_until_they_are_asked
     found = losses.values()
     torch.cuda.set_sync_debug_mode("default")
     assert found == [(weight * factor).item() for factor in (1.0, 2.0, 3.0)]
+
+
+def test_a_worker_that_shares_its_gpu_takes_no_more_than_its_share():
+    spec = DeviceSpec(
+        name="cuda:0/1", kind="cuda", memory=Bytes(64 * MIB), share_bytes=Bytes(80 * MIB)
+    )
+    torch.cuda.empty_cache()
+    before = free_bytes(torch.device("cuda:0"))
+
+    device = open_device(spec)
+    try:
+        device.empty(64 * MIB)
+        assert free_bytes(device.torch_device) <= 80 * MIB
+        with pytest.raises(torch.OutOfMemoryError):
+            device.empty(96 * MIB)
+    finally:
+        device.close()
+
+    assert device.empty(96 * MIB).nbytes == 96 * MIB  # of the next study in this process
+    assert before > 96 * MIB
+
+
+@pytest.mark.parametrize("technique", ["resident", shoal.Spilled(shards=3, optimizer="host")])
+def test_two_workers_on_one_gpu_train_trials_to_the_bits_of_the_plain_loop(
+    technique, run_on_gpu, assert_alone
+):
+    place = "device" if technique == "resident" else "host"
+    recipe, loop = zoo.recipe(), {"steps": STEPS, "device": "cuda", "optimizer": place}
+    space = shoal.grid(model=["gpt"], optimizer=["adamw"], lr=[1e-3, 3e-3])
+
+    report = run_on_gpu(recipe, space, technique, devices="cuda:0,0")
+
+    assert [trial.error for trial in report.trials if trial.error] == []
+    assert set(report.peaks) == {"cuda:0/0", "cuda:0/1"}
+    assert all(0 < peak.peak_bytes <= peak.budget_bytes for peak in report.peaks.values())
+    for trial in report.trials:
+        skip_unless_repeatable(recipe, trial, **loop)
+    assert_alone(report, report.trials, recipe, **loop)
 
 
 def test_the_process_that_asks_what_is_free_opens_no_gpu():

@@ -291,6 +291,7 @@ struct Stat {
 struct Pool {
   Stat asked, given, reserved, blocks;
   int64_t ooms = 0;
+  double fraction = 1.0;  // of the device that this process may have
 };
 
 struct Block {
@@ -333,19 +334,20 @@ struct DeviceAllocator final : c10::Allocator {
     {
       std::lock_guard<std::mutex> lock(memory_mutex);
       auto& pool = pools()[this_device];
-      if (pool.given.current + given > total_memory) {
+      if (pool.given.current + given > size_t(pool.fraction * total_memory)) {
         pool.ooms++;
         TORCH_CHECK_WITH(
             OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", bytes,
             " bytes. GPU ", int(this_device), " has a total capacity of ", total_memory,
             " bytes of which ", total_memory - pool.given.current,
-            " bytes is free. (a stand-in for CUDA)");
+            " bytes is free, and of which this process may have ",
+            size_t(pool.fraction * total_memory), ". (a stand-in for CUDA)");
       }
       pool.asked.add(bytes);
       pool.given.add(given);
       pool.blocks.add(1);
       const int64_t segments = (pool.given.current + kSegment - 1) / kSegment * kSegment;
-      const int64_t most = std::min<int64_t>(segments, total_memory);
+      const int64_t most = std::min<int64_t>(segments, pool.fraction * total_memory);
       if (most > pool.reserved.current) pool.reserved.add(most - pool.reserved.current);
     }
     void* pointer = nullptr;
@@ -1205,6 +1207,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("memory_stats", &memory_stats);
   m.def("reset_peaks", &reset_peaks);
   m.def("empty_cache", &empty_cache);
+  m.def("set_fraction", [](double fraction, int index) {
+    check_device(DeviceIndex(index));
+    std::lock_guard<std::mutex> lock(memory_mutex);
+    pools()[index].fraction = fraction;
+  });
+  m.def("get_fraction", [](int index) {
+    check_device(DeviceIndex(index));
+    std::lock_guard<std::mutex> lock(memory_mutex);
+    return pools()[index].fraction;
+  });
   m.def("mem_get_info", [](int index) {
     check_device(DeviceIndex(index));
     std::lock_guard<std::mutex> lock(memory_mutex);

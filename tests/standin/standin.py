@@ -269,6 +269,8 @@ def _bind(torch, native) -> None:
         "_cuda_resetPeakMemoryStats": native.reset_peaks,
         "_cuda_resetAccumulatedMemoryStats": lambda index: None,
         "_cuda_emptyCache": native.empty_cache,
+        "_cuda_setMemoryFraction": native.set_fraction,
+        "_cuda_getMemoryFraction": native.get_fraction,
         "_cuda_memorySnapshot": lambda *asked: {"segments": [], "device_traces": []},
         "_cuda_getAllocatorBackend": lambda: "native",
         "_cuda_isCurrentStreamCapturing": lambda: False,

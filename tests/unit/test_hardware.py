@@ -235,7 +235,10 @@ def test_a_gpu_named_twice_is_two_devices_of_half_its_memory(two_gpus):
         ("cuda:0/1", "cuda:0"),
     ]
     assert {(d.memory, d.threads) for d in hardware.devices} == {(int(0.8 * (free // 2)), 2)}
-    assert Hardware.parse("cuda:0,0", "30GiB").devices[0].memory == 30 * GIB
+    assert {d.share_bytes for d in hardware.devices} == {free // 2}
+    assert {d.share_bytes for d in Hardware.parse("cuda").devices} == {0}
+    smaller = Hardware.parse("cuda:0,0", "30GiB").devices[0]
+    assert (smaller.memory, smaller.share_bytes) == (30 * GIB, free // 2)
     with pytest.raises(SpecError, match=r"50\.0 GiB was asked for on cuda:0/0, but 39\.7 GiB are"):
         Hardware.parse("cuda:0,0", "50GiB")
 

@@ -31,7 +31,7 @@ Order = Literal["micro", "shard"]
 """Which loop of a spilled step is outside: over micro-batches, as in the plain loop, or shards."""
 
 
-_OF_GPUS = frozenset(("library_bytes", "workspace_bytes"))
+_OF_GPUS = frozenset(("library_bytes", "share_bytes", "workspace_bytes"))
 
 
 def record_of(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class DeviceSpec:
     kernels; one read back from JSON may be given as the mapping that it was written as.
     ``library_bytes`` of the memory are what libraries keep of a GPU for good, where that is known.
     A GPU that several workers share is a device for each, ``cuda:0/0`` and ``cuda:0/1``, with a
-    part of its memory.
+    part of its memory: no worker gets more than ``share_bytes`` there, whatever for.
     """
 
     name: str
@@ -117,6 +117,7 @@ class DeviceSpec:
     link_bytes_per_s: float | None = None
     profile: Profile | None = None
     library_bytes: Bytes = NO_BYTES
+    share_bytes: Bytes = NO_BYTES
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "profile", as_profile(self.profile))

@@ -128,12 +128,30 @@ class CudaDevice:
         self.spec = spec
         self.torch_device = torch.device(spec.torch_name)
         torch.cuda.set_device(self.torch_device)
+        self._fraction = torch.cuda.get_per_process_memory_fraction(self.torch_device)
+        self._keep_to_share()
         self.progress = threading.Condition()
         self.version = 0
         self.host_turns = Turns()  # a step has all the threads
         self._clock = _CudaClock()
         self._compute = CudaStream(torch.cuda.Stream(self.torch_device), self._clock)
         self._pool: list[torch.cuda.Stream] = []
+
+    def _keep_to_share(self) -> None:
+        """Of a GPU that others work on too torch takes no more than this worker's share.
+
+        What is cached, and what is measured beyond the budget, would be in the others' way.
+        """
+        if self.spec.share_bytes:
+            total = torch.cuda.get_device_properties(self.torch_device).total_memory
+            share = min(self._fraction, self.spec.share_bytes / total)
+            torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
+
+    def close(self) -> None:
+        """Give back what torch has cached; the next study may have another share."""
+        torch.cuda.empty_cache()
+        if self.spec.share_bytes:
+            torch.cuda.set_per_process_memory_fraction(self._fraction, self.torch_device)
 
     def lane(self) -> Lane:
         """Copy streams of their own, taken from a pool that is never freed."""

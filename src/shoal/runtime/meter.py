@@ -70,9 +70,14 @@ def reserved_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What a GPU has left for this process when torch has given back what it can."""
-    torch.cuda.empty_cache()
-    return int(torch.cuda.mem_get_info(device)[0])
+    """What a GPU has left for this process when torch has given back what it can.
+
+    That is no more than what is left of this process's share (``CudaDevice``).
+    """
+    taken = reserved_bytes(device)
+    free, total = torch.cuda.mem_get_info(device)
+    share = torch.cuda.get_per_process_memory_fraction(device) * total
+    return int(min(free, max(0, share - taken)))
 
 
 def out_of_memory(size: int, free: int) -> torch.OutOfMemoryError:

@@ -33,7 +33,7 @@ import torch
 
 from shoal.core.event import WorkerStarted, pack_event
 from shoal.data import with_shared_data
-from shoal.device import Device, open_device
+from shoal.device import CudaDevice, Device, open_device
 from shoal.device.allocator import held_by_libraries
 from shoal.partition.compiled import watch_compiling
 from shoal.recipe import Recipe, with_fixed_data
@@ -150,8 +150,8 @@ def _run(
     reader.start()
     loop.run()
     reader.join()
-    if device.spec.kind == "cuda":
-        torch.cuda.empty_cache()  # the next study looks at what is free
+    if isinstance(device, CudaDevice):
+        device.close()  # the next study looks at what is free
 
 
 def _opened(device: Device) -> Opened:
