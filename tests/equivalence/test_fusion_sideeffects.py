@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shoal.fusion import Array, Member, dry_run
+from shoal.fusion.fused import StackedBackend
 from shoal.recipe import Recipe
 from shoal.rng import capture_rng
 
@@ -184,6 +185,22 @@ def test_a_reason_speaks_of_hyperparameters_and_their_values(reads, reason):
 @pytest.mark.parametrize("does", [floors_with_torch, scales])
 def test_a_number_that_torch_or_arithmetic_reads_is_each_trials_own(does):
     assert dry_run(members(does, (0.1, 2.0, 5.0)), batches()) == ""
+
+
+@pytest.mark.parametrize(("numbers", "passes"), [((1.0, 2.0, 3.0), 3), ((2.0, 2.0, 2.0), 1)])
+def test_trials_that_differ_in_a_number_are_tried_with_two_others_for_it(
+    numbers, passes, monkeypatch
+):
+    train, trained = StackedBackend.train, []
+
+    def counted(backend, *args):
+        trained.append(args)
+        return train(backend, *args)
+
+    monkeypatch.setattr(StackedBackend, "train", counted)
+
+    assert dry_run(members(scales, numbers), batches()) == ""
+    assert len(trained) == passes
 
 
 def test_a_hook_that_closes_over_its_module_is_declined():

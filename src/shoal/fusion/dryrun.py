@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from shoal.fusion.admission import shared_signature
 from shoal.fusion.array import Array
 from shoal.fusion.constants import constants_of
-from shoal.fusion.crew import ArrayBackend
+from shoal.fusion.crew import ArrayBackend, Trained
 from shoal.fusion.declined import Declined
 from shoal.fusion.fused import StackedBackend
 from shoal.fusion.likeness import as_double, close, copies
@@ -36,12 +36,15 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 1e-1}
 NARROW = frozenset((torch.float32, torch.float16, torch.bfloat16))
 
 
+class _Pass(NamedTuple):
+    """An array after its first step, and what that came to."""
+
+    array: Array
+    trained: Trained
+
+
 def dry_run(
-    members: Sequence[Member],
-    batches: Sequence[Any],
-    *,
-    device: str | torch.device = "cpu",
-    backend: ArrayBackend | None = None,
+    members: Sequence[Member], batches: Sequence[Any], *, device: str | torch.device = "cpu"
 ) -> str:
     """In words, why these trials should not train as one array; empty if they may.
 
@@ -57,11 +60,15 @@ def dry_run(
             return words
         exact = _in_float64(members, moved, where) or (copies(members), moved)
         spare = copies(exact[0]) if _differ_in_floats(members) else ()
+        losses = _losses(len(members), None)
         try:
-            words = difference(*exact, where, backend)
+            found = _passed(*exact, where)
+            losses = _losses(len(members), found)
+            words = _unlike_alone(found, *exact, where)
+            del found  # the room it takes
         except Declined as error:  # maybe at what a hidden number is instead
             words = str(error)
-        return (hidden_number(spare, exact[1], where) if spare else "") or words
+        return (hidden_number(spare, exact[1], where, losses) if spare else "") or words
     except Declined as error:
         return str(error)
 
@@ -116,10 +123,25 @@ def difference(
     Raises:
         Declined: they cannot be run as an array at all.
     """
+    return _unlike_alone(_passed(members, batches, device, backend), members, batches, device)
+
+
+def _passed(
+    members: Sequence[Member],
+    batches: Sequence[Any],
+    device: torch.device,
+    backend: ArrayBackend | None = None,
+) -> _Pass:
+    """One step of copies of these trials as an array; raises Declined."""
     array = Array(copies(members), device=device, backend=backend or StackedBackend())
-    crew = array._crew
-    trained = array.backend.train(crew, batches, [True] * len(members), 1.0)
-    array.backend.hand_out(crew, range(len(members)))
+    return _Pass(array, array.backend.train(array._crew, batches, [True] * len(members), 1.0))
+
+
+def _unlike_alone(
+    found: _Pass, members: Sequence[Member], batches: Sequence[Any], device: torch.device
+) -> str:
+    array, trained = found
+    array.backend.hand_out(array._crew, range(len(members)))
     for slot, member in enumerate(members):
         if slot in trained.failures:
             continue  # its own code raises, alone too
@@ -127,10 +149,8 @@ def difference(
             member.module.train()
             _, loss = lone_pass(member, batches[slot], device)
             loss.backward()
-        found = array._crew.members[slot]
-        words = _first_unequal(
-            slot, member, found, (float(loss.detach()), float(trained.losses[slot]))
-        )
+        losses = (float(loss.detach()), float(trained.losses[slot]))
+        words = _first_unequal(slot, member, array._crew.members[slot], losses)
         if not words and not _same_streams(array, slot, member):
             words = f"slot {slot}: the array draws other random numbers"
         if words:
@@ -194,14 +214,17 @@ STANDING = (1e3, -1e3)
 """What numbers of all slots pass for, where code reads them as one."""
 
 
-def hidden_number(members: Sequence[Member], batches: Sequence[Any], device: torch.device) -> str:
+def hidden_number(
+    members: Sequence[Member], batches: Sequence[Any], device: torch.device, losses: Tensor
+) -> str:
     """Whether the model's code reads a number that differs by slot as one, and hides that.
 
     As one it is NaN, which most code hands on to the loss; ``max(0.1, math.exp(-rate))`` does not.
-    So it stands for other numbers here, of which an array's losses must not know.
+    So it stands for other numbers here, of which an array's losses must not know: they are those
+    of the step in which it was NaN.
     """
-    seen = [_losses_with(value, members, batches, device) for value in (math.nan, *STANDING)]
-    if all(torch.equal(losses, seen[0]) for losses in seen):
+    seen = (_losses_with(value, members, batches, device) for value in STANDING)
+    if all(torch.equal(losses, others) for others in seen):
         return ""
     return (
         "the model's code makes one number of a hyperparameter that differs from trial to trial, "
@@ -212,14 +235,19 @@ def hidden_number(members: Sequence[Member], batches: Sequence[Any], device: tor
 def _losses_with(
     value: float, members: Sequence[Member], batches: Sequence[Any], device: torch.device
 ) -> Tensor:
-    """The losses of one step, infinite where a slot's code raises."""
+    """The losses of one step in which hidden numbers are this one."""
     with standing_for(value):
-        array = Array(copies(members), device=device, backend=StackedBackend())
         try:
-            trained = array.backend.train(array._crew, batches, [True] * len(members), 1.0)
+            return _losses(len(members), _passed(members, batches, device))
         except Declined:  # what math says of a number that no trial has
-            return torch.full((len(members),), math.inf, dtype=torch.float64)
-    losses = trained.losses.detach().clone()
-    for slot in trained.failures:
+            return _losses(len(members), None)
+
+
+def _losses(width: int, found: _Pass | None) -> Tensor:
+    """Those of a pass, to be compared: infinite where a slot's code raises, or all is declined."""
+    if found is None:
+        return torch.full((width,), math.inf, dtype=torch.float64)
+    losses = found.trained.losses.detach().clone()
+    for slot in found.trained.failures:
         losses[slot] = math.inf
     return losses.nan_to_num(nan=-1.0)
