@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import SpecError, StorageError
+from shoal.core.seats import ALONE, epochs_of
 from shoal.core.units import counted, format_bytes, format_seconds
 from shoal.observe import (
     is_running,
@@ -274,19 +275,29 @@ def failure_lines(snapshot: Snapshot, most: int = 5) -> list[str]:
     return lines
 
 
-def describe_trial(snapshot: Snapshot, row: TrialRow, place: Path) -> str:
-    """A trial as text: settings, learning curve, error."""
-    settings = ", ".join(f"{name}={format_value(value)}" for name, value in row.hp.items())
+def _trains_as(row: TrialRow) -> str:
+    """Its technique and how it is cut, or its seat if it is in an array now."""
+    technique = row.technique.lower() or "not planned"
     part, count = "stage" if row.technique == "Pipelined" else "shard", row.shards
     cut = counted(count, part)
     if copies := row.numerics.get("copies"):
-        cut = f"{counted(count, part)} in each of {copies} copies"
+        cut = f"{cut} in each of {copies} copies"
     if row.technique == "DataParallel":
         cut = counted(int(row.numerics.get("replicas") or 1), "replica")
+    epochs = epochs_of(row.numerics)
+    if not epochs or epochs[-1].width == ALONE:
+        return f"{technique}, {cut}"
+    seat = f"slot {epochs[-1].slot} of an array of {epochs[-1].width}"
+    return f"{technique}, {seat}, {cut}" if row.technique == "Spilled" else seat
+
+
+def describe_trial(snapshot: Snapshot, row: TrialRow, place: Path) -> str:
+    """A trial as text: settings, learning curve, error."""
+    settings = ", ".join(f"{name}={format_value(value)}" for name, value in row.hp.items())
     lines = [
         f"trial {row.number} of {snapshot.study} ({settings}; seed {row.seed}): "
         f"{row.state.lower()} at step {format_steps(row.step, row.steps)}",
-        f"{row.technique.lower() or 'not planned'}, {cut}, predicted peak "
+        f"{_trains_as(row)}, predicted peak "
         f"{format_bytes(row.predicted_bytes)}; last on {row.device or 'no device'}; "
         f"{format_seconds(row.seconds)}, {counted(row.restarts, 'restart')}",
         "numerics: " + ", ".join(f"{name}={value}" for name, value in row.numerics.items()),

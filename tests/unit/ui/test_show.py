@@ -1,0 +1,39 @@
+"""One trial, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shoal.core.event import Event
+from shoal.observe.snapshot import Snapshot
+from shoal.ui.show import describe_trial
+
+Events = Callable[..., Iterator[Event]]
+
+
+@pytest.mark.parametrize(
+    ("technique", "shards", "array", "words"),
+    [
+        ("Resident", 1, "slot 3 of 4", "slot 3 of an array of 4, predicted peak"),
+        ("Captured", 1, "slot 0 of 2", "slot 0 of an array of 2, predicted peak"),
+        ("Spilled", 3, "slot 1 of 2", "spilled, slot 1 of an array of 2, 3 shards, predicted"),
+        ("Captured", 1, "slot 7 of 8; from step 9 slot 1 of 2", "slot 1 of an array of 2, pred"),
+        ("Captured", 1, "slot 7 of 8; from step 9 alone", "captured, 1 shard, predicted peak"),
+        ("Resident", 1, "none since step 5", "resident, 1 shard, predicted peak"),
+        ("Spilled", 3, None, "spilled, 3 shards, predicted peak"),
+    ],
+)
+def test_a_trial_is_told_by_its_seat_while_it_is_in_an_array(
+    technique: str, shards: int, array: str | None, words: str, study_events: Events
+) -> None:
+    snapshot = Snapshot.of(study_events())
+    numerics = {} if array is None else {"array": array}
+    row = replace(snapshot.trial(0), technique=technique, shards=shards, numerics=numerics)
+
+    lines = describe_trial(snapshot, row, Path("runs/s")).splitlines()
+
+    assert lines[1].startswith(words)
