@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -102,3 +104,27 @@ def test_batches_that_are_views_of_a_large_data_set(technique, run_study, assert
     assert_alone(report, report.trials, recipe, steps=STEPS)
     peaks = [event for event in told if isinstance(event, PeakMeasured)]
     assert all(peak.peak_bytes <= peak.predicted_bytes for peak in peaks)
+
+
+def many_rows(hp):
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.arange(64) % 3
+    return [(torch.randn(64, WIDTH, generator=generator), labels) for _ in range(STEPS)], None
+
+
+@pytest.mark.parametrize(
+    "technique",
+    [
+        shoal.Spilled(shards=5, optimizer="host"),
+        shoal.Spilled(shards=3, recompute=False),
+        shoal.Spilled(shards=8, optimizer="device", keep=(0,)),
+    ],
+)
+def test_what_shards_are_said_to_need_is_enough_to_train(technique, run_study, assert_alone):
+    recipe = shoal.Recipe(model=tower, data=many_rows, loss=loss)
+    asked = {"recipe": recipe, "space": {"lr": 1e-2, "blocks": 10}, "steps": STEPS, "trials": 1}
+    with pytest.raises(shoal.PlanError, match=r"asked to train in \d shards") as refused:
+        run_study(**asked, memory="24KiB", technique=technique)
+    least = re.search(r"needs ([\d.]+ \w+) or more", str(refused.value))[1].replace(" ", "")
+    report = run_study(**asked, memory=least, technique=technique)
+    assert_alone(report, report.trials, recipe, steps=STEPS)

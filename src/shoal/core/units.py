@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from typing import NewType
@@ -80,6 +81,12 @@ def format_bytes(size: int | float) -> str:
             return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
         amount /= 1024
     return f"{amount:.1f} TiB"
+
+
+def format_enough(size: int) -> str:
+    """As ``format_bytes``, rounded up: who gives as much as it says gives enough."""
+    unit = next((unit for unit in (2**10, 2**20, 2**30) if size < 1024 * unit), 2**40)
+    return format_bytes(size if size < 1024 else math.ceil(10 * size / unit) * unit / 10)
 
 
 def format_seconds(seconds: float) -> str:

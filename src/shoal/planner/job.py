@@ -17,7 +17,7 @@ from shoal.core.technique import (
     steps_on_host,
     travels_narrow,
 )
-from shoal.core.units import Bytes, Seconds, format_bytes
+from shoal.core.units import Bytes, Seconds, format_bytes, format_enough
 from shoal.memory.layout import TrialLayout, split_bytes, with_split_masters
 from shoal.planner.need import Request, foretells, need, place_asked, transfer_of, waiting_bytes
 from shoal.planner.pipeline import Staged
@@ -218,7 +218,7 @@ def refuse(
     if not measure.cuttable:
         return TooLarge(
             head
-            + f"resident it needs {format_bytes(measure.resident_bytes)}, and it cannot be cut: "
+            + f"resident it needs {format_enough(measure.resident_bytes)}, and it cannot be cut: "
             + "; ".join(measure.notes)
             + ". Give the device that much memory, make the batch smaller, or change the model "
             "so that it can be cut."
@@ -238,6 +238,6 @@ def refuse(
         head + f"cut as finely as it can be, layer {measure.layers[worst.index].name!r} needs "
         f"{format_bytes(worst.parameter_bytes)} for its parameters and "
         f"{format_bytes(worst.backward_peak_bytes)} inside its backward; with the batch and what "
-        f"shards hand on, about {format_bytes(needed)} in all. Give the device that "
+        f"shards hand on, about {format_enough(needed)} in all. Give the device that "
         "much memory, or make the batch or the layer smaller."
     )

@@ -45,7 +45,9 @@ def keep_best(room: Room, speeds: Speeds) -> Option | None:
         return None
     options, lean = _divisions(room, spread), _lean_divisions(room, spread)
     if room.technique.recompute is False:
+        bare = room.tried(_with_first(room, 0))  # has the most room for what forwards saved
         options, lean = _not_recomputed(room, options), _not_recomputed(room, lean)
+        options = options or _not_recomputed(room, [bare] if bare else [])
     bases = list(dict.fromkeys(_bare(t, room.technique) for t, _ in options))
     moved = priced(o for base in bases for o in with_some_moved(room, base))
     for _, some in sorted(moved, key=lambda one: one[0])[:FILLED]:

@@ -22,10 +22,11 @@ from shoal.core.technique import (
     turned_shards,
     waiting_gradients,
 )
-from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_seconds
+from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_enough, format_seconds
 from shoal.memory.chunks import in_chunks
 from shoal.memory.layout import as_it_travels
 from shoal.pipeline.stops import Stops
+from shoal.planner.away import with_none_recomputed
 from shoal.planner.choose import choices
 from shoal.planner.job import (
     least,
@@ -53,6 +54,7 @@ from shoal.planning.pipelining import Pipelining, Question
 from shoal.planning.pipelining import numerics as pipeline_numerics
 from shoal.planning.planned import Settled
 from shoal.planning.refusing import (
+    as_named,
     refuse_activations,
     refuse_borrowers,
     refuse_head,
@@ -74,6 +76,7 @@ from shoal.planning.spilling import Spilling, asked_of
 from shoal.recipe import Recipe
 from shoal.runtime.messages import Measure, Measured, MeasureShards, Order
 
+ENDLESS = Bytes(2**63)
 MOST_ACTIVE = 3
 """Trials that share a device at most: more would leave each too little of it."""
 
@@ -184,7 +187,7 @@ class Deciding:
             if isinstance(forced, Resident):
                 raise TooLarge(
                     f"trial {trial.number} was asked to train {_named(forced)}, which needs "
-                    f"{format_bytes(whole.total)} on a device of {format_bytes(self._budget)}. "
+                    f"{format_enough(whole.total)} on a device of {format_bytes(self._budget)}. "
                     "Leave technique= out to have it spilled, or give the device more memory."
                 )
             measured = yield Measure(trial, cut=True, narrow=self._narrow)
@@ -267,7 +270,7 @@ class Deciding:
             if found := keep_best(room, self._speeds):
                 refuse_master(trial, exact, found[0], forced)
                 return self._spilled(exact, whole, *found, active, choice)
-            needed = self._need(exact, _as_named(asked), request)
+            needed = self._least_as_named(exact, asked, request)
             closest = needed if closest is None else min(closest, needed, key=lambda n: n.total)
         refuse_shards(trial, forced, closest, self._budget)
         finest = least(measure, request)
@@ -278,6 +281,16 @@ class Deciding:
             return self._spilled(exact, whole, *found, 1)
         exact_bytes = self._need(exact, finest.technique, request).total
         raise refuse(trial, measure, self._budget, self._request, exact_bytes)
+
+    def _least_as_named(self, exact: Measured, asked: Spilled, request: Request) -> Need:
+        """What such shards need with nothing kept but what is asked for."""
+        named = as_named(asked)
+        needed = self._need(exact, named, request)
+        if asked.recompute is not False:
+            return needed
+        room = replace(self._room(exact, asked, request, 1), budget=ENDLESS)
+        saves = with_none_recomputed(room, (named, needed))
+        return saves[1] if saves else needed  # else the host has no room for what forwards saved
 
     def _spilled_request(self, whole: Need) -> Request:
         """Who asks for spilling where the whole model would fit wants to see it travel."""
@@ -550,18 +563,6 @@ class Deciding:
 
 def _named(technique: Technique) -> str:
     return type(technique).__name__.lower()
-
-
-def _as_named(technique: Spilled) -> Spilled:
-    """With nothing kept but what was asked for by name."""
-    return replace(
-        technique,
-        keep=technique.keep or (),
-        keep_turn=technique.keep_turn or 0,
-        keep_gradients=technique.keep_gradients or 0,
-        keep_activations=technique.keep_activations or (),
-        spill_activations=technique.spill_activations or (),
-    )
 
 
 def _all_travel(technique: Spilled) -> Spilled:

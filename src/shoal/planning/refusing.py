@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shoal.core.errors import PlanError, TooLarge
 from shoal.core.spec import JobMeasure, TrialSpec
 from shoal.core.technique import (
@@ -14,7 +16,7 @@ from shoal.core.technique import (
     kept_weights,
     travels_narrow,
 )
-from shoal.core.units import Bytes, counted, format_bytes
+from shoal.core.units import Bytes, counted, format_bytes, format_enough
 from shoal.memory.layout import head_sizes, lenders, state_of
 from shoal.planner.choose import may_go_by_shard
 from shoal.planner.need import Need, Request, goes_by_batch
@@ -38,12 +40,24 @@ def too_large_a_step(
     """Why a step of one's own does not fit."""
     return TooLarge(
         f"trial {trial.number} does not fit a device of {format_bytes(budget)}: "
-        f"with all its models and optimizers it needs {format_bytes(whole.total)}, of "
+        f"with all its models and optimizers it needs {format_enough(whole.total)}, of "
         f"them {format_bytes(measure.shards[0].owned_bytes)} parameters, "
         f"{format_bytes(measure.shards[0].state_bytes)} of the optimizers' state and "
         f"{format_bytes(measure.shards[0].backward_peak_bytes)} inside the step. A step "
         "of one's own, Recipe(step=...), cannot be spilled or cut into stages. Give the "
         "device that much memory, or make the batch or the models smaller."
+    )
+
+
+def as_named(technique: Spilled) -> Spilled:
+    """With nothing kept but what was asked for by name."""
+    return replace(
+        technique,
+        keep=technique.keep or (),
+        keep_turn=technique.keep_turn or 0,
+        keep_gradients=technique.keep_gradients or 0,
+        keep_activations=technique.keep_activations or (),
+        spill_activations=technique.spill_activations or (),
     )
 
 
@@ -58,7 +72,7 @@ def refuse_shards(
         kept += f" {len(forced.keep_activations)} of them with their activations,"
     raise TooLarge(
         f"trial {trial.number} was asked to train in {counted(forced.shards, 'shard')}"
-        f"{kept} which needs {format_bytes(closest.total)} or more on a device of "
+        f"{kept} which needs {format_enough(closest.total)} or more on a device of "
         f"{format_bytes(budget)}. Ask for more shards, or leave shards= out to have "
         "the fewest that fit."
     )
