@@ -1,4 +1,4 @@
-"""Spilled trials on the stand-in for a GPU: bits, bytes, blocks; and models larger than all of it."""
+"""Spilled trials on the stand-in for a GPU: bits, bytes, blocks, models larger than the GPU."""
 
 from __future__ import annotations
 
