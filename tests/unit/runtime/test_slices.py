@@ -54,6 +54,34 @@ def test_threads_that_end_meanwhile_do_not_make_it_longer():
     assert found == pytest.approx(10.0)
 
 
+def test_the_first_one_is_not_counted_where_there_is_time_for_a_second():
+    machine = Machine(10.0)
+    cold = iter((8.0,))
+
+    def work():
+        machine.now += next(cold, 0.0)
+        machine.work()
+
+    assert in_slice(work, 50.0, clock=lambda: machine.now) == pytest.approx(10.0)
+    assert machine.count == 4
+    cold = iter((8.0,))
+    machine.now = 0.0
+    assert in_slice(work, 20.0, clock=lambda: machine.now) == pytest.approx(18.0)
+
+
+def test_no_work_takes_less_than_was_computed():
+    """Where one thread runs and fifteen others wait for the same core."""
+    machine = Machine(10.0, [25.0])
+    found = in_slice(
+        machine.work,
+        1.0,
+        waited=lambda: 1.3 * machine.waited,
+        computed=lambda: 10.0 * machine.count,
+        clock=lambda: machine.now,
+    )
+    assert found == pytest.approx(10.0)
+
+
 def test_what_is_under_way_belongs_to_the_slice():
     machine = Machine(10.0)
 
