@@ -37,6 +37,7 @@ class LoneTrial:
     held_bytes: int = 0
     peak_bytes: int = 0
     units: CapturedUnits | None = None
+    own: OwnStep | None = None  # of a trial with a step of its own
 
     def capture(self, captures: Captures) -> None:
         """Have its passes captured from here on, where they can be and there is room for it."""
@@ -55,8 +56,10 @@ class LoneTrial:
         """An optimizer step as the plain loop does it."""
         member = self.member
         if member.modes is not None:
-            own = OwnStep(member.recipe, member.module, member.optimizer, member.hp, member.modes)
-            own(self.group[0], member.step)
+            if self.own is None:  # made once, as a session makes it
+                args = member.recipe, member.module, member.optimizer, member.hp, member.modes
+                self.own = OwnStep(*args)
+            self.own(self.group[0], member.step)
             if member.schedule:
                 member.schedule.step()
             return
