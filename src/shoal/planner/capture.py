@@ -37,11 +37,16 @@ class Life:
         return None if self.steps is None else self.steps * self.trials
 
 
-def is_worth_a_look(life: Life) -> bool:
-    """Whether capturing a pass, to see what it takes, may bring back what that takes."""
-    if life.total is None or life.step_s > LIGHT_S:
-        return False
-    return HOPE * life.total * life.step_s > LOOK_S
+def why_no_look(life: Life) -> str:
+    """Why capturing a pass, to see what it takes, brings nothing back; empty if it may."""
+    if life.total is None:
+        return "how long the trials are is not known"
+    if life.step_s > LIGHT_S:
+        return f"a step takes {format_seconds(life.step_s)}, little of which is Python"
+    if HOPE * life.total * life.step_s > LOOK_S:
+        return ""
+    all_s = format_seconds(Seconds(life.total * life.step_s))
+    return f"all steps of a device take {all_s}, too little for a look to be worth it"
 
 
 def captured_step_s(found: CaptureMeasure, life: Life) -> Seconds:

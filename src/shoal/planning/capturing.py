@@ -11,7 +11,7 @@ from shoal.core.plan import Job
 from shoal.core.spec import ArrayMeasure, JobMeasure, TrialSpec
 from shoal.core.technique import Captured
 from shoal.core.units import Bytes, Seconds, format_bytes
-from shoal.planner.capture import Life, gains, is_worth_a_look, told
+from shoal.planner.capture import Life, gains, told, why_no_look
 from shoal.planner.need import Need, Request, need
 from shoal.planning.pipelining import Question
 from shoal.planning.planned import Settled
@@ -44,8 +44,8 @@ class Capturing:
         if not is_forced and not self.looks:
             return settled
         life = self._life(settled, trials)
-        if not is_forced and not is_worth_a_look(life):
-            return settled
+        if not is_forced and (words := why_no_look(life)):
+            return _because(settled, f"captured: not tried, {words}")
         needed = need(
             settled.measure, settled.measure.shards, Captured(), self.request, settled.layout
         )

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.core.spec import CaptureMeasure
-from shoal.planner.capture import Life, captured_step_s, gains, is_worth_a_look, told
+from shoal.planner.capture import Life, captured_step_s, gains, told, why_no_look
 
 
 def life(**changes):
@@ -18,10 +18,10 @@ FOUND = CaptureMeasure(eager_s=0.0018, captured_s=0.0012, make_s=0.2)
 
 
 def test_light_trials_that_last_are_looked_at():
-    assert is_worth_a_look(life())
-    assert not is_worth_a_look(life(step_s=0.02))
-    assert not is_worth_a_look(life(steps=10, trials=1))
-    assert not is_worth_a_look(life(steps=None))
+    assert why_no_look(life()) == ""
+    assert why_no_look(life(step_s=0.02)) == "a step takes 20 ms, little of which is Python"
+    assert why_no_look(life(steps=10, trials=1)).startswith("all steps of a device take 20 ms")
+    assert why_no_look(life(steps=None)) == "how long the trials are is not known"
 
 
 def test_it_has_to_be_clearly_quicker_and_to_bring_back_its_making():

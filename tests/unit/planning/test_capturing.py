@@ -67,10 +67,15 @@ def test_nobody_is_asked_where_nothing_may_come_of_it():
     for decides in (
         capturing(looks=False),
         capturing(Resident(), looks=False),
-        capturing(steps=9),
     ):
         found, orders = ask(decides)
         assert (found, orders) == (settled(), [])
+
+
+def test_that_nobody_looked_is_said_with_the_reason():
+    found, orders = ask(capturing(steps=9))
+    assert (found.technique, orders) == (Resident(), [])
+    assert found.why[-1].startswith("captured: not tried, all steps of a device take ")
 
 
 def test_what_gains_nothing_or_has_no_room_stays_as_it_is():
