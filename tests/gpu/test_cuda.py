@@ -21,7 +21,7 @@ from shoal.device import open_device
 from shoal.device.allocator import allocator_here, held_by_libraries
 from shoal.device.losses import Losses, readback_of
 from shoal.partition.track import AllocationTracker
-from shoal.runtime.meter import free_bytes
+from shoal.runtime.meter import free_bytes, reserved_bytes
 from shoal.testing import compare, plain_loop
 
 pytestmark = [
@@ -109,10 +109,9 @@ def test_losses_come_to_the_host_and_nothing_waits_for_them_until_they_are_asked
 
 
 def test_a_worker_that_shares_its_gpu_takes_no_more_than_its_share():
-    spec = DeviceSpec(
-        name="cuda:0/1", kind="cuda", memory=Bytes(64 * MIB), share_bytes=Bytes(80 * MIB)
-    )
-    torch.cuda.empty_cache()
+    there = reserved_bytes(torch.device("cuda:0"))  # of tests before this one
+    share = Bytes(there + 80 * MIB)
+    spec = DeviceSpec(name="cuda:0/1", kind="cuda", memory=Bytes(64 * MIB), share_bytes=share)
     before = free_bytes(torch.device("cuda:0"))
 
     device = open_device(spec)
