@@ -227,7 +227,7 @@ def test_a_point_that_fits_no_device_fails_alone(tmp_path, warm_workers):
     options |= {"generation": 2, "epochs": 1, "sampler": Scripted({4: 100_000, 6: 100_000})}
     report = studies.run(shoal.Study("k", recipe, directory=tmp_path, **options), warm_workers)
     assert states(report) == ["FINISHED"] * 4 + ["FAILED", "FINISHED", "FAILED"]
-    assert "PlanError" in report.trials[4].error
+    assert "TooLarge" in report.trials[4].error
 
 
 class Scripted(optuna.samplers.BaseSampler):

@@ -174,10 +174,11 @@ def test_between_the_two_sizes_the_host_splits_and_says_why(
     assert f"which may use {format_bytes(Bytes(room))}" in text
     free = plan(tmp_path, warm_workers, asked, host_memory=int(2 * whole))
     assert [job.technique.master for job in free.jobs] == [None, None]
-    with pytest.raises(shoal.PlanError, match=r"of state and .* for a copy of one trial's"):
+    with pytest.raises(shoal.PlanError, match=r"of state and .* for (a copy|copies)"):
         plan(tmp_path, warm_workers, WHOLE, host_memory=room)
     with pytest.raises(
-        shoal.PlanError, match=r"2 trials need .* on the host, of .* of state and .* for a copy"
+        shoal.PlanError,
+        match=r"2 trials need .* on the host, of .* of state and .* for (a copy|copies)",
     ):
         plan(tmp_path, warm_workers, asked, host_memory=parts // 2)
     study = shoal.Study("ran", recipe_of(products), space=SPACE, steps=3, directory=tmp_path)

@@ -44,11 +44,15 @@ class _Pass(NamedTuple):
 
 
 def dry_run(
-    members: Sequence[Member], batches: Sequence[Any], *, device: str | torch.device = "cpu"
+    members: Sequence[Member],
+    batches: Sequence[Any],
+    *,
+    device: str | torch.device = "cpu",
+    backend: ArrayBackend | None = None,
 ) -> str:
     """In words, why these trials should not train as one array; empty if they may.
 
-    The trials are not touched. ``batches``: one for each.
+    The trials are not touched. ``batches``: one for each. ``backend`` runs their passes.
     """
     where = torch.device(device)
     moved = [to_device(batch, where) for batch in batches]
@@ -62,7 +66,7 @@ def dry_run(
         spare = copies(exact[0]) if _differ_in_floats(members) else ()
         losses = _losses(len(members), None)
         try:
-            found = _passed(*exact, where)
+            found = _passed(*exact, where, backend)
             losses = _losses(len(members), found)
             words = _unlike_alone(found, *exact, where)
             del found  # the room it takes
