@@ -106,10 +106,8 @@ def test_a_worker_that_dies_later_sets_its_trials_back_to_their_old_seats(undist
     ranks.check(runner.place)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    "seed", [*range(3), *(pytest.param(s, marks=pytest.mark.full) for s in range(3, 12))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(12))
 def test_killed_and_gone_on_with_in_other_widths(seed, tmp_path):
     """Wherever it stood: before its first rung, between rungs, or among trials by themselves."""
     draw = random.Random(seed)

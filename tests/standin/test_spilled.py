@@ -56,7 +56,10 @@ def test_a_model_whose_state_is_larger_than_the_gpu_is_measured_there_layer_by_l
     assert found["peak"] <= found["budget"]
 
 
-@pytest.mark.parametrize(("place", "budget"), [("device", "64MiB"), ("host", "48MiB")])
+@pytest.mark.parametrize(
+    ("place", "budget"),
+    [("device", "64MiB"), pytest.param("host", "48MiB", marks=pytest.mark.full)],
+)
 def test_a_step_asks_for_the_blocks_of_the_one_before_and_pins_nothing(place, budget):
     """So torch's allocator, which keeps what it had, has nothing to ask the driver for."""
     first, second, *others = run(place, budget, 4096 * MIB, "steady.py")["steps"]
