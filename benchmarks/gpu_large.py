@@ -276,6 +276,7 @@ def rival(name: str, size: Size, tokens: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model, many = task.model(None), task.accumulate
     if name == "deepspeed":
+        model.blocks = nn.ModuleList(map(_Again, model.blocks))  # type: ignore[arg-type]
         made = gpu_rivals.deepspeed(model, many, size.rows, where)
         batches = [tuple(t.to(where) for t in batch) for batch in task.data(None)[0]]
     else:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from shoal.examples.gpt import GPT, next_byte_loss
 
@@ -30,18 +29,6 @@ class Rival:
 
     step: Callable[[Sequence[Batch]], None]
     finish: Callable[[], None] = lambda: None
-
-
-class _Again(nn.Module):
-    """A block whose activations are recomputed in the backward."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = checkpoint(self.block, x, use_reentrant=False)
-        return found
 
 
 # -- DeepSpeed ----------------------------------------------------------------------------
@@ -61,8 +48,8 @@ class _WithLoss(nn.Module):
 def deepspeed(model: GPT, micro_batches: int, rows: int, where: torch.device) -> Rival:
     """ZeRO-3 on one rank, parameters and optimizer on the host, DeepSpeed's own Adam there.
 
-    Its default clips at 1.0, which is the task's. The three sizes are what Hugging Face's "auto"
-    makes of a width.
+    ``model`` has blocks that recompute. DeepSpeed's default clips at 1.0, which is the task's. The
+    three sizes are what Hugging Face's "auto" makes of a width.
     """
     import deepspeed as library
     import torch.distributed as dist
@@ -75,7 +62,6 @@ def deepspeed(model: GPT, micro_batches: int, rows: int, where: torch.device) ->
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     place, width = {"device": "cpu", "pin_memory": on_gpu}, model.token.embedding_dim
-    model.blocks = nn.ModuleList(map(_Again, model.blocks))
     whole = _WithLoss(model)
     engine, *_ = library.initialize(
         model=whole,
