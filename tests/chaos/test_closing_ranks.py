@@ -26,7 +26,7 @@ def undisturbed(tmp_path_factory, warm_workers):
     return ranks.outcome(study.directory)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "hooks",
     [

@@ -191,7 +191,9 @@ def test_the_same_wish_again_changes_nothing(tmp_path, warm_workers):
     ranks.check(study.directory)
 
 
-@pytest.mark.parametrize(("before", "after"), [(False, 4), (4, False)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(False, 4), pytest.param(4, False, marks=pytest.mark.full)]
+)
 def test_a_trial_that_lost_all_its_generations_begins_in_the_seat_that_was_asked_for(
     before, after, tmp_path, warm_workers
 ):

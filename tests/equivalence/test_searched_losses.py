@@ -327,7 +327,7 @@ def test_trials_that_differ_in_what_no_loss_reads_share_compiled_code(run_study)
 
 
 @pytest.mark.skipif(not compiler(), reason="there is no C++ compiler")
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_trial_whose_loss_has_other_numbers_trains_beside_the_compiled_ones(run_study):
     recipe = searched.recipe()
     space = shoal.grid(

@@ -69,6 +69,7 @@ def test_a_step_asks_for_the_blocks_of_the_one_before_and_pins_nothing(place, bu
     assert others == [second] * 6
 
 
+@pytest.mark.full
 def test_what_the_plain_loop_has_no_room_for_trains():
     found = run("device", "64MiB", 95 * MIB)
 
