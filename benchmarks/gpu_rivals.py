@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shoal.examples.gpt import GPT, next_byte_loss
 
 Batch = tuple[Tensor, Tensor]
-LR, CLIP = 1e-4, 1.0
+LR, DECAY, CLIP = 1e-4, 0.01, 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ def deepspeed(model: GPT, micro_batches: int, rows: int, where: torch.device) ->
     whole = _WithLoss(model)
     engine, *_ = library.initialize(
         model=whole,
-        optimizer=DeepSpeedCPUAdam(whole.parameters(), lr=LR, adamw_mode=True),
+        optimizer=DeepSpeedCPUAdam(whole.parameters(), lr=LR, weight_decay=DECAY),
         config={
             "train_micro_batch_size_per_gpu": rows,
             "gradient_accumulation_steps": micro_batches,
@@ -134,7 +134,7 @@ def roundpipe(model: GPT, micro_batches: int, *, stale: bool) -> Rival:
     )
     with library.OptimizerCtx():
         optimizer = library.optim.Adam(
-            wrapped.parameters(), lr=LR, weight_decay=0.01, decoupled_weight_decay=True
+            wrapped.parameters(), lr=LR, weight_decay=DECAY, decoupled_weight_decay=True
         )
 
     def loss(output: Tensor, label: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ def _why_apart(changes: Changes, trial: TrialSpec, signature: Signature, asking:
         )
     for point in changes.points():
         hp = {**trial.hp, **point}
-        if hp == dict(trial.hp):
+        if repr(hp) == repr(dict(trial.hp)):  # 1 and True are two values
             continue
         words = ", ".join(f"{name}={value!r}" for name, value in point.items())
         reply = asking.answer(Describe((replace(trial, hp=hp),), arrays=True))

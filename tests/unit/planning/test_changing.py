@@ -72,6 +72,13 @@ def test_what_keeps_them_apart_is_told(reads, words):
     assert words in str(told.value)
 
 
+def test_a_flag_and_a_number_that_are_equal_are_two_values():
+    asked, space = Asked(), {"depth": shoal.choice(1, True)}
+    trial = TrialSpec(number=7, hp={"depth": 1, "act": "relu"}, seed=3)
+    assert why_apart(changes_of(space), trial, Signature(()), asked, wished=None) == ""
+    assert asked.seen == [(True, "relu")]
+
+
 def test_too_many_are_not_looked_at():
     asked, space = Asked(), {"depth": shoal.integer(1, MOST + 1)}
     why = why_apart(changes_of(space), TRIAL, facts(TRIAL.hp), asked, wished=None)
