@@ -148,6 +148,7 @@ class _Learner:
         self._versions.before_step()
         with self._rounding.stepping(self.stepper.parameters, number):
             self._take.step(self.stepper)
+        self.stepper.publish()
         self._versions.after_step()
         return Losses(loss)
 

@@ -25,6 +25,8 @@ class Stepper(Protocol):
 
     def zero_grad(self) -> None: ...
     def step(self) -> None: ...
+    def publish(self) -> None:
+        """The step is over, its weights rounded: the model gets them."""
 
 
 def make_stepper(recipe: Recipe, model: nn.Module, hp: HP, place: Place) -> Stepper:
@@ -51,6 +53,9 @@ class _DeviceStepper:
 
     def step(self) -> None:
         self.optimizer.step()
+
+    def publish(self) -> None:
+        """They are the model's."""
 
 
 class _HostStepper:
@@ -79,9 +84,11 @@ class _HostStepper:
             gradient = parameter.grad
             self.parameters[name].grad = None if gradient is None else gradient.cpu()
         self.optimizer.step()
-        with torch.no_grad():
-            for name, parameter in self._on_device.items():
-                parameter.copy_(self.parameters[name])
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        for name, parameter in self._on_device.items():
+            parameter.copy_(self.parameters[name])
 
 
 def copy_model(source: nn.Module, model: nn.Module) -> None:

@@ -84,6 +84,19 @@ def test_a_trial_on_a_gpu_ends_on_the_bits_of_the_plain_loop(
     assert_alone(report, report.trials, recipe, **loop)
 
 
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_weights_that_are_rounded_by_chance_are_rounded_where_they_step(
+    place, run_on_gpu, assert_alone
+):
+    recipe = zoo.recipe(clip=0.5, precision="bf16-sr")
+    space = shoal.grid(model=["mlp"], optimizer=["adamw"], lr=[1e-3])
+
+    report = run_on_gpu(recipe, space, shoal.Spilled(shards=3, optimizer=place))
+
+    loop = {"steps": STEPS, "device": "cuda", "optimizer": place}
+    assert_alone(report, report.trials, recipe, **loop)
+
+
 @pytest.fixture
 def waits_are_errors():
     """Whatever waits for the GPU, but an event that is waited for by name, raises."""
