@@ -54,11 +54,15 @@ def ratios(figures: dict[str, list[float]], name: str, base: str) -> dict[str, f
     return spread([a / b for a, b in zip(figures[name], figures[base], strict=True)])
 
 
-def finish(result: dict[str, Any], path: str | None) -> None:
-    """Print the result; write it with the facts when asked to."""
-    record = {**facts(), **result}
-    text = json.dumps(record, indent=2)
+def keep(result: dict[str, Any], path: str | None) -> str:
+    """Write the result with the facts when asked to, also what there is so far of it."""
+    text = json.dumps({**facts(), **result}, indent=2)
     if path:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text + "\n")
-    print(text)
+    return text
+
+
+def finish(result: dict[str, Any], path: str | None) -> None:
+    """Print the result, and keep it."""
+    print(keep(result, path))

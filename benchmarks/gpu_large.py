@@ -1,14 +1,8 @@
 """Models larger than a cap on a GPU's memory: tokens a second beside what is not spilled.
 
-    python benchmarks/gpu_large.py --stage probe      # links; each stage stays under 4 minutes
-    python benchmarks/gpu_large.py --stage four --tokens 16384
-    python benchmarks/gpu_large.py --stage fastest --tokens 16384
-    python benchmarks/gpu_large.py --stage recompute --tokens 16384
-    python benchmarks/gpu_large.py --stage fsdp2 --tokens 16384
-    python benchmarks/gpu_large.py --stage deepspeed --tokens 16384
-    python benchmarks/gpu_large.py --stage roundpipe --tokens 16384  # and roundpipe-stale
-    python benchmarks/gpu_large.py --stage largest
+    python benchmarks/gpu_large.py --stages probe,four,recompute --tokens 16384
     python benchmarks/gpu_large.py [--json FILE]      # all of it, for 16384 and 65536 tokens
+    python benchmarks/gpu_large.py --depth 8 --cap 2GiB  # a smaller model, as a rehearsal
     python benchmarks/gpu_large.py --tiny             # the script itself, on a CPU
 
 Four trials of a GPT of 1.5 B parameters in bf16 with AdamW and clipping, whose device may use
@@ -18,20 +12,27 @@ device; through DeepSpeed and RoundPipe where they are installed (gpu_rivals.py)
 single model that trains under the cap, by bisection of its depth.
 What is computed and copied at the same time is taken from the timeline's events. The roofline is
 the largest of the seconds that kernels take unspilled and recomputing, and that the links take
-at the speed that was probed for the bytes that moved. Stages are processes of their own.
+at the speed that was probed for the bytes that moved. Stages (probe, four, fastest, recompute,
+fsdp2, deepspeed, roundpipe, roundpipe-stale, largest) are processes of their own, of 4 minutes at
+most. All blocks of a model begin with the same weights: to draw 1.5 B takes half a minute.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
 import json
+import os
+import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import common
 import shoal
 from shoal.core.event import ActionFinished, Event, PeakMeasured, StepFinished
+from shoal.core.plan import Plan
+from shoal.core.units import parse_bytes
 from shoal.examples.gpt import GPT, next_byte_loss
 
 GIB = 2**30
@@ -68,10 +71,19 @@ class Size:
     cap: int = 8 * GIB
     trials: int = 4
     device: str = "cuda:0"
+    host_memory: str | None = "116GiB"  # of 128; a machine whose memory grows says less is free
 
 
 TINY = Size(
-    width=64, depth=3, heads=4, context=32, rows=2, cap=3 * 2**19, trials=2, device="cpu:1"
+    width=64,
+    depth=3,
+    heads=4,
+    context=32,
+    rows=2,
+    cap=3 * 2**19,
+    trials=2,
+    device="cpu:1",
+    host_memory=None,
 )
 
 
@@ -85,9 +97,9 @@ class Task:
     def model(self, hp: Any) -> nn.Module:
         size = self.size
         depth = hp.get("depth", size.depth) if hp else size.depth
-        return GPT(
-            width=size.width, depth=depth, heads=size.heads, context=size.context, dropout=0.0
-        )
+        model = GPT(width=size.width, depth=1, heads=size.heads, context=size.context, dropout=0.0)
+        model.blocks.extend(copy.deepcopy(model.blocks[0]) for _ in range(depth - 1))
+        return model
 
     def data(self, hp: Any) -> tuple[list[tuple[Tensor, Tensor]], None]:
         draws = torch.Generator().manual_seed(0)
@@ -112,22 +124,44 @@ class Task:
 
 
 class Watch:
-    """Ends of steps, the peak, and what was computed and copied when."""
+    """Ends of steps, the peak, and what was computed and copied when.
 
-    def __init__(self) -> None:
+    ``enough`` is called once ``STEPS`` steps were counted for each of ``trials``, whichever took
+    them: the plan may let fewer of them be active at a time.
+    """
+
+    def __init__(self, trials: int, enough: Callable[[Watch], None], plan: Path) -> None:
+        self._wanted, self._enough, self._plan = trials * STEPS, enough, plan
+        self._began, self._explained = time.monotonic(), False
         self.steps: list[float] = []
+        self.losses: dict[int, float] = {}
         self.peak = 0
         self.spans: dict[str, list[tuple[float, float]]] = {}
         self.moved: dict[str, int] = {}
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, StepFinished) and event.step > WARM_UP:
-            self.steps.append(event.time)
+        if isinstance(event, StepFinished):
+            if not self._explained:
+                print(
+                    Plan.from_json(self._plan.read_text()).explain(), file=sys.stderr, flush=True
+                )
+                self._explained = True
+            said = f"{time.monotonic() - self._began:.1f} s: trial {event.trial}, {event.step}"
+            print(said, event.loss, file=sys.stderr, flush=True)
+            if event.step > WARM_UP:
+                self.steps.append(event.time)
+                self.losses[event.trial] = event.loss
+            if len(self.steps) == self._wanted:
+                self._enough(self)
         if isinstance(event, PeakMeasured):
             self.peak = max(self.peak, event.peak_bytes)
         if isinstance(event, ActionFinished) and event.step > WARM_UP:
             self.spans.setdefault(event.stream, []).append((event.start, event.end))
             self.moved[event.stream] = self.moved.get(event.stream, 0) + (event.bytes or 0)
+
+
+def explained(plan: Path) -> str:
+    return Plan.from_json(plan.read_text()).explain()
 
 
 def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -151,55 +185,68 @@ def hidden(copies: Sequence[tuple[float, float]], kernels: Sequence[tuple[float,
     return together / length(copies) if copies else 1.0
 
 
-def train(task: Task, space: Any, trials: int, *, timeline: bool) -> tuple[Watch, Any]:
-    watch = Watch()
+def train(task: Task, space: Any, trials: int, told: Callable[[Watch], dict[str, Any]]) -> None:
+    """Train until enough was seen, say what was ``told`` of it, and leave.
+
+    Nothing is saved: the states of four trials are 70 GB, and would be on disk for nothing.
+    """
     with tempfile.TemporaryDirectory() as directory:
+
+        def leave(watch: Watch) -> None:
+            print(json.dumps(told(watch)), flush=True)
+            shutil.rmtree(directory, ignore_errors=True)
+            os._exit(0)
+
         study = shoal.Study(
             "large",
             task.recipe(),
             space=space,
-            steps=STEPS + WARM_UP,
+            steps=1000,
             metric="train_loss",
             directory=directory,
-            checkpoint_every=0,
+            checkpoint_every="10h",
         )
-        report = study.run(
-            hardware=shoal.Hardware.parse(task.size.device, str(task.size.cap)),
-            callbacks=[watch],
-            progress=False,
-            timeline=timeline,
-        )
+        size = task.size
+        where = {"host_memory": size.host_memory} if size.host_memory else {}
+        hardware = shoal.Hardware.parse(size.device, str(size.cap), **where)
+        watch = Watch(trials, leave, Path(directory) / "large" / "plan.json")
+        report = study.run(hardware=hardware, callbacks=[watch], progress=False)
         errors = [trial.error for trial in report.trials if trial.error]
-        if errors:
-            raise RuntimeError(errors[0].strip().splitlines()[-1])
-        assert len(report.trials) == trials
-        return watch, (Path(directory) / "large" / "plan.json").read_text()
+        raise RuntimeError(errors[0].strip().splitlines()[-1])
 
 
 def four(size: Size, tokens: int) -> dict[str, Any]:
-    """All trials at a time under the cap."""
-    task = Task(size, tokens)
+    """All trials at a time under the cap; ends the process."""
+    task, began = Task(size, tokens), time.monotonic()
     rates = [1e-4 / (number + 1) for number in range(size.trials)]
-    watch, _ = train(task, shoal.grid(lr=rates), size.trials, timeline=True)
-    wall_s = max(watch.steps) - min(watch.steps)
-    kernels = watch.spans.get("compute", [])
-    busy_s = max(end for _, end in kernels) - min(begin for begin, _ in kernels)
-    counted = len(watch.steps) - 1
-    return {
-        "parameters": task.parameters(),
-        "tokens_a_second": counted * task.accumulate * size.rows * size.context / wall_s,
-        "step_s": wall_s / counted,
-        "peak_gib": watch.peak / GIB,
-        "device_busy": length(kernels) / busy_s,
-        "copies_hidden": {
-            stream: hidden(spans, kernels)
-            for stream, spans in watch.spans.items()
-            if stream != "compute"
-        },
-        "gib_a_step": {
-            stream: moved / GIB / (counted + 1) for stream, moved in watch.moved.items() if moved
-        },
-    }
+
+    def told(watch: Watch) -> dict[str, Any]:
+        wall_s = max(watch.steps) - min(watch.steps)
+        kernels = watch.spans.get("compute", [])
+        busy_s = max(end for _, end in kernels) - min(begin for begin, _ in kernels)
+        counted = len(watch.steps) - 1
+        return {
+            "parameters": task.parameters(),
+            "tokens_a_second": counted * task.accumulate * size.rows * size.context / wall_s,
+            "step_s": wall_s / counted,
+            "peak_gib": watch.peak / GIB,
+            "device_busy": length(kernels) / busy_s,
+            "copies_hidden": {
+                stream: hidden(spans, kernels)
+                for stream, spans in watch.spans.items()
+                if stream != "compute"
+            },
+            "gib_a_step": {
+                stream: moved / GIB / (counted + 1)
+                for stream, moved in watch.moved.items()
+                if moved
+            },
+            "losses": watch.losses,
+            "whole_s": time.monotonic() - began,
+        }
+
+    train(task, shoal.grid(lr=rates), size.trials, told)
+    raise AssertionError
 
 
 class _Again(nn.Module):
@@ -309,7 +356,8 @@ def timed(work: Callable[[], Any]) -> float:
 def largest(size: Size, tokens: int) -> dict[str, Any]:
     """The deepest model that can be planned under the cap, by bisection; it trains a few steps."""
     task = Task(size, size.rows * size.context)
-    hardware = shoal.Hardware.parse(size.device, str(size.cap))
+    where = {"host_memory": size.host_memory} if size.host_memory else {}
+    hardware = shoal.Hardware.parse(size.device, str(size.cap), **where)
 
     def fits(depth: int) -> bool:
         with tempfile.TemporaryDirectory() as directory:
@@ -334,14 +382,18 @@ def largest(size: Size, tokens: int) -> dict[str, Any]:
     while most - least > max(1, least // 8) and time.monotonic() - begin < LIMIT_S / 3:
         middle = (least + most) // 2
         least, most = (middle, most) if fits(middle) else (least, middle)
-    watch, _ = train(task, shoal.grid(lr=[1e-4], depth=[least]), 1, timeline=False)
-    return {
-        "depth": least,
-        "too_deep": most,
-        "parameters": task.parameters(least),
-        "peak_gib": watch.peak / GIB,
-        "steps": STEPS + WARM_UP,
-    }
+
+    def told(watch: Watch) -> dict[str, Any]:
+        return {
+            "depth": least,
+            "too_deep": most,
+            "parameters": task.parameters(least),
+            "peak_gib": watch.peak / GIB,
+            "steps": STEPS + WARM_UP,
+        }
+
+    train(task, shoal.grid(lr=[1e-4], depth=[least]), 1, told)
+    raise AssertionError
 
 
 def probe(size: Size, tokens: int) -> dict[str, Any]:
@@ -372,20 +424,25 @@ def run_stage(stage: str, size: Size, tokens: int) -> dict[str, Any]:
         return {"error": str(error).strip().splitlines()[0][:300]}
 
 
-def apart(stage: str, tokens: int, *, tiny: bool) -> dict[str, Any]:
-    """A stage in a process of its own, for no longer than ``LIMIT_S``."""
-    command = [sys.executable, __file__, "--stage", stage, "--tokens", str(tokens)]
+def apart(stage: str, tokens: int, size: Size, *, tiny: bool) -> dict[str, Any]:
+    """A stage in a process of its own, for no longer than ``LIMIT_S``; what it starts ends too."""
+    given = ["--depth", str(size.depth), "--cap", str(size.cap), *["--tiny"] * tiny]
+    command = [sys.executable, __file__, "--stage", stage, "--tokens", str(tokens), *given]
+    began = time.monotonic()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        found = subprocess.run(
-            [*command, *["--tiny"] * tiny], capture_output=True, text=True, timeout=LIMIT_S
-        )
+        out, _ = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         return {"error": f"not through in {LIMIT_S} s"}
-    lines = found.stdout.strip().splitlines()
-    if found.returncode or not lines:
-        return {"error": (found.stderr.strip().splitlines() or ["no output"])[-1][:300]}
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        took = time.monotonic() - began
+    lines = out.strip().splitlines()
+    if process.returncode or not lines:
+        return {"error": f"ended with {process.returncode}; see what it said"}
     answer: dict[str, Any] = json.loads(lines[-1])
-    return answer
+    return {**answer, "stage_s": took}
 
 
 def told(found: dict[str, Any]) -> dict[str, Any]:
@@ -420,25 +477,33 @@ def roofline_s(found: dict[str, Any], tokens: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--stage", choices=STAGES)
-    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--stage", choices=STAGES, help="in this very process")
+    parser.add_argument("--stages", default=",".join(STAGES))
+    parser.add_argument("--tokens", default="16384,65536")
+    parser.add_argument("--depth", type=int)
+    parser.add_argument("--cap")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--json")
     options = parser.parse_args()
     size = TINY if options.tiny else Size()
+    size = replace(size, depth=options.depth or size.depth)
+    size = replace(size, cap=parse_bytes(options.cap) if options.cap else size.cap)
     if not options.tiny and not torch.cuda.is_available():
         print("no GPU here: nothing to measure (--tiny tries the script on a CPU).")
         return
     if options.stage:
-        print(json.dumps(run_stage(options.stage, size, options.tokens)))
+        print(json.dumps(run_stage(options.stage, size, int(options.tokens))))
         return
-    found: dict[str, Any] = {"probe": apart("probe", 0, tiny=options.tiny)}
-    each = (64, 256) if options.tiny else (16384, 65536)
-    for tokens in each:
-        for stage in EACH:
-            found[f"{stage} {tokens}"] = apart(stage, tokens, tiny=options.tiny)
-    found["largest"] = apart("largest", 0, tiny=options.tiny)
-    result = {"size": asdict(size), "stages": found, "ratios": told(found)}
+    wanted, stages = options.stages.split(","), {}
+    each = [64, 256] if options.tiny else [int(tokens) for tokens in options.tokens.split(",")]
+    for stage in ("probe", *EACH, "largest"):
+        for tokens in each if stage in EACH else [each[0]] if stage in wanted else []:
+            if stage in wanted:
+                name = f"{stage} {tokens}" if stage in EACH else stage
+                stages[name] = apart(stage, tokens, size, tiny=options.tiny)
+                print(name, stages[name], file=sys.stderr, flush=True)
+                result = {"size": asdict(size), "stages": stages, "ratios": told(stages)}
+                common.keep(result, options.json)
     common.finish(result, options.json)
 
 

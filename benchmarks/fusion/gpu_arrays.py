@@ -1,18 +1,21 @@
 """Arrays on a GPU, in each of their ways, beside what else a user would run there.
 
 python benchmarks/fusion/gpu_arrays.py [--widths 1,4,16,64] [--only NAME] [--device cpu]
-    [--rounds 3] [--json FILE]
+    [--rounds 3] [--limit SECONDS] [--json FILE]
 
 Full steps in wall time, arms in turns: one model after another, eagerly and with each pass
 captured as a CUDA graph; arrays whose passes are eager, a graph of their operations, or every
 slot's own captured pass side by side (branches); and processes that share the device. It runs on a
 CPU too, where nothing is a CUDA graph: so the script is known to work before a GPU is there.
+Widths of 4 and 16 come first; what the limit leaves no time for is not there.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from typing import Any
 import torch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-from rivals import Cost, Processes, Step, batches, cost, models, rate
+from rivals import Cost, Crowd, Step, batches, cost, models, rate
 from run import array_step, recipe_of
 from workloads import WORKLOADS, Workload
 
@@ -37,7 +40,7 @@ CHOSEN = (
     *("Transformer LM of width 128", "BERT-mini", "ResNet-18", "MobileNetV3-large"),
 )
 PROCESSES = 4
-SECONDS, WARM_UPS = 0.3, 4
+SECONDS, WARM_UPS = 0.2, 3
 BEST = ("serial", "serial, captured", f"{PROCESSES} processes")
 
 
@@ -70,7 +73,7 @@ def serial(workload: Workload, width: int, device: str, *, captured: bool) -> St
     return step
 
 
-def measure(name: str, width: int, rounds: int, device: str) -> dict[str, Any]:
+def measure(name: str, width: int, rounds: int, device: str, crowd: Crowd) -> dict[str, Any]:
     """Milliseconds of a step of all models by arm, and how much quicker arrays are."""
     workload, declined = WORKLOADS[name], {}
     arms: dict[str, Callable[[int], Cost]] = {}
@@ -91,14 +94,16 @@ def measure(name: str, width: int, rounds: int, device: str) -> dict[str, Any]:
             declined[arm] = str(error).splitlines()[0]
         else:
             arms[arm] = lambda repeats, step=step: cost(step, repeats)  # type: ignore[misc]
-    processes = Processes(name, width, min(PROCESSES, width), device)
-    arms[BEST[-1]] = processes.cost
+    if width >= PROCESSES:
+        crowd.take(name, width)
+        arms[BEST[-1]] = crowd.cost
     repeats = {arm: max(1, int(SECONDS / run(2).wall_s)) for arm, run in arms.items()}
     found: dict[str, list[float]] = {arm: [] for arm in arms}
     for _ in range(rounds):
         for arm, run in arms.items():
             found[arm].append(run(repeats[arm]).wall_s * 1e3)
-    processes.close()
+    if width >= PROCESSES:
+        crowd.take("", 0)
     rivals = [[found[arm][at] for arm in BEST if arm in found] for at in range(rounds)]
     return {
         "ms": {arm: common.spread(values) for arm, values in found.items()},
@@ -115,15 +120,32 @@ def measure(name: str, width: int, rounds: int, device: str) -> dict[str, Any]:
     }
 
 
-def fused(widths: list[int], rounds: int, device: str, only: str = "") -> dict[str, Any]:
-    """All chosen workloads."""
-    result: dict[str, Any] = {}
-    for name in (name for name in CHOSEN if only in name):
-        result[name] = {}
-        for width in widths:
-            result[name][str(width)] = found = measure(name, width, rounds, device)
+def fused(
+    widths: list[int],
+    rounds: int,
+    device: str,
+    only: str = "",
+    limit_s: float = 1e9,
+    keep: Callable[[dict[str, Any]], Any] = lambda found: None,
+) -> dict[str, Any]:
+    """All chosen workloads; ``keep`` is given what there is so far."""
+    names, began = [name for name in CHOSEN if only in name], time.monotonic()
+    result: dict[str, Any] = {name: {} for name in names}
+    crowd = Crowd(PROCESSES, device)
+    for width in sorted(widths, key=lambda width: (width not in (4, 16), width)):
+        for name in names:
+            if time.monotonic() - began > limit_s:
+                continue
+            result[name][str(width)] = found = measure(name, width, rounds, device, crowd)
+            gc.collect()
+            if device == "cuda":
+                torch.cuda.empty_cache()
             told = {arm: round(times["median"], 2) for arm, times in found["times_best"].items()}
-            print(f"{name}, {width} models: {told} {found['declined']}", file=sys.stderr)
+            at = f"{time.monotonic() - began:.0f} s"
+            words = f"{at}: {name}, {width} models: {told} {found['declined']}"
+            print(words, file=sys.stderr, flush=True)
+            keep(result)
+    crowd.close()
     return result
 
 
@@ -133,6 +155,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--limit", type=float, default=1e9)
     parser.add_argument("--json")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -140,8 +163,12 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     widths = [int(width) for width in options.widths.split(",")]
-    found = fused(widths, options.rounds, options.device, options.only)
-    common.finish({"device": options.device, "workloads": found}, options.json)
+
+    def keep(found: dict[str, Any]) -> str:
+        return common.keep({"device": options.device, "workloads": found}, options.json)
+
+    args = widths, options.rounds, options.device, options.only, options.limit, keep
+    print(keep(fused(*args)))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import time
 from collections.abc import Callable
@@ -45,7 +46,8 @@ def models(workload: Workload, slots: range, device: str = "cpu") -> list[nn.Mod
     made = []
     for seed in slots:
         torch.manual_seed(seed)
-        found = workload.model({})
+        with torch.device(device):
+            found = workload.model({})
         one = nn.ModuleDict(found) if workload.step else found
         made.append(one.to(device))
     return made
@@ -151,6 +153,57 @@ class Processes:
         for pipe, process in zip(self._pipes, self._processes, strict=True):
             pipe.send(0)
             process.join()
+
+
+class Crowd:
+    """The same in processes that stay, so that each opens its GPU once for all workloads."""
+
+    def __init__(self, count: int, device: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            context.Process(target=_serve_all, args=(theirs, device), daemon=True).start()
+            self._pipes.append(ours)
+
+    def take(self, name: str, width: int) -> None:
+        """From now on these models; each process has its share of them."""
+        shares, count = [], len(self._pipes)
+        for number in range(count):
+            shares.append(range(number * width // count, (number + 1) * width // count))
+        self._ask([(name, share) for share in shares])
+
+    def cost(self, repeats: int) -> Cost:
+        """As of ``Processes``."""
+        found = self._ask([repeats] * len(self._pipes))
+        return Cost(sum(one.cpu_s for one in found), max(one.wall_s for one in found))
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+
+    def _ask(self, words: list[Any]) -> list[Any]:
+        for pipe, word in zip(self._pipes, words, strict=True):
+            pipe.send(word)
+        return [pipe.recv() for pipe in self._pipes]
+
+
+def _serve_all(pipe: Connection, device: str) -> None:
+    torch.set_num_threads(1)
+    step: Step = lambda: None  # noqa: E731
+    while (word := pipe.recv()) is not None:
+        if isinstance(word, int):
+            pipe.send(cost(step, word))
+            continue
+        name, slots = word
+        step = lambda: None  # noqa: E731  # the memory of the ones before is given back
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        if name:
+            step = serial_step(WORKLOADS[name], slots, device, fused=True)
+            step()
+        pipe.send(None)
 
 
 def _serve(name: str, slots: range, pipe: Connection, device: str) -> None:
