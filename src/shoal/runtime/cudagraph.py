@@ -9,6 +9,10 @@ a lease; a batch is copied into tensors that the graph reads; loss and gradients
 own memory, a pool beside the allocator's, and are written anew by each replay. Where a parameter
 or a buffer has come to be elsewhere, the graph is made again.
 
+The nodes that a gradient ends at in autograd's graph are there as long as the graph is, and have
+the stream on which they were made. So nobody may have the graph of an earlier pass while one is
+captured: a stream that is not captured would wait for one that is.
+
 Random numbers are the default generator's: torch counts what the kernels of a graph draw, and a
 replay goes on from the generator's state then, as the eager kernels would.
 
@@ -19,6 +23,7 @@ a GPU.
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -136,7 +141,7 @@ class CudaGraphs:
         with suppress(Exception):
             torch._C._cuda_endAllocateToPool(index, pool)  # raises where it is not there
             torch._C._cuda_releasePool(index, pool)
-        with suppress(Exception):
+        with suppress(Exception), warnings.catch_warnings(action="ignore"):  # that it is empty
             empty = torch.cuda.CUDAGraph()
             empty.capture_begin(capture_error_mode="thread_local")
             empty.capture_end()

@@ -138,7 +138,7 @@ class ResidentUnits:
         loss = self._loss(micro.batch)[0]  # the output is free before the backward
         accumulate = self._recipe.accumulate
         (loss if accumulate == 1 else loss / accumulate).backward()
-        return loss
+        return loss.detach()  # nothing of the graph outlives the pass: see cudagraph.py
 
     def _loss(self, batch: Any) -> tuple[Tensor, Any]:
         with self._autocast:
