@@ -126,13 +126,15 @@ class Task:
 class Watch:
     """Ends of steps, the peak, and what was computed and copied when.
 
-    ``enough`` is called once ``STEPS`` steps were counted for each of ``trials``, whichever took
-    them: the plan may let fewer of them be active at a time.
+    They are counted once all trials that the plan lets be active have taken ``WARM_UP`` steps.
+    ``enough`` is called after ``STEPS`` more for each of ``trials``, whichever took them.
     """
 
     def __init__(self, trials: int, enough: Callable[[Watch], None], plan: Path) -> None:
-        self._wanted, self._enough, self._plan = trials * STEPS, enough, plan
-        self._began, self._explained = time.monotonic(), False
+        self._trials, self._enough, self._path = trials, enough, plan
+        self._began, self._plan = time.monotonic(), None
+        self._warm: set[int] = set()
+        self.since = float("inf")
         self.steps: list[float] = []
         self.losses: dict[int, float] = {}
         self.peak = 0
@@ -141,27 +143,29 @@ class Watch:
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, StepFinished):
-            if not self._explained:
-                print(
-                    Plan.from_json(self._plan.read_text()).explain(), file=sys.stderr, flush=True
-                )
-                self._explained = True
-            said = f"{time.monotonic() - self._began:.1f} s: trial {event.trial}, {event.step}"
-            print(said, event.loss, file=sys.stderr, flush=True)
-            if event.step > WARM_UP:
-                self.steps.append(event.time)
-                self.losses[event.trial] = event.loss
-            if len(self.steps) == self._wanted:
-                self._enough(self)
+            self._stepped(event)
         if isinstance(event, PeakMeasured):
             self.peak = max(self.peak, event.peak_bytes)
-        if isinstance(event, ActionFinished) and event.step > WARM_UP:
+        if isinstance(event, ActionFinished) and event.start >= self.since:
             self.spans.setdefault(event.stream, []).append((event.start, event.end))
             self.moved[event.stream] = self.moved.get(event.stream, 0) + (event.bytes or 0)
 
-
-def explained(plan: Path) -> str:
-    return Plan.from_json(plan.read_text()).explain()
+    def _stepped(self, event: StepFinished) -> None:
+        if self._plan is None:
+            self._plan = Plan.from_json(self._path.read_text())
+            print(self._plan.explain(), file=sys.stderr, flush=True)
+        at = f"{time.monotonic() - self._began:.1f} s"
+        print(f"{at}: trial {event.trial}, {event.step}", event.loss, file=sys.stderr, flush=True)
+        self.losses[event.trial] = event.loss
+        if event.step >= WARM_UP:
+            self._warm.add(event.trial)
+        if event.time >= self.since:
+            self.steps.append(event.time)
+        elif len(self._warm) >= min(self._trials, self._plan.active):
+            self.since = event.time
+            self.steps.append(event.time)
+        if len(self.steps) > self._trials * STEPS:
+            self._enough(self)
 
 
 def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -237,9 +241,7 @@ def four(size: Size, tokens: int) -> dict[str, Any]:
                 if stream != "compute"
             },
             "gib_a_step": {
-                stream: moved / GIB / (counted + 1)
-                for stream, moved in watch.moved.items()
-                if moved
+                stream: moved / GIB / counted for stream, moved in watch.moved.items() if moved
             },
             "losses": watch.losses,
             "whole_s": time.monotonic() - began,

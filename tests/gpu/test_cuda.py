@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -20,8 +21,12 @@ from shoal.core.units import Bytes
 from shoal.device import open_device
 from shoal.device.allocator import allocator_here, held_by_libraries
 from shoal.device.losses import Losses, readback_of
+from shoal.kernelchoice import repeatable
 from shoal.partition.track import AllocationTracker
+from shoal.runtime.captured import PROOFS
+from shoal.runtime.captures import Captures
 from shoal.runtime.meter import free_bytes, reserved_bytes
+from shoal.runtime.units import Micro, ResidentUnits
 from shoal.testing import compare, plain_loop
 
 pytestmark = [
@@ -97,11 +102,43 @@ def test_weights_that_are_rounded_by_chance_are_rounded_where_they_step(
     assert_alone(report, report.trials, recipe, **loop)
 
 
+@pytest.mark.skipif("SHOAL_CUDA_STANDIN" in os.environ, reason="no CUDA graphs there")
+def test_a_pass_whose_kernels_do_not_repeat_themselves_is_captured_with_some_that_do():
+    torch.manual_seed(0)
+    device = torch.device("cuda:0")
+    model = torch.nn.Sequential(
+        *(torch.nn.Conv2d(3, 16, 4, 2, 1), torch.nn.BatchNorm2d(16), torch.nn.ReLU()),
+        *(torch.nn.Conv2d(16, 32, 4, 2, 1), torch.nn.Flatten(), torch.nn.Linear(2048, 10)),
+    ).to(device)
+    recipe = shoal.Recipe(
+        model=lambda hp: model, data=lambda hp: ([], None), loss=lambda y, b: y.square().mean()
+    )
+    units = Captures(recipe, device).units(model)
+    batch = (torch.randn(8, 3, 32, 32, device=device),)
+
+    def gradients():
+        model.zero_grad(set_to_none=True)
+        units.backward(0, Micro(batch))
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    for _ in range(PROOFS):
+        gradients()
+
+    assert units.is_captured, units.why_not
+    with repeatable(device):
+        alone = ResidentUnits(model, recipe, device)
+        captured = gradients()
+        model.zero_grad(set_to_none=True)
+        alone.backward(0, Micro(batch))
+    assert all(map(torch.allclose, captured, [p.grad for p in model.parameters()]))
+
+
 @pytest.fixture
 def waits_are_errors():
     """Whatever waits for the GPU, but an event that is waited for by name, raises."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings(action="ignore"):  # that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     yield
     torch.cuda.set_sync_debug_mode(before)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from shoal.bound import clip_limit
 from shoal.core.errors import PlanError, SpecError
 from shoal.core.spec import HyperParameters, LayerMeasure, Scalar
 from shoal.core.technique import Schedule
+from shoal.kernelchoice import KernelChoice
 from shoal.partition.build import build_chain
 from shoal.partition.chain import Chain
 from shoal.partition.cut import cut
@@ -59,6 +60,7 @@ class Training:
     draws: bool | None = None
     foretell: bool = True
     threads: int = 1
+    kernels: KernelChoice = field(default_factory=KernelChoice.here)  # of who asks for it
     width: int = 1
     device: DeviceKind = "cpu"
     direct: bool | None = None
@@ -95,6 +97,7 @@ def build(training: Training, stage: int, device: torch.device) -> tuple[Built, 
     """
     recipe, hp = training.recipe, HyperParameters(training.hp)
     torch.set_num_threads(training.threads)
+    training.kernels.take()
     seed_all(training.seed)
     model = build_model(recipe, hp).to(device).train()
     train, _ = read_data(recipe, hp)

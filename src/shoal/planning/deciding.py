@@ -23,6 +23,7 @@ from shoal.core.technique import (
     waiting_gradients,
 )
 from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_enough, format_seconds
+from shoal.kernelchoice import KernelChoice
 from shoal.memory.chunks import in_chunks
 from shoal.memory.layout import as_it_travels
 from shoal.pipeline.stops import Stops
@@ -542,6 +543,7 @@ class Deciding:
         """All that may change a trial's bits, fixed before its first step."""
         device, technique = self._device, settled.technique
         place = _step_place(technique)
+        kernels = KernelChoice.here()
         cache_off = any("use_cache was switched off" in note for note in settled.why)
         return {
             **({"use_cache": "off"} if cache_off else {}),
@@ -553,7 +555,8 @@ class Deciding:
             "optimizer": settled.measure.optimizer,
             **({"compiled modules": settled.measure.compiled} if settled.measure.compiled else {}),
             "optimizer_place": place if device.kind == "cuda" else "cpu",
-            "matmul": torch.get_float32_matmul_precision(),
+            "matmul": kernels.matmul,
+            **kernels.told(),
             "accumulate": self._recipe.accumulate,
             "cut": BITWISE if settled.measure.bitwise else "none",
             **pipeline_numerics(technique, self._recipe.accumulate),

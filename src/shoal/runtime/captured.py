@@ -3,10 +3,12 @@
 [Note: trust]
 A pass runs as the plain loop's until it has been captured: beside two passes on two batches the
 capture is run from the same state, and has to leave the same bits as each of them in the loss,
-every gradient, every buffer and every random stream. Only then does it take over; and it gives way
-to the eager pass wherever it might be another one: for a batch of another layout, while somebody
-counts allocations, where the code's own settings are no longer those it was captured with. Since
-both leave the same bits, nobody can tell from a trial which of its steps was which.
+every gradient, every buffer and every random stream. Only then does it take over. Where the pass
+itself leaves other bits each time, as many convolutions on a GPU do, both are run with kernels
+that repeat themselves, and those are in the capture. It gives way to the eager pass wherever it
+might be another one: for a batch of another layout, while somebody counts allocations, where the
+code's own settings are no longer those it was captured with. Since both leave the same bits,
+nobody can tell from a trial which of its steps was which.
 """
 
 from __future__ import annotations
@@ -26,12 +28,13 @@ from shoal.bound import code_of
 from shoal.core.spec import CAPTURED_LAYOUTS
 from shoal.fusion.batches import holds_floats, layout_of, leaves_of, rebuilt
 from shoal.fusion.launcher import Ready
+from shoal.kernelchoice import repeatable
 from shoal.memory.store import same_bits
 from shoal.partition.compiled import compiles
 from shoal.recipe import Recipe
 from shoal.rng import RngState, capture_rng, restore_rng, same_rng
 from shoal.runtime.codewatch import CodeWatch
-from shoal.runtime.replay import Found, Moved, Pass, Replay, Untraceable, in_words
+from shoal.runtime.replay import Found, Moved, OtherBits, Pass, Replay, Untraceable, in_words
 from shoal.runtime.units import Micro, ResidentUnits
 
 PROOFS = 2
@@ -51,6 +54,7 @@ class _Kept:
     key: Hashable
     replay: Replay | None = None
     proofs: int = 0
+    repeats: bool = True  # the pass, with the kernels it is run with
     declined: str = ""
     draws: bool = False  # random numbers, in a pass that was compared
 
@@ -205,7 +209,7 @@ class CapturedUnits(ResidentUnits):
             self._decline(words)
             return loss
         try:
-            self._compare(kept, micro.batch, loss, before, after)
+            self._prove(kept, micro, loss, before, after)
         except Untraceable as error:
             kept.declined, kept.replay = str(error), None
             self._say(kept.declined)
@@ -217,6 +221,34 @@ class CapturedUnits(ResidentUnits):
         finally:
             after.put_back(self._device)
         return loss
+
+    def _prove(
+        self, kept: _Kept, micro: Micro, loss: Tensor, before: _Moment, after: _Moment
+    ) -> None:
+        """Hold the capture against the pass that was run; or both, with repeatable kernels.
+
+        Raises:
+            Untraceable: they differ still.
+        """
+        if kept.repeats:
+            try:
+                return self._compare(kept, micro.batch, loss, before, after)
+            except OtherBits:
+                if self._device.type != "cuda":
+                    raise
+                kept.replay, kept.proofs, kept.repeats = None, 0, False
+        gradients = [parameter.grad for parameter in self._parameters]
+        try:
+            with repeatable(self._device):
+                before.put_back(self._device)
+                for parameter in self._parameters:
+                    parameter.grad = None
+                again = super().backward(0, micro)
+                assert again is not None
+                self._compare(kept, micro.batch, again, before, self._moment())
+        finally:
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                parameter.grad = gradient
 
     def _compare(
         self, kept: _Kept, batch: Any, loss: Tensor, before: _Moment, after: _Moment
@@ -252,7 +284,7 @@ class CapturedUnits(ResidentUnits):
         if not same_rng(now.rng, after.rng):
             raise Untraceable("its capture draws other random numbers than the pass")
         if not all(same_bits(*pair) for pair in pairs):
-            raise Untraceable("its capture comes to other bits than the pass")
+            raise OtherBits("its capture comes to other bits than the pass")
         kept.proofs += 1
         kept.draws |= not same_rng(before.rng, after.rng)
 

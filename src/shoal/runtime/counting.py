@@ -44,14 +44,20 @@ def has_sparse_gradient(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding | nn.EmbeddingBag) and bool(module.sparse)
 
 
+_DRAWN = 2**16  # to draw a billion normal values takes half a minute
+
+
 def fill_gradients(parameters: Iterable[nn.Parameter], round_: int) -> None:
-    """Random numbers, the same for the same round."""
+    """Random numbers, the same for the same round; those of a large tensor come again in it."""
     generator = torch.Generator().manual_seed(round_)
     for parameter in parameters:
         if parameter.requires_grad:
-            gradient = torch.randn(parameter.shape, generator=generator)
-            dtype = parameter.grad_dtype or parameter.dtype
-            parameter.grad = gradient.to(parameter.device, dtype)
+            size, dtype = parameter.numel(), parameter.grad_dtype or parameter.dtype
+            drawn = torch.randn(min(size, _DRAWN), generator=generator)
+            drawn = drawn.to(parameter.device, dtype)
+            if size > _DRAWN:
+                drawn = drawn.repeat(-(-size // _DRAWN))[:size]
+            parameter.grad = drawn.reshape(parameter.shape)
 
 
 def with_step(shard: ShardSpec, whole: ShardSpec, peak: Bytes, emulated: bool) -> ShardSpec:

@@ -22,6 +22,11 @@ from shoal.runtime.binding import Binding
 from shoal.runtime.counting import fill_gradients
 
 ROUNDS = 2
+ELEMENTWISE = frozenset(
+    {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop}
+    | {torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam}
+    | {torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop}
+)
 Parts = Sequence[Sequence[str]]
 
 
@@ -39,11 +44,20 @@ class _Stepped(NamedTuple):
     groups: list[dict[str, Any]]  # as the steps left their options
 
 
-def coupling_of(recipe: Recipe, trial: TrialSpec, layers: Parts) -> Coupling:
+def coupling_of(
+    recipe: Recipe,
+    trial: TrialSpec,
+    layers: Parts,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Coupling:
     """Compare steps by layer, and by tensor, with steps of all at once.
 
     ``layers`` are the parameters of each; two steps are taken, on random gradients, on the CPU.
+    Nothing is compared for an ``optimizer`` of torch's that treats each number for itself: of a
+    large model that takes minutes, and three times its memory.
     """
+    if optimizer is not None and _is_elementwise(optimizer):
+        return Coupling("", by_tensor=True)
     all_at_once = [[name for names in layers for name in names]]
 
     def step(parts: Parts) -> _Stepped:
@@ -72,6 +86,17 @@ def coupling_of(recipe: Recipe, trial: TrialSpec, layers: Parts) -> Coupling:
         )
     del by_layer
     return Coupling("", by_tensor=_by_tensor(step, layers, together))
+
+
+def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is torch's, as torch made it, and of a kind that couples nothing."""
+    own = vars(optimizer).get("step")  # a schedule's, around torch's
+    return (
+        type(optimizer) in ELEMENTWISE
+        and (own is None or getattr(own, "__wrapped__", None) is type(optimizer).step)
+        and not optimizer._optimizer_step_pre_hooks
+        and not optimizer._optimizer_step_post_hooks
+    )
 
 
 def _by_tensor(step: Callable[[Parts], _Stepped], layers: Parts, together: _Stepped) -> bool:

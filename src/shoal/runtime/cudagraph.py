@@ -32,8 +32,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from shoal.kernelchoice import repeatable
 from shoal.memory.store import same_bits
-from shoal.runtime.replay import Found, Moved, Pass, Untraceable, in_words
+from shoal.runtime.replay import Found, Moved, OtherBits, Pass, Untraceable, in_words
 
 WARM_UPS = 2
 """Passes before one is captured: libraries are loaded and make their workspaces in the first."""
@@ -354,13 +355,21 @@ class CapturedRun:
         self._launch, self._left = None, ()
         try:
             with in_words(), torch.no_grad():
-                self._capture(flat)
+                self._capture_repeatable(flat)
         except Untraceable as error:
             self.why_not = str(error)
         except (torch.OutOfMemoryError, MemoryError):
             self.why_not = "there is no room for its graph"
         if self.why_not:
             self._launch, self._inputs, self._left = None, [], ()
+
+    def _capture_repeatable(self, flat: Sequence[Tensor]) -> None:
+        """With the kernels that there are; with others where those do not repeat themselves."""
+        try:
+            self._capture(flat)
+        except OtherBits:
+            with repeatable(flat[0].device):
+                self._capture(flat)
 
     def _capture(self, flat: Sequence[Tensor]) -> None:
         held = flat[: self._held]
@@ -380,5 +389,5 @@ class CapturedRun:
         launch.replay()
         pairs = [*zip(self._left, expected, strict=True), *zip(self._inputs, again, strict=True)]
         if not all(same_bits(one, other) for one, other in pairs):
-            raise Untraceable("its launch comes to other bits than its operations")
+            raise OtherBits("its launch comes to other bits than its operations")
         self._launch = launch

@@ -34,6 +34,7 @@ from shoal.device import Device
 from shoal.device.allocator import allocator_here
 from shoal.device.flops import host_step_bytes, stopwatch_of
 from shoal.device.pace import SystemClock
+from shoal.kernelchoice import repeatable
 from shoal.memory.layout import TensorSpec
 from shoal.memory.store import describe
 from shoal.ownstep import Modes, require_evaluation
@@ -383,7 +384,7 @@ class Measurer:
         coupling = Coupling(why_not, by_tensor=False) if why_not else None
         if coupling is None:
             owned = [list(report.chain.parameters_of(n)) for n in range(report.chain.num_layers)]
-            coupling = coupling_of(self._recipe, built.trial, owned)
+            coupling = coupling_of(self._recipe, built.trial, owned, built.optimizer)
         if coupling.why:
             notes = (*whole.notes, *report.notes, coupling.why)
             return replace(whole, cuttable=False, notes=notes)
@@ -421,10 +422,11 @@ class Measurer:
     def _pilot(self, built: Built) -> PilotReport:
         """The chain, compared with the module where the model is, if they agree to the bit there.
 
-        Else on the CPU, whose kernels repeat themselves and where there is more room.
+        Else on the CPU, whose kernels all repeat themselves and where there is more room; which
+        for a large model takes minutes.
         """
         if self._here.type == "cuda":
-            with suppress(torch.OutOfMemoryError):
+            with suppress(torch.OutOfMemoryError), repeatable(self._here):
                 report = pilot(built.model, self._recipe, built.batch, self._here)
                 if report.chain is not None and report.bitwise:
                     return report

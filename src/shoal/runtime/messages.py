@@ -25,6 +25,7 @@ from shoal.core.spec import (
 )
 from shoal.core.turns import DEFAULT
 from shoal.core.units import Bytes, Seconds
+from shoal.kernelchoice import KernelChoice
 from shoal.memory.layout import TrialLayout
 
 if TYPE_CHECKING:  # this module is read before torch is: a worker starts while it loads
@@ -76,7 +77,8 @@ stands still is a hang. The study's process says of how many ``Happened`` the re
 class Configure:
     """The first order: the device, the recipe (cloudpickle), and the study's settings.
 
-    ``path`` is where the study's process imports from, so that the worker finds the same.
+    ``path`` is where the study's process imports from, so that the worker finds the same;
+    ``kernels`` are those that it would train with.
 
     ``serial`` comes back with every reply, so that what was said to an earlier study is
     not taken for an answer to this one.
@@ -87,6 +89,7 @@ class Configure:
     recipe: bytes
     settings: Settings
     path: tuple[str, ...]
+    kernels: KernelChoice
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from typing import Any
 from shoal.core.errors import WorkerError
 from shoal.core.spec import NO_BYTES, DeviceSpec
 from shoal.core.units import Bytes
+from shoal.kernelchoice import KernelChoice
 from shoal.runtime.channel import Channel
 from shoal.runtime.messages import (
     RECORDER,
@@ -218,6 +219,7 @@ class WorkerPool:
                 recipe=recipe,
                 settings=settings,
                 path=tuple(path or os.getcwd() for path in sys.path),
+                kernels=KernelChoice.here(),
             )
         )
         return worker

@@ -73,6 +73,10 @@ class Untraceable(Exception):
     """A pass cannot be captured; says why, in words that follow 'its pass is not captured: '."""
 
 
+class OtherBits(Untraceable):
+    """It computes what the pass does, but for some bits."""
+
+
 VALUE = "_local_scalar_dense"  # the operation by which Python has a number of a tensor
 
 

@@ -124,6 +124,7 @@ def _run(
 ) -> None:
     sys.path[:] = dict.fromkeys([*order.path, *sys.path])
     torch.set_num_threads(order.device.threads)
+    order.kernels.take()
     device = open_device(order.device)
     if device.spec.kind == "cuda":
         send(_opened(device))

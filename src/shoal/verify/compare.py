@@ -17,6 +17,7 @@ import torch
 
 from shoal.core.errors import ShoalError, SpecError
 from shoal.core.seats import epochs_of
+from shoal.kernelchoice import TOLD, KernelChoice
 from shoal.observe.reader import read_outline
 from shoal.observe.rows import TrialRow, TrialState
 from shoal.observe.snapshot import Snapshot
@@ -215,10 +216,11 @@ def _filled(plain: PlainResult, state: Mapping[str, Any]) -> Mapping[str, Any]:
 def environment_notes(numerics: Mapping[str, Any], recipe: Recipe) -> tuple[str, ...]:
     """What of the numerics key is not as it was: then bits may differ for that reason."""
     on_gpu = _is_gpu(numerics) and torch.cuda.is_available()
+    kernels = KernelChoice.here()
     now = {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(0) if on_gpu else "cpu",
-        "matmul": torch.get_float32_matmul_precision(),
+        "matmul": kernels.matmul,
         "precision": recipe.precision,
         "accumulate": recipe.accumulate,
         "loss_rows": recipe.loss_rows,
@@ -227,6 +229,12 @@ def environment_notes(numerics: Mapping[str, Any], recipe: Recipe) -> tuple[str,
         f"{name} {numerics[name]} then, {value} now"
         for name, value in now.items()
         if name in numerics and numerics[name] != value
+    ]
+    told = kernels.told()
+    changed += [
+        f"{name} {numerics.get(name, 'no')} then, {told.get(name, 'no')} now"
+        for name in TOLD
+        if numerics.get(name) != told.get(name)
     ]
     return (f"bits may differ, since the numerics key does: {'; '.join(changed)}",) * bool(changed)
 

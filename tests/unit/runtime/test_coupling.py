@@ -8,7 +8,7 @@ from torch import nn
 
 from shoal.core.spec import TrialSpec
 from shoal.recipe import Recipe
-from shoal.runtime.coupling import coupling_of
+from shoal.runtime.coupling import ELEMENTWISE, Coupling, coupling_of
 
 LAYERS = [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
 
@@ -86,3 +86,23 @@ def test_one_that_needs_all_of_the_model_says_why(kind, word):
     found = coupling(kind)
     assert word in found.why
     assert not found.by_tensor
+
+
+@pytest.mark.parametrize("kind", sorted(ELEMENTWISE, key=lambda kind: kind.__name__))
+def test_what_is_said_of_torchs_own_is_what_steps_come_to(kind):
+    assert coupling(kind) == Coupling("", by_tensor=True)
+
+
+def test_torchs_own_are_not_tried_but_one_with_a_hook_is():
+    def refuse(hp):
+        raise AssertionError("a model is built")
+
+    recipe = Recipe(model=refuse, data=lambda hp: ([], None), loss=lambda output, batch: None)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    trial = TrialSpec(number=0, hp={}, seed=3)
+
+    assert coupling_of(recipe, trial, LAYERS, optimizer) == Coupling("", by_tensor=True)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(Exception, match="a model is built"):
+        coupling_of(recipe, trial, LAYERS, optimizer)

@@ -1,0 +1,79 @@
+"""Which kernels torch takes: workers take those of the study's process."""
+
+import pytest
+import torch
+
+import shoal
+from shoal.kernelchoice import KernelChoice, repeatable
+
+
+@pytest.fixture
+def restored():
+    before = KernelChoice.here()
+    yield before
+    before.take()
+
+
+def changed():
+    torch.set_float32_matmul_precision("high")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.allow_tf32 = False
+
+
+def test_what_was_set_is_told_and_taken_back(restored):
+    assert restored.told() == {}
+    changed()
+    there = KernelChoice.here()
+    restored.take()
+
+    assert KernelChoice.here() == restored
+    there.take()
+    assert KernelChoice.here() == there
+    assert list(there.told().values()) == ["yes"] * 4
+    assert there.matmul == "high"
+
+
+def model(hp):
+    words = KernelChoice.here()
+    assert words.matmul == "high", words
+    assert words.deterministic, words
+    assert words.only_warns, words
+    assert words.cudnn_deterministic, words
+    return torch.nn.Linear(2, 1)
+
+
+def data(hp):
+    return [(torch.ones(4, 2), torch.ones(4, 1))], None
+
+
+def loss(output, batch):
+    return (output - batch[1]).square().mean()
+
+
+def test_a_trial_trains_with_the_kernels_of_the_studys_process(restored, tmp_path, warm_workers):
+    changed()
+    recipe = shoal.Recipe(model=model, data=data, loss=loss)
+    study = shoal.Study("chosen", recipe, space={"lr": 0.1}, steps=2, directory=tmp_path)
+
+    report = study.run(
+        hardware=shoal.Hardware.virtual(devices=1), progress=False, workers=warm_workers
+    )
+
+    (trial,) = report.trials
+    assert not trial.error
+    numerics = study.plan(hardware=shoal.Hardware.virtual(devices=1)).jobs[0].numerics
+    assert numerics["matmul"] == "high"
+    assert numerics["deterministic cuDNN"] == "yes"
+
+
+def test_repeatable_kernels_are_of_a_gpu_only_and_for_as_long_as_asked(restored):
+    with repeatable(torch.device("cpu")):
+        assert KernelChoice.here() == restored
+    with repeatable(torch.device("cuda")):
+        inside = KernelChoice.here()
+        assert (inside.deterministic, inside.only_warns, inside.cudnn_deterministic) == (True,) * 3
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+    assert KernelChoice.here() == restored
+    assert torch.utils.deterministic.fill_uninitialized_memory
