@@ -16,7 +16,7 @@ from shoal.partition.compiled import eagerly
 from shoal.partition.transplant import obstacle, transplanted
 from shoal.recipe import Batch, Recipe
 from shoal.rng import capture_rng, restore_rng
-from shoal.runtime.describe import hollow_model
+from shoal.runtime.describe import FEW_ROWS, first_rows, hollow_model
 
 MOST = 8
 """Kinds of trials whose chains are kept."""
@@ -70,10 +70,12 @@ def chain_of(
     known: Chains | None,
     *,
     caches_off: bool,
+    few_rows: bool = False,
 ) -> Chain:
     """A known one with the modules of ``model``, which is on the CPU; else it is found there.
 
-    ``caches_off`` switches key-value caches off, until the chain is closed.
+    ``caches_off`` switches key-value caches off, until the chain is closed. With ``few_rows`` it
+    is found with a few rows of the batch, which for others is as good.
 
     Raises:
         NotCuttable: it has none.
@@ -82,7 +84,8 @@ def chain_of(
         return chain
     with eagerly():
         cpu = torch.device("cpu")
-        chain = build_chain(model, recipe, batch, cpu, switch_caches_off=caches_off)
+        seen = first_rows(batch, FEW_ROWS) if few_rows else batch
+        chain = build_chain(model, recipe, seen, cpu, switch_caches_off=caches_off)
     if known is not None:
         known.keep(chain, hp, batch)
     return chain

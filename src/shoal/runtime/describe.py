@@ -17,11 +17,15 @@ from shoal.core.errors import ShoalError, SpecError
 from shoal.core.spec import HyperParameters, TrialSpec
 from shoal.data import epoch_length
 from shoal.fusion import Signature, signature_of
+from shoal.fusion.batches import leaves_of, rebuilt
 from shoal.fusion.constants import constants_of
 from shoal.recipe import Batch, Recipe, build_model, build_optimizer_of, read_data
 from shoal.rng import seed_all
 from shoal.runtime.messages import Describe, Described
 from shoal.several import each_kind
+
+FEW_ROWS = 2
+"""Of a batch, where a GPU's model is looked at on the CPU; with one BatchNorm refuses."""
 
 _RATE = re.compile(r"(Dropout\w*\()p=([\d.e-]+)")
 
@@ -157,6 +161,14 @@ def rows_of(batch: Batch) -> int | None:
     """How many rows all tensors of a batch have; None where they differ, or there are none."""
     rows = set(_rows_in(batch))
     return rows.pop() if len(rows) == 1 else None
+
+
+def first_rows(batch: Batch, count: int) -> Batch:
+    """No more than so many rows of a batch, where all of its tensors have equally many."""
+    rows = rows_of(batch)
+    if rows is None or rows <= count:
+        return batch
+    return rebuilt(batch, (leaf[:count] for leaf in leaves_of(batch)))
 
 
 def _rows_in(value: Any) -> Iterator[int | None]:

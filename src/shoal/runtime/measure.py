@@ -73,8 +73,8 @@ from shoal.runtime.counting import (
     with_step_seconds,
 )
 from shoal.runtime.coupling import Coupling, coupling_of, step_peaks, step_seconds
+from shoal.runtime.describe import FEW_ROWS, first_batch, first_rows, own_error, rows_of
 from shoal.runtime.describe import describe as describe_trials
-from shoal.runtime.describe import first_batch, own_error, rows_of
 from shoal.runtime.drawing import with_draws
 from shoal.runtime.layouts import grads_of, layout_of
 from shoal.runtime.messages import (
@@ -420,25 +420,29 @@ class Measurer:
         )
 
     def _pilot(self, built: Built) -> PilotReport:
-        """The chain, compared with the module where the model is, if they agree to the bit there.
+        """The chain, compared with the module where the model is.
 
-        Else on the CPU, whose kernels all repeat themselves and where there is more room; which
-        for a large model takes minutes.
+        Where there is none on a GPU, on the CPU, whose kernels all repeat themselves and which
+        has more room: with few rows, since there a batch of a large model takes minutes.
         """
+        words = ""
         if self._here.type == "cuda":
             with suppress(torch.OutOfMemoryError), repeatable(self._here):
                 report = pilot(built.model, self._recipe, built.batch, self._here)
-                if report.chain is not None and report.bitwise:
-                    return report
                 if report.chain is not None:
-                    report.chain.close()
+                    return report
+                words = f"compared on the CPU, since on the GPU {report.notes[0]}"
             torch.cuda.empty_cache()
         cpu = torch.device("cpu")
+        batch = to_device(built.batch, cpu)
+        if self._device.torch_device.type == "cuda":
+            batch = first_rows(batch, FEW_ROWS)
         built.model.to(cpu)
         try:
-            return pilot(built.model, self._recipe, to_device(built.batch, cpu), cpu)
+            report = pilot(built.model, self._recipe, batch, cpu)
         finally:
             built.model.to(self._here)  # where the optimizer's state is
+        return replace(report, notes=(*report.notes, *filter(None, [words])))
 
     def _on_device(self, measure: Callable[[Chain, Batch, There], T]) -> T:
         """What is found of the chain on the device itself; compared it was on the CPU.

@@ -14,6 +14,7 @@ from shoal.core.spec import HyperParameters
 from shoal.partition.build import build_chain
 from shoal.partition.drive import every_layer, sharded_backward
 from shoal.runtime.chains import Chains, chain_of
+from shoal.runtime.describe import FEW_ROWS, first_rows
 
 CPU = torch.device("cpu")
 BATCH = (torch.ones(4, 8), torch.zeros(4, dtype=torch.long))
@@ -140,3 +141,34 @@ def test_nothing_of_the_first_model_is_kept():
     gc.collect()
 
     assert [one() for one in alive if one() is not None] == []
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4])
+def test_a_chain_that_a_few_rows_told_is_that_of_others(rows, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "shoal.runtime.chains.build_chain",
+        lambda model, recipe, batch, *more, **how: (
+            seen.append(len(batch[0])) or build_chain(model, recipe, batch, *more, **how)
+        ),
+    )
+    recipe, hp = recipe_of(), hp_of()
+    model = recipe.model(hp)
+    chain = chain_of(model, recipe, hp, BATCH, None, caches_off=False, few_rows=True)
+    batch = torch.randn(rows, 8), torch.zeros(rows, dtype=torch.long)
+
+    loss(model(batch[0]), batch).backward()
+    plain = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    sharded_backward(chain, batch, every_layer(chain))
+
+    assert seen == [FEW_ROWS]
+    assert all(map(torch.equal, plain, [parameter.grad for parameter in model.parameters()]))
+
+
+def test_the_first_rows_of_a_batch_are_of_all_its_tensors_or_of_none():
+    x, y = torch.arange(6.0).view(3, 2), torch.arange(3)
+
+    assert [len(t) for t in first_rows((x, y), 2)] == [2, 2]
+    assert first_rows({"x": x, "y": y}, 3)["x"] is x
+    assert first_rows({"x": x, "y": y[:2]}, 1)["x"] is x
