@@ -15,7 +15,9 @@ from typing import Any, Literal
 
 import torch
 
+from shoal.bench.link import glance
 from shoal.core.units import format_bytes
+from shoal.device.pace import SystemClock
 from shoal.hardware import Hardware, available_cores, free_memory
 from shoal.ui.failures import ExitCode
 
@@ -174,18 +176,34 @@ def _check_devices() -> Check:
 
 
 def _check_link(seconds: float = 1.0) -> Check:
-    """How fast one thread copies host memory: a virtual device's link."""
+    """How fast weights come to the first device and go: a GPU's link, else a copy in memory."""
+    device = Hardware.detect().devices[0]
+    found = None
+    if device.kind == "cuda":
+        found = glance(device, torch.device(device.torch_name), SystemClock())
+    if found is not None:
+        slowest = min(found.up.best, found.down.best)
+        words = (
+            f"{found.up.best / _GIB:.1f} GiB/s to {device.name}, {found.down.best / _GIB:.1f} back"
+        )
+    else:
+        slowest = _copies_a_second(seconds)
+        words = f"{slowest / _GIB:.1f} GiB/s copied in memory"
+    slow = slowest < _GIB
+    return Check(
+        name="link",
+        status="WARN" if slow else "OK",
+        found=words,
+        advice="spilling will be slow" if slow else "",
+    )
+
+
+def _copies_a_second(seconds: float) -> float:
+    """Bytes per second that one thread copies of host memory: a virtual device's link."""
     source = torch.ones(2**24, dtype=torch.uint8)
     target = torch.zeros_like(source)
     copied, started = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - started) < seconds:
         target.copy_(source)
         copied += source.numel()
-    speed = copied / elapsed
-    slow = speed < _GIB
-    return Check(
-        name="link",
-        status="WARN" if slow else "OK",
-        found=f"{speed / _GIB:.1f} GiB/s copied in memory",
-        advice="spilling will be slow" if slow else "",
-    )
+    return copied / elapsed
