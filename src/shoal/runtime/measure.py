@@ -422,27 +422,28 @@ class Measurer:
     def _pilot(self, built: Built) -> PilotReport:
         """The chain, compared with the module where the model is.
 
-        Where there is none on a GPU, on the CPU, whose kernels all repeat themselves and which
-        has more room: with few rows, since there a batch of a large model takes minutes.
+        On a GPU without room for it, with few rows of the batch; and where there is none, on the
+        CPU, whose kernels all repeat themselves and which has more room, with few rows too: a
+        batch of a large model would take minutes.
         """
-        words = ""
-        if self._here.type == "cuda":
+        if self._device.torch_device.type != "cuda":
+            return pilot(built.model, self._recipe, built.batch, self._here)
+        few, words = first_rows(built.batch, FEW_ROWS), "since the GPU has no room"
+        for batch in (built.batch, few) if self._here.type == "cuda" else ():
             with suppress(torch.OutOfMemoryError), repeatable(self._here):
-                report = pilot(built.model, self._recipe, built.batch, self._here)
+                report = pilot(built.model, self._recipe, batch, self._here)
                 if report.chain is not None:
                     return report
-                words = f"compared on the CPU, since on the GPU {report.notes[0]}"
+                words = f"since on the GPU {report.notes[0]}"
+                break
             torch.cuda.empty_cache()
         cpu = torch.device("cpu")
-        batch = to_device(built.batch, cpu)
-        if self._device.torch_device.type == "cuda":
-            batch = first_rows(batch, FEW_ROWS)
         built.model.to(cpu)
         try:
-            report = pilot(built.model, self._recipe, batch, cpu)
+            report = pilot(built.model, self._recipe, to_device(few, cpu), cpu)
         finally:
             built.model.to(self._here)  # where the optimizer's state is
-        return replace(report, notes=(*report.notes, *filter(None, [words])))
+        return replace(report, notes=(*report.notes, f"compared with its cut on the CPU, {words}"))
 
     def _on_device(self, measure: Callable[[Chain, Batch, There], T]) -> T:
         """What is found of the chain on the device itself; compared it was on the CPU.
