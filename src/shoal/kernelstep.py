@@ -6,7 +6,10 @@ settings and the state are the optimizer's own, so the bits are those of its ``s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -68,6 +71,40 @@ def step_whole(optimizer: torch.optim.Optimizer) -> None:
     groups = ((group, group["params"]) for group in optimizer.param_groups)
     if not (is_one_kernel(optimizer) and step_by_kernel(optimizer, groups)):
         optimizer.step()
+
+
+@contextmanager
+def steps_by_kernel(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    """Inside, ``optimizer.step()`` in anybody's code is the kernel, of those whose step it is."""
+    known = [o for o in optimizers if is_one_kernel(o)]
+    ours = [(o.__dict__, o.__dict__.get("step"), _stepping(o)) for o in known]
+    for attributes, _, step in ours:
+        attributes["step"] = step
+    try:
+        yield
+    finally:
+        for attributes, before, step in ours:
+            if attributes.get("step") is not step:  # the code has put another one there
+                continue
+            if before is None:
+                del attributes["step"]
+            else:
+                attributes["step"] = before
+
+
+def _stepping(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """What stands in for its ``step``; torch's own for a closure, and for what has changed."""
+    torchs = optimizer.step
+
+    @functools.wraps(torchs)  # a schedule looks for its mark
+    def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is not None or not is_one_kernel(self):
+            return torchs(closure)
+        groups = ((group, group["params"]) for group in self.param_groups)
+        return None if step_by_kernel(self, groups) else torchs()
+
+    step.__dict__["__wrapped__"] = type(optimizer).step  # see _is_watched
+    return types.MethodType(step, optimizer)  # a schedule that is made inside wants its function
 
 
 def _is_watched(optimizer: torch.optim.Optimizer) -> bool:

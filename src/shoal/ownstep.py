@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import SpecError, TrialError
+from shoal.kernelstep import steps_by_kernel
 from shoal.recipe import HP, Batch, Recipe
-from shoal.several import Models, models_of, optimizers_of
+from shoal.several import Models, members_of, models_of, optimizers_of
 
 LOSS = "loss"
 
@@ -66,7 +67,10 @@ class Modes:
 
 
 class OwnStep:
-    """The recipe's step of one trial, to be called batch after batch."""
+    """The recipe's step of one trial, to be called batch after batch.
+
+    ``by_kernel``: its optimizers step past the Python around their kernels (``kernelstep.py``).
+    """
 
     def __init__(
         self,
@@ -75,9 +79,12 @@ class OwnStep:
         optimizer: torch.optim.Optimizer,
         hp: HP,
         modes: Modes,
+        *,
+        by_kernel: bool = False,
     ) -> None:
         assert recipe.step is not None
         self._step, self._model, self._modes = recipe.step, model, modes
+        self._by_kernel = members_of(optimizer) if by_kernel else ()
         self._given = models_of(model), optimizers_of(optimizer), hp
         self._takes_number = _takes_number(recipe.step)
         self._parameters = list(model.parameters())
@@ -89,7 +96,9 @@ class OwnStep:
         self._modes.train()
         models, optimizers, hp = self._given
         more = {"number": number} if self._takes_number else {}
-        return losses_of(self._step(models, batch, optimizers, hp, **more))
+        with steps_by_kernel(self._by_kernel):
+            found = self._step(models, batch, optimizers, hp, **more)
+        return losses_of(found)
 
 
 def _takes_number(step: Callable[..., Any]) -> bool:

@@ -348,7 +348,12 @@ class _Seat:
         assert member.modes is not None
         if self._own is None:
             self._own = OwnStep(
-                member.recipe, member.module, member.optimizer, member.hp, member.modes
+                member.recipe,
+                member.module,
+                member.optimizer,
+                member.hp,
+                member.modes,
+                by_kernel=True,
             )
         own = self._own
 

@@ -58,7 +58,7 @@ class LoneTrial:
         if member.modes is not None:
             if self.own is None:  # made once, as a session makes it
                 args = member.recipe, member.module, member.optimizer, member.hp, member.modes
-                self.own = OwnStep(*args)
+                self.own = OwnStep(*args, by_kernel=True)
             self.own(self.group[0], member.step)
             if member.schedule:
                 member.schedule.step()

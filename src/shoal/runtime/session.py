@@ -193,7 +193,9 @@ class Session:
     def _units(self) -> Units:
         technique = self.job.technique
         if self.recipe.step is not None:
-            step = OwnStep(self.recipe, self.model, self.optimizer, self.hp, self.modes)
+            step = OwnStep(
+                self.recipe, self.model, self.optimizer, self.hp, self.modes, by_kernel=True
+            )
             number = functools.partial(getattr, self, "step")
             return OwnUnits(self.model, self.recipe, self.device, step, number, self.hp)
         if not isinstance(technique, Spilled) or self.job.array is not None:

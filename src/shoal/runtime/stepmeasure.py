@@ -63,7 +63,7 @@ class StepMeasure:
         self._recipe, self._model, self._optimizer = recipe, model, optimizer
         self._hp, self._modes = hp, modes
         self._here = next(iter(model.parameters())).device
-        self._step = OwnStep(recipe, model, optimizer, hp, modes)
+        self._step = OwnStep(recipe, model, optimizer, hp, modes, by_kernel=True)
 
     def run(self, batch: Any, valid: Any, timed: Callable[[Callable[[], None]], float]) -> Costs:
         """Measure.

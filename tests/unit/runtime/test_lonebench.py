@@ -66,9 +66,9 @@ def test_a_step_of_its_own_is_made_once_as_a_session_makes_it(monkeypatch):
     made = []
 
     class Counted(OwnStep):
-        def __init__(self, *args):
+        def __init__(self, *args, by_kernel):
             made.append(args)
-            super().__init__(*args)
+            super().__init__(*args, by_kernel=by_kernel)
 
     monkeypatch.setattr(lonebench, "OwnStep", Counted)
     found = lone(OWN)
