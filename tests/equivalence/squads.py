@@ -127,6 +127,15 @@ def conv(hp):
     return nn.Sequential(*body).double()
 
 
+def images(hp):
+    """Narrow convolutions in float32, which lay images otherwise than a trial alone does."""
+    body = [nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 3, padding=1, bias=False)]
+    body += [nn.BatchNorm2d(4), nn.ReLU(True), nn.Conv2d(4, 6, 3, padding=1, bias=False)]
+    body += [nn.BatchNorm2d(6), nn.LeakyReLU(0.2), nn.Dropout(hp["drop"])]
+    body += [nn.ConvTranspose2d(6, 3, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*body, nn.Linear(3, CLASSES))
+
+
 def frozen(hp):
     model = mlp(hp)
     model[0].weight.requires_grad_(False)
@@ -319,6 +328,7 @@ CASES = {
         recipe(model=tongue, precision="bf16", clip_grad_norm=0.5, **WORDY), near=0.2
     ),
     "sgd": Case(recipe(optimizer=sgd, schedule=steps_down)),
+    "images": Case(recipe(model=images, data=floats), near=1e-3),
     "frozen": Case(recipe(model=frozen, data=unvalidated), loop={"steps": 8}),
     "workers": Case(recipe(data=loaded)),
     "lengths": Case(
@@ -346,6 +356,7 @@ DEEP = {
         name: CASES[name] for name in ("bf16", "lengths", "lengths, accumulate", "label smoothing")
     },
     "language, bf16": CASES["language, bf16"],
+    "images": CASES["images"],
     "layered": Case(recipe(model=layered, clip_grad_norm=0.5, **WORDY)),
     "conv": Case(recipe(model=conv, metrics={"accuracy": accuracy})),
 }

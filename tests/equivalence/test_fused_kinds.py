@@ -26,7 +26,12 @@ def left(report):
 
 @pytest.mark.parametrize(
     ("fuse", "kind", "name"),
-    [(4, "traced", "mlp"), ("4 eager", "eager", "mlp"), (4, "traced", "bf16")],
+    [
+        (4, "traced", "mlp"),
+        ("4 eager", "eager", "mlp"),
+        (4, "traced", "bf16"),
+        (4, "traced", "images"),
+    ],
 )
 def test_a_width_is_traced_unless_it_is_said_otherwise(fuse, kind, name, run_study):
     case = squads.CASES[name]

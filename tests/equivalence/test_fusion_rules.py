@@ -68,7 +68,15 @@ def weighted(x, w):
     return F.nll_loss((x * w).log_softmax(-1), torch.tensor([0, 1, 2, 1]), weight=rates)
 
 
-IMAGE, DEEP, ROWS, HEADS = (4, 6, 5, 5), (4, 6, 1, 1), (4, 6), (2, 3, 4, 6)
+def after(shaped):
+    """Dropout of what ``shaped`` makes of a narrow convolution: masks tell how it lies."""
+    return nn.Sequential(
+        nn.Conv2d(6, 4, 3, padding=1), Fn(lambda x, w: F.dropout(shaped(x) * w, 0.4), 1)
+    )
+
+
+IMAGE, FORTY = (4, 6, 5, 5), (2, 40, 5, 5)
+DEEP, ROWS, HEADS = (4, 6, 1, 1), (4, 6), (2, 3, 4, 6)
 
 ROWS_OF = {  # what: (operation with the rule, module of a slot, shape of its input)
     "linear": (F.linear, lambda s: nn.Linear(6, 5), (4, 2, 6)),
@@ -80,6 +88,53 @@ ROWS_OF = {  # what: (operation with the rule, module of a slot, shape of its in
     "cut kernel": (torch.conv2d, lambda s: nn.Conv2d(6, 4, 5, 1, 2, groups=2), (4, 6, 2, 3)),
     "points in a line": (torch.conv1d, lambda s: nn.Conv1d(6, 5, 1), (4, 6, 7)),
     "points in space": (torch.conv3d, lambda s: nn.Conv3d(6, 5, 1), (2, 6, 3, 2, 2)),
+    "narrow": (torch.conv2d, lambda s: nn.Conv2d(6, 5, 3, padding=1), IMAGE),
+    "narrow, stride 2": (torch.conv2d, lambda s: nn.Conv2d(6, 5, 3, 2, 1, bias=False), IMAGE),
+    "narrow, same size": (torch.conv2d, lambda s: nn.Conv2d(6, 5, 3, 1, "same", 2), IMAGE),
+    "narrow of one channel": (torch.conv2d, lambda s: nn.Conv2d(1, 5, 3), (4, 1, 5, 5)),
+    "narrow of one image": (torch.conv2d, lambda s: nn.Conv2d(6, 5, 3), (1, 6, 5, 5)),
+    "wide": (torch.conv2d, lambda s: nn.Conv2d(40, 36, 3, padding=1), FORTY),
+    "wide, stride 2": (torch.conv2d, lambda s: nn.Conv2d(40, 36, 3, 2, 1, bias=False), FORTY),
+    "narrow, groups": (torch.conv2d, lambda s: nn.Conv2d(6, 4, 3, 2, 1, groups=2), IMAGE),
+    "from images": (
+        torch.conv_transpose2d,
+        lambda s: nn.ConvTranspose2d(6, 5, 4, 2, 1),
+        (4, 6, 3, 3),
+    ),
+    "from images, no bias": (
+        torch.conv_transpose2d,
+        lambda s: nn.ConvTranspose2d(6, 5, 3, 2, 1, output_padding=1, bias=False),
+        (4, 6, 3, 3),
+    ),
+    "from wide images": (
+        torch.conv_transpose2d,
+        lambda s: nn.ConvTranspose2d(20, 18, 4, 2, 1),
+        (2, 20, 3, 3),
+    ),
+    "mean of an image": (
+        torch._C._nn.adaptive_avg_pool2d,
+        lambda s: Fn(lambda x, w: F.adaptive_avg_pool2d(x * w, 1), 5),
+        IMAGE,
+    ),
+    "mean of what is narrow": (
+        torch._C._nn.adaptive_avg_pool2d,
+        lambda s: nn.Sequential(nn.Conv2d(6, 5, 3), nn.AdaptiveAvgPool2d((1, 1)), nn.Flatten()),
+        IMAGE,
+    ),
+    **{
+        f"{name} of what is narrow": (operation, lambda s, shaped=shaped: after(shaped), IMAGE)
+        for name, (operation, shaped) in {
+            "view": (Tensor.view, lambda x: x.view(len(x), -1)),
+            "view of channels": (Tensor.view, lambda x: x.view(4, 2, 2, -1).transpose(1, 2)),
+            "reshape": (Tensor.reshape, lambda x: x.reshape(len(x), -1)),
+            "torch.reshape": (torch.reshape, lambda x: torch.reshape(x, (4, -1))),
+            "flatten": (Tensor.flatten, lambda x: x.flatten(2).transpose(1, 2)),
+            "torch.flatten": (torch.flatten, lambda x: torch.flatten(x, 1)),
+            "unflatten": (Tensor.unflatten, lambda x: x.unflatten(0, (2, 2))),
+            "torch.unflatten": (torch.unflatten, lambda x: torch.unflatten(x, 0, (2, 2))),
+        }.items()
+    },
+    "dropout of what is narrow": (torch.dropout, lambda s: after(lambda x: x), IMAGE),
     "from a pixel": (torch.conv_transpose2d, lambda s: nn.ConvTranspose2d(6, 5, 4), DEEP),
     "from a point": (torch.conv_transpose1d, lambda s: nn.ConvTranspose1d(6, 5, 4), (4, 6, 1)),
     "from a voxel": (

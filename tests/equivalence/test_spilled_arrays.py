@@ -34,6 +34,7 @@ QUICK = {
     ("language", "device"),
     ("language", "kept"),  # the shard that stays lends its weights
     ("conv", "kept"),
+    ("images", "host"),
     ("accumulate", "one slot"),
     ("bf16", "host"),
     ("bf16", "gradients"),

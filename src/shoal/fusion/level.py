@@ -39,6 +39,11 @@ class Level:
         found: Tensor = _functorch._add_batch_dim(stacked, dim, self._number)
         return found
 
+    @property
+    def is_innermost(self) -> bool:
+        """Whether none of torch's transforms is open within it, as a model's own ``vmap`` is."""
+        return bool(_functorch.maybe_current_level() == self._number)
+
     def is_slotted(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` has a value per slot."""
         return bool(_functorch.is_batchedtensor(tensor))

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shoal.fusion.declined import Disagreement
+from shoal.fusion.layout import as_alone
 from shoal.fusion.level import Level, plainly
 from shoal.fusion.outside import AtOnce, Outside
 from shoal.fusion.perslot import PerSlot, values_of
@@ -85,7 +86,7 @@ class Slots:
         """The same with another function for every slot."""
         self.outside.loops(_name(functions[0]))
         leaves, tree = pytree.tree_flatten((args, kwargs or {}))
-        opened = [self.level.open(x) if isinstance(x, Tensor) else (x, None) for x in leaves]
+        opened = [self._opened(x) if isinstance(x, Tensor) else (x, None) for x in leaves]
         self._refuse_shared_target(functions[0], leaves, kwargs or {})
         results: list[Any] = [None] * self.width
         taking_part = [slot for slot in range(self.width) if self._active[slot]]
@@ -95,12 +96,30 @@ class Slots:
                 own_args, own_kwargs = pytree.tree_unflatten(mine, tree)
                 with self.streams.as_default(slot):
                     results[slot] = functions[slot](*own_args, **own_kwargs)
+        if _writes(functions[0]):
+            self._write_back(leaves[0], opened[0][0])
         some = results[taking_part[0]]
         if _writes(functions[0]) and isinstance(some, Tensor):
             return leaves[0]
         for slot in set(range(self.width)) - set(taking_part):  # anything of that shape will do
             results[slot] = pytree.tree_map_only(Tensor, Tensor.detach, some)
         return self._joined(functions[0], results)
+
+    def _opened(self, tensor: Tensor) -> tuple[Tensor, int | None]:
+        """What is within and its dimension of slots, each slot's as it lies alone."""
+        inside, dim = self.level.open(tensor)
+        if dim is None or inside.dim() != 5:
+            return inside, dim
+        x_N = self.level.stacked(tensor)
+        with plainly():
+            laid = as_alone(x_N)
+        return (inside, dim) if laid is x_N else (laid, 0)
+
+    def _write_back(self, target: Any, written: Any) -> None:
+        """What has been written into a copy, into the tensor itself."""
+        if isinstance(target, Tensor) and written is not self.level.open(target)[0]:
+            with plainly():
+                self.level.stacked(target).copy_(written)
 
     def _refuse_shared_target(
         self, function: Callable[..., Any], leaves: Sequence[Any], kwargs: Any

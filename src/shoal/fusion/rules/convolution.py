@@ -5,7 +5,7 @@ Torch's batching turns them into an operation that autocast does not know, so th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ def conv(
 ) -> Any:
     """Of one, two or three dimensions: products where the kernel is, or may be cut to, a point."""
     input, weight, bias = in_autocast(input, weight, bias)
-    if slots.has_values(weight) and input.dim() == weight.dim() and _all(stride, 1):
+    is_ours = slots.level.is_innermost and slots.has_values(weight)
+    if is_ours and input.dim() == weight.dim() and _all(stride, 1):
         x, w = slots.stacked(input), slots.stacked(weight)
         b = slots.stacked(bias) if bias is not None else None
         with plainly():
@@ -39,8 +40,58 @@ def conv(
         if out is not None:
             return slots.slotted(out, 1)
         weight = slots.slotted(w)
-    native = CONVOLUTIONS[weight.dim() - 2]
-    return native(input, weight, bias, stride, padding, dilation, groups)
+    if not (is_ours and _are_images(slots, input, weight)):
+        native = CONVOLUTIONS[weight.dim() - 2]
+        return native(input, weight, bias, stride, padding, dilation, groups)
+    settings = stride, padding, dilation, slots.width * groups
+    is_narrow = groups == 1 < slots.width and min(weight.shape[:2]) <= NARROW
+    return _of_images(slots, torch.conv2d, (input, weight, bias), settings, is_narrow)
+
+
+NARROW, NARROW_TRANSPOSED = 32, 16
+"""So many channels, in or out, and images lie with a pixel's channels together."""
+
+
+def _are_images(slots: Slots, input: Tensor, weight: Tensor) -> bool:
+    """Whether how they lie matters, and each slot has its own: batches of them, on a CPU."""
+    return (
+        input.dim() == weight.dim() == 4 and input.device.type == "cpu" and slots.has_values(input)
+    )
+
+
+def _of_images(
+    slots: Slots,
+    native: Callable[..., Tensor],
+    tensors: tuple[Tensor, Tensor, Tensor | None],
+    settings: tuple[Any, ...],
+    is_narrow: bool,
+) -> Tensor:
+    """One convolution of all slots: x_BDHW, D slots beside channels.
+
+    See [Note: how images lie in memory] in ``layout.py``.
+    """
+    input, weight, bias = tensors
+    x_BNCHW, w = slots.stacked(input).transpose(0, 1), slots.stacked(weight)
+    b = None if bias is None else slots.stacked(bias)
+    with plainly():
+        w, b = w.flatten(0, 1), None if b is None else b.flatten()
+        if is_narrow and _is_quick(x_BNCHW):
+            x_BHWD = x_BNCHW.permute(0, 3, 4, 1, 2).flatten(3).contiguous()
+            x = x_BHWD.permute(0, 3, 1, 2)
+            w = w.contiguous(memory_format=torch.channels_last)
+        else:
+            x = x_BNCHW.flatten(1, 2).contiguous()
+        out = native(x, w, b, *settings)
+        if is_narrow:
+            out = out.contiguous(memory_format=torch.channels_last)
+        shape = (len(out), slots.width, out.shape[1] // slots.width, *out.shape[2:])
+        found = torch.ops.aten._unsafe_view(out, shape)  # no view: a ReLU may write into it
+    return slots.slotted(found, 1)
+
+
+def _is_quick(x: Tensor) -> bool:
+    """Whether torch has a kernel of oneDNN's for it."""
+    return x.dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available()
 
 
 CONVOLUTIONS = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
@@ -110,9 +161,16 @@ def conv_transpose(
     input, weight, bias = in_autocast(input, weight, bias)
     plain = groups == 1 and all(_all(*pair) for pair in ((padding, 0), (output_padding, 0)))
     from_point = input.dim() == weight.dim() and all(size == 1 for size in input.shape[2:])
-    if not (plain and from_point and _all(dilation, 1) and slots.has_values(weight)):
-        native = TRANSPOSED[weight.dim() - 2]
-        return native(input, weight, bias, stride, padding, output_padding, groups, dilation)
+    is_ours = slots.level.is_innermost and slots.has_values(weight)
+    if not (plain and from_point and _all(dilation, 1) and is_ours):
+        if not (is_ours and _are_images(slots, input, weight)):
+            native = TRANSPOSED[weight.dim() - 2]
+            return native(input, weight, bias, stride, padding, output_padding, groups, dilation)
+        settings = stride, padding, output_padding, slots.width * groups, dilation
+        is_narrow = groups == 1 < slots.width and min(weight.shape[:2]) <= NARROW_TRANSPOSED
+        return _of_images(
+            slots, torch.conv_transpose2d, (input, weight, bias), settings, is_narrow
+        )
     x, w = slots.stacked(input), slots.stacked(weight)
     b = slots.stacked(bias) if bias is not None else None
     with plainly():

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from shoal.fusion.layout import one_alone
 from shoal.fusion.level import plainly
 from shoal.fusion.outside import Mask
 from shoal.fusion.perslot import values_of
@@ -18,7 +19,7 @@ def dropout(slots: Slots, input: Tensor, p: float, train: bool) -> Any:
         return input
     x = slots.stacked(input)
     with plainly():
-        out = x * masks(slots, x[0], p)
+        out = x * masks(slots, one_alone(x), p)
     return slots.slotted(out)
 
 
@@ -49,7 +50,7 @@ def _in_place(slots: Slots, input: Tensor, p: float, train: bool, *, whole_chann
         raise RuntimeError("vmap: dropout_ writes into a tensor that all slots share")
     x = slots.stacked(input)
     with plainly():
-        x.mul_(masks(slots, _one_per_channel(x[0]) if whole_channels else x[0], p))
+        x.mul_(masks(slots, _one_per_channel(x[0]) if whole_channels else one_alone(x), p))
     return input
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from shoal.fusion.rules.attention import attention
@@ -20,8 +21,15 @@ from shoal.fusion.rules.embedding import embedding
 from shoal.fusion.rules.linear import linear
 from shoal.fusion.rules.loss import cross_entropy, nll_loss
 from shoal.fusion.rules.norm import batch_norm
+from shoal.fusion.rules.pooling import adaptive_avg_pool2d
 from shoal.fusion.rules.recurrent import gru, lstm
+from shoal.fusion.rules.shaping import as_it_lies_alone
 from shoal.fusion.slots import Rule
+
+SHAPES = (
+    *(Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.unflatten),
+    *(torch.reshape, torch.flatten, torch.unflatten),
+)
 
 RULES: dict[Callable[..., Any], Rule] = {
     functional.linear: linear,
@@ -32,6 +40,7 @@ RULES: dict[Callable[..., Any], Rule] = {
     torch.conv_transpose2d: conv_transpose,
     torch.conv_transpose3d: conv_transpose,
     torch.batch_norm: batch_norm,
+    torch._C._nn.adaptive_avg_pool2d: adaptive_avg_pool2d,
     torch.dropout: dropout,
     torch.dropout_: dropout_,
     torch.feature_dropout: feature_dropout,
@@ -42,4 +51,5 @@ RULES: dict[Callable[..., Any], Rule] = {
     torch.gru: gru,
     torch._C._nn.cross_entropy_loss: cross_entropy,
     torch._C._nn.nll_loss_nd: nll_loss,
+    **{shape: as_it_lies_alone(shape) for shape in SHAPES},
 }
