@@ -40,8 +40,10 @@ def conv(
         if out is not None:
             return slots.slotted(out, 1)
         weight = slots.slotted(w)
+    native = CONVOLUTIONS[weight.dim() - 2]
+    if is_ours and _leaks(slots, weight):
+        return slots.each(native, (input, weight, bias, stride, padding, dilation, groups))
     if not (is_ours and _are_images(slots, input, weight)):
-        native = CONVOLUTIONS[weight.dim() - 2]
         return native(input, weight, bias, stride, padding, dilation, groups)
     settings = stride, padding, dilation, slots.width * groups
     is_narrow = groups == 1 < slots.width and min(weight.shape[:2]) <= NARROW
@@ -50,6 +52,15 @@ def conv(
 
 NARROW, NARROW_TRANSPOSED = 32, 16
 """So many channels, in or out, and images lie with a pixel's channels together."""
+
+
+def _leaks(slots: Slots, weight: Tensor) -> bool:
+    """Whether a group per slot would not keep to its slot: oneDNN's kernels of half precision.
+
+    Some pad a group's channels with the next one's, times 0, which of an inf is NaN.
+    """
+    halves = torch.bfloat16, torch.float16
+    return slots.width > 1 and weight.device.type == "cpu" and weight.dtype in halves
 
 
 def _are_images(slots: Slots, input: Tensor, weight: Tensor) -> bool:
@@ -163,9 +174,12 @@ def conv_transpose(
     from_point = input.dim() == weight.dim() and all(size == 1 for size in input.shape[2:])
     is_ours = slots.level.is_innermost and slots.has_values(weight)
     if not (plain and from_point and _all(dilation, 1) and is_ours):
+        native = TRANSPOSED[weight.dim() - 2]
+        args = input, weight, bias, stride, padding, output_padding, groups, dilation
+        if is_ours and _leaks(slots, weight):
+            return slots.each(native, args)
         if not (is_ours and _are_images(slots, input, weight)):
-            native = TRANSPOSED[weight.dim() - 2]
-            return native(input, weight, bias, stride, padding, output_padding, groups, dilation)
+            return native(*args)
         settings = stride, padding, output_padding, slots.width * groups, dilation
         is_narrow = groups == 1 < slots.width and min(weight.shape[:2]) <= NARROW_TRANSPOSED
         return _of_images(
