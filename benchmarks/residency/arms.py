@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import bound
 from optimum import Solver
 from plans import Case, Planned, even, finest, gpt, parameters_of, plan, priced
-from rules import hydra, lru
+from rules import belady, hydra, lru
 from touches import Step, fits, in_turns, one_trial
 
 from shoal.core.profile import find_profile
@@ -49,6 +49,7 @@ def small() -> Iterator[Row]:
         row: Row = {"state_over_budget": ratio, "step_on": place, "clip": clip}
         row |= {"shards": len(shards), "shard_bytes": shards[0].parameter_bytes, "budget": budget}
         row |= {"optimum": _number(best), "bound": bound.least(step), "lru": _number(lru(step))}
+        row["belady"] = _number(belady(step))
         row["hydra"] = hydra(shards, place=place, clip=clip)
         row["shoal"] = {
             _named(ahead): _of(plan(case, lookahead=ahead), best, row["hydra"])
@@ -70,7 +71,8 @@ def large() -> Iterator[Row]:
         row: Row = {"model": name, "state_over_budget": ratio, "step_on": place, "clip": clip}
         row |= {"state": 4 * parameters_of(measure), "budget": budget, "least": least}
         row["least_lent"] = lent = _least(case, cuts, lend=True)
-        row |= {"lru": _lru(case, cuts), "hydra": of_hydra}
+        row |= {"lru": _rule(lru, case, cuts), "belady": _rule(belady, case, cuts)}
+        row["hydra"] = of_hydra
         row["shoal"] = {
             _named(ahead): _of(found, least, of_hydra, lent) | _beside_slots(case, found)
             for ahead, found in plans.items()
@@ -94,7 +96,8 @@ def four_trials() -> Iterator[Row]:
         row: Row = {"model": name, "state_over_budget": ratio, "step_on": place, "clip": clip}
         row |= {"one at a time": _of(alone, least, of_hydra), "least": least}
         row |= {"two share": _of(two, least_two, of_hydra), "least_two": least_two}
-        row["lru_two"] = _lru(case, _cuts(measure, [two]), trials=2)
+        row["lru_two"] = _rule(lru, case, _cuts(measure, [two]), trials=2)
+        row["belady_two"] = _rule(belady, case, _cuts(measure, [two]), trials=2)
         row["hydra"] = of_hydra
         yield row
 
@@ -187,9 +190,14 @@ def _least(
     return min(found, default=None)
 
 
-def _lru(case: Case, cuts: Sequence[Sequence[ShardSpec]], trials: int = 1) -> float | None:
-    """LRU with the cut that suits it best."""
-    found = [float(lru(step)) / trials for step in _steps(case, cuts, trials)]
+def _rule(
+    rule: Callable[[Step], Fraction],
+    case: Case,
+    cuts: Sequence[Sequence[ShardSpec]],
+    trials: int = 1,
+) -> float | None:
+    """A pool's bytes with the cut that suits it best."""
+    found = [float(rule(step)) / trials for step in _steps(case, cuts, trials)]
     return min(found, default=None)
 
 

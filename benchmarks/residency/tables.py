@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 MIB = 2**20
+POOLS = ("lru", "belady")
 FREE = "the planner's lookahead"
 Row = dict[str, Any]
 
@@ -39,7 +40,8 @@ def show(title: str, lines: Iterable[Sequence[str]]) -> None:
 def small(rows: Iterable[Row]) -> Iterator[list[str]]:
     yield [
         *("state over budget", "step on", "clipping", "shards", "optimum, MiB"),
-        *("shoal: MiB, over it", "one ahead", "none ahead", "LRU over it", "bound over it"),
+        *("shoal: MiB, over it", "one ahead", "none ahead", "LRU over it", "Belady over it"),
+        *("bound over it",),
     ]
     for row in rows:
         best, shoal = row["optimum"], row["shoal"]
@@ -52,7 +54,7 @@ def small(rows: Iterable[Row]) -> Iterator[list[str]]:
             ", ".join(found) if free else "does not fit",
             over(shoal["lookahead 1"]),
             over(shoal["lookahead 0"]),
-            ratio(row["lru"] / best) if best else f"{mib(row['lru'])} MiB",
+            *(ratio(row[p] / best) if best else f"{mib(row[p])} MiB" for p in POOLS),
             ratio(row["bound"] / best) if best else "",
         ]
 
@@ -62,7 +64,7 @@ def large(rows: Iterable[Row]) -> Iterator[list[str]]:
         *("state over budget", "step on", "clipping", "least, MiB", "shoal: MiB"),
         *("over the least", "room lent: over the least", "over Hydra"),
         *("one ahead: over the least", "slots set aside", "none ahead"),
-        *("no shard steps on the device", "LRU over the least"),
+        *("no shard steps on the device", "LRU over the least", "Belady over the least"),
     ]
     for row in rows:
         shoal, free = row["shoal"], row["shoal"][FREE]
@@ -78,7 +80,7 @@ def large(rows: Iterable[Row]) -> Iterator[list[str]]:
             ratio(shoal["lookahead 1"].get("over_least_beside_slots")),
             over(shoal["lookahead 0"]),
             over(no_mix) if no_mix else "",
-            ratio(row["lru"] / row["least"]) if row["lru"] and row["least"] else "",
+            *(ratio(row[p] / row["least"]) if row[p] and row["least"] else "" for p in POOLS),
         ]
 
 
@@ -86,6 +88,7 @@ def four(rows: Iterable[Row]) -> Iterator[list[str]]:
     yield [
         *("state over budget", "step on", "clipping", "one at a time: MiB a step", "MiB a visit"),
         *("two share: MiB a step", "over the least of two", "over Hydra", "LRU, two share: MiB"),
+        *("Belady, two share: MiB",),
     ]
     for row in rows:
         one, two = row["one at a time"], row["two share"]
@@ -97,6 +100,7 @@ def four(rows: Iterable[Row]) -> Iterator[list[str]]:
             ratio(two.get("over_least")),
             ratio(two.get("over_hydra")),
             mib(row["lru_two"]),
+            mib(row["belady_two"]),
         ]
 
 
@@ -157,6 +161,13 @@ def summary(paper: Row) -> Iterator[str]:
         yield f"{name}, {FREE}, room lent: {_within(lent)}"
     for name, rows in _by_model(paper["four_trials"]):
         yield f"{name}, two share: {_within(r['two share'].get('over_least') for r in rows)}"
+    for name, rows in (("few", paper["small"]), *_by_model(paper["large"])):
+        best = "optimum" if name == "few" else "least"
+        beside = [r["shoal"][FREE].get("bytes") for r in rows]
+        pairs = [(b, r["belady"]) for b, r in zip(beside, rows, strict=True) if b and r["belady"]]
+        less = sorted(shoal / belady for shoal, belady in pairs)
+        over = sorted(r["belady"] / r[best] for r in rows if r["belady"] and r[best])
+        yield f"{name}: shoal over Belady {_spread(less)}; Belady over the {best} {_spread(over)}"
     for place in ("device", "host"):
         at_four = [r for r in paper["large"] if r["state_over_budget"] == 4]
         alone = [r["shoal"][FREE]["over_hydra"] for r in at_four if r["step_on"] == place]
@@ -166,6 +177,10 @@ def summary(paper: Row) -> Iterator[str]:
             if r["state_over_budget"] == 4 and r["step_on"] == place
         ]
         yield f"over Hydra at 4, {place}: alone {sorted(alone)}, two share {sorted(two)}"
+
+
+def _spread(found: Sequence[float]) -> str:
+    return f"{found[0]:.2f} to {found[-1]:.2f}, median {found[len(found) // 2]:.2f}"
 
 
 def _within(found: Iterable[float | None]) -> str:

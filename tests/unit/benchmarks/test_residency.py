@@ -156,9 +156,10 @@ def test_the_solver_finds_what_every_policy_over_many_steps_comes_to(step):
 
 @settings(max_examples=60, deadline=None)
 @given(steps())
-def test_no_policy_moves_less_than_the_bound_and_lru_no_less_than_the_best(step):
+def test_no_policy_moves_less_than_the_bound_and_no_pool_less_than_the_best(step):
     best = optimum.Solver(step).least()
     assert bound.least(step) <= best + 1e-9
+    assert best <= rules.belady(step)
     assert best <= rules.lru(step)
 
 
@@ -192,6 +193,16 @@ def test_with_room_for_one_unit_all_that_travels_is_counted():
     assert optimum.Solver(device).least() == rules.lru(device) == 7 * 5 - 2
     host = touches.one_trial(shards, 2, place="host", clip=False)
     assert optimum.Solver(host).least() == rules.lru(host) == 3 * 5 - 1
+
+
+def test_a_pool_that_knows_what_comes_keeps_what_one_that_does_not_throws_away():
+    # Without state: 8 shards of one byte, parameters and gradients, room for 5. What is used
+    # last is what was used last, so that the most recent leave, where LRU keeps those.
+    shards = tuple(
+        make_shard(i, 1, backward_peak_bytes=1, state_bytes=0, **FREE) for i in range(8)
+    )
+    step = touches.one_trial(shards, 5, place="device", clip=False)
+    assert bound.least(step) <= rules.belady(step) < rules.lru(step)
 
 
 def test_a_unit_that_does_not_fit_has_no_optimum():
