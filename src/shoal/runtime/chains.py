@@ -18,6 +18,7 @@ from shoal.recipe import Batch, Recipe
 from shoal.rng import capture_rng, restore_rng
 from shoal.runtime.describe import FEW_ROWS, first_rows, hollow_model
 
+CPU = torch.device("cpu")
 MOST = 8
 """Kinds of trials whose chains are kept."""
 
@@ -68,14 +69,13 @@ def chain_of(
     hp: HyperParameters,
     batch: Batch,
     known: Chains | None,
-    *,
     caches_off: bool,
-    few_rows: bool = False,
+    device: torch.device = CPU,
 ) -> Chain:
     """A known one with the modules of ``model``, which is on the CPU; else it is found there.
 
-    ``caches_off`` switches key-value caches off, until the chain is closed. With ``few_rows`` it
-    is found with a few rows of the batch, which for others is as good.
+    ``caches_off`` switches key-value caches off, until the chain is closed. For a GPU as
+    ``device`` it is found with a few rows of the batch: as good for others, and sooner there.
 
     Raises:
         NotCuttable: it has none.
@@ -83,9 +83,8 @@ def chain_of(
     if known is not None and (chain := known.find(model, recipe, batch)) is not None:
         return chain
     with eagerly():
-        cpu = torch.device("cpu")
-        seen = first_rows(batch, FEW_ROWS) if few_rows else batch
-        chain = build_chain(model, recipe, seen, cpu, switch_caches_off=caches_off)
+        seen = batch if device.type == "cpu" else first_rows(batch, FEW_ROWS)
+        chain = build_chain(model, recipe, seen, CPU, switch_caches_off=caches_off)
     if known is not None:
         known.keep(chain, hp, batch)
     return chain

@@ -242,8 +242,7 @@ class Session:
         caches_off = self.job.numerics.get("use_cache") == "off"
         batch = next(iter(read_data(self.recipe, self.hp)[0]))  # not the trial's own source
         known = None if caches_off or self.compiled else self.chains
-        how = {"caches_off": caches_off, "few_rows": self.device.type == "cuda"}
-        chain = chain_of(self.model, self.recipe, self.hp, batch, known, **how)
+        chain = chain_of(self.model, self.recipe, self.hp, batch, known, caches_off, self.device)
         if chain.num_layers != self.job.shards[-1].layers[1]:
             raise TrialError(
                 f"this trial's model has {chain.num_layers} layers, the one that was measured "

@@ -154,7 +154,7 @@ def test_a_chain_that_a_few_rows_told_is_that_of_others(rows, monkeypatch):
     )
     recipe, hp = recipe_of(), hp_of()
     model = recipe.model(hp)
-    chain = chain_of(model, recipe, hp, BATCH, None, caches_off=False, few_rows=True)
+    chain = chain_of(model, recipe, hp, BATCH, None, False, torch.device("cuda:0"))
     batch = torch.randn(rows, 8), torch.zeros(rows, dtype=torch.long)
 
     loss(model(batch[0]), batch).backward()

@@ -41,10 +41,11 @@ def conv(
             return slots.slotted(out, 1)
         weight = slots.slotted(w)
     native = CONVOLUTIONS[weight.dim() - 2]
+    settings: tuple[Any, ...] = stride, padding, dilation, groups
     if is_ours and _leaks(slots, weight):
-        return slots.each(native, (input, weight, bias, stride, padding, dilation, groups))
+        return _apart(slots, native, (input, weight, bias), settings)
     if not (is_ours and _are_images(slots, input, weight)):
-        return native(input, weight, bias, stride, padding, dilation, groups)
+        return native(input, weight, bias, *settings)
     settings = stride, padding, dilation, slots.width * groups
     is_narrow = groups == 1 < slots.width and min(weight.shape[:2]) <= NARROW
     return _of_images(slots, torch.conv2d, (input, weight, bias), settings, is_narrow)
@@ -61,6 +62,20 @@ def _leaks(slots: Slots, weight: Tensor) -> bool:
     """
     halves = torch.bfloat16, torch.float16
     return slots.width > 1 and weight.device.type == "cpu" and weight.dtype in halves
+
+
+def _apart(
+    slots: Slots,
+    native: Callable[..., Tensor],
+    tensors: tuple[Tensor, Tensor, Tensor | None],
+    settings: tuple[Any, ...],
+) -> Tensor:
+    """One convolution after another."""
+    stacked = [None if t is None else slots.stacked(t) for t in tensors]
+    with plainly():
+        rows = [t.unbind() if t is not None else [None] * slots.width for t in stacked]
+        found = [native(*one, *settings) for one in zip(*rows, strict=True)]
+        return slots.slotted(torch.stack(found))
 
 
 def _are_images(slots: Slots, input: Tensor, weight: Tensor) -> bool:
@@ -175,11 +190,11 @@ def conv_transpose(
     is_ours = slots.level.is_innermost and slots.has_values(weight)
     if not (plain and from_point and _all(dilation, 1) and is_ours):
         native = TRANSPOSED[weight.dim() - 2]
-        args = input, weight, bias, stride, padding, output_padding, groups, dilation
+        settings: tuple[Any, ...] = stride, padding, output_padding, groups, dilation
         if is_ours and _leaks(slots, weight):
-            return slots.each(native, args)
+            return _apart(slots, native, (input, weight, bias), settings)
         if not (is_ours and _are_images(slots, input, weight)):
-            return native(*args)
+            return native(input, weight, bias, *settings)
         settings = stride, padding, output_padding, slots.width * groups, dilation
         is_narrow = groups == 1 < slots.width and min(weight.shape[:2]) <= NARROW_TRANSPOSED
         return _of_images(
