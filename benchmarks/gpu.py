@@ -341,6 +341,7 @@ def _captured_trials() -> dict[str, str]:
     from shoal.testing import compare, plain_loop
 
     found = {}
+    zoo._transformers()  # as above
     hardware = shoal.Hardware.parse("cuda:0", "8GiB")
     with WorkerPool() as pool, tempfile.TemporaryDirectory() as directory:
         for model, precision in itertools.product(zoo.MODELS, ("fp32", "bf16")):

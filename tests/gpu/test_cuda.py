@@ -84,6 +84,8 @@ def test_a_trial_on_a_gpu_ends_on_the_bits_of_the_plain_loop(
     report = run_on_gpu(recipe, space, chosen)
 
     assert [trial.error for trial in report.trials if trial.error] == []
+    if model in ("bert", "llama"):
+        zoo._transformers()  # whose import draws from Python's generator, as no plain loop does
     for trial in report.trials:
         skip_unless_repeatable(recipe, trial, **loop)
     assert_alone(report, report.trials, recipe, **loop)
