@@ -12,6 +12,7 @@ kernels before it is said that they are not.
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,9 +29,23 @@ TOLD = (
 )
 
 
+BY_BACKEND = (
+    "cuda.matmul",
+    "cudnn.conv",
+    "cudnn.rnn",
+    "mkldnn.matmul",
+    "mkldnn.conv",
+    "mkldnn.rnn",
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelChoice:
-    """Settings of one process; torch's names for them."""
+    """Settings of one process; torch's names for them.
+
+    ``fp32``: those of each backend, where somebody set them one by one and the names that are
+    for all cannot be asked for (``BY_BACKEND``).
+    """
 
     matmul: str
     deterministic: bool
@@ -38,29 +53,36 @@ class KernelChoice:
     cudnn_deterministic: bool
     cudnn_benchmark: bool
     cudnn_tf32: bool
+    fp32: tuple[str, ...] = ()
 
     @staticmethod
     def here() -> KernelChoice:
         """Those of this process."""
         cudnn = torch.backends.cudnn
+        matmul, tf32, fp32 = _fp32()
         return KernelChoice(
-            matmul=torch.get_float32_matmul_precision(),
+            matmul=matmul,
             deterministic=torch.are_deterministic_algorithms_enabled(),
             only_warns=torch.is_deterministic_algorithms_warn_only_enabled(),
             cudnn_deterministic=cudnn.deterministic,
             cudnn_benchmark=cudnn.benchmark,
-            cudnn_tf32=cudnn.allow_tf32,
+            cudnn_tf32=tf32,
+            fp32=fp32,
         )
 
     def take(self) -> None:
         """Have this process choose so from here on."""
         if self != KernelChoice.here():
-            torch.set_float32_matmul_precision(self.matmul)
             torch.use_deterministic_algorithms(self.deterministic, warn_only=self.only_warns)
             cudnn = torch.backends.cudnn
             cudnn.deterministic = self.cudnn_deterministic
             cudnn.benchmark = self.cudnn_benchmark
-            cudnn.allow_tf32 = self.cudnn_tf32
+            if self.fp32:
+                for path, value in zip(BY_BACKEND, self.fp32, strict=True):
+                    operator.attrgetter(path)(torch.backends).fp32_precision = value
+            else:
+                cudnn.allow_tf32 = self.cudnn_tf32
+                torch.set_float32_matmul_precision(self.matmul)
 
     def told(self) -> dict[str, str]:
         """For the numerics key: what is not torch's default, but for the matmul precision."""
@@ -71,6 +93,16 @@ class KernelChoice:
             not self.cudnn_tf32,
         )
         return {name: "yes" for name, differs in zip(TOLD, there, strict=True) if differs}
+
+
+def _fp32() -> tuple[str, bool, tuple[str, ...]]:
+    """Of products, of cuDNN, and of each backend where the first two are not asked for so."""
+    try:
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, ()
+    except RuntimeError:
+        found = (operator.attrgetter(path)(torch.backends) for path in BY_BACKEND)
+        each = tuple(str(backend.fp32_precision) for backend in found)
+        return "/".join(each), "ieee" not in each[1:3], each
 
 
 @contextmanager

@@ -1,10 +1,12 @@
 """Which kernels torch takes: workers take those of the study's process."""
 
+import operator
+
 import pytest
 import torch
 
 import shoal
-from shoal.kernelchoice import KernelChoice, repeatable
+from shoal.kernelchoice import BY_BACKEND, KernelChoice, repeatable
 
 
 @pytest.fixture
@@ -33,6 +35,21 @@ def test_what_was_set_is_told_and_taken_back(restored):
     assert KernelChoice.here() == there
     assert list(there.told().values()) == ["yes"] * 4
     assert there.matmul == "high"
+
+
+@pytest.mark.parametrize("path", [*BY_BACKEND, ""])
+def test_precisions_of_single_backends_are_taken_too(path, restored):
+    """Torch refuses to tell its older settings then."""
+    backend = operator.attrgetter(path)(torch.backends) if path else torch.backends
+    before = backend.fp32_precision
+    backend.fp32_precision = "ieee" if path != "cuda.matmul" else "tf32"
+    there = KernelChoice.here()
+    restored.take()
+
+    assert KernelChoice.here() == restored
+    there.take()
+    assert KernelChoice.here() == there
+    backend.fp32_precision = before
 
 
 def model(hp):
