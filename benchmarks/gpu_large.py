@@ -34,7 +34,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -117,6 +117,10 @@ class Task:
             clip_grad_norm=1.0,
         )
 
+    def hardware(self) -> shoal.Hardware:
+        size = self.size
+        return shoal.Hardware.parse(size.device, str(size.cap), host_memory=size.host_memory)
+
     def parameters(self, depth: int | None = None) -> int:
         with torch.device("meta"):
             model = self.model({"depth": depth or self.size.depth})
@@ -189,7 +193,9 @@ def hidden(copies: Sequence[tuple[float, float]], kernels: Sequence[tuple[float,
     return together / length(copies) if copies else 1.0
 
 
-def train(task: Task, space: Any, trials: int, told: Callable[[Watch], dict[str, Any]]) -> None:
+def train(
+    task: Task, space: Any, trials: int, told: Callable[[Watch], dict[str, Any]]
+) -> NoReturn:
     """Train until enough was seen, say what was ``told`` of it, and leave.
 
     Nothing is saved: the states of four trials are 70 GB, and would be on disk for nothing.
@@ -210,13 +216,10 @@ def train(task: Task, space: Any, trials: int, told: Callable[[Watch], dict[str,
             directory=directory,
             checkpoint_every="10h",
         )
-        size = task.size
-        where = {"host_memory": size.host_memory} if size.host_memory else {}
-        hardware = shoal.Hardware.parse(size.device, str(size.cap), **where)
         watch = Watch(trials, leave, Path(directory) / "large" / "plan.json")
-        report = study.run(hardware=hardware, callbacks=[watch], progress=False)
+        report = study.run(hardware=task.hardware(), callbacks=[watch], progress=False)
         errors = [trial.error for trial in report.trials if trial.error]
-        raise RuntimeError(errors[0].strip().splitlines()[-1])
+        raise RuntimeError([*errors, "ended before enough was seen"][0].strip().splitlines()[-1])
 
 
 def four(size: Size, tokens: int) -> dict[str, Any]:
@@ -248,7 +251,6 @@ def four(size: Size, tokens: int) -> dict[str, Any]:
         }
 
     train(task, shoal.grid(lr=rates), size.trials, told)
-    raise AssertionError
 
 
 class _Again(nn.Module):
@@ -358,8 +360,6 @@ def timed(work: Callable[[], Any]) -> float:
 def largest(size: Size, tokens: int) -> dict[str, Any]:
     """The deepest model that can be planned under the cap, by bisection; it trains a few steps."""
     task = Task(size, size.rows * size.context)
-    where = {"host_memory": size.host_memory} if size.host_memory else {}
-    hardware = shoal.Hardware.parse(size.device, str(size.cap), **where)
 
     def fits(depth: int) -> bool:
         with tempfile.TemporaryDirectory() as directory:
@@ -372,7 +372,7 @@ def largest(size: Size, tokens: int) -> dict[str, Any]:
                 directory=directory,
             )
             try:
-                study.plan(hardware=hardware)
+                study.plan(hardware=task.hardware())
             except shoal.ShoalError:
                 return False
             return True
@@ -395,7 +395,6 @@ def largest(size: Size, tokens: int) -> dict[str, Any]:
         }
 
     train(task, shoal.grid(lr=[1e-4], depth=[least]), 1, told)
-    raise AssertionError
 
 
 def probe(size: Size, tokens: int) -> dict[str, Any]:
@@ -498,14 +497,13 @@ def main() -> None:
         return
     wanted, stages = options.stages.split(","), {}
     each = [64, 256] if options.tiny else [int(tokens) for tokens in options.tokens.split(",")]
-    for stage in ("probe", *EACH, "largest"):
-        for tokens in each if stage in EACH else [each[0]] if stage in wanted else []:
-            if stage in wanted:
-                name = f"{stage} {tokens}" if stage in EACH else stage
-                stages[name] = apart(stage, tokens, size, tiny=options.tiny)
-                print(name, stages[name], file=sys.stderr, flush=True)
-                result = {"size": asdict(size), "stages": stages, "ratios": told(stages)}
-                common.keep(result, options.json)
+    for stage in filter(wanted.__contains__, STAGES):
+        for tokens in each if stage in EACH else each[:1]:
+            name = f"{stage} {tokens}" if stage in EACH else stage
+            stages[name] = apart(stage, tokens, size, tiny=options.tiny)
+            print(name, stages[name], file=sys.stderr, flush=True)
+            result = {"size": asdict(size), "stages": stages, "ratios": told(stages)}
+            common.keep(result, options.json)
     common.finish(result, options.json)
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-from rivals import Cost, Crowd, Step, batches, cost, models, rate
+from rivals import Cost, Processes, Step, batches, cost, models, rate
 from run import array_step, recipe_of
 from workloads import WORKLOADS, Workload
 
@@ -73,7 +73,9 @@ def serial(workload: Workload, width: int, device: str, *, captured: bool) -> St
     return step
 
 
-def measure(name: str, width: int, rounds: int, device: str, crowd: Crowd) -> dict[str, Any]:
+def measure(
+    name: str, width: int, rounds: int, device: str, processes: Processes
+) -> dict[str, Any]:
     """Milliseconds of a step of all models by arm, and how much quicker arrays are."""
     workload, declined = WORKLOADS[name], {}
     arms: dict[str, Callable[[int], Cost]] = {}
@@ -95,15 +97,15 @@ def measure(name: str, width: int, rounds: int, device: str, crowd: Crowd) -> di
         else:
             arms[arm] = lambda repeats, step=step: cost(step, repeats)  # type: ignore[misc]
     if width >= PROCESSES:
-        crowd.take(name, width)
-        arms[BEST[-1]] = crowd.cost
+        processes.take(name, width)
+        arms[BEST[-1]] = processes.cost
     repeats = {arm: max(1, int(SECONDS / run(2).wall_s)) for arm, run in arms.items()}
     found: dict[str, list[float]] = {arm: [] for arm in arms}
     for _ in range(rounds):
         for arm, run in arms.items():
             found[arm].append(run(repeats[arm]).wall_s * 1e3)
     if width >= PROCESSES:
-        crowd.take("", 0)
+        processes.take("", 0)
     rivals = [[found[arm][at] for arm in BEST if arm in found] for at in range(rounds)]
     return {
         "ms": {arm: common.spread(values) for arm, values in found.items()},
@@ -131,12 +133,12 @@ def fused(
     """All chosen workloads; ``keep`` is given what there is so far."""
     names, began = [name for name in CHOSEN if only in name], time.monotonic()
     result: dict[str, Any] = {name: {} for name in names}
-    crowd = Crowd(PROCESSES, device)
+    processes = Processes(PROCESSES, device)
     for width in sorted(widths, key=lambda width: (width not in (16, 64), width)):
         for name in names:
             if time.monotonic() - began > limit_s:
                 continue
-            result[name][str(width)] = found = measure(name, width, rounds, device, crowd)
+            result[name][str(width)] = found = measure(name, width, rounds, device, processes)
             gc.collect()
             if device == "cuda":
                 torch.cuda.empty_cache()
@@ -145,7 +147,7 @@ def fused(
             words = f"{at}: {name}, {width} models: {told} {found['declined']}"
             print(words, file=sys.stderr, flush=True)
             keep(result)
-    crowd.close()
+    processes.close()
     return result
 
 

@@ -126,55 +126,28 @@ def several_step(
 
 
 class Processes:
-    """The serial loop in processes, each with its share of the models and a thread of its own."""
+    """The serial loop in processes, each with its share of the models and a thread of its own.
 
-    def __init__(self, name: str, width: int, count: int = 2, device: str = "cpu") -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for number in range(count):
-            ours, theirs = context.Pipe()
-            share = range(number * width // count, (number + 1) * width // count)
-            process = context.Process(
-                target=_serve, args=(name, share, theirs, device), daemon=True
-            )
-            process.start()
-            self._pipes.append(ours)
-            self._processes.append(process)
+    They stay for workload after workload, so that each opens its GPU once.
+    """
 
-    def cost(self, repeats: int) -> Cost:
-        """Of all of them: seconds of every core's time, and until the last is through."""
-        for pipe in self._pipes:
-            pipe.send(repeats)
-        found = [pipe.recv() for pipe in self._pipes]
-        return Cost(sum(one.cpu_s for one in found), max(one.wall_s for one in found))
-
-    def close(self) -> None:
-        for pipe, process in zip(self._pipes, self._processes, strict=True):
-            pipe.send(0)
-            process.join()
-
-
-class Crowd:
-    """The same in processes that stay, so that each opens its GPU once for all workloads."""
-
-    def __init__(self, count: int, device: str) -> None:
+    def __init__(self, count: int = 2, device: str = "cpu") -> None:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         for _ in range(count):
             ours, theirs = context.Pipe()
-            context.Process(target=_serve_all, args=(theirs, device), daemon=True).start()
+            context.Process(target=_serve, args=(theirs, device), daemon=True).start()
             self._pipes.append(ours)
 
     def take(self, name: str, width: int) -> None:
-        """From now on these models; each process has its share of them."""
+        """From now on these models, or with no name none; what was there before is freed."""
         shares, count = [], len(self._pipes)
         for number in range(count):
             shares.append(range(number * width // count, (number + 1) * width // count))
         self._ask([(name, share) for share in shares])
 
     def cost(self, repeats: int) -> Cost:
-        """As of ``Processes``."""
+        """Of all of them: seconds of every core's time, and until the last is through."""
         found = self._ask([repeats] * len(self._pipes))
         return Cost(sum(one.cpu_s for one in found), max(one.wall_s for one in found))
 
@@ -188,7 +161,7 @@ class Crowd:
         return [pipe.recv() for pipe in self._pipes]
 
 
-def _serve_all(pipe: Connection, device: str) -> None:
+def _serve(pipe: Connection, device: str) -> None:
     torch.set_num_threads(1)
     step: Step = lambda: None  # noqa: E731
     while (word := pipe.recv()) is not None:
@@ -204,10 +177,3 @@ def _serve_all(pipe: Connection, device: str) -> None:
             step = serial_step(WORKLOADS[name], slots, device, fused=True)
             step()
         pipe.send(None)
-
-
-def _serve(name: str, slots: range, pipe: Connection, device: str) -> None:
-    torch.set_num_threads(1)
-    step = serial_step(WORKLOADS[name], slots, device, fused=True)
-    while repeats := pipe.recv():
-        pipe.send(cost(step, repeats))

@@ -119,7 +119,8 @@ def measure(
     if serial_compiled:
         one = serial_step(workload, range(1), compiled=True, fused=True)
         arms["serial, compiled"] = lambda repeats: cost(one, repeats).times(width)
-    processes = Processes(name, width)
+    processes = Processes()
+    processes.take(name, width)
     arms["two processes"] = processes.cost
     figures = _interleaved(arms, rounds)
     processes.close()

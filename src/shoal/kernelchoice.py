@@ -22,13 +22,9 @@ from typing import Any
 import torch
 
 TOLD = (
-    "deterministic algorithms",
-    "deterministic cuDNN",
-    "cuDNN by timing",
-    "cuDNN in full float32",
+    *("deterministic algorithms", "deterministic cuDNN"),
+    *("cuDNN by timing", "cuDNN in full float32"),
 )
-
-
 BY_BACKEND = (
     "cuda.matmul",
     "cudnn.conv",
@@ -84,15 +80,15 @@ class KernelChoice:
                 cudnn.allow_tf32 = self.cudnn_tf32
                 torch.set_float32_matmul_precision(self.matmul)
 
-    def told(self) -> dict[str, str]:
+    def told(self, *, on_gpu: bool) -> dict[str, str]:
         """For the numerics key: what is not torch's default, but for the matmul precision."""
-        there = (
-            self.deterministic,
-            self.cudnn_deterministic,
-            self.cudnn_benchmark,
-            not self.cudnn_tf32,
-        )
-        return {name: "yes" for name, differs in zip(TOLD, there, strict=True) if differs}
+        words = {
+            "deterministic algorithms": self.deterministic,
+            "deterministic cuDNN": on_gpu and self.cudnn_deterministic,
+            "cuDNN by timing": on_gpu and self.cudnn_benchmark,
+            "cuDNN in full float32": on_gpu and not self.cudnn_tf32,
+        }
+        return {name: "yes" for name, differs in words.items() if differs}
 
 
 def _fp32() -> tuple[str, bool, tuple[str, ...]]:

@@ -107,19 +107,24 @@ def _stepping(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     return types.MethodType(step, optimizer)  # a schedule that is made inside wants its function
 
 
+def steps_as_its_class(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``step()`` is its class's, without hooks."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return False
+    if base._global_optimizer_pre_hooks or base._global_optimizer_post_hooks:
+        return False
+    own = optimizer.__dict__.get("step")  # a schedule counts calls by one that wraps it
+    return own is None or getattr(own, "__wrapped__", None) is type(optimizer).step
+
+
 def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
     """Whether somebody else's code runs in ``step()``: hooks, a scaler, another function."""
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        return True
-    if base._global_optimizer_pre_hooks or base._global_optimizer_post_hooks:
-        return True
     if hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf"):
         return True
     step = type(optimizer).step
     if (step.__module__, step.__qualname__) != ("torch.optim.adam", "Adam.step"):
         return True
-    own = optimizer.__dict__.get("step")  # a schedule counts calls by one that wraps it
-    return own is not None and getattr(own, "__wrapped__", None) is not step
+    return not steps_as_its_class(optimizer)
 
 
 def _columns(state: Mapping[Tensor, Any], parameters: Iterable[Tensor]) -> _Columns | None:

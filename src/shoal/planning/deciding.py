@@ -556,7 +556,7 @@ class Deciding:
             **({"compiled modules": settled.measure.compiled} if settled.measure.compiled else {}),
             "optimizer_place": place if device.kind == "cuda" else "cpu",
             "matmul": kernels.matmul,
-            **kernels.told(),
+            **kernels.told(on_gpu=device.kind == "cuda"),
             "accumulate": self._recipe.accumulate,
             "cut": BITWISE if settled.measure.bitwise else "none",
             **pipeline_numerics(technique, self._recipe.accumulate),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shoal.core.spec import HyperParameters, TrialSpec
 from shoal.core.units import Bytes
+from shoal.kernelstep import steps_as_its_class
 from shoal.memory.layout import TrialLayout
 from shoal.partition.track import peak_of
 from shoal.partition.visitors import parameters_on
@@ -56,7 +57,8 @@ def coupling_of(
     Nothing is compared for an ``optimizer`` of torch's that treats each number for itself: of a
     large model that takes minutes, and three times its memory.
     """
-    if optimizer is not None and _is_elementwise(optimizer):
+    known = type(optimizer) in ELEMENTWISE
+    if known and optimizer is not None and steps_as_its_class(optimizer):
         return Coupling("", by_tensor=True)
     all_at_once = [[name for names in layers for name in names]]
 
@@ -86,17 +88,6 @@ def coupling_of(
         )
     del by_layer
     return Coupling("", by_tensor=_by_tensor(step, layers, together))
-
-
-def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is torch's, as torch made it, and of a kind that couples nothing."""
-    own = vars(optimizer).get("step")  # a schedule's, around torch's
-    return (
-        type(optimizer) in ELEMENTWISE
-        and (own is None or getattr(own, "__wrapped__", None) is type(optimizer).step)
-        and not optimizer._optimizer_step_pre_hooks
-        and not optimizer._optimizer_step_post_hooks
-    )
 
 
 def _by_tensor(step: Callable[[Parts], _Stepped], layers: Parts, together: _Stepped) -> bool:

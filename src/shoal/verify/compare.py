@@ -230,7 +230,7 @@ def environment_notes(numerics: Mapping[str, Any], recipe: Recipe) -> tuple[str,
         for name, value in now.items()
         if name in numerics and numerics[name] != value
     ]
-    told = kernels.told()
+    told = kernels.told(on_gpu=on_gpu)
     changed += [
         f"{name} {numerics.get(name, 'no')} then, {told.get(name, 'no')} now"
         for name in TOLD
