@@ -496,6 +496,8 @@ def main() -> None:
         print(json.dumps(run_stage(options.stage, size, int(options.tokens))))
         return
     wanted, stages = options.stages.split(","), {}
+    if unknown := set(wanted) - set(STAGES):
+        parser.error(f"no stage {', '.join(sorted(unknown))}; there are {', '.join(STAGES)}")
     each = [64, 256] if options.tiny else [int(tokens) for tokens in options.tokens.split(",")]
     for stage in filter(wanted.__contains__, STAGES):
         for tokens in each if stage in EACH else each[:1]:
