@@ -422,7 +422,7 @@ def run_stage(stage: str, size: Size, tokens: int) -> dict[str, Any]:
     except ImportError as error:
         return {"error": f"not installed: {error}"}
     except (RuntimeError, shoal.ShoalError) as error:  # no room is an answer
-        return {"error": str(error).strip().splitlines()[0][:300]}
+        return {"error": " ".join(str(error).split())[-600:]}
 
 
 def apart(stage: str, tokens: int, size: Size, *, tiny: bool) -> dict[str, Any]:

@@ -363,6 +363,18 @@ class Measurer:
     def _measure_cut(
         self, built: Built, whole: JobMeasure, *, narrow: bool, halves: bool
     ) -> JobMeasure:
+        """The chain and its layers; with the model on the host where the device has no room."""
+        try:
+            return self._cut_here(built, whole, narrow=narrow, halves=halves)
+        except torch.OutOfMemoryError:
+            if self._here.type == "cpu":
+                raise
+        self._move_to_host(built)  # when the error is gone, and what it held
+        return self._cut_here(self._built or built, whole, narrow=narrow, halves=halves)
+
+    def _cut_here(
+        self, built: Built, whole: JobMeasure, *, narrow: bool, halves: bool
+    ) -> JobMeasure:
         """The chain, compared with the module, and its layers; or why there is none."""
         if self._device.torch_device.type == "cuda" and (name := draws_in_cudnn(built.model)):
             note = (
@@ -394,7 +406,9 @@ class Measurer:
         here, sums = report.chain.on(self._here), self._recipe.accumulate > 1
         self._whole = whole = with_draws(whole, here, built.batch)
         narrow = narrow and not compiles(here.model)  # whose kernels read as they like
-        self._narrow = find_narrow(here, built.batch, sums=sums) if narrow else ()
+        on_gpu = self._device.torch_device.type == "cuda"
+        seen = first_rows(built.batch, FEW_ROWS) if on_gpu else built.batch
+        self._narrow = find_narrow(here, seen, sums=sums) if narrow else ()
         layers = self._on_device(
             lambda chain, batch, there: measure_layers(
                 chain,

@@ -87,3 +87,30 @@ def test_a_model_that_is_on_the_host_is_compared_there(monkeypatch):
 def test_without_a_gpu_with_all_rows(monkeypatch):
     report, _, tried = compared(monkeypatch, [NONE], device=CPU, here=CPU)
     assert (report, tried) == (NONE, [(CPU, 8, False)])
+
+
+@pytest.mark.parametrize("here", [GPU, CPU])
+def test_a_cut_is_measured_on_the_host_where_a_gpu_has_no_room_for_what_that_takes(
+    monkeypatch, here
+):
+    measurer = object.__new__(Measurer)
+    measurer._here, measurer._built, tried = here, "built", []
+
+    def cut_here(built, whole, **options):
+        tried.append(measurer._here)
+        if len(tried) == 1:
+            raise torch.OutOfMemoryError
+        return "measured"
+
+    def move(built):
+        measurer._here = CPU
+
+    monkeypatch.setattr(measurer, "_cut_here", cut_here)
+    monkeypatch.setattr(measurer, "_move_to_host", move)
+    options = {"narrow": True, "halves": False}
+    if here == CPU:
+        with pytest.raises(torch.OutOfMemoryError):
+            measurer._measure_cut("built", "whole", **options)
+        return
+    assert measurer._measure_cut("built", "whole", **options) == "measured"
+    assert tried == [GPU, CPU]
