@@ -5,10 +5,11 @@ A pass runs as the plain loop's until it has been captured: beside two passes on
 capture is run from the same state, and has to leave the same bits as each of them in the loss,
 every gradient, every buffer and every random stream. Only then does it take over. Where the pass
 itself leaves other bits each time, as many convolutions on a GPU do, both are run with kernels
-that repeat themselves, and those are in the capture. It gives way to the eager pass wherever it
-might be another one: for a batch of another layout, while somebody counts allocations, where the
-code's own settings are no longer those it was captured with. Since both leave the same bits,
-nobody can tell from a trial which of its steps was which.
+that repeat themselves, and those are in the capture. Where the code asks whether it is captured,
+and goes another way then, as the masks of Hugging Face's models do, it is not told. It gives way
+to the eager pass wherever it might be another one: for a batch of another layout, while somebody
+counts allocations, where the code's own settings are no longer those it was captured with. Since
+both leave the same bits, nobody can tell from a trial which of its steps was which.
 """
 
 from __future__ import annotations
@@ -34,13 +35,33 @@ from shoal.partition.compiled import compiles
 from shoal.recipe import Recipe
 from shoal.rng import RngState, capture_rng, restore_rng, same_rng
 from shoal.runtime.codewatch import CodeWatch
-from shoal.runtime.replay import Found, Moved, OtherBits, Pass, Replay, Untraceable, in_words
+from shoal.runtime.replay import (
+    Found,
+    Moved,
+    OtherBits,
+    Pass,
+    Replay,
+    Untraceable,
+    in_words,
+    told_of_capture,
+)
 from shoal.runtime.units import Micro, ResidentUnits
 
 PROOFS = 2
 """Passes beside which a capture is run before it is trusted."""
 FORGETS = 2
 """Layouts that may give way to others, since they came once: such as the end of an epoch."""
+
+
+class _Way(NamedTuple):
+    """How a pass is captured, and what it is held against."""
+
+    repeats: bool  # both with kernels that repeat themselves
+    tells: bool  # its code, when that asks, that it is captured
+
+
+WAYS = tuple(_Way(repeats, tells) for repeats in (False, True) for tells in (True, False))
+"""In turn, where one comes to other bits."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 Maker = Callable[[Pass, Sequence[Tensor], Hashable], Replay]
@@ -54,7 +75,8 @@ class _Kept:
     key: Hashable
     replay: Replay | None = None
     proofs: int = 0
-    repeats: bool = True  # the pass, with the kernels it is run with
+    way: int = 0  # of WAYS
+    asked: bool = False  # by its code: whether it is captured
     declined: str = ""
     draws: bool = False  # random numbers, in a pass that was compared
 
@@ -225,18 +247,39 @@ class CapturedUnits(ResidentUnits):
     def _prove(
         self, kept: _Kept, micro: Micro, loss: Tensor, before: _Moment, after: _Moment
     ) -> None:
-        """Hold the capture against the pass that was run; or both, with repeatable kernels.
+        """Hold the capture against the pass; where they differ, captured in another way.
 
         Raises:
-            Untraceable: they differ still.
+            Untraceable: there is none, or they differ in all of them.
         """
-        if kept.repeats:
+        first: OtherBits | None = None
+        while True:
             try:
-                return self._compare(kept, micro.batch, loss, before, after)
-            except OtherBits:
-                if self._device.type != "cuda":
-                    raise
-                kept.replay, kept.proofs, kept.repeats = None, 0, False
+                return self._prove_so(kept, micro, loss, before, after)
+            except Untraceable as error:
+                if first is None:
+                    if not isinstance(error, OtherBits):
+                        raise
+                    first = error
+                if not self._goes_another_way(kept):
+                    raise first from None
+
+    def _goes_another_way(self, kept: _Kept) -> bool:
+        """Whether there is one more that may come to something else."""
+        kept.replay, kept.proofs = None, 0
+        for way in range(kept.way + 1, len(WAYS)):
+            differs = WAYS[way].tells or kept.asked
+            if differs and (self._device.type == "cuda" or not WAYS[way].repeats):
+                kept.way = way
+                return True
+        return False
+
+    def _prove_so(
+        self, kept: _Kept, micro: Micro, loss: Tensor, before: _Moment, after: _Moment
+    ) -> None:
+        """Hold the capture against the pass that was run, or one with repeatable kernels."""
+        if not WAYS[kept.way].repeats:
+            return self._compare(kept, micro.batch, loss, before, after)
         gradients = [parameter.grad for parameter in self._parameters]
         try:
             with repeatable(self._device):
@@ -265,8 +308,10 @@ class CapturedUnits(ResidentUnits):
             for parameter in trained:
                 parameter.grad = None
             try:
-                kept.replay = self._make(self._pass_over(batch, trained), leaves, kept.key)
+                with told_of_capture(tells=WAYS[kept.way].tells) as asked:
+                    kept.replay = self._make(self._pass_over(batch, trained), leaves, kept.key)
             finally:
+                kept.asked |= asked()
                 for index, parameter in enumerate(trained):
                     parameter.grad = gradients.get(index)
         before.put_back(self._device)
@@ -282,7 +327,7 @@ class CapturedUnits(ResidentUnits):
         pairs = [(found.loss, loss), *zip(now.buffers, after.buffers, strict=True)]
         pairs += [(found.gradients[index], gradients[index]) for index in gradients]
         if not same_rng(now.rng, after.rng):
-            raise Untraceable("its capture draws other random numbers than the pass")
+            raise OtherBits("its capture draws other random numbers than the pass")
         if not all(same_bits(*pair) for pair in pairs):
             raise OtherBits("its capture comes to other bits than the pass")
         kept.proofs += 1

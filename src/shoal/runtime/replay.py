@@ -77,6 +77,28 @@ class OtherBits(Untraceable):
     """It computes what the pass does, but for some bits."""
 
 
+@contextmanager
+def told_of_capture(*, tells: bool) -> Iterator[Callable[[], bool]]:
+    """Whether code that asks torch if its kernels are being captured is told so.
+
+    Gives who says whether any asked while they were.
+    """
+    real: Callable[[], bool] = torch.cuda.is_current_stream_capturing
+    asked: list[bool] = []
+
+    def answer() -> bool:
+        if not real():
+            return False
+        asked.append(True)
+        return tells
+
+    torch.cuda.is_current_stream_capturing = answer
+    try:
+        yield lambda: bool(asked)
+    finally:
+        torch.cuda.is_current_stream_capturing = real
+
+
 VALUE = "_local_scalar_dense"  # the operation by which Python has a number of a tensor
 
 

@@ -159,6 +159,54 @@ def test_a_graph_that_comes_to_other_bits_is_not_trusted():
     assert captured.why_not == "its capture comes to other bits than the pass"
 
 
+class Asks(nn.Module):
+    """Goes another way while it is captured, as code does that must not wait for the device."""
+
+    def forward(self, x):
+        return x * (1.5 if torch.cuda.is_current_stream_capturing() else 1.25)
+
+
+class Noticed(StandIn):
+    """Code is being captured inside ``capture``; a replay is what it did then."""
+
+    def __init__(self):
+        super().__init__()
+        self.capturing = False
+
+    def capture(self, work):
+        self.capturing = True
+        answer = torch.cuda.is_current_stream_capturing
+        self.capturing, told = False, answer()
+
+        def replayed():
+            self.capturing, before = told, self.capturing
+            work()
+            self.capturing = before
+
+        replayed.__self__ = work.__self__
+        return super().capture(replayed)
+
+
+def test_code_that_asks_if_it_is_captured_is_not_told_where_that_changes_what_it_does(monkeypatch):
+    cuda = Noticed()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: cuda.capturing)
+    model, captured, eager = units(cuda)
+    model.append(Asks())
+    for seed in range(3):
+        model.zero_grad(set_to_none=True)
+        captured.backward(0, Micro(drawn(seed)))
+    assert captured.is_captured
+    assert cuda.log.count("capture") == 2  # the first went the other way
+    assert not torch.cuda.is_current_stream_capturing()
+    found = []
+    for kind in (eager, captured):
+        torch.manual_seed(7)
+        model.zero_grad(set_to_none=True)
+        kind.backward(0, Micro(drawn(8)))
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 def test_a_graph_that_went_with_another_one_is_made_again():
     cuda = StandIn()
     model, captured, _ = units(cuda)
