@@ -4,6 +4,7 @@
     python benchmarks/gpu_large.py [--json FILE]      # all of it, for 16384 and 65536 tokens
     python benchmarks/gpu_large.py --depth 8 --cap 2GiB  # a smaller model, as a rehearsal
     python benchmarks/gpu_large.py --tiny             # the script itself, on a CPU
+    python benchmarks/gpu_large.py --stages four --trace FILE  # and what ran when, of a few steps
 
 Four trials of a GPT of 1.5 B parameters in bf16 with AdamW and clipping, whose device may use
 8 GiB; the same training of one model with all of the GPU, as fast as it goes and with each block
@@ -142,6 +143,7 @@ class Watch:
         self.steps: list[float] = []
         self.losses: dict[int, float] = {}
         self.peak = 0
+        self.actions: list[ActionFinished] = []
         self.spans: dict[str, list[tuple[float, float]]] = {}
         self.moved: dict[str, int] = {}
 
@@ -151,6 +153,7 @@ class Watch:
         if isinstance(event, PeakMeasured):
             self.peak = max(self.peak, event.peak_bytes)
         if isinstance(event, ActionFinished) and event.start >= self.since:
+            self.actions.append(event)
             self.spans.setdefault(event.stream, []).append((event.start, event.end))
             self.moved[event.stream] = self.moved.get(event.stream, 0) + (event.bytes or 0)
 
@@ -222,8 +225,8 @@ def train(
         raise RuntimeError([*errors, "ended before enough was seen"][0].strip().splitlines()[-1])
 
 
-def four(size: Size, tokens: int) -> dict[str, Any]:
-    """All trials at a time under the cap; ends the process."""
+def four(size: Size, tokens: int, trace: str | None = None) -> dict[str, Any]:
+    """All trials at a time under the cap; ends the process. ``trace``: a file of what ran."""
     task, began = Task(size, tokens), time.monotonic()
     rates = [1e-4 / (number + 1) for number in range(size.trials)]
 
@@ -232,6 +235,9 @@ def four(size: Size, tokens: int) -> dict[str, Any]:
         kernels = watch.spans.get("compute", [])
         busy_s = max(end for _, end in kernels) - min(begin for begin, _ in kernels)
         counted = len(watch.steps) - 1
+        if trace:
+            rows = [(e.stream, e.trial, e.step, e.action, e.start, e.end) for e in watch.actions]
+            Path(trace).write_text(json.dumps(rows))
         return {
             "parameters": task.parameters(),
             "tokens_a_second": counted * task.accumulate * size.rows * size.context / wall_s,
@@ -406,11 +412,11 @@ def probe(size: Size, tokens: int) -> dict[str, Any]:
     return {"links_gib_a_second": links()}
 
 
-def run_stage(stage: str, size: Size, tokens: int) -> dict[str, Any]:
+def run_stage(stage: str, size: Size, tokens: int, trace: str | None = None) -> dict[str, Any]:
     """In this process."""
     stages: dict[str, Callable[[], dict[str, Any]]] = {
         "probe": lambda: probe(size, tokens),
-        "four": lambda: four(size, tokens),
+        "four": lambda: four(size, tokens, trace),
         "fastest": lambda: unspilled(size, tokens, again=False),
         "recompute": lambda: unspilled(size, tokens, again=True),
         "fsdp2": lambda: fsdp2(size, tokens),
@@ -425,10 +431,10 @@ def run_stage(stage: str, size: Size, tokens: int) -> dict[str, Any]:
         return {"error": " ".join(str(error).split())[-600:]}
 
 
-def apart(stage: str, tokens: int, size: Size, *, tiny: bool) -> dict[str, Any]:
+def apart(stage: str, tokens: int, size: Size, *given: str) -> dict[str, Any]:
     """A stage in a process of its own, for no longer than ``LIMIT_S``; what it starts ends too."""
-    given = ["--depth", str(size.depth), "--cap", str(size.cap), *["--tiny"] * tiny]
-    command = [sys.executable, __file__, "--stage", stage, "--tokens", str(tokens), *given]
+    sizes = ["--tokens", str(tokens), "--depth", str(size.depth), "--cap", str(size.cap)]
+    command = [sys.executable, __file__, "--stage", stage, *sizes, *given]
     began = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
@@ -484,6 +490,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int)
     parser.add_argument("--cap")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--trace")
     parser.add_argument("--json")
     options = parser.parse_args()
     size = TINY if options.tiny else Size()
@@ -493,16 +500,17 @@ def main() -> None:
         print("no GPU here: nothing to measure (--tiny tries the script on a CPU).")
         return
     if options.stage:
-        print(json.dumps(run_stage(options.stage, size, int(options.tokens))))
+        print(json.dumps(run_stage(options.stage, size, int(options.tokens), options.trace)))
         return
     wanted, stages = options.stages.split(","), {}
+    given = [*["--tiny"] * options.tiny, *(["--trace", options.trace] if options.trace else [])]
     if unknown := set(wanted) - set(STAGES):
         parser.error(f"no stage {', '.join(sorted(unknown))}; there are {', '.join(STAGES)}")
     each = [64, 256] if options.tiny else [int(tokens) for tokens in options.tokens.split(",")]
     for stage in filter(wanted.__contains__, STAGES):
         for tokens in each if stage in EACH else each[:1]:
             name = f"{stage} {tokens}" if stage in EACH else stage
-            stages[name] = apart(stage, tokens, size, tiny=options.tiny)
+            stages[name] = apart(stage, tokens, size, *given)
             print(name, stages[name], file=sys.stderr, flush=True)
             result = {"size": asdict(size), "stages": stages, "ratios": told(stages)}
             common.keep(result, options.json)
