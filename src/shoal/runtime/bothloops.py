@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from shoal.kernelchoice import repeatable
 from shoal.partition.build import clone_batch
 from shoal.partition.chain import Chain
 from shoal.partition.preserve import BufferWatch, preserved, same_values, shaken
@@ -25,6 +26,7 @@ from shoal.partition.wires import storage_key
 from shoal.program.ir import Op
 from shoal.recipe import Batch, to_device
 from shoal.rng import RngState, capture_rng
+from shoal.runtime.describe import FEW_ROWS, first_rows
 from shoal.runtime.streams import Stream
 from shoal.runtime.units import ChainUnits, Micro
 from shoal.spill.generate import Route
@@ -35,20 +37,35 @@ Starts = Mapping[int, RngState]
 """Where in the random numbers each batch starts."""
 
 
-def rehearse_orders(chain: Chain, train: Iterable[Batch], spans: Spans, here: torch.device) -> str:
+def rehearse_orders(
+    chain: Chain,
+    train: Iterable[Batch],
+    spans: Spans,
+    here: torch.device,
+    device: torch.device,
+) -> str:
     """Why micro-batches have to go through these shards one after another; "" if they need not.
 
-    On the device ``here``, where training has the kernels it will have; on the CPU where it cannot
-    be told there. The first batches of ``train`` are read again.
+    The model is ``here``; it trains on ``device``, whose kernels are the ones that are tried,
+    unless it has no room: then a few rows are on the CPU. The first batches of ``train`` are read
+    again.
     """
-    batches = [clone_batch(batch) for batch in itertools.islice(iter(train), 2)]
-    if len(batches) < 2:
+    whole = [clone_batch(batch) for batch in itertools.islice(iter(train), 2)]
+    if len(whole) < 2:
         return "its data has one batch"
-    for device in dict.fromkeys((here, torch.device("cpu"))):
-        chain.model.to(device)
-        found = why_in_turn(chain.on(device), [to_device(b, device) for b in batches], spans)
+    few, cpu = [first_rows(batch, FEW_ROWS) for batch in whole], torch.device("cpu")
+    tries = [(here, whole)]
+    if device.type == "cuda":
+        tries = [(here, whole), (here, few), (cpu, few)] if here == device else [(cpu, few)]
+    for where, batches in tries:
+        chain.model.to(where)
+        moved = [to_device(batch, where) for batch in batches]
+        with repeatable(where):
+            found = why_in_turn(chain.on(where), moved, spans)
         if found is not None:
             return found
+        if where.type == "cuda":
+            torch.cuda.empty_cache()
     return "two runs of it differ here, so that nobody can tell whether another order would too"
 
 

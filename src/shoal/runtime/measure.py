@@ -559,7 +559,8 @@ class Measurer:
         assert self._built is not None
         with eagerly():
             spans = list(itertools.pairwise(bounds))
-            return rehearse_orders(self._chain, self._built.train, spans, self._here)
+            here, device = self._here, self._device.torch_device
+            return rehearse_orders(self._chain, self._built.train, spans, here, device)
 
     def _draws(self, built: Built) -> str:
         """Whether the optimizer's step draws random numbers; why that cannot be spilled."""
