@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 TOLD = (
     *("deterministic algorithms", "deterministic cuDNN"),
@@ -101,6 +102,28 @@ def _fp32() -> tuple[str, bool, tuple[str, ...]]:
         return "/".join(each), "ieee" not in each[1:3], each
 
 
+class _StrictAttention(TorchDispatchMode):
+    """Has the backwards of attention repeat themselves.
+
+    While torch only warns of operations that do not, it leaves those two as they are, though it
+    has kernels for them that do; and where it raises, it does so of every product unless cuBLAS
+    was told something before it was loaded. So it raises for these alone.
+    """
+
+    OF = ("_attention_backward", "_flash_attention_backward", "_efficient_attention_backward")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if not func._schema.name.endswith(self.OF):
+            return func(*args, **(kwargs or {}))
+        torch.use_deterministic_algorithms(True)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+
+
 @contextmanager
 def repeatable(device: torch.device) -> Iterator[None]:
     """Inside, what runs twice on a GPU comes to the same bits, wherever torch has such a kernel.
@@ -112,14 +135,17 @@ def repeatable(device: torch.device) -> Iterator[None]:
         return
     memory: Any = torch.utils.deterministic
     before, filled = KernelChoice.here(), memory.fill_uninitialized_memory
+    by_cudnn = torch.backends.cuda.cudnn_sdp_enabled()  # whose backward has no such kernel
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _StrictAttention():  # type: ignore[no-untyped-call]
             warnings.filterwarnings("ignore", message=".*deterministic")
             torch.use_deterministic_algorithms(True, warn_only=True)
             torch.backends.cudnn.deterministic = True
             torch.backends.cudnn.benchmark = False
+            torch.backends.cuda.enable_cudnn_sdp(False)
             memory.fill_uninitialized_memory = False
             yield
     finally:
         memory.fill_uninitialized_memory = filled
+        torch.backends.cuda.enable_cudnn_sdp(by_cudnn)
         before.take()

@@ -4,9 +4,11 @@ import operator
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shoal
-from shoal.kernelchoice import BY_BACKEND, TOLD, KernelChoice, repeatable
+from shoal.kernelchoice import BY_BACKEND, TOLD, KernelChoice, _StrictAttention, repeatable
 
 
 @pytest.fixture
@@ -85,6 +87,26 @@ def test_a_trial_trains_with_the_kernels_of_the_studys_process(restored, tmp_pat
     assert numerics["matmul"] == "high"
     assert numerics["deterministic algorithms"] == "yes"
     assert "deterministic cuDNN" not in numerics
+
+
+def test_attentions_backward_is_strict_where_all_else_only_warns(monkeypatch):
+    seen = {}
+
+    class Told(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            warns = torch.is_deterministic_algorithms_warn_only_enabled()
+            seen[func._schema.name.removeprefix("aten::")] = warns
+            return func(*args, **(kwargs or {}))
+
+    of = "_flash_attention_for_cpu_backward"  # as there is no other here
+    monkeypatch.setattr(_StrictAttention, "OF", (*_StrictAttention.OF, of))
+    q = torch.randn(1, 2, 8, 4, requires_grad=True)
+    with Told(), repeatable(torch.device("cuda")):
+        nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    strict = {name for name, warns in seen.items() if not warns}
+    assert strict == {"_scaled_dot_product_flash_attention_for_cpu_backward"}
 
 
 def test_repeatable_kernels_are_of_a_gpu_only_and_for_as_long_as_asked(restored):

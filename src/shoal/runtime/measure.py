@@ -408,7 +408,8 @@ class Measurer:
         narrow = narrow and not compiles(here.model)  # whose kernels read as they like
         on_gpu = self._device.torch_device.type == "cuda"
         seen = first_rows(built.batch, FEW_ROWS) if on_gpu else built.batch
-        self._narrow = find_narrow(here, seen, sums=sums) if narrow else ()
+        with repeatable(self._here):
+            self._narrow = find_narrow(here, seen, sums=sums) if narrow else ()
         layers = self._on_device(
             lambda chain, batch, there: measure_layers(
                 chain,
