@@ -14,7 +14,8 @@ everything before it on that stream is done and every event in ``after`` is comp
 
 ``Event.startable`` is what the scheduler asks before it submits compute: on a virtual device
 that the event is complete (else the calling thread would sleep while another trial
-could run), on CUDA always, since the stream itself waits.
+could run), on CUDA always, since the stream itself waits. ``Event.ready`` is what it asks besides
+where several trials share a GPU: whether the stream would not wait (``runtime/runahead.py``).
 """
 
 from __future__ import annotations

@@ -20,10 +20,13 @@ PIECE_BYTES = 32 * 2**20  # half a millisecond of a fast link
 class CudaEvent:
     """A CUDA event with timing, and the stream that waits for it."""
 
-    __slots__ = ("_base", "_end", "_start", "error")
+    __slots__ = ("_base", "_computes", "_end", "_start", "error")
 
-    def __init__(self, start: torch.cuda.Event, end: torch.cuda.Event, base: _Base) -> None:
+    def __init__(
+        self, start: torch.cuda.Event, end: torch.cuda.Event, base: _Base, computes: bool
+    ) -> None:
         self._start, self._end, self._base = start, end, base
+        self._computes = computes
         self.error: BaseException | None = None
 
     @property
@@ -33,6 +36,10 @@ class CudaEvent:
     @property
     def startable(self) -> bool:
         return True
+
+    @property
+    def ready(self) -> bool:
+        return self._computes or self.done
 
     def wait(self) -> None:
         self._end.synchronize()
@@ -88,8 +95,10 @@ class _Base:
 class CudaStream:
     """A CUDA stream behind ``submit``; long-lived, owned by the device."""
 
-    def __init__(self, stream: torch.cuda.Stream, clock: _CudaClock) -> None:
-        self.stream, self._clock = stream, clock
+    def __init__(
+        self, stream: torch.cuda.Stream, clock: _CudaClock, *, computes: bool = False
+    ) -> None:
+        self.stream, self._clock, self._computes = stream, clock, computes
 
     def submit(
         self, work: Work, after: Iterable[Event] = (), *, seconds: float | None = None
@@ -108,13 +117,13 @@ class CudaStream:
             start.record(self.stream)
             work()
             end.record(self.stream)
-        return CudaEvent(start, end, self._clock.now())
+        return CudaEvent(start, end, self._clock.now(), self._computes)
 
     def so_far(self) -> CudaEvent:
         """Behind all that was enqueued until now."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(self.stream)
-        return CudaEvent(event, event, self._clock.now())
+        return CudaEvent(event, event, self._clock.now(), self._computes)
 
     def close(self) -> None:
         """Wait for what was enqueued; the stream itself goes back to the device's pool."""
@@ -134,7 +143,8 @@ class CudaDevice:
         self.version = 0
         self.host_turns = Turns()  # a step has all the threads
         self._clock = _CudaClock()
-        self._compute = CudaStream(torch.cuda.Stream(self.torch_device), self._clock)
+        stream = torch.cuda.Stream(self.torch_device)
+        self._compute = CudaStream(stream, self._clock, computes=True)
         self._pool: list[torch.cuda.Stream] = []
 
     def _keep_to_share(self) -> None:

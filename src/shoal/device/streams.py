@@ -47,6 +47,11 @@ class Event(Protocol):
     def startable(self) -> bool:
         """Whether work that needs this event may be submitted without blocking the caller."""
 
+    @property
+    def ready(self) -> bool:
+        """Whether a unit that needs it would not wait on the device: it is complete, or of a unit
+        that computes before."""
+
     def wait(self) -> None:
         """Block the calling thread until the work is complete; raise its error if it failed."""
 
@@ -68,7 +73,7 @@ class ThreadEvent:
     def done(self) -> bool:
         return self._flag.is_set()
 
-    startable = done
+    startable = ready = done
 
     def run(self, work: Work) -> None:
         """Run ``work`` now, keep its times and its error, and complete."""
@@ -93,7 +98,7 @@ class Ran:
     """The event of work that ran in the calling thread: complete when it is made."""
 
     __slots__ = ("end", "error", "start")
-    done = startable = True
+    done = startable = ready = True
 
     def __init__(self, work: Work) -> None:
         self.error: BaseException | None = None

@@ -176,6 +176,10 @@ class Seat(Generic[T]):
         """Whether the next compute action can be submitted without blocking."""
         return all(event.startable for event in self._needs())
 
+    def is_ready(self) -> bool:
+        """Whether it would not wait on the device either, but for its turn."""
+        return all(event.ready for event in self._needs())
+
     def issue_copies(self) -> None:
         """Issue everything up to the next compute action, or to a message that is not here."""
         while self.head is not None and not self.waits_for_compute:

@@ -48,6 +48,7 @@ from shoal.runtime.messages import (
 from shoal.runtime.output import TrialOutput
 from shoal.runtime.parking import Parking
 from shoal.runtime.reports import Reports
+from shoal.runtime.runahead import RunAhead, seconds_of
 from shoal.runtime.saver import Saver
 from shoal.runtime.score import is_sampled
 from shoal.runtime.session import Session
@@ -111,6 +112,7 @@ class DeviceLoop:
             self._ledger.reserve("what libraries keep", own)
         self._stays: dict[int, Stay] = {}
         self._current: int | None = None  # whose random streams are in place
+        self._ahead = RunAhead(device)
         self._turn = Candidate(-1, 0, 0.0, False)  # of the array or stage that computes
         self._unit_bytes = self._units_done = 0
         self._running = True
@@ -471,6 +473,9 @@ class DeviceLoop:
 
     def _advance(self) -> bool:
         """One unit of the trial that the interleaver chooses; False when none can start."""
+        shared = len(self._stays) + len(self._desk) > 1
+        if shared and self._ahead.waited():
+            return True
         ready = {
             stay.seat.trial: self._candidate(stay)
             for stay in self._stays.values()
@@ -481,9 +486,9 @@ class DeviceLoop:
         ready |= at_desk
         if not ready:
             return False
-        trial = next(iter(ready))
-        if len(ready) > 1:
-            trial = self._interleaver.choose(list(ready.values()))
+        if shared and not (ready := self._ahead.ready(ready, self._stays)):
+            return True
+        trial = self._interleaver.choose(list(ready.values()))
         if trial not in at_desk:
             self._guard(trial, self._compute)
         elif (array := self._desk.arrays.candidates.get(trial)) is not None:
@@ -516,9 +521,11 @@ class DeviceLoop:
         seat = stay.seat
         while True:
             self._enter(stay)
+            action = seat.head
             seat.issue_compute()
             self._units_done += 1
             if len(self._stays) > 1 or self._desk or not self._orders.empty():
+                self._ahead.submitted(seconds_of(seat, action))
                 return
             self._count_work()
             self._prepare(stay)
