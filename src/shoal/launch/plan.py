@@ -155,13 +155,13 @@ def with_less_on_host(
     later has it so too. Where trials ``may_wait`` for room, only if more of them fit then.
     """
     plan = planned.plan
-    at_once = len(plan.devices) * plan.active
-    needed = _host_bytes(plan.jobs, at_once)
+    crowd = _crowd(plan)
+    needed = _host_bytes(plan.jobs, crowd)
     if budget is None or needed <= budget:
         return planned
     smaller = with_split_masters(planned, "").plan.jobs
-    least = _host_bytes(smaller, at_once)
-    fits_as_many = _fitting(smaller, at_once, budget) <= _fitting(plan.jobs, at_once, budget)
+    least = _host_bytes(smaller, crowd)
+    fits_as_many = _fitting(smaller, crowd, budget) <= _fitting(plan.jobs, crowd, budget)
     if least == needed or (may_wait and fits_as_many):
         return planned
     planner.why_split = (
@@ -179,7 +179,7 @@ def with_fewer_at_once(planned: Planned, budget: int | None) -> Planned:
         return planned
 
     def needed(active: int) -> int:
-        return _host_bytes(plan.jobs, len(plan.devices) * active)
+        return _host_bytes(plan.jobs, _crowd(replace(plan, active=active)))
 
     fitting = (active for active in range(plan.active, 0, -1) if needed(active) <= budget)
     active = next(fitting, plan.active)
@@ -187,18 +187,18 @@ def with_fewer_at_once(planned: Planned, budget: int | None) -> Planned:
         return planned
     note = (
         f"up to {active} and not {plan.active} trials share a device: with what waits on the host "
-        f"for those that train, and the copies that are written, {plan.active} at a time would "
-        f"take {format_bytes(Bytes(needed(plan.active)))} there, which may use "
+        f"for those that train, {plan.active} at a time would take "
+        f"{format_bytes(Bytes(needed(plan.active)))} there, which may use "
         f"{format_bytes(Bytes(budget))}"
     )
     return replace(planned, plan=replace(plan, active=active, notes=(*plan.notes, note)))
 
 
-def _fitting(jobs: Sequence[Job], at_once: int, budget: int) -> int:
+def _fitting(jobs: Sequence[Job], crowd: _Crowd, budget: int) -> int:
     """How many of these trials may be on the host at a time, the smallest first."""
     ordered = sorted(jobs, key=lambda job: (job.host_bytes, job.trial))
     counts = range(len(ordered), 0, -1)
-    return next((n for n in counts if _host_bytes(ordered[:n], at_once) <= budget), 0)
+    return next((n for n in counts if _host_bytes(ordered[:n], crowd) <= budget), 0)
 
 
 def check_host_memory(plan: Plan, budget: int | None, *, may_wait: bool = False) -> None:
@@ -209,22 +209,22 @@ def check_host_memory(plan: Plan, budget: int | None, *, may_wait: bool = False)
     Raises:
         PlanError: more is needed than ``budget`` bytes; None is any number.
     """
-    at_once = len(plan.devices) * plan.active  # an array's trials are written without a copy
-    needed = _host_bytes(plan.jobs, at_once)
+    crowd = _crowd(plan)
+    needed = _host_bytes(plan.jobs, crowd)
     smallest = sorted(plan.jobs, key=lambda job: (job.host_bytes, job.trial))
     if budget is None or needed <= budget:
         return
-    if may_wait and _host_bytes(smallest[:1], at_once) <= budget:
+    if may_wait and _host_bytes(smallest[:1], crowd) <= budget:
         return
-    fitting = _fitting(plan.jobs, at_once, budget)
+    fitting = _fitting(plan.jobs, crowd, budget)
     some = sorted(job.trial for job in smallest[:fitting])
-    largest, least = smallest[-1], _host_bytes(smallest[:1], at_once)
+    largest, least = smallest[-1], _host_bytes(smallest[:1], crowd)
     fits = f"Together fit trials {list_some(some)}. "
     if not some:
         fits = f"Not even the smallest fits, which needs {format_bytes(least)} with its copy. "
     raise PlanError(
         f"{counted(len(plan.jobs), 'trial needs', 'trials need')} {format_bytes(needed)} on the "
-        f"host, of {format_bytes(budget)} that it may use: {_told(_parts(plan.jobs, at_once))}; "
+        f"host, of {format_bytes(budget)} that it may use: {_told(_parts(plan.jobs, crowd))}; "
         f"the largest is trial {largest.trial} with {format_bytes(largest.host_bytes)}. "
         f"{fits}Run fewer trials in one study, or give host_memory= more."
     )
@@ -232,7 +232,22 @@ def check_host_memory(plan: Plan, budget: int | None, *, may_wait: bool = False)
 
 def fits_host(jobs: Sequence[Job], plan: Plan, budget: int | None) -> bool:
     """Whether the states of ``jobs`` may be on the host at a time, where ``plan`` runs."""
-    return budget is None or _host_bytes(jobs, len(plan.devices) * plan.active) <= budget
+    return budget is None or _host_bytes(jobs, _crowd(plan)) <= budget
+
+
+@dataclass(frozen=True, slots=True)
+class _Crowd:
+    """How many trials train at a time, and of how many there is a copy that is being written.
+
+    A worker has one at a time; an array's trials are written without (``runtime/saver.py``).
+    """
+
+    trains: int
+    copied: int
+
+
+def _crowd(plan: Plan) -> _Crowd:
+    return _Crowd(len(plan.devices) * plan.active, len(plan.devices))
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,17 +260,17 @@ class _Parts:
     waits: Bytes
 
 
-def _parts(jobs: Sequence[Job], at_once: int) -> _Parts:
+def _parts(jobs: Sequence[Job], crowd: _Crowd) -> _Parts:
     """Of the largest, where not all of them are written, or train, at a time."""
-    copies = sorted((generation_bytes(job) for job in jobs), reverse=True)[:at_once]
-    waits = sorted((job.waiting_bytes for job in jobs), reverse=True)[:at_once]
+    copies = sorted((generation_bytes(job) for job in jobs), reverse=True)[: crowd.copied]
+    waits = sorted((job.waiting_bytes for job in jobs), reverse=True)[: crowd.trains]
     states = sum(job.host_bytes - job.waiting_bytes for job in jobs)
     return _Parts(Bytes(states), Bytes(sum(copies)), len(copies), Bytes(sum(waits)))
 
 
-def _host_bytes(jobs: Sequence[Job], at_once: int) -> Bytes:
+def _host_bytes(jobs: Sequence[Job], crowd: _Crowd) -> Bytes:
     """The trials' states, copies of the largest that are being written, and what waits."""
-    parts = _parts(jobs, at_once)
+    parts = _parts(jobs, crowd)
     return Bytes(parts.states + parts.copies + parts.waits)
 
 

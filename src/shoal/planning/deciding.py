@@ -313,7 +313,8 @@ class Deciding:
             return None
         at_once = self._num_devices * active
         room = self._host_memory - trials * measured.measure.loader_bytes
-        states = (trials + min(trials, at_once)) * measured.layout.num_bytes  # copies are written
+        copies = min(trials, self._num_devices)  # that are being written
+        states = (trials + copies) * measured.layout.num_bytes
         master = getattr(self._request.technique, "master", None)
         if master == "split" or (master is None and states > room):
             states -= trials * self._saved_by_split(measured)

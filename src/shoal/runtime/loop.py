@@ -580,15 +580,15 @@ class DeviceLoop:
 
     def _boundary(self, stay: Stay) -> None:
         """Between two steps: save the trial when it is time."""
-        if self._saver.is_due(stay.seat.trial):
+        copies = isinstance(stay.seat.session.job.technique, Spilled)
+        if self._saver.is_due(stay.seat.trial, copies=copies):
             self._reports.send_events()  # whoever finds the generation has heard of its step
-            self._saver.save(lambda: self._take(stay))
+            self._saver.save(lambda: self._take(stay, copies), copies=copies)
 
-    def _take(self, stay: Stay) -> checkpoint.Content:
+    def _take(self, stay: Stay, copies: bool) -> checkpoint.Content:
         """The trial's state at a step boundary, for the writing thread to keep.
 
-        A spilled trial goes on in its host region, so the state is copied; a resident one
-        does not touch the region until the state is written.
+        It ``copies`` what goes on in its host region, as a spilled trial does.
         """
         seat, session = stay.seat, stay.seat.session
         self._saver.wait(seat.trial)
@@ -597,4 +597,4 @@ class DeviceLoop:
         seat.copies.copy_kept()
         session.put_buffers_back()
         self._reports.flush()
-        return checkpoint.content(session, copy=isinstance(session.job.technique, Spilled))
+        return checkpoint.content(session, copy=copies)

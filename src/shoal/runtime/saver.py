@@ -73,16 +73,22 @@ class Saver:
         self.waits = 0  # seconds for which the disk was waited for: no hang of the worker's
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
         self._writing: dict[int, Future[Outcome]] = {}
+        self._copied: Future[Outcome] | None = None  # the last one of a copy
         self._due: dict[int, float] = {}  # trial -> on the monotonic clock
 
     def expect(self, trial: int, in_s: float) -> None:
         """The trial came to this device; its next generation is due ``in_s`` from now."""
         self._due[trial] = time.monotonic() + in_s
 
-    def is_due(self, trial: int) -> bool:
-        """Whether it is time, and the last one is written; with an interval of 0, always."""
+    def is_due(self, trial: int, *, copies: bool = False) -> bool:
+        """Whether it is time, and the last one is written; with an interval of 0, always.
+
+        Where it ``copies`` the state, the last copy of any trial too.
+        """
         if not self._settings.checkpoint_every_s:
             return True
+        if copies and self._copied is not None and not self._copied.done():
+            return False
         return not self.is_writing(trial) and time.monotonic() >= self._due[trial]
 
     def is_writing(self, trial: int) -> bool:
@@ -90,20 +96,28 @@ class Saver:
         writing = self._writing.get(trial)
         return writing is not None and not writing.done()
 
-    def save(self, take: Callable[[], Content]) -> None:
-        """Take a state now, and write it while the caller goes on."""
+    def save(self, take: Callable[[], Content], *, copies: bool = False) -> None:
+        """Take a state now, and write it while the caller goes on.
+
+        One that it ``copies`` is as large as a trial's state, and the host has room for one.
+        """
         began = time.perf_counter()
+        if copies and self._copied is not None:
+            self._outcome(self._copied)
         what = take()
         self.wait(what.trial)
         writing = self._thread.submit(self._write, what, began)
         self._writing[what.trial] = writing
+        if copies:
+            self._copied = writing
         writing.add_done_callback(lambda _: self._notify())
 
     def wait(self, trial: int) -> Outcome | None:
         """What became of the trial's last generation, once it is written; None: there is none."""
         writing = self._writing.get(trial)
-        if writing is None:
-            return None
+        return None if writing is None else self._outcome(writing)
+
+    def _outcome(self, writing: Future[Outcome]) -> Outcome:
         while True:
             try:
                 return writing.result(timeout=_TICK_S)

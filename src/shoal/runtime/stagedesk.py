@@ -153,7 +153,7 @@ class StageDesk:
         session.on_step = lambda loss: self._report_step(session, loss)
         session.on_evaluated = lambda metrics: self._reports.evaluation(session, metrics)
         session.on_loader_lost = lambda reason: self._reports.loader_lost(session, reason)
-        session.save_is_due = lambda: self._saver.is_due(trial)
+        session.save_is_due = lambda: self._saver.is_due(trial, copies=True)
         seat.save = lambda: self._save(session)
 
     def _new_session(self, grant: Grant) -> Session:
@@ -283,7 +283,8 @@ class StageDesk:
         self._saver.wait(session.job.trial)
         self._reports.send_events()  # whoever finds the generation has heard of its step
         session.rng = capture_rng(self._device.torch_device)  # where nobody was waited for
-        self._saver.save(functools.partial(checkpoint.content, session, copy=True))
+        take = functools.partial(checkpoint.content, session, copy=True)
+        self._saver.save(take, copies=True)
 
 
 def _called(job: Job, peer: int) -> str:

@@ -85,11 +85,14 @@ def test_copies_for_checkpoints_are_told_apart_from_state_and_what_waits():
     jobs = tuple(make_job(trial, [shard], **sizes) for trial in range(2))
     both = replace(plan(1), jobs=jobs, active=2)
     words = (
-        r"6\.0 MiB of state and [\d.]+ MiB for copies of 2 trials' while they are written as "
-        r"checkpoints, 2\.0 MiB wait there in a step; the largest"
+        r"6\.0 MiB of state and 6\.\d MiB for a copy of one trial's while it is written as a "
+        r"checkpoint, 2\.0 MiB wait there in a step; the largest"
     )
     with pytest.raises(PlanError, match=words):
         check_host_memory(both, 8 * MIB)
+    two = replace(both, devices=both.devices * 2, active=1)
+    with pytest.raises(PlanError, match=r"12\.\d MiB for copies of 2 trials' while they are"):
+        check_host_memory(two, 8 * MIB)
 
 
 # -- the float32 of what travels as bfloat16, in two parts ------------------------------------

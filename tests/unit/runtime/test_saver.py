@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
 from shoal.core.event import CheckpointWritten
+from shoal.runtime import checkpoint
 from shoal.runtime.checkpoint import STATE, WEIGHTS, Content, generations
 from shoal.runtime.messages import Settings
 from shoal.runtime.saver import Saver
@@ -29,19 +32,23 @@ def record():
     return Record()
 
 
-@pytest.fixture
-def save(tmp_path, record):
-    """A function that saves a step of trial 0, keeping one generation, and says which are left."""
-    settings = Settings(
+def settings_of(tmp_path, every_s):
+    return Settings(
         steps=10,
         epochs=None,
         eval_every=None,
         directory=str(tmp_path),
         timeline=False,
-        checkpoint_every_s=0.0,
+        checkpoint_every_s=every_s,
         keep=1,
         keep_finished="all",
     )
+
+
+@pytest.fixture
+def save(tmp_path, record):
+    """A function that saves a step of trial 0, keeping one generation, and says which are left."""
+    settings = settings_of(tmp_path, 0.0)
     saver = Saver(settings, record.tell, said=lambda: record.said, heard=lambda: record.heard)
 
     def run(step):
@@ -79,3 +86,60 @@ def test_what_another_worker_saved_is_on_record(save, tmp_path, record):
     assert save(9) == [7, 9]
     record.heard = record.said
     assert save(10) == [9, 10]
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """A disk that writes when it is told to; and what it was asked to write."""
+    may_write, asked = threading.Event(), []
+    real = checkpoint.write
+
+    def write(what, place):
+        asked.append(what.trial)
+        assert may_write.wait(10)
+        return real(what, place)
+
+    monkeypatch.setattr(checkpoint, "write", write)
+    yield may_write, asked
+    may_write.set()
+
+
+def state_of(trial):
+    return Content(trial, 1, {WEIGHTS: {"w": torch.ones(4)}, STATE: {"s": torch.zeros(2)}}, {})
+
+
+def test_of_the_trials_that_are_copied_one_waits_until_the_other_is_written(
+    tmp_path, record, slow_disk
+):
+    may_write, _ = slow_disk
+    saver = Saver(settings_of(tmp_path, 100.0), record.tell)
+    for trial in range(2):
+        saver.expect(trial, 0.0)
+    assert saver.is_due(1, copies=True)
+    saver.save(lambda: state_of(0), copies=True)
+
+    assert not saver.is_due(1, copies=True)
+    assert saver.is_due(1)  # one that is written from where it is
+    may_write.set()
+    saver.wait(0)
+    assert saver.is_due(1, copies=True)
+    saver.close()
+
+
+def test_saved_each_step_a_copy_is_taken_when_the_one_before_is_written(
+    tmp_path, record, slow_disk
+):
+    may_write, asked = slow_disk
+    saver, taken = Saver(settings_of(tmp_path, 0.0), record.tell, may_write.set), []
+    saver.save(lambda: state_of(0), copies=True)
+    assert saver.is_due(1, copies=True)
+
+    def take():
+        taken.append(may_write.is_set())
+        return state_of(1)
+
+    saver.save(take, copies=True)  # whose waiting, told each second, lets the disk write
+    assert taken == [True]
+    saver.wait(1)
+    assert asked == [0, 1]
+    saver.close()
