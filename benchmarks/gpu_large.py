@@ -48,6 +48,7 @@ from shoal.core.event import ActionFinished, Event, PeakMeasured, StepFinished
 from shoal.core.plan import Plan
 from shoal.core.units import parse_bytes
 from shoal.examples.gpt import GPT, next_byte_loss
+from shoal.launch.policy import CheckpointPolicy
 
 GIB = 2**30
 STEPS, WARM_UP = 5, 2
@@ -196,6 +197,13 @@ def hidden(copies: Sequence[tuple[float, float]], kernels: Sequence[tuple[float,
     return together / length(copies) if copies else 1.0
 
 
+class _Unsaved(CheckpointPolicy):
+    """Nothing is saved, so it does not matter how much the disk has room for."""
+
+    def check(self, plan: Plan, free: Any, **of_others: Any) -> None:
+        return None
+
+
 def train(
     task: Task, space: Any, trials: int, told: Callable[[Watch], dict[str, Any]]
 ) -> NoReturn:
@@ -219,6 +227,7 @@ def train(
             directory=directory,
             checkpoint_every="10h",
         )
+        study.policy = _Unsaved(**asdict(study.policy))
         watch = Watch(trials, leave, Path(directory) / "large" / "plan.json")
         report = study.run(hardware=task.hardware(), callbacks=[watch], progress=False)
         errors = [trial.error for trial in report.trials if trial.error]
