@@ -114,9 +114,7 @@ def main() -> None:
     passes = 2 * BLOCKS  # of the run that was measured
     found = measure((stages["recompute 16384"]["step_s"] - 0.02) / passes)  # less its optimizer
     ideal = micro_batches * sum(one.forward_s + one.backward_s for one in found.layers)
-    unspilled = {
-        name: stages[f"{name} 16384"]["tokens_a_second"] for name in ("recompute", "fastest")
-    }
+    unspilled = [stages[f"{name} 16384"]["tokens_a_second"] for name in ("recompute", "fastest")]
     print(f"{options.tokens} tokens a step under {options.cap}; kernels alone take {ideal:.3f} s.")
     print("trials  shards  step on  order   ms a step  busy  tokens/s  of recompute  of fastest")
     for active in (1, 2, 3, 4):
