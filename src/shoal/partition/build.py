@@ -54,7 +54,7 @@ def build_chain(
         NotCuttable: says what in the model stands against it.
     """
     source = _Source(model, recipe, batch, device)
-    restore, notes = _switch_caches_off(model) if switch_caches_off else (_nothing, ())
+    restore, notes = without_caches(model) if switch_caches_off else (_nothing, ())
     try:
         chain = _best_chain(source)
     except BaseException:
@@ -318,7 +318,7 @@ def configs_with_cache(model: nn.Module) -> list[Any]:
     return list(on.values())
 
 
-def _switch_caches_off(model: nn.Module) -> tuple[Callable[[], None], tuple[str, ...]]:
+def without_caches(model: nn.Module) -> tuple[Callable[[], None], tuple[str, ...]]:
     """Switch ``use_cache`` off in every module's config; how to undo it, and a note."""
     configs = configs_with_cache(model)
     for config in configs:

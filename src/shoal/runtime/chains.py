@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from torch import nn
 from shoal.core.spec import HyperParameters
 from shoal.fusion import signature_of
 from shoal.fusion.constants import constants_of
-from shoal.partition.build import build_chain
+from shoal.partition.build import build_chain, without_caches
 from shoal.partition.chain import Chain
 from shoal.partition.compiled import eagerly
 from shoal.partition.transplant import obstacle, transplanted
@@ -34,11 +35,22 @@ class Chains:
         self._recipe = recipe
         self._known: dict[Hashable, Chain] = {}
 
-    def keep(self, chain: Chain, hp: HyperParameters, batch: Batch) -> None:
-        """Have it for others, where another model may take its modules' place."""
-        if chain.caches_off or obstacle(chain):
+    def key_of(self, model: nn.Module, recipe: Recipe, batch: Batch) -> Hashable:
+        """What those have in common that call their blocks alike.
+
+        Asked for before the first forward, which may change settings: Hugging Face's models note
+        there what problem they solve. A class is told by itself: one that a function makes may
+        differ in what it closes over.
+        """
+        kinds = tuple(type(module) for module in model.modules())
+        signature = signature_of(recipe, model, batch=batch)
+        return kinds, signature, constants_of(recipe, model, rates=True)
+
+    def keep(self, chain: Chain, hp: HyperParameters, key: Hashable) -> None:
+        """Have it for others of that key, where another model may take its modules' place."""
+        if obstacle(chain):
             return
-        key, before = _key(chain.model, chain.recipe, batch), capture_rng()
+        before = capture_rng()
         try:
             hollow = hollow_model(self._recipe, hp, seed=0)
         finally:
@@ -49,18 +61,21 @@ class Chains:
             del self._known[next(iter(self._known))]
         self._known[key] = transplanted(chain, hollow, chain.recipe)
 
-    def find(self, model: nn.Module, recipe: Recipe, batch: Batch) -> Chain | None:
-        """The chain of ``model``, where one of its like is known."""
-        if not self._known:
+    def find(
+        self, key: Hashable, model: nn.Module, recipe: Recipe, *, caches_off: bool
+    ) -> Chain | None:
+        """The chain of ``model``, which has that key, where one of its like is known.
+
+        ``caches_off`` switches key-value caches off, until it is closed.
+        """
+        found = self._known.get(key)
+        if found is None or found.caches_off != caches_off:
             return None
-        found = self._known.get(_key(model, recipe, batch))
-        return None if found is None else transplanted(found, model, recipe)
-
-
-def _key(model: nn.Module, recipe: Recipe, batch: Batch) -> Hashable:
-    """A class is told by itself: one that a function makes may differ in what it closes over."""
-    kinds = tuple(type(module) for module in model.modules())
-    return kinds, signature_of(recipe, model, batch=batch), constants_of(recipe, model, rates=True)
+        chain = transplanted(found, model, recipe)
+        if not caches_off:
+            return chain
+        restore, notes = without_caches(model)
+        return replace(chain, notes=notes, on_close=[restore])
 
 
 def chain_of(
@@ -80,11 +95,14 @@ def chain_of(
     Raises:
         NotCuttable: it has none.
     """
-    if known is not None and (chain := known.find(model, recipe, batch)) is not None:
-        return chain
+    key = None if known is None else known.key_of(model, recipe, batch)
+    if known is not None:
+        found = known.find(key, model, recipe, caches_off=caches_off)
+        if found is not None:
+            return found
     with eagerly():
         seen = batch if device.type == "cpu" else first_rows(batch, FEW_ROWS)
         chain = build_chain(model, recipe, seen, CPU, switch_caches_off=caches_off)
     if known is not None:
-        known.keep(chain, hp, batch)
+        known.keep(chain, hp, key)
     return chain

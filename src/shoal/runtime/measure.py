@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
@@ -127,6 +127,7 @@ class Measurer:
         self._built: Built | None = None
         self._changes: frozenset[str] = frozenset()  # attributes that its forwards changed
         self._chain: Chain | None = None
+        self._key: Hashable = None  # of what is built, by which its chain is kept
         self._whole: JobMeasure | None = None
         self._narrow: tuple[str, ...] = ()  # of the chain
         self._by_tensor = False  # may the chain's optimizer step so
@@ -261,6 +262,7 @@ class Measurer:
         batch = to_device(first_batch(train), self._here)
         first_valid = to_device(next(iter(valid or ()), None), self._here)
         modes.train()
+        self._key = self.chains.key_of(model, self._recipe, batch)
         return Built(
             trial=trial,
             model=model,
@@ -402,7 +404,7 @@ class Measurer:
             return replace(whole, cuttable=False, notes=notes)
         self._chain, self._by_tensor = report.chain, coupling.by_tensor
         hp = HyperParameters(built.trial.hp)
-        self.chains.keep(report.chain, hp, built.batch)
+        self.chains.keep(report.chain, hp, self._key)
         here, sums = report.chain.on(self._here), self._recipe.accumulate > 1
         self._whole = whole = with_draws(whole, here, built.batch)
         narrow = narrow and not compiles(here.model)  # whose kernels read as they like

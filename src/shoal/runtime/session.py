@@ -241,7 +241,7 @@ class Session:
         """The model's chain for this trial's device: that of one like it, or found on the CPU."""
         caches_off = self.job.numerics.get("use_cache") == "off"
         batch = next(iter(read_data(self.recipe, self.hp)[0]))  # not the trial's own source
-        known = None if caches_off or self.compiled else self.chains
+        known = None if self.compiled else self.chains
         chain = chain_of(self.model, self.recipe, self.hp, batch, known, caches_off, self.device)
         if chain.num_layers != self.job.shards[-1].layers[1]:
             raise TrialError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -172,3 +173,35 @@ def test_the_first_rows_of_a_batch_are_of_all_its_tensors_or_of_none():
     assert [len(t) for t in first_rows((x, y), 2)] == [2, 2]
     assert first_rows({"x": x, "y": y}, 3)["x"] is x
     assert first_rows({"x": x, "y": y[:2]}, 1)["x"] is x
+
+
+class Cached(Skips):
+    """As Hugging Face's: a cache that a config asks for, and a setting noted in the forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(use_cache=True, problem_type=None)
+
+    def forward(self, x):
+        self.config.problem_type = "solved"
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("caches_off", [False, True])
+def test_a_model_that_notes_something_in_its_forward_is_known_by_what_it_was_before(
+    caches_off, built
+):
+    recipe, hp = recipe_of(lambda hp: Cached()), hp_of()
+    chains, made = Chains(recipe), []
+    for _ in range(2):
+        made.append(recipe.model(hp))
+        chain = chain_of(made[-1], recipe, hp, BATCH, chains, caches_off)
+    other = recipe.model(hp)
+    chain_of(other, recipe, hp, BATCH, chains, not caches_off)
+
+    assert built == [made[0], other]
+    assert chain.model is made[1]
+    assert made[1].config.use_cache is not caches_off
+    assert chain.caches_off is caches_off
+    chain.close()
+    assert made[1].config.use_cache
