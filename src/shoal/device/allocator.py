@@ -88,6 +88,9 @@ class Allocator:
         self._most = 0
 
 
+_is_capturing = torch.cuda.is_current_stream_capturing  # whatever others are told meanwhile
+
+
 class _CudaCalls:
     def __init__(self, index: int) -> None:
         self._index = index
@@ -103,7 +106,7 @@ class _CudaCalls:
         torch.cuda.reset_peak_memory_stats(self._index)
 
     def is_busy(self) -> bool:
-        return bool(torch.cuda.is_current_stream_capturing())
+        return bool(_is_capturing())
 
 
 def allocator_here() -> Allocator | None:
@@ -130,7 +133,7 @@ def held_by_libraries(device: torch.device, allocated: Callable[[], int]) -> Byt
     cuBLAS takes a workspace at the first product of each thread and stream: for forwards in this
     thread, for backwards in autograd's. So products of both are done on the current stream, and
     what is ``allocated`` when nothing of them is left, nor anything of a trial, is theirs. That
-    of streams on which graphs are captured comes later, and is not in it.
+    of streams on which graphs are captured comes later, and is not in it: as much again for each.
     """
     gc.collect()  # what is left of an earlier study is nobody's
     for dtype in (torch.float32, torch.bfloat16):

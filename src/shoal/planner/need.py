@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shoal.core.spec import CAPTURED_LAYOUTS, JobMeasure, Place, ShardSpec, Transfer
+from shoal.core.spec import CAPTURED_LAYOUTS, NO_BYTES, JobMeasure, Place, ShardSpec, Transfer
 from shoal.core.technique import (
     Captured,
     Resident,
@@ -40,6 +40,7 @@ class Request:
     mixes: bool = True  # may some shards step on the device and others on the host?
     varies: bool = False  # have batches been larger than what was measured?
     has_pools: bool = False  # what is captured keeps the memory of a pass to itself
+    capture_bytes: Bytes = NO_BYTES  # that libraries keep for the stream on which it is captured
     waiting_room: Bytes | None = (
         None  # host memory for what waits there; None: as much as it takes
     )
@@ -199,6 +200,7 @@ def need(
         pool = CAPTURED_LAYOUTS * unit if request.has_pools else 0
         more = sum(shard.gradient_bytes + shard.owned_bytes for shard in shards)
         more += COPIES * measure.buffer_bytes
+        pool += request.capture_bytes
         held, unit, peak = held + pool, unit + more, peak + pool + more
     return Need(
         held=Bytes(region + held + measure.buffer_bytes),

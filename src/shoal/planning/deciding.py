@@ -126,6 +126,7 @@ class Deciding:
             # less memory, must not change that.
             mixes=self._device.kind == "virtual",
             has_pools=self._device.kind == "cuda",
+            capture_bytes=self._device.library_bytes,  # as much as for the stream that there is
         )
         self._capturing = Capturing(
             request=self._request,

@@ -112,6 +112,10 @@ def test_a_graph_has_the_memory_of_a_pass_to_itself():
     shard = measure.shards[0]
     assert here.total == plain.total + shard.gradient_bytes + shard.owned_bytes
     assert pooled.held == plain.held + CAPTURED_LAYOUTS * plain.unit
+    libraries = replace(request, has_pools=True, capture_bytes=Bytes(1000))
+    streamed = need(measure, measure.shards, Captured(), libraries)
+    assert (streamed.held, streamed.unit) == (pooled.held + 1000, pooled.unit)
+    assert need(measure, measure.shards, Resident(), libraries) == plain
 
 
 def test_a_plan_with_captured_trials_is_read_back():
