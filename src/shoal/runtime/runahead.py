@@ -33,7 +33,8 @@ UNITS = 2
 """So many may be submitted and not over, whatever they take: one computes, one waits."""
 LEAD_S = 2e-3
 """And as many as take so long: the thread takes about as long for one unit."""
-PAUSE_S = 5e-5
+PAUSES_S = 5e-5, 1e-3
+"""The first pause while nobody is ready, and the longest; each is twice the one before."""
 
 Candidates = dict[int, Candidate]
 """By trial, array or stage."""
@@ -45,6 +46,7 @@ class RunAhead:
     def __init__(self, device: Device) -> None:
         self._device, self._is_gpu = device, device.spec.kind == "cuda"
         self._units: deque[tuple[Event, float]] = deque()
+        self._pause_s = PAUSES_S[0]
 
     def waited(self) -> bool:
         """Wait for a unit to be over where the GPU has enough to do; whether it had."""
@@ -64,13 +66,15 @@ class RunAhead:
         found = {t: c for t, c in ready.items() if t not in stays or stays[t].seat.is_ready()}
         if found or not self._is_busy():
             return found or ready
-        time.sleep(PAUSE_S)
+        time.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, PAUSES_S[1])
         return found
 
     def submitted(self, seconds: float) -> None:
         """The unit that was submitted last takes so long."""
         if self._is_gpu and (event := self._device.so_far()) is not None:
             self._units.append((event, seconds))
+            self._pause_s = PAUSES_S[0]
 
     def _is_busy(self) -> bool:
         while self._units and self._units[0][0].done:
