@@ -88,13 +88,11 @@ class Allocator:
         self._most = 0
 
 
-_is_capturing = torch.cuda.is_current_stream_capturing  # whatever others are told meanwhile
-
-
 class _CudaCalls:
     def __init__(self, index: int) -> None:
         self._index = index
         is_torchs = torch.cuda.get_allocator_backend() == "native"  # the other counts none asked
+        self._is_capturing = torch.cuda.is_current_stream_capturing  # whatever others are told
         self._asked = "requested_bytes" if is_torchs else "allocated_bytes"
 
     def read(self) -> Reading:
@@ -106,7 +104,7 @@ class _CudaCalls:
         torch.cuda.reset_peak_memory_stats(self._index)
 
     def is_busy(self) -> bool:
-        return bool(_is_capturing())
+        return bool(self._is_capturing())
 
 
 def allocator_here() -> Allocator | None:
