@@ -3,7 +3,7 @@
 import itertools
 
 from covering import all_pairs, cover_pairs, cover_values, full_product, pairs_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 SIZES = st.lists(st.integers(1, 5), min_size=2, max_size=6)
@@ -13,6 +13,7 @@ def make_factors(sizes):
     return {f"factor{index}": tuple(range(size)) for index, size in enumerate(sizes)}
 
 
+@settings(deadline=None)
 @given(SIZES)
 def test_every_pair_of_values_meets_in_some_row(sizes):
     factors = make_factors(sizes)
@@ -20,6 +21,7 @@ def test_every_pair_of_values_meets_in_some_row(sizes):
     assert covered == set(all_pairs(factors))
 
 
+@settings(deadline=None)
 @given(SIZES)
 def test_no_row_is_idle_and_every_row_has_every_factor(sizes):
     factors = make_factors(sizes)
@@ -47,6 +49,7 @@ def named(rows):
     return {f"case {index}": row for index, row in enumerate(rows)}
 
 
+@settings(deadline=None)
 @given(SIZES)
 def test_every_value_occurs_in_few_cases(sizes):
     factors = make_factors(sizes)
