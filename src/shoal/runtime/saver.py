@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from shoal.core.errors import StorageError
@@ -103,7 +103,7 @@ class Saver:
         """
         began = time.perf_counter()
         if copies and self._copied is not None:
-            self._outcome(self._copied)
+            self._sit_out(self._copied)
         what = take()
         self.wait(what.trial)
         writing = self._thread.submit(self._write, what, began)
@@ -115,15 +115,16 @@ class Saver:
     def wait(self, trial: int) -> Outcome | None:
         """What became of the trial's last generation, once it is written; None: there is none."""
         writing = self._writing.get(trial)
-        return None if writing is None else self._outcome(writing)
+        if writing is None:
+            return None
+        self._sit_out(writing)
+        return writing.result()
 
-    def _outcome(self, writing: Future[Outcome]) -> Outcome:
-        while True:
-            try:
-                return writing.result(timeout=_TICK_S)
-            except TimeoutError:
-                self.waits += 1
-                self._on_wait()
+    def _sit_out(self, writing: Future[Outcome]) -> None:
+        """Wait until it is over; how it went is told to its own trial."""
+        while not wait([writing], timeout=_TICK_S).done:
+            self.waits += 1
+            self._on_wait()
 
     def forget(self, trial: int) -> None:
         """Wait for the trial's last generation, and keep nothing of it."""

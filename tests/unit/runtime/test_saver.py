@@ -126,6 +126,21 @@ def test_of_the_trials_that_are_copied_one_waits_until_the_other_is_written(
     saver.close()
 
 
+def test_what_went_wrong_with_one_trials_copy_is_not_anothers(tmp_path, record, monkeypatch):
+    def broken(what, place):
+        raise MemoryError("of trial 0")
+
+    saver = Saver(settings_of(tmp_path, 0.0), record.tell)
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "write", broken)
+        saver.save(lambda: state_of(0), copies=True)
+        with pytest.raises(MemoryError, match="of trial 0"):
+            saver.wait(0)
+    saver.save(lambda: state_of(1), copies=True)
+    assert saver.wait(1).trouble == ""
+    saver.close()
+
+
 def test_saved_each_step_a_copy_is_taken_when_the_one_before_is_written(
     tmp_path, record, slow_disk
 ):
