@@ -105,12 +105,12 @@ def _fp32() -> tuple[str, bool, tuple[str, ...]]:
 class _StrictAttention(TorchDispatchMode):
     """Has the backwards of attention repeat themselves.
 
-    While torch only warns of operations that do not, it leaves those two as they are, though it
+    While torch only warns of operations that do not, it leaves them as they are, though it
     has kernels for them that do; and where it raises, it does so of every product unless cuBLAS
     was told something before it was loaded. So it raises for these alone.
     """
 
-    OF = ("_attention_backward", "_flash_attention_backward", "_efficient_attention_backward")
+    OF: tuple[str, ...] = ("_attention_backward",)  # how their names end
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -35,17 +35,6 @@ class Chains:
         self._recipe = recipe
         self._known: dict[Hashable, Chain] = {}
 
-    def key_of(self, model: nn.Module, recipe: Recipe, batch: Batch) -> Hashable:
-        """What those have in common that call their blocks alike.
-
-        Asked for before the first forward, which may change settings: Hugging Face's models note
-        there what problem they solve. A class is told by itself: one that a function makes may
-        differ in what it closes over.
-        """
-        kinds = tuple(type(module) for module in model.modules())
-        signature = signature_of(recipe, model, batch=batch)
-        return kinds, signature, constants_of(recipe, model, rates=True)
-
     def keep(self, chain: Chain, hp: HyperParameters, key: Hashable) -> None:
         """Have it for others of that key, where another model may take its modules' place."""
         if obstacle(chain):
@@ -78,6 +67,17 @@ class Chains:
         return replace(chain, notes=notes, on_close=[restore])
 
 
+def key_of(model: nn.Module, recipe: Recipe, batch: Batch) -> Hashable:
+    """What those have in common that call their blocks alike.
+
+    Asked for before the first forward, which may change settings: Hugging Face's models note
+    there what problem they solve. A class is told by itself: one that a function makes may differ
+    in what it closes over.
+    """
+    kinds = tuple(type(module) for module in model.modules())
+    return kinds, signature_of(recipe, model, batch=batch), constants_of(recipe, model, rates=True)
+
+
 def chain_of(
     model: nn.Module,
     recipe: Recipe,
@@ -95,7 +95,7 @@ def chain_of(
     Raises:
         NotCuttable: it has none.
     """
-    key = None if known is None else known.key_of(model, recipe, batch)
+    key = None if known is None else key_of(model, recipe, batch)
     if known is not None:
         found = known.find(key, model, recipe, caches_off=caches_off)
         if found is not None:

@@ -64,7 +64,7 @@ from shoal.rng import capture_rng, same_rng, seed_all
 from shoal.runtime.bothloops import rehearse_orders
 from shoal.runtime.capturebench import measure_capture
 from shoal.runtime.captures import Captures
-from shoal.runtime.chains import Chains
+from shoal.runtime.chains import Chains, key_of
 from shoal.runtime.clipping import refuse_forgotten, refuse_sparse_norm
 from shoal.runtime.counting import (
     fill_gradients,
@@ -262,7 +262,7 @@ class Measurer:
         batch = to_device(first_batch(train), self._here)
         first_valid = to_device(next(iter(valid or ()), None), self._here)
         modes.train()
-        self._key = self.chains.key_of(model, self._recipe, batch)
+        self._key = key_of(model, self._recipe, batch)
         return Built(
             trial=trial,
             model=model,

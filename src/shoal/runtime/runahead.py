@@ -73,13 +73,17 @@ class RunAhead:
     def submitted(self, seconds: float) -> None:
         """The unit that was submitted last takes so long."""
         if self._is_gpu and (event := self._device.so_far()) is not None:
+            self._forget_what_is_over()
             self._units.append((event, seconds))
             self._pause_s = PAUSES_S[0]
 
     def _is_busy(self) -> bool:
+        self._forget_what_is_over()
+        return bool(self._units)
+
+    def _forget_what_is_over(self) -> None:
         while self._units and self._units[0][0].done:
             self._units.popleft()
-        return bool(self._units)
 
 
 def seconds_of(seat: Seat[Session], action: Action | None) -> float:
