@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import staged
 from listening import Heard
-from processes import Process, Runner, shared_memory, until
+from processes import Runner, shared_memory, until
 
 from shoal.core.event import CheckpointWritten, Event, StepFinished, TrialStarted, WorkerStarted
 from shoal.observe import read_events
@@ -119,10 +118,3 @@ def check_saved(place: Path) -> None:
     events = list(read_events(place))
     done = {e.trial: e.step for e in events if isinstance(e, StepFinished)}
     assert done == {e.trial: e.step for e in events if isinstance(e, CheckpointWritten)}
-
-
-def kill_a_worker(process: Process, draw: random.Random) -> None:
-    """One that lives; the study goes on with another."""
-    workers = [pid for pid, words in process.members().items() if "runtime.worker" in words]
-    if workers:
-        process.send_to(draw.choice(workers), signal.SIGKILL)

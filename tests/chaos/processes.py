@@ -11,6 +11,7 @@ The study's file is written by ``Runner``; it installs a hook that the environme
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -193,6 +194,17 @@ class Process:
         """Send it to one process of the session."""
         assert pid in self.members()
         os.kill(pid, number)
+
+    def kill_a_worker(self, draw: random.Random | None = None) -> bool:
+        """End one that lives, if one does; the study goes on with another."""
+        workers = [pid for pid, words in self.members().items() if "runtime.worker" in words]
+        if not workers:
+            return False
+        worker = draw.choice(workers) if draw else workers[0]
+        with suppress(ProcessLookupError):  # it ended by itself meanwhile
+            os.kill(worker, signal.SIGKILL)
+        until(lambda: worker not in self.members(), f"worker {worker} outlives its kill")
+        return True
 
     def kill(self) -> None:
         """Kill -9 of the whole tree."""

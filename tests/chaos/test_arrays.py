@@ -8,7 +8,6 @@ import signal
 import sys
 
 import populations
-import processes
 import pytest
 import searches
 import squads
@@ -48,13 +47,6 @@ def check_arrayed(place, epochs: int) -> None:
         assert_same(plain, trial, losses=losses[trial.number])
 
 
-def kill_a_worker(process: processes.Process, draw: random.Random) -> None:
-    """One that lives; the study goes on with another."""
-    workers = [pid for pid, words in process.members().items() if "runtime.worker" in words]
-    if workers:
-        process.send_to(draw.choice(workers), signal.SIGKILL)
-
-
 def run_under_fire(folder, kills: int, epochs: int, seed: int, options=OPTIONS) -> None:
     """Each run is another number of devices, and only the first one asks for arrays."""
     sys.stderr.write(f"seed {seed}\n")  # shown when it fails
@@ -67,7 +59,7 @@ def run_under_fire(folder, kills: int, epochs: int, seed: int, options=OPTIONS) 
         process.wait_for("StepFinished", or_end=True)
         words = ()
         if draw.random() < 0.4 and not process.is_over_after(draw.uniform(0.0, 1.0)):
-            kill_a_worker(process, draw)
+            process.kill_a_worker(draw)
         if not process.is_over_after(draw.uniform(0.0, 1.5)):
             process.kill()
         process.check_nothing_left()

@@ -63,18 +63,12 @@ def test_killed_at_any_instant(seed, undisturbed, tmp_path):
         process.wait_for("StepFinished", or_end=True)
         words = ()
         if draw.random() < 0.5 and not process.is_over_after(draw.uniform(0.0, 1.0)):
-            end_a_worker(process, draw)
+            process.kill_a_worker(draw)
         if not process.is_over_after(draw.uniform(0.0, 1.5)):
             process.kill()
     assert runner.start(words=words).wait() == 0, runner.words()
     assert ranks.outcome(runner.place) == undisturbed
     ranks.check(runner.place)
-
-
-def end_a_worker(process, draw) -> None:
-    workers = [pid for pid, words in process.members().items() if "runtime.worker" in words]
-    if workers:
-        process.send_to(draw.choice(workers), signal.SIGKILL)
 
 
 def wait_for_a_step_in_a_new_seat(runner) -> None:
@@ -94,7 +88,7 @@ def test_a_worker_that_dies_later_sets_its_trials_back_to_their_old_seats(undist
     runner._devices = 1
     process = runner.start(words=FUSED, **{studies.PACE_S: "0.05"})
     wait_for_a_step_in_a_new_seat(runner)
-    end_a_worker(process, random.Random(0))
+    assert process.kill_a_worker(random.Random(0))
     assert process.wait() == 0, runner.words()
     events = runner.events()
     back = {e.trial: n for n, e in enumerate(events) if isinstance(e, TrialRestarted)}

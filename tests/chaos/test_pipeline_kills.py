@@ -9,7 +9,7 @@ import sys
 import pytest
 import staged
 import studies
-from hunting import check_clean, kill_a_worker
+from hunting import check_clean
 from processes import Runner, shared_memory
 
 INSTANTS = (
@@ -53,9 +53,9 @@ def run_under_fire(
         process = runner.start(**{studies.PACE_S: "0.01"})
         process.wait_for("StepFinished", or_end=True)
         if draw.random() < 0.6 and not process.is_over_after(draw.uniform(0.0, 1.0)):
-            kill_a_worker(process, draw)
+            process.kill_a_worker(draw)
             if not process.is_over_after(draw.uniform(0.0, 1.0)):
-                kill_a_worker(process, draw)
+                process.kill_a_worker(draw)
         if not process.is_over_after(draw.uniform(0.0, 4.0)):
             process.kill()
         process.check_nothing_left()

@@ -131,8 +131,7 @@ def test_the_death_of_workers_changes_nothing(tmp_path, undisturbed):
     process = runner.start(**{studies.PACE_S: "0.01"})
     for kind in ("TrialParked", "TrialExploited"):
         process.wait_for(kind)
-        workers = [pid for pid, words in process.members().items() if "runtime.worker" in words]
-        process.send_to(workers[0], signal.SIGKILL)
+        assert process.kill_a_worker()
     assert process.wait() == 0, runner.words()
     assert populations.outcome(runner.place) == undisturbed
 

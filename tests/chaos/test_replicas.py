@@ -9,7 +9,7 @@ import time
 import copied
 import pytest
 import studies
-from hunting import at_step, check_clean, kill_a_worker, leaving_nothing
+from hunting import at_step, check_clean, leaving_nothing
 from processes import Runner, shared_memory
 
 import shoal
@@ -126,7 +126,7 @@ def test_replicas_killed_at_random_instants_end_on_the_same_bits(shard, tmp_path
         process = runner.start(**{studies.PACE_S: "0.01"})
         process.wait_for("StepFinished", or_end=True)
         if draw.random() < 0.6 and not process.is_over_after(draw.uniform(0.0, 1.0)):
-            kill_a_worker(process, draw)
+            process.kill_a_worker(draw)
         if not process.is_over_after(draw.uniform(0.0, 4.0)):
             process.kill()
         process.check_nothing_left()

@@ -90,10 +90,9 @@ def test_a_search_killed_at_a_random_instant_comes_to_the_same_leaderboard(tmp_p
 def test_the_death_of_workers_changes_nothing(tmp_path, undisturbed):
     runner = Runner(tmp_path, maker="searches")
     process = runner.start(**{studies.PACE_S: "0.01"})
-    for _ in range(2):
-        process.wait_for("TrialParked")
-        workers = [pid for pid, words in process.members().items() if "runtime.worker" in words]
-        process.send_to(workers[0], signal.SIGKILL)
+    for count in (1, 2):
+        process.wait_for("TrialParked", count)
+        assert process.kill_a_worker()
     assert process.wait() == 0, runner.words()
     assert searches.outcome(runner.place) == undisturbed
 
