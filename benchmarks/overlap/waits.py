@@ -26,8 +26,9 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 STEPS, WARM_UP, TRIALS, BLOCKS, WIDTH, CONTEXT, ROWS = 12, 3, 2, 8, 64, 160, 2
 BLOCK_BYTES = 4 * 12 * WIDTH**2
 ARMS = {
-    "micro-batch by micro-batch": {"order": "micro"},
-    "shard by shard": {"order": "shard"},
+    f"{name}, {ahead} loaded ahead": {"order": order, "lookahead": ahead, "lookbehind": ahead}
+    for name, order in (("micro-batch by micro-batch", "micro"), ("shard by shard", "shard"))
+    for ahead in (0, 1)
 }
 
 
