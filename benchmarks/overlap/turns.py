@@ -255,12 +255,12 @@ class _Ranked(replays._Replay):
         self._unit_s[lane.trial] = lane.lines[lane.head].seconds
         super()._offer(lane, round_)
 
-    def _next_of(self, waiting: Sequence[Any], stream: Any) -> int:
+    def _next_of(self, waiting: Sequence[Any]) -> int:
         before = dict(self._unit_s)
-        for lane in waiting:
-            line = lane.lines[lane.queues[stream][0][1]]
+        for lane, name in waiting:
+            line = lane.lines[lane.queues[name][0][1]]
             self._unit_s[lane.trial] = line.chunks[lane.chunk] if line.chunks else line.seconds
-        chosen = super()._next_of(waiting, stream)
+        chosen = super()._next_of(waiting)
         self._unit_s = before
         return chosen
 

@@ -8,16 +8,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from shoal.core.seams import Candidate
 
 Work = Callable[[], Any]
-GiveWay = Callable[[], None]
-"""Called between two pieces of work: returns when it is the caller's turn to go on."""
-Turn = Callable[[], AbstractContextManager[GiveWay | None]]
-"""What work waits for when all it needs is there, and holds while it runs."""
 IsOff = Callable[[], bool]
 """Whether nobody wants the work any more: what of it has not begun is left out then."""
 
@@ -135,15 +130,15 @@ class Turns:
         self.choose: Callable[[Sequence[Candidate]], Candidate] = lambda claims: claims[0]
         self._lock = threading.Lock()
         self._free = places
-        self._waiting: list[_Hold] = []
+        self._waiting: list[Hold] = []
 
     @contextlib.contextmanager
-    def take(self, claim: Candidate, is_off: IsOff = never) -> Iterator[GiveWay]:
-        """Wait for a turn, and hold it inside; what is given hands it on where that is due.
+    def take(self, claim: Candidate, is_off: IsOff = never) -> Iterator[Hold]:
+        """Wait for a turn, and hold it inside.
 
         Work that ``is_off`` goes on without a turn, if ``let_go`` is called after it came to be.
         """
-        hold = _Hold(claim, is_off)
+        hold = Hold(self, claim, is_off)
         with self._lock:
             if self._free:
                 self._free -= 1
@@ -152,27 +147,15 @@ class Turns:
                 self._wait_in_line(hold)
         hold.wait()
         try:
-            yield functools.partial(self._give_way, hold)
+            yield hold
         finally:
             if hold.has_turn:
                 self._pass_on()
 
-    def let_go(self) -> None:
-        """Have work that is off wait for no turn."""
-        with self._lock:
-            for hold in [hold for hold in self._waiting if hold.is_off()]:
-                self._waiting.remove(hold)
-                hold.go_on.set()
-
-    def _wait_in_line(self, hold: _Hold) -> None:
-        """Under the lock."""
-        hold.has_turn = False
-        if not hold.is_off():
-            hold.go_on.clear()
-            self._waiting.append(hold)
-
-    def _give_way(self, hold: _Hold) -> None:
-        """Let who waits go first where the rule says so; wait for a turn again then."""
+    def give_way(self, hold: Hold) -> None:
+        """Between two pieces: let who waits go first where the rule says so; wait for a turn again
+        then.
+        """
         with self._lock:
             if not self._waiting or not hold.has_turn:
                 return
@@ -183,6 +166,20 @@ class Turns:
             self._waiting.pop(at - 1).begin()
             self._wait_in_line(hold)
         hold.wait()
+
+    def let_go(self) -> None:
+        """Have work that is off wait for no turn."""
+        with self._lock:
+            for hold in [hold for hold in self._waiting if hold.is_off()]:
+                self._waiting.remove(hold)
+                hold.go_on.set()
+
+    def _wait_in_line(self, hold: Hold) -> None:
+        """Under the lock."""
+        hold.has_turn = False
+        if not hold.is_off():
+            hold.go_on.clear()
+            self._waiting.append(hold)
 
     def _pass_on(self) -> None:
         with self._lock:
@@ -200,11 +197,19 @@ def _nothing_known(trial: int) -> Candidate:
     return Candidate(trial=trial, ticket=0, remaining_s=0.0, warm=False)
 
 
-class _Hold:
+class Turn(NamedTuple):
+    """What work waits for when all it needs is there, and holds while it runs."""
+
+    turns: Turns
+    claim: Candidate
+    is_off: IsOff = never
+
+
+class Hold:
     """Work that has a turn, waits for one, or goes on without."""
 
-    def __init__(self, claim: Candidate, is_off: IsOff) -> None:
-        self.claim, self.is_off, self.has_turn = claim, is_off, False
+    def __init__(self, turns: Turns, claim: Candidate, is_off: IsOff) -> None:
+        self._turns, self.claim, self.is_off, self.has_turn = turns, claim, is_off, False
         self.go_on = threading.Event()
         self.go_on.set()
         self.wait = self.go_on.wait
@@ -214,12 +219,18 @@ class _Hold:
         self.has_turn = True
         self.go_on.set()
 
+    def give_way(self) -> None:
+        """To who goes first by the rule, if somebody does; until it is the turn of this again."""
+        if not self.is_off():
+            self._turns.give_way(self)
+
 
 class ThreadStream:
     """Work in order on a thread of its own. Use as a context manager or call ``close``."""
 
     def __init__(self, name: str, notify: Work) -> None:
         self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._peeked: list[_Item | None] = []  # the next, where it was looked at
         self._notify = notify
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -230,7 +241,7 @@ class ThreadStream:
         after: Iterable[Event] = (),
         *,
         seconds: float | None = None,
-        turn: Turn = contextlib.nullcontext,
+        turn: Turn | None = None,
     ) -> ThreadEvent:
         """Queue ``work``; it runs when all of ``after`` are complete. A failed one fails it.
 
@@ -240,21 +251,17 @@ class ThreadStream:
         return self.submit_pieces([Piece(work, seconds)], after, turn=turn)
 
     def submit_pieces(
-        self,
-        pieces: Sequence[Piece],
-        after: Iterable[Event] = (),
-        *,
-        turn: Turn = contextlib.nullcontext,
-        is_off: IsOff = never,
+        self, pieces: Sequence[Piece], after: Iterable[Event] = (), *, turn: Turn | None = None
     ) -> ThreadEvent:
         """As ``submit``, of work in pieces; between two of them others may have the turn.
 
-        One event is of all. Where a piece raises, those behind it do not run; where the work
-        ``is_off``, those that have not begun.
+        One event is of all. Where a piece raises, those behind it do not run; where the work is
+        off, those that have not begun. Work that could run when that before it is over keeps the
+        turn, but for whom the rule has go first.
         """
         event, waits = self._event(), tuple(after)
         works = [self._paced(piece, event, waits) for piece in pieces]
-        self._queue.put((works, waits, event, turn, is_off))
+        self._queue.put(_Item(works, waits, event, turn))
         return event
 
     def _event(self) -> ThreadEvent:
@@ -271,33 +278,89 @@ class ThreadStream:
 
     def _run(self) -> None:
         broken: BaseException | None = None  # a rule for turns raised: nothing runs any more
-        while (item := self._queue.get()) is not None:
-            works, after, event, turn, is_off = item
+        while (item := self._next()) is not None:
             try:
                 if broken is not None:
                     raise broken
-                for needed in after:
-                    needed.wait()
+                item.wait()
             except BaseException as error:
-                event.run(_raiser(error))
+                item.fail(error)
             else:
                 try:
-                    with turn() as give_way:
-                        event.run(functools.partial(_run_pieces, works, give_way, is_off))
+                    self._run_from(item)
                 except BaseException as error:
                     broken = error
-            del item, works, after  # tensors in the closures are free now, not at the next item
+            del item  # tensors in its closures are free now, not at the next item
             self._notify()
 
+    def _run_from(self, item: _Item) -> None:
+        """Run an item in its turn, and those behind it that could run then."""
+        if item.turn is None:
+            item.run(None)
+            return
+        turns, claim, is_off = item.turn
+        with turns.take(claim, is_off) as hold:
+            item.run(hold)
+            del item
+            while hold.has_turn and (turn := self._turn_of_next(turns)) is not None:
+                self._notify()
+                _, hold.claim, hold.is_off = turn
+                self._run_in(hold)
 
-_Item = tuple[list[Work], tuple[Event, ...], ThreadEvent, Turn, IsOff]
+    def _run_in(self, hold: Hold) -> None:
+        """The next item, when who goes first by the rule has gone."""
+        item = self._next()
+        assert item is not None, "looked at before"
+        try:
+            item.wait()
+            hold.give_way()
+        except BaseException as error:
+            item.fail(error)
+        else:
+            item.run(hold)
+
+    def _turn_of_next(self, turns: Turns) -> Turn | None:
+        """Of the next item, if it is there and could run in a turn of these."""
+        if not self._peeked:
+            with contextlib.suppress(queue.Empty):
+                self._peeked.append(self._queue.get_nowait())
+        item = self._peeked[0] if self._peeked else None
+        return item.turn if item is not None and item.could_run(turns) else None
+
+    def _next(self) -> _Item | None:
+        return self._peeked.pop() if self._peeked else self._queue.get()
 
 
-def _run_pieces(works: Sequence[Work], give_way: GiveWay | None, is_off: IsOff) -> None:
+class _Item(NamedTuple):
+    """What is queued: works that are complete together."""
+
+    works: list[Work]
+    after: tuple[Event, ...]
+    event: ThreadEvent
+    turn: Turn | None
+
+    def wait(self) -> None:
+        """Until all that it needs is complete; raise where one of them failed."""
+        for needed in self.after:
+            needed.wait()
+
+    def could_run(self, turns: Turns) -> bool:
+        """Whether it would wait for nothing but these turns."""
+        mine = self.turn is not None and self.turn.turns is turns
+        return mine and all(needed.done for needed in self.after)
+
+    def run(self, hold: Hold | None) -> None:
+        self.event.run(functools.partial(_run_pieces, self.works, hold))
+
+    def fail(self, error: BaseException) -> None:
+        self.event.run(_raiser(error))
+
+
+def _run_pieces(works: Sequence[Work], hold: Hold | None) -> None:
     for index, work in enumerate(works):
-        if index and give_way is not None and not is_off():
-            give_way()
-        if is_off():
+        if index and hold is not None:
+            hold.give_way()
+        if hold is not None and hold.is_off():
             return
         work()
 

@@ -493,19 +493,21 @@ class _Replay:
         """The first of the lane's queue is done: the link, and the next in the queue, go on."""
         queue = lane.queues[name]
         queue.popleft()
+        goes_on = bool(queue) and not queue[0][0].missing[queue[0][1]]
         if name == "activations" and lane.passes:
             lane.passes = False
         elif (stream := _LINKS.get(name)) is not None:
             link = lane.device.links[stream]
             link.busy = False
+            if goes_on and name == "host":  # it keeps its turn, but for whom the rule has go first
+                link.ready.insert(0, (lane, name))
+                goes_on = False
             if link.ready:
                 link.busy = True
                 other, its = link.ready.pop(self._next_of(link.ready))
                 self._start(other, *other.queues[its][0])
-        if queue:
-            round_, index = queue[0]
-            if not round_.missing[index]:
-                self._transfer(lane, name)
+        if goes_on:
+            self._transfer(lane, name)
 
     def _next_of(self, waiting: Sequence[tuple[_Lane, Queue]]) -> int:
         """Whose turn it is on a link, or at the host's memory."""

@@ -40,7 +40,7 @@ from shoal.core.errors import CapacityError
 from shoal.core.turns import Upload
 from shoal.core.units import Bytes
 from shoal.device import Device, Event, Lane
-from shoal.device.streams import Piece
+from shoal.device.streams import Piece, Turn
 from shoal.memory.layout import Arena
 from shoal.memory.ledger import Ledger
 from shoal.partition.track import AllocationTracker, read_bytes, storages_of
@@ -565,9 +565,8 @@ class Seat(Generic[T]):
             for work, share in self.compute.host_step(shard)
         ]
         is_off = self._closing.is_set  # then nobody reads what is still to be stepped
-        claim = device.host_turns.claim(self.trial)
-        turn = functools.partial(device.host_turns.take, claim, is_off)
-        event: Event = self._lane.host.submit_pieces(pieces, after, turn=turn, is_off=is_off)
+        turn = Turn(device.host_turns, device.host_turns.claim(self.trial), is_off)
+        event: Event = self._lane.host.submit_pieces(pieces, after, turn=turn)
         self._in_flight.append((event, ()))
         self._note("host", event)
         self._written[shard] = event

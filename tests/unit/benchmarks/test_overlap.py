@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import itertools
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from shoal.core.profile import PROFILES
+from shoal.core.turns import DEFAULT, RULES
 from shoal.program.check import check
 from shoal.program.ir import Op
 from shoal.program.replay import Run
@@ -19,6 +21,9 @@ _SPEC = importlib.util.spec_from_file_location("overlap_paper", _PLACE)
 paper = importlib.util.module_from_spec(_SPEC)
 sys.modules["overlap_paper"] = paper
 _SPEC.loader.exec_module(paper)
+
+sys.path.append(str(_PLACE.parent))  # turns.py imports what lies beside it
+turns = importlib.import_module("turns")
 
 H200 = PROFILES["h200"]
 BALANCED = round(paper.balanced_tokens(H200))
@@ -197,3 +202,9 @@ def test_a_place_stays_empty_when_all_but_so_many_have_ended():
     assert paper.pace_of_mix(works).full == pytest.approx(2.0 / 2.0)
     assert paper.pace_of_mix(works, 2).full == pytest.approx(3.0 / 3.0)
     assert paper.pace_of_mix(works, 1).full == pytest.approx(3.0 / 4.0)
+
+
+def test_every_rule_is_replayed_on_a_mix():
+    took = turns.play("few", 0)
+    assert set(took) == {*turns.OTHERS, *set(RULES) - {DEFAULT}, turns.PLANNED}
+    assert min(took.values()) > 0

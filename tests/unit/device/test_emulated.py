@@ -14,7 +14,7 @@ from shoal.core.spec import DeviceSpec
 from shoal.core.turns import Upload
 from shoal.core.units import Bytes
 from shoal.device import EmulatedDevice, Event, Lane, ThreadEvent, VirtualDevice, open_device
-from shoal.device.streams import Piece
+from shoal.device.streams import Piece, Turn
 from shoal.testing import ManualClock
 
 MB = 10**6
@@ -276,7 +276,7 @@ def test_a_plain_virtual_device_ignores_the_seconds() -> None:
 def test_pieces_of_a_host_step_take_their_seconds_one_after_another(device, lane) -> None:
     done: list[int] = []
     pieces = [Piece(lambda n=n: done.append(n), 0.25 * n) for n in (1, 2, 3)]
-    event = lane.host.submit_pieces(pieces, turn=lambda: device.host_turns.take(0))
+    event = lane.host.submit_pieces(pieces, turn=Turn(device.host_turns, 0))
     event.wait()
     assert done == [1, 2, 3]
     assert _seconds(event) == pytest.approx(1.5)
@@ -292,9 +292,9 @@ def test_what_goes_between_two_pieces_of_another_step_takes_its_seconds_there(
     device.host_turns.choose = max
     begun, go_on = threading.Event(), threading.Event()
     pieces = [Piece(lambda: begun.set() or go_on.wait(), 1.0), Piece(lambda: None, 1.0)]
-    patient = lane.host.submit_pieces(pieces, turn=lambda: device.host_turns.take(1))
+    patient = lane.host.submit_pieces(pieces, turn=Turn(device.host_turns, 1))
     begun.wait()
-    urgent = other.host.submit(lambda: None, seconds=0.5, turn=lambda: device.host_turns.take(2))
+    urgent = other.host.submit(lambda: None, seconds=0.5, turn=Turn(device.host_turns, 2))
     while not device.host_turns._waiting:
         time.sleep(1e-3)
     go_on.set()

@@ -132,8 +132,8 @@ def has_chunks(found):
 
 def test_steps_stay_in_one_piece_where_their_mix_is_sooner_through_so():
     # The longer one takes the host from the other at every chunk, and is hardly sooner for it.
-    two = {"long": kind(9, 0.8, 1.6), "short": kind(2, 0.7, 0.3)}
-    lengths = {"long": 2, "short": 5}
+    two = {"long": kind(7, 0.8, 2.0), "short": kind(2, 1.2, 1.2)}
+    lengths = {"long": 3, "short": 6}
     two = {
         name: replace(one, measure=replace(one.measure, num_batches=lengths[name]))
         for name, one in ((name, cut(one, 4)) for name, one in two.items())
@@ -165,8 +165,8 @@ def usual_and_other_s(kinds, shared):
 @pytest.mark.parametrize(
     ("rates", "rule"),
     [
-        ([(2, 1.0, 1.6), (6, 3.3, 0.6)], "most steps left first"),
-        ([(2, 2.1, 1.2), (4, 3.1, 1.7), (5, 0.4, 2.6)], "shortest step first"),
+        ([(2, 0.3, 1.8), (6, 3.6, 1.0)], "most steps left first"),
+        ([(4, 0.4, 0.4), (2, 0.9, 2.9), (2, 2.6, 1.2)], "shortest step first"),
     ],
 )
 def test_another_rule_is_taken_where_the_mix_is_through_sooner_by_it(rates, rule):

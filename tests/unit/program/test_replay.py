@@ -318,6 +318,19 @@ def two_at_the_host(run_of, chunks):
     return [(span.trial, span.end_s - span.start_s) for span in spans]
 
 
+def test_a_trial_that_has_the_hosts_memory_keeps_it_but_for_whom_the_rule_has_go_first(run_of):
+    shard = {"step_s": 4.0, "forward_s": 0.0, "backward_s": 0.0}
+    two = [
+        dataclasses.replace(
+            run_of(spilled_step(2, optimizer="host", clip=True), 2, shard=shard, trial=0),
+            trial=trial,
+        )
+        for trial in range(2)
+    ]
+    at_host = [s.trial for s in replay(two).spans if s.stream == "host"]
+    assert at_host == [0, 0, 1, 1]
+
+
 def test_a_step_on_the_host_in_one_piece_keeps_the_more_urgent_one_waiting(run_of):
     assert two_at_the_host(run_of, ())[:2] == [(0, 8.0), (1, 4.0)]
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.core.seams import Candidate
-from shoal.device.streams import Piece
+from shoal.device.streams import Piece, Turn
 from shoal.device.virtual import VirtualDevice
 from shoal.program.ir import Action, Op
 from shoal.runtime.interpret import Seat
@@ -52,9 +52,7 @@ def test_a_trial_that_has_begun_its_next_step_meanwhile_does_not_lose_its_rank(d
     turns.choose = Interleaver().first
     first, second = (Stepping(device, trial, done) for trial in (1, 2))
     gate = threading.Event()
-    held = device.lane().host.submit_pieces(
-        [Piece(gate.wait)], turn=lambda: turns.take(of(0, 9.0))
-    )
+    held = device.lane().host.submit_pieces([Piece(gate.wait)], turn=Turn(turns, of(0, 9.0)))
     while turns._free:
         time.sleep(1e-3)
     events = [seat._host_step(Action(Op.STEP, 0)) for seat in (second, first)]
