@@ -114,7 +114,7 @@ class _Waiting(paper._Paper):
     def _transfer(self, lane: Any, stream: Any) -> None:
         link = lane.device.links.get("host")
         if stream == "host" and link is not None and link.busy and self._owner is not None:
-            lanes = [self._owner, *link.ready, lane]
+            lanes = [self._owner, *(waiting for waiting, _ in link.ready), lane]
             ready = [x.candidate(x.queues["host"][0][0]) for x in lanes]
             if self._choose(ready) == len(link.ready) + 1:
                 self._since.append(self._now)

@@ -123,6 +123,7 @@ def run(arm: str, how: dict[str, Any]) -> dict[str, float]:
     return {
         "step_ms": 1e3 * (ended - began) / slower / steps,
         "busy": length(inside) / (ended - began),
+        "steps": steps,
     }
 
 

@@ -23,7 +23,7 @@ sys.modules["overlap_paper"] = paper
 _SPEC.loader.exec_module(paper)
 
 sys.path.append(str(_PLACE.parent))  # turns.py imports what lies beside it
-turns = importlib.import_module("turns")
+chunks, turns = map(importlib.import_module, ("chunks", "turns"))
 
 H200 = PROFILES["h200"]
 BALANCED = round(paper.balanced_tokens(H200))
@@ -208,3 +208,9 @@ def test_every_rule_is_replayed_on_a_mix():
     took = turns.play("few", 0)
     assert set(took) == {*turns.OTHERS, *set(RULES) - {DEFAULT}, turns.PLANNED}
     assert min(took.values()) > 0
+
+
+def test_what_chunks_are_worth_is_replayed_on_a_mix():
+    found = chunks.play(chunks.few_shards(0, H200, length_s=2.0), H200, None)
+    assert found.makespan_s > 0
+    assert 0.3 < found.roofline <= 1
