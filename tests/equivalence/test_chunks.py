@@ -136,9 +136,9 @@ def test_an_optimizer_that_needs_a_layer_at_a_time_steps_shards_whole(
 def test_in_the_midst_of_a_shard_the_turn_goes_to_whoever_has_most_left(
     tmp_path, warm_workers, assert_alone, jobs
 ):
-    """A deep model and one half as deep; the host's memory is what both wait for."""
+    """A deep model and one a third as deep; the host's memory is what both wait for."""
     recipe = chunking.recipe(model=chunking.tower, clip_grad_norm=0.5)
-    space = shoal.grid(lr=[1e-2], depth=[12, 6])
+    space = shoal.grid(lr=[1e-2], depth=[12, 4])
     seen = Watched()
     study = shoal.Study("turns", recipe, space=space, steps=STEPS, directory=tmp_path)
     report = study.run(
