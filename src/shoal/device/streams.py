@@ -290,7 +290,7 @@ class ThreadStream:
                     self._run_from(item)
                 except BaseException as error:
                     broken = error
-            del item  # tensors in its closures are free now, not at the next item
+            del item  # what it refers to is free now, not at the next item
             self._notify()
 
     def _run_from(self, item: _Item) -> None:
@@ -301,7 +301,6 @@ class ThreadStream:
         turns, claim, is_off = item.turn
         with turns.take(claim, is_off) as hold:
             item.run(hold)
-            del item
             while hold.has_turn and (turn := self._turn_of_next(turns)) is not None:
                 self._notify()
                 _, hold.claim, hold.is_off = turn
@@ -351,6 +350,7 @@ class _Item(NamedTuple):
 
     def run(self, hold: Hold | None) -> None:
         self.event.run(functools.partial(_run_pieces, self.works, hold))
+        self.works.clear()  # tensors in their closures are free now, not when the turn is over
 
     def fail(self, error: BaseException) -> None:
         self.event.run(_raiser(error))
