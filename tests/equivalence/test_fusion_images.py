@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from shoal.fusion import dry_run
-from shoal.fusion.layout import as_alone, one_alone
+from shoal.fusion.layout import FORMATS, as_alone, laid, one_alone
 from shoal.fusion.level import entered
-from shoal.fusion.rules import convolution
+from shoal.fusion.rules import RULES, convolution
 from shoal.fusion.rules.convolution import NARROW, NARROW_TRANSPOSED, conv, conv_transpose
 from shoal.fusion.slots import Slots
 from shoal.fusion.streams import SlotStreams
@@ -23,6 +23,7 @@ from shoal.rng import capture_rng
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROWS, SIZE = 3, 9
+BATCHES = (1, 7)  # of few images and of more than there are weights
 WIDTHS, CHANNELS = (2, 4, 5), ((3, 8), (8, 3), (8, 16), (16, 16), (3, 32), (32, 32), (32, 1))
 POISONS = (math.nan, math.inf)
 HOW = {
@@ -46,16 +47,18 @@ def passed(rule, settings, x, w, b, slope):
 
 @pytest.mark.parametrize("channels", CHANNELS, ids=str)
 @pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", BATCHES)
 @pytest.mark.parametrize("how", HOW)
-def test_what_is_not_finite_in_a_slot_stays_there(how, width, channels):
+def test_what_is_not_finite_in_a_slot_stays_there(how, rows, width, channels):
     """Kernels pad channels to what fits a register: 0 times a neighbour's inf would be no 0."""
     rule, size, settings = HOW[how]
     inside, outside = channels
     torch.manual_seed(0)
-    x = torch.randn(width, ROWS, inside, SIZE, SIZE)
+    x = torch.randn(width, rows, inside, SIZE, SIZE)
     shape = (outside, inside) if rule is conv else (inside, outside)
     w, b = torch.randn(width, *shape, size, size), torch.randn(width, outside)
     is_narrow = min(channels) <= (NARROW if rule is conv else NARROW_TRANSPOSED)
+    is_narrow = is_narrow and w.numel() <= x.numel()
     g = torch.Generator().manual_seed(1)
     out, right = passed(rule, settings, x, w, b, lambda out: torch.randn(out.shape, generator=g))
     assert (as_alone(out) is not out) == (is_narrow and outside > 1)  # as it is meant to lie
@@ -131,6 +134,29 @@ def test_a_relu_writes_into_what_a_narrow_convolution_gives(layer, dtype):
     found, notes = worst(lambda s: nn.Sequential(layer(), nn.ReLU(inplace=True)), IMAGE, dtype)
     assert found <= (1e-12 if dtype == torch.float64 else 1e-3)
     assert notes == ()
+
+
+@pytest.mark.parametrize("wanted", FORMATS)
+@pytest.mark.parametrize("before", FORMATS)
+def test_a_gradient_comes_as_the_images_lay(before, wanted):
+    x = torch.randn(2, 6, 3, 5).contiguous(memory_format=before).requires_grad_()
+    slope = torch.randn(2, 6, 3, 5).contiguous(memory_format=wanted)
+
+    out = laid(x, wanted)
+    (found,) = torch.autograd.grad(out, x, slope)
+
+    assert torch.equal(out, x) and out.is_contiguous(memory_format=wanted)
+    assert torch.equal(found, slope) and found.is_contiguous(memory_format=before)
+
+
+def test_what_an_activation_writes_over_is_no_view_to_autograd():
+    """The gradient of what is written into a view is laid anew: two passes more."""
+    made = torch.randn(2, 3, 4, 5, 5, requires_grad=True) * 1  # slots beside channels
+    with entered(3) as level:
+        slots = Slots(level, SlotStreams([capture_rng()] * 3, made.device), [True] * 3)
+        out = level.open(RULES[torch.relu_](slots, level.slotted(made, 1)))[0]
+
+    assert out is made and type(made.grad_fn).__name__ == "ReluBackward0"
 
 
 POOLED = {  # functions of images and a weight of one number

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from shoal.fusion import dry_run
 from shoal.fusion.rules import RULES
+from shoal.fusion.rules.table import WRITTEN_OVER
 from shoal.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -75,7 +76,8 @@ def after(shaped):
     )
 
 
-IMAGE, FORTY = (4, 6, 5, 5), (2, 40, 5, 5)
+OPTIONS = {torch.threshold_: (0.1, 0.2), torch._C._nn.leaky_relu_: (0.2,)}
+IMAGE, THREE, FORTY = (4, 6, 5, 5), (3, 6, 5, 5), (2, 40, 5, 5)
 DEEP, ROWS, HEADS = (4, 6, 1, 1), (4, 6), (2, 3, 4, 6)
 
 ROWS_OF = {  # what: (operation with the rule, module of a slot, shape of its input)
@@ -135,6 +137,34 @@ ROWS_OF = {  # what: (operation with the rule, module of a slot, shape of its in
         }.items()
     },
     "dropout of what is narrow": (torch.dropout, lambda s: after(lambda x: x), IMAGE),
+    **{
+        f"{operation.__qualname__} of what is narrow": (
+            operation,
+            lambda s, operation=operation: nn.Sequential(
+                nn.Conv2d(6, 4, 3, padding=1),
+                Fn(lambda x, w: operation(x * w, *OPTIONS.get(operation, ())) * w, 1),
+                nn.Conv2d(4, 3, 3),
+            ),
+            IMAGE,
+        )
+        for operation in WRITTEN_OVER
+    },
+    "all of an image": (torch.conv2d, lambda s: nn.Conv2d(6, 3, 5), IMAGE),
+    "all of it, no bias": (torch.conv2d, lambda s: nn.Conv2d(6, 3, 5, bias=False), IMAGE),
+    "all of what is narrow": (
+        torch.conv2d,
+        lambda s: nn.Sequential(nn.Conv2d(6, 4, 3), nn.ReLU(), nn.Conv2d(4, 1, 3)),
+        THREE,
+    ),
+    "all of a line": (torch.conv1d, lambda s: nn.Conv1d(6, 5, 7), (4, 6, 7)),
+    "narrow, then wide, then narrow": (
+        torch.conv2d,
+        lambda s: nn.Sequential(
+            *(nn.Conv2d(6, 4, 3, padding=1), nn.LeakyReLU(), nn.Conv2d(4, 40, 3, padding=1)),
+            *(nn.LeakyReLU(), nn.Conv2d(40, 36, 3), nn.ReLU(True), nn.Conv2d(36, 3, 3)),
+        ),
+        THREE,
+    ),
     "from a pixel": (torch.conv_transpose2d, lambda s: nn.ConvTranspose2d(6, 5, 4), DEEP),
     "from a point": (torch.conv_transpose1d, lambda s: nn.ConvTranspose1d(6, 5, 4), (4, 6, 1)),
     "from a voxel": (

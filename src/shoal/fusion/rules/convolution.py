@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.fusion.layout import laid
 from shoal.fusion.level import plainly
 from shoal.fusion.rules.linear import in_autocast
 from shoal.fusion.slots import Slots
@@ -35,8 +36,11 @@ def conv(
         with plainly():
             if _all(dilation, 1):
                 w, padding = _within_reach(w, padding, x.shape[3:])
-            is_point = _all(padding, 0) and all(size == 1 for size in w.shape[3:])
-            out = _of_point(x.transpose(0, 1), w, b, groups) if is_point else None
+            out = None
+            if _all(padding, 0) and all(size == 1 for size in w.shape[3:]):
+                out = _of_point(x.transpose(0, 1), w, b, groups)
+            elif _all(padding, 0) and _all(dilation, 1) and groups == 1:
+                out = _of_all(x, w, b) if w.shape[3:] == x.shape[3:] else None
         if out is not None:
             return slots.slotted(out, 1)
         weight = slots.slotted(w)
@@ -47,12 +51,17 @@ def conv(
     if not (is_ours and _are_images(slots, input, weight)):
         return native(input, weight, bias, *settings)
     settings = stride, padding, dilation, slots.width * groups
-    is_narrow = groups == 1 < slots.width and min(weight.shape[:2]) <= NARROW
+    is_narrow = groups == 1 < slots.width and _are_narrow(input, weight, NARROW)
     return _of_images(slots, torch.conv2d, (input, weight, bias), settings, is_narrow)
 
 
 NARROW, NARROW_TRANSPOSED = 32, 16
 """So many channels, in or out, and images lie with a pixel's channels together."""
+
+
+def _are_narrow(input: Tensor, weight: Tensor, limit: int) -> bool:
+    """Whether images are to lie so: the weights have to as well, a copy both ways."""
+    return min(weight.shape[:2]) <= limit and weight.numel() <= input.numel()
 
 
 def _leaks(slots: Slots, weight: Tensor) -> bool:
@@ -101,18 +110,27 @@ def _of_images(
     b = None if bias is None else slots.stacked(bias)
     with plainly():
         w, b = w.flatten(0, 1), None if b is None else b.flatten()
+        lies = torch.contiguous_format
         if is_narrow and _is_quick(x_BNCHW):
-            x_BHWD = x_BNCHW.permute(0, 3, 4, 1, 2).flatten(3).contiguous()
-            x = x_BHWD.permute(0, 3, 1, 2)
-            w = w.contiguous(memory_format=torch.channels_last)
-        else:
-            x = x_BNCHW.flatten(1, 2).contiguous()
+            lies = torch.channels_last
+            w = w.contiguous(memory_format=lies)
+        x = _beside_channels(x_BNCHW, lies)
         out = native(x, w, b, *settings)
         if is_narrow:
             out = out.contiguous(memory_format=torch.channels_last)
         shape = (len(out), slots.width, out.shape[1] // slots.width, *out.shape[2:])
         found = torch.ops.aten._unsafe_view(out, shape)  # no view: a ReLU may write into it
     return slots.slotted(found, 1)
+
+
+def _beside_channels(x_BNCHW: Tensor, lies: torch.memory_format) -> Tensor:
+    """x_BDHW, a copy unless slots lie beside channels already, and that as ``lies`` says."""
+    slots, channels = x_BNCHW.shape[1:3]
+    if slots == 1 or channels == 1 or x_BNCHW.stride(1) == channels * x_BNCHW.stride(2):
+        return laid(x_BNCHW.flatten(1, 2), lies)
+    if lies is torch.channels_last:
+        return x_BNCHW.permute(0, 3, 4, 1, 2).flatten(3).permute(0, 3, 1, 2)
+    return x_BNCHW.flatten(1, 2).contiguous()
 
 
 def _is_quick(x: Tensor) -> bool:
@@ -156,6 +174,14 @@ def _of_point(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Te
     return shaped
 
 
+def _of_all(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x_NBC* with a kernel as large as the image, as in a discriminator's last layer."""
+    x_NBK, w_NKO = x.flatten(2), weight.flatten(2).transpose(1, 2)
+    out = torch.bmm(x_NBK, w_NKO) if bias is None else torch.baddbmm(bias[:, None], x_NBK, w_NKO)
+    shape = (out.shape[1], out.shape[0], out.shape[2], *([1] * (x.dim() - 3)))
+    return out.transpose(0, 1).contiguous().view(shape)
+
+
 def _pointwise(x_BNCP: Tensor, w_NOC: Tensor, b_NO1: Tensor | None) -> Tensor:
     """[B, N, O, P], P pixels: slots stay beside channels, as grouped convolutions lay them.
 
@@ -196,7 +222,7 @@ def conv_transpose(
         if not (is_ours and _are_images(slots, input, weight)):
             return native(input, weight, bias, *settings)
         settings = stride, padding, output_padding, slots.width * groups, dilation
-        is_narrow = groups == 1 < slots.width and min(weight.shape[:2]) <= NARROW_TRANSPOSED
+        is_narrow = groups == 1 < slots.width and _are_narrow(input, weight, NARROW_TRANSPOSED)
         return _of_images(
             slots, torch.conv_transpose2d, (input, weight, bias), settings, is_narrow
         )

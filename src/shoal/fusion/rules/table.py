@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from shoal.fusion.rules.activation import where_it_lies
 from shoal.fusion.rules.attention import attention
 from shoal.fusion.rules.convolution import conv, conv_transpose
 from shoal.fusion.rules.dropout import dropout, dropout_, feature_dropout, feature_dropout_
@@ -29,6 +30,13 @@ from shoal.fusion.slots import Rule
 SHAPES = (
     *(Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.unflatten),
     *(torch.reshape, torch.flatten, torch.unflatten),
+)
+
+WRITTEN_OVER = (
+    *(torch.relu_, Tensor.relu_, torch.selu_, torch.celu_, torch.sigmoid_, torch.tanh_),
+    *(Tensor.sigmoid_, Tensor.tanh_, torch._C._nn.elu_, torch._C._nn.leaky_relu_),
+    *(torch._C._nn.hardtanh_, torch._C._nn.hardswish_, torch._C._nn.hardsigmoid_),
+    *(torch._C._nn.silu_, torch._C._nn.mish_, torch._C._nn.relu6_, torch.threshold_),
 )
 
 RULES: dict[Callable[..., Any], Rule] = {
@@ -51,5 +59,6 @@ RULES: dict[Callable[..., Any], Rule] = {
     torch.gru: gru,
     torch._C._nn.cross_entropy_loss: cross_entropy,
     torch._C._nn.nll_loss_nd: nll_loss,
+    **{activation: where_it_lies(activation) for activation in WRITTEN_OVER},
     **{shape: as_it_lies_alone(shape) for shape in SHAPES},
 }
