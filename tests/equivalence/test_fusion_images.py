@@ -145,8 +145,10 @@ def test_a_gradient_comes_as_the_images_lay(before, wanted):
     out = laid(x, wanted)
     (found,) = torch.autograd.grad(out, x, slope)
 
-    assert torch.equal(out, x) and out.is_contiguous(memory_format=wanted)
-    assert torch.equal(found, slope) and found.is_contiguous(memory_format=before)
+    assert torch.equal(out, x)
+    assert out.is_contiguous(memory_format=wanted)
+    assert torch.equal(found, slope)
+    assert found.is_contiguous(memory_format=before)
 
 
 def test_what_an_activation_writes_over_is_no_view_to_autograd():
@@ -156,7 +158,8 @@ def test_what_an_activation_writes_over_is_no_view_to_autograd():
         slots = Slots(level, SlotStreams([capture_rng()] * 3, made.device), [True] * 3)
         out = level.open(RULES[torch.relu_](slots, level.slotted(made, 1)))[0]
 
-    assert out is made and type(made.grad_fn).__name__ == "ReluBackward0"
+    assert out is made
+    assert type(made.grad_fn).__name__ == "ReluBackward0"
 
 
 POOLED = {  # functions of images and a weight of one number

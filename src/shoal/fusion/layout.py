@@ -65,7 +65,7 @@ FORMATS = (torch.contiguous_format, torch.channels_last)
 def laid(x: Tensor, wanted: torch.memory_format) -> Tensor:
     """x_BDHW laid as ``wanted``, a copy where it is not; its gradient comes as ``x`` lies.
 
-    An activation's backward takes six times as long where its gradient lies otherwise than its result.
+    An activation's backward takes six times as long where its gradient lies otherwise than it.
     """
     if x.is_contiguous(memory_format=wanted):
         return x

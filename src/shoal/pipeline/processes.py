@@ -27,6 +27,7 @@ import cloudpickle
 
 from shoal.core.errors import ShoalError, SpecError, WorkerError
 from shoal.pipeline.orders import RECORDER, Begun, Done, Job, StagePlace
+from shoal.workerenv import worker_environment
 
 HANG_S = 300.0
 SETUP_S = 600.0  # to build and measure the model, before the first action
@@ -277,11 +278,5 @@ def _raised(name: str, done: Done) -> ShoalError:
 
 
 def _environment() -> Mapping[str, str]:
-    """The parent's, with its import path; messages stay on this machine."""
-    paths = [path or os.getcwd() for path in sys.path]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-    }
+    """Of a process that trains; messages stay on this machine."""
+    return {"GLOO_SOCKET_IFNAME": "lo", **worker_environment()}

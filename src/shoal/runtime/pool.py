@@ -31,6 +31,7 @@ from shoal.runtime.messages import (
     Settings,
     Shutdown,
 )
+from shoal.workerenv import worker_environment
 
 _STACK_BYTES = 64 * 2**10
 _OPENS_S = 60.0  # in which a worker opens a GPU; one that takes longer is left to the watchdog
@@ -58,7 +59,7 @@ class Worker:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "shoal.runtime.worker", *map(str, inherited)],
             pass_fds=inherited,
-            env=_environment(),
+            env=worker_environment(),
             stdin=subprocess.DEVNULL,
             stdout=2,  # what a model prints goes to standard error: --json owns the other
         )
@@ -287,13 +288,3 @@ class WorkerPool:
                 f"all {len(self._workers)} workers are gone. Look at their messages above; run "
                 "`shoal doctor` to check this machine."
             )
-
-
-def _environment() -> dict[str, str]:
-    """The parent's, with its import path, and one compute thread until told otherwise."""
-    paths = [path or os.getcwd() for path in sys.path]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-    }

@@ -15,8 +15,8 @@ from shoal.fusion.slots import Rule, Slots
 def where_it_lies(operation: Callable[..., Tensor]) -> Rule:
     """A rule for an operation that writes over each value of its first tensor by itself.
 
-    Torch's batching writes into a view with slots first. Autograd then lays the gradient anew in the backward of what
-    was written into a view: two passes more, and six times slower ones where images lie otherwise.
+    Torch's batching writes into a view with slots first. Backwards, autograd lays the gradient
+    of what was written into a view anew: two passes more, slow ones where images lie otherwise.
     """
 
     def rule(slots: Slots, input: Tensor, *args: Any, **kwargs: Any) -> Any:

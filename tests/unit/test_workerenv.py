@@ -1,0 +1,36 @@
+from shoal.workerenv import KEPT_BYTES, MAPPED_BYTES, worker_environment
+
+
+def test_a_worker_keeps_memory_and_asks_for_huge_pages():
+    made = worker_environment({"HOME": "/somewhere"})
+
+    assert made["HOME"] == "/somewhere"
+    assert made["OMP_NUM_THREADS"] == "1"
+    assert made["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+    assert made["MALLOC_MMAP_THRESHOLD_"] == str(MAPPED_BYTES)
+    assert 2 * MAPPED_BYTES <= int(made["MALLOC_TRIM_THRESHOLD_"]) <= KEPT_BYTES
+
+
+def test_it_keeps_little_where_little_is_free_or_there_are_many_cores(monkeypatch):
+    monkeypatch.setattr("shoal.workerenv.free_memory", lambda: 16 * 2**30)
+    monkeypatch.setattr("shoal.workerenv.available_cores", lambda: 8)
+    assert worker_environment({})["MALLOC_TRIM_THRESHOLD_"] == str(128 * 2**20)
+
+    monkeypatch.setattr("shoal.workerenv.available_cores", lambda: 64)
+    assert worker_environment({})["MALLOC_TRIM_THRESHOLD_"] == str(64 * 2**20)
+
+
+def test_what_the_user_has_set_stays():
+    given = {
+        "OMP_NUM_THREADS": "4",
+        "MALLOC_TRIM_THRESHOLD_": "0",
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=0",
+    }
+
+    assert given.items() <= worker_environment(given).items()
+
+
+def test_other_tunables_are_kept_beside_it():
+    made = worker_environment({"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"})
+
+    assert made["GLIBC_TUNABLES"] == "glibc.malloc.arena_max=2:glibc.malloc.hugetlb=1"
