@@ -22,6 +22,7 @@ import common
 import shoal
 from shoal.core.event import Event, StepFinished
 from shoal.observe import read_events
+from shoal.workerenv import worker_environment
 
 WARM_UP = 10
 STEPS = {"mlp": 2000, "gpt": 120}
@@ -84,6 +85,15 @@ def plain_seconds(kind: str, workers: int) -> float:
     return (end - begin) / STEPS[kind]
 
 
+def kept_seconds(kind: str, workers: int) -> float:
+    """The same in a process that keeps its memory as shoal's workers do."""
+    command = [sys.executable, str(Path(__file__)), "--plain", kind, str(workers)]
+    done = subprocess.run(
+        command, check=True, capture_output=True, text=True, env=worker_environment()
+    )
+    return float(done.stdout)
+
+
 def recipe(kind: str, workers: int) -> shoal.Recipe:
     model_, loss_ = MODELS[kind]
     return shoal.Recipe(model=model_, data=lambda hp: (rows(kind, workers), None), loss=loss_)
@@ -143,8 +153,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json")
+    parser.add_argument("--plain", nargs=2, metavar=("MODEL", "WORKERS"), help="one loop, timed")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.plain:
+        print(plain_seconds(options.plain[0], int(options.plain[1])))
+        return
     from shoal.runtime.pool import WorkerPool
 
     result: dict[str, Any] = {}
@@ -154,6 +168,7 @@ def main() -> None:
                 figures = common.interleaved(
                     {
                         "plain": lambda k=kind, w=workers: plain_seconds(k, w),
+                        "kept": lambda k=kind, w=workers: kept_seconds(k, w),
                         "shoal": lambda k=kind, w=workers: shoal_seconds(k, w, pool),
                     },
                     options.rounds,
@@ -161,7 +176,9 @@ def main() -> None:
                 result[f"{kind}, {workers} loader workers"] = {
                     "plain_ms": common.spread([s * 1e3 for s in figures["plain"]]),
                     "shoal_ms": common.spread([s * 1e3 for s in figures["shoal"]]),
+                    "kept_ms": common.spread([s * 1e3 for s in figures["kept"]]),
                     "throughput_ratio": common.ratios(figures, "plain", "shoal"),
+                    "throughput_over_kept": common.ratios(figures, "kept", "shoal"),
                 }
     result["start_s"] = common.spread([start_seconds() for _ in range(options.rounds)])
     common.finish(result, options.json)
