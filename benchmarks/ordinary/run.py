@@ -6,6 +6,7 @@ python benchmarks/ordinary/run.py [--rounds 5] [--json FILE]
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -144,7 +145,9 @@ def start_seconds() -> float:
         flags = ["--devices", "cpu:1", "--device-memory", "512MiB"]
         began = time.time()
         command = [sys.executable, "-m", "shoal", "run", str(file), *flags]
-        subprocess.run(command, check=True, capture_output=True)
+        # A package that pip installed has its bytecode; a checkout may be told to write none.
+        usual = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+        subprocess.run(command, check=True, capture_output=True, env=usual)
         steps = (e for e in read_events(Path(directory) / "start") if isinstance(e, StepFinished))
         return next(steps).time - began - importing
 

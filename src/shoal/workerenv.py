@@ -11,7 +11,7 @@ from shoal.hardware import available_cores, free_memory
 MIB = 2**20
 MAPPED_BYTES = 32 * MIB
 """From here on an allocation is a mapping of its own; glibc takes no larger limit."""
-KEPT_BYTES, KEPT_SHARE = 1024 * MIB, 16
+LEAST_BYTES, KEPT_BYTES, KEPT_SHARE = 64 * MIB, 1024 * MIB, 16
 HUGE_PAGES = "glibc.malloc.hugetlb"
 
 
@@ -20,8 +20,8 @@ def worker_environment(given: Mapping[str, str] = os.environ) -> dict[str, str]:
 
     One compute thread, until told otherwise. And memory that glibc keeps, and asks for in huge
     pages: by default it gives what a step has freed back to the system, to have it faulted in
-    page by page in the next one, which takes 5 to 30 % of a step on a CPU (docs/lab.md). A
-    sixteenth of what is free is kept at most, over all cores.
+    page by page in the next one, which takes 5 to 30 % of a step on a CPU (docs/lab.md). It keeps
+    a core's share of a sixteenth of what is free, but no less than 64 MiB and no more than 1 GiB.
     """
     kept = min(KEPT_BYTES, free_memory() // KEPT_SHARE // available_cores())
     tunables = given.get("GLIBC_TUNABLES", "")
@@ -30,7 +30,7 @@ def worker_environment(given: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": "1",
         "MALLOC_MMAP_THRESHOLD_": str(MAPPED_BYTES),
-        "MALLOC_TRIM_THRESHOLD_": str(max(2 * MAPPED_BYTES, kept)),
+        "MALLOC_TRIM_THRESHOLD_": str(max(LEAST_BYTES, kept)),
         **given,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in sys.path)),
         "GLIBC_TUNABLES": tunables,

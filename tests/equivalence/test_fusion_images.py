@@ -57,8 +57,8 @@ def test_what_is_not_finite_in_a_slot_stays_there(how, rows, width, channels):
     x = torch.randn(width, rows, inside, SIZE, SIZE)
     shape = (outside, inside) if rule is conv else (inside, outside)
     w, b = torch.randn(width, *shape, size, size), torch.randn(width, outside)
-    is_narrow = min(channels) <= (NARROW if rule is conv else NARROW_TRANSPOSED)
-    is_narrow = is_narrow and w.numel() <= x.numel()
+    limit = NARROW if rule is conv else NARROW_TRANSPOSED
+    is_narrow = min(channels) <= limit and w.numel() <= x.numel()
     g = torch.Generator().manual_seed(1)
     out, right = passed(rule, settings, x, w, b, lambda out: torch.randn(out.shape, generator=g))
     assert (as_alone(out) is not out) == (is_narrow and outside > 1)  # as it is meant to lie

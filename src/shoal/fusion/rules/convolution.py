@@ -27,7 +27,10 @@ def conv(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Any:
-    """Of one, two or three dimensions: products where the kernel is, or may be cut to, a point."""
+    """Of one to three dimensions: products where the kernel is, or may be cut to, a point.
+
+    Or is as large as the image.
+    """
     input, weight, bias = in_autocast(input, weight, bias)
     is_ours = slots.level.is_innermost and slots.has_values(weight)
     if is_ours and input.dim() == weight.dim() and _all(stride, 1):
@@ -36,11 +39,11 @@ def conv(
         with plainly():
             if _all(dilation, 1):
                 w, padding = _within_reach(w, padding, x.shape[3:])
-            out = None
+            is_plain, out = _all(dilation, 1) and groups == 1, None
             if _all(padding, 0) and all(size == 1 for size in w.shape[3:]):
                 out = _of_point(x.transpose(0, 1), w, b, groups)
-            elif _all(padding, 0) and _all(dilation, 1) and groups == 1:
-                out = _of_all(x, w, b) if w.shape[3:] == x.shape[3:] else None
+            elif _all(padding, 0) and is_plain and w.shape[3:] == x.shape[3:]:
+                out = _of_all(x, w, b)
         if out is not None:
             return slots.slotted(out, 1)
         weight = slots.slotted(w)
