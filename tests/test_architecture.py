@@ -34,6 +34,7 @@ PURE = (
     "shoal.planner.pipeline",
     "shoal.planner.stages",
     "shoal.hardware",
+    "shoal.runtime.pool",  # a worker starts while its study's process imports torch
     "shoal.source",
     "shoal.ui.cli",
     "shoal.ui.show",

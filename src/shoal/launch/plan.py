@@ -17,6 +17,7 @@ from shoal.execution.floor import Sink
 from shoal.execution.rungs import check_population, check_rungs
 from shoal.execution.trial import total_steps
 from shoal.hardware import Hardware
+from shoal.kernelchoice import KernelChoice
 from shoal.launch.packing import pack_recipe
 from shoal.launch.policy import generation_bytes
 from shoal.launch.request import Asked
@@ -72,7 +73,8 @@ def plan_study(
         SpecError, WorkerError: no trial can be built at all.
     """
     early(technique, study.recipe, hardware.devices)
-    pool.configure(hardware.devices, pack_recipe(study.recipe), settings)
+    served = pack_recipe(study.recipe), settings, KernelChoice.here()
+    pool.configure(hardware.devices, *served)
     hardware, idle = without_libraries(hardware, idle, pool.library_bytes())
     places = {key.get("optimizer_place") for key in before.values()}
     place = next((p for p in PLACES if places == {p}), None)
@@ -105,7 +107,7 @@ def plan_study(
     planned = first.make(trials)
     if more := planned.plan.devices[len(hardware.devices) :]:
         pool.warm(len(planned.plan.devices))
-        pool.configure(more, pack_recipe(study.recipe), settings)
+        pool.configure(more, *served)
     if study.search.pruner is not None:
         check_rungs(planned, settings)
     if study.search.varied:

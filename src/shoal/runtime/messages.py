@@ -25,12 +25,12 @@ from shoal.core.spec import (
 )
 from shoal.core.turns import DEFAULT
 from shoal.core.units import Bytes, Seconds
-from shoal.kernelchoice import KernelChoice
 from shoal.memory.layout import TrialLayout
 
 if TYPE_CHECKING:  # this module is read before torch is: a worker starts while it loads
     from shoal.data import Position
     from shoal.fusion import Signature
+    from shoal.kernelchoice import KernelChoice
     from shoal.rng import RngState
 
 

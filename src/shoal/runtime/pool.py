@@ -14,12 +14,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.core.errors import WorkerError
 from shoal.core.spec import NO_BYTES, DeviceSpec
 from shoal.core.units import Bytes
-from shoal.kernelchoice import KernelChoice
 from shoal.runtime.channel import Channel
 from shoal.runtime.messages import (
     RECORDER,
@@ -32,6 +31,9 @@ from shoal.runtime.messages import (
     Shutdown,
 )
 from shoal.workerenv import worker_environment
+
+if TYPE_CHECKING:  # this module is read before torch is: a worker starts while it loads
+    from shoal.kernelchoice import KernelChoice
 
 _STACK_BYTES = 64 * 2**10
 _OPENS_S = 60.0  # in which a worker opens a GPU; one that takes longer is left to the watchdog
@@ -167,7 +169,7 @@ class WorkerPool:
     def __init__(self) -> None:
         self._inbox: queue.SimpleQueue[tuple[Worker | None, int, Any]] = queue.SimpleQueue()
         self._serial = 0
-        self._study: tuple[bytes, Settings] | None = None  # recipe and settings, as configured
+        self._study: tuple[bytes, Settings, KernelChoice] | None = None  # as configured
         self._idle: list[Worker] = []
         self._workers: dict[str, Worker] = {}
 
@@ -182,11 +184,17 @@ class WorkerPool:
         while len(self._idle) + len(self._workers) < count:
             self._idle.append(Worker(self._inbox))
 
-    def configure(self, devices: Sequence[DeviceSpec], recipe: bytes, settings: Settings) -> None:
-        """Start serving a study: one worker for each device."""
+    def configure(
+        self,
+        devices: Sequence[DeviceSpec],
+        recipe: bytes,
+        settings: Settings,
+        kernels: KernelChoice,
+    ) -> None:
+        """Start serving a study: one worker for each device, with the kernels of its process."""
         self._forget_dead()
         self.warm(len(devices))
-        self._study = recipe, settings
+        self._study = recipe, settings, kernels
         for device in devices:
             self._open(device)
 
@@ -206,7 +214,7 @@ class WorkerPool:
 
     def _open(self, device: DeviceSpec) -> Worker:
         assert self._study is not None
-        recipe, settings = self._study
+        recipe, settings, kernels = self._study
         worker = self._idle.pop()
         self._serial += 1
         worker.device, worker.serial, worker.has_begun = device, self._serial, False
@@ -220,7 +228,7 @@ class WorkerPool:
                 recipe=recipe,
                 settings=settings,
                 path=tuple(path or os.getcwd() for path in sys.path),
-                kernels=KernelChoice.here(),
+                kernels=kernels,
             )
         )
         return worker
