@@ -333,10 +333,11 @@ def _progress(stack: ExitStack, wanted: bool) -> list[Callback]:
     """The live table, when it is wanted."""
     if not wanted:
         return []
-    from shoal.ui.dashboard import make_screen  # the one arrow up: a screen is the default
+    from shoal.ui.dashboard import Screen, make_screen  # the one arrow up: a screen is the default
     from shoal.ui.notebook import NotebookTable, in_notebook
 
-    return [stack.enter_context(NotebookTable() if in_notebook() else make_screen())]
+    screen: Screen = NotebookTable() if in_notebook() else make_screen()
+    return [stack.enter_context(screen)]
 
 
 def _seconds(limit: float | str | None) -> Seconds | None:

@@ -273,6 +273,14 @@ def show(
 
 
 @app.command()
+def watch(study: NewestName = None, directory: Directory = "runs") -> None:
+    """Show a study that another process runs, live, until it ends; Ctrl-C leaves it alone."""
+    from shoal.ui.watch import watch_study
+
+    raise typer.Exit(watch_study(study, Path(directory)))
+
+
+@app.command()
 def trace(
     study: NewestName = None,
     output: Annotated[

@@ -2,14 +2,14 @@
 
 A screen is one function of a Snapshot (``render``); ``LiveTable`` and ``PlainLines``
 are the two callbacks that show it. Both are told every event by the study, in the
-study's own process, and never raise into it.
+study's own process, and never raise into it; or by ``shoal watch``, in another one.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import IO, NamedTuple, Protocol
 
@@ -88,7 +88,7 @@ class Screen(Protocol):
     ) -> None: ...
 
 
-def make_screen(stream: IO[str] | None = None) -> Screen:
+def make_screen(stream: IO[str] | None = None) -> LiveTable | PlainLines:
     """A live table where ``stream`` (standard error unless given) is a terminal, else lines."""
     console = Console(file=stream or sys.stderr, highlight=False)
     return LiveTable(console) if console.is_terminal else PlainLines(console.file)
@@ -117,6 +117,13 @@ class LiveTable:
         except Exception as error:  # a screen must not stop what it shows
             self._broken = True
             print(f"the live table stopped, the study goes on: {error!r}", file=sys.stderr)
+
+    def catch_up(self, events: Iterable[Event]) -> None:
+        """Draw once, after all of them."""
+        self._folder.add_all(events)
+        self._draw()
+
+    tell = catch_up
 
     def __enter__(self) -> LiveTable:
         self._live.start()
@@ -155,6 +162,22 @@ class PlainLines:
         except Exception as error:  # a screen must not stop what it shows
             self._broken = True
             print(f"the progress lines stopped, the study goes on: {error!r}", file=sys.stderr)
+
+    def catch_up(self, events: Iterable[Event]) -> None:
+        """Say in a line where the study is, or how it ended."""
+        last: Event | None = None
+        for last in events:
+            self._folder.add(last)
+        if last is None:
+            return
+        snapshot = self._folder.snapshot()
+        ended = f"{snapshot.study}: {describe(last)}" if snapshot.is_finished else ""
+        print(ended or describe_progress(snapshot), file=self._stream, flush=True)
+
+    def tell(self, events: Iterable[Event]) -> None:
+        """A line for each that has one."""
+        for event in events:
+            self(event)
 
     def __enter__(self) -> PlainLines:
         return self

@@ -24,8 +24,14 @@ from shoal.examples.gpt import GPT
 from shoal.observe import jsonl, write_gantt, write_trace
 from shoal.observe.snapshot import Snapshot
 from shoal.study import Study
-from shoal.ui.show import best_trial, read_snapshot, study_record, trial_record
-from shoal.ui.train import describe_ending, ending_code
+from shoal.ui.show import (
+    best_trial,
+    describe_ending,
+    ending_code,
+    read_snapshot,
+    study_record,
+    trial_record,
+)
 
 TRACE, CHART = "trace.json", "gantt.svg"
 

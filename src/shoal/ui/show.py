@@ -119,6 +119,25 @@ def _ls_row(place: Path, snapshot: Snapshot | StorageError) -> list[str]:
     ]
 
 
+def ending_code(snapshot: Snapshot) -> ExitCode:
+    """What the shell is told of a study that ended."""
+    if snapshot.stopped or not snapshot.is_finished:
+        return ExitCode.PAUSED
+    return ExitCode.TRIALS_FAILED if snapshot.count(TrialState.FAILED) else ExitCode.DONE
+
+
+def describe_ending(snapshot: Snapshot, place: Path) -> str:
+    """What a finished run prints: leaderboard, devices, failures, where the weights are."""
+    parts = ["", leaderboard(snapshot), "", device_table(snapshot), ""]
+    failures = failure_lines(snapshot)
+    if failures:
+        parts += [*failures, ""]
+    best = best_trial(snapshot)
+    if best is not None and best.checkpoint:
+        parts.append(f"best      trial {best.number}, weights in {place / best.checkpoint}")
+    return "\n".join([*parts, f"events    {place / 'study.db'}"])
+
+
 def study_state(snapshot: Snapshot, place: Path) -> str:
     """In a word: finished, stopped (it said why), paused, running, or interrupted; planning, or
     not begun, where nothing is on record.

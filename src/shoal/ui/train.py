@@ -12,17 +12,14 @@ from shoal.core.errors import SpecError
 from shoal.core.event import Event, StudyChanged
 from shoal.hardware import Hardware
 from shoal.observe import jsonl, read_outline
-from shoal.observe.rows import TrialState
 from shoal.observe.snapshot import Snapshot
 from shoal.runtime.pool import WorkerPool
 from shoal.source import load_recorded, load_study
 from shoal.study import Study
 from shoal.ui.failures import ExitCode
 from shoal.ui.show import (
-    best_trial,
-    device_table,
-    failure_lines,
-    leaderboard,
+    describe_ending,
+    ending_code,
     read_snapshot,
     study_record,
     trial_record,
@@ -195,22 +192,3 @@ def reopen_study(place: Path, file: str | None = None) -> Study:
         )
     study.directory = place
     return study
-
-
-def ending_code(snapshot: Snapshot) -> ExitCode:
-    """What the shell is told of a study that ended."""
-    if snapshot.stopped or not snapshot.is_finished:
-        return ExitCode.PAUSED
-    return ExitCode.TRIALS_FAILED if snapshot.count(TrialState.FAILED) else ExitCode.DONE
-
-
-def describe_ending(snapshot: Snapshot, place: Path) -> str:
-    """What a finished run prints: leaderboard, devices, failures, where the weights are."""
-    parts = ["", leaderboard(snapshot), "", device_table(snapshot), ""]
-    failures = failure_lines(snapshot)
-    if failures:
-        parts += [*failures, ""]
-    best = best_trial(snapshot)
-    if best is not None and best.checkpoint:
-        parts.append(f"best      trial {best.number}, weights in {place / best.checkpoint}")
-    return "\n".join([*parts, f"events    {place / 'study.db'}"])

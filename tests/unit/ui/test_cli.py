@@ -67,6 +67,13 @@ def test_reading_verbs_load_neither_torch_nor_rich(runs: Path, words: tuple[str,
     assert done.stderr.splitlines()[-1] == "[]"
 
 
+def test_watching_loads_no_torch(runs: Path) -> None:
+    done = _shoal("watch", "sweep", "--directory", str(runs))
+
+    assert done.returncode == 1, done.stderr  # a trial of it failed
+    assert "torch" not in done.stderr.splitlines()[-1]
+
+
 def test_import_shoal_loads_nothing_heavy() -> None:
     program = "import shoal, sys; print([m for m in ('torch', 'rich') if m in sys.modules])"
 

@@ -10,7 +10,7 @@ from shoal.demo import Sample
 from shoal.observe import Snapshot
 from shoal.ui.demo import describe_sample, printable
 from shoal.ui.failures import ExitCode
-from shoal.ui.train import describe_ending, ending_code
+from shoal.ui.show import describe_ending, ending_code
 from shoal.ui.verify import describe_verdict, describe_verdicts
 from shoal.verify import TrialVerdict
 

@@ -7,7 +7,7 @@ import pytest
 from shoal.core.errors import SpecError
 from shoal.observe.db import Database
 from shoal.observe.lock import StudyLock
-from shoal.ui import control, export, handover, logs, rm, show, verify
+from shoal.ui import control, export, handover, logs, rm, show, verify, watch
 from shoal.ui.failures import ExitCode
 
 
@@ -33,6 +33,7 @@ VERBS = {
     "hand over": lambda runs: handover.export_optuna(
         "gone", str(runs / "all.db"), runs, overwrite=False, as_json=False
     ),
+    "watch": lambda runs: watch.watch_study("gone", runs),
     "logs": lambda runs: logs.show_log("gone", 0, runs, tail=None, follow=False),
     "stop": lambda runs: control.stop_study(
         "gone", None, runs, grace_s=1.0, reason="", as_json=False

@@ -1,0 +1,60 @@
+"""``shoal watch``: the live table of a study that another process runs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from shoal.core.event import Event
+from shoal.observe import DatabaseReader, is_running, read_outline
+from shoal.observe.snapshot import Snapshot
+from shoal.ui.dashboard import REFRESH_S, LiveTable, PlainLines, make_screen
+from shoal.ui.failures import ExitCode
+from shoal.ui.show import ending_code
+from shoal.ui.studies import find_study, refuse_unrecorded
+
+
+def watch_study(name: str | None, directory: Path) -> int:
+    """Show a study until it ends or Ctrl-C; the exit code says how it ended, as that of a run.
+
+    Where standard output is no terminal it is lines: where the study is, and from then on
+    what happens.
+
+    Raises:
+        SpecError: there is no such study, or it ended before anything of it was on record.
+    """
+    place = find_study(name, directory)
+    if not is_running(place):
+        refuse_unrecorded(place)
+    screen = make_screen(sys.stdout)
+    try:
+        with screen:
+            follow(DatabaseReader(place).poll, screen, wait=lambda: _wait(place))
+    except KeyboardInterrupt:
+        print("the study goes on", file=sys.stderr)
+        return ExitCode.DONE
+    refuse_unrecorded(place)
+    ending = Snapshot.of(read_outline(place))
+    if not ending.is_finished:
+        print(f"no process runs it any more; to go on: shoal resume {place}", file=sys.stderr)
+    return ending_code(ending)
+
+
+def follow(
+    poll: Callable[[], Iterator[Event]], screen: LiveTable | PlainLines, wait: Callable[[], bool]
+) -> None:
+    """Show what ``poll()`` finds for as long as ``wait()`` is true, and once more."""
+    screen.catch_up(poll())
+    goes_on = True
+    while goes_on:
+        goes_on = wait()
+        screen.tell(poll())
+
+
+def _wait(place: Path) -> bool:
+    """Wait a moment; whether the study ran before it."""
+    running = is_running(place)
+    time.sleep(REFRESH_S if running else 0)
+    return running
