@@ -308,6 +308,13 @@ class Plan:
         return plan_from_dict(json.loads(text))
 
 
+def predict_seconds(plan: Plan, totals: Mapping[int, int | None]) -> float:
+    """A bound on the study's duration: its work over its devices, or its longest trial."""
+    longest = [float(job.takes_s) * (totals[job.trial] or 0) for job in plan.jobs]
+    work = sum(seconds * job.gang for seconds, job in zip(longest, plan.jobs, strict=True))
+    return max(work / max(1, len(plan.devices)), max(longest, default=0.0))
+
+
 def _explain_memory(device: DeviceSpec) -> str:
     """What trials may have of a device is less than all where libraries keep some of it."""
     if not device.library_bytes:

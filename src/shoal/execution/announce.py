@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 from shoal.core import event as events
-from shoal.core.plan import Job, Plan
+from shoal.core.plan import Job
 from shoal.core.spec import TrialSpec
 from shoal.execution.trial import total_steps
 from shoal.planning import Planned
@@ -37,13 +37,6 @@ def _planned(
         parent=trial.parent,
         warm=trial.warm,
     )
-
-
-def predict_seconds(plan: Plan, totals: Mapping[int, int | None]) -> float:
-    """A bound on the study's duration: its work over its devices, or its longest trial."""
-    longest = [float(job.takes_s) * (totals[job.trial] or 0) for job in plan.jobs]
-    work = sum(seconds * job.gang for seconds, job in zip(longest, plan.jobs, strict=True))
-    return max(work / max(1, len(plan.devices)), max(longest, default=0.0))
 
 
 def steps_of(planned: Planned, settings: Settings) -> dict[int, int | None]:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from shoal.core.errors import PlanError
-from shoal.core.plan import Job, Plan
+from shoal.core.plan import Job, Plan, predict_seconds
 from shoal.core.spec import NO_BYTES, DeviceSpec, Place, Scalar, TrialSpec
 from shoal.core.technique import Technique
 from shoal.core.units import Bytes, counted, format_bytes, list_some
-from shoal.execution.announce import predict_seconds, steps_of
+from shoal.execution.announce import steps_of
 from shoal.execution.firstplan import FirstPlan
 from shoal.execution.floor import Sink
 from shoal.execution.rungs import check_population, check_rungs

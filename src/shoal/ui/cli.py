@@ -240,12 +240,26 @@ def plan(
     host_memory: HostMemory = None,
     technique: TechniqueName = None,
     fuse: Fuse = None,
+    measured: Annotated[
+        bool,
+        typer.Option(
+            "--measured",
+            help="Instead, the plan of its last run beside what that came to; FILE may be a "
+            "study's name or directory.",
+        ),
+    ] = False,
+    directory: Directory = "runs",
     json: AsJson = False,
 ) -> None:
     """Show how a study would run, and why: techniques, shards, bytes, time. Trains nothing."""
+    flags = (devices, device_memory, host_memory)
+    if measured:
+        from shoal.ui.measured import compare_plan, planned_place
+
+        place = planned_place(file, Path(directory), given=(*flags, technique, fuse))
+        raise typer.Exit(compare_plan(place, as_json=json))
     from shoal.ui.train import plan_file
 
-    flags = (devices, device_memory, host_memory)
     raise typer.Exit(plan_file(file, flags, technique=technique, fuse=fuse, as_json=json))
 
 
