@@ -27,7 +27,10 @@ class _Rows:
     def fetch(self, indices: Sequence[int]) -> list[Tensor]:
         """What ``default_collate`` makes of the examples: a list with a tensor for each column."""
         rows = torch.tensor(indices)
-        return [tensor[rows] for tensor in self._tensors]
+        try:
+            return [tensor.index_select(0, rows) for tensor in self._tensors]
+        except (IndexError, RuntimeError):  # one from the end, or a type that it has no kernel for
+            return [tensor[rows] for tensor in self._tensors]
 
 
 def take_rows_at_once(iterator: Iterator[Batch], source: Iterable[Batch]) -> Iterator[Batch]:

@@ -52,6 +52,22 @@ def test_the_batches_are_the_loaders(options):
     assert torch.equal(state, our_state)
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.bfloat16, torch.complex64, torch.uint8, torch.float8_e4m3fn],
+    ids=str,
+)
+def test_columns_of_every_type_are_taken(dtype):
+    column = torch.arange(24).reshape(8, 3).to(torch.float32).to(dtype)
+    (theirs, _), (ours, _) = read_twice(
+        lambda: DataLoader(TensorDataset(column, columns(8)[1]), 3, shuffle=True)
+    )
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine[0].dtype == other[0].dtype == dtype
+        assert torch.equal(mine[0].view(torch.uint8), other[0].view(torch.uint8))
+        assert torch.equal(mine[1], other[1])
+
+
 class Doubled(TensorDataset):
     def __getitem__(self, index):
         return tuple(2 * column for column in super().__getitem__(index))
