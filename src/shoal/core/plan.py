@@ -309,10 +309,18 @@ class Plan:
 
 
 def predict_seconds(plan: Plan, totals: Mapping[int, int | None]) -> float:
-    """A bound on the study's duration: its work over its devices, or its longest trial."""
-    longest = [float(job.takes_s) * (totals[job.trial] or 0) for job in plan.jobs]
-    work = sum(seconds * job.gang for seconds, job in zip(longest, plan.jobs, strict=True))
-    return max(work / max(1, len(plan.devices)), max(longest, default=0.0))
+    """A bound on the study's duration, for so many steps of each trial."""
+    taken = {job.trial: float(job.takes_s) * (totals[job.trial] or 0) for job in plan.jobs}
+    return seconds_of_work(plan, taken)
+
+
+def seconds_of_work(plan: Plan, taken: Mapping[int, float]) -> float:
+    """How long trials take that need so many seconds of a device each.
+
+    That is their work over the devices, or the longest trial.
+    """
+    work = sum(taken[job.trial] * job.gang for job in plan.jobs)
+    return max(work / max(1, len(plan.devices)), max(taken.values(), default=0.0))
 
 
 def _explain_memory(device: DeviceSpec) -> str:

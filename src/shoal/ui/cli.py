@@ -248,15 +248,19 @@ def plan(
             "study's name or directory.",
         ),
     ] = False,
-    directory: Directory = "runs",
+    directory: Annotated[
+        str | None, typer.Option(help="With --measured: where studies are kept. Default: runs.")
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Show how a study would run, and why: techniques, shards, bytes, time. Trains nothing."""
     flags = (devices, device_memory, host_memory)
+    if directory is not None and not measured:
+        raise typer.BadParameter("it goes with --measured alone", param_hint="--directory")
     if measured:
         from shoal.ui.measured import compare_plan, planned_place
 
-        place = planned_place(file, Path(directory), given=(*flags, technique, fuse))
+        place = planned_place(file, directory, given=(*flags, technique, fuse))
         raise typer.Exit(compare_plan(place, as_json=json))
     from shoal.ui.train import plan_file
 

@@ -123,7 +123,10 @@ class LiveTable:
         self._folder.add_all(events)
         self._draw()
 
-    tell = catch_up
+    def tell(self, events: Iterable[Event]) -> None:
+        """The same, if there are any; unlike a call it raises what goes wrong."""
+        if new := list(events):
+            self.catch_up(new)
 
     def __enter__(self) -> LiveTable:
         self._live.start()
@@ -165,19 +168,24 @@ class PlainLines:
 
     def catch_up(self, events: Iterable[Event]) -> None:
         """Say in a line where the study is, or how it ended."""
-        last: Event | None = None
-        for last in events:
-            self._folder.add(last)
-        if last is None:
+        ending: StudyFinished | None = None
+        event: Event | None = None
+        for event in events:
+            self._folder.add(event)
+            ending = event if isinstance(event, StudyFinished) else ending
+        if event is None:
             return
         snapshot = self._folder.snapshot()
-        ended = f"{snapshot.study}: {describe(last)}" if snapshot.is_finished else ""
-        print(ended or describe_progress(snapshot), file=self._stream, flush=True)
+        ended = ending if snapshot.is_finished else None
+        line = f"{snapshot.study}: {describe(ended)}" if ended else describe_progress(snapshot)
+        print(line, file=self._stream, flush=True)
 
     def tell(self, events: Iterable[Event]) -> None:
-        """A line for each that has one."""
+        """A line for each that has one; unlike a call it raises what goes wrong."""
         for event in events:
-            self(event)
+            self._folder.add(event)
+            for line in self._lines(event):
+                print(line, file=self._stream, flush=True)
 
     def __enter__(self) -> PlainLines:
         return self

@@ -1,27 +1,36 @@
 """``shoal plan --measured``: what a plan foretold, beside what its run came to.
 
 [Note: what is compared]
-A step is the seconds it takes of its device, as planned and as the median of those that ran. The
-study is the plan's own rule (the work over the devices, or the longest trial) over the steps that
-ran, beside the time from the first of them to the last. What workers take to start, planning and
-validation are in no prediction. Memory is by device, for trials share one.
+Of the last run that made a plan. A step is the seconds from the step before it on its device,
+shared with the trials that are there too: the median, which leaves out a validation pass now and
+then. Of an array it is a slot's share, and a larger one where slots are idle. The study is the
+plan's own rule (the work over the devices, or the longest trial) with the seconds of all steps
+that ran, beside the plan's for as many; so pauses and waits are left out, and validation is not.
+A device's peak stands beside what was predicted for the trials that it had.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from shoal.core.errors import SpecError, StorageError
-from shoal.core.event import Event, StepFinished, StudyStarted, TrialPlanned
-from shoal.core.plan import Plan, predict_seconds
-from shoal.core.units import Bytes, Seconds, format_bytes, format_seconds
+from shoal.core.event import (
+    ActionFinished,
+    Event,
+    PeakMeasured,
+    StepFinished,
+    StudyStarted,
+    TrialPlanned,
+    TrialReplanned,
+)
+from shoal.core.plan import Job, Plan, seconds_of_work
+from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_seconds
 from shoal.observe import jsonl, read_events
-from shoal.observe.rows import DeviceRow
 from shoal.observe.snapshot import Folder, Snapshot
 from shoal.source import load_study
 from shoal.ui.failures import ExitCode
@@ -32,34 +41,52 @@ PLAN = "plan.json"
 
 
 @dataclass(slots=True)
-class Steps:
-    """The steps of a study's last plan: of each trial their seconds, and how long all lasted."""
+class LastRun:
+    """What was measured in the last run of a study that made a plan.
 
-    seconds: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    began: float | None = None
+    ``steps`` are the seconds of each trial's, ``peaks`` the largest of each device.
+    """
+
+    steps: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    peaks: dict[str, PeakMeasured] = field(default_factory=dict)
+    replanned: set[int] = field(default_factory=set)
+    began: float = 0.0
+    first_step: float | None = None
+    last_step: float = 0.0
     ended: float = 0.0
-    _runs_anew: bool = False
+    _next: float | None = None  # when a run began that has no plan yet
 
     def add(self, event: Event) -> None:
         """Take in an event; a run that plans forgets the one before."""
         if isinstance(event, StudyStarted):
-            self._runs_anew = True
-        elif isinstance(event, TrialPlanned) and self._runs_anew:
-            self._runs_anew = False
-            self.seconds.clear()
-            self.began = None
-        elif isinstance(event, StepFinished):
-            self.seconds[event.trial].append(event.seconds)
-            self.began = event.time - event.seconds if self.began is None else self.began
+            self._next = event.time
+        elif isinstance(event, TrialPlanned) and self._next is not None:
+            self._begin(self._next)
+        if self._next is None and not isinstance(event, ActionFinished):
             self.ended = event.time
+            self._measure(event)
 
-    @property
-    def lasted_s(self) -> Seconds:
-        """From the beginning of the first step to the end of the last."""
-        return Seconds(0.0 if self.began is None else self.ended - self.began)
+    def _begin(self, began: float) -> None:
+        self.steps.clear()
+        self.peaks.clear()
+        self.replanned.clear()
+        self.began, self.first_step, self._next = began, None, None
+
+    def _measure(self, event: Event) -> None:
+        if isinstance(event, StepFinished):
+            self.steps[event.trial].append(event.seconds)
+            if self.first_step is None:
+                self.first_step = event.time - event.seconds
+            self.last_step = event.time
+        elif isinstance(event, TrialReplanned):
+            self.replanned.add(event.trial)
+        elif isinstance(event, PeakMeasured):
+            known = self.peaks.get(event.device)
+            if known is None or event.peak_bytes >= known.peak_bytes:
+                self.peaks[event.device] = event
 
 
-def planned_place(target: str, directory: Path, given: Sequence[str | None]) -> Path:
+def planned_place(target: str, directory: str | None, given: Sequence[str | None]) -> Path:
     """The directory of a study, by its name, its directory, or the file that defines it.
 
     ``given`` are the options that say how to plan, which there is nothing to do with.
@@ -72,10 +99,15 @@ def planned_place(target: str, directory: Path, given: Sequence[str | None]) -> 
             "--measured is about the plan of a run that was. Leave out --devices, "
             "--device-memory, --host-memory, --technique and --fuse, which say how to plan."
         )
-    if not target.partition(".py")[1]:
-        return find_recorded(target, directory)
+    if not target.endswith(".py") and ":" not in target:
+        return find_recorded(target, Path(directory or "runs"))
+    if directory is not None:
+        raise SpecError(
+            f"{target} says where its study is kept. Leave out --directory, or give the study's "
+            "name instead of its file."
+        )
     place = Path(load_study(target).study.directory)
-    return find_recorded(place.name, place.parent)
+    return find_recorded(str(place), place.parent)
 
 
 def compare_plan(place: Path, *, as_json: bool) -> int:
@@ -86,16 +118,15 @@ def compare_plan(place: Path, *, as_json: bool) -> int:
         StorageError: the plan or the record cannot be read.
     """
     plan = read_plan(place)
-    folder, steps = Folder(), Steps()
+    folder, run = Folder(), LastRun()
     for event in read_events(place):
         folder.add(event)
-        steps.add(event)
-    snapshot = folder.snapshot()
-    if not steps.seconds:
+        run.add(event)
+    if not run.steps:
         raise SpecError(
             f"no step of the plan in {place} has run yet, so there is nothing to compare it with."
         )
-    record = comparison(plan, snapshot, steps)
+    record = comparison(plan, folder.snapshot(), run)
     print(jsonl.dumps(record, indent=2) if as_json else describe(record, place))
     return ExitCode.DONE
 
@@ -118,63 +149,88 @@ def read_plan(place: Path) -> Plan:
         ) from error
 
 
-def comparison(plan: Plan, snapshot: Snapshot, steps: Steps) -> dict[str, Any]:
-    """What was planned and what was measured: the study, its devices, its trials."""
-    ran = {job.trial: len(steps.seconds.get(job.trial, ())) for job in plan.jobs}
+def comparison(plan: Plan, snapshot: Snapshot, run: LastRun) -> dict[str, Any]:
+    """What was planned and what was measured: the study, its devices, its trials.
+
+    Trials that came while the study ran (a sampler's, those of extend and clone) are in no
+    plan: they are counted in ``later_trials``, and in none of the seconds.
+    """
+    taken = {job.trial: run.steps.get(job.trial, []) for job in plan.jobs}
+    foretold = {job.trial: float(job.takes_s) * len(taken[job.trial]) for job in plan.jobs}
     return {
         "study": snapshot.study,
-        "planned_s": predict_seconds(plan, ran),
-        "measured_s": float(steps.lasted_s),
-        "whole_run_s": float(snapshot.seconds),
-        "devices": [_device(row) for row in snapshot.devices],
-        "trials": [
-            {
-                "trial": job.trial,
-                "how": how(snapshot.trial(job.trial)),
-                "steps": ran[job.trial],
-                "planned_step_s": float(job.takes_s),
-                "measured_step_s": median(taken) if (taken := steps.seconds[job.trial]) else None,
-            }
-            for job in plan.jobs
-        ],
+        "planned_s": seconds_of_work(plan, foretold),
+        "measured_s": seconds_of_work(plan, {trial: sum(all_) for trial, all_ in taken.items()}),
+        "steps_lasted_s": run.last_step - (run.first_step or 0.0),
+        "run_lasted_s": run.ended - run.began,
+        "later_trials": len(run.steps.keys() - taken.keys()),
+        "devices": [_device(device.name, run) for device in plan.devices],
+        "trials": [_trial(job, taken[job.trial], snapshot, run) for job in plan.jobs],
     }
 
 
-def _device(row: DeviceRow) -> dict[str, Any]:
+def _device(name: str, run: LastRun) -> dict[str, Any]:
+    peak = run.peaks.get(name)
     return {
-        "device": row.name,
-        "planned_bytes": row.predicted_bytes or None,
-        "measured_bytes": row.peak_bytes,
-        "budget_bytes": row.budget_bytes,
+        "device": name,
+        "planned_bytes": peak.predicted_bytes if peak else None,
+        "measured_bytes": peak.peak_bytes if peak else None,
+        "budget_bytes": peak.budget_bytes if peak else None,
     }
 
 
-def describe(record: dict[str, Any], place: Path) -> str:
+def _trial(job: Job, taken: Sequence[float], snapshot: Snapshot, run: LastRun) -> dict[str, Any]:
+    return {
+        "trial": job.trial,
+        "how": how(snapshot.trial(job.trial)),
+        "replanned": job.trial in run.replanned,
+        "steps": len(taken),
+        "planned_step_s": float(job.takes_s),
+        "measured_step_s": median(taken) if taken else None,
+    }
+
+
+def describe(record: Mapping[str, Any], place: Path) -> str:
     """The comparison as text; ``times`` is what was measured over what was planned."""
-    study = [["steps", *_pair(record, "{}_s", _seconds)]]
-    devices = [[r["device"], *_pair(r, "{}_bytes", _bytes)] for r in record["devices"]]
-    trials = [
-        [str(r["trial"]), r["how"], str(r["steps"]), *_pair(r, "{}_step_s", _seconds)]
-        for r in record["trials"]
-    ]
     pair = ("planned", "measured", "times")
+    later = counted(record["later_trials"], "trial")
+    whole = [
+        f"From the first step to the last {_seconds(record['steps_lasted_s'])}; the run "
+        f"{_seconds(record['run_lasted_s'])}, with starting and planning."
+    ]
+    if record["later_trials"]:
+        whole.append(f"{later} came while it ran, and no plan foretold them: they are left out.")
+    if any(trial["replanned"] for trial in record["trials"]):
+        whole.append("*: it was planned anew while it ran; the steps of both plans are one here.")
     return "\n".join(
         [
             f"study {record['study']} in {place}: the plan of its last run, and what it came to",
             "",
-            align(["time of all", *pair], study),
+            align(["time of", *pair], [["all steps", *_pair(record, "{}_s", _seconds)]]),
             "",
-            align(["peak of", *pair], devices),
+            align(["peak of", *pair], list(map(_device_cells, record["devices"]))),
             "",
-            align(["trial", "how", "steps", "a step: planned", "measured", "times"], trials),
+            align(
+                ["trial", "how", "steps", "a step: planned", "measured", "times"],
+                list(map(_trial_cells, record["trials"])),
+            ),
             "",
-            f"the whole run, with starting, planning and validation, took "
-            f"{_seconds(record['whole_run_s'])}",
+            *whole,
         ]
     )
 
 
-def _pair(record: dict[str, Any], name: str, words: Any) -> Iterable[str]:
+def _device_cells(record: Mapping[str, Any]) -> list[str]:
+    return [record["device"], *_pair(record, "{}_bytes", _bytes)]
+
+
+def _trial_cells(record: Mapping[str, Any]) -> list[str]:
+    star = "*" if record["replanned"] else ""
+    first = [str(record["trial"]), record["how"] + star, str(record["steps"])]
+    return [*first, *_pair(record, "{}_step_s", _seconds)]
+
+
+def _pair(record: Mapping[str, Any], name: str, words: Callable[[Any], str]) -> Iterable[str]:
     """Planned, measured, and how many times the first the second is."""
     planned, measured = record[name.format("planned")], record[name.format("measured")]
     times = f"{measured / planned:.2f}" if planned and measured else DASH

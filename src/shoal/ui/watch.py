@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from shoal.core.errors import SpecError
 from shoal.core.event import Event
 from shoal.observe import DatabaseReader, is_running, read_outline
 from shoal.observe.snapshot import Snapshot
@@ -17,10 +19,11 @@ from shoal.ui.studies import find_study, refuse_unrecorded
 
 
 def watch_study(name: str | None, directory: Path) -> int:
-    """Show a study until it ends or Ctrl-C; the exit code says how it ended, as that of a run.
+    """Show a study until it ends or Ctrl-C.
 
     Where standard output is no terminal it is lines: where the study is, and from then on
-    what happens.
+    what happens. The exit code says what is on record: all trials finished, some failed, or
+    it was stopped, also by Ctrl-C here, which leaves the study alone.
 
     Raises:
         SpecError: there is no such study, or it ended before anything of it was on record.
@@ -28,13 +31,20 @@ def watch_study(name: str | None, directory: Path) -> int:
     place = find_study(name, directory)
     if not is_running(place):
         refuse_unrecorded(place)
-    screen = make_screen(sys.stdout)
+    elif Snapshot.of(read_outline(place)).is_finished:
+        print("it has ended before, and is being planned again", file=sys.stderr)
     try:
-        with screen:
+        with make_screen(sys.stdout) as screen:
             follow(DatabaseReader(place).poll, screen, wait=lambda: _wait(place))
     except KeyboardInterrupt:
-        print("the study goes on", file=sys.stderr)
-        return ExitCode.DONE
+        if is_running(place):
+            print("the study goes on", file=sys.stderr)
+        return ExitCode.PAUSED
+    except BrokenPipeError:  # whoever read it has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.PAUSED
+    if not place.exists():
+        raise SpecError(f"the run was refused, and nothing is left of {place}. It said why.")
     refuse_unrecorded(place)
     ending = Snapshot.of(read_outline(place))
     if not ending.is_finished:

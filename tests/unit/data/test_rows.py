@@ -68,6 +68,16 @@ def test_columns_of_every_type_are_taken(dtype):
         assert torch.equal(mine[1], other[1])
 
 
+def test_rows_are_taken_by_the_quick_kernel(monkeypatch):
+    loader, taken = DataLoader(TensorDataset(*columns()), 5), []
+    quick = torch.Tensor.index_select
+    monkeypatch.setattr(
+        torch.Tensor, "index_select", lambda t, *a: taken.append(0) or quick(t, *a)
+    )
+    list(batches_of(PlainReader(loader)))
+    assert len(taken) == 3 * len(loader)
+
+
 class Doubled(TensorDataset):
     def __getitem__(self, index):
         return tuple(2 * column for column in super().__getitem__(index))

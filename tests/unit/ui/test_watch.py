@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import pytest
@@ -12,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from shoal.core.errors import SpecError
-from shoal.core.event import Event
+from shoal.core.event import Event, StudyChanged
 from shoal.observe import Database, StudyLock
 from shoal.ui import watch
 from shoal.ui.cli import app
@@ -119,7 +123,8 @@ def test_ctrl_c_leaves_the_study_alone(
     _write(tmp_path / "sweep", study_events(4, upto=9))
     monkeypatch.setattr(watch, "_wait", interrupt)
 
-    assert watch_study("sweep", tmp_path) == ExitCode.DONE
+    with StudyLock(tmp_path / "sweep"):
+        assert watch_study("sweep", tmp_path) == ExitCode.PAUSED
     assert capsys.readouterr().err == "the study goes on\n"
 
 
@@ -130,3 +135,71 @@ def test_one_that_is_not_there_is_refused_with_those_that_are(
 
     with pytest.raises(SpecError, match=r"no study 'other' .*: sweep"):
         watch_study("other", tmp_path)
+
+
+def test_what_is_written_after_the_end_does_not_hide_how_it_ended(
+    tmp_path: Path, study_events: Events, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed = StudyChanged(time=1e9, changes=("keep is 3, was 2",))
+    _write(tmp_path / "sweep", chain(study_events(2), [changed]))
+
+    watch_study("sweep", tmp_path)
+
+    assert capsys.readouterr().out.startswith("sweep: 2 trials finished")
+
+
+def test_one_that_is_planned_again_is_said_to_be(
+    tmp_path: Path,
+    study_events: Events,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _write(tmp_path / "sweep", study_events(1))
+    monkeypatch.setattr(watch, "_wait", lambda place: False)
+
+    with StudyLock(tmp_path / "sweep"):
+        watch_study("sweep", tmp_path)
+
+    assert "planned again" in capsys.readouterr().err
+
+
+def test_one_whose_run_was_refused_leaves_nothing_to_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "sweep"
+    place.mkdir()
+    lock = StudyLock(place)
+    lock.__enter__()
+    with Database(place, lock=lock):
+        pass
+
+    def refused(place: Path) -> bool:
+        lock.__exit__(None, None, None)
+        shutil.rmtree(place)
+        return False
+
+    monkeypatch.setattr(watch, "_wait", refused)
+    with pytest.raises(SpecError, match="was refused, and nothing is left"):
+        watch_study("sweep", tmp_path)
+
+
+def test_a_reader_that_has_read_enough_ends_it(tmp_path: Path, study_events: Events) -> None:
+    _write(tmp_path / "sweep", study_events(1, upto=9))
+    program = (
+        "import sys; from pathlib import Path; from shoal.ui import watch\n"
+        f"sys.exit(watch.watch_study('sweep', Path({str(tmp_path)!r})))"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    with StudyLock(tmp_path / "sweep"):
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    os.close(writer)
+
+    assert (done.returncode, done.stderr) == (ExitCode.PAUSED, "")
