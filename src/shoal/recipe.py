@@ -87,9 +87,9 @@ class Recipe:
             ``model`` and ``optimizer`` returned. ``model`` may return a mapping of modules then.
             It returns a scalar, or a mapping name -> scalar: each is recorded as ``train_<name>``,
             and ``train_loss`` is the one called "loss", or their sum. One that has an argument
-            ``number`` is told the number of the step, from 0. Gradients are cleared before each
-            call. A loss that is not finite fails the trial after the step that had it. See
-            docs/design/0019-a-step-of-ones-own.md.
+            ``number`` is told the number of the step, from 0. It clears the gradients itself: one
+            that goes on from those of the step before is refused. A loss that is not finite fails
+            the trial after the step that had it. See docs/design/0019-a-step-of-ones-own.md.
         evaluate: with ``step``, ``(models, batch, hp) -> value``, or a mapping name -> value, of
             one validation batch; means are recorded as ``valid_<name>``, a bare value as
             ``valid_loss``. In place of ``loss``, ``inputs`` and ``metrics``.

@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import sys
 import warnings
+from collections import ChainMap
+from types import CodeType
+from typing import Any, ClassVar
 
 import cloudpickle
 
@@ -14,6 +17,7 @@ from shoal.recipe import Recipe
 from shoal.source import MODULE_NAME
 
 _WARN_BYTES = 16 * 2**20
+_NO_FILE = "<dynamic-code>"  # what cloudpickle puts in the place of a file's name
 
 
 def pack_recipe(recipe: Recipe) -> bytes:
@@ -43,8 +47,21 @@ def pack_recipe(recipe: Recipe) -> bytes:
 
 def _dumps(value: object) -> bytes:
     buffer = io.BytesIO()
-    cloudpickle.CloudPickler(buffer).dump(value)
+    _Pickler(buffer).dump(value)
     return buffer.getvalue()
+
+
+def _reduce_code(code: CodeType) -> tuple[Any, tuple[Any, ...]]:
+    make, arguments = cloudpickle.CloudPickler.dispatch_table[CodeType](code)
+    return make, tuple(code.co_filename if a == _NO_FILE else a for a in arguments)
+
+
+class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no types
+    """Code keeps the name of its file, so that tracebacks and warnings show the user's lines."""
+
+    dispatch_table: ClassVar[Any] = ChainMap(
+        {CodeType: _reduce_code}, cloudpickle.CloudPickler.dispatch_table
+    )
 
 
 def _register_source_module() -> None:

@@ -302,7 +302,7 @@ def watch(study: NewestName = None, directory: Directory = "runs") -> None:
 def trace(
     study: NewestName = None,
     output: Annotated[
-        str | None, typer.Option(help="Where to write. Default: the study's directory.")
+        str | None, typer.Option(help="A file or a directory. Default: the study's directory.")
     ] = None,
     directory: Directory = "runs",
     json: AsJson = False,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -86,6 +88,7 @@ def _ls_record(place: Path, snapshot: Snapshot | StorageError) -> dict[str, Any]
     return study_record(place, snapshot)
 
 
+_UNFUSED = "unfused: "
 _LS_HEADER = (
     *("study", "state", "trials", "pruned", "failed"),
     *("best", "metric", "took", "last written"),
@@ -129,9 +132,10 @@ def ending_code(snapshot: Snapshot) -> ExitCode:
 def describe_ending(snapshot: Snapshot, place: Path) -> str:
     """What a finished run prints: leaderboard, devices, failures, where the weights are."""
     parts = ["", leaderboard(snapshot), "", device_table(snapshot), ""]
-    failures = failure_lines(snapshot)
+    failures = failure_lines(snapshot, place)
     if failures:
         parts += [*failures, ""]
+    parts += unfused_lines(place)
     best = best_trial(snapshot)
     if best is not None and best.checkpoint:
         parts.append(f"best      trial {best.number}, weights in {place / best.checkpoint}")
@@ -193,8 +197,9 @@ def describe_study(snapshot: Snapshot, place: Path) -> str:
         "",
         device_table(snapshot),
     ]
-    failures = failure_lines(snapshot)
-    return "\n".join([*parts, *(["", *failures] if failures else [])])
+    failures, unfused = failure_lines(snapshot, place), unfused_lines(place)
+    more = [line for lines in (failures, unfused) if lines for line in ("", *lines)]
+    return "\n".join([*parts, *more])
 
 
 def leaderboard(snapshot: Snapshot, *, is_interrupted: bool = False) -> str:
@@ -281,16 +286,34 @@ def _device_cells(row: DeviceRow) -> list[str]:
     ]
 
 
-def failure_lines(snapshot: Snapshot, most: int = 5) -> list[str]:
+def planned_reasons(place: Path) -> dict[int, tuple[str, ...]]:
+    """Why the trials of the last plan train as they do; nothing where it cannot be read."""
+    try:
+        jobs = json.loads((place / "plan.json").read_text())["jobs"]
+        return {int(job["trial"]): tuple(map(str, job["why"])) for job in jobs}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def unfused_lines(place: Path, most: int = 3) -> list[str]:
+    """Why trials that were to share arrays do not, a line for each reason."""
+    reasons = (why for all_ in planned_reasons(place).values() for why in all_)
+    found = Counter(why for why in reasons if why.startswith(_UNFUSED))
+    lines = [
+        f"unfused   {counted(count, 'trial')}: {why.removeprefix(_UNFUSED)}"
+        for why, count in found.most_common(most)
+    ]
+    return lines + [f"... and {len(found) - most} more reasons"] * (len(found) > most)
+
+
+def failure_lines(snapshot: Snapshot, place: Path, most: int = 5) -> list[str]:
     """A line for each of the first failed trials, and where their tracebacks are."""
     failed = [row for row in snapshot.trials if row.state is TrialState.FAILED]
     lines = [f"trial {r.number} failed at step {r.step}: {r.error_line}" for r in failed[:most]]
     if len(failed) > most:
         lines.append(f"... and {len(failed) - most} more failed")
     if failed:
-        lines.append(
-            f"the whole traceback: shoal show {snapshot.study} --trial {failed[0].number}"
-        )
+        lines.append(f"the whole traceback: shoal show {place} --trial {failed[0].number}")
     return lines
 
 
@@ -321,6 +344,7 @@ def describe_trial(snapshot: Snapshot, row: TrialRow, place: Path) -> str:
         f"{format_seconds(row.seconds)}, {counted(row.restarts, 'restart')}",
         "numerics: " + ", ".join(f"{name}={value}" for name, value in row.numerics.items()),
     ]
+    lines += [f"- {why}" for why in planned_reasons(place).get(row.number, ())]
     lines += [_inheritance_line(one) for one in row.inherited]
     if row.checkpoint:
         lines.append(f"weights: {_inside(place, row.checkpoint)}")
@@ -374,8 +398,9 @@ def _find_trial(snapshot: Snapshot, number: int) -> TrialRow:
 def trace_study(name: str | None, output: str | None, directory: Path, *, as_json: bool) -> int:
     """Write the timeline and the chart, and say where and how to look at them."""
     place = find_recorded(name, directory)
-    trace = Path(output) if output else place / "trace.json"
-    chart = trace.with_suffix(".svg") if output else place / "gantt.svg"
+    into = place if output is None else Path(output) if Path(output).is_dir() else None
+    trace = into / "trace.json" if into else Path(str(output))
+    chart = into / "gantt.svg" if into else trace.with_suffix(".svg")
     trace.parent.mkdir(parents=True, exist_ok=True)
     write_trace(place, trace)
     write_gantt(place, chart)

@@ -54,6 +54,7 @@ def find_study(name: str | None, directory: Path) -> Path:
     if place in known:
         return place
     others = ", ".join(path.name for path in known[:8]) or "none"
+    others += f" and {len(known) - 8} more" if len(known) > 8 else ""
     raise SpecError(
         f"there is no study {name!r} in {directory.resolve()}; the studies there: {others}."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from shoal.demo import Sample
 from shoal.observe import Snapshot
 from shoal.ui.demo import describe_sample, printable
 from shoal.ui.failures import ExitCode
-from shoal.ui.show import describe_ending, ending_code
+from shoal.ui.show import describe_ending, describe_study, describe_trial, ending_code
 from shoal.ui.verify import describe_verdict, describe_verdicts
 from shoal.verify import TrialVerdict
 
@@ -47,6 +48,21 @@ def test_the_end_of_a_run_says_where_the_best_weights_are(study_events: Events) 
     assert "best      trial 0, weights in runs/sweep/trials/0" in text
     assert "trial 2 failed at step 3" in text
     assert "events    runs/sweep/study.db" in text
+
+
+def test_the_end_of_a_run_says_why_trials_share_no_array(
+    tmp_path: Path, study_events: Events
+) -> None:
+    jobs = [{"trial": n, "why": ["it fits", "unfused: the slots differ"]} for n in range(2)]
+    (tmp_path / "plan.json").write_text(json.dumps({"jobs": jobs}))
+    snapshot = Snapshot.of(study_events(2))
+
+    assert "unfused   2 trials: the slots differ" in describe_ending(snapshot, tmp_path)
+    assert "unfused   2 trials: the slots differ" in describe_study(snapshot, tmp_path)
+    assert "- unfused: the slots differ" in describe_trial(snapshot, snapshot.trial(1), tmp_path)
+
+    (tmp_path / "plan.json").write_text("{")  # torn by a crash
+    assert "unfused" not in describe_ending(snapshot, tmp_path)
 
 
 def test_a_run_whose_trials_all_failed_has_no_best(study_events: Events) -> None:
