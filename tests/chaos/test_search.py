@@ -30,6 +30,7 @@ from shoal.core.event import (
 from shoal.execution import floor
 from shoal.execution.trial import TrialRun
 from shoal.memory.store import create_region
+from shoal.observe import read_events
 from shoal.runtime import checkpoint
 from shoal.runtime.pool import WorkerPool
 from shoal.testing import assert_same, plain_loop
@@ -286,6 +287,26 @@ def test_without_validation_data_a_pruner_says_so(tmp_path, warm_workers):
     report = studies.run(study, warm_workers)
     assert states(report) == ["FAILED"] * 3
     assert "compares 'valid_loss', and the evaluation after step 4" in report.trials[0].error
+
+
+def test_a_metric_that_is_not_a_number_is_said_to_be_why_a_trial_was_pruned(
+    tmp_path, warm_workers
+):
+    recipe = shoal.Recipe(
+        model=searches.build, data=searches.data, loss=searches.loss, metrics={"odd": _odd}
+    )
+    study = shoal.Study(
+        *("k", recipe), space=searches.SPACE, trials=3, epochs=2, pruner="asha",
+        metric="valid_odd", directory=tmp_path,
+    )  # fmt: skip
+    report = studies.run(study, warm_workers)
+    assert states(report) == ["PRUNED"] * 3
+    found = [e.reason for e in read_events(study.directory) if isinstance(e, TrialPruned)]
+    assert set(found) == {"its valid_odd was not a number at evaluation 1"}
+
+
+def _odd(output, batch):
+    return float("nan")
 
 
 def _unvalidated(hp):

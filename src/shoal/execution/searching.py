@@ -14,6 +14,7 @@ on after a crash comes to the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -176,7 +177,10 @@ class Searching:
 
     def _prune(self, state: TrialRun, rung: int) -> None:
         """Save it as it stands; where no worker has it any more, one takes it up again first."""
-        reason = f"others did better in {self._hunt.metric} at evaluation {rung}"
+        metric = self._hunt.metric
+        reason = f"others did better in {metric} at evaluation {rung}"
+        if math.isnan(state.metrics.get(metric, 0.0)):
+            reason = f"its {metric} was not a number at evaluation {rung}"
 
         def end() -> None:
             if state.job.trial not in self._floor.open:
