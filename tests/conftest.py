@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -29,6 +30,10 @@ STUDY_OPTIONS = (
     *("checkpoint_every", "keep", "keep_finished", "disk_budget", "retries"),
     *("time_limit", "trial_time_limit"),
 )
+
+
+hypothesis.settings.register_profile("untimed", deadline=None)  # others use the machine too
+hypothesis.settings.load_profile("untimed")
 
 
 # -- which cases run --------------------------------------------------------------------------
