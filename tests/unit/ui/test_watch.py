@@ -27,6 +27,16 @@ from shoal.ui.watch import follow, watch_study
 Events = Callable[..., Iterator[Event]]
 
 
+def _being_planned(place: Path) -> StudyLock:
+    """A study's directory as it is before anything is on record; the lock is held."""
+    place.mkdir()
+    lock = StudyLock(place)
+    lock.__enter__()
+    with Database(place, lock=lock):
+        pass
+    return lock
+
+
 def _write(place: Path, events: Iterator[Event]) -> None:
     with Database(place) as database:
         database.write(events)
@@ -92,12 +102,7 @@ def test_one_that_is_being_planned_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    place = tmp_path / "sweep"
-    place.mkdir()
-    lock = StudyLock(place)
-    lock.__enter__()
-    with Database(place, lock=lock):
-        pass
+    lock = _being_planned(tmp_path / "sweep")
 
     def plans_and_ends(place: Path) -> bool:
         lock.__exit__(None, None, None)
@@ -166,12 +171,7 @@ def test_one_that_is_planned_again_is_said_to_be(
 def test_one_whose_run_was_refused_leaves_nothing_to_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = tmp_path / "sweep"
-    place.mkdir()
-    lock = StudyLock(place)
-    lock.__enter__()
-    with Database(place, lock=lock):
-        pass
+    lock = _being_planned(tmp_path / "sweep")
 
     def refused(place: Path) -> bool:
         lock.__exit__(None, None, None)
