@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,9 +13,7 @@ from shoal.observe import is_running, read_outline
 from shoal.observe.snapshot import Snapshot
 from shoal.runtime.triallog import log_path
 from shoal.ui.failures import ExitCode
-from shoal.ui.studies import find_recorded
-
-POLL_S = 0.25
+from shoal.ui.studies import find_recorded, wait_while_running
 
 
 def show_log(name: str, trial: int, directory: Path, *, tail: int | None, follow: bool) -> int:
@@ -32,7 +29,7 @@ def show_log(name: str, trial: int, directory: Path, *, tail: int | None, follow
         print(_no_log(place, trial), file=sys.stderr)
         return ExitCode.DONE
     try:
-        print_log(path, sys.stdout, tail=tail, wait=lambda: follow and _pause(place))
+        print_log(path, sys.stdout, tail=tail, wait=lambda: follow and wait_while_running(place))
     except KeyboardInterrupt:
         print(file=sys.stderr)  # asked for: the way to end it
     return ExitCode.DONE
@@ -67,13 +64,6 @@ def visible(text: str) -> str:
 
 def _escape(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
-
-
-def _pause(place: Path) -> bool:
-    """Wait a moment; whether the study ran before it."""
-    running = is_running(place)
-    time.sleep(POLL_S if running else 0)
-    return running
 
 
 def _no_log(place: Path, trial: int) -> str:

@@ -34,10 +34,8 @@ from shoal.observe import jsonl, read_events
 from shoal.observe.snapshot import Folder, Snapshot
 from shoal.source import load_study
 from shoal.ui.failures import ExitCode
-from shoal.ui.studies import find_recorded
+from shoal.ui.studies import PLAN, find_recorded
 from shoal.ui.text import DASH, align, how
-
-PLAN = "plan.json"
 
 
 @dataclass(slots=True)

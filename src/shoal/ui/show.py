@@ -27,7 +27,7 @@ from shoal.observe import (
 from shoal.observe.rows import DeviceRow, Inherited, TrialRow, TrialState, metric_rank
 from shoal.observe.snapshot import Folder, Snapshot
 from shoal.ui.failures import ExitCode
-from shoal.ui.studies import find_recorded, last_written, study_directories
+from shoal.ui.studies import PLAN, find_recorded, last_written, study_directories
 from shoal.ui.text import (
     DASH,
     align,
@@ -289,7 +289,7 @@ def _device_cells(row: DeviceRow) -> list[str]:
 def planned_reasons(place: Path) -> dict[int, tuple[str, ...]]:
     """Why the trials of the last plan train as they do; nothing where it cannot be read."""
     try:
-        jobs = json.loads((place / "plan.json").read_text())["jobs"]
+        jobs = json.loads((place / PLAN).read_text())["jobs"]
         return {int(job["trial"]): tuple(map(str, job["why"])) for job in jobs}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
@@ -398,9 +398,10 @@ def _find_trial(snapshot: Snapshot, number: int) -> TrialRow:
 def trace_study(name: str | None, output: str | None, directory: Path, *, as_json: bool) -> int:
     """Write the timeline and the chart, and say where and how to look at them."""
     place = find_recorded(name, directory)
-    into = place if output is None else Path(output) if Path(output).is_dir() else None
-    trace = into / "trace.json" if into else Path(str(output))
-    chart = into / "gantt.svg" if into else trace.with_suffix(".svg")
+    trace = Path(output) if output else place
+    chart = trace.with_suffix(".svg")
+    if trace.is_dir():
+        trace, chart = trace / "trace.json", trace / "gantt.svg"
     trace.parent.mkdir(parents=True, exist_ok=True)
     write_trace(place, trace)
     write_gantt(place, chart)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from shoal.core.errors import SpecError
@@ -9,6 +10,8 @@ from shoal.observe import is_running, read_outline
 from shoal.observe.connect import DATABASE, EARLIER
 
 RECORD = "study.json"
+PLAN = "plan.json"  # of its last run that made one
+POLL_S = 0.25
 
 
 def study_directories(directory: Path) -> list[Path]:
@@ -92,3 +95,10 @@ def refuse_unrecorded(place: Path) -> None:
 
 def _is_study(place: Path) -> bool:
     return any((place / name).is_file() for name in (DATABASE, EARLIER))
+
+
+def wait_while_running(place: Path) -> bool:
+    """Wait a moment for what a study writes; whether it ran before that."""
+    running = is_running(place)
+    time.sleep(POLL_S if running else 0)
+    return running

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,10 +11,10 @@ from shoal.core.errors import SpecError
 from shoal.core.event import Event
 from shoal.observe import DatabaseReader, is_running, read_outline
 from shoal.observe.snapshot import Snapshot
-from shoal.ui.dashboard import REFRESH_S, LiveTable, PlainLines, make_screen
+from shoal.ui.dashboard import LiveTable, PlainLines, make_screen
 from shoal.ui.failures import ExitCode
 from shoal.ui.show import ending_code
-from shoal.ui.studies import find_study, refuse_unrecorded
+from shoal.ui.studies import find_study, refuse_unrecorded, wait_while_running
 
 
 def watch_study(name: str | None, directory: Path) -> int:
@@ -35,7 +34,7 @@ def watch_study(name: str | None, directory: Path) -> int:
         print("it has ended before, and is being planned again", file=sys.stderr)
     try:
         with make_screen(sys.stdout) as screen:
-            follow(DatabaseReader(place).poll, screen, wait=lambda: _wait(place))
+            follow(DatabaseReader(place).poll, screen, wait=lambda: wait_while_running(place))
     except KeyboardInterrupt:
         if is_running(place):
             print("the study goes on", file=sys.stderr)
@@ -61,10 +60,3 @@ def follow(
     while goes_on:
         goes_on = wait()
         screen.tell(poll())
-
-
-def _wait(place: Path) -> bool:
-    """Wait a moment; whether the study ran before it."""
-    running = is_running(place)
-    time.sleep(REFRESH_S if running else 0)
-    return running

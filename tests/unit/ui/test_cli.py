@@ -365,6 +365,15 @@ def test_trace_writes_where_it_is_told(runs: Path, tmp_path: Path) -> None:
     assert target.exists()
 
 
+def test_trace_writes_into_a_directory_that_is_there(runs: Path, tmp_path: Path) -> None:
+    target = tmp_path / "pictures"
+    target.mkdir()
+
+    _invoke("trace", "sweep", "--directory", str(runs), "--output", str(target))
+
+    assert sorted(file.name for file in target.iterdir()) == ["gantt.svg", "trace.json"]
+
+
 def test_doctor_reports_every_check_as_json() -> None:
     checks = json.loads(_invoke("doctor", "--json")[1])
 

@@ -96,7 +96,7 @@ def test_ctrl_c_is_the_way_to_end_following(runs: Path, monkeypatch: pytest.Monk
     def interrupt(place: Path) -> bool:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(logs, "_pause", interrupt)
+    monkeypatch.setattr(logs, "wait_while_running", interrupt)
 
     assert _invoke("sweep", "0", "--directory", str(runs), "-f")[0] == 0
 

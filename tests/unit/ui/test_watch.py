@@ -107,10 +107,10 @@ def test_one_that_is_being_planned_is_waited_for(
     def plans_and_ends(place: Path) -> bool:
         lock.__exit__(None, None, None)
         _write(place, study_events(4))
-        monkeypatch.setattr(watch, "_wait", lambda place: False)
+        monkeypatch.setattr(watch, "wait_while_running", lambda place: False)
         return True
 
-    monkeypatch.setattr(watch, "_wait", plans_and_ends)
+    monkeypatch.setattr(watch, "wait_while_running", plans_and_ends)
 
     assert watch_study("sweep", tmp_path) == ExitCode.DONE
     assert "4 trials finished" in capsys.readouterr().out
@@ -126,7 +126,7 @@ def test_ctrl_c_leaves_the_study_alone(
         raise KeyboardInterrupt
 
     _write(tmp_path / "sweep", study_events(4, upto=9))
-    monkeypatch.setattr(watch, "_wait", interrupt)
+    monkeypatch.setattr(watch, "wait_while_running", interrupt)
 
     with StudyLock(tmp_path / "sweep"):
         assert watch_study("sweep", tmp_path) == ExitCode.PAUSED
@@ -160,7 +160,7 @@ def test_one_that_is_planned_again_is_said_to_be(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     _write(tmp_path / "sweep", study_events(1))
-    monkeypatch.setattr(watch, "_wait", lambda place: False)
+    monkeypatch.setattr(watch, "wait_while_running", lambda place: False)
 
     with StudyLock(tmp_path / "sweep"):
         watch_study("sweep", tmp_path)
@@ -178,7 +178,7 @@ def test_one_whose_run_was_refused_leaves_nothing_to_watch(
         shutil.rmtree(place)
         return False
 
-    monkeypatch.setattr(watch, "_wait", refused)
+    monkeypatch.setattr(watch, "wait_while_running", refused)
     with pytest.raises(SpecError, match="was refused, and nothing is left"):
         watch_study("sweep", tmp_path)
 
