@@ -348,7 +348,7 @@ def with_fixed_data(recipe: Recipe, varied: Iterable[str]) -> Recipe:
     return replace(recipe, data=_FixedData(recipe.data, names)) if names else recipe
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _FixedData:
     """A data function that is told when it reads what is going to change."""
 
@@ -363,8 +363,7 @@ class _Guarded(HyperParameters):
     """Hyperparameters of which some may not be read."""
 
     def __init__(self, values: HP, varied: frozenset[str]) -> None:
-        super().__init__(values)
-        self._varied = varied
+        self._values, self._varied = values, varied
 
     def __getitem__(self, name: str) -> Scalar:
         self._check(name)

@@ -30,9 +30,15 @@ ATTRIBUTES = frozenset(("__call__", "__init__", "forward"))
 
 def spelled(function: Any) -> frozenset[str]:
     """Every string in the code of a function, and of what that names."""
+    return spelled_by([function])[0]
+
+
+def spelled_by(functions: Iterable[Any]) -> tuple[frozenset[str], bool]:
+    """The same of several, and whether all was looked into that they name."""
     walk = _Walk()
-    walk.look_at(getattr(function, "_orig_mod", function))  # of a module that torch compiled
-    return frozenset(walk.found)
+    for function in functions:
+        walk.look_at(getattr(function, "_orig_mod", function))  # of a module that torch compiled
+    return frozenset(walk.found), walk.is_whole
 
 
 class _Walk:
@@ -57,6 +63,10 @@ class _Walk:
                 self._waiting += self._parts(one)
             if not self._waiting:
                 self._waiting += self._asked_for()
+
+    @property
+    def is_whole(self) -> bool:
+        return not self._waiting
 
     def _asked_for(self) -> list[Any]:
         values = [

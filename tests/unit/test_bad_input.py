@@ -1,5 +1,6 @@
 """What people get wrong, and the three parts of the answer: asked, found, what to do."""
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
+from shoal.core.event import StudyPlanned
 from shoal.observe import read_events
 from shoal.recipe import HyperParameters
 from shoal.testing import plain_loop
@@ -184,6 +186,33 @@ def test_an_unknown_hyperparameter_lists_the_known_ones():
         hp["depth"]
     with pytest.raises(shoal.SpecError, match="the space has none"):
         HyperParameters({})["depth"]
+
+
+def test_a_hyperparameter_that_no_code_reads_is_told_of_before_anything_trains(make_study):
+    study = make_study(space={"lr": 0.1, "weight_decya": shoal.choice(0.0, 0.1)}, trials=2)
+    words = (
+        "no code of the recipe reads the hyperparameter 'weight_decya', so it changes nothing. "
+        "Did you mean 'weight_decay', which is read if a study has it?"
+    )
+    plan = study.plan(hardware=one_device())
+    assert words in plan.warnings
+    assert f"WARNING: {words}" in plan.explain()
+    assert shoal.Plan.from_json(plan.to_json()) == plan
+    study.run(hardware=one_device())
+    (planned,) = (e for e in read_events(study.directory) if isinstance(e, StudyPlanned))
+    assert words in planned.warnings
+    assert planned.trials == 2
+
+
+def test_without_validation_data_trials_are_not_ranked_and_not_compared(make_study, warm_workers):
+    how = {"hardware": one_device(), "workers": warm_workers}
+    words = r"metric='valid_loss' is measured on validation batches, .* for 1 trial: 0, so "
+    (warning,) = make_study().plan(**how).warnings
+    assert re.match(words + "no leaderboard ranks them", warning)
+    assert not make_study(metric="train_loss").plan(**how).warnings
+    asked = {"steps": None, "epochs": 3, "pruner": "asha"}
+    with pytest.raises(shoal.PlanError, match=words + "there is nothing to compare them by"):
+        make_study(**asked).run(**how)
 
 
 def test_an_empty_grid_names_the_key():

@@ -41,6 +41,16 @@ class PlanningWaited:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StudyPlanned:
+    """A run's trials were planned: those that there are when it begins."""
+
+    time: float
+    trials: int
+    seconds: float  # predicted, for all of them together
+    warnings: tuple[str, ...] = ()  # what its user has probably not meant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrialPlanned:
     """A trial got its job."""
 
@@ -369,6 +379,7 @@ class StudyFinished:
 Event = (
     StudyStarted
     | PlanningWaited
+    | StudyPlanned
     | TrialPlanned
     | TrialStarted
     | TrialMoved

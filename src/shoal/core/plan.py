@@ -273,6 +273,7 @@ class Plan:
     failures: Mapping[int, str] = field(default_factory=dict)  # trials that cannot begin
     notes: tuple[str, ...] = ()  # lines that explain the whole study
     rule: str = DEFAULT  # which of the trials of a device goes first
+    warnings: tuple[str, ...] = ()  # what its user has probably not meant
 
     @property
     def at_once(self) -> int:
@@ -296,6 +297,7 @@ class Plan:
             lines += _explain_job(job, first.setdefault(shape, job.trial))
         lines += [f"  trial {n} cannot begin: {error}" for n, error in self.failures.items()]
         lines += self.notes
+        lines += [f"WARNING: {warning}" for warning in self.warnings]
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -516,7 +518,8 @@ def plan_from_dict(record: Mapping[str, Any]) -> Plan:
     devices = tuple(DeviceSpec(**device) for device in record["devices"])
     failures = {int(number): error for number, error in record["failures"].items()}
     known = {"devices": devices, "jobs": tuple(jobs), "failures": failures}
-    return Plan(**{**record, **known, "notes": tuple(record.get("notes", ()))})
+    known |= {name: tuple(record.get(name, ())) for name in ("notes", "warnings")}
+    return Plan(**{**record, **known})
 
 
 def _shards_from(records: Sequence[Mapping[str, Any]]) -> tuple[ShardSpec, ...]:

@@ -47,7 +47,7 @@ class HyperParameters(Mapping[str, Scalar]):
     """
 
     def __init__(self, values: Mapping[str, Scalar]) -> None:
-        self._values = dict(values)
+        self._values: Mapping[str, Scalar] = dict(values)
 
     def __getitem__(self, name: str) -> Scalar:
         try:

@@ -24,14 +24,15 @@ has to say so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-from shoal.core.spec import HyperParameters, Scalar
+from shoal.core.reads import NAMES, Reads, told
+from shoal.core.spec import Scalar
 from shoal.data.rows import is_rows_only
 from shoal.data.sources import order_generators, order_of
 from shoal.recipe import Batch, Recipe
@@ -40,7 +41,6 @@ from shoal.rng import RngState, capture_rng, same_rng
 KEPT = 4  # results that no trial may be using now
 KEPT_BYTES = 64 * 2**20  # of all but the newest one
 
-_ABSENT, _NAMES = object(), object()
 Sources = tuple[Iterable[Batch], Iterable[Batch] | None]
 
 
@@ -72,7 +72,7 @@ class SharedData:
             if made.is_proven and made.is_of(hp) and made.is_untouched:
                 self._keep(made)
                 return made.sources
-        reads = _Reads(hp)
+        reads = Reads(hp)
         before, said = capture_rng(self._device), self._said()
         found = self._data(reads)
         if self._said() == said and same_rng(before, capture_rng(self._device)):
@@ -126,55 +126,12 @@ class _Made:
     def is_of(self, hp: Mapping[str, Scalar]) -> bool:
         """Whether the function would read the same of ``hp``."""
         for name, value in self.seen.items():
-            if name is _NAMES:
+            if name is NAMES:
                 if value != tuple(hp):
                     return False
-            elif value != _told(hp, name):
+            elif value != told(hp, name):
                 return False
         return True
-
-
-def _told(hp: Mapping[str, Scalar], name: str) -> object:
-    """A value with its type: 1, 1.0 and True are three."""
-    return (type(hp[name]), hp[name]) if name in hp else _ABSENT
-
-
-class _Reads(HyperParameters):
-    """Hyperparameters that note which of them are read."""
-
-    def __init__(self, of: Mapping[str, Scalar]) -> None:
-        self._of = of
-        self.seen: dict[Any, Any] = {}
-
-    def __getitem__(self, name: str) -> Scalar:
-        self._note(name)
-        return self._of[name]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        value = self._of.get(name, default)
-        self._note(name)
-        return value
-
-    def __contains__(self, name: object) -> bool:
-        self._note(str(name))
-        return name in self._of
-
-    def __iter__(self) -> Iterator[str]:
-        self.seen[_NAMES] = tuple(self._of)
-        return iter(self._of)
-
-    def __len__(self) -> int:
-        self.seen[_NAMES] = tuple(self._of)
-        return len(self._of)
-
-    def __repr__(self) -> str:
-        return repr({name: self[name] for name in self})
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return HyperParameters, ({name: self[name] for name in self},)
-
-    def _note(self, name: str) -> None:
-        self.seen[name] = _told(self._of, name)
 
 
 def _facts(sources: Any) -> Any:

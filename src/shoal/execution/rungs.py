@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shoal.core.errors import PlanError
 from shoal.core.plan import Job
 from shoal.core.technique import Pipelined
+from shoal.core.units import counted, list_some
 from shoal.execution.trial import total_steps
 from shoal.memory.layout import TrialLayout
 from shoal.planning import Planned
@@ -101,3 +104,28 @@ def _difference(one: Shapes, other: Shapes) -> str:
             shapes = [found[0] if (found := s.get(name)) else "nothing" for s in (one, other)]
             return f"{name!r} is {shapes[0]} there and {shapes[1]} here"
     return ""
+
+
+def check_validated(planned: Planned, metric: str, *, searches: bool) -> Planned:
+    """The plan, with a warning of trials that nothing will measure the metric of.
+
+    ``searches``: trials are compared while the study runs.
+
+    Raises:
+        PlanError: it can compare none of them.
+    """
+    without = planned.unvalidated
+    if not without or metric.startswith("train_"):
+        return planned
+    what = (
+        f"metric={metric!r} is measured on validation batches, and Recipe(data=...) returned "
+        f"(train, None) for {counted(len(without), 'trial')}: {list_some(without)}"
+    )
+    if searches and len(without) == len(planned.plan.jobs):
+        raise PlanError(
+            f"{what}, so there is nothing to compare them by. Return validation batches, or leave "
+            "out the pruner, and a sampler that learns."
+        )
+    warning = f"{what}, so no leaderboard ranks them. metric='train_loss' would."
+    plan = replace(planned.plan, warnings=(*planned.plan.warnings, warning))
+    return replace(planned, plan=plan)

@@ -14,7 +14,7 @@ from shoal.core.units import Bytes, counted, format_bytes, list_some
 from shoal.execution.announce import steps_of
 from shoal.execution.firstplan import FirstPlan
 from shoal.execution.floor import Sink
-from shoal.execution.rungs import check_population, check_rungs
+from shoal.execution.rungs import check_population, check_rungs, check_validated
 from shoal.execution.trial import total_steps
 from shoal.hardware import Hardware
 from shoal.kernelchoice import KernelChoice
@@ -108,6 +108,7 @@ def plan_study(
     if more := planned.plan.devices[len(hardware.devices) :]:
         pool.warm(len(planned.plan.devices))
         pool.configure(more, *served)
+    planned = check_validated(planned, study.metric, searches=not study.search.is_plain)
     if study.search.pruner is not None:
         check_rungs(planned, settings)
     if study.search.varied:

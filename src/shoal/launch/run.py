@@ -177,6 +177,15 @@ class Run:
         said: list[events.Event] = []
         if words:
             said.append(events.StudyChanged(time=time.time(), changes=words))
+        plan = planned.plan
+        said.append(
+            events.StudyPlanned(
+                time=time.time(),
+                trials=len(plan.jobs),
+                seconds=float(plan.seconds),
+                warnings=plan.warnings,
+            )
+        )
         said += planned_events(planned, case.todo, steps_of(planned, self._settings))
         return [*said, *case.found.happened, *case.found.finished]
 

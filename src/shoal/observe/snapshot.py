@@ -37,6 +37,7 @@ from shoal.core.event import (
     StudyContinued,
     StudyFinished,
     StudyPaused,
+    StudyPlanned,
     StudyStarted,
     TrialExploited,
     TrialFailed,
@@ -82,6 +83,7 @@ class Snapshot:
     runs: int = 0
     waits: tuple[PlanningWaited, ...] = ()  # the newest of each device, while it is planned
     emulated: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()  # of its last run
     is_finished: bool = False
     is_paused: bool = False
     stopped: str = ""
@@ -219,6 +221,7 @@ class Folder:
             started=event.time if first is None else first,
             runs=self._head.runs + 1,
             waits=(),
+            warnings=(),
             is_finished=False,
             is_paused=False,
             stopped="",
@@ -239,6 +242,9 @@ class Folder:
         left = tuple(wait for wait in self._head.waits if wait.device != device)
         if len(left) < len(self._head.waits):
             self._head = replace(self._head, waits=left)
+
+    def _study_planned(self, event: StudyPlanned) -> None:
+        self._head = replace(self._head, warnings=event.warnings)
 
     def _trial_planned(self, event: TrialPlanned) -> None:
         trial = self._trial(event.trial)
@@ -349,6 +355,7 @@ class Folder:
 _FOLDS: dict[type[Any], Callable[[Folder, Any], None]] = {
     StudyStarted: Folder._study_started,
     PlanningWaited: Folder._planning_waited,
+    StudyPlanned: Folder._study_planned,
     TrialPlanned: Folder._trial_planned,
     TrialStarted: Folder._trial_started,
     TrialMoved: Folder._trial_moved,

@@ -300,4 +300,5 @@ def _together(found: Sequence[Described]) -> Described:
         cause=next((one.cause for one in told if one.cause), None),
         arrays={n: s for one in found for n, s in one.arrays.items()},
         constants={n: c for one in found for n, c in one.constants.items()},
+        noticed={n: w for one in found for n, w in one.noticed.items()},
     )

@@ -24,6 +24,7 @@ class Planned:
     layouts: Mapping[int, TrialLayout]
     num_batches: Mapping[int, int | None]
     failures: Mapping[int, str]  # trial -> traceback: cannot even be built
+    unvalidated: tuple[int, ...] = ()  # those that have no batches to validate with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

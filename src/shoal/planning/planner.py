@@ -22,6 +22,7 @@ from shoal.planning.fusing import Fusing
 from shoal.planning.pipelining import Question, early
 from shoal.planning.planned import Planned, Settled, with_split_masters
 from shoal.planning.staleness import ALIKE, OPEN, Staleness, Way
+from shoal.planning.warned import unread_warnings
 from shoal.recipe import Recipe
 from shoal.runtime.messages import Order
 from shoal.runtime.pool import Worker, WorkerPool
@@ -172,6 +173,12 @@ class Planner:
         able = [trial for trial in trials if trial.number not in asking.failures]
         found = [(trial, settled[kinds[trial.number]]) for trial in able]
         planned = self._collect(found, active, rule, asking.failures)
+        noticed = described.noticed
+        planned = replace(
+            planned,
+            plan=replace(planned.plan, warnings=unread_warnings(trials, noticed)),
+            unvalidated=tuple(sorted(n for n in noticed if not noticed[n].validates)),
+        )
         self._staleness.add(planned.plan.jobs)
         if not described.arrays:
             return planned

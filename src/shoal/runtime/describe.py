@@ -6,7 +6,8 @@ import hashlib
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,8 @@ from shoal.fusion.batches import leaves_of, rebuilt
 from shoal.fusion.constants import constants_of
 from shoal.recipe import Batch, Recipe, build_model, build_optimizer_of, read_data
 from shoal.rng import seed_all
-from shoal.runtime.messages import Describe, Described
+from shoal.runtime.messages import Describe, Described, Noticed
+from shoal.runtime.unread import Code, Reading, read_schedule
 from shoal.several import each_kind
 
 FEW_ROWS = 2
@@ -32,41 +34,62 @@ _RATE = re.compile(r"(Dropout\w*\()p=([\d.e-]+)")
 
 def signature(recipe: Recipe, trial: TrialSpec) -> str:
     """Equal for trials whose steps cost the same; values of hyperparameters do not count."""
-    hp = HyperParameters(trial.hp)
-    return _cost_signature(_Described(recipe, hp, _skeleton(recipe, hp, trial.seed)))
-
-
-def described(recipe: Recipe, trial: TrialSpec) -> tuple[str, Signature, str]:
-    """The same; all that has to be equal in the trials of one array, in words; and what has to be
-    where its code is compiled."""
-    hp = HyperParameters(trial.hp)
-    seed_all(trial.seed)
-    found = _Described(recipe, hp, build_model(recipe, hp))
-    facts = signature_of(found.recipe, found.model, found.optimizer, found.batch).facts
-    length = "known" if epoch_length(found.train) is not None else "not known"
-    signature = Signature((*facts, ("the length of the data", length)))
-    return _cost_signature(found), signature, constants_of(found.recipe, found.model)
+    return _one(recipe, trial, Code(recipe), arrays=False).signature
 
 
 def describe(recipe: Recipe, order: Describe, note: Callable[[int | None], None]) -> Described:
     """The answer to Describe; ``note`` is called with the trial whose code runs."""
-    signatures, errors = {}, {}
-    facts: dict[int, Signature] = {}
-    constants: dict[int, str] = {}
+    found: dict[int, _One] = {}
+    errors: dict[int, str] = {}
     cause: Exception | None = None
+    code = Code(recipe)
     for trial in order.trials:
         note(trial.number)
         try:
-            if order.arrays:
-                found, facts[trial.number], constants[trial.number] = described(recipe, trial)
-            else:
-                found = signature(recipe, trial)
-            signatures[trial.number] = found
+            found[trial.number] = _one(recipe, trial, code, arrays=order.arrays)
         except (Exception, SystemExit) as error:
             errors[trial.number] = traceback.format_exc()
             cause = cause or own_error(error)
     note(None)
-    return Described(signatures, errors, cause, facts, constants)
+    return Described(
+        signatures={number: one.signature for number, one in found.items()},
+        errors=errors,
+        cause=cause,
+        arrays={number: one.array for number, one in found.items() if one.array},
+        constants={number: one.constants for number, one in found.items() if one.array},
+        noticed={number: one.noticed for number, one in found.items()},
+    )
+
+
+class _One(NamedTuple):
+    """Of one trial; ``array`` is what the trials of one array agree in, and ``constants`` what
+    they do where its code is compiled."""
+
+    signature: str
+    noticed: Noticed
+    array: Signature | None = None
+    constants: str = ""
+
+
+def _one(recipe: Recipe, trial: TrialSpec, code: Code, *, arrays: bool) -> _One:
+    reading = Reading(trial.hp)
+    if arrays:
+        seed_all(trial.seed)
+        model = build_model(recipe, reading.hp)
+    else:
+        model = _skeleton(recipe, reading.hp, trial.seed)
+    found = _Described(recipe, HyperParameters(trial.hp), reading.hp, model)
+    signature, array, constants = _cost_signature(found), None, ""
+    if arrays:
+        facts = signature_of(found.recipe, found.model, found.optimizer, found.batch).facts
+        length = "known" if epoch_length(found.train) is not None else "not known"
+        array = Signature((*facts, ("the length of the data", length)))
+        constants = constants_of(found.recipe, found.model)
+    schedule = read_schedule(recipe, found.optimizer, reading.hp)
+    noticed = reading.end(code)  # while what keeps them is there
+    del schedule
+    noticed = replace(noticed, validates=found.valid is not None)
+    return _One(signature, noticed, array, constants)
 
 
 def own_error(error: BaseException) -> Exception | None:
@@ -77,12 +100,14 @@ def own_error(error: BaseException) -> Exception | None:
 class _Described:
     """A trial's objects, to be looked at."""
 
-    def __init__(self, recipe: Recipe, hp: HyperParameters, model: nn.Module) -> None:
+    def __init__(
+        self, recipe: Recipe, hp: HyperParameters, reads: HyperParameters, model: nn.Module
+    ) -> None:
         self.recipe = recipe = bound(recipe, hp)
         self.model, self.choices = model, _choices(recipe, hp)
-        self.train, _ = read_data(recipe, hp)
+        self.train, self.valid = read_data(recipe, reads)
         self.batch = first_batch(self.train)
-        self.optimizer = build_optimizer_of(recipe, model, hp)
+        self.optimizer = build_optimizer_of(recipe, model, reads)
 
 
 def _cost_signature(found: _Described) -> str:

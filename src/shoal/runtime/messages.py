@@ -284,6 +284,16 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
+class Noticed:
+    """What may not be meant: of a trial's hyperparameters those that no code reads, and what code
+    asked for in vain; and whether there are batches to validate with."""
+
+    unread: frozenset[str] = frozenset()
+    missing: frozenset[str] = frozenset()
+    validates: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Described:
     """A signature per trial: equal signatures cost the same. Errors by trial number."""
 
@@ -292,6 +302,7 @@ class Described:
     cause: Exception | None = None  # the first, when it is shoal's own
     arrays: Mapping[int, Signature] = field(default_factory=dict)  # where they were asked for
     constants: Mapping[int, str] = field(default_factory=dict)  # floats of the code, as a digest
+    noticed: Mapping[int, Noticed] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,8 @@ from shoal.core.event import (
     StudyContinued,
     StudyFinished,
     StudyPaused,
+    StudyPlanned,
+    StudyStarted,
     TrialExploited,
     TrialFailed,
     TrialFinished,
@@ -201,6 +203,8 @@ class PlainLines:
     def _lines(self, event: Event) -> list[str]:
         line = describe(event)
         lines = [line] if line else []
+        if isinstance(event, StudyPlanned):
+            lines += [f"WARNING: {warning}" for warning in event.warnings]
         if isinstance(event, StudyFinished):
             lines = [*describe_behind(self._folder.snapshot()), *lines]
         if isinstance(event, StepFinished) and self._is_due(event.time):
@@ -219,6 +223,12 @@ class PlainLines:
 def describe(event: Event) -> str:
     """An event in a line, or nothing for the many that only move numbers."""
     match event:
+        case StudyStarted():
+            names = ", ".join(str(device.get("name", "")) for device in event.devices)
+            return f"{event.study}: {counted(event.trials, 'trial')} on {names}"
+        case StudyPlanned():
+            seconds = format_seconds(Seconds(event.seconds))
+            return f"planned {counted(event.trials, 'trial')}: predicted {seconds}"
         case Evaluated():
             return f"trial {event.trial} step {event.step}: {_metrics(event.metrics)}"
         case TrialFinished():
@@ -323,7 +333,7 @@ def render(snapshot: Snapshot, width: int = 80, height: int = 24) -> RenderableT
     shown = snapshot.devices[: max(1, height // 4)]
     devices = [_device_line(row, is_over=snapshot.is_finished) for row in shown]
     failures = _failure_lines(snapshot)
-    late = describe_behind(snapshot)
+    late = [*describe_behind(snapshot), *(f"warning: {one}" for one in snapshot.warnings)]
     behind = [Text(x, style="yellow", no_wrap=True, overflow="ellipsis") for x in late]
     room = max(1, height - len(devices) - len(failures) - len(behind) - 7)
     rows = choose_rows(snapshot, room)

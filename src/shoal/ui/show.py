@@ -135,7 +135,7 @@ def describe_ending(snapshot: Snapshot, place: Path) -> str:
     failures = failure_lines(snapshot, place)
     if failures:
         parts += [*failures, ""]
-    parts += unfused_lines(place)
+    parts += [*unfused_lines(place), *warning_lines(snapshot)]
     best = best_trial(snapshot)
     if best is not None and best.checkpoint:
         parts.append(f"best      trial {best.number}, weights in {place / best.checkpoint}")
@@ -197,7 +197,8 @@ def describe_study(snapshot: Snapshot, place: Path) -> str:
         "",
         device_table(snapshot),
     ]
-    failures, unfused = failure_lines(snapshot, place), unfused_lines(place)
+    failures = failure_lines(snapshot, place)
+    unfused = [*unfused_lines(place), *warning_lines(snapshot)]
     more = [line for lines in (failures, unfused) if lines for line in ("", *lines)]
     return "\n".join([*parts, *more])
 
@@ -304,6 +305,11 @@ def unfused_lines(place: Path, most: int = 3) -> list[str]:
         for why, count in found.most_common(most)
     ]
     return lines + [f"... and {len(found) - most} more reasons"] * (len(found) > most)
+
+
+def warning_lines(snapshot: Snapshot) -> list[str]:
+    """What its user has probably not meant, a line each."""
+    return [f"warning   {warning}" for warning in snapshot.warnings]
 
 
 def failure_lines(snapshot: Snapshot, place: Path, most: int = 5) -> list[str]:

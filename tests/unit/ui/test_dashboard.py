@@ -20,6 +20,7 @@ from shoal.core.event import (
     StudyContinued,
     StudyFinished,
     StudyPaused,
+    StudyPlanned,
     TrialExploited,
     TrialPruned,
     TrialStopped,
@@ -232,6 +233,7 @@ def test_a_worker_that_died_is_reported_with_its_trials(a_worker_death: WorkerDi
             "the study is paused: the disk is full",
         ),
         (StudyContinued(time=1.0), "the study goes on"),
+        (StudyPlanned(time=1.0, trials=8, seconds=41.2), "planned 8 trials: predicted 41.2 s"),
         (
             StudyChanged(time=1.0, changes=("2 trials more", "steps 20 instead of 10")),
             "the study goes on with changes: 2 trials more; steps 20 instead of 10",
@@ -250,6 +252,18 @@ def test_a_worker_that_died_is_reported_with_its_trials(a_worker_death: WorkerDi
 )
 def test_what_befalls_a_durable_study_is_told_in_a_line(event: Event, line: str) -> None:
     assert describe(event) == line
+
+
+def test_a_warning_is_told_with_the_plan_and_stays_on_the_screen(study_events: Events) -> None:
+    warned = StudyPlanned(time=1.0, trials=8, seconds=41.2, warnings=("nobody reads 'q'",))
+    stream = io.StringIO()
+    screen = PlainLines(stream)
+    screen(warned)
+
+    lines = _draw(Snapshot.of([*study_events(upto=50), warned]), width=120)
+
+    assert "WARNING: nobody reads 'q'" in stream.getvalue().splitlines()
+    assert "warning: nobody reads 'q'" in map(str.strip, lines)
 
 
 def test_a_stopped_trial_and_a_paused_study_are_called_so(study_events: Events) -> None:
