@@ -39,6 +39,7 @@ from shoal.recipe import (
     build_schedule,
     chunks,
     compute_loss,
+    evaluate_metrics,
     model_inputs,
     read_data,
     rounding_of,
@@ -359,10 +360,8 @@ def _evaluate_batch(
     with autocast(recipe, device):
         arguments, keywords = model_inputs(recipe, batch)
         output = model(*arguments, **keywords)
-        found = {"valid_loss": float(compute_loss(recipe, output, batch))}
-    for name, metric in recipe.metrics.items():
-        found[f"valid_{name}"] = float(metric(output, batch))
-    return found
+        loss = compute_loss(recipe, output, batch)
+    return evaluate_metrics(recipe, loss, output, batch)
 
 
 def _nonfinite(loss: float, step: int) -> str:

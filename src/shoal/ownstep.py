@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from shoal.core.errors import SpecError, TrialError
 from shoal.kernelstep import steps_by_kernel
-from shoal.recipe import HP, Batch, Recipe
+from shoal.recipe import HP, Batch, Recipe, as_number
 from shoal.several import Models, members_of, models_of, optimizers_of
 
 LOSS = "loss"
@@ -235,10 +235,9 @@ def own_evaluation(recipe: Recipe, model: nn.Module, batch: Batch, hp: HP) -> di
 
 
 def _metric(name: Any, value: Any) -> float:
-    is_scalar = isinstance(value, Tensor) and value.numel() == 1
-    if not (is_scalar or hasattr(value, "__float__")) or not isinstance(name, str):
+    if not isinstance(name, str):
         raise SpecError(
-            f"Recipe(evaluate=...) returned {type(value).__name__} under {name!r}; return a "
-            "scalar or a mapping name -> scalar."
+            f"Recipe(evaluate=...) returned a value under {name!r}; return a scalar or a mapping "
+            "name -> scalar."
         )
-    return float(value)
+    return as_number(f"Recipe(evaluate=...) under {name!r}", value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -380,6 +380,30 @@ class _Guarded(HyperParameters):
                 "training changes, and a trial's data stays the same while it trains. Name what "
                 "may change without it: shoal.PBT(vary=(...))."
             )
+
+
+def evaluate_metrics(recipe: Recipe, loss: Tensor, output: Any, batch: Any) -> dict[str, float]:
+    """The names and values of one validation batch."""
+    values = {
+        f"valid_{name}": as_number(f"Recipe(metrics[{name!r}]=...)", metric(output, batch))
+        for name, metric in recipe.metrics.items()
+    }
+    return {"valid_loss": float(loss), **values}
+
+
+def as_number(what: str, value: Any) -> float:
+    """What a metric came to.
+
+    Raises:
+        SpecError: it is not one number; ``what`` is what returned it.
+    """
+    shape = tuple(value.shape) if isinstance(value, Tensor) else None
+    if shape is None or value.numel() == 1:
+        with suppress(TypeError, ValueError):
+            if not isinstance(value, str):
+                return float(value)
+    found = type(value).__name__ if shape is None else f"a tensor of shape {shape}"
+    raise SpecError(f"{what} returned {found}; return one number, such as the mean.")
 
 
 def model_inputs(recipe: Recipe, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:

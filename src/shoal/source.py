@@ -10,12 +10,12 @@ import importlib
 import importlib.util
 import os
 import sys
-import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from shoal.core.errors import ShoalError, SpecError
+from shoal.frames import own_traceback
 
 # The name under which a user's file is imported. Workers do not have such a module, so
 # what it defines travels to them by value.
@@ -115,7 +115,7 @@ def _import_file(place: str) -> ModuleType:
     except Exception as error:
         raise SpecError(
             f"cannot load a study from {place!r}: running the file failed.\n"
-            f"{_own_traceback(error, path)}"
+            f"{own_traceback(error).rstrip()}"
         ) from error
     return module
 
@@ -128,14 +128,6 @@ def _import_module(place: str) -> ModuleType:
             f"cannot load a study from {place!r}: {error}. Give the path of a Python file "
             "that ends in .py, or the name of a module that can be imported."
         ) from error
-
-
-def _own_traceback(error: BaseException, path: Path) -> str:
-    """The traceback from the user's file on; the frames that imported it say nothing."""
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename != str(path):
-        frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
 
 
 def _choose(place: str, attribute: str, studies: dict[str, Any]) -> str:

@@ -51,6 +51,10 @@ def vector_loss(output, batch):
     return F.cross_entropy(output, batch[1], reduction="none")
 
 
+def validated(hp):
+    return data(hp)[0], data(hp)[0]
+
+
 def once_only_data(hp):
     return (batch for batch in data(hp)[0]), None
 
@@ -129,6 +133,14 @@ WRONG = {
         {"optimizer": no_optimizer},
         r"Recipe\(optimizer=\.\.\.\) returned list; return one torch\.optim\.Optimizer",
     ),
+    "a metric that is several numbers": (
+        {"data": validated, "metrics": {"acc": vector_loss}},
+        r"Recipe\(metrics\['acc'\]=\.\.\.\) returned a tensor of shape \(2,\); return one number",
+    ),
+    "a metric that is no number": (
+        {"data": validated, "metrics": {"acc": no_loss}},
+        r"Recipe\(metrics\['acc'\]=\.\.\.\) returned NoneType; return one number",
+    ),
     "inputs that are no arguments": (
         {"inputs": list_inputs},
         r"Recipe\(inputs=\.\.\.\) returned Tensor; return a tuple of arguments or a dict",
@@ -169,6 +181,22 @@ def test_a_study_says_what_is_wrong_with_its_recipe_and_nothing_is_lost(
         make_study(make_recipe(**changes)).run(**how)
     report = make_study().run(**how)
     assert [trial.error for trial in report.trials] == [""]
+
+
+def raises(hp):
+    return nn.Linear(6, 3 // 0)
+
+
+def test_code_that_raises_in_every_trial_is_shown_from_its_own_lines_on(make_study, warm_workers):
+    study = make_study(make_recipe(model=raises), space={"lr": shoal.grid(lr=[0.1, 0.2])["lr"]})
+    with pytest.raises(shoal.TrialError) as caught:
+        study.run(hardware=one_device(), workers=warm_workers)
+    first, second, where, line, *_, last = str(caught.value).splitlines()
+    assert first == "none of 2 trials can run; trial 0 says:"
+    assert second == "Traceback (most recent call last):"
+    assert where.endswith("in raises")
+    assert line.strip() == "return nn.Linear(6, 3 // 0)"
+    assert last.startswith("ZeroDivisionError")
 
 
 def test_lazy_layers_that_saw_a_batch_train_as_others():

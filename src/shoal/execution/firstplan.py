@@ -64,7 +64,7 @@ class FirstPlan:
 
         Raises:
             PlanError: a trial fits in no way, or what was forced cannot be done.
-            SpecError, WorkerError: no trial can be built at all, or no worker can work.
+            SpecError, TrialError, WorkerError: no trial can be built, or no worker can work.
         """
         return self._planner.plan(trials, receive=self._receive)
 

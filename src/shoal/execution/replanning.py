@@ -60,7 +60,7 @@ class Replanning:
         """Plan while other trials run.
 
         Raises:
-            PlanError, SpecError, WorkerError: they cannot be run, or the run ends.
+            PlanError, SpecError, TrialError, WorkerError: they cannot be run, or the run ends.
         """
         if self._is_ending():
             raise Abandoned("the study is being stopped: nothing is planned any more.")
@@ -126,7 +126,7 @@ class Replanning:
 
         Raises:
             PlanError: there is none.
-            SpecError, WorkerError: it cannot be measured now, or the run ends.
+            SpecError, TrialError, WorkerError: it cannot be measured now, or the run ends.
         """
         technique = state.job.technique
         if not isinstance(technique, Pipelined):

@@ -235,7 +235,7 @@ class Execution:
         """Measure more trials while the others run.
 
         Raises:
-            PlanError, SpecError, WorkerError: they cannot run.
+            PlanError, SpecError, TrialError, WorkerError: they cannot run.
         """
         try:
             return self._replanning.plan(trials)

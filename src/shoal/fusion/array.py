@@ -36,7 +36,7 @@ from shoal.fusion.ownsteps import OwnSteps
 from shoal.fusion.stacked import Stacked, stack
 from shoal.fusion.streams import SlotStreams
 from shoal.ownstep import own_evaluation, refuse_nonfinite
-from shoal.recipe import to_device
+from shoal.recipe import evaluate_metrics, to_device
 from shoal.rng import RngState
 
 LARGE = 8
@@ -379,10 +379,7 @@ class Array:
             if member.recipe.evaluate is not None:
                 return own_evaluation(member.recipe, member.module, batch, member.hp)
             output, loss = lone_pass(member, batch, self.device)
-            values = {"valid_loss": float(loss)}
-            for name, metric in member.recipe.metrics.items():
-                values[f"valid_{name}"] = float(metric(output, batch))
-            return values
+            return evaluate_metrics(member.recipe, loss, output, batch)
 
     # -- the life of a slot ----------------------------------------------------------------
 

@@ -70,7 +70,7 @@ def plan_study(
     Raises:
         PlanError: a trial fits in no way, what is forced cannot be done, a pruner has no
             known moments to prune at, or the trials of a population differ in shape.
-        SpecError, WorkerError: no trial can be built at all.
+        SpecError, TrialError, WorkerError: no trial can be built at all.
     """
     early(technique, study.recipe, hardware.devices)
     served = pack_recipe(study.recipe), settings, KernelChoice.here()

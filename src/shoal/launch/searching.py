@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from shoal.core.errors import PlanError, WorkerError
+from shoal.core.errors import PlanError, TrialError, WorkerError
 from shoal.core.plan import Plan
 from shoal.core.spec import TrialSpec
 from shoal.execution.hunt import Hunt, Telling
@@ -90,7 +90,7 @@ def plan_some(make: MakePlan, trials: Sequence[TrialSpec], first: Plan) -> Plann
         return make(trials)
     except Abandoned:
         raise
-    except (PlanError, WorkerError) as error:
+    except (PlanError, TrialError, WorkerError) as error:
         if len(trials) == 1:
             failures = {trials[0].number: f"{type(error).__name__}: {error}"}
             none = replace(first, jobs=(), failures=failures, notes=())

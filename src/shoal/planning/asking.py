@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from shoal.core.errors import ShoalError, SpecError, TooLarge, TrialError, WorkerError
 from shoal.core.spec import TrialSpec
-from shoal.core.units import counted, list_some
+from shoal.core.units import list_some
 from shoal.planner.growth import grown, grown_shard
 from shoal.planning.pipelining import Question
 from shoal.planning.planned import Settled
@@ -82,7 +82,7 @@ class Asking:
         All workers build some, as they are free to. ``arrays``: also which could share an array.
 
         Raises:
-            SpecError, WorkerError: none can be built.
+            SpecError, TrialError, WorkerError: none can be built.
         """
         waiting = [tuple(trials[i : i + EACH]) for i in range(0, len(trials), EACH)]
         running: dict[Worker, tuple[TrialSpec, ...]] = {}
@@ -156,7 +156,7 @@ class Asking:
         Raises:
             TooLarge: some fit in no way; names them, and what the first one needs.
             PlanError: a question or an answer refuses the study.
-            SpecError, WorkerError: none can be measured.
+            SpecError, TrialError, WorkerError: none can be measured.
         """
         waiting = [_Talk(signature, list(trials)) for signature, trials in alike.items()]
         running: dict[Worker, _Talk] = {}
@@ -274,11 +274,14 @@ class Asking:
                         f"measured this trial, last: {end.reason}\n{worker.last_words}".strip()
                     )
 
-    def _none_can_run(self, trials: Sequence[TrialSpec]) -> WorkerError:
-        return WorkerError(
-            f"none of {counted(len(trials), 'trial')} can run; the first one says:\n"
-            + self.failures[trials[0].number]
-        )
+    def _none_can_run(self, trials: Sequence[TrialSpec]) -> TrialError | WorkerError:
+        """Whose code raised, or ended its workers."""
+        first = trials[0].number
+        kind = WorkerError if first in self._deaths else TrialError
+        found = self.failures[first].rstrip()
+        if len(trials) == 1:
+            return kind(f"the trial cannot run:\n{found}")
+        return kind(f"none of {len(trials)} trials can run; trial {first} says:\n{found}")
 
 
 def _all_too_large(found: Sequence[tuple[_Talk, TooLarge]], of: int) -> TooLarge:

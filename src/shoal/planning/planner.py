@@ -132,7 +132,7 @@ class Planner:
 
         Raises:
             PlanError: a trial fits in no way, or what was forced cannot be done.
-            SpecError, WorkerError: no trial can be built at all.
+            SpecError, TrialError, WorkerError: no trial can be built at all.
         """
         self._asking = Asking(self._pool, receive, self._growth)
         try:

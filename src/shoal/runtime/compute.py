@@ -17,11 +17,11 @@ from shoal.bound import clip_limit
 from shoal.core.technique import Resident
 from shoal.memory.layout import split_bytes
 from shoal.program.ir import Action, Op
-from shoal.recipe import Batch
+from shoal.recipe import Batch, evaluate_metrics
 from shoal.runtime.binding import Placed
 from shoal.runtime.task import Task
 from shoal.runtime.tenant import Tenant
-from shoal.runtime.units import Micro, evaluate_metrics
+from shoal.runtime.units import Micro
 from shoal.subsets import clip_factor
 
 Work = Callable[[Task, Action], None]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from shoal.bound import LimitOfTrial, OfTrial, bound
 from shoal.core.errors import ShoalError, SpecError
 from shoal.core.spec import HyperParameters, TrialSpec
 from shoal.data import epoch_length
+from shoal.frames import own_traceback
 from shoal.fusion import Signature, signature_of
 from shoal.fusion.batches import leaves_of, rebuilt
 from shoal.fusion.constants import constants_of
@@ -48,7 +48,7 @@ def describe(recipe: Recipe, order: Describe, note: Callable[[int | None], None]
         try:
             found[trial.number] = _one(recipe, trial, code, arrays=order.arrays)
         except (Exception, SystemExit) as error:
-            errors[trial.number] = traceback.format_exc()
+            errors[trial.number] = own_traceback(error)
             cause = cause or own_error(error)
     note(None)
     return Described(

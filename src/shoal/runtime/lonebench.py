@@ -16,7 +16,7 @@ from shoal.fusion.likeness import copies
 from shoal.fusion.loop import lone_pass
 from shoal.kernelstep import step_whole
 from shoal.ownstep import OwnStep, own_evaluation
-from shoal.recipe import to_device
+from shoal.recipe import evaluate_metrics, to_device
 from shoal.runtime.captured import PROOFS, CapturedUnits
 from shoal.runtime.captures import Captures
 from shoal.runtime.meter import Meter
@@ -88,9 +88,7 @@ class LoneTrial:
                 own_evaluation(member.recipe, member.module, batch, member.hp)
             else:
                 output, loss = lone_pass(member, batch, self.device)
-                float(loss)
-                for metric in member.recipe.metrics.values():
-                    float(metric(output, batch))
+                evaluate_metrics(member.recipe, loss, output, batch)
         member.train()
 
 

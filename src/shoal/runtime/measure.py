@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import time
-import traceback
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -34,6 +33,7 @@ from shoal.device import Device
 from shoal.device.allocator import allocator_here
 from shoal.device.flops import host_step_bytes, stopwatch_of
 from shoal.device.pace import SystemClock
+from shoal.frames import own_traceback
 from shoal.kernelchoice import repeatable
 from shoal.memory.layout import TensorSpec
 from shoal.memory.store import describe
@@ -180,7 +180,7 @@ class Measurer:
                 return self._measure_capture(trial)
             return self._measure(trial, cut=order.cut, narrow=order.narrow, halves=order.halves)
         except (Exception, SystemExit) as error:
-            return Refused(trial.number, traceback.format_exc(), own_error(error))
+            return Refused(trial.number, own_traceback(error), own_error(error))
         finally:
             self.note(None)
 

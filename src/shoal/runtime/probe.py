@@ -20,13 +20,13 @@ from shoal.recipe import (
     build_model,
     build_optimizer,
     compute_loss,
+    evaluate_metrics,
     model_inputs,
 )
 from shoal.replicas import cut_for_replicas, slice_of, step_by_shards
 from shoal.rng import capture_rng, restore_rng, seed_all
 from shoal.runtime.counting import sparse_gradient_of
 from shoal.runtime.group import GangGroup, NoWays, joined, put_aside
-from shoal.runtime.units import evaluate_metrics
 from shoal.runtime.wrapped import Sharded, Whole, shard_groups
 
 REENTRANT = (

@@ -16,12 +16,12 @@ from shoal.bound import clip_limit
 from shoal.core.errors import TrialError
 from shoal.device import Device
 from shoal.partition.track import AllocationTracker
-from shoal.recipe import Batch
+from shoal.recipe import Batch, evaluate_metrics
 from shoal.replicas import Piece, slice_of
 from shoal.rng import capture_rng, restore_rng, same_rng
 from shoal.runtime.binding import Placed, place_in_slot, place_on_host
 from shoal.runtime.replicated import ReplicaSession
-from shoal.runtime.units import evaluate_metrics, get, locate
+from shoal.runtime.units import get, locate
 from shoal.runtime.wrapped import Sharded, Whole, share_buffers
 
 

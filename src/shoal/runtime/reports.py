@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable, Sequence
 
 from shoal.core.errors import ShoalError
@@ -22,6 +21,7 @@ from shoal.core.plan import Job
 from shoal.core.units import Bytes
 from shoal.device import Device, EmulatedDevice, Ran
 from shoal.device.allocator import allocator_here
+from shoal.frames import own_traceback
 from shoal.runtime.arrays import ArraySeat
 from shoal.runtime.interpret import Seat
 from shoal.runtime.messages import Happened, Refused, Reply
@@ -54,9 +54,8 @@ class Reports:
 
     def refuse(self, trial: int, error: BaseException) -> None:
         """An order about a trial could not be done, or its own code raised."""
-        text = "".join(traceback.format_exception(error))
         cause = error if isinstance(error, ShoalError) else None
-        self.reply(Refused(trial, text, cause))
+        self.reply(Refused(trial, own_traceback(error), cause))
 
     def tell(self, event: Event) -> None:
         """Send an event with others that happen about now."""

@@ -42,7 +42,7 @@ from shoal.partition.compiled import eagerly
 from shoal.partition.discover import NotCuttable
 from shoal.partition.transplant import obstacle
 from shoal.program.ir import Program
-from shoal.recipe import HP, Recipe, build_model, read_data
+from shoal.recipe import HP, Recipe, build_model, evaluate_metrics, read_data
 from shoal.rng import RngState, capture_rng, restore_rng, seed_all
 from shoal.runtime.binding import Placed, place_on_host
 from shoal.runtime.interpret import Seat
@@ -322,12 +322,10 @@ class SpilledArray:
             if slot in session.failures:
                 raise session.failures[slot]
             assert result is not None
-            values = {"valid_loss": float(result.losses[slot])}
-            moved = session.fetch_one(batch)
+            recipe, moved = array.member(slot).recipe, session.fetch_one(batch)
+            loss, output = result.losses[slot], result.outputs[slot]
             with torch.no_grad(), array.streams(slot):
-                for name, metric in array.member(slot).recipe.metrics.items():
-                    values[f"valid_{name}"] = float(metric(result.outputs[slot], moved))
-            found[slot] = values
+                found[slot] = evaluate_metrics(recipe, loss, output, moved)
 
     def _run(self, program: Program, kind: str) -> None:
         """A program, to its last action."""

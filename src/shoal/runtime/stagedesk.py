@@ -10,7 +10,6 @@ import functools
 import pickle
 import socket
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -19,6 +18,7 @@ from shoal.core.plan import Job
 from shoal.core.seams import Candidate
 from shoal.core.technique import DataParallel, Pipelined
 from shoal.core.units import Bytes
+from shoal.frames import own_traceback
 from shoal.memory.store import Region
 from shoal.pipeline.links import Links
 from shoal.pipeline.packing import Packer
@@ -192,8 +192,8 @@ class StageDesk:
         """Dismiss it. The first stage tells the study, also of what a later one failed with."""
         seat = self._seats[trial]
         if seat.stage:
-            text = "".join(traceback.format_exception(error))
-            seat.tell_failure(text, error if isinstance(error, ShoalError) else None)
+            cause = error if isinstance(error, ShoalError) else None
+            seat.tell_failure(own_traceback(error), cause)
         self.dismiss(trial)
         self._saver.forget(trial)
         seat.session.close()

@@ -21,10 +21,16 @@ from shoal.memory.layout import TensorSpec
 from shoal.memory.store import same_bits
 from shoal.ownstep import Modes, OwnStep, own_evaluation
 from shoal.partition.track import peak_of
-from shoal.recipe import Recipe, autocast, build_optimizer_of, compute_loss, model_inputs
+from shoal.recipe import (
+    Recipe,
+    autocast,
+    build_optimizer_of,
+    compute_loss,
+    evaluate_metrics,
+    model_inputs,
+)
 from shoal.rng import capture_rng, restore_rng, same_rng
 from shoal.runtime.binding import Binding, state_specs
-from shoal.runtime.units import evaluate_metrics
 from shoal.several import members_of
 
 OWN_STEP = "it is not cut: a step of one's own is one unit, what runs in it is not known"

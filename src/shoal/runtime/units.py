@@ -433,11 +433,3 @@ def get(entry: Buffer) -> Tensor:
     buffer = entry[0]._buffers[entry[1]]
     assert buffer is not None
     return buffer
-
-
-def evaluate_metrics(recipe: Recipe, loss: Tensor, output: Any, batch: Any) -> dict[str, float]:
-    """The names and values of one validation batch."""
-    values: Mapping[str, float] = {
-        f"valid_{name}": float(metric(output, batch)) for name, metric in recipe.metrics.items()
-    }
-    return {"valid_loss": float(loss), **values}

@@ -22,6 +22,7 @@ from shoal.recipe import (
     Recipe,
     autocast,
     compute_loss,
+    evaluate_metrics,
     loss_notes,
     model_inputs,
     rounding_of,
@@ -32,7 +33,6 @@ from shoal.runtime.clipping import refuse_sparse_norm
 from shoal.runtime.counting import fill_missing_gradients
 from shoal.runtime.settling import changed_attributes
 from shoal.runtime.stepmeasure import OWN_STEP, StepMeasure
-from shoal.runtime.units import evaluate_metrics
 
 
 class Built(NamedTuple):

@@ -443,7 +443,7 @@ def _columns(snapshot: Snapshot, rows: list[TrialRow]) -> list[Column]:
         Column("step", plain([format_steps(row.step, row.steps) for row in rows]), drop=3),
         Column("loss", plain([format_metric(row.smooth_loss) for row in rows]), drop=4),
         Column("steps/s", plain([_speed(row) for row in rows]), drop=50),
-        Column(snapshot.metric, best, drop=2),
+        Column(f"best {snapshot.metric}", best, drop=2),
     ]
 
 

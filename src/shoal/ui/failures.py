@@ -12,7 +12,14 @@ import traceback
 from collections.abc import Callable
 from enum import IntEnum
 
-from shoal.core.errors import CapacityError, PlanError, ShoalError, SpecError, StorageError
+from shoal.core.errors import (
+    CapacityError,
+    PlanError,
+    ShoalError,
+    SpecError,
+    StorageError,
+    TrialError,
+)
 
 
 class ExitCode(IntEnum):
@@ -63,9 +70,11 @@ def _was_interrupted(ending: BaseException | None) -> bool:
 
 
 def exit_code(error: ShoalError) -> ExitCode:
-    """Whose mistake an error is: the request's, or shoal's own."""
+    """Whose mistake an error is: the request's, a trial's, or shoal's own."""
     if isinstance(error, StorageError):
         return ExitCode.STORAGE
+    if isinstance(error, TrialError):
+        return ExitCode.TRIALS_FAILED
     is_request = isinstance(error, SpecError | PlanError | CapacityError)
     return ExitCode.USAGE if is_request else ExitCode.INTERNAL
 

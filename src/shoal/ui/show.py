@@ -37,7 +37,9 @@ from shoal.ui.text import (
     format_value,
     how,
     shorten,
+    terminal_width,
     varying_names,
+    without_columns,
 )
 
 
@@ -100,7 +102,7 @@ def _ls_table(found: Mapping[Path, Snapshot | StorageError]) -> str:
     header, table = list(_LS_HEADER), [_ls_row(place, s) for place, s in found.items()]
     place = header.index("pruned")
     if all(row[place] in ("0", DASH) for row in table):
-        header, table = _without(header, place), [_without(row, place) for row in table]
+        header, table = without_columns(header, table, ["pruned"])
     return align(header, table)
 
 
@@ -126,16 +128,18 @@ def ending_code(snapshot: Snapshot) -> ExitCode:
     """What the shell is told of a study that ended."""
     if snapshot.stopped or not snapshot.is_finished:
         return ExitCode.PAUSED
-    return ExitCode.TRIALS_FAILED if snapshot.count(TrialState.FAILED) else ExitCode.DONE
+    is_well = not snapshot.count(TrialState.FAILED) and not nan_lines(snapshot)
+    return ExitCode.DONE if is_well else ExitCode.TRIALS_FAILED
 
 
 def describe_ending(snapshot: Snapshot, place: Path) -> str:
     """What a finished run prints: leaderboard, devices, failures, where the weights are."""
-    parts = ["", leaderboard(snapshot), "", device_table(snapshot), ""]
+    board = leaderboard(snapshot, width=terminal_width())
+    parts = ["", board, "", device_table(snapshot), ""]
     failures = failure_lines(snapshot, place)
     if failures:
         parts += [*failures, ""]
-    parts += [*unfused_lines(place), *warning_lines(snapshot)]
+    parts += [*unfused_lines(place), *warning_lines(snapshot), *nan_lines(snapshot)]
     best = best_trial(snapshot)
     if best is not None and best.checkpoint:
         parts.append(f"best      trial {best.number}, weights in {place / best.checkpoint}")
@@ -193,37 +197,41 @@ def describe_study(snapshot: Snapshot, place: Path) -> str:
         f"{snapshot.count(TrialState.FAILED)} failed, in {format_seconds(snapshot.seconds)}",
         f"in {place}, from {snapshot.source or 'an interactive session'}; {versions}",
         "",
-        leaderboard(snapshot, is_interrupted=state == "interrupted"),
+        leaderboard(snapshot, is_interrupted=state == "interrupted", width=terminal_width()),
         "",
         device_table(snapshot),
     ]
     failures = failure_lines(snapshot, place)
-    unfused = [*unfused_lines(place), *warning_lines(snapshot)]
+    unfused = [*unfused_lines(place), *warning_lines(snapshot), *nan_lines(snapshot)]
     more = [line for lines in (failures, unfused) if lines for line in ("", *lines)]
     return "\n".join([*parts, *more])
 
 
-def leaderboard(snapshot: Snapshot, *, is_interrupted: bool = False) -> str:
+def leaderboard(
+    snapshot: Snapshot, *, is_interrupted: bool = False, width: int | None = None
+) -> str:
     """The trials, the best first; then those that have no metric.
 
     Where all of them finished, their states are left out. ``is_interrupted``: no process runs
-    those that the record has as running.
+    those that the record has as running. ``width``: of a line, where it is limited; columns that
+    have no room are named.
     """
     rows = ranking(snapshot)
     names = varying_names(row.hp for row in snapshot.trials)
     table = [_leaderboard_row(row, names, snapshot.metric, is_interrupted) for row in rows]
     header = ["trial", *names, "from", "how", "state", "step", "loss", snapshot.metric, "took"]
-    if not any(row.inherited for row in rows):
-        place = header.index("from")
-        header, table = _without(header, place), [_without(cells, place) for cells in table]
-    if all(row.state is TrialState.FINISHED for row in rows):
-        state = header.index("state")
-        header, table = _without(header, state), [_without(cells, state) for cells in table]
-    return align(header, table)
-
-
-def _without(cells: list[str], index: int) -> list[str]:
-    return cells[:index] + cells[index + 1 :]
+    useless = ["from"] * (not any(row.inherited for row in rows))
+    useless += ["state"] * all(row.state is TrialState.FINISHED for row in rows)
+    header, table = without_columns(header, table, useless)
+    text, left_out = align(header, table), []
+    for name in ("took", "how", "step", "loss", "from", *reversed(names)):
+        if width is None or max(map(len, text.splitlines())) <= width:
+            break
+        left_out.append(name)
+        text = align(*without_columns(header, table, left_out))
+    if left_out:
+        text += f"\n(no room for {', '.join(left_out)})"
+    return text
 
 
 def ranking(snapshot: Snapshot) -> list[TrialRow]:
@@ -310,6 +318,16 @@ def unfused_lines(place: Path, most: int = 3) -> list[str]:
 def warning_lines(snapshot: Snapshot) -> list[str]:
     """What its user has probably not meant, a line each."""
     return [f"warning   {warning}" for warning in snapshot.warnings]
+
+
+def nan_lines(snapshot: Snapshot) -> list[str]:
+    """That there is no best trial, since no trial's metric ended as a number."""
+    values = [
+        row.metrics[snapshot.metric] for row in snapshot.trials if snapshot.metric in row.metrics
+    ]
+    if not values or not snapshot.is_finished or any(map(math.isfinite, values)):
+        return []
+    return [f"no best   {snapshot.metric} of {counted(len(values), 'trial')} is no finite number"]
 
 
 def failure_lines(snapshot: Snapshot, place: Path, most: int = 5) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import shutil
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
@@ -77,6 +79,20 @@ def align(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: str = "
         )
         lines.append((left + "  ".join(cells)).rstrip())
     return "\n".join(lines)
+
+
+def without_columns(
+    header: Sequence[str], rows: Sequence[Sequence[str]], names: Iterable[str]
+) -> tuple[list[str], list[list[str]]]:
+    """A table that lacks some of its columns."""
+    left = set(names)
+    kept = [index for index, name in enumerate(header) if name not in left]
+    return [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
+
+
+def terminal_width() -> int | None:
+    """How wide a line of standard output may be; None where no terminal shows it."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def _is_number(cell: str) -> bool:

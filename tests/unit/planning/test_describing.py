@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.core.errors import SpecError, TooLarge, WorkerError
+from shoal.core.errors import SpecError, TooLarge, TrialError
 from shoal.core.spec import TrialSpec
 from shoal.core.technique import Resident
 from shoal.planning.asking import EACH, MAX_DEATHS, Asking
@@ -103,7 +103,7 @@ def test_where_none_can_be_built_the_cause_of_the_first_is_raised():
 
     with pytest.raises(SpecError, match=r"at 0$"):
         described(3, answer)
-    with pytest.raises(WorkerError, match="none of 25 trials can run"):
+    with pytest.raises(TrialError, match="none of 25 trials can run; trial 0 says:\nno"):
         described(3, lambda w, order: Described({}, {t.number: "no" for t in order.trials}))
 
 

@@ -57,14 +57,14 @@ def test_a_wide_screen_has_every_column(study_events: Events) -> None:
 
     assert header.split() == [
         *("#", "lr", "width", "dropout"),
-        *("how", "device", "state", "step", "loss", "steps/s", "valid_loss"),
+        *("how", "device", "state", "step", "loss", "steps/s", "best", "valid_loss"),
     ]
 
 
 def test_a_narrow_screen_drops_columns_but_not_what_matters(study_events: Events) -> None:
     header = _draw(Snapshot.of(study_events(upto=50)), width=44)[2]
 
-    assert header.split() == ["#", "state", "step", "loss", "valid_loss"]
+    assert header.split() == ["#", "state", "step", "loss", "best", "valid_loss"]
 
 
 def test_a_setting_that_all_trials_share_has_no_column(study_events: Events) -> None:

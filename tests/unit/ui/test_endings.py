@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from shoal.core.event import Event, StudyFinished
+from shoal.core.event import Evaluated, Event, StudyFinished, TrialFinished
 from shoal.demo import Sample
 from shoal.observe import Snapshot
 from shoal.ui.demo import describe_sample, printable
 from shoal.ui.failures import ExitCode
-from shoal.ui.show import describe_ending, describe_study, describe_trial, ending_code
+from shoal.ui.show import (
+    describe_ending,
+    describe_study,
+    describe_trial,
+    ending_code,
+    leaderboard,
+)
 from shoal.ui.verify import describe_verdict, describe_verdicts
 from shoal.verify import TrialVerdict
 
@@ -40,6 +48,35 @@ def test_a_study_that_stopped_early_is_paused(study_events: Events) -> None:
 
     assert ending_code(Snapshot.of([*study_events(4, upto=9), stop])) == ExitCode.PAUSED
     assert ending_code(Snapshot.of(study_events(4, upto=9))) == ExitCode.PAUSED
+
+
+def test_where_no_metric_is_a_number_there_is_no_best_trial(study_events: Events) -> None:
+    events = [
+        replace(event, metrics={"valid_loss": math.nan})
+        if isinstance(event, Evaluated | TrialFinished)
+        else event
+        for event in study_events(2)
+    ]
+    snapshot = Snapshot.of(events)
+
+    assert ending_code(snapshot) == ExitCode.TRIALS_FAILED
+    text = describe_ending(snapshot, Path("runs/sweep"))
+    assert "no best   valid_loss of 2 trials is no finite number" in text
+    assert "no best" in describe_study(snapshot, Path("runs/sweep"))
+    assert "no best" not in describe_ending(Snapshot.of(study_events(2)), Path("runs/sweep"))
+
+
+def test_a_leaderboard_fits_the_terminal_and_names_what_has_no_room(study_events: Events) -> None:
+    snapshot = Snapshot.of(study_events(4))
+    wide = leaderboard(snapshot)
+    narrow = leaderboard(snapshot, width=50)
+
+    assert max(map(len, wide.splitlines())) > 50 >= max(map(len, narrow.splitlines()[:-1]))
+    assert "took" in wide.splitlines()[0]
+    assert "took" not in narrow.splitlines()[0]
+    assert narrow.splitlines()[-1].startswith("(no room for took, how")
+    assert narrow.splitlines()[0].split()[-1] == "valid_loss"
+    assert leaderboard(snapshot, width=200) == wide
 
 
 def test_the_end_of_a_run_says_where_the_best_weights_are(study_events: Events) -> None:

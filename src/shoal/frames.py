@@ -1,0 +1,30 @@
+"""Tracebacks of a user's code, without the frames of shoal that called it."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import traceback
+from types import TracebackType
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_LIBRARIES = tuple(
+    {os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib", "platlib")}
+)
+
+
+def own_traceback(error: BaseException) -> str:
+    """The traceback from the first frame on that is neither shoal's nor a library's.
+
+    All of it where there is none: then the error is shoal's own, or of what it was given.
+    """
+    frames = error.__traceback__
+    while frames is not None and not _is_users(frames):
+        frames = frames.tb_next
+    found = frames or error.__traceback__
+    return "".join(traceback.format_exception(type(error), error, found))
+
+
+def _is_users(frames: TracebackType) -> bool:
+    name = frames.tb_frame.f_code.co_filename
+    return not (name.startswith((_HERE, "<frozen", *_LIBRARIES)))
