@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 ALONE = 1
 """The width that stands for a trial by itself."""
+OTHERS_PRUNED = "others were pruned"
+"""Why a trial gets another seat; no reason to say anything of it."""
 _PART = re.compile(
     r"(?:(?P<asked>as asked )?from step (?P<step>\d+) )?"
     r"(?:slot (?P<slot>\d+) of (?P<width>\d+)|alone)"

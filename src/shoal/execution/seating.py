@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shoal.core.plan import ArrayPlace, Job, seated
-from shoal.core.seats import ALONE, Epoch, epochs_of, with_epoch
+from shoal.core.seats import ALONE, OTHERS_PRUNED, Epoch, epochs_of, with_epoch
 from shoal.core.spec import Scalar
 from shoal.execution.floor import Floor
 from shoal.execution.trial import TrialRun
@@ -65,7 +65,7 @@ class Seating:
         state.job = seated(state.job, epochs)
         if epochs[-1] not in state.seats:
             state.seats = epochs
-            why = f"others were pruned: {state.seats[-1]}"
+            why = f"{OTHERS_PRUNED}: {state.seats[-1]}"
             self._floor.tell_replanned(state.job, state.step, why)
 
     def _epoch(self, state: TrialRun, first: ArrayPlace, rung: int) -> Epoch | None:

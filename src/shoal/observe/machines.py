@@ -26,8 +26,17 @@ from shoal.core.event import (
     TrialReplanned,
     TrialStopped,
 )
+from shoal.core.seats import OTHERS_PRUNED
 from shoal.core.spec import Scalar
-from shoal.observe.rows import DeviceRow, HistoryRow, Inherited, TrialRow, TrialState, metric_rank
+from shoal.observe.rows import (
+    DeviceRow,
+    HistoryRow,
+    Inherited,
+    Replan,
+    TrialRow,
+    TrialState,
+    metric_rank,
+)
 
 _RECENT_STEPS = 64  # speeds are over so many steps
 _SMOOTHING = 0.9  # of the exponential mean of the loss
@@ -54,6 +63,7 @@ class TrialFold:
         self.smooth_loss: float | None = None
         self.history: list[HistoryRow] = []
         self.inherited: list[Inherited] = []
+        self.replans: list[Replan] = []
         self.evaluations: list[int] = []  # their steps; while there are none, rows are by epoch
         self.metrics: dict[str, float] = {}
         self.best: float | None = None
@@ -74,6 +84,8 @@ class TrialFold:
             self.state, self.device, self.error = TrialState.PENDING, "", ""
 
     def replan(self, event: TrialReplanned) -> None:
+        if not event.reason.startswith(OTHERS_PRUNED):
+            self.replans.append(Replan(event.step, event.reason))
         if self.plan is not None:
             self.plan = replace(
                 self.plan,
@@ -87,7 +99,7 @@ class TrialFold:
         other = copy.copy(self)
         other.steps, other.losses = self.steps[:], self.losses[:]
         other.history, other.metrics = self.history[:], dict(self.metrics)
-        other.inherited = self.inherited[:]
+        other.inherited, other.replans = self.inherited[:], self.replans[:]
         other.evaluations = self.evaluations[:]
         other.recent = self.recent.copy()
         return other
@@ -200,6 +212,7 @@ class TrialFold:
             parent=plan.parent if plan else None,
             history=tuple(self.history),
             inherited=tuple(self.inherited),
+            replans=tuple(self.replans),
         )
         if plan is None:
             return row

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal.core.spec import Scalar
 
@@ -72,6 +72,13 @@ def changes(
     return {name: (before.get(name), now[name]) for name in names}
 
 
+class Replan(NamedTuple):
+    """After ``step`` steps a trial got another plan, for a reason."""
+
+    step: int
+    reason: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRow:
     """One trial as a screen shows it.
@@ -79,7 +86,8 @@ class TrialRow:
     ``loss`` is the last step's, ``smooth_loss`` an exponential mean. ``metrics`` are
     the latest values, ``best`` the study's metric at its best so far. ``speed`` is
     optimizer steps per second of late, neighbours' time included. ``hp`` are those it has
-    now; ``inherited`` is where it took over another trial's state, in order of steps.
+    now; ``inherited`` is where it took over another trial's state, in order of steps; ``replans``
+    where it turned out that it cannot train as it was planned to.
     """
 
     number: int
@@ -107,6 +115,7 @@ class TrialRow:
     parent: int | None = None
     history: tuple[HistoryRow, ...] = ()
     inherited: tuple[Inherited, ...] = ()
+    replans: tuple[Replan, ...] = ()
 
     @property
     def error_line(self) -> str:

@@ -36,11 +36,13 @@ from shoal.core.event import (
     TrialFailed,
     TrialFinished,
     TrialPruned,
+    TrialReplanned,
     TrialRestarted,
     TrialStopped,
     TrialWaits,
     WorkerDied,
 )
+from shoal.core.seats import OTHERS_PRUNED
 from shoal.core.units import Seconds, counted, format_bytes, format_seconds
 from shoal.observe.rows import DeviceRow, TrialRow, TrialState, changes
 from shoal.observe.snapshot import Folder, Snapshot
@@ -51,6 +53,7 @@ from shoal.ui.text import (
     format_steps,
     format_value,
     how,
+    plain_reason,
     shorten,
     varying_names,
 )
@@ -156,6 +159,7 @@ class PlainLines:
         self._folder = Folder()
         self._next_s: float | None = None
         self._broken = False
+        self._replanned = ""
 
     def __call__(self, event: Event) -> None:
         if self._broken:
@@ -201,7 +205,7 @@ class PlainLines:
         pass
 
     def _lines(self, event: Event) -> list[str]:
-        line = describe(event)
+        line = self._why_again(event) or describe(event)
         lines = [line] if line else []
         if isinstance(event, StudyPlanned):
             lines += [f"WARNING: {warning}" for warning in event.warnings]
@@ -210,6 +214,15 @@ class PlainLines:
         if isinstance(event, StepFinished) and self._is_due(event.time):
             lines.append(describe_progress(self._folder.snapshot()))
         return lines
+
+    def _why_again(self, event: Event) -> str:
+        """Why a trial is planned again; of trials in a row for one reason said of the first."""
+        if not isinstance(event, TrialReplanned) or event.reason.startswith(OTHERS_PRUNED):
+            return ""
+        if event.reason == self._replanned:
+            return ""
+        self._replanned = event.reason
+        return f"trial {event.trial} is planned again: {plain_reason(event.reason)}"
 
     def _is_due(self, now: float) -> bool:
         if self._next_s is None:
@@ -249,7 +262,8 @@ def describe(event: Event) -> str:
                 f"{event.step}, with {format_changes(changes(event.before, event.hp))}"
             )
         case TrialRestarted():
-            return f"trial {event.trial} goes on from step {event.step}"
+            why = f": {_first_line(event.reason)}" if event.reason else ""
+            return f"trial {event.trial} goes on from step {event.step}{why}"
         case TrialWaits():
             return f"trial {event.trial} waits at step {event.step}: {_first_line(event.reason)}"
         case WorkerDied():

@@ -36,6 +36,7 @@ from shoal.ui.text import (
     format_steps,
     format_value,
     how,
+    plain_reason,
     shorten,
     terminal_width,
     varying_names,
@@ -139,7 +140,7 @@ def describe_ending(snapshot: Snapshot, place: Path) -> str:
     failures = failure_lines(snapshot, place)
     if failures:
         parts += [*failures, ""]
-    parts += [*unfused_lines(place), *warning_lines(snapshot), *nan_lines(snapshot)]
+    parts += remarks(snapshot, place)
     best = best_trial(snapshot)
     if best is not None and best.checkpoint:
         parts.append(f"best      trial {best.number}, weights in {place / best.checkpoint}")
@@ -202,8 +203,9 @@ def describe_study(snapshot: Snapshot, place: Path) -> str:
         device_table(snapshot),
     ]
     failures = failure_lines(snapshot, place)
-    unfused = [*unfused_lines(place), *warning_lines(snapshot), *nan_lines(snapshot)]
-    more = [line for lines in (failures, unfused) if lines for line in ("", *lines)]
+    more = [
+        line for lines in (failures, remarks(snapshot, place)) if lines for line in ("", *lines)
+    ]
     return "\n".join([*parts, *more])
 
 
@@ -315,6 +317,16 @@ def unfused_lines(place: Path, most: int = 3) -> list[str]:
     return lines + [f"... and {len(found) - most} more reasons"] * (len(found) > most)
 
 
+def replanned_lines(snapshot: Snapshot, most: int = 3) -> list[str]:
+    """Why trials went on otherwise than they were planned to, a line for each reason."""
+    rows = [row for row in snapshot.trials if row.replans]
+    found = Counter(plain_reason(why) for row in rows for why in {r.reason for r in row.replans})
+    lines = [
+        f"replanned {counted(count, 'trial')}: {why}" for why, count in found.most_common(most)
+    ]
+    return lines + [f"... and {len(found) - most} more reasons"] * (len(found) > most)
+
+
 def warning_lines(snapshot: Snapshot) -> list[str]:
     """What its user has probably not meant, a line each."""
     return [f"warning   {warning}" for warning in snapshot.warnings]
@@ -328,6 +340,16 @@ def nan_lines(snapshot: Snapshot) -> list[str]:
     if not values or not snapshot.is_finished or any(map(math.isfinite, values)):
         return []
     return [f"no best   {snapshot.metric} of {counted(len(values), 'trial')} is no finite number"]
+
+
+def remarks(snapshot: Snapshot, place: Path) -> list[str]:
+    """What of a study is not as its user may take it to be."""
+    return [
+        *unfused_lines(place),
+        *replanned_lines(snapshot),
+        *warning_lines(snapshot),
+        *nan_lines(snapshot),
+    ]
 
 
 def failure_lines(snapshot: Snapshot, place: Path, most: int = 5) -> list[str]:
@@ -369,6 +391,10 @@ def describe_trial(snapshot: Snapshot, row: TrialRow, place: Path) -> str:
         "numerics: " + ", ".join(f"{name}={value}" for name, value in row.numerics.items()),
     ]
     lines += [f"- {why}" for why in planned_reasons(place).get(row.number, ())]
+    lines += [
+        f"after step {one.step} it was planned again: {plain_reason(one.reason)}"
+        for one in row.replans
+    ]
     lines += [_inheritance_line(one) for one in row.inherited]
     if row.checkpoint:
         lines.append(f"weights: {_inside(place, row.checkpoint)}")
@@ -472,6 +498,7 @@ def trial_record(row: TrialRow) -> dict[str, Any]:
         "metrics": dict(row.metrics),
         "numerics": dict(row.numerics),
         "inherited": [taken.to_dict() for taken in row.inherited],
+        "replans": [one._asdict() for one in row.replans],
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from shoal.core.spec import Scalar
 from shoal.observe.rows import TrialRow
 
 DASH = "-"
+_KIND = re.compile(r"^(?:\w+\.)*[A-Z]\w*: ")
 
 
 def format_value(value: Scalar) -> str:
@@ -79,6 +81,11 @@ def align(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: str = "
         )
         lines.append((left + "  ".join(cells)).rstrip())
     return "\n".join(lines)
+
+
+def plain_reason(reason: str) -> str:
+    """Why something was done, without the kind of error that it was told in."""
+    return _KIND.sub("", reason, count=1)
 
 
 def without_columns(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from shoal.core.event import Evaluated, Event, StudyFinished, TrialFinished
+from shoal.core.event import Evaluated, Event, StudyFinished, TrialFinished, TrialReplanned
 from shoal.demo import Sample
 from shoal.observe import Snapshot
+from shoal.ui.dashboard import PlainLines
 from shoal.ui.demo import describe_sample, printable
 from shoal.ui.failures import ExitCode
 from shoal.ui.show import (
@@ -64,6 +66,46 @@ def test_where_no_metric_is_a_number_there_is_no_best_trial(study_events: Events
     assert "no best   valid_loss of 2 trials is no finite number" in text
     assert "no best" in describe_study(snapshot, Path("runs/sweep"))
     assert "no best" not in describe_ending(Snapshot.of(study_events(2)), Path("runs/sweep"))
+
+
+def replanned(trial: int, reason: str) -> TrialReplanned:
+    return TrialReplanned(
+        time=9.0,
+        trial=trial,
+        step=4,
+        reason=reason,
+        technique="Resident",
+        shards=1,
+        peak_bytes=7,
+    )
+
+
+def test_a_trial_that_was_planned_again_says_why_but_not_for_a_seat(study_events: Events) -> None:
+    why = "shoal.fusion.declined.Declined: the slots differ in it"
+    seat = "others were pruned: slot 0 of 2"
+    again = [replanned(0, why), replanned(1, why), replanned(2, seat)]
+    snapshot = Snapshot.of([*study_events(4), *again])
+
+    assert "replanned 2 trials: the slots differ in it" in describe_ending(snapshot, Path("sweep"))
+    told = describe_trial(snapshot, snapshot.trial(1), Path("sweep"))
+    assert "after step 4 it was planned again: the slots differ in it" in told
+    assert "planned again" not in describe_trial(snapshot, snapshot.trial(2), Path("sweep"))
+
+
+def test_lines_say_once_why_trials_in_a_row_are_planned_again() -> None:
+    stream = io.StringIO()
+    screen = PlainLines(stream)
+    for event in [
+        replanned(0, "a.B: why"),
+        replanned(1, "a.B: why"),
+        replanned(2, "ValueError: 3"),
+    ]:
+        screen(event)
+
+    assert stream.getvalue().splitlines() == [
+        "trial 0 is planned again: why",
+        "trial 2 is planned again: 3",
+    ]
 
 
 def test_a_leaderboard_fits_the_terminal_and_names_what_has_no_room(study_events: Events) -> None:
