@@ -103,11 +103,11 @@ def write_gantt(study_dir: str | os.PathLike[str], out: str | os.PathLike[str]) 
 
 def draw_gantt(timeline: Timeline) -> str:
     """The chart as SVG text, 1200 pixels wide."""
-    trials = sorted({piece.trial for row in timeline.rows.values() for piece in row})
+    trials = timeline.trials
     whole = Axis(0.0, timeline.seconds)
     moment = detail_window(timeline)
-    parts = [_title(timeline, len(trials))]
-    legend, y = _legend(trials, 62)
+    parts = [_title(timeline)]
+    legend, y = _legend(timeline, 62)
     parts += legend
     top = y + 14
     panel, y = _panel(timeline, whole, top, with_busy=True)
@@ -133,8 +133,8 @@ def _document(parts: Sequence[str], trials: Sequence[int], height: float) -> str
     return "\n".join([head, f"<defs>{patterns}</defs>", page, *parts, "</svg>\n"])
 
 
-def _title(timeline: Timeline, trials: int) -> str:
-    devices = len(timeline.devices)
+def _title(timeline: Timeline) -> str:
+    trials, devices = len(timeline.planned or timeline.trials), len(timeline.devices)
     mean = sum(busy_fractions(timeline, "compute").values()) / devices
     words = (
         f"{counted(trials, 'trial')} on {counted(devices, 'device')}, "
@@ -144,15 +144,19 @@ def _title(timeline: Timeline, trials: int) -> str:
     return title + f'\n<text x="20" y="48" class="s m">{words}</text>'
 
 
-def _legend(trials: Sequence[int], y: float) -> tuple[list[str], float]:
+def _legend(timeline: Timeline, y: float) -> tuple[list[str], float]:
     """Swatches in lines of the chart's width, and where they end."""
+    trials = timeline.trials
     parts, x = [], 20.0
     for trial in trials[:_LEGEND_MOST]:
-        if x > WIDTH - 90:
+        width = timeline.widths.get(trial)
+        name = f"trial {trial}" + f", array of {width}" * bool(width)
+        room = 68 + 68 * bool(width)
+        if x > WIDTH - 22 - room:
             x, y = 20.0, y + 17
         parts.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{_fill(trial)}"/>')
-        parts.append(_text(x + 16, y + 10, f"trial {trial}", "s"))
-        x += 68
+        parts.append(_text(x + 16, y + 10, name, "s"))
+        x += room
     if len(trials) > _LEGEND_MOST:
         parts.append(_text(x, y + 10, f"and {len(trials) - _LEGEND_MOST} more", "s m"))
     return parts, y + 12

@@ -246,6 +246,32 @@ class TrialFold:
             self._see(row.metrics, aim)
 
 
+class WorkFold:
+    """The study's time from its first action to its last, of each of its runs."""
+
+    def __init__(self) -> None:
+        self._begins: list[float] = []
+        self._spans: dict[int, tuple[float, float]] = {}  # by how many runs had begun
+
+    def copy(self) -> WorkFold:
+        other = WorkFold()
+        other._begins, other._spans = self._begins[:], dict(self._spans)
+        return other
+
+    def begin(self, time: float) -> None:
+        """A run begins."""
+        self._begins.append(time)
+
+    def add(self, event: ActionFinished) -> None:
+        run = bisect_right(self._begins, event.start)
+        first, last = self._spans.get(run, (event.start, event.end))
+        self._spans[run] = min(first, event.start), max(last, event.end)
+
+    @property
+    def seconds(self) -> float:
+        return sum(last - first for first, last in self._spans.values())
+
+
 class DeviceFold:
     """A device while it is folded."""
 
@@ -256,8 +282,6 @@ class DeviceFold:
         self.recent: deque[float] = deque(maxlen=_RECENT_STEPS)
         self.step_s: float | None = None
         self.compute_s = 0.0
-        self.first: float | None = None
-        self.last = 0.0
 
     def copy(self) -> DeviceFold:
         other = copy.copy(self)
@@ -269,13 +293,11 @@ class DeviceFold:
         self.budget_bytes = int(spec.get("memory", 0))
 
     def add_action(self, event: ActionFinished) -> None:
-        self.first = event.start if self.first is None else min(self.first, event.start)
-        self.last = max(self.last, event.end)
         if event.stream == "compute":
             self.compute_s += event.end - event.start
 
-    def row(self, trials: tuple[int, ...]) -> DeviceRow:
-        span = self.last - self.first if self.first is not None else 0.0
+    def row(self, trials: tuple[int, ...], span: float) -> DeviceRow:
+        """``span``: the seconds in which the study's devices were at work."""
         return DeviceRow(
             name=self.name,
             kind=self.kind,

@@ -56,7 +56,7 @@ from shoal.core.event import (
     WorkerStarted,
 )
 from shoal.core.profile import TOLERANCE
-from shoal.observe.machines import Aim, DeviceFold, TrialFold
+from shoal.observe.machines import Aim, DeviceFold, TrialFold, WorkFold
 from shoal.observe.rows import DeviceRow, TrialRow, TrialState, metric_rank
 
 
@@ -146,6 +146,7 @@ class Folder:
         self._aim = Aim("", "min")
         self._trials: dict[int, TrialFold] = {}
         self._devices: dict[str, DeviceFold] = {}
+        self._work = WorkFold()
         self._seconds = 0.0  # on the study's clock, which stands still between runs
         self._time: float | None = None
 
@@ -169,7 +170,8 @@ class Folder:
             if row.state is TrialState.RUNNING:
                 running.setdefault(row.device, []).append(row.number)
         devices = tuple(
-            device.row(tuple(running.get(name, ()))) for name, device in self._devices.items()
+            device.row(tuple(running.get(name, ())), self._work.seconds)
+            for name, device in self._devices.items()
         )
         return replace(
             self._head,
@@ -186,6 +188,7 @@ class Folder:
         other = copy.copy(self)
         other._trials = {number: trial.copy() for number, trial in self._trials.items()}
         other._devices = {name: device.copy() for name, device in self._devices.items()}
+        other._work = self._work.copy()
         return other
 
     def _advance(self, time: float, *, runs: bool) -> None:
@@ -209,6 +212,7 @@ class Folder:
 
     def _study_started(self, event: StudyStarted) -> None:
         self._aim = Aim(event.metric, event.mode)
+        self._work.begin(event.time)
         first = self._head.started
         self._head = replace(
             self._head,
@@ -345,6 +349,7 @@ class Folder:
 
     def _action_finished(self, event: ActionFinished) -> None:
         self._device(event.device).add_action(event)
+        self._work.add(event)
 
     def _study_finished(self, event: StudyFinished) -> None:
         self._head = replace(self._head, is_finished=True, stopped=event.stopped)

@@ -7,14 +7,15 @@ and before the resume) is left out, so that a chart shows work and not the night
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
 from shoal.core.errors import SpecError
-from shoal.core.event import ActionFinished, PeakMeasured, StudyStarted
+from shoal.core.event import ActionFinished, PeakMeasured, StudyStarted, TrialPlanned
+from shoal.core.seats import ALONE, epochs_of
 from shoal.observe.actions import TIMELINE, read_timeline
 from shoal.observe.reader import read_outline
 
@@ -37,8 +38,9 @@ class Slice:
 class Timeline:
     """All slices of a study by device and stream, each list in order of time.
 
-    ``resumes`` are the seconds at which a later run began. ``peaks`` are, by device,
-    pairs of seconds and measured bytes.
+    ``resumes`` are the seconds at which a later run began to work. ``peaks`` are, by device,
+    pairs of seconds and measured bytes. ``planned`` are the trials that there are, and ``widths``
+    those that stand for an array, with its slots; an action of an array is the first one's.
     """
 
     study: str
@@ -46,6 +48,13 @@ class Timeline:
     seconds: float
     resumes: tuple[float, ...] = ()
     peaks: Mapping[str, Sequence[tuple[float, int]]]
+    planned: frozenset[int] = frozenset()
+    widths: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def trials(self) -> tuple[int, ...]:
+        """Those that have slices: one of each array."""
+        return tuple(sorted({piece.trial for row in self.rows.values() for piece in row}))
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -78,13 +87,23 @@ def read_study_timeline(study_dir: str | os.PathLike[str]) -> Timeline:
             "study (runs/NAME) that has taken a step?"
         )
     name, starts, peaks = Path(study_dir).name, [], []
+    widths: dict[int, int] = {}
     for event in read_outline(study_dir):
         if isinstance(event, StudyStarted):
             name = event.study
             starts.append(event.time)
         elif isinstance(event, PeakMeasured):
             peaks.append(event)
-    return build_timeline(name, actions, starts[1:], peaks)
+        elif isinstance(event, TrialPlanned):
+            epochs = epochs_of(event.numerics)
+            widths[event.trial] = epochs[0].width if epochs else ALONE
+    found = build_timeline(name, actions, starts[1:], peaks)
+    arrays = {trial: widths.get(trial, ALONE) for trial in found.trials}
+    return replace(
+        found,
+        planned=frozenset(widths),
+        widths={trial: width for trial, width in arrays.items() if width != ALONE},
+    )
 
 
 def build_timeline(
@@ -114,14 +133,17 @@ def build_timeline(
 
 
 class _Clock:
-    """Unix seconds to seconds of work: what lies between runs counts nothing."""
+    """Unix seconds to seconds of work: what lies between runs counts nothing.
+
+    A run is from its first action to its last.
+    """
 
     def __init__(self, actions: Sequence[ActionFinished], resumes: Sequence[float]) -> None:
-        first = min(a.start for a in actions)
-        ends = sorted(a.end for a in actions)
-        self.resumes = sorted(time for time in resumes if time > first)
-        self._offsets = [first]
-        previous = first
+        starts, ends = sorted(a.start for a in actions), sorted(a.end for a in actions)
+        later = (bisect_left(starts, time) for time in resumes if time > starts[0])
+        self.resumes = sorted({starts[index] for index in later if index < len(starts)})
+        self._offsets = [starts[0]]
+        previous = starts[0]
         for time in self.resumes:
             index = bisect_right(ends, time)
             idle_since = max(ends[index - 1], previous) if index else previous

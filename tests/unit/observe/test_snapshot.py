@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -214,6 +215,16 @@ def test_a_device_shows_its_highest_peak_beside_budget_and_prediction(tell):
     (device,) = Snapshot.of([tell.study(), peak(80), peak(100), peak(70)]).devices
 
     assert (device.peak_bytes, device.budget_bytes, device.predicted_bytes) == (100, 500, 90)
+
+
+def test_busy_leaves_out_what_lies_between_runs_and_counts_a_device_that_has_no_work_yet(tell):
+    first = [tell.study(), tell.action(0, 4), tell.action(2, 4, device="cpu:1")]
+    again = tell.study()
+    later = [replace(again, time=2000.0), tell.action(1100, 1104)]
+    one, two = Snapshot.of([*first, *later]).devices
+
+    assert one.busy == pytest.approx(8 / 8)
+    assert two.busy == pytest.approx(2 / 8)
 
 
 def test_busy_is_the_share_of_compute_from_first_to_last_action(tell):

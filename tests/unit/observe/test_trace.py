@@ -2,6 +2,7 @@
 
 import json
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import pytest
 
@@ -108,12 +109,22 @@ def test_in_shares_the_heights_add_up_to_the_time_at_work():
     assert {round(box.height, 6) for box in boxes} == {0.25}
 
 
+def test_an_array_is_named_so_and_all_of_its_trials_count(tell):
+    timeline = build_timeline("fused", [tell.action(0, 10, trial=4)])
+    timeline = replace(timeline, planned=frozenset(range(8)), widths={4: 4})
+
+    chart = draw_gantt(timeline)
+
+    assert "8 trials on 1 device" in chart
+    assert ">trial 4, array of 4<" in chart
+
+
 def test_the_time_between_two_runs_is_left_out(tell):
     actions = [tell.action(0, 10), tell.action(3600, 3610)]
 
     timeline = build_timeline("resumed", actions, resumes=[1000.0 + 3590])
 
-    assert timeline.seconds == pytest.approx(30.0)
+    assert timeline.seconds == pytest.approx(20.0)
     assert timeline.resumes == pytest.approx((10.0,))
     assert "resumed" in draw_gantt(timeline)
 

@@ -89,7 +89,7 @@ def test_a_failure_is_named_under_the_table(study_events: Events) -> None:
 def test_devices_show_peak_budget_and_busy(study_events: Events) -> None:
     text = "\n".join(_draw(Snapshot.of(study_events(upto=50))))
 
-    assert "cpu:0  peak 11.3 MiB of 12.0 MiB  busy 46 %  5.0 steps/s  trials 0, 2" in text
+    assert "cpu:0  peak 11.3 MiB of 12.0 MiB  busy 45 %  5.0 steps/s  trials 0, 2" in text
     assert "ETA" in text
 
 
