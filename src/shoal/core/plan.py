@@ -35,7 +35,7 @@ from shoal.core.technique import (
     waiting_gradients,
 )
 from shoal.core.turns import DEFAULT
-from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_seconds
+from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_seconds, format_value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,7 +336,7 @@ def _explain_memory(device: DeviceSpec) -> str:
 def _explain_job(job: Job, like: int) -> list[str]:
     """A job in full, or that it is like the first job of its shape."""
     name = _named(job)
-    settings = ", ".join(f"{k}={v}" for k, v in job.hp.items())
+    settings = ", ".join(f"{k}={format_value(v)}" for k, v in job.hp.items())
     lines = [f"  trial {job.trial} ({settings}; seed {job.seed}): {name}"]
     if like != job.trial:
         return [f"{lines[0]}, as trial {like}"]

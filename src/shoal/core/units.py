@@ -104,6 +104,11 @@ def format_seconds(seconds: float) -> str:
     return f"{hours}h {minutes:02d}m"
 
 
+def format_value(value: object) -> str:
+    """A hyperparameter: at most four digits of a float."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def counted(number: int, noun: str, plural: str = "") -> str:
     """A number with its noun: ``"1 trial"``, ``"2 trials"``; "y" and "ch" need their plural."""
     return f"{number} {noun if number == 1 else plural or noun + 's'}"

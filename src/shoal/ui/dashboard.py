@@ -43,7 +43,7 @@ from shoal.core.event import (
     WorkerDied,
 )
 from shoal.core.seats import OTHERS_PRUNED
-from shoal.core.units import Seconds, counted, format_bytes, format_seconds
+from shoal.core.units import Seconds, counted, format_bytes, format_seconds, format_value
 from shoal.observe.rows import DeviceRow, TrialRow, TrialState, changes
 from shoal.observe.snapshot import Folder, Snapshot
 from shoal.ui.text import (
@@ -51,7 +51,6 @@ from shoal.ui.text import (
     format_changes,
     format_metric,
     format_steps,
-    format_value,
     how,
     plain_reason,
     shorten,
@@ -495,7 +494,8 @@ def _title(snapshot: Snapshot, width: int) -> RenderableType:
 
 
 def _device_line(row: DeviceRow, *, is_over: bool = False) -> Text:
-    peak, budget = format_bytes(row.peak_bytes), format_bytes(row.budget_bytes)
+    peak = format_bytes(row.peak_bytes) if row.peak_bytes else DASH
+    budget = format_bytes(row.budget_bytes)
     busy = "" if row.busy is None else f"  busy {100 * row.busy:.0f} %"
     speed = "" if row.speed is None or is_over else f"  {row.speed:.1f} steps/s"
     trials = ", ".join(map(str, row.trials))

@@ -13,7 +13,7 @@ from typing import Any
 
 from shoal.core.errors import SpecError, StorageError
 from shoal.core.seats import ALONE, epochs_of
-from shoal.core.units import counted, format_bytes, format_seconds
+from shoal.core.units import counted, format_bytes, format_seconds, format_value
 from shoal.observe import (
     is_running,
     jsonl,
@@ -34,7 +34,6 @@ from shoal.ui.text import (
     format_changes,
     format_metric,
     format_steps,
-    format_value,
     how,
     plain_reason,
     shorten,
@@ -285,10 +284,11 @@ def device_table(snapshot: Snapshot) -> str:
 
 
 def _device_cells(row: DeviceRow) -> list[str]:
-    share = f"{100 * row.peak_bytes / row.budget_bytes:.0f}%" if row.budget_bytes else DASH
+    has_both = row.peak_bytes and row.budget_bytes  # no peak is measured of compiled arrays
+    share = f"{100 * row.peak_bytes / row.budget_bytes:.0f}%" if has_both else DASH
     return [
         row.name,
-        format_bytes(row.peak_bytes),
+        format_bytes(row.peak_bytes) if row.peak_bytes else DASH,
         format_bytes(row.budget_bytes),
         share,
         format_bytes(row.predicted_bytes) if row.predicted_bytes else DASH,

@@ -11,17 +11,11 @@ from itertools import groupby
 
 from shoal.core.seats import epochs_of
 from shoal.core.spec import Scalar
+from shoal.core.units import format_value
 from shoal.observe.rows import TrialRow
 
 DASH = "-"
 _KIND = re.compile(r"^(?:\w+\.)*[A-Z]\w*: ")
-
-
-def format_value(value: Scalar) -> str:
-    """A hyperparameter: at most four digits of a float."""
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return str(value)
 
 
 def format_metric(value: float | None) -> str:

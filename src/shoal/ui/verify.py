@@ -9,14 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from shoal.core.errors import SpecError
-from shoal.core.units import counted, format_seconds
+from shoal.core.units import counted, format_seconds, format_value
 from shoal.observe import jsonl
 from shoal.observe.rows import TrialRow, TrialState
 from shoal.observe.snapshot import Snapshot
 from shoal.ui.failures import ExitCode
 from shoal.ui.show import read_snapshot
 from shoal.ui.studies import find_recorded
-from shoal.ui.text import format_value, varying_names
+from shoal.ui.text import varying_names
 from shoal.verify import (
     TrialVerdict,
     choose_trials,
