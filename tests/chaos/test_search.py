@@ -278,15 +278,20 @@ def test_a_search_goes_on_by_its_own_rules_only(tmp_path, warm_workers):
 # -- what a pruner cannot work with -----------------------------------------------------------
 
 
-def test_without_validation_data_a_pruner_says_so(tmp_path, warm_workers):
-    recipe = shoal.Recipe(model=searches.build, data=_unvalidated, loss=searches.loss)
+def test_a_trial_without_validation_data_cannot_be_compared_and_fails_alone(
+    tmp_path, warm_workers
+):
+    def data(hp):
+        return _unvalidated(hp) if hp["norm"] else searches.data(hp)
+
+    recipe = shoal.Recipe(model=searches.build, data=data, loss=searches.loss)
     study = shoal.Study(
-        *("k", recipe), space=searches.SPACE, trials=3, epochs=2, pruner="asha",
-        directory=tmp_path,
+        *("k", recipe), space={"lr": 0.1, "dropout": 0.1, "norm": shoal.choice(False, True)},
+        epochs=2, pruner="asha", directory=tmp_path,
     )  # fmt: skip
     report = studies.run(study, warm_workers)
-    assert states(report) == ["FAILED"] * 3
-    assert "compares 'valid_loss', and the evaluation after step 4" in report.trials[0].error
+    assert states(report) == ["FINISHED", "FAILED"]
+    assert "compares 'valid_loss', and the evaluation after step 4" in report.trials[1].error
 
 
 def test_a_metric_that_is_not_a_number_is_said_to_be_why_a_trial_was_pruned(
