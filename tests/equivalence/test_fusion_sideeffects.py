@@ -2,6 +2,7 @@
 
 import math
 import random
+import time
 
 import pytest
 import torch
@@ -180,6 +181,14 @@ def test_a_reason_speaks_of_hyperparameters_and_their_values(reads, reason):
     assert reason in found
     assert "PerSlot" not in found, found
     assert "NaN" not in found, found
+
+
+def test_code_that_reads_a_clock_is_not_said_to_read_a_hyperparameter():
+    def scales_by_time(net, h, x):
+        return h * net.number * (1 + time.perf_counter())
+
+    found = dry_run(members(scales_by_time, (1.0, 2.0, 3.0)), batches())
+    assert "something that no seed decides, such as a clock" in found
 
 
 @pytest.mark.parametrize("does", [floors_with_torch, scales])

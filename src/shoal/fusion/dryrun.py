@@ -230,6 +230,11 @@ def hidden_number(
     seen = (_losses_with(value, members, batches, device) for value in STANDING)
     if all(torch.equal(losses, others) for others in seen):
         return ""
+    if not torch.equal(losses, _losses_with(math.nan, members, batches, device)):
+        return (
+            "the same step came to other losses when it was done again: the code reads something "
+            "that no seed decides, such as a clock or a counter."
+        )
     return (
         "the model's code makes one number of a hyperparameter that differs from trial to trial, "
         f"as math.exp(x) does, or NumPy. {IN_TORCH}"
