@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import socket
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -410,14 +411,20 @@ def test_a_warm_clone_that_is_cut_short_begins_from_its_parent_again(bench):
     assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
 
 
-def test_a_warm_clone_of_a_finished_trial_has_nothing_left_to_do(bench):
+def test_a_warm_clone_of_a_finished_trial_is_refused_and_leaves_nothing(bench):
     over = lambda event: isinstance(event, TrialFinished)  # noqa: E731
-    bench.orders.at(over, CloneTrial(trial=0, changes={"lr": 0.02}), "clone")
+    order = CloneTrial(trial=0, changes={"lr": 0.02})
+    bench.orders.at(over, order, "clone")
     report = bench.run(devices=1)
-    assert bench.orders.join()["clone"]["trials"] == [2]
-    assert states(report) == ["FINISHED"] * 3
-    assert saved_step(report, 2) == STEPS
-    assert not bench.heard.of(StepFinished, trial=2)
+    words = f"would begin after step {STEPS} of {STEPS}, with nothing left to train"
+    assert words in str(bench.orders.join()["clone"])
+    assert states(report) == ["FINISHED"] * 2
+    assert not list((bench.directory / "it" / "trials" / "0002").glob("step-*"))
+    with pytest.raises(shoal.SpecError, match=words):
+        bench.run(devices=1, resume=True, clones=[order])
+    assert len(shoal.open(bench.directory / "it", bench.recipe).trials) == 2
+    more = bench.run(devices=1, resume=True, clones=[replace(order, warm=False)])
+    assert states(more) == ["FINISHED"] * 3
 
 
 def test_a_warm_clone_of_a_trial_that_never_ran_is_refused(bench):

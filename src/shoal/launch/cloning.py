@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 
 from shoal.core.errors import SpecError
+from shoal.core.spec import TrialSpec
 from shoal.execution.trial import Start
 from shoal.runtime import checkpoint
 
@@ -18,6 +20,24 @@ def clear(directory: str | os.PathLike[str], trial: int) -> None:
     place = checkpoint.generations(directory, trial)
     for generation in place.all():
         place.remove(generation)
+
+
+def refuse_idle(
+    clones: Iterable[TrialSpec], starts: Mapping[int, Start], totals: Mapping[int, int | None]
+) -> None:
+    """Refuse warm clones that would begin where trials end.
+
+    Raises:
+        SpecError: one has no step left to do.
+    """
+    for clone in clones:
+        start, total = starts.get(clone.number), totals.get(clone.number)
+        if start is not None and start.warm and total is not None and start.step >= total:
+            raise SpecError(
+                f"a clone of trial {clone.parent} would begin after step {start.step} of {total}, "
+                "with nothing left to train: its parent is done. Clone it cold (--cold, "
+                "warm=False), or have the study train for longer before you clone it."
+            )
 
 
 def begin_warm(directory: str | os.PathLike[str], parent: int, clone: int) -> Start:

@@ -32,7 +32,7 @@ from shoal.planning import Planned
 from shoal.resume import StudyRecord, with_searched
 from shoal.runtime.pool import WorkerPool
 
-Grow = Callable[[StudyRecord, Planned, Sequence[TrialSpec]], None]
+Grow = Callable[[StudyRecord, Planned, Sequence[TrialSpec], Mapping[int, Start]], None]
 
 
 class Door:
@@ -230,7 +230,7 @@ class Commands:
         for spec in new:
             if spec.number not in starts:
                 clear(self._directory, spec.number)
-        self._grow(larger, planned, new)
+        self._grow(larger, planned, new, starts)
         self._record = larger
         for trial in larger.trials[-len(new) :]:
             if trial.origin != "cloned":

@@ -26,7 +26,9 @@ from shoal.core.spec import DeviceSpec, Scalar, TrialSpec, record_of
 from shoal.execution.announce import planned_events, steps_of
 from shoal.execution.floor import Tally
 from shoal.execution.run import Execution
+from shoal.execution.trial import Start
 from shoal.launch.case import Case, more_points, refuse_early, take_up
+from shoal.launch.cloning import refuse_idle
 from shoal.launch.commands import Commands, Door
 from shoal.launch.directory import RECORD, RESERVE, StudyDirectory
 from shoal.launch.keeping import Keeper
@@ -158,7 +160,10 @@ class Run:
         return self._request.hardware.idle(case.hardware, case.technique)
 
     def _check(self, case: Case, planned: Planned) -> list[str]:
-        """Refuse what cannot fit on disk, and other bits than before."""
+        """Refuse what cannot fit on disk, other bits than before, and clones of what is done."""
+        known = {row.number for row in case.before.trials}
+        new = [trial for trial in case.todo if trial.number not in known]
+        refuse_idle(new, case.found.starts, steps_of(planned, self._settings))
         todo = {trial.number for trial in case.todo}
         others = [trial.number for trial in case.merged.trials if trial.number not in todo]
         self._study.policy.check(
@@ -220,7 +225,7 @@ class Run:
                 str(place.path),
                 case.merged.record,
                 more_points=lambda record, more: more_points(self._study, record, more),
-                grow=lambda record, new, specs: self._grow(case, record, new, specs),
+                grow=lambda *of: self._grow(case, *of),
                 hunt=case.hunt,
             )
             sinks.add(commands.see)
@@ -254,12 +259,16 @@ class Run:
         record: StudyRecord,
         planned: Planned,
         specs: Sequence[TrialSpec],
+        starts: Mapping[int, Start],
     ) -> None:
         """Make trials that came later part of the study.
 
         Raises:
             PlanError: their state fits neither the disk nor its budget, or not the host.
+            SpecError: a clone has nothing left to train.
         """
+        totals = steps_of(planned, self._settings)
+        refuse_idle(specs, starts, totals)
         new = {spec.number for spec in specs}
         others = [trial.number for trial in record.trials if trial.number not in new]
         free, theirs = free_bytes(case.place.path), bytes_on_disk(case.place.path, others)
@@ -270,7 +279,7 @@ class Run:
         case.place.settle(record)
         if words := tuple(f"trial {number} was added" for number in by_hand):
             case.sinks.write([events.StudyChanged(time=time.time(), changes=words)])
-        case.sinks.write(planned_events(planned, specs, steps_of(planned, self._settings)))
+        case.sinks.write(planned_events(planned, specs, totals))
 
     def _started(self, case: Case) -> events.StudyStarted:
         study = self._study
