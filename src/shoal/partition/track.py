@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.core.units import Bytes
@@ -68,7 +69,7 @@ class AllocationTracker(TorchDispatchMode):
     def _see(self, tree: Any, before: Collection[int]) -> None:
         """Count the storages of what an operator returned but those that were there before."""
         if isinstance(tree, Tensor):
-            kind = tree.device.type
+            kind = "meta" if isinstance(tree, FakeTensor) else tree.device.type
             if kind == "meta" or self._device not in (None, kind):
                 return
             for storage in storages_of(tree):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from shoal.partition.track import AllocationTracker, read_bytes, storages_of
@@ -23,6 +24,19 @@ def test_views_and_what_was_there_before_are_not_counted():
     assert tracker.current_bytes == 40
     del view
     assert tracker.current_bytes == 0
+
+
+def test_tensors_that_a_trace_makes_for_their_shapes_are_not_counted():
+    def twice(x):
+        return torch.cat([x, x]).relu()
+
+    x = torch.zeros(10)
+    with AllocationTracker() as tracker:
+        graph = make_fx(twice, tracing_mode="fake")(x)
+        assert tracker.peak_bytes == tracker.current_bytes == 0
+        found = graph(x)
+
+    assert tracker.current_bytes == found.nbytes == 80
 
 
 def test_the_peak_counts_what_lives_at_the_same_time():
