@@ -48,6 +48,7 @@ from shoal.observe.rows import DeviceRow, TrialRow, TrialState, changes
 from shoal.observe.snapshot import Folder, Snapshot
 from shoal.ui.text import (
     DASH,
+    STATES,
     format_changes,
     format_metric,
     format_steps,
@@ -60,14 +61,6 @@ from shoal.ui.text import (
 REFRESH_S = 0.25
 PLAIN_S = 5.0
 _GAP = 2  # blanks between two columns
-_WORDS = {
-    TrialState.PENDING: "waiting",
-    TrialState.RUNNING: "running",
-    TrialState.FINISHED: "finished",
-    TrialState.FAILED: "failed",
-    TrialState.STOPPED: "stopped",
-    TrialState.PRUNED: "pruned",
-}
 _WORKS = {"build": "built", "measure": "measured"}
 _STYLES = {
     TrialState.PENDING: "dim",
@@ -465,7 +458,7 @@ def _setting(row: TrialRow, name: str) -> str:
 
 
 def _state(row: TrialRow) -> Text:
-    return Text(_WORDS[row.state], style=_STYLES[row.state])
+    return Text(STATES[row.state], style=_STYLES[row.state])
 
 
 def _speed(row: TrialRow) -> str:
@@ -543,7 +536,7 @@ def _end(snapshot: Snapshot) -> str:
 
 
 def _counts(snapshot: Snapshot) -> str:
-    counts = {word: snapshot.count(state) for state, word in _WORDS.items()}
+    counts = {word: snapshot.count(state) for state, word in STATES.items()}
     order = ("running", "waiting", "finished", "pruned", "stopped", "failed")
     return ", ".join(f"{counts[word]} {word}" for word in order if counts[word]) or "no trials"
 

@@ -30,6 +30,7 @@ from shoal.ui.failures import ExitCode
 from shoal.ui.studies import PLAN, find_recorded, last_written, study_directories
 from shoal.ui.text import (
     DASH,
+    STATES,
     align,
     format_changes,
     format_metric,
@@ -264,7 +265,7 @@ def _leaderboard_row(
         *(shorten(setting, 24) for setting in settings),
         f"{last.source} at {last.step}" if (last := _last_taken(row)) else DASH,
         how(row),
-        "interrupted" if was_running else row.state.lower(),
+        "interrupted" if was_running else STATES[row.state],
         format_steps(row.step, row.steps),
         format_metric(row.smooth_loss),
         format_metric(row.metrics.get(metric)),
@@ -384,7 +385,7 @@ def describe_trial(snapshot: Snapshot, row: TrialRow, place: Path) -> str:
     settings = ", ".join(f"{name}={format_value(value)}" for name, value in row.hp.items())
     lines = [
         f"trial {row.number} of {snapshot.study} ({settings}; seed {row.seed}): "
-        f"{row.state.lower()} at step {format_steps(row.step, row.steps)}",
+        f"{STATES[row.state]} at step {format_steps(row.step, row.steps)}",
         f"{_trains_as(row)}, predicted peak "
         f"{format_bytes(row.predicted_bytes)}; last on {row.device or 'no device'}; "
         f"{format_seconds(row.seconds)}, {counted(row.restarts, 'restart')}",

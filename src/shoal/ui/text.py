@@ -12,9 +12,17 @@ from itertools import groupby
 from shoal.core.seats import epochs_of
 from shoal.core.spec import Scalar
 from shoal.core.units import format_value
-from shoal.observe.rows import TrialRow
+from shoal.observe.rows import TrialRow, TrialState
 
 DASH = "-"
+STATES = {
+    TrialState.PENDING: "waiting",
+    TrialState.RUNNING: "running",
+    TrialState.FINISHED: "finished",
+    TrialState.FAILED: "failed",
+    TrialState.STOPPED: "stopped",
+    TrialState.PRUNED: "pruned",
+}
 _KIND = re.compile(r"^(?:\w+\.)*[A-Z]\w*: ")
 
 

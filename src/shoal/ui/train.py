@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.control import CloneTrial, ExtendTrials
-from shoal.core.errors import SpecError
+from shoal.core.errors import ShoalError, SpecError
 from shoal.core.event import Event, StudyChanged
+from shoal.core.units import counted
 from shoal.hardware import Hardware
 from shoal.observe import jsonl, read_outline
 from shoal.observe.snapshot import Snapshot
@@ -49,6 +50,7 @@ def run_file(
     """Run the study of a file to its end; the exit code says whether all trials finished."""
     study = open_study(file)
     hardware = Hardware.parse(*HardwareFlags(*flags))
+    runs = _runs(study.directory)
     study.run(
         hardware=hardware,
         overwrite=overwrite,
@@ -58,7 +60,7 @@ def run_file(
         retry_failed=retry_failed,
         workers=workers,
     )
-    return tell_ending(study.directory, as_json=as_json)
+    return tell_ending(study.directory, as_json=as_json, runs=runs)
 
 
 def parse_fuse(text: str | None) -> str | bool | int | None:
@@ -111,8 +113,17 @@ def resume_study(
         more["fuse"] = parse_fuse(fuse)
     if (extend or clones) and sys.stderr.isatty():  # where there is none, lines say it
         more["callbacks"] = [_tell_changes]
+    runs = _runs(study.directory)
     study.run(hardware=hardware, resume=True, workers=workers, **more)
-    return tell_ending(study.directory, as_json=as_json)
+    return tell_ending(study.directory, as_json=as_json, runs=runs)
+
+
+def _runs(place: Path) -> int:
+    """How often the study of a directory was run before; 0 where that cannot be read."""
+    try:
+        return Snapshot.of(read_outline(place)).runs
+    except ShoalError:
+        return 0
 
 
 def _tell_changes(event: Event) -> None:
@@ -121,9 +132,18 @@ def _tell_changes(event: Event) -> None:
         print("\n".join(event.changes), file=sys.stderr)
 
 
-def tell_ending(place: Path, *, as_json: bool) -> int:
-    """Print what a run came to; the exit code says whether all trials finished."""
+def tell_ending(place: Path, *, as_json: bool, runs: int) -> int:
+    """Print what a run came to; the exit code says whether all trials finished.
+
+    ``runs``: how often the study had been run before.
+    """
     snapshot = read_snapshot(place, with_actions=True)
+    if snapshot.runs == runs:
+        print(
+            f"nothing to train: {counted(snapshot.total, 'trial has', 'trials have')} ended. More "
+            "trials or longer ones in the file go on with the study, --overwrite begins it anew.",
+            file=sys.stderr,
+        )
     if as_json:
         record = study_record(place, snapshot)
         record["trials"] = [trial_record(row) for row in snapshot.trials]
