@@ -1,10 +1,14 @@
-"""What a process that trains finds in its environment: one thread, and memory that it keeps."""
+"""How a process that trains begins, and what it finds in its environment: one thread, and memory
+that it keeps.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from shoal.hardware import available_cores, free_memory
 
@@ -35,3 +39,30 @@ def worker_environment(given: Mapping[str, str] = os.environ) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in sys.path)),
         "GLIBC_TUNABLES": tunables,
     }
+
+
+def start_worker(
+    module: str, inherited: Iterable[int], environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Run a module of shoal's in a process of its own, with some descriptors as its arguments.
+
+    Ctrl-C in a terminal is sent to it too: it hears nothing of that before ``ignore_interrupts``.
+    """
+    descriptors = tuple(inherited)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *map(str, descriptors)],
+            pass_fds=descriptors,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # what a model prints goes to standard error: --json owns the other
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_interrupts() -> None:
+    """In a process that ``start_worker`` began: Ctrl-C is the parent's to answer."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

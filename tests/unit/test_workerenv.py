@@ -1,3 +1,12 @@
+"""How a process that trains begins, and what it finds in its environment."""
+
+import os
+import queue
+import signal
+import time
+from pathlib import Path
+
+from shoal.runtime.pool import Worker
 from shoal.workerenv import KEPT_BYTES, LEAST_BYTES, MAPPED_BYTES, worker_environment
 
 
@@ -34,3 +43,30 @@ def test_other_tunables_are_kept_beside_it():
     made = worker_environment({"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"})
 
     assert made["GLIBC_TUNABLES"] == "glibc.malloc.arena_max=2:glibc.malloc.hugetlb=1"
+
+
+def masks_of(pid: int) -> dict[str, int]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    pairs = (line.split(":\t") for line in lines if line.startswith("Sig"))
+    return {name: int(mask, 16) for name, mask in pairs if name != "SigQ"}
+
+
+def test_a_worker_that_is_only_starting_hears_nothing_of_ctrl_c():
+    interrupt = 1 << (signal.SIGINT - 1)
+    worker = Worker(queue.SimpleQueue())
+    try:
+        os.kill(worker.pid, signal.SIGINT)
+        while not masks_of(worker.pid)["SigIgn"] & interrupt:
+            assert worker.alive
+            time.sleep(0.01)
+        while masks_of(worker.pid)["SigBlk"] & interrupt:  # no more: what it starts would have it
+            time.sleep(0.01)
+    finally:
+        worker.kill()
+
+
+def test_only_workers_are_kept_from_ctrl_c():
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    worker = Worker(queue.SimpleQueue())
+    worker.kill()
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before

@@ -15,6 +15,15 @@ PAUSED = 75  # EX_TEMPFAIL: the same command goes on
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+class Interrupted(SystemExit):
+    """The process ends since it was asked to; all that can be saved is."""
+
+    was_interrupted = True
+
+    def __init__(self) -> None:
+        super().__init__(PAUSED)
+
+
 class Interrupts:
     """Listens while its block runs, in the main thread; elsewhere it does nothing.
 
@@ -53,7 +62,7 @@ class Interrupts:
         """End the process with exit code 75; at a prompt, the call alone with an interrupt."""
         if self.received == signal.SIGINT and _has_prompt():
             raise KeyboardInterrupt
-        raise SystemExit(PAUSED)
+        raise Interrupted
 
 
 def _has_prompt() -> bool:

@@ -15,8 +15,6 @@ import mmap
 import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -27,7 +25,7 @@ import cloudpickle
 
 from shoal.core.errors import ShoalError, SpecError, WorkerError
 from shoal.pipeline.orders import RECORDER, Begun, Done, Job, StagePlace
-from shoal.workerenv import worker_environment
+from shoal.workerenv import start_worker, worker_environment
 
 HANG_S = 300.0
 SETUP_S = 600.0  # to build and measure the model, before the first action
@@ -46,13 +44,7 @@ class _Process:
         self._recorder = mmap.mmap(recorder, RECORDER.size)
         self._stacks = os.memfd_create("shoal-stage-stacks")
         inherited = (theirs.fileno(), recorder, self._stacks)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "shoal.pipeline.worker", *map(str, inherited)],
-            pass_fds=inherited,
-            env=_environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # what a model prints goes to standard error
-        )
+        self._process = start_worker("shoal.pipeline.worker", inherited, _environment())
         theirs.close()
         os.close(recorder)
         self.connection = Connection(ours.detach())

@@ -24,6 +24,7 @@ import cloudpickle
 import torch.distributed as dist
 
 from shoal.pipeline.orders import RECORDER, Done, Job, StagePlace
+from shoal.workerenv import ignore_interrupts
 
 _PATIENCE = datetime.timedelta(days=1)  # the parent looks after stages that hang
 
@@ -34,7 +35,7 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     # A form may hold the structure of arguments; torch 2.13 warns when that is unpickled.
     warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    ignore_interrupts()
     parent = Connection(sockets)
     jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(parent, jobs), daemon=True).start()

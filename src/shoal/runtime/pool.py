@@ -9,7 +9,6 @@ import queue
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
@@ -30,7 +29,7 @@ from shoal.runtime.messages import (
     Settings,
     Shutdown,
 )
-from shoal.workerenv import worker_environment
+from shoal.workerenv import start_worker, worker_environment
 
 if TYPE_CHECKING:  # this module is read before torch is: a worker starts while it loads
     from shoal.kernelchoice import KernelChoice
@@ -58,13 +57,7 @@ class Worker:
         stacks = os.memfd_create("shoal-stacks")
         self._stacks = stacks
         inherited = [theirs.fileno(), recorder, stacks]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "shoal.runtime.worker", *map(str, inherited)],
-            pass_fds=inherited,
-            env=worker_environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # what a model prints goes to standard error: --json owns the other
-        )
+        self._process = start_worker("shoal.runtime.worker", inherited, worker_environment())
         theirs.close()
         os.close(recorder)
         self.pid = self._process.pid

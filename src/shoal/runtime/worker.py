@@ -52,6 +52,7 @@ from shoal.runtime.messages import (
     Shutdown,
 )
 from shoal.runtime.output import TrialOutput
+from shoal.workerenv import ignore_interrupts
 
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
@@ -62,7 +63,7 @@ def main() -> None:
     """Serve studies over the inherited socket until it closes."""
     descriptor, recorder, stacks = map(int, sys.argv[1:4])
     _die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the study's process decides
+    ignore_interrupts()
     signal.signal(signal.SIGTERM, lambda *_: None)  # here too; a loader's children differ
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     channel = Channel(socket.socket(fileno=descriptor))

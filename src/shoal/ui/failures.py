@@ -61,9 +61,9 @@ def run_command(command: Callable[[], object]) -> int:
 
 
 def _was_interrupted(ending: BaseException | None) -> bool:
-    """Whether Ctrl-C is at the bottom of it; the parser turns it into an exit of its own."""
+    """Whether a signal is at the bottom of it; the parser turns Ctrl-C into an exit of its own."""
     while ending is not None:
-        if isinstance(ending, KeyboardInterrupt):
+        if isinstance(ending, KeyboardInterrupt) or hasattr(ending, "was_interrupted"):
             return True
         ending = ending.__cause__ or ending.__context__
     return False
