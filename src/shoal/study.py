@@ -32,6 +32,7 @@ from shoal.launch.checks import (
     check_name,
     num_evaluations,
 )
+from shoal.launch.following import hardware_of, require_its_plan
 from shoal.launch.plan import plan_study
 from shoal.launch.policy import USUAL_S, CheckpointPolicy
 from shoal.launch.request import Request, settings_of
@@ -237,8 +238,12 @@ class Study:
                 Trials that trained before stay what they were (see ``accept_numerics``). None:
                 as the study did before, and a new one not at all, since an array's kernels
                 round in other ways than a trial's alone.
-            plan, exact: Only None and ``"auto"``: following a plan made before and the strict
-                mode are refused until they are there.
+            plan: One that ``plan`` made, here or elsewhere (``shoal.Plan.from_json``), to be
+                followed: on its devices, each trial as there. What was chosen then is measured
+                again, and nothing else. Trials that have begun go on as they are; those that a
+                search asks for later train like the others. Without ``hardware`` the devices
+                have the memory that they had.
+            exact: Only ``"auto"``: the strict mode is refused until it is there.
 
         Raises:
             SpecError, PlanError: before anything is trained.
@@ -247,13 +252,17 @@ class Study:
             SystemExit: code 75, on Ctrl-C and SIGTERM, when all trials are saved; at a prompt
                 and in a notebook Ctrl-C raises KeyboardInterrupt instead.
         """
-        refuse_future(plan=plan, exact=exact)
+        refuse_future(exact=exact)
+        if plan is not None:
+            require_its_plan(self, plan, {"technique=": technique, "fuse=": fuse})
+            hardware = hardware_of(plan, None if hardware is None else self._hardware(hardware))
         forced = technique_of(technique)
         refuse_useless(forced, self.recipe)
         with ExitStack() as stack:
             pool = _pool(workers, stack)
             request = Request(
                 hardware=self._hardware(hardware),
+                plan=plan,
                 technique=forced,
                 callbacks=callbacks,
                 overwrite=overwrite,

@@ -129,7 +129,7 @@ def test_a_study_whose_only_trial_hangs_says_where(run, heard, monkeypatch):
     monkeypatch.setattr(asking, "MAX_DEATHS", 1)
     with pytest.raises(WorkerError) as caught:
         run(["data"])
-    assert "none of 1 trial can run" in str(caught.value)
+    assert "the trial cannot run" in str(caught.value)
     assert "in data_stuck" in str(caught.value)
     assert not heard.of(TrialFailed)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from shoal.core.errors import SpecError
 from shoal.core.seats import ALONE, Epoch, epochs_of, is_alone, rebased, told, until
 from shoal.core.spec import (
     NO_BYTES,
@@ -306,8 +307,18 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Read a plan written by ``to_json``."""
-        return plan_from_dict(json.loads(text))
+        """Read a plan written by ``to_json``.
+
+        Raises:
+            SpecError: it is none, or of another version of shoal.
+        """
+        try:
+            return plan_from_dict(json.loads(text))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SpecError(
+                f"this is no plan that Plan.to_json or shoal plan --json wrote, or one of another "
+                f"version of shoal ({type(error).__name__}: {error}). Plan again."
+            ) from error
 
 
 def predict_seconds(plan: Plan, totals: Mapping[int, int | None]) -> float:

@@ -261,6 +261,8 @@ def _hardware_for(
 ) -> Hardware:
     """The devices for so many trials; as wide as those that began them, where that is open."""
     hardware = request.hardware
+    if request.plan is not None:
+        return hardware
     threads = {key["threads"] for key in found.numerics.values() if "threads" in key}
     if hardware.shared_cores is not None and len(threads) == 1:
         return hardware.with_threads(int(threads.pop() or 1), max(1, trials), technique)

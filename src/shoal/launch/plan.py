@@ -18,6 +18,7 @@ from shoal.execution.rungs import check_population, check_rungs, check_validated
 from shoal.execution.trial import total_steps
 from shoal.hardware import Hardware
 from shoal.kernelchoice import KernelChoice
+from shoal.launch.following import NO_PINS, Pins, require_followed
 from shoal.launch.packing import pack_recipe
 from shoal.launch.policy import generation_bytes
 from shoal.launch.request import Asked
@@ -56,6 +57,7 @@ def plan_study(
     steps: Mapping[int, int] = MappingProxyType({}),
     reseats: bool = False,
     idle: Sequence[DeviceSpec] = (),
+    pins: Pins = NO_PINS,
 ) -> tuple[Planner, Planned]:
     """Measure and decide; the pool is configured for the study afterwards.
 
@@ -66,10 +68,12 @@ def plan_study(
         steps: Where trials that were planned before go on.
         reseats: Whether ``fuse`` holds for those under way too, though their bits change.
         idle: Devices beside the hardware's, for a trial that is a pipeline over them too.
+        pins: How a plan that is followed has trials train.
 
     Raises:
-        PlanError: a trial fits in no way, what is forced cannot be done, a pruner has no
-            known moments to prune at, or the trials of a population differ in shape.
+        PlanError: a trial fits in no way, or not as it was planned, what is forced cannot be
+            done, a pruner has no known moments to prune at, or the trials of a population differ
+            in shape.
         SpecError, TrialError, WorkerError: no trial can be built at all.
     """
     early(technique, study.recipe, hardware.devices)
@@ -91,7 +95,8 @@ def plan_study(
         generation=study.search.generation,
         changes=changes_of(study.search.varied_space) if study.search.varied else None,
     )
-    fusing = Fusing(fuse, hardware.devices, recorded, times, before, steps, reseats=reseats)
+    known = {**pins.keys, **recorded}
+    fusing = Fusing(fuse, hardware.devices, known, times, before, steps, reseats=reseats)
     planner = Planner(
         *args,
         steps=settings.steps,
@@ -101,10 +106,12 @@ def plan_study(
         host_memory=hardware.host_memory,
         keys={**recorded, **before},
         total=times.total,
+        pins=pins.techniques,
     )
     limits = study.limits()
     first = FirstPlan(planner, pool, limits.watchdog, slow_s=limits.slow_s, sink=sink)
     planned = first.make(trials)
+    require_followed(pins, planned.plan, recorded.keys() | before.keys())
     if more := planned.plan.devices[len(hardware.devices) :]:
         pool.warm(len(planned.plan.devices))
         pool.configure(more, *served)

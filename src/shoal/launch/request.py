@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from shoal.control import CloneTrial, ExtendTrials
 from shoal.core.errors import SpecError
+from shoal.core.plan import Plan
 from shoal.core.spec import TrialSpec
 from shoal.core.technique import Technique
 from shoal.core.values import flag, items, optional_flag, whole
@@ -60,6 +61,7 @@ class Request:
     accept_numerics: bool = False
     timeline: bool = True
     fuse: Wish = None
+    plan: Plan | None = None  # to be followed
     versions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -31,6 +31,7 @@ from shoal.launch.case import Case, more_points, refuse_early, take_up
 from shoal.launch.cloning import refuse_idle
 from shoal.launch.commands import Commands, Door
 from shoal.launch.directory import RECORD, RESERVE, StudyDirectory
+from shoal.launch.following import pins_of
 from shoal.launch.keeping import Keeper
 from shoal.launch.plan import check_host_memory, fits_host, plan_study
 from shoal.launch.policy import bytes_on_disk
@@ -90,7 +91,9 @@ class Run:
         study, request = self._study, self._request
         if not (study.directory / RECORD).exists():
             trials = max(1, study.search.trials or len(study.trials))
-            used = request.hardware.fewer_trials(trials, request.technique)
+            used = request.hardware
+            if request.plan is None:
+                used = used.fewer_trials(trials, request.technique)
             self._pool.warm(len(used.devices))
 
     def _nothing_to_do(self, case: Case) -> None:
@@ -147,6 +150,7 @@ class Run:
             steps=_steps(case),
             reseats=self._request.accept_numerics,
             idle=self._idle(case),
+            pins=pins_of(self._request.plan, case.found.numerics.keys()),
         )
         decided = interval_of(self._study.policy, planned.plan, case.place.path)
         self._settings = replace(self._settings, checkpoint_every_s=float(decided.every_s))
@@ -155,8 +159,8 @@ class Run:
 
     def _idle(self, case: Case) -> tuple[DeviceSpec, ...]:
         """Devices that no trial of a study that begins would have."""
-        if case.found.numerics:
-            return ()  # what goes on stays as it is
+        if case.found.numerics or self._request.plan is not None:
+            return ()  # what goes on stays as it is, and what is planned
         return self._request.hardware.idle(case.hardware, case.technique)
 
     def _check(self, case: Case, planned: Planned) -> list[str]:

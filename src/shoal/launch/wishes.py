@@ -125,16 +125,11 @@ def _refuse_spilled(fuse: str | int, technique: Spilled, kind: str | None) -> No
         )
 
 
-def refuse_future(*, plan: object, exact: str) -> None:
+def refuse_future(*, exact: str) -> None:
     """Say no to what cannot be done yet, rather than do something else.
 
     Raises:
         PlanError: it is asked for.
     """
-    asked = {
-        "plan=...": plan is not None,
-        f"exact={exact!r}": exact != "auto",
-    }
-    refused = [name for name, wanted in asked.items() if wanted]
-    if refused:
-        raise PlanError(f"{', '.join(refused)} cannot be done yet. Leave it out.")
+    if exact != "auto":
+        raise PlanError(f"exact={exact!r} cannot be done yet. Leave it out.")

@@ -42,6 +42,7 @@ class Planner:
             a pipeline over them, if nothing else is asked for. Then they are the plan's too.
         keys: The numerics keys of all trials that were planned before.
         total: Steps of a trial, of the batches of an epoch and those of a step.
+        pins: As what trials are to train, by number; the others: as ``technique``, or chosen.
 
     Attributes:
         why_split: Why the host keeps the float32 of what travels as bfloat16 in two parts, from
@@ -65,7 +66,9 @@ class Planner:
         host_memory: int | None = None,
         keys: Mapping[int, Mapping[str, Scalar]] = MappingProxyType({}),
         total: Total = lambda batches, each: None,
+        pins: Mapping[int, Technique] = MappingProxyType({}),
     ) -> None:
+        self._pins = pins
         self._host_memory, self.why_split = host_memory, ""
         self._name, self._pool, self._devices, self._recipe = name, pool, tuple(devices), recipe
         self._decide = partial(
@@ -200,7 +203,13 @@ class Planner:
         self, trials: Sequence[TrialSpec], signatures: Mapping[int, str]
     ) -> tuple[dict[int, str], dict[str, Way]]:
         """By trial what tells those that are settled alike, and by that how they are."""
-        found = {t.number: self._staleness.way_of(t) for t in trials if t.number in signatures}
+        found = {
+            t.number: Way(technique=self._pins[t.number])
+            if t.number in self._pins
+            else self._staleness.way_of(t)
+            for t in trials
+            if t.number in signatures
+        }
         kinds = {
             n: signatures[n] if way == OPEN else f"{signatures[n]} {way}"
             for n, way in found.items()

@@ -209,6 +209,10 @@ def run(
     ] = False,
     technique: TechniqueName = None,
     fuse: Fuse = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Follow a plan that 'shoal plan --json' printed."),
+    ] = None,
     accept_numerics: AcceptNumerics = False,
     retry_failed: RetryFailed = False,
     json: AsJson = False,
@@ -224,6 +228,7 @@ def run(
             overwrite=overwrite,
             technique=technique,
             fuse=fuse,
+            plan=plan,
             as_json=json,
             accept_numerics=accept_numerics,
             retry_failed=retry_failed,
@@ -232,8 +237,8 @@ def run(
     raise typer.Exit(code)
 
 
-@app.command()
-def plan(
+@app.command("plan")
+def plan_(
     file: File,
     devices: Devices = None,
     device_memory: DeviceMemory = None,

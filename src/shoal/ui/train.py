@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from shoal.control import CloneTrial, ExtendTrials
 from shoal.core.errors import ShoalError, SpecError
 from shoal.core.event import Event, StudyChanged
+from shoal.core.plan import Plan
 from shoal.core.units import counted
 from shoal.hardware import Hardware
 from shoal.observe import jsonl, read_outline
@@ -43,19 +44,23 @@ def run_file(
     as_json: bool,
     technique: str | None = None,
     fuse: str | None = None,
+    plan: str | None = None,
     accept_numerics: bool = False,
     retry_failed: bool = False,
     workers: WorkerPool | None = None,
 ) -> int:
     """Run the study of a file to its end; the exit code says whether all trials finished."""
     study = open_study(file)
-    hardware = Hardware.parse(*HardwareFlags(*flags))
+    followed = None if plan is None else Plan.from_json(Path(plan).read_text())
+    named = followed is None or any(flag is not None for flag in flags)
+    hardware = Hardware.parse(*HardwareFlags(*flags)) if named else None
     runs = _runs(study.directory)
     study.run(
         hardware=hardware,
         overwrite=overwrite,
         technique=technique,
         fuse=parse_fuse(fuse),
+        plan=followed,
         accept_numerics=accept_numerics,
         retry_failed=retry_failed,
         workers=workers,
