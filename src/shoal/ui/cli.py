@@ -237,8 +237,8 @@ def run(
     raise typer.Exit(code)
 
 
-@app.command("plan")
-def plan_(
+@app.command()
+def plan(
     file: File,
     devices: Devices = None,
     device_memory: DeviceMemory = None,
