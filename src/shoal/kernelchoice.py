@@ -13,17 +13,21 @@ kernels before it is said that they are not.
 from __future__ import annotations
 
 import operator
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+DETERMINISTIC, ONLY = "deterministic algorithms", "yes"
+"""What a numerics key says where an operation that has no such kernel is refused."""
 TOLD = (
-    *("deterministic algorithms", "deterministic cuDNN"),
+    *(DETERMINISTIC, "deterministic cuDNN"),
     *("cuDNN by timing", "cuDNN in full float32"),
 )
 BY_BACKEND = (
@@ -69,6 +73,8 @@ class KernelChoice:
 
     def take(self) -> None:
         """Have this process choose so from here on."""
+        if self.deterministic and not self.only_warns:
+            os.environ.setdefault(*CUBLAS)  # without it torch refuses every product on a GPU
         if self != KernelChoice.here():
             torch.use_deterministic_algorithms(self.deterministic, warn_only=self.only_warns)
             cudnn = torch.backends.cudnn
@@ -84,12 +90,33 @@ class KernelChoice:
     def told(self, *, on_gpu: bool) -> dict[str, str]:
         """For the numerics key: what is not torch's default, but for the matmul precision."""
         words = {
-            "deterministic algorithms": self.deterministic,
             "deterministic cuDNN": on_gpu and self.cudnn_deterministic,
             "cuDNN by timing": on_gpu and self.cudnn_benchmark,
             "cuDNN in full float32": on_gpu and not self.cudnn_tf32,
         }
-        return {name: "yes" for name, differs in words.items() if differs}
+        found = {name: "yes" for name, differs in words.items() if differs}
+        if self.deterministic:
+            found = {DETERMINISTIC: "where there are some" if self.only_warns else ONLY, **found}
+        return found
+
+
+@contextmanager
+def only_deterministic(wanted: bool = True) -> Iterator[None]:
+    """Inside, this process chooses deterministic kernels, and refuses what has none.
+
+    Workers that are configured inside do so too. ``wanted`` False: nothing changes.
+    """
+    if not wanted:
+        yield
+        return
+    before = KernelChoice.here()
+    deterministic: dict[str, Any] = {"deterministic": True, "only_warns": False}
+    by_cudnn: dict[str, Any] = {"cudnn_deterministic": True, "cudnn_benchmark": False}
+    replace(before, **deterministic, **by_cudnn).take()
+    try:
+        yield
+    finally:
+        before.take()
 
 
 def _fp32() -> tuple[str, bool, tuple[str, ...]]:

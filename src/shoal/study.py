@@ -25,6 +25,7 @@ from shoal.core.values import flag, optional_whole, whole
 from shoal.execution.floor import Sink
 from shoal.execution.run import Limits
 from shoal.hardware import Hardware
+from shoal.kernelchoice import only_deterministic
 from shoal.launch.checks import (
     check_directory,
     check_length,
@@ -39,7 +40,7 @@ from shoal.launch.request import Request, settings_of
 from shoal.launch.run import Run
 from shoal.launch.saving import interval_of, with_interval
 from shoal.launch.sinks import Callback
-from shoal.launch.wishes import refuse_future, refuse_useless, technique_of, wish_of
+from shoal.launch.wishes import refuse_useless, strictly, technique_of, wish_of
 from shoal.recipe import Recipe
 from shoal.report import Report, read_report
 from shoal.runtime.pool import WorkerPool
@@ -146,13 +147,14 @@ class Study:
         hardware: Hardware | None = None,
         technique: str | Technique | None = None,
         fuse: str | bool | int | None = None,
+        exact: str = "auto",
         progress: bool = True,
         workers: WorkerPool | None = None,
     ) -> Plan:
         """Measure each distinct model on the hardware and decide; nothing is trained.
 
         Args:
-            technique, fuse: As for ``run``.
+            technique, fuse, exact: As for ``run``.
             progress: Say on standard error what takes long, and what hung or died.
 
         Raises:
@@ -162,7 +164,9 @@ class Study:
         refuse_useless(forced, self.recipe)
         given = self._hardware(hardware)
         used = given.fewer_trials(self.search.trials or len(self.trials), forced)
+        strict = strictly(exact, forced, fuse, self.recipe)
         with ExitStack() as stack:
+            stack.enter_context(only_deterministic(strict))
             pool = _pool(workers, stack)
             stack.callback(pool.release)
             _, planned = plan_study(
@@ -243,7 +247,11 @@ class Study:
                 again, and nothing else. Trials that have begun go on as they are; those that a
                 search asks for later train like the others. Without ``hardware`` the devices
                 have the memory that they had.
-            exact: Only ``"auto"``: the strict mode is refused until it is there.
+            exact: ``"strict"`` trains with deterministic kernels alone, as
+                ``torch.use_deterministic_algorithms(True)`` would, and refuses a model with an
+                operation that has none; arrays and all else that trains to other bits than
+                training alone are refused. A study that began so goes on so, but with
+                ``accept_numerics``. ``"auto"``: with the kernels that this process has chosen.
 
         Raises:
             SpecError, PlanError: before anything is trained.
@@ -252,17 +260,18 @@ class Study:
             SystemExit: code 75, on Ctrl-C and SIGTERM, when all trials are saved; at a prompt
                 and in a notebook Ctrl-C raises KeyboardInterrupt instead.
         """
-        refuse_future(exact=exact)
         if plan is not None:
             require_its_plan(self, plan, {"technique=": technique, "fuse=": fuse})
             hardware = hardware_of(plan, None if hardware is None else self._hardware(hardware))
         forced = technique_of(technique)
         refuse_useless(forced, self.recipe)
+        strict = strictly(exact, forced, fuse, self.recipe)
         with ExitStack() as stack:
             pool = _pool(workers, stack)
             request = Request(
                 hardware=self._hardware(hardware),
                 plan=plan,
+                strict=strict,
                 technique=forced,
                 callbacks=callbacks,
                 overwrite=overwrite,

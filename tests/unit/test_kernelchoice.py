@@ -1,6 +1,7 @@
 """Which kernels torch takes: workers take those of the study's process."""
 
 import operator
+import os
 
 import pytest
 import torch
@@ -8,7 +9,16 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shoal
-from shoal.kernelchoice import BY_BACKEND, TOLD, KernelChoice, _StrictAttention, repeatable
+from shoal.kernelchoice import (
+    BY_BACKEND,
+    DETERMINISTIC,
+    ONLY,
+    TOLD,
+    KernelChoice,
+    _StrictAttention,
+    only_deterministic,
+    repeatable,
+)
 
 
 @pytest.fixture
@@ -55,6 +65,20 @@ def test_precisions_of_single_backends_are_taken_too(path, restored):
     backend.fp32_precision = before
 
 
+def test_only_deterministic_kernels_inside_and_told_apart_from_warnings(restored, monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    with only_deterministic(False):
+        assert KernelChoice.here() == restored
+    with only_deterministic():
+        inside = KernelChoice.here()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert KernelChoice.here() == restored
+    assert inside.told(on_gpu=False) == {DETERMINISTIC: ONLY}
+    assert inside.cudnn_deterministic
+    changed()
+    assert KernelChoice.here().told(on_gpu=False) == {DETERMINISTIC: "where there are some"}
+
+
 def model(hp):
     words = KernelChoice.here()
     assert words.matmul == "high", words
@@ -85,7 +109,7 @@ def test_a_trial_trains_with_the_kernels_of_the_studys_process(restored, tmp_pat
     assert not trial.error
     numerics = study.plan(hardware=shoal.Hardware.virtual(devices=1)).jobs[0].numerics
     assert numerics["matmul"] == "high"
-    assert numerics["deterministic algorithms"] == "yes"
+    assert numerics["deterministic algorithms"] == "where there are some"
     assert "deterministic cuDNN" not in numerics
 
 

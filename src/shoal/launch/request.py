@@ -62,6 +62,7 @@ class Request:
     timeline: bool = True
     fuse: Wish = None
     plan: Plan | None = None  # to be followed
+    strict: bool = False  # deterministic kernels alone
     versions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

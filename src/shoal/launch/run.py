@@ -27,6 +27,7 @@ from shoal.execution.announce import planned_events, steps_of
 from shoal.execution.floor import Tally
 from shoal.execution.run import Execution
 from shoal.execution.trial import Start
+from shoal.kernelchoice import DETERMINISTIC, ONLY, only_deterministic
 from shoal.launch.case import Case, more_points, refuse_early, take_up
 from shoal.launch.cloning import refuse_idle
 from shoal.launch.commands import Commands, Door
@@ -81,6 +82,7 @@ class Run:
                 return
             stack.enter_context(ControlServer(place.path, self._door.deliver))
             stack.callback(self._pool.release)
+            stack.enter_context(only_deterministic(self._is_strict(case)))
             self._go_on(case, interrupts)
 
     def _warm_up(self) -> None:
@@ -95,6 +97,13 @@ class Run:
             if request.plan is None:
                 used = used.fewer_trials(trials, request.technique)
             self._pool.warm(len(used.devices))
+
+    def _is_strict(self, case: Case) -> bool:
+        """Whether it is asked for, or the study began so, or a plan that is followed is."""
+        request = self._request
+        keys = [] if request.accept_numerics else [*_recorded(case).values()]
+        keys += [job.numerics for job in request.plan.jobs] if request.plan else []
+        return request.strict or any(key.get(DETERMINISTIC) == ONLY for key in keys)
 
     def _nothing_to_do(self, case: Case) -> None:
         """Every trial has ended: only what is asked for, or known of them, may be new."""

@@ -11,6 +11,7 @@ from shoal.core.technique import (
     Spilled,
     Technique,
 )
+from shoal.core.values import one_of
 from shoal.planner.width import MOST
 from shoal.planning import UNCUT, WidthWish, Wish, asked_of, width_wished
 from shoal.recipe import Recipe
@@ -125,11 +126,27 @@ def _refuse_spilled(fuse: str | int, technique: Spilled, kind: str | None) -> No
         )
 
 
-def refuse_future(*, exact: str) -> None:
-    """Say no to what cannot be done yet, rather than do something else.
+def strictly(exact: object, technique: Technique | None, fuse: object, recipe: Recipe) -> bool:
+    """Whether kernels are to be deterministic alone, and trials to train just as alone.
 
     Raises:
-        PlanError: it is asked for.
+        SpecError: ``exact`` is no such word.
+        PlanError: it is strict, and something is asked for that trains to other bits.
     """
-    if exact != "auto":
-        raise PlanError(f"exact={exact!r} cannot be done yet. Leave it out.")
+    if one_of("exact", exact, ("auto", "strict")) == "auto":
+        return False
+    stale = isinstance(technique, Pipelined) and technique.is_stale
+    by_replicas = isinstance(technique, DataParallel)
+    others = {
+        f"fuse={fuse!r}": (bool(fuse) and fuse != 1, "an array's kernels round in other ways"),
+        "a data-parallel technique": (by_replicas, "it adds up in another order"),
+        "schedule='2bw'": (stale, "its gradients are of weights that are one step old"),
+        "Recipe(stale=...)": (recipe.stale is not None, "it lets weights be chosen that are old"),
+    }
+    for what, (is_asked, why) in others.items():
+        if is_asked:
+            raise PlanError(
+                f"exact='strict' with {what}: {why}, and strict is to the bits of training alone. "
+                "Leave one of them out."
+            )
+    return True

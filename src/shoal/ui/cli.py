@@ -68,6 +68,14 @@ Fuse = Annotated[
         metavar="auto|off|N[/N...][-KIND]",
     ),
 ]
+Exact = Annotated[
+    str,
+    typer.Option(
+        help="strict: deterministic kernels alone, and nothing that trains to other bits than "
+        "training alone.",
+        metavar="auto|strict",
+    ),
+]
 TechniqueName = Annotated[
     str | None,
     typer.Option(
@@ -209,6 +217,7 @@ def run(
     ] = False,
     technique: TechniqueName = None,
     fuse: Fuse = None,
+    exact: Exact = "auto",
     plan: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Follow a plan that 'shoal plan --json' printed."),
@@ -228,6 +237,7 @@ def run(
             overwrite=overwrite,
             technique=technique,
             fuse=fuse,
+            exact=exact,
             plan=plan,
             as_json=json,
             accept_numerics=accept_numerics,
@@ -245,6 +255,7 @@ def plan(
     host_memory: HostMemory = None,
     technique: TechniqueName = None,
     fuse: Fuse = None,
+    exact: Exact = "auto",
     measured: Annotated[
         bool,
         typer.Option(
@@ -269,7 +280,8 @@ def plan(
         raise typer.Exit(compare_plan(place, as_json=json))
     from shoal.ui.train import plan_file
 
-    raise typer.Exit(plan_file(file, flags, technique=technique, fuse=fuse, as_json=json))
+    code = plan_file(file, flags, technique=technique, fuse=fuse, exact=exact, as_json=json)
+    raise typer.Exit(code)
 
 
 @app.command()

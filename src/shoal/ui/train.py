@@ -44,6 +44,7 @@ def run_file(
     as_json: bool,
     technique: str | None = None,
     fuse: str | None = None,
+    exact: str = "auto",
     plan: str | None = None,
     accept_numerics: bool = False,
     retry_failed: bool = False,
@@ -60,6 +61,7 @@ def run_file(
         overwrite=overwrite,
         technique=technique,
         fuse=parse_fuse(fuse),
+        exact=exact,
         plan=followed,
         accept_numerics=accept_numerics,
         retry_failed=retry_failed,
@@ -165,13 +167,15 @@ def plan_file(
     *,
     technique: str | None = None,
     fuse: str | None = None,
+    exact: str = "auto",
     as_json: bool,
 ) -> int:
     """Measure the models of a study and print its plan."""
     study = open_study(file)
     hardware = Hardware.parse(*HardwareFlags(*flags))
     print("measuring each distinct model once ...", file=sys.stderr)
-    plan = study.plan(hardware=hardware, technique=technique, fuse=parse_fuse(fuse))
+    wishes: dict[str, Any] = {"technique": technique, "fuse": parse_fuse(fuse), "exact": exact}
+    plan = study.plan(hardware=hardware, **wishes)
     print(plan.to_json() if as_json else plan.explain())
     return ExitCode.DONE
 

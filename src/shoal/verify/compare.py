@@ -17,7 +17,7 @@ import torch
 
 from shoal.core.errors import ShoalError, SpecError
 from shoal.core.seats import epochs_of
-from shoal.kernelchoice import TOLD, KernelChoice
+from shoal.kernelchoice import DETERMINISTIC, ONLY, TOLD, KernelChoice, only_deterministic
 from shoal.observe.reader import read_outline
 from shoal.observe.rows import TrialRow, TrialState
 from shoal.observe.snapshot import Snapshot
@@ -106,6 +106,10 @@ class _Case:
 
     def verdict(self, clock: Callable[[], float]) -> TrialVerdict:
         """What came of it; an error of the trial's own is a difference."""
+        with only_deterministic(self.row.numerics.get(DETERMINISTIC) == ONLY):
+            return self._verdict(clock)
+
+    def _verdict(self, clock: Callable[[], float]) -> TrialVerdict:
         number, steps = self.row.number, self.row.step
         notes = environment_notes(self.row.numerics, self.recipe) + _heritage(self.row)
         if array_place(self.row.numerics):
