@@ -18,9 +18,11 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 from shoal.core.errors import SpecError
 from shoal.core.profile import PROFILES, Profile, find_profile
@@ -50,12 +52,14 @@ class Hardware:
     for libraries and other processes. ``shared_cores``
     is set where the devices only share what the machine has (``detect``): then fewer
     trials than devices get wider devices. Threads somebody chose never change,
-    because they are part of a trial's numerics.
+    because they are part of a trial's numerics. ``spill_dir`` is a directory on a disk: where the
+    states of a study's trials do not fit the host's memory they are in files there.
     """
 
     devices: tuple[DeviceSpec, ...]
     host_memory: Bytes | None = None
     shared_cores: int | None = None
+    spill_dir: str | None = None
 
     def with_host_limit(self) -> Hardware:
         """The same with a bound on the host tier."""
@@ -71,6 +75,7 @@ class Hardware:
                 "shoal.Hardware.virtual(devices=2, memory='256MiB'), or shoal.Hardware.detect()."
             )
         object.__setattr__(self, "devices", devices)
+        object.__setattr__(self, "spill_dir", _spill_dir(self.spill_dir))
         names = [device.name for device in devices]
         if not names:
             raise SpecError("the hardware has no device. Give at least one.")
@@ -86,6 +91,7 @@ class Hardware:
         link: float | str | None = None,
         *,
         host_memory: int | str | None = None,
+        spill_dir: str | os.PathLike[str] | None = None,
     ) -> Hardware:
         """CPU workers ``cpu:0``, ``cpu:1``, ... with an enforced budget of ``memory`` each.
 
@@ -105,7 +111,8 @@ class Hardware:
             )
             for index in range(devices)
         )
-        return Hardware(devices=specs, host_memory=_optional_bytes(host_memory))
+        limit = _optional_bytes(host_memory)
+        return Hardware(devices=specs, host_memory=limit, spill_dir=_path(spill_dir))
 
     @staticmethod
     def emulated(
@@ -117,6 +124,7 @@ class Hardware:
         poison: bool = False,
         *,
         host_memory: int | str | None = None,
+        spill_dir: str | os.PathLike[str] | None = None,
     ) -> Hardware:
         """Virtual devices that take the time of real ones: links, host memory and kernels.
 
@@ -157,17 +165,19 @@ class Hardware:
             )
             for index in range(devices)
         )
-        return Hardware(devices=specs, host_memory=_optional_bytes(host_memory))
+        limit = _optional_bytes(host_memory)
+        return Hardware(devices=specs, host_memory=limit, spill_dir=_path(spill_dir))
 
     @staticmethod
-    def detect() -> Hardware:
+    def detect(*, spill_dir: str | os.PathLike[str] | None = None) -> Hardware:
         """The GPUs if there are any, else one virtual device per core.
 
         Budgets are 0.8 of what is free now; virtual devices share the machine's
         memory, and all devices share its cores.
         """
         count = _num_gpus()
-        return _cuda_hardware(range(count)) if count else _cpu_hardware(available_cores())
+        found = _cuda_hardware(range(count)) if count else _cpu_hardware(available_cores())
+        return replace(found, spill_dir=_path(spill_dir))
 
     @staticmethod
     def parse(
@@ -176,6 +186,7 @@ class Hardware:
         host_memory: int | str | None = None,
         *,
         threads: int | None = None,
+        spill_dir: str | os.PathLike[str] | None = None,
     ) -> Hardware:
         """The hardware of command line text: ``cpu:2``, ``cpu``, ``cuda`` or ``cuda:0,1``.
 
@@ -195,7 +206,8 @@ class Hardware:
             specs = tuple(replace(spec, threads=threads) for spec in specs)
         limit = _optional_bytes(host_memory) if host_memory is not None else hardware.host_memory
         cores = None if threads is not None or device_memory is not None else hardware.shared_cores
-        return Hardware(devices=specs, host_memory=limit, shared_cores=cores)
+        place = _path(spill_dir)
+        return Hardware(devices=specs, host_memory=limit, shared_cores=cores, spill_dir=place)
 
     def fewer_trials(self, trials: int, technique: Technique | None = None) -> Hardware:
         """The hardware for ``trials`` trials: no more devices than those have, and wider ones.
@@ -416,6 +428,44 @@ def _memory_share(count: int) -> Bytes:
 
 def _optional_bytes(size: int | str | None) -> Bytes | None:
     return None if size is None else parse_bytes(size)
+
+
+def _path(directory: str | os.PathLike[str] | None) -> str | None:
+    return os.fspath(directory) if isinstance(directory, os.PathLike) else directory
+
+
+def _spill_dir(given: Any) -> str | None:
+    """A directory on a disk, by its whole name.
+
+    Raises:
+        SpecError: it is none, or memory.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, str | os.PathLike):
+        raise SpecError(f"spill_dir is a directory's path, got {given!r}.")
+    path = Path(given).resolve()
+    if not path.is_dir() or not os.access(path, os.W_OK):
+        what = "cannot be written to" if path.is_dir() else "is no directory"
+        raise SpecError(f"spill_dir={os.fspath(given)!r} {what}. Name one on a disk with room.")
+    if is_in_memory(path):
+        raise SpecError(
+            f"spill_dir={os.fspath(given)!r} is in memory (a tmpfs), which is what spilling to "
+            "disk is to save. Name a directory on a disk."
+        )
+    return str(path)
+
+
+def is_in_memory(path: Path) -> bool:
+    """Whether what is written there takes the host's memory."""
+    number = path.stat().st_dev
+    device = f"{os.major(number)}:{os.minor(number)}"
+    with suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            head, _, tail = line.partition(" - ")
+            if head.split()[2] == device:
+                return tail.split()[0] in ("tmpfs", "ramfs")
+    return False
 
 
 def _link_speed(link: float | str | None) -> float | None:

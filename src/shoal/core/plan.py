@@ -110,7 +110,8 @@ class Job:
     it is a pipeline, of the stage that needs most, and ``shards`` are its stages, or those of its
     spilled stages; where there are replicas of it, of the one that needs most, and the only shard
     is what a replica of it computes. ``moves_s`` are a step's seconds with all that moves in it,
-    beside as many trials as share the device.
+    beside as many trials as share the device. ``disk_bytes`` are those of the trial's home where
+    that is a file; they are not in ``host_bytes`` then.
     """
 
     trial: int
@@ -132,6 +133,7 @@ class Job:
     began: ArrayPlace | None = None
     waiting_bytes: Bytes = NO_BYTES
     moves_s: Seconds = NO_SECONDS
+    disk_bytes: Bytes = NO_BYTES
     foretells: bool = False  # its micro-batches overlap, and what each one draws is drawn ahead
 
     @property
@@ -275,6 +277,7 @@ class Plan:
     notes: tuple[str, ...] = ()  # lines that explain the whole study
     rule: str = DEFAULT  # which of the trials of a device goes first
     warnings: tuple[str, ...] = ()  # what its user has probably not meant
+    spill_dir: str = ""  # where the trials' homes are files; "": they are in the host's memory
 
     @property
     def at_once(self) -> int:
@@ -408,7 +411,8 @@ def _explain_job(job: Job, like: int) -> list[str]:
     lines.append(
         f"    {where}: up to {format_bytes(job.held_bytes)} held, up to "
         f"{format_bytes(job.unit_bytes)} more while it computes, "
-        f"{format_bytes(job.peak_bytes)} at the peak; on the host {format_bytes(job.host_bytes)}; "
+        f"{format_bytes(job.peak_bytes)} at the peak; on the host {format_bytes(job.host_bytes)}"
+        f"{f', on disk {format_bytes(job.disk_bytes)}' if job.disk_bytes else ''}; "
         f"{format_seconds(job.takes_s)} a step"
     )
     lines += [f"    - {reason}" for reason in job.why]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from shoal.core.errors import PlanError, SpecError
+from shoal.core.errors import SpecError
 from shoal.core.shardnames import ahead, is_pair, layers, named_shards, number_of_shards
 from shoal.core.spec import Master, Order, Place, ShardSpec, Transfer
 from shoal.core.units import Bytes, counted
@@ -81,7 +81,9 @@ class Spilled:
     bfloat16; "split" as the bfloat16 that is loaded and the 17 bits that this lacks. With Adam's
     state and gradients that is 14.1 bytes a parameter instead of 16, and a step puts the weight
     together and takes it apart again, with the same bits. None takes "split" where the host's
-    memory is too small otherwise.
+    memory is too small otherwise. ``offload`` "disk" has the study's trials at home in files that
+    are mapped (``Hardware(spill_dir=...)``, else in the study's directory), not in the host's
+    memory: what of them is there, the kernel decides.
     """
 
     shards: int | None = None
@@ -131,8 +133,7 @@ class Spilled:
                 "device would be old after each step. Name the shards in keep=, or step on the "
                 "device."
             )
-        if one_of("offload", self.offload, ("host", "disk")) != "host":
-            raise PlanError(f"offload={self.offload!r} cannot be done yet; use offload='host'.")
+        one_of("offload", self.offload, ("host", "disk"))
         self._check_recompute()
 
     def _check_turn(self) -> None:

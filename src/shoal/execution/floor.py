@@ -254,7 +254,8 @@ class Floor:
                 f"{format_bytes(state.job.host_bytes)} of the host's memory, which is more than "
                 "host_memory= leaves. Give more, or train a smaller model."
             )
-        return create_region(f"{self.plan.study}-{state.job.trial}", state.layout.num_bytes)
+        name = f"{self.plan.study}-{state.job.trial}"
+        return create_region(name, state.layout.num_bytes, self.plan.spill_dir)
 
     def forget(self, state: TrialRun) -> None:
         """Have the workers where the trial ran last let go of it."""

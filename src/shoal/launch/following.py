@@ -53,7 +53,7 @@ def hardware_of(plan: Plan, given: Hardware | None) -> Hardware:
     """
     if given is None:
         own = tuple(replace(device, library_bytes=NO_BYTES) for device in plan.devices)
-        return Hardware(devices=own)
+        return Hardware(devices=own, spill_dir=plan.spill_dir or None)
     there = {device.name: device for device in given.devices}
     names = [device.name for device in plan.devices]
     if missing := [name for name in names if name not in there]:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 
 from shoal.core.errors import PlanError
 from shoal.core.plan import Job, Plan, predict_seconds
 from shoal.core.spec import NO_BYTES, DeviceSpec, Place, Scalar, TrialSpec
-from shoal.core.technique import Technique
+from shoal.core.technique import Spilled, Technique
 from shoal.core.units import Bytes, counted, format_bytes, list_some
 from shoal.execution.announce import steps_of
 from shoal.execution.firstplan import FirstPlan
 from shoal.execution.floor import Sink
 from shoal.execution.rungs import check_population, check_rungs, check_validated
 from shoal.execution.trial import total_steps
-from shoal.hardware import Hardware
+from shoal.hardware import Hardware, is_in_memory
 from shoal.kernelchoice import KernelChoice
 from shoal.launch.following import NO_PINS, Pins, require_followed
 from shoal.launch.packing import pack_recipe
@@ -31,12 +32,14 @@ from shoal.planning import (
     Wish,
     changes_of,
     early,
+    with_homes_in_files,
     with_seconds,
     with_split_masters,
 )
 from shoal.runtime.messages import Settings
 from shoal.runtime.pool import WorkerPool
 from shoal.search.rules import ETA
+from shoal.storage.files import free_bytes
 
 PLACES: tuple[Place, ...] = ("device", "host")
 NOTHING: Mapping[int, Mapping[str, Scalar]] = {}
@@ -109,6 +112,7 @@ def plan_study(
         pins=pins.techniques,
     )
     limits = study.limits()
+    planner.in_files = asks_for_files(technique, pins)
     first = FirstPlan(planner, pool, limits.watchdog, slow_s=limits.slow_s, sink=sink)
     planned = first.make(trials)
     require_followed(pins, planned.plan, recorded.keys() | before.keys())
@@ -122,6 +126,7 @@ def plan_study(
         check_population(planned, settings)
     may_wait = not study.search.is_plain
     planned = with_less_on_host(planner, planned, hardware.host_memory, may_wait=may_wait)
+    planned = with_less_in_memory(planner, planned, hardware, study.directory)
     planned = with_fewer_at_once(planned, hardware.host_memory)
     check_host_memory(planned.plan, hardware.host_memory, may_wait=may_wait)
     seconds = predict_seconds(planned.plan, steps_of(planned, settings))
@@ -182,6 +187,66 @@ def with_less_on_host(
     return with_split_masters(planned, planner.why_split)
 
 
+def asks_for_files(technique: Technique | None, pins: Pins) -> bool:
+    """Whether trials are to be at home in files, wherever else there is room."""
+    asked = isinstance(technique, Spilled) and technique.offload == "disk"
+    return asked or any(job.disk_bytes for job in pins.jobs.values())
+
+
+def with_less_in_memory(
+    planner: Planner, planned: Planned, hardware: Hardware, directory: Path
+) -> Planned:
+    """With the trials' homes in files, where that is asked for, or the host has no room for them.
+
+    They are in the hardware's ``spill_dir``, or in the study's ``directory`` if it has none.
+
+    Raises:
+        PlanError: the disk has no room either, or is memory.
+    """
+    budget, plan = hardware.host_memory, planned.plan
+    needed = _host_bytes(plan.jobs, _crowd(replace(plan, active=1)))
+    why = "as it was asked for"
+    if not planner.in_files:
+        if budget is None or needed <= budget or hardware.spill_dir is None:
+            return planned
+        planner.in_files = True
+        planned = with_homes_in_files(planned)
+        why = (
+            f"in the host's memory the study would take {format_bytes(needed)}, of "
+            f"{format_bytes(budget)} that it may use"
+        )
+    place = Path(hardware.spill_dir or directory)
+    while not place.is_dir():  # it is only planned
+        place = place.parent
+    jobs = planned.plan.jobs
+    largest = sorted((job.disk_bytes for job in jobs), reverse=True)
+    copies = sum(largest[: len(plan.devices)])  # that are being written
+    total = Bytes(sum(largest) + copies)
+    _check_disk(place, total, len(jobs))
+    note = (
+        f"  in files in {place}: the trials' states and their copies while they are saved, up to "
+        f"{format_bytes(total)}; {why}"
+    )
+    notes = (*planned.plan.notes, note)
+    return replace(planned, plan=replace(planned.plan, spill_dir=str(place), notes=notes))
+
+
+def _check_disk(place: Path, total: Bytes, trials: int) -> None:
+    if is_in_memory(place):
+        raise PlanError(
+            f"the trials' states are to be in files in {place}, which is in memory (a tmpfs). "
+            "Name a directory on a disk: spill_dir=, --spill-dir."
+        )
+    free = free_bytes(place)
+    if total > free:
+        raise PlanError(
+            f"the states of {counted(trials, 'trial')} and copies of those that are being saved "
+            f"take {format_bytes(total)} in files in {place}, where {format_bytes(free)} are "
+            "free. Free some, train fewer trials in one study, or name another directory: "
+            "spill_dir=, --spill-dir."
+        )
+
+
 def with_fewer_at_once(planned: Planned, budget: int | None) -> Planned:
     """Where all trials fit the host only if fewer of them share a device."""
     plan = planned.plan
@@ -232,11 +297,12 @@ def check_host_memory(plan: Plan, budget: int | None, *, may_wait: bool = False)
     fits = f"Together fit trials {list_some(some)}. "
     if not some:
         fits = f"Not even the smallest fits, which needs {format_bytes(least)} with its copy. "
+    where = "" if plan.spill_dir else ", or spill_dir= (--spill-dir), a directory on a disk"
     raise PlanError(
         f"{counted(len(plan.jobs), 'trial needs', 'trials need')} {format_bytes(needed)} on the "
         f"host, of {format_bytes(budget)} that it may use: {_told(_parts(plan.jobs, crowd))}; "
         f"the largest is trial {largest.trial} with {format_bytes(largest.host_bytes)}. "
-        f"{fits}Run fewer trials in one study, or give host_memory= more."
+        f"{fits}Run fewer trials in one study, or give host_memory= more{where}."
     )
 
 
@@ -272,7 +338,8 @@ class _Parts:
 
 def _parts(jobs: Sequence[Job], crowd: _Crowd) -> _Parts:
     """Of the largest, where not all of them are written, or train, at a time."""
-    copies = sorted((generation_bytes(job) for job in jobs), reverse=True)[: crowd.copied]
+    in_memory = (generation_bytes(job) for job in jobs if not job.disk_bytes)
+    copies = sorted(in_memory, reverse=True)[: crowd.copied]
     waits = sorted((job.waiting_bytes for job in jobs), reverse=True)[: crowd.trains]
     states = sum(job.host_bytes - job.waiting_bytes for job in jobs)
     return _Parts(Bytes(states), Bytes(sum(copies)), len(copies), Bytes(sum(waits)))

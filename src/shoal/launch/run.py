@@ -16,13 +16,16 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch
 
 from shoal.control import ControlServer
 from shoal.core import event as events
 from shoal.core.errors import StorageError
+from shoal.core.plan import Plan
 from shoal.core.spec import DeviceSpec, Scalar, TrialSpec, record_of
+from shoal.core.units import Bytes
 from shoal.execution.announce import planned_events, steps_of
 from shoal.execution.floor import Tally
 from shoal.execution.run import Execution
@@ -181,7 +184,7 @@ class Run:
         others = [trial.number for trial in case.merged.trials if trial.number not in todo]
         self._study.policy.check(
             planned.plan,
-            free_bytes(case.place.path),
+            Bytes(free_bytes(case.place.path) - _homes_on(planned.plan, case.place.path)),
             theirs=bytes_on_disk(case.place.path, sorted(todo)),
             others=bytes_on_disk(case.place.path, others),
         )
@@ -322,6 +325,13 @@ class Run:
             stopped=tally.reason,
             pruned=tally.pruned,
         )
+
+
+def _homes_on(plan: Plan, place: Path) -> int:
+    """Bytes of the trials' homes that are files on the disk of ``place``."""
+    if not plan.spill_dir or Path(plan.spill_dir).stat().st_dev != place.stat().st_dev:
+        return 0
+    return sum(job.disk_bytes for job in plan.jobs)
 
 
 def _recorded(case: Case) -> dict[int, Mapping[str, Scalar]]:

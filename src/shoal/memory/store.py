@@ -2,13 +2,19 @@
 
 The region is an anonymous memory file that the study's process creates and every
 worker maps by descriptor: it needs no room in /dev/shm and outlives a killed worker.
+
+Where the host's memory is too small it is a file without a name, on a disk, that is mapped alike.
+What of it is in memory then, the kernel decides: what was used last, as far as there is room. It
+is gone with the last process that has it open, however that ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
+import tempfile
 
 import torch
 
@@ -17,22 +23,50 @@ from shoal.core.units import format_bytes
 from shoal.memory.layout import Field, Segment, TensorSpec
 
 
-def create_region(name: str, num_bytes: int) -> int:
+def create_region(name: str, num_bytes: int, directory: str = "") -> int:
     """A descriptor of ``num_bytes`` of shared memory, really allocated. The caller closes it.
 
+    ``directory``: on the disk that it is on; "" for the host's memory.
+
     Raises:
-        CapacityError: the host has not that much memory.
+        CapacityError: there is not that much, or no such directory.
     """
-    descriptor = os.memfd_create(f"shoal-{name}", os.MFD_CLOEXEC)
+    what, free = (
+        f"of host memory for {name}",
+        "Free memory, or run fewer or smaller trials at once",
+    )
+    if directory:
+        what, free = f"in {directory} for {name}", "Free some, or name another spill_dir="
+    descriptor = -1
     try:
+        descriptor = _anonymous(name, directory)
         os.posix_fallocate(descriptor, 0, max(num_bytes, 1))
     except OSError as error:
-        os.close(descriptor)
+        if descriptor >= 0:
+            os.close(descriptor)
         raise CapacityError(
-            f"cannot allocate {format_bytes(num_bytes)} of host memory for {name}: "
-            f"{error.strerror}. Free memory, or run fewer or smaller trials at once."
+            f"cannot allocate {format_bytes(num_bytes)} {what}: {error.strerror}. {free}."
         ) from error
     return descriptor
+
+
+def _anonymous(name: str, directory: str) -> int:
+    """A file without a name, or one that has lost it where the file system knows no such."""
+    if not directory:
+        return os.memfd_create(f"shoal-{name}", os.MFD_CLOEXEC)
+    try:
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
+            raise
+    descriptor, path = tempfile.mkstemp(prefix="shoal-", dir=directory)
+    os.unlink(path)
+    return descriptor
+
+
+def is_on_disk(descriptor: int) -> bool:
+    """Whether a region is a file, which is not to be held in memory."""
+    return not os.readlink(f"/proc/self/fd/{descriptor}").startswith("/memfd:")
 
 
 class Region:
@@ -102,7 +136,7 @@ class Regions:
         self._known: dict[int, Region] = {}
 
     def open(self, trial: int, descriptor: int, num_bytes: int) -> Region:
-        """The trial's region, mapped and pinned; the descriptor stays the caller's.
+        """The trial's region, mapped, and pinned if it is memory; the caller keeps the descriptor.
 
         Raises:
             CapacityError: CUDA does not take it, nor without those that rest.
@@ -111,7 +145,7 @@ class Regions:
         if region is None or not region.is_of(descriptor, num_bytes):
             self.forget(trial)
             region = Region(descriptor, num_bytes)
-        if self._pin:
+        if self._pin and not is_on_disk(descriptor):
             self._pinned(region)
         region.rests = False
         self._known[trial] = region
@@ -271,3 +305,22 @@ def _register(flat: torch.Tensor) -> None:
             f"cannot pin {format_bytes(flat.numel())} of host memory: CUDA error {int(code)}. "
             "Raise the locked-memory limit (ulimit -l) or run fewer trials at once."
         )
+
+
+SMALL = 2**16  # bytes that are not worth a file
+
+
+def copy_in_file(tensor: torch.Tensor, directory: str) -> torch.Tensor:
+    """A copy that is no memory which the kernel has to keep; a small one is.
+
+    Raises:
+        CapacityError: the disk has no room.
+    """
+    if tensor.nbytes < SMALL or not tensor.is_contiguous():
+        return tensor.clone()
+    descriptor = create_region("a copy", tensor.nbytes, directory)
+    try:
+        room = Region(descriptor, tensor.nbytes).bytes[: tensor.nbytes]
+    finally:
+        os.close(descriptor)
+    return room.view(tensor.dtype).view(tensor.shape).copy_(tensor)

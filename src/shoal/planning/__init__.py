@@ -22,7 +22,7 @@ from shoal.planning.asking import MAX_DEATHS, Abandoned, Receive
 from shoal.planning.changing import Changes, changes_of
 from shoal.planning.fusing import Fusing
 from shoal.planning.gangs import early, technique_on_record
-from shoal.planning.planned import Planned, with_seconds, with_split_masters
+from shoal.planning.planned import Planned, with_homes_in_files, with_seconds, with_split_masters
 from shoal.planning.planner import Planner
 from shoal.planning.replicating import BY_SHARDS
 from shoal.planning.reseating import array_kind, array_place, recorded_width
@@ -54,6 +54,7 @@ __all__ = [
     "recorded_width",
     "technique_on_record",
     "width_wished",
+    "with_homes_in_files",
     "with_seconds",
     "with_split_masters",
 ]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from shoal.core.plan import Plan
+from shoal.core.plan import Job, Plan
 from shoal.core.spec import JobMeasure
-from shoal.core.technique import Technique
-from shoal.core.units import Seconds
+from shoal.core.technique import Spilled, Technique
+from shoal.core.units import Bytes, Seconds
 from shoal.memory.layout import TrialLayout
 from shoal.planner.job import with_split_master
 from shoal.planner.need import Need
@@ -62,3 +62,18 @@ def with_split_masters(planned: Planned, why: str) -> Planned:
 def with_seconds(plan: Plan, seconds: float) -> Plan:
     """The plan with its predicted duration."""
     return replace(plan, seconds=Seconds(seconds))
+
+
+def with_homes_in_files(planned: Planned) -> Planned:
+    """The same with the trials' homes in files: none of that is the host's memory."""
+
+    def moved(job: Job) -> Job:
+        if job.disk_bytes:
+            return job
+        home, technique = Bytes(planned.layouts[job.trial].num_bytes), job.technique
+        if isinstance(technique, Spilled):
+            technique = replace(technique, offload="disk")
+        left = Bytes(job.host_bytes - home)
+        return replace(job, technique=technique, host_bytes=left, disk_bytes=home)
+
+    return replace(planned, plan=replace(planned.plan, jobs=tuple(map(moved, planned.plan.jobs))))

@@ -20,7 +20,7 @@ from shoal.planning.capturing import Total
 from shoal.planning.deciding import Deciding
 from shoal.planning.fusing import Fusing
 from shoal.planning.pipelining import Question, early
-from shoal.planning.planned import Planned, Settled, with_split_masters
+from shoal.planning.planned import Planned, Settled, with_homes_in_files, with_split_masters
 from shoal.planning.staleness import ALIKE, OPEN, Staleness, Way
 from shoal.planning.warned import unread_warnings
 from shoal.recipe import Recipe
@@ -47,6 +47,7 @@ class Planner:
     Attributes:
         why_split: Why the host keeps the float32 of what travels as bfloat16 in two parts, from
             now on; "" where it does not.
+        in_files: Whether trials are at home in files, from now on.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Planner:
         pins: Mapping[int, Technique] = MappingProxyType({}),
     ) -> None:
         self._pins = pins
-        self._host_memory, self.why_split = host_memory, ""
+        self._host_memory, self.why_split, self.in_files = host_memory, "", False
         self._name, self._pool, self._devices, self._recipe = name, pool, tuple(devices), recipe
         self._decide = partial(
             Deciding,
@@ -109,7 +110,7 @@ class Planner:
             stops=self._stops,
             host_memory=self._host_memory,
         )
-        made.why_split = self.why_split
+        made.why_split, made.in_files = self.why_split, self.in_files
         return made
 
     @property
@@ -142,7 +143,9 @@ class Planner:
             planned = self._plan(trials, self._asking)
         finally:
             self._asking = None
-        return with_split_masters(planned, self.why_split) if self.why_split else planned
+        if self.why_split:
+            planned = with_split_masters(planned, self.why_split)
+        return with_homes_in_files(planned) if self.in_files else planned
 
     def _plan(self, trials: Sequence[TrialSpec], asking: Asking) -> Planned:
         described = asking.describe(trials, arrays=self._fusing.is_wanted)

@@ -48,6 +48,13 @@ Devices = Annotated[
 DeviceMemory = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Budget of each device, such as 256MiB.")
 ]
+SpillDir = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR",
+        help="A directory on a disk for the trials' states, where host memory is too small.",
+    ),
+]
 HostMemory = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Host memory of the study, such as 8GiB.")
 ]
@@ -162,7 +169,7 @@ class _Again(NamedTuple):
 
     study: str
     directory: str
-    flags: tuple[str | None, str | None, str | None]
+    flags: tuple[str | None, str | None, str | None, str | None]
     file: str | None
     as_json: bool
     accept_numerics: bool = False
@@ -172,11 +179,12 @@ class _Again(NamedTuple):
     @property
     def given(self) -> list[str]:
         """The options that only a new process could obey, by name."""
-        devices, memory, host = self.flags
+        devices, memory, host, disk = self.flags
         values = {
             "--devices": devices,
             "--device-memory": memory,
             "--host-memory": host,
+            "--spill-dir": disk,
             "--file": self.file,
             "--fuse": self.fuse,
             "--accept-numerics": self.accept_numerics or None,
@@ -212,6 +220,7 @@ def run(
     devices: Devices = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
+    spill_dir: SpillDir = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Delete what an earlier run of this study left.")
     ] = False,
@@ -227,7 +236,7 @@ def run(
     json: AsJson = False,
 ) -> None:
     """Run the study that a file defines; one that was stopped goes on."""
-    flags = (devices, device_memory, host_memory)
+    flags = (devices, device_memory, host_memory, spill_dir)
     with _warm_workers() as workers:
         from shoal.ui.train import run_file
 
@@ -253,6 +262,7 @@ def plan(
     devices: Devices = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
+    spill_dir: SpillDir = None,
     technique: TechniqueName = None,
     fuse: Fuse = None,
     exact: Exact = "auto",
@@ -270,7 +280,7 @@ def plan(
     json: AsJson = False,
 ) -> None:
     """Show how a study would run, and why: techniques, shards, bytes, time. Trains nothing."""
-    flags = (devices, device_memory, host_memory)
+    flags = (devices, device_memory, host_memory, spill_dir)
     if directory is not None and not measured:
         raise typer.BadParameter("it goes with --measured alone", param_hint="--directory")
     if measured:
@@ -451,6 +461,7 @@ def resume(
     devices: Devices = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
+    spill_dir: SpillDir = None,
     file: SourceFile = None,
     fuse: Fuse = None,
     accept_numerics: AcceptNumerics = False,
@@ -461,7 +472,7 @@ def resume(
     """Go on with a study: where it is paused, or from what a stop or a crash left."""
     from shoal.ui.control import continue_study
 
-    flags = (devices, device_memory, host_memory)
+    flags = (devices, device_memory, host_memory, spill_dir)
     again = _Again(study, directory, flags, file, json, accept_numerics, retry_failed, fuse)
     code = continue_study(study, Path(directory), again.given, as_json=json)
     raise typer.Exit(again.run() if code is None else code)
@@ -480,6 +491,7 @@ def extend(
     devices: Devices = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
+    spill_dir: SpillDir = None,
     file: SourceFile = None,
     directory: Directory = "runs",
     json: AsJson = False,
@@ -492,7 +504,9 @@ def extend(
     from shoal.ui.control import extend_study
 
     order = ExtendTrials(trials=trials, to=to, again=again)
-    stopped = _Again(study, directory, (devices, device_memory, host_memory), file, json)
+    stopped = _Again(
+        study, directory, (devices, device_memory, host_memory, spill_dir), file, json
+    )
     code = extend_study(study, order, Path(directory), stopped.given, as_json=json)
     raise typer.Exit(stopped.run(extend=order) if code is None else code)
 
@@ -512,6 +526,7 @@ def clone(
     devices: Devices = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
+    spill_dir: SpillDir = None,
     file: SourceFile = None,
     directory: Directory = "runs",
     json: AsJson = False,
@@ -523,7 +538,9 @@ def clone(
     from shoal.ui.control import clone_command, clone_trial
 
     place = Path(directory)
-    stopped = _Again(study, directory, (devices, device_memory, host_memory), file, json)
+    stopped = _Again(
+        study, directory, (devices, device_memory, host_memory, spill_dir), file, json
+    )
     command = clone_command(study, trial, changes or (), place, warm=not cold)
     command = replace(command, again=again)
     code = clone_trial(study, command, place, stopped.given, as_json=json)

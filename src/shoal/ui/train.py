@@ -34,11 +34,12 @@ class HardwareFlags(NamedTuple):
     devices: str | None
     device_memory: str | None
     host_memory: str | None
+    spill_dir: str | None = None
 
 
 def run_file(
     file: str,
-    flags: tuple[str | None, str | None, str | None],
+    flags: Sequence[str | None],
     *,
     overwrite: bool,
     as_json: bool,
@@ -54,7 +55,7 @@ def run_file(
     study = open_study(file)
     followed = None if plan is None else Plan.from_json(Path(plan).read_text())
     named = followed is None or any(flag is not None for flag in flags)
-    hardware = Hardware.parse(*HardwareFlags(*flags)) if named else None
+    hardware = _hardware(flags) if named else None
     runs = _runs(study.directory)
     study.run(
         hardware=hardware,
@@ -94,7 +95,7 @@ def parse_fuse(text: str | None) -> str | bool | int | None:
 
 def resume_study(
     place: Path,
-    flags: tuple[str | None, str | None, str | None],
+    flags: Sequence[str | None],
     *,
     file: str | None = None,
     extend: int | ExtendTrials | None = None,
@@ -107,7 +108,7 @@ def resume_study(
 ) -> int:
     """Go on with the study of a directory, with more trials if wanted; the code as of a run."""
     study = reopen_study(place, file)
-    hardware = Hardware.parse(*HardwareFlags(*flags))
+    hardware = _hardware(flags)
     print(f"going on with study {study.name} in {place}, from {study.source}", file=sys.stderr)
     wanted: dict[str, Any] = {
         "extend": extend,
@@ -123,6 +124,11 @@ def resume_study(
     runs = _runs(study.directory)
     study.run(hardware=hardware, resume=True, workers=workers, **more)
     return tell_ending(study.directory, as_json=as_json, runs=runs)
+
+
+def _hardware(flags: Sequence[str | None]) -> Hardware:
+    asked = HardwareFlags(*flags)
+    return Hardware.parse(*asked[:3], spill_dir=asked.spill_dir)
 
 
 def _runs(place: Path) -> int:
@@ -163,7 +169,7 @@ def tell_ending(place: Path, *, as_json: bool, runs: int) -> int:
 
 def plan_file(
     file: str,
-    flags: tuple[str | None, str | None, str | None],
+    flags: Sequence[str | None],
     *,
     technique: str | None = None,
     fuse: str | None = None,
@@ -172,7 +178,7 @@ def plan_file(
 ) -> int:
     """Measure the models of a study and print its plan."""
     study = open_study(file)
-    hardware = Hardware.parse(*HardwareFlags(*flags))
+    hardware = _hardware(flags)
     print("measuring each distinct model once ...", file=sys.stderr)
     wishes: dict[str, Any] = {"technique": technique, "fuse": parse_fuse(fuse), "exact": exact}
     plan = study.plan(hardware=hardware, **wishes)
