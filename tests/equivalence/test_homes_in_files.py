@@ -117,9 +117,7 @@ def test_a_disk_without_room_is_refused_with_the_numbers(run, monkeypatch):
 def test_without_a_directory_the_refusal_names_the_way_out(tmp_path, warm_workers):
     study = shoal.Study("it", RECIPE, space=SPACE, epochs=2, directory=tmp_path)
     hardware = shoal.Hardware.virtual(devices=2, memory="1MiB", host_memory="1MiB")
-    with pytest.raises(
-        shoal.PlanError, match=r"or spill_dir= \(--spill-dir\), a directory on"
-    ):
+    with pytest.raises(shoal.PlanError, match=r"or spill_dir= \(--spill-dir\), a directory on"):
         study.run(hardware=hardware, workers=warm_workers)
 
 

@@ -303,6 +303,20 @@ def ls(directory: Directory = "runs", json: AsJson = False) -> None:
 
 
 @app.command()
+def ui(
+    directory: Directory = "runs",
+    port: Annotated[int, typer.Option(help="0: one that is free.")] = 0,
+    browser: Annotated[
+        bool, typer.Option("--browser/--no-browser", help="Open it in a browser.")
+    ] = True,
+) -> None:
+    """Show the studies of a directory as a page, for this machine's browser alone."""
+    from shoal.ui.web.server import serve
+
+    raise typer.Exit(serve(Path(directory), port, browse=browser))
+
+
+@app.command()
 def show(
     study: NewestName = None,
     trial: Annotated[

@@ -178,7 +178,7 @@ def show_study(name: str | None, trial: int | None, directory: Path, *, as_json:
     if as_json:
         record = study_record(place, snapshot)
         record["trials"] = [trial_record(row) for row in snapshot.trials]
-        record["devices"] = [_device_record(row) for row in snapshot.devices]
+        record["devices"] = [device_record(row) for row in snapshot.devices]
         print(jsonl.dumps(record, indent=2))
     else:
         print(describe_study(snapshot, place))
@@ -503,6 +503,7 @@ def trial_record(row: TrialRow) -> dict[str, Any]:
     }
 
 
-def _device_record(row: DeviceRow) -> Mapping[str, Any]:
+def device_record(row: DeviceRow) -> Mapping[str, Any]:
+    """A device as JSON-ready values."""
     names = ("name", "kind", "budget_bytes", "peak_bytes", "predicted_bytes", "busy", "restarts")
     return {name: getattr(row, name) for name in names}

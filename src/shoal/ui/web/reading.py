@@ -1,0 +1,177 @@
+"""What a page shows of the studies in a directory: plain values, ready for JSON."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from shoal.core.errors import SpecError, StorageError
+from shoal.observe import DatabaseReader, read_timeline
+from shoal.observe.gantt import draw_gantt
+from shoal.observe.rows import TrialRow
+from shoal.observe.snapshot import Folder, Snapshot
+from shoal.observe.timeline import read_study_timeline
+from shoal.runtime.triallog import log_path
+from shoal.ui.logs import visible
+from shoal.ui.show import (
+    describe_trial,
+    device_record,
+    ranking,
+    read_summary,
+    remarks,
+    study_record,
+    trial_record,
+)
+from shoal.ui.studies import last_written, study_directories
+from shoal.ui.text import STATES, how, varying_names
+
+POINTS = 300  # of a curve, at most
+CURVES = 64  # of the leaderboard's first trials, and those that run
+LOG_LINES = 200
+
+
+class Studies:
+    """The studies of a directory, each followed from the first time that it is asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._known: dict[str, _Followed] = {}
+        self._lock = threading.Lock()
+
+    def all(self) -> list[dict[str, Any]]:
+        """A record of each, the newest first; of one that cannot be read what is wrong."""
+        return [_summary(place) for place in study_directories(self.directory)]
+
+    def study(self, name: str) -> dict[str, Any]:
+        """One of them with its trials, devices and curves.
+
+        Raises:
+            SpecError: there is none of this name.
+            StorageError: it cannot be read.
+        """
+        place = self._place(name)
+        snapshot = self._follow(name, place)
+        rows = ranking(snapshot)
+        return study_record(place, snapshot) | {
+            "eta_seconds": snapshot.eta_seconds,
+            "steps_done": snapshot.steps_done,
+            "settings": varying_names(row.hp for row in snapshot.trials),
+            "trials": [_trial(row) for row in rows],
+            "devices": [dict(device_record(row)) for row in snapshot.devices],
+            "remarks": remarks(snapshot, place),
+            "curves": _curves(snapshot, rows),
+        }
+
+    def trial(self, name: str, number: int) -> dict[str, Any]:
+        """All there is of one trial: as ``shoal show --trial`` tells it, and its log's end.
+
+        Raises:
+            SpecError: there is no such study or trial.
+            StorageError: it cannot be read.
+        """
+        place = self._place(name)
+        snapshot = self._follow(name, place)
+        row = next((row for row in snapshot.trials if row.number == number), None)
+        if row is None:
+            raise SpecError(f"study {name} has no trial {number}.")
+        return _trial(row) | {
+            "text": describe_trial(snapshot, row, place),
+            "log": _log_end(log_path(place, number)),
+        }
+
+    def chart(self, name: str) -> str:
+        """The timeline of a study as SVG.
+
+        Raises:
+            SpecError: there is no such study, or no action was recorded there.
+            StorageError: it cannot be read.
+        """
+        return draw_gantt(read_study_timeline(self._place(name)))
+
+    def _place(self, name: str) -> Path:
+        """Its directory: one of those that are there. A name is never made a path."""
+        for place in study_directories(self.directory):
+            if place.name == name:
+                return place
+        raise SpecError(f"there is no study {name!r} in {self.directory}.")
+
+    def _follow(self, name: str, place: Path) -> Snapshot:
+        with self._lock:
+            known = self._known.get(name)
+            if known is None or not known.is_of(place):
+                known = self._known[name] = _Followed(place)
+        return known.snapshot()
+
+
+class _Followed:
+    """A study whose database is read on from where it was."""
+
+    def __init__(self, place: Path) -> None:
+        self._place, self._number = place, _inode(place)
+        self._reader, self._folder = DatabaseReader(place), Folder()
+        self._actions = 0.0  # when the timeline was last read
+        self._lock = threading.Lock()
+
+    def is_of(self, place: Path) -> bool:
+        """Whether it is the study that is there now: one may have taken its place."""
+        return self._number == _inode(place)
+
+    def snapshot(self) -> Snapshot:
+        with self._lock:
+            self._folder.add_all(self._reader.poll())
+            found = self._folder.snapshot()
+        if not found.is_finished:
+            return found
+        return self._folder.copy().add_all(read_timeline(self._place)).snapshot()
+
+
+def _inode(place: Path) -> int:
+    return place.stat().st_ino
+
+
+def _summary(place: Path) -> dict[str, Any]:
+    known = {"name": place.name, "written": last_written(place)}
+    try:
+        return known | study_record(place, read_summary(place))
+    except StorageError as error:
+        return known | {"state": "unreadable", "error": str(error)}
+
+
+def _trial(row: TrialRow) -> dict[str, Any]:
+    return trial_record(row) | {
+        "state": STATES[row.state],
+        "how": how(row),
+        "loss": row.smooth_loss,
+        "error": row.error_line,
+        "best": row.best,
+    }
+
+
+def _curves(snapshot: Snapshot, rows: list[TrialRow]) -> list[dict[str, Any]]:
+    """The metric over steps, of the first trials and those that run; else the training loss."""
+    shown = [row for index, row in enumerate(rows) if index < CURVES or not row.is_done]
+    curves = []
+    for row in shown[: 2 * CURVES]:
+        found = [
+            (point.step, value)
+            for point in row.history
+            if (value := point.metrics.get(snapshot.metric)) is not None
+        ]
+        curves.append({"trial": row.number, "points": _thinned(found)})
+    return curves
+
+
+def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """No more points than a screen shows, the last one among them."""
+    every = -(-len(points) // POINTS) if points else 1
+    return points[::-every][::-1] if every > 1 else points
+
+
+def _log_end(path: Path) -> list[str]:
+    try:
+        with open(path, "rb") as file:
+            return [visible(line.decode("utf-8", "replace")) for line in deque(file, LOG_LINES)]
+    except OSError:
+        return []
