@@ -2,7 +2,9 @@
 // What the server says of studies, put on the page as text. Nothing is loaded from elsewhere.
 
 const EVERY_MS = 2000;
-const COLORS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8d7f00", "#777777"];
+const COLORS = [  // as in the timeline
+  "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#332288", "#999933", "#882255", "#88ccee", "#666666",
+];
 const SVG = "http://www.w3.org/2000/svg";
 const chosen = { study: null, trial: null, chart: null };
 
