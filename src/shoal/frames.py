@@ -7,7 +7,7 @@ import sysconfig
 import traceback
 from types import TracebackType
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
+_HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 _LIBRARIES = tuple(
     {os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib", "platlib")}
 )

@@ -24,10 +24,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-DETERMINISTIC, ONLY = "deterministic algorithms", "yes"
-"""What a numerics key says where an operation that has no such kernel is refused."""
+EXACT, STRICT = "exact", "strict"
+"""What a numerics key says where a study asked for deterministic kernels alone."""
 TOLD = (
-    *(DETERMINISTIC, "deterministic cuDNN"),
+    EXACT,
+    *("deterministic algorithms", "deterministic cuDNN"),
     *("cuDNN by timing", "cuDNN in full float32"),
 )
 BY_BACKEND = (
@@ -38,6 +39,9 @@ BY_BACKEND = (
     "mkldnn.conv",
     "mkldnn.rnn",
 )
+
+
+_strict = False  # whether a study of this process, which plans it, asked for that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,14 +94,13 @@ class KernelChoice:
     def told(self, *, on_gpu: bool) -> dict[str, str]:
         """For the numerics key: what is not torch's default, but for the matmul precision."""
         words = {
+            "deterministic algorithms": self.deterministic,
             "deterministic cuDNN": on_gpu and self.cudnn_deterministic,
             "cuDNN by timing": on_gpu and self.cudnn_benchmark,
             "cuDNN in full float32": on_gpu and not self.cudnn_tf32,
         }
         found = {name: "yes" for name, differs in words.items() if differs}
-        if self.deterministic:
-            found = {DETERMINISTIC: "where there are some" if self.only_warns else ONLY, **found}
-        return found
+        return {EXACT: STRICT, **found} if _strict else found
 
 
 @contextmanager
@@ -109,13 +112,15 @@ def only_deterministic(wanted: bool = True) -> Iterator[None]:
     if not wanted:
         yield
         return
-    before = KernelChoice.here()
+    global _strict
+    before, was_strict, _strict = KernelChoice.here(), _strict, True
     deterministic: dict[str, Any] = {"deterministic": True, "only_warns": False}
     by_cudnn: dict[str, Any] = {"cudnn_deterministic": True, "cudnn_benchmark": False}
     replace(before, **deterministic, **by_cudnn).take()
     try:
         yield
     finally:
+        _strict = was_strict
         before.take()
 
 

@@ -16,7 +16,7 @@ import sysconfig
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -30,15 +30,26 @@ ATTRIBUTES = frozenset(("__call__", "__init__", "forward"))
 
 def spelled(function: Any) -> frozenset[str]:
     """Every string in the code of a function, and of what that names."""
-    return spelled_by([function])[0]
+    return spelled_by([function]).strings
 
 
-def spelled_by(functions: Iterable[Any]) -> tuple[frozenset[str], bool]:
-    """The same of several, and whether all was looked into that they name."""
+class Spelled(NamedTuple):
+    """What code spells: strings, and names of globals and attributes that it asks for.
+
+    ``is_whole``: all was looked into that it names.
+    """
+
+    strings: frozenset[str]
+    names: frozenset[str]
+    is_whole: bool
+
+
+def spelled_by(functions: Iterable[Any]) -> Spelled:
+    """The same of several, and more."""
     walk = _Walk()
     for function in functions:
         walk.look_at(getattr(function, "_orig_mod", function))  # of a module that torch compiled
-    return frozenset(walk.found), walk.is_whole
+    return Spelled(frozenset(walk.found), frozenset(walk.names), walk.is_whole)
 
 
 class _Walk:
@@ -46,7 +57,7 @@ class _Walk:
 
     def __init__(self) -> None:
         self.found: set[str] = set()
-        self._names = set(ATTRIBUTES)  # of globals and attributes that the code asks for
+        self.names = set(ATTRIBUTES)  # of globals and attributes that the code asks for
         self._met: dict[int, Any] = {}  # by identity; held, so that no identity comes twice
         self._waiting: deque[Any] = deque()
         self._holders: list[Mapping[str, Any]] = []  # attributes, of which names count
@@ -70,9 +81,7 @@ class _Walk:
 
     def _asked_for(self) -> list[Any]:
         values = [
-            holder[name]
-            for holder in self._holders
-            for name in sorted(self._names & holder.keys())
+            holder[name] for holder in self._holders for name in sorted(self.names & holder.keys())
         ]
         self.found.update(value for value in values if isinstance(value, str))
         return [v for v in values if not isinstance(v, str) and id(v) not in self._met]
@@ -88,7 +97,7 @@ class _Walk:
         if isinstance(value, dict | types.MappingProxyType):  # others would run code
             return itertools.chain(*itertools.islice(value.items(), LONGEST))
         if isinstance(value, types.CodeType):
-            self._names |= set(value.co_names)
+            self.names |= set(value.co_names)
             return value.co_consts
         if isinstance(value, functools.partial):
             return (value.func, *value.args, *value.keywords.values())

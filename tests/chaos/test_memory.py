@@ -187,7 +187,7 @@ def test_a_trial_can_be_stopped_while_it_is_planned_again(run, heard, monkeypatc
 def test_without_host_memory_a_trial_waits_until_another_one_has_ended(run, heard, monkeypatch):
     refused = []
 
-    def create(name, num_bytes):
+    def create(name, num_bytes, directory):
         if name.endswith("-1") and not refused:
             refused.append(name)
             raise CapacityError("cannot allocate 1 MiB of host memory")
@@ -202,7 +202,7 @@ def test_without_host_memory_a_trial_waits_until_another_one_has_ended(run, hear
 
 
 def test_alone_a_trial_without_host_memory_fails_with_the_bytes(run, heard, monkeypatch):
-    def create(name, num_bytes):
+    def create(name, num_bytes, directory):
         raise CapacityError(f"cannot allocate {num_bytes} bytes of host memory for {name}")
 
     monkeypatch.setattr(floor, "create_region", create)

@@ -165,7 +165,7 @@ def test_where_the_host_has_no_room_for_a_generation_one_waits_on_disk(
     there, refused = set(), []
     close = TrialRun.close
 
-    def create(name, num_bytes):
+    def create(name, num_bytes, directory):
         if len(there) >= 2:
             refused.append(name)
             raise CapacityError("cannot allocate 1 MiB of host memory")
@@ -447,7 +447,7 @@ def test_where_those_that_wait_cannot_be_saved_the_study_ends_and_goes_on_later(
 ):
     full, there, close = tmp_path / "full", set(), TrialRun.close
 
-    def create(name, num_bytes):
+    def create(name, num_bytes, directory):
         if len(there) >= 2:
             raise CapacityError("cannot allocate 1 MiB of host memory")
         there.add(name.rpartition("-")[2])

@@ -111,6 +111,16 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_plan(make, warm_workers):
     assert set(squads.widths(report)) == {3}
 
 
+def test_a_plan_is_followed_on_the_hardware_that_it_was_made_on(make, warm_workers):
+    hardware = replace(shoal.Hardware.virtual(devices=2, memory="64MiB"), shared_cores=2)
+    one = {"space": {"width": 16, "lr": 0.1}}
+    plan = make("first", **one).plan(hardware=hardware, workers=warm_workers)
+    assert [device.threads for device in plan.devices] == [2]
+    study = make("again", **one)
+    study.run(plan=plan, hardware=hardware, workers=warm_workers)
+    assert ways(plan_of(study)) == ways(plan)
+
+
 def refused(make, plan, match, error=shoal.SpecError, **options):
     study = make("refused")
     with pytest.raises(error, match=match):

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
+from shoal.core.plan import OWN_DIRECTORY
 from shoal.memory import store
 
 SPACE = shoal.grid(lr=[0.01, 0.003], width=[160])
@@ -103,14 +104,41 @@ def test_who_asks_for_the_disk_has_it_in_the_studys_directory(
     hardware = shoal.Hardware.virtual(devices=1, memory="1MiB")
     report = study.run(hardware=hardware, technique=technique, workers=warm_workers)
     plan = shoal.Plan.from_json((study.directory / "plan.json").read_text())
-    assert plan.spill_dir == str(study.directory)
+    assert plan.spill_dir == OWN_DIRECTORY
     assert {job.technique.offload for job in plan.jobs} == {"disk"}
     assert_alone(report, report.trials, RECIPE, epochs=2)
 
 
+def test_a_plan_with_states_in_the_studys_directory_is_followed_elsewhere(
+    tmp_path, warm_workers, assert_alone
+):
+    def make(place):
+        return shoal.Study("it", RECIPE, space=SPACE, epochs=2, directory=tmp_path / place)
+
+    hardware = shoal.Hardware.virtual(devices=1, memory="1MiB")
+    how = {"technique": shoal.Spilled(offload="disk"), "workers": warm_workers}
+    plan = make("there").plan(hardware=hardware, **how)
+    assert not (tmp_path / "there").exists()
+    study = make("here")
+    report = study.run(plan=plan, workers=warm_workers)
+    made = shoal.Plan.from_json((study.directory / "plan.json").read_text())
+    assert made.spill_dir == plan.spill_dir == OWN_DIRECTORY
+    assert_alone(report, report.trials, RECIPE, epochs=2)
+
+
+def test_a_plan_whose_directory_is_not_there_has_the_studys_instead(
+    run, place, tmp_path, warm_workers
+):
+    plan, _ = run()
+    place.rmdir()
+    study = shoal.Study("it", RECIPE, space=SPACE, epochs=2, directory=tmp_path / "again")
+    report = study.run(plan=plan, workers=warm_workers)
+    assert not any(trial.error for trial in report.trials)
+
+
 def test_a_disk_without_room_is_refused_with_the_numbers(run, monkeypatch):
     monkeypatch.setattr("shoal.launch.plan.free_bytes", lambda place: 1000)
-    with pytest.raises(shoal.PlanError, match=r"of 2 trials and copies .* where 1000 B are free"):
+    with pytest.raises(shoal.PlanError, match=r"states of 2 trials .* where 1000 B are free"):
         run()
 
 
@@ -179,17 +207,6 @@ def test_a_full_disk_says_so(place, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(shoal.core.errors.CapacityError, match=f"4.9 KiB in {place} for it: No sp"):
         store.create_region("it", 5000, str(place))
-
-
-@pytest.mark.parametrize("shape", [(3, 5), (200, 200), (0,)])
-def test_a_copy_in_a_file_is_a_copy(shape, place):
-    tensor = torch.randn(shape, dtype=torch.float64)
-    copied = store.copy_in_file(tensor, str(place))
-    before = tensor.clone()
-    tensor.zero_()
-    assert torch.equal(copied, before)
-    assert copied.dtype == before.dtype
-    assert not list(place.iterdir())
 
 
 FILE = """

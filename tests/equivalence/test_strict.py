@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.kernelchoice import DETERMINISTIC, ONLY, KernelChoice
+from shoal.core.event import StudyChanged
+from shoal.kernelchoice import EXACT, STRICT, KernelChoice
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
 from shoal.verify import verify_trials
@@ -74,7 +75,7 @@ def test_trials_train_with_deterministic_kernels_and_are_verified_with_them(
         hardware=HARDWARE, exact="strict", technique=technique, workers=warm_workers
     )
     assert not any(trial.error for trial in report.trials)
-    assert {key[DETERMINISTIC] for key in keys(study)} == {ONLY}
+    assert {key[EXACT] for key in keys(study)} == {STRICT}
     assert KernelChoice.here() == before
     rows = Snapshot.of(read_outline(study.directory)).trials
     verdicts = list(verify_trials(study.directory, rows, recipe=study.recipe))
@@ -87,7 +88,40 @@ def test_trials_that_began_so_go_on_so(make, warm_workers):
     study = make()
     report = study.run(**how)
     assert {trial.state.name for trial in report.trials} == {"FINISHED"}
-    assert {key[DETERMINISTIC] for key in keys(study)} == {ONLY}
+    assert {key[EXACT] for key in keys(study)} == {STRICT}
+
+
+def test_what_began_otherwise_does_not_become_strict_in_silence(make, warm_workers):
+    how = {"hardware": HARDWARE, "workers": warm_workers}
+    loose = {"epochs": None, "steps": 600, "checkpoint_every": 0}
+    space = {"space": {"lr": 0.1, "width": 64}}
+    make(recipe(nn.Sequential), time_limit=0.3, **loose, **space).run(**how)
+    study = make(recipe(nn.Sequential), **loose, **space)
+    assert study.report().trials[0].state.name != "FINISHED"
+    with pytest.raises(shoal.SpecError, match=r"exact of trial 0 was 'no' and is 'strict'"):
+        study.run(exact="strict", **how)
+    study.run(exact="strict", accept_numerics=True, **how)
+    changes = [e for e in read_outline(study.directory) if isinstance(e, StudyChanged)]
+    assert "exact of trial 0 was 'no' and is 'strict'" in str(changes)
+
+
+def test_a_process_that_only_warns_is_not_strict(make, warm_workers):
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        study = make(recipe(HasNone))
+        report = study.run(hardware=HARDWARE, workers=warm_workers)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not any(trial.error for trial in report.trials)
+    assert not any(EXACT in key for key in keys(study))
+
+
+def test_trials_that_come_later_are_in_no_array_either(make, warm_workers):
+    how = {"hardware": HARDWARE, "workers": warm_workers}
+    make().run(exact="strict", **how)
+    more = make(space=shoal.grid(lr=[0.1, 0.01, 0.03, 0.02], width=[64]))
+    with pytest.raises(shoal.PlanError, match="trial 2 would train in an array"):
+        more.run(fuse=2, **how)
 
 
 def test_a_plan_that_is_strict_is_followed_so(make, warm_workers):
@@ -95,7 +129,7 @@ def test_a_plan_that_is_strict_is_followed_so(make, warm_workers):
     plan = make().plan(exact="strict", **how)
     study = make()
     study.run(plan=plan, **how)
-    assert {key[DETERMINISTIC] for key in keys(study)} == {ONLY}
+    assert {key[EXACT] for key in keys(study)} == {STRICT}
 
 
 def test_what_has_no_deterministic_kernel_is_refused_by_name(make, warm_workers):

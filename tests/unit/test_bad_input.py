@@ -219,8 +219,9 @@ def test_an_unknown_hyperparameter_lists_the_known_ones():
 def test_a_hyperparameter_that_no_code_reads_is_told_of_before_anything_trains(make_study):
     study = make_study(space={"lr": 0.1, "weight_decya": shoal.choice(0.0, 0.1)}, trials=2)
     words = (
-        "no code of the recipe reads the hyperparameter 'weight_decya', so it changes nothing. "
-        "Did you mean 'weight_decay', which is read if a study has it?"
+        "no code of the recipe seems to read the hyperparameter 'weight_decya', so trials that "
+        "differ in it alone differ in their seeds alone. Did you mean 'weight_decay', which is "
+        "read if a study has it?"
     )
     plan = study.plan(hardware=one_device())
     assert words in plan.warnings

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shoal
 from shoal.kernelchoice import (
     BY_BACKEND,
-    DETERMINISTIC,
-    ONLY,
+    EXACT,
+    STRICT,
     TOLD,
     KernelChoice,
     _StrictAttention,
@@ -45,8 +45,8 @@ def test_what_was_set_is_told_and_taken_back(restored):
     assert KernelChoice.here() == restored
     there.take()
     assert KernelChoice.here() == there
-    assert tuple(there.told(on_gpu=True)) == TOLD
-    assert tuple(there.told(on_gpu=False)) == TOLD[:1]  # what cuDNN does is nothing to a CPU
+    assert tuple(there.told(on_gpu=True)) == TOLD[1:]
+    assert tuple(there.told(on_gpu=False)) == TOLD[1:2]  # what cuDNN does is nothing to a CPU
     assert there.matmul == "high"
 
 
@@ -71,12 +71,13 @@ def test_only_deterministic_kernels_inside_and_told_apart_from_warnings(restored
         assert KernelChoice.here() == restored
     with only_deterministic():
         inside = KernelChoice.here()
+        told = inside.told(on_gpu=False)
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert KernelChoice.here() == restored
-    assert inside.told(on_gpu=False) == {DETERMINISTIC: ONLY}
+    assert told == {EXACT: STRICT, "deterministic algorithms": "yes"}
     assert inside.cudnn_deterministic
     changed()
-    assert KernelChoice.here().told(on_gpu=False) == {DETERMINISTIC: "where there are some"}
+    assert KernelChoice.here().told(on_gpu=False) == {"deterministic algorithms": "yes"}
 
 
 def model(hp):
@@ -109,7 +110,7 @@ def test_a_trial_trains_with_the_kernels_of_the_studys_process(restored, tmp_pat
     assert not trial.error
     numerics = study.plan(hardware=shoal.Hardware.virtual(devices=1)).jobs[0].numerics
     assert numerics["matmul"] == "high"
-    assert numerics["deterministic algorithms"] == "where there are some"
+    assert numerics["deterministic algorithms"] == "yes"
     assert "deterministic cuDNN" not in numerics
 
 

@@ -59,8 +59,10 @@ def test_a_worker_that_is_only_starting_hears_nothing_of_ctrl_c():
         while not masks_of(worker.pid)["SigIgn"] & interrupt:
             assert worker.alive
             time.sleep(0.01)
-        while masks_of(worker.pid)["SigBlk"] & interrupt:  # no more: what it starts would have it
+        # No more: what it starts would be kept from it as well.
+        while worker.alive and masks_of(worker.pid)["SigBlk"] & interrupt:
             time.sleep(0.01)
+        assert worker.alive
     finally:
         worker.kill()
 

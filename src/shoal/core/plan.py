@@ -163,6 +163,8 @@ class Job:
         return len(self.shards)
 
 
+OWN_DIRECTORY = "."
+"""For ``Plan.spill_dir``: the study's own directory, wherever that is."""
 ARRAY_KEYS = frozenset(("array", "array_pass", "array_floats", "array_widths"))
 """What a numerics key says of a trial's array."""
 NO_ARRAY = "none since step"

@@ -106,10 +106,12 @@ def _difference(one: Shapes, other: Shapes) -> str:
     return ""
 
 
-def check_validated(planned: Planned, metric: str, *, searches: bool) -> Planned:
+def check_validated(
+    planned: Planned, metric: str, *, searches: bool, begun: bool = False
+) -> Planned:
     """The plan, with a warning of trials that nothing will measure the metric of.
 
-    ``searches``: trials are compared while the study runs.
+    ``searches``: trials are compared while the study runs; ``begun``: others have been.
 
     Raises:
         PlanError: it can compare none of them.
@@ -121,11 +123,13 @@ def check_validated(planned: Planned, metric: str, *, searches: bool) -> Planned
         f"metric={metric!r} is measured on validation batches, and Recipe(data=...) returned "
         f"(train, None) for {counted(len(without), 'trial')}: {list_some(without)}"
     )
-    if searches and len(without) == len(planned.plan.jobs):
+    if searches and not begun and len(without) == len(planned.plan.jobs):
         raise PlanError(
             f"{what}, so there is nothing to compare them by. Return validation batches, or leave "
             "out the pruner, and a sampler that learns."
         )
     warning = f"{what}, so no leaderboard ranks them. metric='train_loss' would."
+    if searches:
+        warning = f"{what}: with a pruner they fail at their first evaluation."
     plan = replace(planned.plan, warnings=(*planned.plan.warnings, warning))
     return replace(planned, plan=plan)

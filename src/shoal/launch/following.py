@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import PlanError, SpecError
-from shoal.core.plan import Job, Plan
+from shoal.core.plan import OWN_DIRECTORY, Job, Plan
 from shoal.core.spec import NO_BYTES, Scalar
 from shoal.core.technique import Technique
 from shoal.hardware import Hardware
@@ -53,7 +54,9 @@ def hardware_of(plan: Plan, given: Hardware | None) -> Hardware:
     """
     if given is None:
         own = tuple(replace(device, library_bytes=NO_BYTES) for device in plan.devices)
-        return Hardware(devices=own, spill_dir=plan.spill_dir or None)
+        named = plan.spill_dir not in ("", OWN_DIRECTORY)
+        place = plan.spill_dir if named and Path(plan.spill_dir).is_dir() else None
+        return Hardware(devices=own, spill_dir=place)
     there = {device.name: device for device in given.devices}
     names = [device.name for device in plan.devices]
     if missing := [name for name in names if name not in there]:
@@ -61,7 +64,11 @@ def hardware_of(plan: Plan, given: Hardware | None) -> Hardware:
             f"the plan is of {', '.join(names)}, and the hardware has {', '.join(there)}, not "
             f"{', '.join(missing)}. Leave hardware= out to have the plan's, or plan again."
         )
-    return replace(given, devices=tuple(there[name] for name in names))
+    same = [there[name] for name in names]
+    if given.shared_cores is not None:  # how many threads each has, is the plan's to say
+        threads = {device.name: device.threads for device in plan.devices}
+        same = [replace(there[name], threads=threads[name]) for name in names]
+    return replace(given, devices=tuple(same))
 
 
 def require_its_plan(study: Asked, plan: object, others: Mapping[str, object]) -> None:
@@ -112,12 +119,14 @@ def require_followed(pins: Pins, made: Plan, recorded: Collection[int]) -> None:
 
 
 def _difference(planned: Job, job: Job) -> str:
+    """In words. How an array in shards moves is chosen anew, and changes no bit."""
     kinds = type(planned.technique), type(job.technique)
     if kinds[0] is not kinds[1]:
         return f"{kinds[0].__name__} then, {kinds[1].__name__} now"
     pairs: list[tuple[str, Any, Any]] = [
         (one.name, getattr(planned.technique, one.name), getattr(job.technique, one.name))
         for one in fields(planned.technique)
+        if planned.array is None
     ]
     names = dict.fromkeys([*planned.numerics, *job.numerics])
     pairs += [(name, planned.numerics.get(name), job.numerics.get(name)) for name in names]

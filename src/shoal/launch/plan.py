@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from shoal.core.errors import PlanError
-from shoal.core.plan import Job, Plan, predict_seconds
+from shoal.core.plan import OWN_DIRECTORY, Job, Plan, predict_seconds
 from shoal.core.spec import NO_BYTES, DeviceSpec, Place, Scalar, TrialSpec
 from shoal.core.technique import Spilled, Technique
 from shoal.core.units import Bytes, counted, format_bytes, list_some
@@ -119,7 +119,8 @@ def plan_study(
     if more := planned.plan.devices[len(hardware.devices) :]:
         pool.warm(len(planned.plan.devices))
         pool.configure(more, *served)
-    planned = check_validated(planned, study.metric, searches=not study.search.is_plain)
+    searches, begun = not study.search.is_plain, bool(recorded)
+    planned = check_validated(planned, study.metric, searches=searches, begun=begun)
     if study.search.pruner is not None:
         check_rungs(planned, settings)
     if study.search.varied:
@@ -215,23 +216,33 @@ def with_less_in_memory(
             f"in the host's memory the study would take {format_bytes(needed)}, of "
             f"{format_bytes(budget)} that it may use"
         )
-    place = Path(hardware.spill_dir or directory)
+    planned = replace(
+        planned, plan=replace(planned.plan, spill_dir=hardware.spill_dir or OWN_DIRECTORY)
+    )
+    place = spill_place(planned.plan, directory)
+    total = check_disk(planned.plan, directory)
+    note = f"  in files in {place}: the trials' states, {format_bytes(total)}; {why}"
+    notes = (*planned.plan.notes, note)
+    return replace(planned, plan=replace(planned.plan, notes=notes))
+
+
+def spill_place(plan: Plan, directory: Path) -> Path:
+    """Where the homes of a plan's trials are files; ``directory`` is the study's."""
+    return directory if plan.spill_dir == OWN_DIRECTORY else Path(plan.spill_dir)
+
+
+def check_disk(plan: Plan, directory: Path) -> Bytes:
+    """What files the trials' homes take, if they are files.
+
+    Raises:
+        PlanError: the disk has no room for them, or is memory.
+    """
+    total = Bytes(sum(job.disk_bytes for job in plan.jobs))
+    if not total:
+        return total
+    place, trials = spill_place(plan, directory), len(plan.jobs)
     while not place.is_dir():  # it is only planned
         place = place.parent
-    jobs = planned.plan.jobs
-    largest = sorted((job.disk_bytes for job in jobs), reverse=True)
-    copies = sum(largest[: len(plan.devices)])  # that are being written
-    total = Bytes(sum(largest) + copies)
-    _check_disk(place, total, len(jobs))
-    note = (
-        f"  in files in {place}: the trials' states and their copies while they are saved, up to "
-        f"{format_bytes(total)}; {why}"
-    )
-    notes = (*planned.plan.notes, note)
-    return replace(planned, plan=replace(planned.plan, spill_dir=str(place), notes=notes))
-
-
-def _check_disk(place: Path, total: Bytes, trials: int) -> None:
     if is_in_memory(place):
         raise PlanError(
             f"the trials' states are to be in files in {place}, which is in memory (a tmpfs). "
@@ -240,11 +251,11 @@ def _check_disk(place: Path, total: Bytes, trials: int) -> None:
     free = free_bytes(place)
     if total > free:
         raise PlanError(
-            f"the states of {counted(trials, 'trial')} and copies of those that are being saved "
-            f"take {format_bytes(total)} in files in {place}, where {format_bytes(free)} are "
-            "free. Free some, train fewer trials in one study, or name another directory: "
-            "spill_dir=, --spill-dir."
+            f"the states of {counted(trials, 'trial')} take {format_bytes(total)} in files in "
+            f"{place}, where {format_bytes(free)} are free. Free some, train fewer trials in one "
+            "study, or name another directory: spill_dir=, --spill-dir."
         )
+    return total
 
 
 def with_fewer_at_once(planned: Planned, budget: int | None) -> Planned:

@@ -16,7 +16,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import torch
 
@@ -30,19 +29,20 @@ from shoal.execution.announce import planned_events, steps_of
 from shoal.execution.floor import Tally
 from shoal.execution.run import Execution
 from shoal.execution.trial import Start
-from shoal.kernelchoice import DETERMINISTIC, ONLY, only_deterministic
+from shoal.kernelchoice import EXACT, STRICT, only_deterministic
 from shoal.launch.case import Case, more_points, refuse_early, take_up
 from shoal.launch.cloning import refuse_idle
 from shoal.launch.commands import Commands, Door
 from shoal.launch.directory import RECORD, RESERVE, StudyDirectory
 from shoal.launch.following import pins_of
 from shoal.launch.keeping import Keeper
-from shoal.launch.plan import check_host_memory, fits_host, plan_study
+from shoal.launch.plan import check_disk, check_host_memory, fits_host, plan_study, spill_place
 from shoal.launch.policy import bytes_on_disk
 from shoal.launch.request import Asked, Request, settings_of
 from shoal.launch.saving import interval_of, with_interval
 from shoal.launch.signals import Interrupts
 from shoal.launch.starts import asked_seats, check_numerics, refuse_numerics, remove_strays
+from shoal.launch.wishes import refuse_inexact
 from shoal.observe.rows import TrialState
 from shoal.planning import Planned, Planner
 from shoal.resume import StudyRecord
@@ -61,6 +61,7 @@ class Run:
         self._began, self._began_at = time.time(), time.monotonic()
         self._door = Door()
         self._about_disk: tuple[str, ...] = ()
+        self._spill_dir = ""  # where trials are at home in files
 
     def run(self) -> None:
         """To the end, or to where it was stopped.
@@ -106,7 +107,7 @@ class Run:
         request = self._request
         keys = [] if request.accept_numerics else [*_recorded(case).values()]
         keys += [job.numerics for job in request.plan.jobs] if request.plan else []
-        return request.strict or any(key.get(DETERMINISTIC) == ONLY for key in keys)
+        return request.strict or any(key.get(EXACT) == STRICT for key in keys)
 
     def _nothing_to_do(self, case: Case) -> None:
         """Every trial has ended: only what is asked for, or known of them, may be new."""
@@ -177,6 +178,8 @@ class Run:
 
     def _check(self, case: Case, planned: Planned) -> list[str]:
         """Refuse what cannot fit on disk, other bits than before, and clones of what is done."""
+        if self._is_strict(case):
+            refuse_inexact(planned.plan)
         known = {row.number for row in case.before.trials}
         new = [trial for trial in case.todo if trial.number not in known]
         refuse_idle(new, case.found.starts, steps_of(planned, self._settings))
@@ -184,7 +187,7 @@ class Run:
         others = [trial.number for trial in case.merged.trials if trial.number not in todo]
         self._study.policy.check(
             planned.plan,
-            Bytes(free_bytes(case.place.path) - _homes_on(planned.plan, case.place.path)),
+            self._free(case, planned.plan),
             theirs=bytes_on_disk(case.place.path, sorted(todo)),
             others=bytes_on_disk(case.place.path, others),
         )
@@ -192,6 +195,14 @@ class Run:
         if not self._request.accept_numerics:
             refuse_numerics(changes)
         return changes + asked_seats(planned.plan, _recorded(case))
+
+    def _free(self, case: Case, plan: Plan) -> Bytes:
+        """Bytes on the disk of the study's directory for other files than the trials' homes."""
+        place = case.place.path
+        free, homes = free_bytes(place), sum(job.disk_bytes for job in plan.jobs)
+        if not homes or spill_place(plan, place).stat().st_dev != place.stat().st_dev:
+            return free
+        return Bytes(max(0, free - homes))
 
     def _opening(self, case: Case, planned: Planned, changes: list[str]) -> list[events.Event]:
         words = (*case.merged.changes, *changes, *self._about_disk)
@@ -223,6 +234,10 @@ class Run:
             limits = self._study.limits()
             if any(row.step for row in case.before.trials):
                 limits.same_failures.passed()  # the recipe worked before
+            plan = planned.plan
+            if plan.spill_dir:
+                self._spill_dir = str(spill_place(plan, place.path))
+                planned = replace(planned, plan=replace(plan, spill_dir=self._spill_dir))
             execution = Execution(
                 planned,
                 self._pool,
@@ -287,8 +302,12 @@ class Run:
         refuse_idle(specs, starts, totals)
         new = {spec.number for spec in specs}
         others = [trial.number for trial in record.trials if trial.number not in new]
-        free, theirs = free_bytes(case.place.path), bytes_on_disk(case.place.path, others)
-        self._study.policy.check(planned.plan, free, others=theirs)
+        if self._is_strict(case):
+            refuse_inexact(planned.plan)
+        plan = replace(planned.plan, spill_dir=self._spill_dir)
+        check_disk(plan, case.place.path)
+        free, theirs = self._free(case, plan), bytes_on_disk(case.place.path, others)
+        self._study.policy.check(plan, free, others=theirs)
         by_hand = [s.number for s in specs if record.trial(s.number).origin != "searched"]
         if by_hand:  # those of a search wait until there is room
             check_host_memory(planned.plan, case.hardware.host_memory)
@@ -325,13 +344,6 @@ class Run:
             stopped=tally.reason,
             pruned=tally.pruned,
         )
-
-
-def _homes_on(plan: Plan, place: Path) -> int:
-    """Bytes of the trials' homes that are files on the disk of ``place``."""
-    if not plan.spill_dir or Path(plan.spill_dir).stat().st_dev != place.stat().st_dev:
-        return 0
-    return sum(job.disk_bytes for job in plan.jobs)
 
 
 def _recorded(case: Case) -> dict[int, Mapping[str, Scalar]]:

@@ -28,6 +28,7 @@ from shoal.core.seats import epochs_of, is_continued
 from shoal.core.spec import Scalar
 from shoal.execution.ladder import bits_of
 from shoal.execution.trial import Start
+from shoal.kernelchoice import TOLD
 from shoal.observe.rows import TrialRow, TrialState
 from shoal.observe.snapshot import Snapshot
 from shoal.resume import TrialProgress
@@ -224,6 +225,7 @@ ALONE: Mapping[str, Scalar] = {
     "sums": "in order",
     "use_cache": "as it is",
     "weights": "newest",
+    **dict.fromkeys(TOLD, "no"),
 }
 """What a numerics key says by leaving it out."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shoal.core.errors import PlanError, SpecError
+from shoal.core.plan import Plan
 from shoal.core.technique import (
     Captured,
     DataParallel,
@@ -124,6 +125,24 @@ def _refuse_spilled(fuse: str | int, technique: Spilled, kind: str | None) -> No
             f"fuse={fuse!r} with a spilled technique: {UNCUT[kind]} are not cut into shards. "
             f"Leave {kind!r} out."
         )
+
+
+def refuse_inexact(plan: Plan) -> None:
+    """Refuse a plan, strictly to be exact, of which a trial trains to other bits than alone.
+
+    Raises:
+        PlanError: names the first one, and what it trains as.
+    """
+    for job in plan.jobs:
+        technique = job.technique
+        stale = isinstance(technique, Pipelined) and technique.is_stale
+        what = "in an array" if job.array or job.began else ""
+        what = what or "data-parallel" * isinstance(technique, DataParallel)
+        if what := what or "with stale weights" * stale:
+            raise PlanError(
+                f"exact='strict', and trial {job.trial} would train {what}, to other bits than "
+                "alone. Leave one of them out; what began so goes on without exact='strict'."
+            )
 
 
 def strictly(exact: object, technique: Technique | None, fuse: object, recipe: Recipe) -> bool:

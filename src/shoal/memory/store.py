@@ -305,22 +305,3 @@ def _register(flat: torch.Tensor) -> None:
             f"cannot pin {format_bytes(flat.numel())} of host memory: CUDA error {int(code)}. "
             "Raise the locked-memory limit (ulimit -l) or run fewer trials at once."
         )
-
-
-SMALL = 2**16  # bytes that are not worth a file
-
-
-def copy_in_file(tensor: torch.Tensor, directory: str) -> torch.Tensor:
-    """A copy that is no memory which the kernel has to keep; a small one is.
-
-    Raises:
-        CapacityError: the disk has no room.
-    """
-    if tensor.nbytes < SMALL or not tensor.is_contiguous():
-        return tensor.clone()
-    descriptor = create_region("a copy", tensor.nbytes, directory)
-    try:
-        room = Region(descriptor, tensor.nbytes).bytes[: tensor.nbytes]
-    finally:
-        os.close(descriptor)
-    return room.view(tensor.dtype).view(tensor.shape).copy_(tensor)

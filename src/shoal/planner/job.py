@@ -142,13 +142,15 @@ def with_split_master(job: Job, layout: TrialLayout, why: str) -> tuple[Job, Tri
     split = with_split_masters(layout)
     if split == layout:
         return job, layout
-    more = _largest_chunk(job.shards, split)
+    more, saved = _largest_chunk(job.shards, split), layout.num_bytes - split.num_bytes
+    on_disk = bool(job.disk_bytes)
     return replace(
         job,
         technique=replace(technique, master="split"),
         why=(*job.why, why),
         waiting_bytes=Bytes(job.waiting_bytes + more),
-        host_bytes=Bytes(job.host_bytes - layout.num_bytes + split.num_bytes + more),
+        host_bytes=Bytes(job.host_bytes + more - (0 if on_disk else saved)),
+        disk_bytes=Bytes(job.disk_bytes - saved) if on_disk else job.disk_bytes,
     ), split
 
 

@@ -28,7 +28,10 @@ def unread_warnings(
 
 def _words(name: str, missing: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, missing, n=1)
-    line = f"no code of the recipe reads the hyperparameter {name!r}, so it changes nothing"
+    line = (
+        f"no code of the recipe seems to read the hyperparameter {name!r}, so trials that differ "
+        "in it alone differ in their seeds alone"
+    )
     if close:
         return f"{line}. Did you mean {close[0]!r}, which is read if a study has it?"
     if missing:

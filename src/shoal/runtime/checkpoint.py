@@ -27,7 +27,7 @@ from shoal.core.technique import DataParallel, Pipelined
 from shoal.data import Position
 from shoal.memory.layout import ShardLayout, TrialLayout
 from shoal.memory.split import SplitWeight, split_weights
-from shoal.memory.store import Region, copy_in_file, state_views, views
+from shoal.memory.store import Region, state_views, views
 from shoal.recipe import Recipe
 from shoal.runtime.captures import Captures
 from shoal.runtime.chains import Chains
@@ -90,11 +90,10 @@ def content(
     ``copy`` them, where the region changes before they are written. ``metrics`` are those
     of a trial that has ended.
     """
-    copied = _copier(session) if copy else None
-    weights, ties = _weights(session, copied)
+    weights, ties = _weights(session, copy=copy)
     tensors = _stored_state(session)
-    if copied is not None:
-        tensors = {name: copied(tensor) for name, tensor in tensors.items()}
+    if copy:
+        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     packer = Packer(tensors)
     meta: dict[str, Any] = {
         "trial": session.job.trial,
@@ -112,14 +111,6 @@ def content(
     if session.ended and session.settings.keep_finished == "weights":
         files = {WEIGHTS: weights} | _packed_only(meta["extra"], tensors)
     return Content(session.job.trial, session.step, files, meta)
-
-
-def _copier(session: Session) -> Callable[[Tensor], Tensor]:
-    """Copies in memory; in files, where the trial is at home in one since memory is too small."""
-    if not session.job.disk_bytes:
-        return Tensor.clone
-    directory = session.settings.directory
-    return lambda tensor: copy_in_file(tensor, directory)
 
 
 def _packed_only(extra: Any, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -272,9 +263,7 @@ def at(path: str | os.PathLike[str]) -> Generation:
     )
 
 
-def _weights(
-    session: Session, copied: Callable[[Tensor], Tensor] | None
-) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _weights(session: Session, *, copy: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The state dict from the host region, ties once; and alias -> stored name.
 
     Split weights are copies in any case.
@@ -296,7 +285,7 @@ def _weights(
             if there is None:
                 weights[name] = split[name].whole()
             else:
-                weights[name] = there if copied is None else copied(there)
+                weights[name] = there.clone() if copy else there
     return weights, ties
 
 

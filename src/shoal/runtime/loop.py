@@ -580,10 +580,14 @@ class DeviceLoop:
 
     def _boundary(self, stay: Stay) -> None:
         """Between two steps: save the trial when it is time."""
-        copies = isinstance(stay.seat.session.job.technique, Spilled)
+        job = stay.seat.session.job
+        changes = isinstance(job.technique, Spilled)  # what is in the host region
+        copies = changes and not job.disk_bytes  # of what memory is too small for there are none
         if self._saver.is_due(stay.seat.trial, copies=copies):
             self._reports.send_events()  # whoever finds the generation has heard of its step
             self._saver.save(lambda: self._take(stay, copies), copies=copies)
+            if changes and not copies:
+                self._saver.wait(stay.seat.trial)
 
     def _take(self, stay: Stay, copies: bool) -> checkpoint.Content:
         """The trial's state at a step boundary, for the writing thread to keep.

@@ -283,8 +283,11 @@ class StageDesk:
         self._saver.wait(session.job.trial)
         self._reports.send_events()  # whoever finds the generation has heard of its step
         session.rng = capture_rng(self._device.torch_device)  # where nobody was waited for
-        take = functools.partial(checkpoint.content, session, copy=True)
-        self._saver.save(take, copies=True)
+        copies = not session.job.disk_bytes  # of what memory is too small for there are none
+        take = functools.partial(checkpoint.content, session, copy=copies)
+        self._saver.save(take, copies=copies)
+        if not copies:
+            self._saver.wait(session.job.trial)
 
 
 def _called(job: Job, peer: int) -> str:

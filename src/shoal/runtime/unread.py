@@ -18,7 +18,7 @@ from shoal.core.reads import Reads
 from shoal.core.spec import HyperParameters, Scalar
 from shoal.recipe import Recipe, build_schedule
 from shoal.runtime.messages import Noticed
-from shoal.spelled import spelled_by
+from shoal.spelled import Spelled, spelled_by
 
 SEED = "seed"  # shoal's own
 
@@ -54,14 +54,17 @@ class Code:
 
         ``is_kept``: somebody has the hyperparameters still who was given them.
         """
-        left = frozenset(names) - {SEED} - self._all[0]
-        if not self._all[1]:
+        spelled = self._all
+        if not spelled.is_whole:
             return frozenset()
-        later = self._all[0] if is_kept else self._later
+        left = frozenset(names) - {SEED} - spelled.strings
+        if is_kept:  # maybe in an object that reads them as its attributes
+            left -= spelled.names
+        later = spelled.strings if is_kept else self._later
         return frozenset(name for name in left if not _has_part(name, later))
 
     @cached_property
-    def _all(self) -> tuple[frozenset[str], bool]:
+    def _all(self) -> Spelled:
         recipe = self._recipe
         made = (recipe.model, recipe.data, recipe.optimizer, recipe.schedule)
         return spelled_by(one for one in (*made, *self._told) if one is not None)
@@ -69,7 +72,7 @@ class Code:
     @cached_property
     def _later(self) -> frozenset[str]:
         """Of what is handed the hyperparameters while a trial trains."""
-        return spelled_by(self._told)[0]
+        return spelled_by(self._told).strings
 
     @property
     def _told(self) -> list[Any]:

@@ -103,7 +103,7 @@ def _ls_table(found: Mapping[Path, Snapshot | StorageError]) -> str:
     header, table = list(_LS_HEADER), [_ls_row(place, s) for place, s in found.items()]
     place = header.index("pruned")
     if all(row[place] in ("0", DASH) for row in table):
-        header, table = without_columns(header, table, ["pruned"])
+        header, table = without_columns(header, table, [place])
     return align(header, table)
 
 
@@ -222,15 +222,17 @@ def leaderboard(
     names = varying_names(row.hp for row in snapshot.trials)
     table = [_leaderboard_row(row, names, snapshot.metric, is_interrupted) for row in rows]
     header = ["trial", *names, "from", "how", "state", "step", "loss", snapshot.metric, "took"]
-    useless = ["from"] * (not any(row.inherited for row in rows))
-    useless += ["state"] * all(row.state is TrialState.FINISHED for row in rows)
-    header, table = without_columns(header, table, useless)
-    text, left_out = align(header, table), []
-    for name in ("took", "how", "step", "loss", "from", *reversed(names)):
+    from_, how_, state, step, loss, _, took = range(1 + len(names), len(header))
+    left = [from_] * (not any(row.inherited for row in rows))
+    left += [state] * all(row.state is TrialState.FINISHED for row in rows)
+    text, left_out = align(*without_columns(header, table, left)), []
+    for place in (took, how_, step, loss, from_, *range(len(names), 0, -1)):
         if width is None or max(map(len, text.splitlines())) <= width:
             break
-        left_out.append(name)
-        text = align(*without_columns(header, table, left_out))
+        if place not in left:
+            left.append(place)
+            left_out.append(header[place])
+            text = align(*without_columns(header, table, left))
     if left_out:
         text += f"\n(no room for {', '.join(left_out)})"
     return text

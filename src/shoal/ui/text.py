@@ -91,11 +91,11 @@ def plain_reason(reason: str) -> str:
 
 
 def without_columns(
-    header: Sequence[str], rows: Sequence[Sequence[str]], names: Iterable[str]
+    header: Sequence[str], rows: Sequence[Sequence[str]], places: Iterable[int]
 ) -> tuple[list[str], list[list[str]]]:
-    """A table that lacks some of its columns."""
-    left = set(names)
-    kept = [index for index, name in enumerate(header) if name not in left]
+    """A table that lacks some of its columns, by place: two may have one name."""
+    left = set(places)
+    kept = [index for index in range(len(header)) if index not in left]
     return [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 

@@ -56,7 +56,7 @@ def run_file(
     followed = None if plan is None else Plan.from_json(Path(plan).read_text())
     named = followed is None or any(flag is not None for flag in flags)
     hardware = _hardware(flags) if named else None
-    runs = _runs(study.directory)
+    runs = 0 if overwrite else _runs(study.directory)
     study.run(
         hardware=hardware,
         overwrite=overwrite,

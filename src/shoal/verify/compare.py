@@ -17,7 +17,7 @@ import torch
 
 from shoal.core.errors import ShoalError, SpecError
 from shoal.core.seats import epochs_of
-from shoal.kernelchoice import DETERMINISTIC, ONLY, TOLD, KernelChoice, only_deterministic
+from shoal.kernelchoice import EXACT, STRICT, TOLD, KernelChoice, only_deterministic
 from shoal.observe.reader import read_outline
 from shoal.observe.rows import TrialRow, TrialState
 from shoal.observe.snapshot import Snapshot
@@ -106,7 +106,7 @@ class _Case:
 
     def verdict(self, clock: Callable[[], float]) -> TrialVerdict:
         """What came of it; an error of the trial's own is a difference."""
-        with only_deterministic(self.row.numerics.get(DETERMINISTIC) == ONLY):
+        with only_deterministic(self.row.numerics.get(EXACT) == STRICT):
             return self._verdict(clock)
 
     def _verdict(self, clock: Callable[[], float]) -> TrialVerdict:

@@ -22,7 +22,7 @@ def test_a_name_that_only_some_trials_have_counts_in_those():
     trials = [trial(0, kind="a"), trial(1, kind="b", depth=2)]
     reads = {0: Noticed(), 1: Noticed(frozenset({"depth"}))}
     (line,) = unread_warnings(trials, reads)
-    assert line.startswith("no code of the recipe reads the hyperparameter 'depth'")
+    assert line.startswith("no code of the recipe seems to read the hyperparameter 'depth'")
 
 
 def test_a_likely_name_is_proposed_and_else_what_is_read_if_it_is_there():

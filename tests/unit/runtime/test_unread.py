@@ -48,6 +48,25 @@ def test_a_model_that_keeps_them_may_read_what_its_code_spells():
     assert names_of(model=Keeps).unread == {"weight_decya"}
 
 
+def test_attributes_of_an_object_that_keeps_them_count():
+    class Wrapped:
+        def __init__(self, hp):
+            self._hp = hp
+
+        def __getattr__(self, name):
+            return self._hp[name]
+
+    class Keeps(nn.Linear):
+        def __init__(self, hp):
+            super().__init__(4, hp["width"])
+            self.of = Wrapped(hp)
+
+        def forward(self, x):
+            return super().forward(x) * self.of.w_1
+
+    assert names_of(model=Keeps).unread == {"weight_decya"}
+
+
 def test_a_part_of_a_name_counts_where_code_may_come_to_read_it():
     class Keeps(nn.Linear):
         def __init__(self, hp):

@@ -240,7 +240,7 @@ def test_what_does_not_run_is_run_again(
 
     ((place, given),) = started
     assert (code, place) == (1, runs / "sweep")
-    assert given["flags"] == ("cpu:2", "1MiB", None)
+    assert given["flags"] == ("cpu:2", "1MiB", None, None)
     assert (given["file"], given["as_json"]) == ("moved.py", True)
     assert (given["extend"], list(given["clones"])) == (extend, clones)
 

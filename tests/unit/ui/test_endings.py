@@ -9,7 +9,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from shoal.core.event import Evaluated, Event, StudyFinished, TrialFinished, TrialReplanned
+from shoal.core.event import (
+    Evaluated,
+    Event,
+    StudyFinished,
+    TrialFinished,
+    TrialPlanned,
+    TrialReplanned,
+)
 from shoal.demo import Sample
 from shoal.observe import Snapshot
 from shoal.ui.dashboard import PlainLines
@@ -119,6 +126,18 @@ def test_a_leaderboard_fits_the_terminal_and_names_what_has_no_room(study_events
     assert narrow.splitlines()[-1].startswith("(no room for took, how")
     assert narrow.splitlines()[0].split()[-1] == "valid_loss"
     assert leaderboard(snapshot, width=200) == wide
+
+
+def test_hyperparameters_called_as_columns_of_the_leaderboard_stay(study_events: Events) -> None:
+    def named(event: Event) -> Event:
+        if not isinstance(event, TrialPlanned):
+            return event
+        return replace(event, hp={"how": "a", "loss": 0.5, "from": event.trial})
+
+    board = leaderboard(Snapshot.of(map(named, study_events(3))))
+
+    assert board.splitlines()[0].split()[:2] == ["trial", "from"]
+    assert board.splitlines()[0].split().count("how") == 1
 
 
 def test_the_end_of_a_run_says_where_the_best_weights_are(study_events: Events) -> None:
