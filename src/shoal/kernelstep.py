@@ -13,8 +13,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import optimizer as base
+
+from shoal.core.errors import TrialError
 
 KNOWN = frozenset((torch.optim.Adam, torch.optim.AdamW))
 
@@ -178,3 +180,28 @@ def run_kernel(
         amsgrad=False,
         maximize=False,
     )
+
+
+def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step is torch's own, which writes into what parameters have."""
+    own = type(optimizer).__module__.partition(".")[0] == "torch"
+    return own and not getattr(optimizer, "_optimizer_step_post_hooks", None)
+
+
+@torch.no_grad()
+def put_back(name: str, parameter: nn.Parameter, place: Tensor) -> None:
+    """Give a parameter its place again, with the data that code has given it instead.
+
+    Raises:
+        TrialError: that has another shape or type.
+    """
+    if parameter.data_ptr() == place.data_ptr() and parameter.shape == place.shape:
+        return
+    if parameter.shape != place.shape or parameter.dtype != place.dtype:
+        raise TrialError(
+            f"the step made {name!r} {parameter.dtype} {tuple(parameter.shape)}, which was "
+            f"{place.dtype} {tuple(place.shape)}. A trial's parameters keep their shapes and "
+            "types."
+        )
+    place.copy_(parameter.data)
+    parameter.data = place

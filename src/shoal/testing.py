@@ -151,6 +151,7 @@ def _valid_rows(history: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, flo
 def _compare_model(model: nn.Module, found: Mapping[str, Tensor], tally: _Tally) -> None:
     known: dict[str, Tensor] = dict(model.named_buffers(remove_duplicate=False))
     known |= dict(model.named_parameters(remove_duplicate=False))
+    own = {key: v for key, v in model.state_dict().items() if key.endswith("_extra_state")}
     first_name: dict[int, str] = {}
     for name, tensor in known.items():
         first_name.setdefault(id(tensor), name)
@@ -160,6 +161,8 @@ def _compare_model(model: nn.Module, found: Mapping[str, Tensor], tally: _Tally)
     for name, tensor in found.items():
         if name in known:
             _walk(f"model {name!r}", known[name], tensor, tally)
+        elif name in own:
+            _walk(f"model {name!r}", own[name], tensor, tally)
         else:
             tally.differences.append(f"model: {name!r} is no parameter or buffer of the model")
 

@@ -191,7 +191,7 @@ def test_without_host_memory_a_trial_waits_until_another_one_has_ended(run, hear
         if name.endswith("-1") and not refused:
             refused.append(name)
             raise CapacityError("cannot allocate 1 MiB of host memory")
-        return create_region(name, num_bytes)
+        return create_region(name, num_bytes, directory)
 
     monkeypatch.setattr(floor, "create_region", create)
     report = run([troubles.ROWS], "64MiB", lr=(0.01, 0.003), devices=2)

@@ -180,12 +180,12 @@ def test_where_the_host_has_no_room_for_all_some_wait_on_disk(
 ):
     there, refused, close = set(), [], TrialRun.close
 
-    def create(name, num_bytes):
+    def create(name, num_bytes, directory):
         if len(there) >= 2:
             refused.append(name)
             raise CapacityError("cannot allocate 1 MiB of host memory")
         there.add(name.rpartition("-")[2])
-        return create_region(name, num_bytes)
+        return create_region(name, num_bytes, directory)
 
     def closed(state):
         there.discard(str(state.job.trial))
@@ -370,6 +370,10 @@ def test_a_clone_has_the_hyperparameters_that_its_parent_has_then(tmp_path, warm
     report = studies.run(study, warm_workers)
     parent = next(trial for trial in report.trials if trial.inherited)
     clone = CloneTrial(trial=parent.number, changes={"dropout": 0.3}, warm=warm)
+    if warm:  # nothing is left to train of a trial that is done
+        with pytest.raises(shoal.SpecError, match="with nothing left to train"):
+            studies.run(populations.make(tmp_path), warm_workers, clones=[clone])
+        return
     more = studies.run(populations.make(tmp_path), warm_workers, clones=[clone])
     assert dict(more.trials[5].hp) == {**parent.hp, "dropout": 0.3}
 

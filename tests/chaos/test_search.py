@@ -170,7 +170,7 @@ def test_where_the_host_has_no_room_for_a_generation_one_waits_on_disk(
             refused.append(name)
             raise CapacityError("cannot allocate 1 MiB of host memory")
         there.add(name.rpartition("-")[2])
-        return create_region(name, num_bytes)
+        return create_region(name, num_bytes, directory)
 
     def closed(state):
         there.discard(str(state.job.trial))
@@ -451,7 +451,7 @@ def test_where_those_that_wait_cannot_be_saved_the_study_ends_and_goes_on_later(
         if len(there) >= 2:
             raise CapacityError("cannot allocate 1 MiB of host memory")
         there.add(name.rpartition("-")[2])
-        return create_region(name, num_bytes)
+        return create_region(name, num_bytes, directory)
 
     def closed(state):
         there.discard(str(state.job.trial))

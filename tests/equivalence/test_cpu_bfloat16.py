@@ -43,7 +43,7 @@ def test_the_plain_loop_says_what_to_do():
 
 
 def test_a_study_says_what_to_do(run_study):
-    with pytest.raises(shoal.WorkerError) as caught:
+    with pytest.raises(shoal.TrialError) as caught:
         run_study(recipe_of(model=refused), {"lr": 1e-2}, steps=1)
     assert "ONEDNN_VERBOSE" in str(caught.value)
     assert str(caught.value).count(NO_LSTM) == 1

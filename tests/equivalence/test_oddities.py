@@ -87,9 +87,3 @@ def test_a_validation_batch_larger_than_the_training_batches_is_planned_for(run_
     recipe = make_recipe(data=oddities.wide_validation)
     with pytest.raises(shoal.PlanError, match=r"does not fit a device of 64\.0 KiB"):
         run_study(recipe, {"lr": 0.05}, trials=1, steps=2, memory="64KiB")
-
-
-def test_what_cannot_be_done_yet_is_refused_by_name(run_study):
-    for asked in ({"exact": "strict"},):
-        with pytest.raises(shoal.PlanError, match=r"cannot be (done|run) yet"):
-            run_study(make_recipe(), {"lr": 0.05}, trials=1, steps=1, **asked)

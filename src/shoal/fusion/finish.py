@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from shoal.bound import clip_limit
 from shoal.fusion.crew import ArrayBackend, Crew
+from shoal.fusion.loop import torch_streams_of
 from shoal.fusion.member import Member
 from shoal.fusion.optim import FusedSteps
+from shoal.kernelstep import is_torchs, put_back
 
 
 class Finisher:
@@ -64,7 +66,9 @@ class Finisher:
         for slot in slots:
             member = self._crew.members[slot]
             try:
-                if slot in by_themselves:
+                if slot in by_themselves and not is_torchs(member.optimizer):
+                    self._step_theirs(slot)
+                elif slot in by_themselves:
                     member.optimizer.step()
                 if member.schedule:
                     member.schedule.step()
@@ -72,6 +76,14 @@ class Finisher:
             except (Exception, SystemExit) as error:
                 failures[slot] = error
         return failures
+
+    def _step_theirs(self, slot: int) -> None:
+        """Step an optimizer of the user's, which may draw, and give parameters other data."""
+        member, rows = self._crew.members[slot], self._crew.stacked.parameters
+        with torch_streams_of(self._crew, slot):
+            member.optimizer.step()
+        for name, parameter in member.module.named_parameters():
+            put_back(name, parameter, rows[name].data[slot])
 
     def _clip_together(self, slots: Sequence[int]) -> None:
         chosen = set(slots)

@@ -113,3 +113,34 @@ def _is_users(value: Any) -> bool:
     """Whether it is an object of a class of the user's."""
     is_code = isinstance(value, type | types.ModuleType | nn.Module)
     return not is_code and hasattr(value, "__dict__") and not is_library(type(value))
+
+
+def configuration(recipe: Recipe, module: nn.Module) -> dict[str, str]:
+    """The plain values that the code of a step finds in globals and on classes, by place.
+
+    What a factory sets there for its trial, the next trial's factory sets anew: one process has
+    one of each. In words that two processes agree on; entries of a dict or an object each by
+    itself.
+    """
+    found: dict[str, str] = {}
+    for name, value in kept_globals(recipe, module).items():
+        found |= _plain_values(name, value)
+    for kind in {owner for child in module.modules() for owner in type(child).__mro__}:
+        if not is_library(kind):
+            found |= _plain_values(f"{kind.__module__}.{kind.__qualname__}", vars(kind), depth=1)
+    return found
+
+
+def _plain_values(name: str, value: Any, depth: int = 0) -> dict[str, str]:
+    if value is None or isinstance(value, bool | int | float | str):
+        return {name: repr(value)}
+    inside: Any = value if isinstance(value, dict | types.MappingProxyType) else None
+    if inside is None and _is_users(value):
+        inside = vars(value)
+    if inside is None or depth > 1 or len(inside) > LONG:
+        return {}
+    found: dict[str, str] = {}
+    for key, item in list(inside.items()):
+        if isinstance(key, str) and not key.startswith("__"):
+            found |= _plain_values(f"{name}.{key}", item, depth + 1)
+    return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -142,6 +142,10 @@ class Fusing:
     def is_wanted(self) -> bool:
         """Whether any trial may come into an array."""
         return bool(self._wish) or any("array_group" in key for key in self._recorded.values())
+
+    def knows(self, trials: Iterable[int]) -> bool:
+        """Whether one of them was in an array before, or may have been."""
+        return any("array_group" in self._recorded.get(trial, {}) for trial in trials)
 
     def places(
         self,

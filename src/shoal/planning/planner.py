@@ -22,7 +22,7 @@ from shoal.planning.fusing import Fusing
 from shoal.planning.pipelining import Question, early
 from shoal.planning.planned import Planned, Settled, with_homes_in_files, with_split_masters
 from shoal.planning.staleness import ALIKE, OPEN, Staleness, Way
-from shoal.planning.warned import unread_warnings
+from shoal.planning.warned import global_warnings, set_by_factories, unread_warnings, why_unfused
 from shoal.recipe import Recipe
 from shoal.runtime.messages import Order
 from shoal.runtime.pool import Worker, WorkerPool
@@ -180,14 +180,20 @@ class Planner:
         found = [(trial, settled[kinds[trial.number]]) for trial in able]
         planned = self._collect(found, active, rule, asking.failures)
         noticed = described.noticed
+        shared = set_by_factories(noticed)
+        warnings = (*unread_warnings(trials, noticed), *global_warnings(shared))
         planned = replace(
             planned,
-            plan=replace(planned.plan, warnings=unread_warnings(trials, noticed)),
+            plan=replace(planned.plan, warnings=warnings),
             unvalidated=tuple(sorted(n for n in noticed if not noticed[n].validates)),
         )
         self._staleness.add(planned.plan.jobs)
         if not described.arrays:
             return planned
+        if shared and not self._fusing.knows(described.arrays):
+            why = why_unfused(shared)
+            jobs = tuple(replace(job, why=(*job.why, why)) for job in planned.plan.jobs)
+            return replace(planned, plan=replace(planned.plan, jobs=jobs))
         jobs = self._fusing.places(
             planned.plan.jobs,
             able,

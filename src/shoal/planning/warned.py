@@ -26,6 +26,35 @@ def unread_warnings(
     )
 
 
+def set_by_factories(noticed: Mapping[int, Noticed]) -> list[str]:
+    """Plain values of globals and classes that are others once another trial is made."""
+    names = dict.fromkeys(name for one in noticed.values() for name in one.globals)
+    return [
+        name
+        for name in names
+        if len({one.globals[name] for one in noticed.values() if name in one.globals}) > 1
+    ]
+
+
+def global_warnings(names: Sequence[str]) -> tuple[str, ...]:
+    """That trials of a process read what the last one that was made has set."""
+    if not names:
+        return ()
+    some = ", ".join(map(repr, names[:4])) + ", ..." * (len(names) > 4)
+    return (
+        f"making a trial sets {some}, which its step reads, and a process has one of each for all "
+        "of its trials: where they alternate, one trains with another's. Keep it in the model, "
+        "or read it from hp in Recipe(loss=..., step=...). These trials share no array.",
+    )
+
+
+def why_unfused(names: Sequence[str]) -> str:
+    """Why trials that set such values share no array; for a plan's line."""
+    return (
+        f"unfused: making a trial sets {names[0]!r}, which its step reads, for all slots at once"
+    )
+
+
 def _words(name: str, missing: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, missing, n=1)
     line = (

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from shoal.core.errors import TrialError
 from shoal.core.spec import ALIGNMENT
 from shoal.core.units import round_up
+from shoal.kernelstep import is_torchs, put_back
 from shoal.memory.layout import ShardLayout, TensorSpec, TrialLayout
 from shoal.memory.split import SplitWeight, split_weights
 from shoal.memory.store import Region, describe, field_view, state_views, view, views
@@ -195,6 +196,7 @@ class Binding:
         self._subsets = Subsets(optimizer, self.params, parts)
         self._stepped = self._subsets.stepped
         self._bound: dict[int, Placed] = {}
+        self._places: tuple[Placed | None, list[tuple[nn.Parameter, int]]] = (None, [])
         self._settled: dict[int, tuple[Placed, list[tuple[dict[str, Any], list[Any]]]]] = {}
         self._rounding = rounding or Rounding({}, 0)
         self.dtypes = {n: p.grad_dtype or p.dtype for n, p in self.params.items()}  # in a step
@@ -299,7 +301,17 @@ class Binding:
         finally:
             for name in placed.params:
                 self.params[name].grad = None
+        if any(p.data_ptr() != at for p, at in self._places_of(placed)):
+            self._put_back(placed)
         self.keep_state(shard, placed)
+
+    def _places_of(self, placed: Placed) -> list[tuple[nn.Parameter, int]]:
+        """The parameters of a bound shard, and where their data is; looked up once."""
+        known, places = self._places
+        if known is not placed:
+            places = [(self.params[n], place.data_ptr()) for n, place in placed.params.items()]
+            self._places = placed, places
+        return places
 
     def take_stock(self, shard: int, placed: Placed) -> None:
         """After a step of one's own: parameters and state that it replaced go to their places.
@@ -307,21 +319,19 @@ class Binding:
         Raises:
             TrialError: a parameter or its state has no longer the shape or type that it had.
         """
-        with torch.no_grad():
-            for name, place in placed.params.items():
-                parameter = self.params[name]
-                parameter.grad = None
-                if parameter.data_ptr() == place.data_ptr() and parameter.shape == place.shape:
-                    continue
-                if parameter.shape != place.shape or parameter.dtype != place.dtype:
-                    raise TrialError(
-                        f"the step made {name!r} {parameter.dtype} {tuple(parameter.shape)}, "
-                        f"which was {place.dtype} {tuple(place.shape)}. A trial's parameters "
-                        "keep their shapes and types."
-                    )
-                place.copy_(parameter.data)
-                parameter.data = place
+        for name in placed.params:
+            self.params[name].grad = None
+        self._put_back(placed)
         self.keep_state(shard, placed)
+
+    def _put_back(self, placed: Placed) -> None:
+        """Data that code gave a parameter (``p.data = ...``) goes to its place.
+
+        Raises:
+            TrialError: as of ``take_stock``.
+        """
+        for name, place in placed.params.items():
+            put_back(name, self.params[name], place)
 
     def step_on_host(
         self,
@@ -351,12 +361,15 @@ class Binding:
         names = self._stepped[part]
         for name in names:
             self.params[name].grad = grads.get(name)
+        held = [] if is_torchs(self.optimizer) else [(n, self.params[n].data) for n in names]
         try:
             if names:
                 self.step_part(part, number)
         finally:
             for name in names:
                 self.params[name].grad = None
+        for name, place in held:
+            put_back(name, self.params[name], place)
         self.keep_state(part, placed)
 
     def keep_state(self, shard: int, placed: Placed) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.core.errors import StorageError
 from shoal.core.plan import Job
@@ -31,6 +31,7 @@ from shoal.memory.store import Region, state_views, views
 from shoal.recipe import Recipe
 from shoal.runtime.captures import Captures
 from shoal.runtime.chains import Chains
+from shoal.runtime.extrastate import extra_state
 from shoal.runtime.messages import Grant, Progress, Settings
 from shoal.runtime.packing import Packer, unpack
 from shoal.runtime.pipelined import PipelineSession
@@ -101,7 +102,7 @@ def content(
         "seed": session.job.seed,
         "numerics": dict(session.job.numerics),
         "ties": ties,
-        "extra": packer.pack(_extra_state(session.model)),
+        "extra": packer.pack(extra_state(session.model)),
         "progress": packer.pack(progress_record(session.progress())),
         "ended": session.ended,
         "length": session.settings.steps or session.settings.epochs,
@@ -289,12 +290,6 @@ def _weights(session: Session, *, copy: bool) -> tuple[dict[str, Tensor], dict[s
     return weights, ties
 
 
-def _extra_state(model: nn.Module) -> dict[str, Any]:
-    """What modules add to their state dict beside parameters and buffers."""
-    state = model.state_dict(keep_vars=True)
-    return {key: value for key, value in state.items() if key.endswith("_extra_state")}
-
-
 def take_up(
     recipe: Recipe,
     grant: Grant,
@@ -337,7 +332,7 @@ def new_session(recipe: Recipe, job: Job, settings: Settings, device: torch.devi
 def check_rules(session: Session) -> None:
     """Raise now, and not after the last step, for state that no checkpoint could hold."""
     packer = Packer({})
-    packer.pack(_extra_state(session.model))
+    packer.pack(extra_state(session.model))
     packer.pack(progress_record(session.progress()))
     for name, tensor in _region_tensors(session).items():
         row(name, tensor[:0] if tensor.dim() else tensor)
@@ -397,4 +392,5 @@ def _read_progress(generation: Generation, tensors: Mapping[str, Tensor]) -> Pro
         groups=record["groups"],
         schedule=record["schedule"],
         tally=record.get("tally", {}),
+        extra=unpack(generation.manifest.meta["extra"], tensors),
     )

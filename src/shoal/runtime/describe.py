@@ -20,6 +20,7 @@ from shoal.frames import own_traceback
 from shoal.fusion import Signature, signature_of
 from shoal.fusion.batches import leaves_of, rebuilt
 from shoal.fusion.constants import constants_of
+from shoal.fusion.globals import configuration
 from shoal.recipe import Batch, Recipe, build_model, build_optimizer_of, read_data
 from shoal.rng import seed_all
 from shoal.runtime.messages import Describe, Described, Noticed
@@ -88,7 +89,8 @@ def _one(recipe: Recipe, trial: TrialSpec, code: Code, *, arrays: bool) -> _One:
     schedule = read_schedule(recipe, found.optimizer, reading.hp)
     noticed = reading.end(code)  # while what keeps them is there
     del schedule
-    noticed = replace(noticed, validates=found.valid is not None)
+    settings = configuration(found.recipe, found.model)
+    noticed = replace(noticed, validates=found.valid is not None, globals=settings)
     return _One(signature, noticed, array, constants)
 
 

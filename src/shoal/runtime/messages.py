@@ -63,6 +63,7 @@ class Progress:
     groups: Sequence[Mapping[str, Any]]
     schedule: Mapping[str, Any] | None
     tally: Mapping[str, Any] = field(default_factory=dict)  # of a step's named losses
+    extra: Mapping[str, Any] = field(default_factory=dict)  # what modules add to their state
 
 
 RECORDER = struct.Struct("qqqq")
@@ -291,6 +292,7 @@ class Noticed:
     unread: frozenset[str] = frozenset()
     missing: frozenset[str] = frozenset()
     validates: bool = True
+    globals: Mapping[str, str] = field(default_factory=dict)  # that its step finds, once made
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,7 @@ from shoal.runtime.binding import Binding
 from shoal.runtime.captured import CapturedUnits
 from shoal.runtime.captures import Captures
 from shoal.runtime.chains import Chains, chain_of
+from shoal.runtime.extrastate import extra_state, give_extra_state
 from shoal.runtime.messages import Progress, Settings
 from shoal.runtime.task import Task
 from shoal.runtime.units import (
@@ -323,6 +324,7 @@ class Session:
             groups=self.binding.groups(),
             schedule=self.schedule.state_dict() if self.schedule else None,
             tally=self.tally.pack(),
+            extra=extra_state(self.model),
         )
 
     def resume(self, progress: Progress, *, warm: bool = False, reads: bool = True) -> None:
@@ -334,6 +336,7 @@ class Session:
         self.step = progress.step
         self.tally = Tally() if warm else Tally.unpack(progress.tally)
         self.binding.require_shapes(self.layout)
+        give_extra_state(self.model, progress.extra)
         self.binding.restore(progress.scalars, progress.stored, self._step_places())
         if warm:
             self._catch_up(progress.step)
