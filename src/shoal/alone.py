@@ -73,7 +73,10 @@ class PlainResult:
     def state(self) -> dict[str, Any]:
         """The layout of ``TrialResult.load_state()``: everything by parameter name."""
         return {
-            "model": {name: tensor.cpu() for name, tensor in self.model.state_dict().items()},
+            "model": {  # modules may add what is no tensor
+                name: value.cpu() if isinstance(value, Tensor) else value
+                for name, value in self.model.state_dict().items()
+            },
             "optimizer": optimizer_state(self.optimizer, self.parameters),
             "schedule": self.schedule.state_dict() if self.schedule else None,
             "rng": self.rng,

@@ -222,6 +222,7 @@ def build_model(recipe: Recipe, hp: HP) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise SpecError(f"Recipe(model=...) returned {type(model).__name__}; return an nn.Module.")
     _refuse_shapeless(model)
+    _refuse_sparse(model)
     if recipe.precision == rounding.NAME:
         rounding.lower(model)
     return model
@@ -241,6 +242,17 @@ def _refuse_shapeless(model: nn.Module) -> None:
         "factory before it is returned, such as model(torch.zeros(1, 784)), or use a layer that "
         "is told its number of inputs."
     )
+
+
+def _refuse_sparse(model: nn.Module) -> None:
+    """Raises SpecError for tensors that are no plain memory."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout != torch.strided:
+            raise SpecError(
+                f"Recipe(model=...) returned a model whose tensor {name!r} is {tensor.layout}, "
+                "and a trial's parameters and buffers are plain memory. Register a dense one, "
+                "or its indices and values, and make the sparse tensor in the forward."
+            )
 
 
 def _several_models(recipe: Recipe, given: Mapping[str, Any]) -> Models:

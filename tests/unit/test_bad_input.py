@@ -30,6 +30,12 @@ def lazy(hp):
     return nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 3))
 
 
+def with_sparse(hp):
+    model = build(hp)
+    model.register_buffer("sparse", torch.eye(3).to_sparse())
+    return model
+
+
 def data(hp):
     return [(torch.ones(2, 6), torch.tensor([0, 2]))], None
 
@@ -97,6 +103,10 @@ WRONG = {
         {"model": lazy},
         r"a model with 2 tensors that have no shape yet, '0\.weight' of LazyLinear first\. .* Run "
         r"one batch through the model in the factory before it is returned",
+    ),
+    "a sparse buffer": (
+        {"model": with_sparse},
+        r"whose tensor 'sparse' is torch\.sparse_coo, and a trial's parameters and buffers are",
     ),
     "no loss": ({"loss": no_loss}, r"loss must be a scalar tensor, got NoneType\. Reduce it"),
     "a loss that is no scalar": (

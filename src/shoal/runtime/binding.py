@@ -305,6 +305,11 @@ class Binding:
             self._put_back(placed)
         self.keep_state(shard, placed)
 
+    def put_back_bound(self) -> None:
+        """The same for all that is bound, after a pass in which code may have done so."""
+        for placed in self._bound.values():
+            self._put_back(placed)
+
     def _places_of(self, placed: Placed) -> list[tuple[nn.Parameter, int]]:
         """The parameters of a bound shard, and where their data is; looked up once."""
         known, places = self._places

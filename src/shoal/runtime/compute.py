@@ -100,6 +100,8 @@ class Compute:
             return
         result = self._session.units.forward(action.shard, micro)
         self._put_written(action.shard)
+        if task.kind == "evaluation" and isinstance(self._session.job.technique, Resident):
+            self._session.binding.put_back_bound()  # a forward may give parameters other data
         if micro.metrics is not None:
             task.metrics = micro.metrics
             task.micros.clear()

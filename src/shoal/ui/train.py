@@ -14,6 +14,7 @@ from shoal.core.plan import Plan
 from shoal.core.units import counted
 from shoal.hardware import Hardware
 from shoal.observe import jsonl, read_outline
+from shoal.observe.rows import TrialState
 from shoal.observe.snapshot import Snapshot
 from shoal.runtime.pool import WorkerPool
 from shoal.source import load_recorded, load_study
@@ -152,9 +153,12 @@ def tell_ending(place: Path, *, as_json: bool, runs: int) -> int:
     """
     snapshot = read_snapshot(place, with_actions=True)
     if snapshot.runs == runs:
+        failed = snapshot.count(TrialState.FAILED)
+        again = f" {counted(failed, 'trial')} failed: --retry-failed tries again." * bool(failed)
+        ended = counted(snapshot.total, "trial has", "trials have")
         print(
-            f"nothing to train: {counted(snapshot.total, 'trial has', 'trials have')} ended. More "
-            "trials or longer ones in the file go on with the study, --overwrite begins it anew.",
+            f"nothing to train: {ended} ended.{again} More trials or longer ones in the file go "
+            "on with the study, --overwrite begins it anew.",
             file=sys.stderr,
         )
     if as_json:
