@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import squads
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -35,6 +36,18 @@ class Noisy(torch.optim.SGD):
         super().step()
         for parameter in self.param_groups[0]["params"]:
             parameter.add_(torch.randn_like(parameter), alpha=1e-2)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps something beside what torch's optimizers keep."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, lr)
+        self.calls = []
+
+    def step(self, closure=None):
+        self.calls.append(len(self.calls))
+        super().step()
 
 
 def clamps(optimizer, args, kwargs):
@@ -111,6 +124,29 @@ def test_what_is_saved_is_what_was_trained_and_as_alone(of, fuse, run):
             assert torch.allclose(state[name], tensor, rtol=0, atol=0 if not fuse else 1e-10), name
         found = trial.metrics["valid_loss"]
         assert found == pytest.approx(alone.history[-1]["metrics"]["valid_loss"], abs=1e-9)
+
+
+class Tempered(nn.Sequential):
+    """With a learned temperature, a parameter that has no dimensions."""
+
+    def __init__(self, *layers):
+        super().__init__(*layers)
+        self.t = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x):
+        return super().forward(x) * self.t.exp()
+
+
+@pytest.mark.parametrize(
+    "of", [recipe(Counting), recipe(model=Tempered, clip_grad_norm=0.1)], ids=["keeps", "clips"]
+)
+def test_what_once_kept_trials_from_arrays_does_not(of, run):
+    report = run(of, 4)
+    assert set(squads.widths(report)) == {4}
+    for trial in report.trials:
+        alone = plain_loop(of, trial.hp, trial.seed, epochs=4).state()["model"]
+        state = trial.load_state()["model"]
+        assert all(torch.allclose(state[n], t, rtol=0, atol=1e-10) for n, t in alone.items())
 
 
 CONFIG = {"scale": 1.0}

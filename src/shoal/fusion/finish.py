@@ -116,7 +116,8 @@ def clip_stacked(blocks: Sequence[Tensor], limits: Sequence[float | None]) -> No
 
 def stacked_norm(block: Tensor) -> Tensor:
     """[N], the norm of each row of a stacked gradient."""
-    found: Tensor = torch.linalg.vector_norm(block.flatten(1), dim=1)
+    rows = block.reshape(len(block), -1)  # a parameter without dimensions has one number a slot
+    found: Tensor = torch.linalg.vector_norm(rows, dim=1)
     return found
 
 

@@ -21,11 +21,21 @@ def copies(members: Sequence[Member]) -> list[Member]:
     """Independent copies; recipes are shared."""
     shared = {id(member.recipe): member.recipe for member in members}
     try:
-        return [copy.deepcopy(member, dict(shared)) for member in members]
+        return [_copied(member, dict(shared)) for member in members]
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:
         raise Declined(f"the model cannot be copied: {error}") from error
+
+
+def _copied(member: Member, memo: dict[int, Any]) -> Member:
+    """A copy, whose optimizer has what its class keeps beside torch's own: torch leaves it out."""
+    made = copy.deepcopy(member, memo)
+    there = vars(made.optimizer)
+    for name, value in vars(member.optimizer).items():
+        if name not in there and name != "step":  # a schedule's wrapper, bound to the original
+            there[name] = copy.deepcopy(value, memo)
+    return made
 
 
 def as_double(batch: Any) -> Any:

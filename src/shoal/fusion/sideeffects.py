@@ -84,9 +84,12 @@ def _change(member: Member, batch: Any, device: torch.device, what: str) -> str:
     if drew:
         return f"the model's forward draws from {drew[0]}, which has one stream for all slots."
     if words := next((name for name, now, then in kept if not torch.equal(now, then)), ""):
+        instead = "Do that after the optimizer's step, in a class or a hook of the optimizer's."
+        if words == "its batch":
+            instead = "Clone it before."
         return (
-            f"{what} writes to {words}, which passes of an array do more often than a trial alone."
-            + (" Make it a buffer of the model." if words != "its batch" else " Clone it before.")
+            f"{what} writes to {words}, which passes of an array do more often than a trial alone. "
+            f"{instead}"
         )
     after = _settings(member)
     changed = sorted(n for n in before.keys() | after.keys() if before.get(n) != after.get(n))
