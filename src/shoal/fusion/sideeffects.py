@@ -88,8 +88,8 @@ def _change(member: Member, batch: Any, device: torch.device, what: str) -> str:
         if words == "its batch":
             instead = "Clone it before."
         return (
-            f"{what} writes to {words}, which passes of an array do more often than a trial alone. "
-            f"{instead}"
+            f"{what} writes to {words}, which passes of an array do more often than a trial "
+            f"alone. {instead}"
         )
     after = _settings(member)
     changed = sorted(n for n in before.keys() | after.keys() if before.get(n) != after.get(n))
