@@ -171,6 +171,23 @@ def test_a_global_that_making_a_trial_sets_is_told_of_and_its_trials_share_no_ar
     assert {trial.numerics.get("array", "none") for trial in snapshot.trials} == {"none"}
 
 
+class Numbered(nn.Sequential):
+    """Counts its instances, which no step reads."""
+
+    made = 0
+
+    def __init__(self, *layers):
+        super().__init__(*layers)
+        Numbered.made += 1
+        CONFIG["made"] = Numbered.made
+
+
+def test_what_only_making_a_model_reads_keeps_nobody_from_an_array(run):
+    report = run(recipe(model=Numbered), 4)
+    assert set(squads.widths(report)) == {4}
+    assert not Snapshot.of(read_outline(report.directory)).warnings
+
+
 class Counts(nn.Linear):
     """Keeps a number that is in its state dict, and in its forward."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Collection, Iterable, Iterator, Sized
 from typing import Any
 
 import numpy as np
@@ -19,29 +19,44 @@ from shoal.spelled import is_library, names_in
 
 LONG = 1000
 """Items of which nobody looks at each."""
+MAKING = frozenset(("__init__", "__new__"))
+"""Methods that make a model, and are no part of its steps."""
 DATA = (Tensor, dict, list, set, deque, bool, int, float, str, type(None))
 
 
-def kept_globals(recipe: Recipe, module: nn.Module) -> dict[str, Any]:
+def kept_globals(
+    recipe: Recipe, module: nn.Module, leave_out: Collection[str] = ()
+) -> dict[str, Any]:
     """By ``module.name`` the values of globals that the user's code names, and that may change.
 
     Followed are the functions that functions name, from the recipe's and the methods of the
-    model's classes on; what libraries define and keep is left out.
+    model's classes on, but for those called as ``leave_out``; what libraries define and keep is
+    left out.
     """
     found: dict[str, Any] = {}
+    for function in _followed(recipe, module, leave_out):
+        for name in sorted(set(names_in(function.__code__)) & function.__globals__.keys()):
+            value = function.__globals__[name]
+            if isinstance(value, DATA) or _is_users(value):
+                found[f"{function.__globals__.get('__name__', '')}.{name}"] = value
+    return found
+
+
+def _followed(
+    recipe: Recipe, module: nn.Module, leave_out: Collection[str]
+) -> Iterator[types.FunctionType]:
+    """The functions of a step, and those that they name."""
     waiting, met = deque(_code_of(recipe, module)), set[int]()
     while waiting:
         function = waiting.popleft()
-        if id(function) in met or is_library(function):
+        if id(function) in met or is_library(function) or function.__name__ in leave_out:
             continue
         met.add(id(function))
-        for name in sorted(set(names_in(function.__code__)) & function.__globals__.keys()):
-            value = function.__globals__[name]
-            if isinstance(value, types.FunctionType):
-                waiting.append(value)
-            elif isinstance(value, DATA) or _is_users(value):
-                found[f"{function.__globals__.get('__name__', '')}.{name}"] = value
-    return found
+        yield function
+        known = function.__globals__
+        for name in sorted(set(names_in(function.__code__)) & known.keys()):
+            if isinstance(known[name], types.FunctionType):
+                waiting.append(known[name])
 
 
 def global_settings(recipe: Recipe, module: nn.Module) -> dict[str, str]:
@@ -123,11 +138,13 @@ def configuration(recipe: Recipe, module: nn.Module) -> dict[str, str]:
     itself.
     """
     found: dict[str, str] = {}
-    for name, value in kept_globals(recipe, module).items():
+    for name, value in kept_globals(recipe, module, MAKING).items():
         found |= _plain_values(name, value)
+    asked = {n for f in _followed(recipe, module, MAKING) for n in names_in(f.__code__)}
     for kind in {owner for child in module.modules() for owner in type(child).__mro__}:
         if not is_library(kind):
-            found |= _plain_values(f"{kind.__module__}.{kind.__qualname__}", vars(kind), depth=1)
+            own = {name: value for name, value in vars(kind).items() if name in asked}
+            found |= _plain_values(f"{kind.__module__}.{kind.__qualname__}", own, depth=1)
     return found
 
 
