@@ -162,12 +162,28 @@ def sets(hp):
     return Reads(*layers()).double()
 
 
-def test_a_global_that_making_a_trial_sets_is_told_of_and_its_trials_share_no_array(run):
-    of = shoal.Recipe(model=sets, data=data, loss=loss)
+def weighs(hp):
+    CONFIG["weights"] = torch.tensor([1.0, hp["scale"]], dtype=torch.float64)
+    return data(hp)
+
+
+def weighted(output, batch):
+    return F.cross_entropy(output, batch[1], weight=CONFIG["weights"])
+
+
+@pytest.mark.parametrize(
+    ("of", "name"),
+    [
+        (shoal.Recipe(model=sets, data=data, loss=loss), "scale"),
+        (recipe(data=weighs, loss=weighted), "weights"),
+    ],
+    ids=["model", "data"],
+)
+def test_a_global_that_making_a_trial_sets_is_told_of_and_its_trials_share_no_array(of, name, run):
     report = run(of, 4, space=shoal.grid(lr=[0.1], scale=[1, 2]))
     snapshot = Snapshot.of(read_outline(report.directory))
-    (warning,) = snapshot.warnings
-    assert "CONFIG.scale', which its step reads, and a process has one of each" in warning
+    (warning,) = (one for one in snapshot.warnings if "making a trial sets" in one)
+    assert f"CONFIG.{name}', which its step reads, and a process has one of each" in warning
     assert {trial.numerics.get("array", "none") for trial in snapshot.trials} == {"none"}
 
 

@@ -19,6 +19,8 @@ from shoal.spelled import is_library, names_in
 
 LONG = 1000
 """Items of which nobody looks at each."""
+PLAIN = (bool, int, float, str)
+SMALL = 2**16  # bytes of a tensor whose content is compared
 MAKING = frozenset(("__init__", "__new__"))
 """Methods that make a model, and are no part of its steps."""
 DATA = (Tensor, dict, list, set, deque, bool, int, float, str, type(None))
@@ -149,8 +151,12 @@ def configuration(recipe: Recipe, module: nn.Module) -> dict[str, str]:
 
 
 def _plain_values(name: str, value: Any, depth: int = 0) -> dict[str, str]:
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, PLAIN):
         return {name: repr(value)}
+    if isinstance(value, Tensor) and value.nbytes <= SMALL:
+        return {name: described(value)}
+    if isinstance(value, list | tuple) and len(value) <= LONG:
+        return {name: repr(value)} if all(isinstance(one, PLAIN) for one in value) else {}
     inside: Any = value if isinstance(value, dict | types.MappingProxyType) else None
     if inside is None and _is_users(value):
         inside = vars(value)
