@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import SpecError, TrialError
+from shoal.core.values import as_number
 from shoal.kernelstep import steps_by_kernel
-from shoal.recipe import HP, Batch, Recipe, as_number
+from shoal.recipe import HP, Batch, Recipe
 from shoal.several import Models, members_of, models_of, optimizers_of
 
 LOSS = "loss"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from shoal.core.spec import HyperParameters as HyperParameters
 from shoal.core.spec import Scalar
 from shoal.core.stale import Stale
 from shoal.core.units import counted
-from shoal.core.values import flag, is_number, one_of, optional_whole, plain, whole
+from shoal.core.values import as_number, flag, is_number, one_of, optional_whole, plain, whole
 from shoal.rounding import Rounding
 from shoal.rowwise import LossByRows
 from shoal.several import (
@@ -401,21 +401,6 @@ def evaluate_metrics(recipe: Recipe, loss: Tensor, output: Any, batch: Any) -> d
         for name, metric in recipe.metrics.items()
     }
     return {"valid_loss": float(loss), **values}
-
-
-def as_number(what: str, value: Any) -> float:
-    """What a metric came to.
-
-    Raises:
-        SpecError: it is not one number; ``what`` is what returned it.
-    """
-    shape = tuple(value.shape) if isinstance(value, Tensor) else None
-    if shape is None or value.numel() == 1:
-        with suppress(TypeError, ValueError):
-            if not isinstance(value, str):
-                return float(value)
-    found = type(value).__name__ if shape is None else f"a tensor of shape {shape}"
-    raise SpecError(f"{what} returned {found}; return one number, such as the mean.")
 
 
 def model_inputs(recipe: Recipe, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:

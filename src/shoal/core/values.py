@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from shoal.core.errors import SpecError
@@ -81,3 +82,17 @@ def items(what: str, value: Any, example: str) -> tuple[Any, ...]:
 
 def _more(hint: str) -> str:
     return f" {hint}" if hint else ""
+
+
+def as_number(what: str, value: Any) -> float:
+    """What a metric came to: a number, or a tensor or an array of one.
+
+    Raises:
+        SpecError: it is not one number; ``what`` is what returned it.
+    """
+    shape = getattr(value, "shape", None)
+    if not isinstance(value, str) and (shape is None or math.prod(shape) == 1):
+        with suppress(TypeError, ValueError):
+            return float(value)
+    found = type(value).__name__ if shape is None else f"a tensor of shape {tuple(shape)}"
+    raise SpecError(f"{what} returned {found}; return one number, such as the mean.")

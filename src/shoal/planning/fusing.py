@@ -104,8 +104,7 @@ class Fusing:
         wish: See ``Wish``.
         recorded: The numerics keys of all trials that were planned before.
         times: How long trials are; None: nobody knows.
-        now: The numerics keys of trials that go on, at the step from which they do.
-        steps: Those steps.
+        now, steps: The numerics keys of trials that go on, and the steps from which they do.
         reseats: Whether those under way are to have the width that is wished, and other bits.
 
     Attributes:
@@ -160,8 +159,7 @@ class Fusing:
     ) -> tuple[Job, ...]:
         """The jobs, with places for those that train in arrays.
 
-        ``constants``: by trial, of its code (``Described``); ``num_batches``: of an epoch;
-        ``spilling`` looks for arrays that do not fit as a whole.
+        ``constants``: by trial, of its code; ``spilling`` looks for arrays that do not fit whole.
         """
         self._spilling = spilling
         kinds = Resident if spilling is None else Resident | Spilled

@@ -582,18 +582,14 @@ class DeviceLoop:
         """Between two steps: save the trial when it is time."""
         job = stay.seat.session.job
         changes = isinstance(job.technique, Spilled)  # what is in the host region
-        copies = changes and not job.disk_bytes  # of what memory is too small for there are none
+        copies = changes and not job.disk_bytes  # memory was too small for more
         if self._saver.is_due(stay.seat.trial, copies=copies):
             self._reports.send_events()  # whoever finds the generation has heard of its step
-            self._saver.save(lambda: self._take(stay, copies), copies=copies)
-            if changes and not copies:
-                self._saver.wait(stay.seat.trial)
+            take = functools.partial(self._take, stay, copies)
+            self._saver.save(take, copies=copies, waits=changes and not copies)
 
     def _take(self, stay: Stay, copies: bool) -> checkpoint.Content:
-        """The trial's state at a step boundary, for the writing thread to keep.
-
-        It ``copies`` what goes on in its host region, as a spilled trial does.
-        """
+        """The trial's state at a step boundary; it ``copies`` what goes on in its host region."""
         seat, session = stay.seat, stay.seat.session
         self._saver.wait(seat.trial)
         seat.drain()

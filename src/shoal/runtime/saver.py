@@ -96,8 +96,10 @@ class Saver:
         writing = self._writing.get(trial)
         return writing is not None and not writing.done()
 
-    def save(self, take: Callable[[], Content], *, copies: bool = False) -> None:
-        """Take a state now, and write it while the caller goes on.
+    def save(
+        self, take: Callable[[], Content], *, copies: bool = False, waits: bool = False
+    ) -> None:
+        """Take a state now, and write it while the caller goes on, unless that ``waits``.
 
         One that it ``copies`` is as large as a trial's state, and the host has room for one.
         """
@@ -111,6 +113,8 @@ class Saver:
         if copies:
             self._copied = writing
         writing.add_done_callback(lambda _: self._notify())
+        if waits:
+            self._sit_out(writing)
 
     def wait(self, trial: int) -> Outcome | None:
         """What became of the trial's last generation, once it is written; None: there is none."""

@@ -1,8 +1,7 @@
 """One trial in a worker: its objects, its random streams, and the programs it asks for.
 
-A session is a generator of program runs: the device loop advances it action by action,
-beside other sessions, and it continues where it was. Between units nothing of a trial
-is on the device but what its program holds.
+A session is a generator of program runs: the device loop advances it action by action, beside
+others. Between units nothing of a trial is on the device but what its program holds.
 """
 
 from __future__ import annotations
@@ -309,8 +308,6 @@ class Session:
         self.on_loader_lost = lambda reason: None
         self.on_evaluated = lambda metrics: None
         self.counted = _uncounted
-
-    # -- progress -------------------------------------------------------------------
 
     def progress(self) -> Progress:
         """The state beside the tensors; at a step boundary, with the trial's RNG saved."""

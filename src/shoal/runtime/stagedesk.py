@@ -285,9 +285,7 @@ class StageDesk:
         session.rng = capture_rng(self._device.torch_device)  # where nobody was waited for
         copies = not session.job.disk_bytes  # of what memory is too small for there are none
         take = functools.partial(checkpoint.content, session, copy=copies)
-        self._saver.save(take, copies=copies)
-        if not copies:
-            self._saver.wait(session.job.trial)
+        self._saver.save(take, copies=copies, waits=not copies)
 
 
 def _called(job: Job, peer: int) -> str:
