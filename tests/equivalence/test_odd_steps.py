@@ -187,6 +187,14 @@ def test_a_global_that_making_a_trial_sets_is_told_of_and_its_trials_share_no_ar
     assert {trial.numerics.get("array", "none") for trial in snapshot.trials} == {"none"}
 
 
+def test_trials_that_come_one_by_one_share_no_array_either(run):
+    pytest.importorskip("optuna")
+    of = shoal.Recipe(model=sets, data=data, loss=loss)
+    space = {"lr": 0.1, "scale": shoal.uniform(1, 2)}
+    report = run(of, 4, space=space, trials=5, sampler="tpe", generation=1)
+    assert set(squads.widths(report)) == {1}
+
+
 class Numbered(nn.Sequential):
     """Counts its instances, which no step reads."""
 

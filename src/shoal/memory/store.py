@@ -31,12 +31,10 @@ def create_region(name: str, num_bytes: int, directory: str = "") -> int:
     Raises:
         CapacityError: there is not that much, or no such directory.
     """
-    what, free = (
-        f"of host memory for {name}",
-        "Free memory, or run fewer or smaller trials at once",
-    )
+    what = f"{f'in {directory}' if directory else 'of host memory'} for {name}"
+    free = "Free memory, or run fewer or smaller trials at once"
     if directory:
-        what, free = f"in {directory} for {name}", "Free some, or name another spill_dir="
+        free = "Free some, or name another spill_dir="
     descriptor = -1
     try:
         descriptor = _anonymous(name, directory)

@@ -24,7 +24,7 @@ from shoal.planning.planned import Planned, Settled, with_homes_in_files, with_s
 from shoal.planning.staleness import ALIKE, OPEN, Staleness, Way
 from shoal.planning.warned import global_warnings, set_by_factories, unread_warnings, why_unfused
 from shoal.recipe import Recipe
-from shoal.runtime.messages import Order
+from shoal.runtime.messages import Noticed, Order
 from shoal.runtime.pool import Worker, WorkerPool
 
 
@@ -69,7 +69,7 @@ class Planner:
         total: Total = lambda batches, each: None,
         pins: Mapping[int, Technique] = MappingProxyType({}),
     ) -> None:
-        self._pins = pins
+        self._pins, self._noticed = pins, dict[int, Noticed]()  # of all that were described
         self._host_memory, self.why_split, self.in_files = host_memory, "", False
         self._name, self._pool, self._devices, self._recipe = name, pool, tuple(devices), recipe
         self._decide = partial(
@@ -180,7 +180,8 @@ class Planner:
         found = [(trial, settled[kinds[trial.number]]) for trial in able]
         planned = self._collect(found, active, rule, asking.failures)
         noticed = described.noticed
-        shared = set_by_factories(noticed)
+        self._noticed.update(noticed)
+        shared = set_by_factories(self._noticed)
         warnings = (*unread_warnings(trials, noticed), *global_warnings(shared))
         planned = replace(
             planned,
