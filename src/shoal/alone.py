@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -25,11 +24,13 @@ from shoal.ownstep import (
     Modes,
     OwnStep,
     Tally,
+    means_of,
     own_evaluation,
     refuse_nonfinite,
     require_evaluation,
 )
 from shoal.pipeline.sums import CopiesInTurn
+from shoal.pystate import Ambient, Attributes
 from shoal.recipe import (
     HP,
     Batch,
@@ -47,6 +48,7 @@ from shoal.recipe import (
 )
 from shoal.replicas import Replicas
 from shoal.rng import RngState, capture_rng, restore_rng, seed_all
+from shoal.several import catch_up
 from shoal.steppers import Stepper, WhichWeights, copy_model, copy_state, make_stepper, versions_of
 
 
@@ -69,6 +71,7 @@ class PlainResult:
     metrics: Mapping[str, float]
     rng: RngState
     step: int
+    kept: Mapping[str, Any] = field(default_factory=dict)  # in Python, by its objects
 
     def state(self) -> dict[str, Any]:
         """The layout of ``TrialResult.load_state()``: everything by parameter name."""
@@ -129,6 +132,7 @@ class _Learner:
         self._take = _gradients(asked, model)
         is_own = recipe.step is not None
         self._own = OwnStep(recipe, model, self.optimizer, hp, self.modes) if is_own else None
+        self.attributes = Attributes(model, self.optimizer, self.schedule)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -168,10 +172,8 @@ class _Learner:
         """Go on after ``steps`` steps with what the optimizer of ``source`` keeps."""
         parameters = self.stepper.parameters
         copy_state(source.optimizer, source.parameters, self.optimizer, parameters)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's advice on the order of the two steps
-            for _ in range(steps if self.schedule else 0):
-                self.schedule.step()
+        catch_up(self.schedule, steps)
+        self.attributes.give(source.kept, self._device, scheduled=False)
 
 
 class Training:
@@ -269,6 +271,7 @@ class Training:
             metrics=self._history[-1]["metrics"],
             rng=capture_rng(self._asked.device),
             step=len(self._losses),
+            kept=learner.attributes.changed()[0],
         )
 
 
@@ -342,17 +345,14 @@ def evaluate(
     """
     model.eval()
     recipe = bound(recipe, hp)
-    sums: dict[str, float] = {}
-    count = 0
     with _restored_rng(device), torch.no_grad():
-        for fetched in valid:
-            found = _evaluate_batch(recipe, model, to_device(fetched, device), device, hp)
-            for name, value in found.items():
-                sums[name] = sums.get(name, 0.0) + value
-            count += 1
-    if count == 0:
+        found = [
+            _evaluate_batch(recipe, model, to_device(fetched, device), device, hp)
+            for fetched in valid
+        ]
+    if not found:
         raise TrialError("validation data has no batches. Return None for it if there is none.")
-    return {name: value / count for name, value in sums.items()}
+    return means_of(found)
 
 
 def _evaluate_batch(
@@ -385,15 +385,19 @@ def _restored_rng(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def borrowed_process(threads: int, device: torch.device) -> Iterator[None]:
-    """This process with ``threads`` threads; threads and random streams as before at the end."""
-    before = torch.get_num_threads()
+def borrowed_process(threads: int, device: torch.device, recipe: Recipe) -> Iterator[None]:
+    """This process with ``threads`` threads.
+
+    Threads, random streams and what the recipe's code keeps in globals are as before at the end.
+    """
+    before, ambient = torch.get_num_threads(), Ambient(recipe)
     torch.set_num_threads(threads)
     try:
         with _restored_rng(device):
             yield
     finally:
         torch.set_num_threads(before)
+        ambient.begin()
 
 
 def optimizer_state(

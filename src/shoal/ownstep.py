@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -190,6 +190,15 @@ class Tally:
 
 
 # ---------------------------------------------------------------- evaluation
+
+
+def means_of(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of the metrics of validation batches, unweighted."""
+    sums: dict[str, float] = {}
+    for metrics in found:
+        for name, value in metrics.items():
+            sums[name] = sums.get(name, 0.0) + value
+    return {name: total / len(found) for name, total in sums.items()}
 
 
 def require_evaluation(recipe: Recipe, model: nn.Module, valid: Iterable[Batch] | None) -> None:

@@ -91,7 +91,7 @@ def plain_loop(
         copies=copies,
         after_step=after_step,
     )
-    with borrowed_process(threads, where):
+    with borrowed_process(threads, where, recipe):
         seed_all(seed)
         training = Training(asked, HyperParameters(hp))
         training.run()
@@ -132,7 +132,7 @@ def array_loop(
         step: (source.hp, functools.partial(_take_over, source.result))
         for step, source in inherits.items()
     }
-    with borrowed_process(threads, where):
+    with borrowed_process(threads, where, recipe):
         place = SlotPlace(
             slot, width, kind, tuple(Epoch(seat[0], seat[1], seat[2]) for seat in later)
         )

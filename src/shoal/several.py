@@ -7,6 +7,7 @@ module, one optimizer and one schedule; the recipe's own functions get back what
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
@@ -323,6 +324,14 @@ class Schedules:
         """What ``state_dict`` gave."""
         for name, member in self.members.items():
             member.load_state_dict(state[name])
+
+
+def catch_up(schedule: Any, steps: int) -> None:
+    """Bring a new schedule, if there is one, to where it is after ``steps``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's advice on the order of the two steps
+        for _ in range(steps if schedule else 0):
+            schedule.step()
 
 
 def as_one_schedule(given: Any) -> Any:

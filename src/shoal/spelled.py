@@ -52,6 +52,14 @@ def spelled_by(functions: Iterable[Any]) -> Spelled:
     return Spelled(frozenset(walk.found), frozenset(walk.names), walk.is_whole)
 
 
+def code_met(functions: Iterable[Any]) -> Iterator[Any]:
+    """The functions, classes and modules that code comes to, as far as ``spelled`` looks."""
+    walk = _Walk()
+    for function in functions:
+        walk.look_at(getattr(function, "_orig_mod", function))
+    yield from walk.met
+
+
 class _Walk:
     """What was found so far, and what is still to be looked into."""
 
@@ -74,6 +82,11 @@ class _Walk:
                 self._waiting += self._parts(one)
             if not self._waiting:
                 self._waiting += self._asked_for()
+
+    @property
+    def met(self) -> Iterator[Any]:
+        """All that was looked into but strings, in that order."""
+        return iter(self._met.values())
 
     @property
     def is_whole(self) -> bool:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
-from shoal.testing import plain_loop
+from shoal.testing import assert_same, plain_loop
 
 HARDWARE = shoal.Hardware.virtual(devices=1, memory="64MiB")
 SPACE = shoal.grid(lr=[0.03, 0.1, 0.2, 0.3])
@@ -179,12 +179,16 @@ def weighted(output, batch):
     ],
     ids=["model", "data"],
 )
-def test_a_global_that_making_a_trial_sets_is_told_of_and_its_trials_share_no_array(of, name, run):
+def test_trials_whose_making_sets_a_global_share_no_array_and_end_as_alone(of, name, run):
     report = run(of, 4, space=shoal.grid(lr=[0.1], scale=[1, 2]))
     snapshot = Snapshot.of(read_outline(report.directory))
-    (warning,) = (one for one in snapshot.warnings if "making a trial sets" in one)
-    assert f"CONFIG.{name}', which its step reads, and a process has one of each" in warning
+    assert not snapshot.warnings
     assert {trial.numerics.get("array", "none") for trial in snapshot.trials} == {"none"}
+    reasons = {trial.number: trial.why for trial in snapshot.trials}
+    for trial in report.trials:
+        (why,) = (line for line in reasons[trial.number] if line.startswith("unfused"))
+        assert f"CONFIG.{name}', which its step reads, for all slots at once" in why
+        assert_same(plain_loop(of, trial.hp, trial.seed, epochs=4), trial)
 
 
 def test_trials_that_come_one_by_one_share_no_array_either(run):

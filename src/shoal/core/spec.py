@@ -404,4 +404,5 @@ class JobMeasure:
     trained: tuple[str, ...] = ()  # parameters
     written: tuple[str, ...] = ()  # parameters that a forward writes to
     steps_by_tensor: bool = False  # its tensors may step one after another: the bits are the same
+    lost: tuple[str, ...] = ()  # what a step changed in Python, and no checkpoint can hold
     in_turn: str = ""  # empty where nothing was found against another order, or none was tried

@@ -22,7 +22,13 @@ from shoal.planning.fusing import Fusing
 from shoal.planning.pipelining import Question, early
 from shoal.planning.planned import Planned, Settled, with_homes_in_files, with_split_masters
 from shoal.planning.staleness import ALIKE, OPEN, Staleness, Way
-from shoal.planning.warned import global_warnings, set_by_factories, unread_warnings, why_unfused
+from shoal.planning.warned import (
+    global_warnings,
+    lost_warnings,
+    set_by_factories,
+    unread_warnings,
+    why_unfused,
+)
 from shoal.recipe import Recipe
 from shoal.runtime.messages import Noticed, Order
 from shoal.runtime.pool import Worker, WorkerPool
@@ -182,7 +188,9 @@ class Planner:
         noticed = described.noticed
         self._noticed.update(noticed)
         shared = set_by_factories(self._noticed)
-        warnings = (*unread_warnings(trials, noticed), *global_warnings(shared))
+        lost = lost_warnings(one.measure for one in settled.values())
+        others = global_warnings(shared, self._noticed)
+        warnings = (*unread_warnings(trials, noticed), *others, *lost)
         planned = replace(
             planned,
             plan=replace(planned.plan, warnings=warnings),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from shoal.core.spec import TrialSpec
+from shoal.core.spec import JobMeasure, TrialSpec
 from shoal.runtime.messages import Noticed
 
 
@@ -36,8 +36,9 @@ def set_by_factories(noticed: Mapping[int, Noticed]) -> list[str]:
     ]
 
 
-def global_warnings(names: Sequence[str]) -> tuple[str, ...]:
+def global_warnings(names: Sequence[str], noticed: Mapping[int, Noticed]) -> tuple[str, ...]:
     """That trials of a process read what the last one that was made has set."""
+    names = [name for name in names if any(name in one.shared for one in noticed.values())]
     if not names:
         return ()
     some = ", ".join(map(repr, names[:4])) + ", ..." * (len(names) > 4)
@@ -45,6 +46,19 @@ def global_warnings(names: Sequence[str]) -> tuple[str, ...]:
         f"making a trial sets {some}, which its step reads, and a process has one of each for all "
         "of its trials: where they alternate, one trains with another's. Keep it in the model, "
         "or read it from hp in Recipe(loss=..., step=...). These trials share no array.",
+    )
+
+
+def lost_warnings(settled: Iterable[JobMeasure]) -> tuple[str, ...]:
+    """That some of a trial's state is as it was built, once the trial goes on elsewhere."""
+    places = dict.fromkeys(place for measure in settled for place in measure.lost)
+    if not places:
+        return ()
+    some = ", ".join(list(places)[:3]) + ", ..." * (len(places) > 3)
+    return (
+        f"a step changes {some}, which is nothing that a checkpoint holds: after a resume, or on "
+        "another device, it is as it was built. Keep numbers, tensors and containers of them "
+        "there, or give the module get_extra_state and set_extra_state.",
     )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from shoal.data import Position
 from shoal.memory.layout import ShardLayout, TrialLayout
 from shoal.memory.split import SplitWeight, split_weights
 from shoal.memory.store import Region, state_views, views
+from shoal.pystate import ambient
 from shoal.recipe import Recipe
 from shoal.runtime.captures import Captures
 from shoal.runtime.chains import Chains
@@ -318,12 +319,15 @@ def take_up(
     if progress is None:
         check_rules(session)
     else:
+        if session is parked and not grant.warm:  # it has its own still
+            progress = replace(progress, python={})
         session.resume(progress, warm=grant.warm)
     return session
 
 
 def new_session(recipe: Recipe, job: Job, settings: Settings, device: torch.device) -> Session:
     """A trial built from its seed, as its technique wants it."""
+    ambient.here().begin()
     kinds = {Pipelined: PipelineSession, DataParallel: ReplicaSession}
     kind = kinds.get(type(job.technique), Session)
     return kind(recipe, job, settings, device)
@@ -377,6 +381,7 @@ def progress_record(progress: Progress) -> dict[str, Any]:
         "groups": list(progress.groups),
         "schedule": progress.schedule,
         **({"tally": progress.tally} if progress.tally else {}),
+        **({"python": progress.python} if progress.python else {}),
     }
 
 
@@ -392,5 +397,6 @@ def _read_progress(generation: Generation, tensors: Mapping[str, Tensor]) -> Pro
         groups=record["groups"],
         schedule=record["schedule"],
         tally=record.get("tally", {}),
+        python=record.get("python", {}),
         extra=unpack(generation.manifest.meta["extra"], tensors),
     )

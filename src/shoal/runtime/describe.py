@@ -21,6 +21,7 @@ from shoal.fusion import Signature, signature_of
 from shoal.fusion.batches import leaves_of, rebuilt
 from shoal.fusion.constants import constants_of
 from shoal.fusion.globals import configuration
+from shoal.pystate import ambient
 from shoal.recipe import Batch, Recipe, build_model, build_optimizer_of, read_data
 from shoal.rng import seed_all
 from shoal.runtime.messages import Describe, Described, Noticed
@@ -46,6 +47,7 @@ def describe(recipe: Recipe, order: Describe, note: Callable[[int | None], None]
     code = Code(recipe)
     for trial in order.trials:
         note(trial.number)
+        ambient.here().begin()
         try:
             found[trial.number] = _one(recipe, trial, code, arrays=order.arrays)
         except (Exception, SystemExit) as error:
@@ -90,7 +92,8 @@ def _one(recipe: Recipe, trial: TrialSpec, code: Code, *, arrays: bool) -> _One:
     noticed = reading.end(code)  # while what keeps them is there
     del schedule
     settings = configuration(found.recipe, found.model)
-    noticed = replace(noticed, validates=found.valid is not None, globals=settings)
+    shared = frozenset(name for name in settings if not ambient.here().has(name))
+    noticed = replace(noticed, validates=found.valid is not None, globals=settings, shared=shared)
     return _One(signature, noticed, array, constants)
 
 

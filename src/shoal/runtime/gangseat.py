@@ -153,6 +153,7 @@ class GangSeat(ABC):
     def advance(self) -> None:
         """Go on to the end of a unit, or to where it waits for another member."""
         leads = self.stage == 0
+        self.session.python.put()
         if leads:
             restore_rng(self.session.rng, self.device.torch_device)
         try:
@@ -161,6 +162,7 @@ class GangSeat(ABC):
             self.left = True
         if leads:
             self.session.rng = capture_rng(self.device.torch_device)
+        self.session.python.put_away()
 
     def tell_failure(self, error: str, cause: Exception | None) -> None:
         """Have the leader say what happened here, after all that it has to say before."""

@@ -23,7 +23,6 @@ from shoal.memory.layout import arena
 from shoal.memory.ledger import Ledger
 from shoal.memory.store import Region
 from shoal.recipe import Recipe
-from shoal.rng import capture_rng, restore_rng
 from shoal.runtime import checkpoint
 from shoal.runtime.arrays import ArraySeat
 from shoal.runtime.desks import Desks
@@ -460,7 +459,7 @@ class DeviceLoop:
         seat, session = stay.seat, stay.seat.session
         self._enter(stay)
         seat.drain()
-        session.rng = capture_rng(session.device)
+        session.put_away()
         session.put_buffers_back()
         self._reports.flush(of=seat.trial)
         self._report_emulation()
@@ -538,13 +537,12 @@ class DeviceLoop:
         if self._current == stay.seat.trial:
             return
         self._leave_streams()
-        restore_rng(stay.seat.session.rng, self._device.torch_device)
+        stay.seat.session.enter()
         self._current = stay.seat.trial
 
     def _leave_streams(self) -> None:
         if self._current is not None:
-            session = self._stays[self._current].seat.session
-            session.rng = capture_rng(self._device.torch_device)
+            self._stays[self._current].seat.session.put_away()
             self._current = None
 
     def _wait(self, seen: int) -> None:
@@ -593,7 +591,7 @@ class DeviceLoop:
         seat, session = stay.seat, stay.seat.session
         self._saver.wait(seat.trial)
         seat.drain()
-        session.rng = capture_rng(self._device.torch_device)
+        session.put_away()
         seat.copies.copy_kept()
         session.put_buffers_back()
         self._reports.flush()

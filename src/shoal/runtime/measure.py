@@ -50,6 +50,8 @@ from shoal.partition.measure import (
 from shoal.partition.narrow import find_narrow
 from shoal.partition.pilot import PilotReport, pilot
 from shoal.partition.visitors import There, buffers_on, everywhere, visits_of
+from shoal.pystate import ambient
+from shoal.pystate.attributes import Attributes, in_words
 from shoal.recipe import (
     Batch,
     Recipe,
@@ -248,6 +250,7 @@ class Measurer:
     def _build(self, trial: TrialSpec) -> Built:
         hp = HyperParameters(trial.hp)
         self._recipe = bound(self._given, hp)
+        ambient.here().begin()
         seed_all(trial.seed)
         model = build_model(self._recipe, hp)
         modes = Modes(self._recipe, model)
@@ -256,7 +259,7 @@ class Measurer:
         train, valid = read_data(self._recipe, hp)
         require_evaluation(self._recipe, model, valid)
         optimizer = build_optimizer_of(self._recipe, model, hp)
-        build_schedule(self._recipe, optimizer, hp)
+        schedule = build_schedule(self._recipe, optimizer, hp)
         refuse_forgotten(self._recipe, model, optimizer)
         refuse_sparse_norm(self._recipe, model)
         batch = to_device(first_batch(train), self._here)
@@ -274,6 +277,7 @@ class Measurer:
             data=str(rule_of(train)),
             loader_bytes=host_bytes(train, batch),
             modes=modes,
+            attributes=Attributes(model, optimizer, schedule),
         )
 
     def _place(self, trial: TrialSpec, model: nn.Module) -> torch.device:
@@ -335,6 +339,7 @@ class Measurer:
             compiled=max(len(compiled_modules(model)), compiles(model)),
             rows=rows_of(built.batch),
             trained=tuple(n for n, p in model.named_parameters() if p.requires_grad),
+            lost=tuple(map(in_words, built.attributes.changed()[1])),
         )
 
     def _measure_capture(self, trial: TrialSpec) -> Measured:

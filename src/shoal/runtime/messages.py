@@ -64,6 +64,7 @@ class Progress:
     schedule: Mapping[str, Any] | None
     tally: Mapping[str, Any] = field(default_factory=dict)  # of a step's named losses
     extra: Mapping[str, Any] = field(default_factory=dict)  # what modules add to their state
+    python: Mapping[str, Any] = field(default_factory=dict)  # what is kept elsewhere, packed
 
 
 RECORDER = struct.Struct("qqqq")
@@ -293,6 +294,7 @@ class Noticed:
     missing: frozenset[str] = frozenset()
     validates: bool = True
     globals: Mapping[str, str] = field(default_factory=dict)  # that its step finds, once made
+    shared: frozenset[str] = frozenset()  # those of them that are not a trial's own
 
 
 @dataclass(frozen=True, slots=True)

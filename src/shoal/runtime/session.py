@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +30,7 @@ from shoal.ownstep import (
     Modes,
     OwnStep,
     Tally,
+    means_of,
     refuse_nonfinite,
     require_evaluation,
     require_metric,
@@ -56,6 +56,7 @@ from shoal.runtime.captures import Captures
 from shoal.runtime.chains import Chains, chain_of
 from shoal.runtime.extrastate import extra_state, give_extra_state
 from shoal.runtime.messages import Progress, Settings
+from shoal.runtime.pythonstate import PythonState
 from shoal.runtime.task import Task
 from shoal.runtime.units import (
     Buffer,
@@ -66,6 +67,7 @@ from shoal.runtime.units import (
     get,
     locate,
 )
+from shoal.several import catch_up
 from shoal.spill.generate import route_of
 
 
@@ -95,6 +97,7 @@ class Session:
         require_evaluation(recipe, self.model, self.valid)
         self.optimizer = build_optimizer_of(recipe, self.model, self.hp)
         self.schedule = build_schedule(recipe, self.optimizer, self.hp)
+        self.python = PythonState(self.model, self.optimizer, self.schedule)
         self.rng = capture_rng(device)
         self.feed = self._feed(before_data, "training")
         self.valid_feed = self._feed(before_data, "validation") if self.valid is not None else None
@@ -107,7 +110,7 @@ class Session:
         self.on_boundary: Callable[[], None] = lambda: None
         self.on_loader_lost: Callable[[str], None] = lambda reason: None
         self.on_evaluated: Callable[[dict[str, float]], None] = lambda metrics: None
-        self.counted: Counted = _uncounted
+        self.counted: Counted = lambda work, what: work()
         self.evaluated_at = -1
         self.metrics: dict[str, float] = {}  # of the last evaluation
         self.epoch_number = 1  # of the last batch that was trained on, counted from 1
@@ -258,18 +261,18 @@ class Session:
         places = views(self.region.bytes, self.layout.buffers, self.layout.buffers_at)
         for name, place in places.items():
             keep(name, place, get(locate(self.model, name)))
-        for shard in self.layout.shards:
-            stored = state_views(self.region.bytes, shard.state, shard.state_at)
-            for field_ in shard.param.fields:
-                self.binding.settle(field_.spec.name, stored.get(field_.spec.name, {}))
+        self._settle_states()
 
     def rest(self) -> None:
         """Let go of what is on the device; the host region has all of it."""
+        self._settle_states()
+        self.evict_everything()
+
+    def _settle_states(self) -> None:
         for shard in self.layout.shards:
             stored = state_views(self.region.bytes, shard.state, shard.state_at)
             for field_ in shard.param.fields:
                 self.binding.settle(field_.spec.name, stored.get(field_.spec.name, {}))
-        self.evict_everything()
 
     def evict_everything(self) -> None:
         """Poison all parameters."""
@@ -307,7 +310,7 @@ class Session:
         self.on_boundary = lambda: None
         self.on_loader_lost = lambda reason: None
         self.on_evaluated = lambda metrics: None
-        self.counted = _uncounted
+        self.counted = lambda work, what: work()
 
     def progress(self) -> Progress:
         """The state beside the tensors; at a step boundary, with the trial's RNG saved."""
@@ -322,7 +325,18 @@ class Session:
             schedule=self.schedule.state_dict() if self.schedule else None,
             tally=self.tally.pack(),
             extra=extra_state(self.model),
+            python=self.python.pack(),
         )
+
+    def enter(self) -> None:
+        """Put the trial's random streams and globals in place."""
+        restore_rng(self.rng, self.device)
+        self.python.put()
+
+    def put_away(self) -> None:
+        """Note them as they are."""
+        self.rng = capture_rng(self.device)
+        self.python.put_away()
 
     def resume(self, progress: Progress, *, warm: bool = False, reads: bool = True) -> None:
         """Continue from ``progress``; the tensors are in the region already.
@@ -334,9 +348,10 @@ class Session:
         self.tally = Tally() if warm else Tally.unpack(progress.tally)
         self.binding.require_shapes(self.layout)
         give_extra_state(self.model, progress.extra)
+        self.python.give(progress.python, self.device, warm=warm)
         self.binding.restore(progress.scalars, progress.stored, self._step_places())
         if warm:
-            self._catch_up(progress.step)
+            catch_up(self.schedule, progress.step)
             if self.settings.varied:  # it was evaluated there, before it took this state over
                 self.evaluated_at = progress.step
         else:
@@ -362,13 +377,6 @@ class Session:
             for shard, names in enumerate(self.owned)
             for name in names
         }
-
-    def _catch_up(self, steps: int) -> None:
-        """Bring this trial's own schedule to where it would be after ``steps``."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's advice on the order of the two steps
-            for _ in range(steps if self.schedule else 0):
-                self.advance_schedule()
 
     # -- the training loop ----------------------------------------------------------
 
@@ -583,18 +591,7 @@ class Session:
 
     def _evaluated(self, found: Sequence[Mapping[str, float]]) -> None:
         """A validation pass found these metrics, one mapping a batch."""
-        sums: dict[str, float] = {}
-        for metrics in found:
-            for name, value in metrics.items():
-                sums[name] = sums.get(name, 0.0) + value
-        means = {name: total / len(found) for name, total in sums.items()}
-        self.metrics = {**self.tally.take(), **means}
+        self.metrics = {**self.tally.take(), **means_of(found)}
         if self.recipe.step is not None:
-            has_valid = self.valid_feed is not None
-            require_metric(self.settings.metric, self.metrics, has_valid=has_valid)
+            require_metric(self.settings.metric, self.metrics, has_valid=bool(self.valid_feed))
         self.on_evaluated(self.metrics)
-
-
-def _uncounted(work: Callable[[], None], what: str) -> None:
-    """As it is where no device counts."""
-    work()

@@ -23,7 +23,6 @@ from shoal.memory.store import Region
 from shoal.pipeline.links import Links
 from shoal.pipeline.packing import Packer
 from shoal.pipeline.wide import called
-from shoal.rng import capture_rng
 from shoal.runtime import checkpoint
 from shoal.runtime.gangs import GangSession
 from shoal.runtime.gangseat import GangSeat, Hands, MemberError
@@ -282,7 +281,7 @@ class StageDesk:
         """Between two steps; all shards are in the region, and stay as they are until copied."""
         self._saver.wait(session.job.trial)
         self._reports.send_events()  # whoever finds the generation has heard of its step
-        session.rng = capture_rng(self._device.torch_device)  # where nobody was waited for
+        session.put_away()  # where nobody was waited for
         copies = not session.job.disk_bytes  # of what memory is too small for there are none
         take = functools.partial(checkpoint.content, session, copy=copies)
         self._saver.save(take, copies=copies, waits=not copies)

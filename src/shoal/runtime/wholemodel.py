@@ -17,6 +17,7 @@ from shoal.memory.store import same_bits
 from shoal.ownstep import Modes
 from shoal.partition.measure import Timed
 from shoal.partition.track import peak_of
+from shoal.pystate import Attributes
 from shoal.recipe import (
     Batch,
     Recipe,
@@ -48,6 +49,7 @@ class Built(NamedTuple):
     data: str  # how it is led to a position
     loader_bytes: Bytes
     modes: Modes
+    attributes: Attributes
 
 
 class Costs(NamedTuple):

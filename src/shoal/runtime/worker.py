@@ -36,6 +36,7 @@ from shoal.data import with_shared_data
 from shoal.device import CudaDevice, Device, open_device
 from shoal.device.allocator import held_by_libraries
 from shoal.partition.compiled import watch_compiling
+from shoal.pystate import ambient
 from shoal.recipe import Recipe, with_fixed_data
 from shoal.runtime.channel import Channel
 from shoal.runtime.loop import DeviceLoop
@@ -131,6 +132,7 @@ def _run(
         send(_opened(device))
     watch_compiling()
     given: Recipe = cloudpickle.loads(order.recipe)
+    ambient.watch(given)
     recipe = with_fixed_data(given, order.settings.varied)
     if given.share_data and not order.settings.varied:
         recipe = with_shared_data(recipe, device.torch_device, lambda: output.taken)

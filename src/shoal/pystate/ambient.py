@@ -1,0 +1,275 @@
+"""What a recipe's code keeps in globals, on classes and in its own functions.
+
+A process has one of each, and alone a trial has them for itself. So each trial of a worker has
+values of its own, which are put in place with its random streams, and begins with those that were
+there when the recipe came. What only makes trials, as a factory that keeps what it has read from a
+disk, is left alone.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import sys
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal.bound import code_of
+from shoal.pystate.values import (
+    NOTHING,
+    PLAIN,
+    STREAMS,
+    Look,
+    Note,
+    Unkept,
+    give,
+    look_at,
+    pack,
+    refill_values,
+)
+from shoal.recipe import Recipe
+from shoal.spelled import code_met, is_library, names_in
+
+DATA = (*PLAIN, type(None), list, dict, set, deque, tuple, Tensor, np.ndarray, *STREAMS)
+MAKING = frozenset(("__init__", "__new__"))
+"""Methods that make an object, and are no part of a step."""
+INSTALLED = ("site-packages", "dist-packages")
+OURS = str(Path(__file__).parents[1])
+LONGEST, LARGEST, VALUES = 200, 2**16, 100
+"""What of one global is looked into, each time that trials alternate."""
+Notes = Mapping[str, Mapping[str, Note]]
+"""By owner and name."""
+
+
+class Ambient:
+    """The globals that steps of one recipe read and write, in this process.
+
+    Made before any of the recipe's code has run. ``begin`` puts in place what was there then;
+    ``take`` says what is there now, and ``put`` puts that in place again. Notes refer to the
+    objects themselves and belong to who took them.
+    """
+
+    def __init__(self, recipe: Recipe | None) -> None:
+        self._owners = dict(_owners(recipe)) if recipe is not None else {}
+        self._first = self.take()
+
+    def begin(self) -> None:
+        """As when the recipe came."""
+        for where, notes in self._first.items():
+            refill_values(self._owners[where], notes, soft=True)
+
+    def take(self) -> Notes:
+        """What is there now."""
+        return {where: _look(owner) for where, owner in self._owners.items()}
+
+    def put(self, notes: Notes) -> None:
+        """Have the globals be as they were when ``notes`` were taken."""
+        for where, kept in notes.items():
+            refill_values(self._owners[where], kept, soft=False)
+
+    def has(self, place: str) -> bool:
+        """Whether a value called ``module.name`` or ``module.class.name`` is a trial's own."""
+        return any(
+            f"{place}.".startswith(f"{where}.{name}.")
+            for where, owner in self._owners.items()
+            for name in owner
+        )
+
+    def changed(self, before: Notes, after: Notes) -> dict[str, Any]:
+        """By place what changed from ``before`` to ``after``, packed; not what cannot be."""
+        found: dict[str, Any] = {}
+        for where, notes in after.items():
+            for name, note in notes.items():
+                with suppress(Unkept):
+                    packed = pack(note, before.get(where, {}).get(name, NOTHING))
+                    if packed is not None:
+                        found[f"{where}: {name}"] = packed
+        return found
+
+    def give(self, packed: Mapping[str, Any], device: torch.device) -> None:
+        """Have what is in place hold what was packed."""
+        for place, one in packed.items():
+            where, _, name = place.rpartition(": ")
+            if (owner := self._owners.get(where)) is None:
+                continue
+            with suppress(Unkept):
+                owner[name] = give(one, owner.get(name), device)
+
+
+_here: list[Ambient] = []
+
+
+def watch(recipe: Recipe) -> None:
+    """From now on this process trains trials of ``recipe``, none of whose code has run yet."""
+    _here[:] = [Ambient(recipe)]
+
+
+def here() -> Ambient:
+    """The globals of the recipe that this process trains; none where nobody said which."""
+    return _here[0] if _here else Ambient(None)
+
+
+def _look(owner: Mapping[str, Any]) -> dict[str, Note]:
+    return {
+        name: look_at(value, Look(longest=LONGEST, largest=LARGEST, values=VALUES))
+        for name, value in owner.items()
+    }
+
+
+# -- who has globals ------------------------------------------------------------------------------
+
+
+class _Globals(MutableMapping[str, Any]):
+    """The values among a module's globals that code names, or among a class's attributes."""
+
+    def __init__(self, owner: Any, names: Iterable[str] | None = None) -> None:
+        self._owner = owner
+        self._names = None if names is None else sorted(names)
+
+    def __iter__(self) -> Iterator[str]:
+        held = self._held
+        for name in list(held) if self._names is None else self._names:
+            if name in held and not name.startswith("__") and _may_change(held[name]):
+                yield name
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._held[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if self._held.get(name, NOTHING) is value:
+            return
+        if isinstance(self._owner, type):
+            setattr(self._owner, name, value)
+        else:
+            self._owner[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        if isinstance(self._owner, type):
+            delattr(self._owner, name)
+        else:
+            del self._owner[name]
+
+    @property
+    def _held(self) -> Mapping[str, Any]:
+        return vars(self._owner) if isinstance(self._owner, type) else self._owner
+
+
+def _owners(recipe: Recipe) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
+    """What code of steps keeps values in, by how it is called."""
+    met = list(code_met(map(code_of, _given(recipe))))
+    kinds = {id(k): k for one in met if isinstance(one, type) for k in one.__mro__}
+    users = [kind for kind in kinds.values() if _is_users(kind)]
+    codes = list(_codes(recipe, users))
+    spelled = frozenset(name for code, _ in codes for name in names_in(code))
+    named: dict[int, tuple[dict[str, Any], set[str]]] = {}
+    for code, known in codes:
+        _, names = named.setdefault(id(known), (known, set()))
+        names |= (set(names_in(code)) & known.keys()) | set(_stored(code))
+    for one in met:
+        if isinstance(one, types.ModuleType) and _is_users(one):
+            named.setdefault(id(vars(one)), (vars(one), set()))[1].update(spelled)
+    for known, names in named.values():
+        yield str(known.get("__name__", "")), _Globals(known, names)
+    for kind in users:
+        yield f"{kind.__module__}.{kind.__qualname__}", _Globals(kind)
+    yield "the recipe", dict(_steps(recipe))
+
+
+def _given(recipe: Recipe) -> Iterator[Any]:
+    """All code that the recipe's user gave."""
+    yield from (value for value in vars(recipe).values() if callable(value))
+    yield from recipe.metrics.values()
+
+
+def _steps(recipe: Recipe) -> Iterator[tuple[str, Any]]:
+    """The functions that a step calls."""
+    for name in ("loss", "inputs", "step", "evaluate"):
+        if (value := getattr(recipe, name)) is not None:
+            yield name, code_of(value)
+    for name, metric in recipe.metrics.items():
+        yield f"metric {name!r}", code_of(metric)
+
+
+def _codes(
+    recipe: Recipe, kinds: Iterable[type]
+) -> Iterator[tuple[types.CodeType, dict[str, Any]]]:
+    """The code of steps, with its globals: what makes trials counts by what it defines."""
+    waiting: deque[Any] = deque(value for _, value in _steps(recipe))
+    for value in list(waiting):
+        waiting += [v for kind in type(value).__mro__ for v in vars(kind).values()]
+    for kind in kinds:
+        waiting += [value for name, value in vars(kind).items() if name not in MAKING]
+    met = set[int]()
+    while waiting:
+        function = _function(waiting.popleft())
+        if function is None or id(function) in met:
+            continue
+        met.add(id(function))
+        yield function.__code__, function.__globals__
+        named = set(names_in(function.__code__)) & function.__globals__.keys()
+        waiting += [function.__globals__[name] for name in sorted(named)]
+        waiting += [cell for cell in _contents(function) if isinstance(cell, types.FunctionType)]
+    for factory in map(_function, (recipe.model, recipe.data, recipe.optimizer, recipe.schedule)):
+        if factory is None:
+            continue
+        for constant in factory.__code__.co_consts:
+            if isinstance(constant, types.CodeType):
+                yield constant, factory.__globals__
+
+
+def _function(value: Any) -> types.FunctionType | None:
+    """A function of the user's, out of what wraps it."""
+    value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    value = inspect.unwrap(value) if isinstance(value, types.FunctionType) else value
+    return value if isinstance(value, types.FunctionType) and _is_users(value) else None
+
+
+def _is_users(code: Any) -> bool:
+    """Whether a function, class or module is in the user's files: no package's, nor shoal's."""
+    if is_library(code):
+        return False
+    if isinstance(code, types.FunctionType):
+        known = code.__globals__
+    elif isinstance(code, types.ModuleType):
+        known = vars(code)
+    else:
+        known = vars(sys.modules.get(code.__module__, types))
+    file = str(known.get("__file__") or "")
+    return not any(name in file for name in INSTALLED) and not file.startswith(OURS)
+
+
+def _contents(function: types.FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+
+
+def _stored(code: types.CodeType) -> Iterator[str]:
+    """The globals that code assigns."""
+    yield from (o.argval for o in dis.get_instructions(code) if o.opname == "STORE_GLOBAL")
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _stored(constant)
+
+
+def _may_change(value: Any) -> bool:
+    """Whether it is a value that code may keep something in."""
+    if isinstance(value, DATA):
+        return True
+    if isinstance(value, types.FunctionType):
+        return bool(vars(value) or value.__closure__) and not is_library(value)
+    is_code = isinstance(value, type | types.ModuleType | nn.Module | property | staticmethod)
+    return not is_code and hasattr(value, "__dict__") and not is_library(type(value))

@@ -1,0 +1,52 @@
+"""What a trial in a worker keeps in Python, as a part of its state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.pystate import Attributes, ambient
+
+
+class PythonState:
+    """That of one session: what its objects keep, and its own values of globals.
+
+    Made when all objects are built and nothing has run, with the trial's globals in place.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
+        self._attributes = Attributes(model, optimizer, schedule)
+        self._ambient = ambient.here()
+        self._built = self._notes = self._ambient.take()
+
+    def put(self) -> None:
+        """Put the trial's globals in place."""
+        self._ambient.put(self._notes)
+
+    def put_away(self) -> None:
+        """Note them: others may come in their place."""
+        self._notes = self._ambient.take()
+
+    def pack(self) -> dict[str, Any]:
+        """What changed since the trial was built, for another process."""
+        attributes, _ = self._attributes.changed()
+        found = {
+            "attributes": attributes,
+            "globals": self._ambient.changed(self._built, self._notes),
+        }
+        return {name: packed for name, packed in found.items() if packed}
+
+    def give(self, packed: Mapping[str, Any], device: torch.device, *, warm: bool) -> None:
+        """What ``pack`` gave, in the place of what was built; ``warm``: another trial's."""
+        self._attributes.give(packed.get("attributes", {}), device, scheduled=not warm)
+        if kept := packed.get("globals"):
+            self.put()
+            self._ambient.give(kept, device)
+            self.put_away()
+
+    def lost(self) -> list[str]:
+        """In words what changed, and cannot be kept for another process."""
+        return self._attributes.changed()[1]

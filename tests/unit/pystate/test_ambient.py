@@ -1,0 +1,108 @@
+"""Globals of a recipe's code, of which each trial has its own values."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+import shoal
+from shoal.pystate import Ambient
+
+RATE = 1.0
+SETTINGS = {"scale": 1, "cache": None}
+CACHE = {}
+LOADED = None
+UNREAD = 0
+
+
+class Net(nn.Module):
+    temperature = 1.0
+
+    def forward(self, x):
+        return x * RATE * self.temperature * helped()
+
+
+def helped():
+    return SETTINGS["scale"] + len(CACHE)
+
+
+def model(hp):
+    global RATE, UNREAD
+    RATE = hp["rate"]
+    UNREAD = hp["rate"]
+    Net.temperature = hp["rate"]
+    SETTINGS["scale"] = hp["rate"]
+    return Net()
+
+
+def data(hp):
+    global LOADED
+    if LOADED is None:
+        LOADED = [object()]
+    return [], None
+
+
+def loss(output, batch):
+    loss.calls = getattr(loss, "calls", 0) + 1
+    return output.sum() if LOADED else output.mean()
+
+
+@pytest.fixture
+def ambient():
+    made = Ambient(shoal.Recipe(model=model, data=data, loss=loss))
+    before = RATE, Net.temperature, dict(SETTINGS), LOADED
+    yield made
+    globals().update(RATE=before[0], LOADED=before[3])
+    Net.temperature = before[1]
+    SETTINGS.clear()
+    SETTINGS.update(before[2])
+    CACHE.clear()
+    vars(loss).clear()
+
+
+def now():
+    return RATE, Net.temperature, SETTINGS["scale"], vars(loss).get("calls")
+
+
+def test_each_trial_has_what_it_set(ambient):
+    notes = []
+    for rate in (2, 3):
+        ambient.begin()
+        assert now() == (1.0, 1.0, 1, None)
+        model({"rate": rate})
+        loss.calls = rate
+        notes.append(ambient.take())
+    for _ in range(2):
+        for rate, kept in zip((2, 3), notes, strict=True):
+            ambient.put(kept)
+            assert now() == (rate, rate, rate, rate)
+
+
+def test_what_steps_change_goes_on_in_another_process(ambient):
+    model({"rate": 5})
+    built = ambient.take()
+    loss.calls, SETTINGS["scale"] = 7, 6
+    packed = ambient.changed(built, ambient.take())
+    assert not any("RATE" in place for place in packed)
+    ambient.begin()
+    model({"rate": 5})
+    ambient.give(packed, "cpu")
+    assert now() == (5, 5, 6, 7)
+
+
+def test_what_was_read_once_and_is_kept_for_all_stays(ambient):
+    data({})
+    CACHE["table"] = large = object()
+    SETTINGS["cache"] = large
+    kept = LOADED
+    ambient.begin()
+    assert LOADED is kept
+    assert CACHE["table"] is large
+    assert SETTINGS["cache"] is large
+
+
+def test_only_what_steps_read_is_a_trials_own(ambient):
+    places = [f"{__name__}.{name}" for name in ("RATE", "Net.temperature", "SETTINGS.scale")]
+    assert all(map(ambient.has, places))
+    assert not ambient.has(f"{__name__}.UNREAD")
+    assert not ambient.has(f"{__name__}.RATES")
