@@ -104,6 +104,10 @@ WRONG = {
         r"a model with 2 tensors that have no shape yet, '0\.weight' of LazyLinear first\. .* Run "
         r"one batch through the model in the factory before it is returned",
     ),
+    "a type that no file has": (
+        {"model": lambda hp: nn.Linear(4, 2).to(torch.complex128)},
+        r"tensor 'weight' is of torch\.complex128, which a checkpoint cannot hold\. Keep it in",
+    ),
     "a sparse buffer": (
         {"model": with_sparse},
         r"whose tensor 'sparse' is torch\.sparse_coo, and a trial's parameters and buffers are",
