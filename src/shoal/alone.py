@@ -30,7 +30,7 @@ from shoal.ownstep import (
     require_evaluation,
 )
 from shoal.pipeline.sums import CopiesInTurn
-from shoal.pystate import Ambient, Attributes
+from shoal.pystate import Attributes
 from shoal.recipe import (
     HP,
     Batch,
@@ -385,19 +385,15 @@ def _restored_rng(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def borrowed_process(threads: int, device: torch.device, recipe: Recipe) -> Iterator[None]:
-    """This process with ``threads`` threads.
-
-    Threads, random streams and what the recipe's code keeps in globals are as before at the end.
-    """
-    before, ambient = torch.get_num_threads(), Ambient(recipe)
+def borrowed_process(threads: int, device: torch.device) -> Iterator[None]:
+    """This process with ``threads`` threads; threads and random streams as before at the end."""
+    before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         with _restored_rng(device):
             yield
     finally:
         torch.set_num_threads(before)
-        ambient.begin()
 
 
 def optimizer_state(

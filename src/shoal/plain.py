@@ -23,6 +23,7 @@ from shoal.core.seats import Epoch
 from shoal.core.spec import HyperParameters, PassKind, Place
 from shoal.fusion import SlotPlace, train_in_slot
 from shoal.pieces import in_pieces
+from shoal.pystate import Ambient
 from shoal.recipe import HP, Recipe
 from shoal.rng import seed_all
 from shoal.steppers import WhichWeights, copy_model, copy_state
@@ -91,7 +92,7 @@ def plain_loop(
         copies=copies,
         after_step=after_step,
     )
-    with borrowed_process(threads, where, recipe):
+    with borrowed_process(threads, where):
         seed_all(seed)
         training = Training(asked, HyperParameters(hp))
         training.run()
@@ -132,7 +133,7 @@ def array_loop(
         step: (source.hp, functools.partial(_take_over, source.result))
         for step, source in inherits.items()
     }
-    with borrowed_process(threads, where, recipe):
+    with borrowed_process(threads, where):
         place = SlotPlace(
             slot, width, kind, tuple(Epoch(seat[0], seat[1], seat[2]) for seat in later)
         )
@@ -192,6 +193,7 @@ def plain_population(
     """
     ends = {name: options.pop(name) for name in ("steps", "epochs") if name in options}
     known: dict[tuple[int, int], PlainResult] = {}
+    ambient = Ambient(recipe)  # each has what its code keeps in globals for itself
 
     def until(trial: int, step: int) -> PlainResult:
         if (trial, step) not in known:
@@ -206,6 +208,7 @@ def plain_population(
             if step < before
         }
         told = {**options, **end, "inherits": inherits}
+        ambient.begin()
         if asked.place is None:
             return plain_loop(recipe, asked.hp, asked.seed, **told)
         told = {name: value for name, value in told.items() if name not in _NOT_IN_ARRAYS}

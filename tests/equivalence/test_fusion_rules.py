@@ -516,7 +516,9 @@ def test_a_rule_leaves_float64_as_it_is_under_autocast(what):
 
 def behind_a_product(module_of, shape):
     """The module with what a product gives in the place of its input: bfloat16, under autocast."""
-    product = nn.Conv2d(6, 6, 1) if shape == IMAGE else nn.Linear(6, 6)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # rounding decides for some weights on which side of a bend one is
+        product = nn.Conv2d(6, 6, 1) if shape == IMAGE else nn.Linear(6, 6)
     return lambda slot: nn.Sequential(copy.deepcopy(product), module_of(slot))
 
 

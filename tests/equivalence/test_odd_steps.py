@@ -13,6 +13,7 @@ import shoal
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
 from shoal.testing import assert_same, plain_loop
+from shoal.ui.show import planned_reasons
 
 HARDWARE = shoal.Hardware.virtual(devices=1, memory="64MiB")
 SPACE = shoal.grid(lr=[0.03, 0.1, 0.2, 0.3])
@@ -184,7 +185,7 @@ def test_trials_whose_making_sets_a_global_share_no_array_and_end_as_alone(of, n
     snapshot = Snapshot.of(read_outline(report.directory))
     assert not snapshot.warnings
     assert {trial.numerics.get("array", "none") for trial in snapshot.trials} == {"none"}
-    reasons = {trial.number: trial.why for trial in snapshot.trials}
+    reasons = planned_reasons(report.directory)
     for trial in report.trials:
         (why,) = (line for line in reasons[trial.number] if line.startswith("unfused"))
         assert f"CONFIG.{name}', which its step reads, for all slots at once" in why

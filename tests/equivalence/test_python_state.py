@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 import shoal
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
+from shoal.pystate import Ambient
 from shoal.testing import assert_same, plain_loop
 
 ROWS, BATCH, EPOCHS = 64, 8, 4
@@ -200,8 +201,11 @@ KEPT = {
 }
 
 
-def alone(of, trial):
-    return plain_loop(of, {"lr": trial.hp["lr"]}, trial.seed, epochs=EPOCHS)
+def alone(of, trial, epochs=EPOCHS):
+    ambient = Ambient(of)
+    result = plain_loop(of, {"lr": trial.hp["lr"]}, trial.seed, epochs=epochs)
+    ambient.begin()
+    return result
 
 
 @pytest.mark.parametrize("of", KEPT.values(), ids=KEPT)
@@ -233,7 +237,7 @@ def test_trials_that_alternate_and_are_parked_end_as_alone(of, tmp_path, warm_wo
     report = study.run(hardware=hardware, workers=warm_workers, fuse=False)
     for trial in report.trials:
         epochs = trial.history[-1]["step"] * BATCH // ROWS
-        assert_same(plain_loop(of, {"lr": trial.hp["lr"]}, trial.seed, epochs=epochs), trial)
+        assert_same(alone(of, trial, epochs), trial)
 
 
 class Opaque:

@@ -31,6 +31,7 @@ from shoal.fusion.member import Member
 from shoal.fusion.mode import SlotMode
 from shoal.fusion.outputs import by_slot, taken_apart
 from shoal.fusion.outside import Outside
+from shoal.fusion.ownfunctions import RUNS_AGAIN
 from shoal.fusion.perslot import OF_EACH, in_words
 from shoal.fusion.slots import Slots
 from shoal.fusion.stacked import owners
@@ -118,10 +119,7 @@ class StackedBackend:
             self._take_back(crew)
             if is_out_of_memory(error):
                 raise
-            raise Declined(
-                "the model's code runs again in the backward (checkpointing, or a hook), where it "
-                f"cannot for all slots at once: {first_line(error)}"
-            ) from error
+            raise Declined(f"{RUNS_AGAIN.removesuffix('.')}: {first_line(error)}") from error
         self._keep_idle(crew, active)
         return Trained(masked(losses.detach(), active), {})
 

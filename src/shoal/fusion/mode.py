@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from shoal.fusion.level import plainly
+from shoal.fusion.ownfunctions import functions_by_slot
 from shoal.fusion.perslot import PerSlot
 from shoal.fusion.rules import RULES
 from shoal.fusion.slots import Slots
@@ -39,6 +41,9 @@ DRAWING = frozenset(
     [*(getattr(torch, name) for name in FUNCTIONS), *(getattr(Tensor, name) for name in METHODS)]
 )
 """Operations that draw, and have no rule of their own."""
+
+READING = frozenset((Tensor.numpy, Tensor.tolist, Tensor.__array__))
+"""Operations that make Python's numbers of a tensor's, for which torch's batching has none."""
 
 FACTORIES = frozenset((torch.empty, torch.zeros, torch.ones, torch.full))
 
@@ -75,6 +80,20 @@ class SlotMode(TorchFunctionMode):
     def __init__(self, slots: Slots, *, own_factories: bool = False) -> None:
         super().__init__()
         self._slots, self._own_factories = slots, own_factories
+        self._entered = ExitStack()
+        self._depth = 0
+
+    def __enter__(self) -> Any:
+        if self._depth == 0:
+            self._entered.enter_context(functions_by_slot(self._slots))
+        self._depth += 1
+        return super().__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._depth -= 1
+        if self._depth == 0:
+            self._entered.close()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -86,6 +105,8 @@ class SlotMode(TorchFunctionMode):
             result = rule(self._slots, *args, **kwargs)
             if result is not NotImplemented:
                 return result
+        if func in READING:
+            return self._slots.each(func, args, kwargs)
         if func in DRAWING:
             return self._draw(func, args, kwargs)
         twin = TWINS.get(func)

@@ -19,6 +19,7 @@ from shoal.fusion.declined import Declined
 from shoal.fusion.fused import StackedBackend, first_line, is_out_of_memory
 from shoal.fusion.level import Level, entered
 from shoal.fusion.mode import SlotMode
+from shoal.fusion.ownfunctions import RUNS_AGAIN
 from shoal.fusion.slots import Slots
 from shoal.fusion.template import Template
 from shoal.recipe import autocast
@@ -127,7 +128,4 @@ def backward(roots: Sequence[Any], gradients: Sequence[Tensor]) -> None:
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-        raise Declined(
-            "the model's code runs again in the backward (checkpointing, or a hook), where it "
-            f"cannot for all slots at once: {first_line(error)}"
-        ) from error
+        raise Declined(f"{RUNS_AGAIN.removesuffix('.')}: {first_line(error)}") from error
