@@ -326,6 +326,19 @@ class Schedules:
             member.load_state_dict(state[name])
 
 
+def each_schedule(schedule: Any) -> Iterator[Any]:
+    """A schedule and those that it is made of."""
+    if schedule is None:
+        return
+    if isinstance(schedule, Schedules):
+        inside: Any = schedule.members.values()
+    else:
+        yield schedule
+        inside = vars(schedule).get("_schedulers", ()) if hasattr(schedule, "__dict__") else ()
+    for one in inside:
+        yield from each_schedule(one)
+
+
 def catch_up(schedule: Any, steps: int) -> None:
     """Bring a new schedule, if there is one, to where it is after ``steps``."""
     with warnings.catch_warnings():

@@ -27,7 +27,7 @@ from shoal.core.errors import TrialError
 from shoal.fusion.admission import require_signature, shared_signature, shell
 from shoal.fusion.batches import elements_of, layout_of
 from shoal.fusion.crew import ArrayBackend, Crew, Trained
-from shoal.fusion.finish import Finisher, names_held
+from shoal.fusion.finish import Finisher, advance_schedule, names_held
 from shoal.fusion.fused import StackedBackend
 from shoal.fusion.lonesteps import LoneSteps
 from shoal.fusion.loop import LoopBackend, alone, current_rng, lone_pass, torch_streams_of
@@ -233,8 +233,7 @@ class Array:
             member = self._crew.members[slot]
             try:
                 refuse_nonfinite(member.recipe, losses, member.step + 1)
-                if member.schedule:
-                    member.schedule.step()
+                advance_schedule(self._crew, slot)
                 member.step += 1
             except (Exception, SystemExit) as error:
                 failures[slot] = error

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from shoal.bound import clip_limit
 from shoal.fusion.crew import ArrayBackend, Crew
+from shoal.fusion.declined import Declined
 from shoal.fusion.loop import torch_streams_of
 from shoal.fusion.member import Member
 from shoal.fusion.optim import FusedSteps
-from shoal.kernelstep import is_torchs, put_back
+from shoal.habits import kept_in_place, trained
+from shoal.kernelstep import is_torchs
 
 
 class Finisher:
@@ -49,7 +52,7 @@ class Finisher:
         together = [slot for slot in slots if slot not in apart]
         members = self._crew.members
         self._clip_together(together)
-        gathered = [s for s in together if self._fused.takes(members[s].optimizer)]
+        gathered = [s for s in together if self._is_gathered(members[s])]
         by_themselves = sorted(set(slots) - set(gathered))
         self._backend.hand_out(
             self._crew, [s for s in by_themselves if s not in apart or s in mixed]
@@ -61,6 +64,10 @@ class Finisher:
             self._fused.step(self._crew, gathered)
         return self._advance(slots, set(by_themselves))
 
+    def _is_gathered(self, member: Member) -> bool:
+        """Whether it steps on rows of the stacked gradients, which its parameters do not have."""
+        return not member.habits.touches and self._fused.takes(member.optimizer)
+
     def _advance(self, slots: Sequence[int], by_themselves: Set[int]) -> dict[int, BaseException]:
         failures: dict[int, BaseException] = {}
         for slot in slots:
@@ -70,8 +77,7 @@ class Finisher:
                     self._step_theirs(slot)
                 elif slot in by_themselves:
                     member.optimizer.step()
-                if member.schedule:
-                    member.schedule.step()
+                advance_schedule(self._crew, slot)
                 member.step += 1
             except (Exception, SystemExit) as error:
                 failures[slot] = error
@@ -79,11 +85,8 @@ class Finisher:
 
     def _step_theirs(self, slot: int) -> None:
         """Step an optimizer of the user's, which may draw, and give parameters other data."""
-        member, rows = self._crew.members[slot], self._crew.stacked.parameters
-        with torch_streams_of(self._crew, slot):
-            member.optimizer.step()
-        for name, parameter in member.module.named_parameters():
-            put_back(name, parameter, rows[name].data[slot])
+        with _held(self._crew, slot), torch_streams_of(self._crew, slot):
+            self._crew.members[slot].optimizer.step()
 
     def _clip_together(self, slots: Sequence[int]) -> None:
         chosen = set(slots)
@@ -97,6 +100,41 @@ class Finisher:
     def let_go(self, member: Member) -> None:
         """The member's optimizer state stands on its own again."""
         self._fused.let_go(member.optimizer)
+
+
+def advance_schedule(crew: Crew, slot: int) -> None:
+    """Step a slot's schedule, as it does alone.
+
+    Raises:
+        Declined: it froze parameters, or unfroze some.
+    """
+    member = crew.members[slot]
+    if not member.schedule:
+        return
+    with ExitStack() as inside:
+        if member.habits.touches:
+            inside.enter_context(_held(crew, slot))
+        if member.habits.draws:
+            inside.enter_context(torch_streams_of(crew, slot))
+        member.schedule.step()
+
+
+@contextmanager
+def _held(crew: Crew, slot: int) -> Iterator[None]:
+    """Code of the user's may give parameters other data: their rows have it then.
+
+    Raises:
+        Declined: it froze parameters, or unfroze some.
+    """
+    module = crew.members[slot].module
+    before = trained(module)
+    with kept_in_place(dict(module.named_parameters())):
+        yield
+    if trained(module) != before:
+        raise Declined(
+            "parameters were frozen or unfrozen while it trained, and those of an array are "
+            "trained in all slots or in none"
+        )
 
 
 def clip_alone(member: Member) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.bound import bound
+from shoal.habits import Habits, habits_of
 from shoal.ownstep import Modes
 from shoal.recipe import HP, Recipe
 from shoal.rng import RngState, capture_rng, restore_rng
@@ -34,9 +35,11 @@ class Member:
     rng: RngState
     step: int = 0
     modes: Modes | None = None  # where the recipe has a step of its own
+    habits: Habits = field(init=False)  # of the schedule
 
     def __post_init__(self) -> None:
         self.recipe = bound(self.recipe, self.hp)
+        self.habits = habits_of(self.schedule)
 
     def train(self, training: bool = True) -> None:
         """Put the module into the modes in which it trains, or into evaluation mode."""

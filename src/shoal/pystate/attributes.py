@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.pystate.values import NOTHING, Look, Note, Unkept, give, look_at, pack
-from shoal.several import Schedules, members_of
+from shoal.several import each_schedule, members_of
 from shoal.spelled import is_library
 
 TENSORS = frozenset(("_parameters", "_buffers", "_modules", "training"))
@@ -100,10 +100,11 @@ class Attributes:
             where = f"module {path!r}" if path else "the model"
             hidden = TENSORS | (RECURRENT if isinstance(module, nn.RNNBase) else frozenset())
             yield from _attributes(where, module, hidden, is_library(type(module)))
+        yield "whether it is trained", _Flags(self._model)
         for number, optimizer in enumerate(members_of(self._optimizer)):
             where = f"optimizer {number}" if number else "the optimizer"
             yield from _attributes(where, optimizer, STEPPED, skips=False)
-        for number, schedule in enumerate(_each_schedule(self._schedule)):
+        for number, schedule in enumerate(each_schedule(self._schedule)):
             yield f"{SCHEDULE} {number}".removesuffix(" 0"), _functions(schedule)
 
 
@@ -152,17 +153,26 @@ class _Shown(MutableMapping[str, Any]):
         del self._all[name]
 
 
-def _each_schedule(schedule: Any) -> Iterator[Any]:
-    """A schedule and those that it is made of."""
-    if schedule is None:
-        return
-    if isinstance(schedule, Schedules):
-        inside: Any = schedule.members.values()
-    else:
-        yield schedule
-        inside = vars(schedule).get("_schedulers", ()) if hasattr(schedule, "__dict__") else ()
-    for one in inside:
-        yield from _each_schedule(one)
+class _Flags(MutableMapping[str, Any]):
+    """Which parameters are to be trained, by name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = dict(model.named_parameters())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def __getitem__(self, name: str) -> bool:
+        return self._parameters[name].requires_grad
+
+    def __setitem__(self, name: str, value: bool) -> None:
+        self._parameters[name].requires_grad_(value)
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError("a parameter is trained or not")
 
 
 def _functions(schedule: Any) -> dict[str, Any]:

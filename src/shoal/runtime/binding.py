@@ -9,7 +9,8 @@ there is seen and not silently right.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from shoal.core.errors import TrialError
 from shoal.core.spec import ALIGNMENT
 from shoal.core.units import round_up
+from shoal.habits import kept_in_place
 from shoal.kernelstep import is_torchs, put_back
 from shoal.memory.layout import ShardLayout, TensorSpec, TrialLayout
 from shoal.memory.split import SplitWeight, split_weights
@@ -185,7 +187,7 @@ class Binding:
         chunks: Mapping[int, Sequence[Sequence[str]]] | None = None,
     ) -> None:
         self.params: dict[str, nn.Parameter] = dict(model.named_parameters())
-        self.optimizer = optimizer
+        self._model, self.optimizer = model, optimizer
         self.stateful: dict[str, set[str]] = {}  # name -> the stored keys it has by now
         parts = list(owned)
         self.pieces: list[list[tuple[int, Sequence[str]]]] = []
@@ -196,6 +198,7 @@ class Binding:
         self._subsets = Subsets(optimizer, self.params, parts)
         self._stepped = self._subsets.stepped
         self._bound: dict[int, Placed] = {}
+        self.keeps_gradients = False  # until the schedule has stepped
         self._places: tuple[Placed | None, list[tuple[nn.Parameter, int]]] = (None, [])
         self._settled: dict[int, tuple[Placed, list[tuple[dict[str, Any], list[Any]]]]] = {}
         self._rounding = rounding or Rounding({}, 0)
@@ -299,7 +302,7 @@ class Binding:
             if self._stepped[shard]:
                 self.step_part(shard, number)
         finally:
-            for name in placed.params:
+            for name in placed.params if not self.keeps_gradients else ():
                 self.params[name].grad = None
         if any(p.data_ptr() != at for p, at in self._places_of(placed)):
             self._put_back(placed)
@@ -318,12 +321,42 @@ class Binding:
             self._places = placed, places
         return places
 
+    @contextmanager
+    def around_schedule(self) -> Iterator[None]:
+        """A schedule may look at gradients, which are gone behind it, and give parameters data.
+
+        Raises:
+            TrialError: data of another shape or type.
+        """
+        if not self.keeps_gradients:
+            yield
+            return
+        with kept_in_place(self.params):
+            yield
+        for name, parameter in self.params.items():
+            parameter.grad = None
+            entry = self.optimizer.state.get(parameter)
+            if entry is None:  # it may have cleared the state
+                self.stateful.pop(name, None)
+            elif name in self.stateful:
+                self.stateful[name] &= entry.keys()
+        self._require_groups()
+
     def take_stock(self, shard: int, placed: Placed) -> None:
         """After a step of one's own: parameters and state that it replaced go to their places.
 
         Raises:
-            TrialError: a parameter or its state has no longer the shape or type that it had.
+            TrialError: a parameter or its state has no longer the shape or type that it had, or
+                the model or an optimizer has other parameters.
         """
+        for name, parameter in self._model.named_parameters():
+            if self.params.get(name) is not parameter:
+                raise TrialError(
+                    f"the step gave the model another {name!r}, and a trial's parameters are "
+                    "those that Recipe(model=...) made. Write into them (p.copy_(...), under "
+                    "torch.no_grad()), or build all parts there and choose between them."
+                )
+        self._require_groups()
         for name in placed.params:
             self.params[name].grad = None
         self._put_back(placed)
@@ -447,8 +480,9 @@ class Binding:
         if place is None or place.shape != value.shape or place.dtype != value.dtype:
             raise TrialError(
                 f"the optimizer made state {key!r} of shape {tuple(value.shape)} for "
-                f"{name!r}, which it did not have when it was measured. An optimizer whose "
-                "state changes its shape cannot be kept in a flat store; use another one."
+                f"{name!r}, which it did not have when it was measured. State that changes "
+                "its shape cannot be kept in a flat store; nor can that of a parameter which the "
+                "model or the optimizer unfreezes later: a schedule can do that."
             )
         return place
 
@@ -504,8 +538,23 @@ class Binding:
                     value = value.to(places[name] if name in there else value.device, copy=True)
                 state[key] = value
 
+    def _require_groups(self) -> None:
+        """That the optimizer steps those parameters that it was built with.
+
+        Raises:
+            TrialError: it steps others.
+        """
+        now = [len(group["params"]) for group in self.optimizer.param_groups]
+        if now != (built := [len(names) for names in self._subsets.grouped]):
+            raise TrialError(
+                f"the optimizer has groups of {now} parameters, and had groups of {built} when "
+                "Recipe(optimizer=...) returned it. Give it all of them there: those that are to "
+                "wait have requires_grad=False or lr=0 until then."
+            )
+
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups: options, and the names of their parameters."""
+        self._require_groups()
         return [
             {**{k: v for k, v in group.items() if k != "params"}, "params": list(names)}
             for group, names in zip(

@@ -14,11 +14,14 @@ from shoal.device.flops import narrow_step_factor
 from shoal.several import each_kind
 
 
-def fill_missing_gradients(model: nn.Module) -> None:
-    """Zeros where a backward left none; a sparse gradient has none of them."""
+def fill_missing_gradients(model: nn.Module, *, frozen: bool = False) -> None:
+    """Zeros where a backward left none; a sparse gradient has none of them.
+
+    ``frozen``: of parameters too that are not trained by now.
+    """
     sparse = {id(module.weight) for module in model.modules() if has_sparse_gradient(module)}
     for parameter in model.parameters():
-        if not parameter.requires_grad or parameter.grad is not None:
+        if not (parameter.requires_grad or frozen) or parameter.grad is not None:
             continue
         if id(parameter) in sparse:  # SparseAdam takes no other
             parameter.grad = torch.zeros_like(parameter).to_sparse(1)

@@ -23,6 +23,7 @@ from shoal.recipe import (
 )
 from shoal.rng import capture_rng, seed_all
 from shoal.runtime.describe import first_batch
+from shoal.several import Schedules
 
 
 class Crowd:
@@ -66,10 +67,11 @@ class Crowd:
         return [group[0] for group in self.batches[:count]]
 
 
-class _Endless:
+class _Endless(Schedules):
     """A schedule that begins anew where it ends, since timing takes more steps than a trial."""
 
     def __init__(self, schedule: Any) -> None:
+        super().__init__({"it": schedule})
         self._schedule, self._beginning = schedule, copy.deepcopy(schedule.state_dict())
         self._has_begun = False
 

@@ -387,6 +387,8 @@ class DeviceLoop:
     def _finish_task(self, stay: Stay) -> None:
         task, stay.task = stay.task, None
         if task is not None and task.kind == "step":
+            if stay.seat.session.habits.draws:
+                self._enter(stay)
             stay.seat.end_step()
             self._interleaver.step_finished(stay.seat.trial)
 

@@ -34,6 +34,7 @@ from shoal.device.allocator import allocator_here
 from shoal.device.flops import host_step_bytes, stopwatch_of
 from shoal.device.pace import SystemClock
 from shoal.frames import own_traceback
+from shoal.habits import habits_of
 from shoal.kernelchoice import repeatable
 from shoal.memory.layout import TensorSpec
 from shoal.memory.store import describe
@@ -278,6 +279,7 @@ class Measurer:
             loader_bytes=host_bytes(train, batch),
             modes=modes,
             attributes=Attributes(model, optimizer, schedule),
+            habits=habits_of(schedule),
         )
 
     def _place(self, trial: TrialSpec, model: nn.Module) -> torch.device:
@@ -392,6 +394,10 @@ class Measurer:
             return replace(whole, cuttable=False, notes=(*whole.notes, note))
         for parameter in built.model.parameters():
             parameter.grad = None
+        if any(built.habits):
+            what = "draws random numbers" if built.habits.draws else "touches parameters"
+            note = f"the code of its schedule {what}, which shards have elsewhere when it steps"
+            return replace(whole, cuttable=False, notes=(*whole.notes, note))
         if names := self._changes:
             note = why_changes_matter(self._recipe, built.trial, built.batch, names)
             if note:

@@ -21,6 +21,7 @@ from shoal.core.spec import HyperParameters
 from shoal.core.technique import Captured, Spilled, kept_shards, steps_on_host
 from shoal.data import Feed
 from shoal.device.losses import Losses, readback_of
+from shoal.habits import habits_of
 from shoal.memory.chunks import chunk_names
 from shoal.memory.layout import TrialLayout, lenders
 from shoal.memory.split import write_params
@@ -98,6 +99,7 @@ class Session:
         self.optimizer = build_optimizer_of(recipe, self.model, self.hp)
         self.schedule = build_schedule(recipe, self.optimizer, self.hp)
         self.python = PythonState(self.model, self.optimizer, self.schedule)
+        self.habits = habits_of(self.schedule)
         self.rng = capture_rng(device)
         self.feed = self._feed(before_data, "training")
         self.valid_feed = self._feed(before_data, "validation") if self.valid is not None else None
@@ -166,6 +168,7 @@ class Session:
         self.binding = Binding(
             self.model, self.optimizer, self.owned, self.device, rounding, chunks
         )
+        self.binding.keeps_gradients = self.habits.touches
         if fresh:
             self._write_initial()
         for parameter in self.model.parameters():
@@ -568,9 +571,9 @@ class Session:
         self.losses.add(losses.total)
 
     def advance_schedule(self) -> None:
-        """Step the schedule, once per optimizer step."""
         if self.schedule:
-            self.schedule.step()
+            with self.binding.around_schedule():
+                self.schedule.step()
 
     def _evaluate(self) -> Iterator[Task]:
         """A validation pass; whatever it draws is undone."""

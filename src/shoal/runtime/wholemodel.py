@@ -12,6 +12,7 @@ from shoal.core.errors import SpecError
 from shoal.core.spec import NO_BYTES, HyperParameters, TrialSpec
 from shoal.core.units import Bytes, Seconds
 from shoal.fusion.sideeffects import attributes_of, in_words
+from shoal.habits import Habits
 from shoal.memory.layout import TensorSpec
 from shoal.memory.store import same_bits
 from shoal.ownstep import Modes
@@ -50,6 +51,7 @@ class Built(NamedTuple):
     loader_bytes: Bytes
     modes: Modes
     attributes: Attributes
+    habits: Habits
 
 
 class Costs(NamedTuple):
@@ -126,7 +128,8 @@ class WholeModel:
         del buffers
         backward = peak_of(self._backward, scratch)
         refuse_sparse_norm(self._recipe, model)
-        fill_missing_gradients(model)  # a branch that this batch does not take has state too
+        # A branch that this batch does not take has state too, and what is unfrozen later.
+        fill_missing_gradients(model, frozen=built.habits.touches)
         # Makes the state, which is moved then.
         first_step = peak_of(lambda: step_once(self._recipe, built), scratch)
         backward_s = self._timed(self._backward)
