@@ -48,7 +48,7 @@ from shoal.recipe import (
 )
 from shoal.replicas import Replicas
 from shoal.rng import RngState, capture_rng, restore_rng, seed_all
-from shoal.several import catch_up
+from shoal.several import catch_up, state_of_schedule
 from shoal.steppers import Stepper, WhichWeights, copy_model, copy_state, make_stepper, versions_of
 
 
@@ -81,7 +81,7 @@ class PlainResult:
                 for name, value in self.model.state_dict().items()
             },
             "optimizer": optimizer_state(self.optimizer, self.parameters),
-            "schedule": self.schedule.state_dict() if self.schedule else None,
+            "schedule": state_of_schedule(self.schedule, self.model),
             "rng": self.rng,
             "step": self.step,
         }

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from shoal.core.errors import SpecError
 
@@ -337,6 +338,22 @@ def each_schedule(schedule: Any) -> Iterator[Any]:
         inside = vars(schedule).get("_schedulers", ()) if hasattr(schedule, "__dict__") else ()
     for one in inside:
         yield from each_schedule(one)
+
+
+def state_of_schedule(schedule: Any, model: nn.Module) -> dict[str, Any] | None:
+    """Its state dict, without what is the model's: one that was built anew has its own of that.
+
+    torch's schedules give all of their attributes; one that freezes layers keeps some of these.
+    """
+    if not schedule:
+        return None
+    known = {id(one) for one in (*model.parameters(), *model.buffers(), *model.modules())}
+    state: dict[str, Any] = schedule.state_dict()
+    return {
+        key: value
+        for key, value in state.items()
+        if key == "lr_lambdas" or known.isdisjoint(map(id, (value, *tree_leaves(value))))
+    }
 
 
 def catch_up(schedule: Any, steps: int) -> None:

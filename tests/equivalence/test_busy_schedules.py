@@ -37,6 +37,22 @@ class Unfreezes(Busy):
                 parameter.requires_grad_(True)
 
 
+class Keeps(Busy):
+    """The layer that it unfreezes, in an attribute, which torch makes a part of its state."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
+        self.layer = optimizer.param_groups[0]["params"][:2]
+        for parameter in self.layer:
+            parameter.requires_grad_(False)
+
+    def step(self):
+        super().step()
+        if self.last_epoch == 3:
+            for parameter in self.layer:
+                parameter.requires_grad_(True)
+
+
 class Freezes(Busy):
     def step(self):
         super().step()
@@ -114,9 +130,10 @@ def adam(named, hp):
     return torch.optim.AdamW([p for _, p in named], lr=0.1 * hp["lr"], fused=True)
 
 
-LEAVES = ("unfreezes", "freezes")
+LEAVES = ("unfreezes", "keeps", "freezes")
 SCHEDULES = {
     "unfreezes": unfreezing,
+    "keeps": lambda o, hp: Keeps(o),
     "freezes": lambda o, hp: Freezes(o),
     "decays": lambda o, hp: Decays(o),
     "follows": lambda o, hp: Follows(o),

@@ -16,7 +16,7 @@ from shoal.device import open_device
 from shoal.ownstep import Losses, Tally, losses_of
 from shoal.recipe import Recipe
 from shoal.runtime.measure import Measurer
-from shoal.runtime.messages import Measure, Refused
+from shoal.runtime.messages import Measure, Measured, Refused
 from shoal.several import Models, Named, Optimizers, as_one_optimizer
 from shoal.testing import plain_loop
 
@@ -200,6 +200,16 @@ def lbfgs(models, batch, optimizers, hp):
 def test_a_step_that_trains_nothing(refusal):
     words = "was called 3 times and trained nothing: it called step() of none of its 2 optimizers"
     assert words in refusal(with_a_step(trains_nothing))
+
+
+def steps_later(models, batch, optimizers, hp, number):
+    for optimizer in optimizers.values() if number > 9 else ():
+        optimizer.step()
+    return sum(p.square().sum() for model in models.values() for p in model.parameters())
+
+
+def test_one_that_begins_to_train_later_is_taken():
+    assert isinstance(measured(with_a_step(steps_later)), Measured)
 
 
 def test_a_step_that_goes_on_from_gradients_of_the_one_before(refusal):

@@ -93,12 +93,19 @@ class Feed:
 
         Raises:
             SpecError: the source has no batch, or one that is None.
-            TrialError: it has another number of them than it says, or its loader is lost.
+            TrialError: it has another number of them than it says, its loader is lost, or its
+                code has no memory, which is nothing that smaller shards would help.
         """
-        iterator = self._iterator
-        if iterator is None:
-            iterator = self._begin_epoch()
-        batch = self._take(iterator, self.batch)
+        try:
+            iterator = self._iterator
+            if iterator is None:
+                iterator = self._begin_epoch()
+            batch = self._take(iterator, self.batch)
+        except MemoryError as error:
+            raise TrialError(
+                f"reading the {self._what} data took more host memory than there is: "
+                f"{type(error).__name__}: {error}".removesuffix(": ")
+            ) from error
         if batch is END:
             self._end_epoch()
             return None

@@ -15,6 +15,7 @@ from shoal.habits import Habits, habits_of
 from shoal.ownstep import Modes
 from shoal.recipe import HP, Recipe
 from shoal.rng import RngState, capture_rng, restore_rng
+from shoal.several import state_of_schedule
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,7 +54,7 @@ class Member:
         return {
             "model": {name: tensor.cpu() for name, tensor in self.module.state_dict().items()},
             "optimizer": self._optimizer_state(),
-            "schedule": self.schedule.state_dict() if self.schedule else None,
+            "schedule": state_of_schedule(self.schedule, self.module),
             "rng": self.rng,
             "step": self.step,
         }

@@ -96,9 +96,12 @@ class Commands:
     def ended(self) -> None:
         """The run is over."""
         unsaved = self._execution.unsaved
-        note = f"; not saved: {dict(unsaved)}" if unsaved else ""
+        text = "stopped: every trial is saved"
+        if unsaved:
+            reasons = "; ".join(f"trial {trial}: {why}" for trial, why in sorted(unsaved.items()))
+            text = f"stopped, and not all is saved; what is missing is trained again. {reasons}"
         for answer in [*self._at_end, *self._when_paused]:
-            answer({"text": f"stopped: every trial is saved{note}", "unsaved": list(unsaved)})
+            answer({"text": text, "unsaved": list(unsaved)})
 
     def _do(self, command: Command, answer: Answer) -> None:
         try:

@@ -83,11 +83,18 @@ class CheckpointPolicy:
         return Bytes(sum(sorted(sizes, reverse=True)[: self.best]))
 
     def check(
-        self, plan: Plan, free: Bytes, *, theirs: Bytes = _NO_BYTES, others: Bytes = _NO_BYTES
+        self,
+        plan: Plan,
+        free: Bytes,
+        *,
+        reserve: Bytes = _NO_BYTES,
+        theirs: Bytes = _NO_BYTES,
+        others: Bytes = _NO_BYTES,
     ) -> None:
         """Refuse a plan whose generations cannot fit.
 
         Args:
+            reserve: What a run keeps free beside them, to end well on a full disk.
             theirs: What the plan's trials have on disk from earlier runs; they replace it.
             others: What the study's other trials have there, which stays.
 
@@ -98,8 +105,12 @@ class CheckpointPolicy:
         needed = running + finished
         if self.disk_budget is not None and needed + others > self.disk_budget:
             room, whose = Bytes(max(0, self.disk_budget - others)), "disk_budget allows"
-        elif needed > free + theirs:
+        elif needed + reserve > free + theirs:
             room, whose = Bytes(free + theirs), "are free"
+            if reserve:
+                whose += (
+                    f", of which a run keeps {format_bytes(reserve)} to end well on a full disk"
+                )
         else:
             return
         raise PlanError(

@@ -40,7 +40,7 @@ from shoal.launch.plan import check_disk, check_host_memory, fits_host, plan_stu
 from shoal.launch.policy import bytes_on_disk
 from shoal.launch.request import Asked, Request, settings_of
 from shoal.launch.saving import interval_of, with_interval
-from shoal.launch.signals import Interrupts
+from shoal.launch.signals import Interrupted, Interrupts
 from shoal.launch.starts import asked_seats, check_numerics, refuse_numerics, remove_strays
 from shoal.launch.wishes import refuse_inexact
 from shoal.observe.rows import TrialState
@@ -188,6 +188,7 @@ class Run:
         self._study.policy.check(
             planned.plan,
             self._free(case, planned.plan),
+            reserve=Bytes(0 if (case.place.path / RESERVE).exists() else RESERVE_BYTES),
             theirs=bytes_on_disk(case.place.path, sorted(todo)),
             others=bytes_on_disk(case.place.path, others),
         )
@@ -358,4 +359,6 @@ def _steps(case: Case) -> dict[int, int]:
 
 
 def _words(error: BaseException) -> str:
+    if isinstance(error, Interrupted | KeyboardInterrupt):
+        return "it was interrupted"
     return f"{type(error).__name__}: {error}".strip(": ")

@@ -68,7 +68,7 @@ from shoal.runtime.units import (
     get,
     locate,
 )
-from shoal.several import catch_up
+from shoal.several import catch_up, state_of_schedule
 from shoal.spill.generate import route_of
 
 
@@ -325,7 +325,7 @@ class Session:
             scalars=self.binding.scalars(),
             stored=self.binding.stored_keys(),
             groups=self.binding.groups(),
-            schedule=self.schedule.state_dict() if self.schedule else None,
+            schedule=state_of_schedule(self.schedule, self.model),
             tally=self.tally.pack(),
             extra=extra_state(self.model),
             python=self.python.pack(),

@@ -154,7 +154,7 @@ def _process(status: Mapping[str, Any]) -> str:
 
 def _tell(answer: Mapping[str, Any], otherwise: str, as_json: bool) -> int:
     print(jsonl.dumps(answer, indent=2) if as_json else answer.get("text") or otherwise)
-    return ExitCode.DONE
+    return ExitCode.STORAGE if answer.get("unsaved") else ExitCode.DONE
 
 
 # -- values -----------------------------------------------------------------------------------

@@ -59,6 +59,7 @@ from shoal.ui.text import (
 )
 
 REFRESH_S = 0.25
+NO_METRICS = ": no metrics"
 PLAIN_S = 5.0
 _GAP = 2  # blanks between two columns
 _WORKS = {"build": "built", "measure": "measured"}
@@ -198,6 +199,8 @@ class PlainLines:
 
     def _lines(self, event: Event) -> list[str]:
         line = self._why_again(event) or describe(event)
+        if isinstance(event, Evaluated | TrialFinished) and not event.metrics:
+            line = line.removesuffix(NO_METRICS) + self._loss_of(event.trial)
         lines = [line] if line else []
         if isinstance(event, StudyPlanned):
             lines += [f"WARNING: {warning}" for warning in event.warnings]
@@ -206,6 +209,12 @@ class PlainLines:
         if isinstance(event, StepFinished) and self._is_due(event.time):
             lines.append(describe_progress(self._folder.snapshot()))
         return lines
+
+    def _loss_of(self, trial: int) -> str:
+        """What there is to say of a trial that nothing was evaluated of."""
+        rows = self._folder.snapshot().trials
+        loss = next((row.loss for row in rows if row.number == trial), None)
+        return NO_METRICS if loss is None else f": loss {format_metric(loss)}"
 
     def _why_again(self, event: Event) -> str:
         """Why a trial is planned again; of trials in a row for one reason said of the first."""
@@ -235,11 +244,11 @@ def describe(event: Event) -> str:
             seconds = format_seconds(Seconds(event.seconds))
             return f"planned {counted(event.trials, 'trial')}: predicted {seconds}"
         case Evaluated():
-            return f"trial {event.trial} step {event.step}: {_metrics(event.metrics)}"
+            return f"trial {event.trial} step {event.step}{_metrics(event.metrics)}"
         case TrialFinished():
             return (
                 f"trial {event.trial} finished after {counted(event.step, 'step')} and "
-                f"{format_seconds(event.seconds)}: {_metrics(event.metrics)}"
+                f"{format_seconds(event.seconds)}{_metrics(event.metrics)}"
             )
         case TrialFailed():
             reason = TrialRow(number=event.trial, error=event.error).error_line
@@ -313,7 +322,8 @@ def describe_progress(snapshot: Snapshot) -> str:
 
 def _metrics(metrics: object) -> str:
     items = dict(metrics).items()  # type: ignore[call-overload]  # a mapping of floats
-    return ", ".join(f"{name} {format_metric(value)}" for name, value in items) or "no metrics"
+    found = ", ".join(f"{name} {format_metric(value)}" for name, value in items)
+    return f": {found}" if found else NO_METRICS
 
 
 # ---------------------------------------------------------------- the table

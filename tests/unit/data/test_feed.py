@@ -88,6 +88,20 @@ def test_a_batch_that_is_none_is_refused():
         Feed([None], CPU).next()
 
 
+class Hungry:
+    def __iter__(self):
+        yield 1
+        raise MemoryError("of the user's")
+
+
+def test_a_source_that_has_no_memory_is_named():
+    feed = Feed(Hungry(), CPU)
+    feed.next()
+
+    with pytest.raises(TrialError, match="training data took more host memory than there is: Mem"):
+        feed.next()
+
+
 @pytest.mark.parametrize("length", [1, 3])
 def test_data_of_another_length_than_it_says_is_refused(length):
     feed = Feed(Source([1, 2], length), CPU)

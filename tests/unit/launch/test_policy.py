@@ -92,6 +92,15 @@ def test_a_plan_that_the_disk_cannot_hold_is_refused_with_the_numbers():
     assert "'best:3'" in words
 
 
+def test_what_a_run_keeps_for_the_end_is_not_for_checkpoints():
+    needed = policy().running_bytes(plan()) + policy().finished_bytes(plan())
+    reserve = Bytes(MIB)
+
+    policy().check(plan(), Bytes(needed + MIB), reserve=reserve)
+    with pytest.raises(PlanError, match=r"of which a run keeps 1\.0 MiB to end well on a full"):
+        policy().check(plan(), Bytes(needed + MIB - 1), reserve=reserve)
+
+
 def test_a_plan_over_the_budget_is_refused_though_the_disk_has_room():
     with pytest.raises(PlanError, match=r"5\.0 MiB disk_budget allows"):
         policy(disk_budget=Bytes(5 * MIB)).check(plan(), Bytes(2**40))
