@@ -23,7 +23,7 @@ from shoal.spelled import is_library
 
 TENSORS = frozenset(("_parameters", "_buffers", "_modules", "training"))
 RECURRENT = frozenset(("_flat_weights", "_flat_weight_refs"))  # lists of a layer's own parameters
-STEPPED = frozenset(("state", "param_groups", "defaults"))
+STEPPED = frozenset(("state", "param_groups", "defaults", "step"))  # a schedule wraps the last
 """Attributes that are looked after elsewhere."""
 
 SCHEDULE = "the schedule"
