@@ -222,7 +222,7 @@ def build_model(recipe: Recipe, hp: HP) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise SpecError(f"Recipe(model=...) returned {type(model).__name__}; return an nn.Module.")
     _refuse_shapeless(model)
-    _refuse_sparse(model)
+    _refuse_odd(model)
     if recipe.precision == rounding.NAME:
         rounding.lower(model)
     return model
@@ -244,9 +244,15 @@ def _refuse_shapeless(model: nn.Module) -> None:
     )
 
 
-def _refuse_sparse(model: nn.Module) -> None:
-    """Raises SpecError for tensors that are no plain memory."""
+def _refuse_odd(model: nn.Module) -> None:
+    """Raises SpecError for tensors that are no plain memory, or of which no file has any."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.dtype in (torch.complex128, torch.complex32):
+            raise SpecError(
+                f"Recipe(model=...) returned a model whose tensor {name!r} is of {tensor.dtype}, "
+                "which no checkpoint can hold (safetensors). Keep it in torch.complex64, or as "
+                "real numbers (torch.view_as_real)."
+            )
         if tensor.layout != torch.strided:
             raise SpecError(
                 f"Recipe(model=...) returned a model whose tensor {name!r} is {tensor.layout}, "

@@ -44,14 +44,18 @@ class Attributes:
         self._before = self._notes()
 
     def changed(self) -> tuple[dict[str, Any], list[str]]:
-        """By place what changed, packed; and the places of what cannot be packed."""
+        """By place what changed, packed; and the places of what cannot be packed.
+
+        Torch's own modules keep nothing there that matters, if it cannot be packed.
+        """
         found: dict[str, Any] = {}
         lost: list[str] = []
+        torchs = {holder for holder, held in self._holders() if getattr(held, "is_torchs", False)}
         for place, note in self._notes().items():
             try:
                 packed = pack(note, self._before.get(place, NOTHING))
             except Unkept:
-                lost.append(place)
+                lost += [place] if place.rpartition(": ")[0] not in torchs else []
                 continue
             if packed is not None:
                 found[place] = packed
@@ -103,7 +107,7 @@ class Attributes:
         yield "whether it is trained", _Flags(self._model)
         for number, optimizer in enumerate(members_of(self._optimizer)):
             where = f"optimizer {number}" if number else "the optimizer"
-            yield from _attributes(where, optimizer, STEPPED, skips=False)
+            yield from _attributes(where, optimizer, STEPPED, is_torchs=False)
         for number, schedule in enumerate(each_schedule(self._schedule)):
             yield f"{SCHEDULE} {number}".removesuffix(" 0"), _functions(schedule)
 
@@ -115,13 +119,13 @@ def in_words(place: str) -> str:
 
 
 def _attributes(
-    where: str, owner: Any, hidden: frozenset[str], skips: bool
+    where: str, owner: Any, hidden: frozenset[str], is_torchs: bool
 ) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
     """An object's attributes, and its hooks: these by their order, since their keys are counts.
 
-    ``skips`` tensors inside of a graph: what torch's own modules compute anew each time.
+    Of torch's own modules not tensors inside of a graph: these they compute anew each time.
     """
-    yield where, _Shown(owner, hidden, skips)
+    yield where, _Shown(owner, hidden, is_torchs)
     for name, value in vars(owner).items():
         if "_hooks" in name and isinstance(value, dict) and value:
             hooks: dict[str, Any] = {str(n): hook for n, hook in enumerate(value.values())}
@@ -131,12 +135,12 @@ def _attributes(
 class _Shown(MutableMapping[str, Any]):
     """Those attributes of an object that may be state."""
 
-    def __init__(self, owner: Any, hidden: frozenset[str], skips: bool) -> None:
-        self._all, self._hidden, self._skips = vars(owner), hidden, skips
+    def __init__(self, owner: Any, hidden: frozenset[str], is_torchs: bool) -> None:
+        self._all, self._hidden, self.is_torchs = vars(owner), hidden, is_torchs
 
     def __iter__(self) -> Iterator[str]:
         for name, value in list(self._all.items()):
-            inside = self._skips and isinstance(value, Tensor) and value.grad_fn is not None
+            inside = self.is_torchs and isinstance(value, Tensor) and value.grad_fn is not None
             if name not in self._hidden and "_hooks" not in name and not inside:
                 yield name
 

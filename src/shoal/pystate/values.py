@@ -32,6 +32,8 @@ SEQUENCES: dict[type, Callable[[Any, list[Any]], None]] = {
     set: lambda held, items: (held.clear(), held.update(items))[0],
 }
 """By type how one of them comes to have other items."""
+CODE = ("function", "parts")
+"""Kinds of notes of which what is inside is put back, and not they themselves."""
 STREAMS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -254,7 +256,7 @@ def put_back(note: Note, *, soft: bool = False) -> Any:
         case "dict":
             refill_values(held, inside, soft=soft)
             if list(held) != list(inside):
-                _refill(held, {key: held[key] for key in dict.fromkeys([*inside, *held])})
+                _refill(held, {k: held[k] for k in dict.fromkeys([*inside, *held]) if k in held})
         case "object":
             refill_values(vars(held), inside, soft=soft)
         case "function":
@@ -277,8 +279,11 @@ def refill_values(
     for key in [key for key in held if key not in notes and is_plain(held[key])]:
         del held[key]
     for key, note in notes.items():
-        if not (soft and key in held and covers(note, held[key])):
-            held[key] = put_back(note, soft=soft)
+        if soft and key in held and covers(note, held[key]):
+            continue
+        value = put_back(note, soft=soft)
+        if note.kind not in CODE:  # torch wraps an optimizer's step on its class
+            held[key] = value
 
 
 def is_plain(value: Any) -> bool:

@@ -25,7 +25,6 @@ from shoal.pystate import ambient
 from shoal.recipe import Batch, Recipe, build_model, build_optimizer_of, read_data
 from shoal.rng import seed_all
 from shoal.runtime.messages import Describe, Described, Noticed
-from shoal.runtime.tensorfile import require_storable
 from shoal.runtime.unread import Code, Reading, read_schedule
 from shoal.several import each_kind
 
@@ -110,7 +109,6 @@ class _Described:
         self, recipe: Recipe, hp: HyperParameters, reads: HyperParameters, model: nn.Module
     ) -> None:
         self.recipe = recipe = bound(recipe, hp)
-        require_storable([*model.named_parameters(), *model.named_buffers()])
         self.model, self.choices = model, _choices(recipe, hp)
         self.train, self.valid = read_data(recipe, reads)
         self.batch = first_batch(self.train)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -39,22 +39,12 @@ def row(name: str, tensor: Tensor) -> Row:
     Raises:
         TrialError: the format has no name for its type.
     """
-    require_storable([(name, tensor)])
+    if tensor.dtype not in _NAMES:
+        raise TrialError(
+            f"tensor {name!r} is of {tensor.dtype}, which a checkpoint cannot hold. Keep it in "
+            f"one of {', '.join(sorted(_DTYPES))}."
+        )
     return name, _NAMES[tensor.dtype], tuple(tensor.shape), _bytes_of(tensor.contiguous())
-
-
-def require_storable(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """That a checkpoint could hold these.
-
-    Raises:
-        TrialError: the format has no name for a type.
-    """
-    for name, tensor in tensors:
-        if tensor.dtype not in _NAMES:
-            raise TrialError(
-                f"tensor {name!r} is of {tensor.dtype}, which a checkpoint cannot hold. Keep it "
-                f"in one of {', '.join(str(dtype).removeprefix('torch.') for dtype in _NAMES)}."
-            )
 
 
 def read_tensors(generation: Generation, file_name: str) -> dict[str, Tensor]:

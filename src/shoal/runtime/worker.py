@@ -154,6 +154,7 @@ def _run(
     reader.start()
     loop.run()
     reader.join()
+    ambient.here().begin()  # the next study may be of the same code
     if isinstance(device, CudaDevice):
         device.close()  # the next study looks at what is free
 

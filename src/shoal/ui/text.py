@@ -53,7 +53,8 @@ def how(row: TrialRow) -> str:
     technique = row.technique.lower() or DASH
     if epochs := epochs_of(row.numerics):
         widths = (width for width, _ in groupby(str(epoch.width) for epoch in epochs))
-        return f"array {'/'.join(widths)}"  # 1: by itself
+        found = f"array {'/'.join(widths)}"  # 1: by itself
+        return f"{found}, {technique}" if technique == "spilled" else found
     return f"{technique} {row.shards}" if row.shards > 1 else technique
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 import shoal
@@ -106,3 +107,22 @@ def test_only_what_steps_read_is_a_trials_own(ambient):
     assert all(map(ambient.has, places))
     assert not ambient.has(f"{__name__}.UNREAD")
     assert not ambient.has(f"{__name__}.RATES")
+
+
+class Stepped(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def optimizer(named, hp):
+    return Stepped([p for _, p in named], lr=0.1)
+
+
+def test_what_torch_wraps_on_a_class_stays_wrapped():
+    ambient = Ambient(shoal.Recipe(model=model, data=data, loss=loss, optimizer=optimizer))
+    before = Stepped.step
+    made = optimizer(list(nn.Linear(2, 2).named_parameters()), {})
+    assert Stepped.step is not before
+    ambient.begin()
+    ambient.put(ambient.take())
+    assert type(made).step is Stepped.step is not before
