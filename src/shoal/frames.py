@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sysconfig
 import traceback
-from types import TracebackType
 
 _HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 _LIBRARIES = tuple(
@@ -19,12 +18,12 @@ def own_traceback(error: BaseException) -> str:
     All of it where there is none: then the error is shoal's own, or of what it was given.
     """
     frames = error.__traceback__
-    while frames is not None and not _is_users(frames):
+    while frames is not None and not is_users(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
     found = frames or error.__traceback__
     return "".join(traceback.format_exception(type(error), error, found))
 
 
-def _is_users(frames: TracebackType) -> bool:
-    name = frames.tb_frame.f_code.co_filename
-    return not (name.startswith((_HERE, "<frozen", *_LIBRARIES)))
+def is_users(filename: str) -> bool:
+    """Whether a frame's file is neither shoal's nor a library's."""
+    return not filename.startswith((_HERE, "<frozen", *_LIBRARIES))

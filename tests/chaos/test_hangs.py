@@ -10,7 +10,14 @@ import troubles
 
 import shoal
 from shoal.core.errors import TrialError, WorkerError
-from shoal.core.event import StepFinished, TrialFailed, TrialRestarted, WorkerDied, WorkerStarted
+from shoal.core.event import (
+    StepFinished,
+    TrialFailed,
+    TrialRestarted,
+    WorkerDied,
+    WorkerStalled,
+    WorkerStarted,
+)
 from shoal.execution import recovery
 from shoal.execution.run import Limits
 from shoal.execution.watchdog import Backoff, Watchdog
@@ -25,7 +32,7 @@ def hasty(monkeypatch):
     """Studies that call a second without work a hang, and wait for nothing after a death."""
 
     def limits(study):
-        watchdog = Watchdog(least_s=LIMIT_S, factor=10.0, first_s=20.0)
+        watchdog = Watchdog(least_s=LIMIT_S, factor=10.0, first_s=20.0, told_s=LIMIT_S / 4)
         backoff = Backoff(first_s=0.01, most_s=0.1)
         return Limits(retries=study.retries, watchdog=watchdog, backoff=backoff)
 
@@ -66,6 +73,10 @@ def test_a_hang_is_found_and_the_trial_goes_on_to_the_same_bits(
     (death,) = heard.of(WorkerDied)
     assert "it got nothing done for" in death.reason
     assert words in death.reason
+    told = heard.of(WorkerStalled)[0]  # long before
+    assert (told.device, told.trials) == (death.device, (0,))
+    assert LIMIT_S / 4 < told.seconds < LIMIT_S <= told.limit_s
+    assert words.strip("()").replace("no answer", "") in told.place
     assert [event.trial for event in heard.of(TrialRestarted)] == [0]
     assert heard.of(TrialRestarted)[0].step in (1, 2)  # the third batch hung
     assert states(report) == ["FINISHED"] * 2

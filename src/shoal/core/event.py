@@ -311,6 +311,19 @@ class WorkerStarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStalled:
+    """A worker has got nothing done for a while; sent again while that goes on."""
+
+    time: float
+    device: str
+    trials: tuple[int, ...]  # that it has
+    trial: int | None  # the one of them whose code runs, where that is known
+    seconds: float  # how long nothing has moved
+    limit_s: float  # after so long it is taken for a hang, and ended
+    place: str  # where its code stands: FILE:LINE in NAME; empty if it did not answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerDied:
     """A worker process ended by itself; the trials it had restart elsewhere."""
 
@@ -403,6 +416,7 @@ Event = (
     | TrialFailed
     | LoaderRestarted
     | WorkerStarted
+    | WorkerStalled
     | WorkerDied
     | PeakMeasured
     | EmulationMeasured

@@ -24,7 +24,7 @@ from shoal.execution.ranks import Ranks
 from shoal.execution.replanning import Replanning
 from shoal.execution.rewind import damaged, fall_back, leave_array
 from shoal.execution.trial import TrialRun
-from shoal.execution.watchdog import Backoff, Watchdog
+from shoal.execution.watchdog import Backoff, Watchdog, place_of
 from shoal.fusion import Declined
 from shoal.runtime.messages import Refused
 from shoal.runtime.pool import Worker
@@ -271,6 +271,28 @@ class Recovery:
             order=order,
             is_busy=order is not None or name in leased,
             is_patient=order is not None or leased.get(name, False),
+        )
+        if order is None and name in leased and (still_s := self._watchdog.to_tell(name, now)):
+            self._tell_stall(worker, still_s, is_patient=leased[name])
+
+    def _tell_stall(self, worker: Worker, still_s: float, *, is_patient: bool) -> None:
+        """Say that it gets nothing done, long before that counts as a hang."""
+        there = [s for s in self._floor.states.values() if worker.name in s.devices]
+        trials = {state.job.trial for state in there if not state.is_parked}
+        running = worker.running & trials
+        is_array = any(s.job.array is not None and s.job.trial in running for s in there)
+        if is_array and running == {min(trials)}:
+            running = set()  # an array's step counts as its first trial's
+        self._floor.tell(
+            events.WorkerStalled(
+                time=time.time(),
+                device=worker.name,
+                trials=tuple(sorted(trials)),
+                trial=min(running) if len(running) == 1 else None,
+                seconds=still_s,
+                limit_s=self._watchdog.limit_s(worker.name, patient=is_patient),
+                place=place_of(worker.stacks()),
+            )
         )
 
     def planned(self) -> None:

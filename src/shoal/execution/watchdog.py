@@ -10,20 +10,25 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+from shoal.frames import is_users
 
 LEAST_S = 60.0
 FACTOR = 10.0
 FIRST_S = 1800.0  # before any step has ended: compilation, a cache to build
+TOLD_S = 20.0  # then somebody is told, and again each time it has taken twice as long
 _STEPS = 1000
 _HEAD = "(most recent call first):\n"
-_INNERMOST = re.compile(r'  File "(.+)", line (\d+) in (.+)')
+_FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 
 
 @dataclass(slots=True)
 class _Watched:
     work: object
     since: float
+    told_s: float = 0.0  # how long it had stood still when that was last told
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=_STEPS))
 
 
@@ -31,9 +36,15 @@ class Watchdog:
     """Looks at what workers get done; ``now`` is of a clock that never jumps."""
 
     def __init__(
-        self, *, least_s: float = LEAST_S, factor: float = FACTOR, first_s: float = FIRST_S
+        self,
+        *,
+        least_s: float = LEAST_S,
+        factor: float = FACTOR,
+        first_s: float = FIRST_S,
+        told_s: float = TOLD_S,
     ) -> None:
         self._least_s, self._factor, self._first_s = least_s, factor, max(first_s, least_s)
+        self._told_s = told_s
         self._watched: dict[str, _Watched] = {}
 
     def look(
@@ -48,11 +59,27 @@ class Watchdog:
         """
         watched = self._watched.setdefault(device, _Watched(work, now))
         if work != watched.work or not leased:
-            watched.work, watched.since = work, now
+            watched.work, watched.since, watched.told_s = work, now, 0.0
         still = now - watched.since
         if still <= self._least_s:  # no limit is below it, and this is asked often
             return None
         return still if still > self.limit_s(device, patient=patient) else None
+
+    def to_tell(self, device: str, now: float) -> float | None:
+        """The seconds it has stood still, where that is to be told and was not yet.
+
+        Longer than a step is expected to take, and then less and less often.
+        """
+        watched = self._watched.get(device)
+        if watched is None:
+            return None
+        still = now - watched.since
+        if still <= max(self._told_s, 2 * watched.told_s) or still <= self._factor * _p99(
+            watched.steps
+        ):
+            return None
+        watched.told_s = still
+        return still
 
     def step(self, device: str, seconds: float) -> None:
         """A step ended there."""
@@ -64,14 +91,17 @@ class Watchdog:
         watched = self._watched.get(device)
         if watched is None or not watched.steps:
             return self._first_s
-        ordered = sorted(watched.steps)
-        p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-        limit_s = max(self._least_s, self._factor * p99)
+        limit_s = max(self._least_s, self._factor * _p99(watched.steps))
         return max(limit_s, self._first_s) if patient else limit_s
 
     def forget(self, device: str) -> None:
         """The worker is gone; another one starts from nothing."""
         self._watched.pop(device, None)
+
+
+def _p99(steps: Iterable[float]) -> float:
+    ordered = sorted(steps)
+    return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))] if ordered else 0.0
 
 
 def words_of_hang(still_s: float, limit_s: float, stacks: str) -> str:
@@ -88,9 +118,21 @@ def words_of_hang(still_s: float, limit_s: float, stacks: str) -> str:
 
 
 def place_of(stacks: str) -> str:
-    """Where the main thread stands, the last one of ``stacks``; empty if nobody answered."""
-    frame = _INNERMOST.match(stacks.rpartition(_HEAD)[2])
-    return f"{frame[1]}:{frame[2]} in {frame[3]}" if frame else ""
+    """Where the main thread stands, the last one of ``stacks``, and where the user's code does.
+
+    Empty if nobody answered.
+    """
+    frames = [_FRAME.match(line) for line in stacks.rpartition(_HEAD)[2].splitlines()]
+    known = [frame for frame in frames if frame]
+    if not known:
+        return ""
+    theirs = next((frame for frame in known if is_users(frame[1])), known[0])
+    called = f", called from {_in_words(theirs)}" if theirs is not known[0] else ""
+    return _in_words(known[0]) + called
+
+
+def _in_words(frame: re.Match[str]) -> str:
+    return f"{frame[1]}:{frame[2]} in {frame[3]}"
 
 
 class Backoff:

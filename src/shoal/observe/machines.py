@@ -25,6 +25,7 @@ from shoal.core.event import (
     TrialPruned,
     TrialReplanned,
     TrialStopped,
+    WorkerStalled,
 )
 from shoal.core.seats import OTHERS_PRUNED
 from shoal.core.spec import Scalar
@@ -282,6 +283,7 @@ class DeviceFold:
         self.recent: deque[float] = deque(maxlen=_RECENT_STEPS)
         self.step_s: float | None = None
         self.compute_s = 0.0
+        self.stalled: WorkerStalled | None = None
 
     def copy(self) -> DeviceFold:
         other = copy.copy(self)
@@ -310,6 +312,7 @@ class DeviceFold:
             speed=_speed(self.recent, self.step_s),
             restarts=self.restarts,
             pid=self.pid,
+            stalled=self.stalled,
         )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from shoal.core.event import WorkerStalled
 from shoal.core.spec import Scalar
 
 
@@ -148,6 +149,7 @@ class DeviceRow:
     speed: float | None = None
     restarts: int = 0
     pid: int | None = None
+    stalled: WorkerStalled | None = None  # while it gets nothing done
 
 
 def metric_rank(value: float | None, mode: str) -> float:

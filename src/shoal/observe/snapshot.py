@@ -53,6 +53,7 @@ from shoal.core.event import (
     TrialStopped,
     TrialWaits,
     WorkerDied,
+    WorkerStalled,
     WorkerStarted,
 )
 from shoal.core.profile import TOLERANCE
@@ -234,6 +235,7 @@ class Folder:
             self._device(str(spec.get("name", ""))).describe(spec)
         for device in self._devices.values():
             device.recent.clear()
+            device.stalled = None
         for trial in self._trials.values():
             trial.release()
 
@@ -318,7 +320,7 @@ class Folder:
         trial.finish_step(event, self._aim)
         device = self._device(event.device)
         device.recent.append(event.time)
-        device.step_s = event.seconds
+        device.step_s, device.stalled = event.seconds, None
 
     def _evaluated(self, event: Evaluated) -> None:
         self._trial(event.trial).evaluate(event, self._aim)
@@ -334,9 +336,12 @@ class Folder:
     def _worker_started(self, event: WorkerStarted) -> None:
         self._device(event.device).pid = event.pid
 
+    def _worker_stalled(self, event: WorkerStalled) -> None:
+        self._device(event.device).stalled = event
+
     def _worker_died(self, event: WorkerDied) -> None:
         device = self._device(event.device)
-        device.pid, device.restarts = None, device.restarts + 1
+        device.pid, device.restarts, device.stalled = None, device.restarts + 1, None
         self._wait_over(event.device)
         for number in event.trials:
             self._trial(number).release()
@@ -384,6 +389,7 @@ _FOLDS: dict[type[Any], Callable[[Folder, Any], None]] = {
     TrialFinished: Folder._trial_finished,
     TrialFailed: Folder._trial_failed,
     WorkerStarted: Folder._worker_started,
+    WorkerStalled: Folder._worker_stalled,
     WorkerDied: Folder._worker_died,
     PeakMeasured: Folder._peak_measured,
     EmulationMeasured: Folder._emulation_measured,

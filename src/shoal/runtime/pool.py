@@ -103,14 +103,17 @@ class Worker:
             self._channel.send(order, descriptors)
 
     def stacks(self, wait_s: float = 1.0) -> str:
-        """Where the process's threads stand, if it still answers signals."""
+        """Where the process's threads stand now, if it still answers signals."""
+        before = os.fstat(self._stacks).st_size
         with contextlib.suppress(OSError):
             os.kill(self.pid, signal.SIGUSR1)
         deadline = time.monotonic() + wait_s
-        while not (size := os.fstat(self._stacks).st_size) and time.monotonic() < deadline:
+        while os.fstat(self._stacks).st_size == before and time.monotonic() < deadline:
             time.sleep(0.01)
-        time.sleep(0.05 if size else 0.0)  # the rest of it
-        return os.pread(self._stacks, _STACK_BYTES, 0).decode(errors="replace") or "(no answer)"
+        answered = os.fstat(self._stacks).st_size > before
+        time.sleep(0.05 if answered else 0.0)  # the rest of it
+        text = os.pread(self._stacks, _STACK_BYTES, before)
+        return text.decode(errors="replace") or "(no answer)"
 
     def end(self) -> None:
         """End the process; its end arrives as ``Gone``."""

@@ -41,6 +41,7 @@ from shoal.core.event import (
     TrialStopped,
     TrialWaits,
     WorkerDied,
+    WorkerStalled,
 )
 from shoal.core.seats import OTHERS_PRUNED
 from shoal.core.units import Seconds, counted, format_bytes, format_seconds, format_value
@@ -270,6 +271,8 @@ def describe(event: Event) -> str:
         case WorkerDied():
             trials = ", ".join(map(str, event.trials)) or "none"
             return f"the worker of {event.device} died ({event.reason}); trials on it: {trials}"
+        case WorkerStalled():
+            return describe_stall(event)
         case PlanningWaited():
             return _describe_wait(event)
         case StudyFinished():
@@ -288,6 +291,18 @@ def _describe_wait(event: PlanningWaited) -> str:
     if event.trial is None:
         doing = f"the worker of {event.device} is starting"
     return f"planning: {doing}, for {seconds} so far; after {limit} it counts as a hang"
+
+
+def describe_stall(event: WorkerStalled) -> str:
+    """That a worker gets nothing done, whose code that is, and until when it is waited for."""
+    seconds, limit = format_seconds(event.seconds), format_seconds(event.limit_s)
+    trials = ", ".join(map(str, event.trials)) or "none"
+    whose = f" trial {event.trial}'s code" if event.trial is not None else ""
+    stands = f",{whose} at {event.place}" if event.place else f" in{whose}" if whose else ""
+    return (
+        f"{event.device} got nothing done for {seconds}{stands}; after {limit} that counts as a "
+        f"hang; trials on it: {trials}"
+    )
 
 
 def _describe_durability(event: Event) -> str:
@@ -348,6 +363,8 @@ def render(snapshot: Snapshot, width: int = 80, height: int = 24) -> RenderableT
         return _planning(snapshot)
     shown = snapshot.devices[: max(1, height // 4)]
     devices = [_device_line(row, is_over=snapshot.is_finished) for row in shown]
+    stalls = [_stall_line(row.stalled) for row in snapshot.devices if row.stalled]
+    devices += [] if snapshot.is_finished else stalls
     failures = _failure_lines(snapshot)
     late = [*describe_behind(snapshot), *(f"warning: {one}" for one in snapshot.warnings)]
     behind = [Text(x, style="yellow", no_wrap=True, overflow="ellipsis") for x in late]
@@ -509,6 +526,10 @@ def _device_line(row: DeviceRow, *, is_over: bool = False) -> Text:
     text = f"{row.name}  peak {peak} of {budget}{restarts}{busy}{speed}{running}"
     style = "red" if row.restarts else "default"
     return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+
+
+def _stall_line(stall: WorkerStalled) -> Text:
+    return Text(describe_stall(stall), style="yellow", no_wrap=True, overflow="ellipsis")
 
 
 def _failure_lines(snapshot: Snapshot, most: int = 2) -> list[Text]:

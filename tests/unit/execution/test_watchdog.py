@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue as queue_module
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -106,6 +108,41 @@ def test_the_words_of_a_hang_end_with_how_long_and_where():
         "it got nothing done for 1801 s, at /home/ada/my models/gpt.py:12 in build; "
         "1800 s are allowed"
     )
+
+
+def test_of_a_hang_in_a_library_the_line_that_called_it_is_told_too():
+    queue = queue_module.__file__
+    stacks = (
+        f'Thread 0x01 (most recent call first):\n  File "{queue}", line 171 in get\n'
+        '  File "/home/ada/words.py", line 7 in __iter__\n'
+    )
+    assert place_of(stacks) == f"{queue}:171 in get, called from /home/ada/words.py:7 in __iter__"
+
+
+# -- told of ----------------------------------------------------------------------------------
+
+
+def test_a_standstill_is_told_of_long_before_it_counts_as_a_hang_and_ever_less_often(dog):
+    told = []
+    for now in range(1, 400):
+        dog.look("cpu:0", 0, float(now), leased=True)
+        if (still_s := dog.to_tell("cpu:0", float(now))) is not None:
+            told.append(still_s)
+    assert told == [21.0, 43.0, 87.0, 175.0, 351.0]
+
+
+def test_what_moves_again_is_told_of_anew(dog):
+    assert dog.to_tell("cpu:0", 21.0) == 21.0
+    dog.look("cpu:0", 1, 22.0, leased=True)
+    assert dog.to_tell("cpu:0", 42.0) is None
+    assert dog.to_tell("cpu:0", 43.0) == 21.0
+
+
+def test_nothing_is_told_of_steps_that_always_take_long_nor_of_who_is_not_watched(dog):
+    dog.step("cpu:0", 30.0)
+    assert dog.to_tell("cpu:0", 299.0) is None
+    assert dog.to_tell("cpu:0", 301.0) == 301.0
+    assert dog.to_tell("cpu:1", 301.0) is None
 
 
 def test_a_stopped_process_stands_nowhere():

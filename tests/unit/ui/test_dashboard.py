@@ -25,6 +25,7 @@ from shoal.core.event import (
     TrialPruned,
     TrialStopped,
     WorkerDied,
+    WorkerStalled,
 )
 from shoal.observe.snapshot import Folder, Snapshot
 from shoal.ui.dashboard import LiveTable, PlainLines, choose_rows, describe, make_screen, render
@@ -102,6 +103,31 @@ def test_devices_of_a_study_that_is_over_have_no_speed(study_events: Events) -> 
 
 def test_before_the_first_event_it_says_what_is_going_on() -> None:
     assert "planning" in _draw(Folder().snapshot())[0]
+
+
+def test_a_worker_that_gets_nothing_done_is_a_line_until_it_does(study_events: Events) -> None:
+    stall = WorkerStalled(
+        time=2e9,
+        device="cpu:0",
+        trials=(0, 2),
+        trial=2,
+        seconds=20.0,
+        limit_s=60.0,
+        place="/home/ada/words.py:7 in __iter__",
+    )
+    words = (
+        "cpu:0 got nothing done for 20.0 s, trial 2's code at /home/ada/words.py:7 in __iter__; "
+        "after 1m 00s that counts as a hang; trials on it: 0, 2"
+    )
+    events = list(study_events(upto=50))
+    stalled = [*events, stall]
+
+    assert describe(stall) == words
+    assert words in "\n".join(_draw(Snapshot.of(stalled), width=200))
+    last = next(e for e in reversed(events) if isinstance(e, StepFinished) and e.device == "cpu:0")
+    assert "nothing done" not in "\n".join(_draw(Snapshot.of([*stalled, last]), width=200))
+    unknown = replace(stall, trial=None, place="")
+    assert describe(unknown).startswith("cpu:0 got nothing done for 20.0 s; after 1m 00s")
 
 
 WAITS = (
