@@ -13,6 +13,7 @@ from shoal.core.errors import TrialError, WorkerError
 from shoal.core.event import (
     StepFinished,
     TrialFailed,
+    TrialReplanned,
     TrialRestarted,
     WorkerDied,
     WorkerStalled,
@@ -121,6 +122,24 @@ def test_a_trial_that_kills_its_worker_each_time_is_given_up_and_blames_no_other
     assert states(report) == ["FAILED", "FINISHED"]
     assert len(heard.of(WorkerDied)) == 3
     assert "the worker died 3 times" in report.trials[0].error
+
+
+@pytest.mark.parametrize("deadly", [0, 1])
+def test_data_that_kill_an_arrays_worker_each_time_end_their_trial_and_no_other(
+    deadly, run_study, heard, hasty
+):
+    """Those of the trial that an array's passes count as are not told from a pass."""
+    space = shoal.grid(trouble=["kill" if slot == deadly else "" for slot in range(3)], lr=[0.01])
+    recipe = troubles.recipe(model=troubles.build_calm, data=troubles.deadly_to_some)
+    options = {"fuse": 3, "callbacks": [heard], "steps": 9, "checkpoint_every": 300}
+    report = run_study(recipe, space, **options)
+    expected = ["FINISHED"] * 3
+    expected[deadly] = "FAILED"
+    assert states(report) == expected
+    if deadly:
+        assert len(heard.of(WorkerDied)) == 3
+        reasons = {event.trial: event.reason for event in heard.of(TrialReplanned)}
+        assert reasons == {1: "its own code ended its array's worker"}
 
 
 def test_a_model_that_ends_its_process_when_it_is_built_fails_alone(run, heard):

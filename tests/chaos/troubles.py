@@ -111,6 +111,31 @@ def data(hp):
     return batches, [batch(9)]
 
 
+class Deadly:
+    """A source that ends its process in its second epoch, each time."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self):
+        self.epoch += 1
+        for index in range(3):
+            if self.epoch == 2 and index == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield batch(index)
+
+
+def build_calm(hp):
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def deadly_to_some(hp):
+    return Deadly() if hp["trouble"] else [batch(index) for index in range(3)], None
+
+
 def loss(output, batch):
     return F.cross_entropy(output, batch[1])
 

@@ -194,13 +194,20 @@ class Recovery:
     def _break_up(self, held: Sequence[TrialRun], arrays: Mapping[int, str]) -> None:
         """Have the trials of an array train alone that ended its worker twice.
 
-        Nobody knows whose part of a pass it was; alone it will be seen.
+        All of them where it was a pass of theirs: nobody knows whose part, and alone it will be
+        seen. Where it was one's own code, its data or its schedule, that one.
         """
-        ended = {arrays.get(s.job.trial) for s in held if s.deaths >= MAX_ARRAY_DEATHS} - {None}
+        ends = {state.job.trial for state in held if state.deaths >= MAX_ARRAY_DEATHS}
         for state in held:
-            if arrays.get(state.job.trial) in ended:
+            trial, group = state.job.trial, arrays.get(state.job.trial)
+            seated = {other for other, of in arrays.items() if of == group}
+            if group is None or state.deaths >= MAX_DEATHS:
+                continue
+            if min(seated) in ends:  # whom an array's pass counts as
                 state.deaths = 0
                 leave_array(self._floor, state, "its array ended its worker")
+            elif trial in ends:
+                leave_array(self._floor, state, "its own code ended its array's worker")
 
     def _replace_later(self, device: DeviceSpec) -> None:
         name, now = device.name, time.monotonic()
@@ -272,7 +279,8 @@ class Recovery:
             is_busy=order is not None or name in leased,
             is_patient=order is not None or leased.get(name, False),
         )
-        if order is None and name in leased and (still_s := self._watchdog.to_tell(name, now)):
+        works = worker.has_begun and name in leased  # one that starts would end of being asked
+        if order is None and works and (still_s := self._watchdog.to_tell(name, now)):
             self._tell_stall(worker, still_s, is_patient=leased[name])
 
     def _tell_stall(self, worker: Worker, still_s: float, *, is_patient: bool) -> None:
