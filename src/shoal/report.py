@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from shoal.core.errors import SpecError
 from shoal.core.spec import HyperParameters, Scalar
 from shoal.core.units import counted, format_bytes, format_seconds
+from shoal.named import Origin
 from shoal.observe import jsonl
 from shoal.observe.connect import DATABASE
 from shoal.observe.reader import read_events
 from shoal.observe.rows import TrialRow, TrialState, metric_rank
 from shoal.observe.snapshot import Snapshot
 from shoal.recipe import Recipe
-from shoal.source import load_recorded
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -60,7 +60,7 @@ class TrialResult:
     error: str
     checkpoint: Path | None
     inherited: Sequence[Mapping[str, Any]] = ()
-    _recipe: Recipe | str | None = field(default=None, repr=False, compare=False)
+    _recipe: Recipe | Origin | None = field(default=None, repr=False, compare=False)
 
     @property
     def hp_schedule(self) -> list[dict[str, Any]]:
@@ -161,15 +161,15 @@ class TrialResult:
     def _find_recipe(self) -> Recipe:
         if isinstance(self._recipe, Recipe):
             return self._recipe
-        if not self._recipe:
+        origin = self._recipe or Origin()
+        found = origin.recipe(self._checkpoint().parents[2])
+        if found is None:
             raise SpecError(
                 f"trial {self.number} needs its recipe to build the model, and the study was made "
                 "interactively, so that no file is on record. Pass it: "
                 "shoal.open(path, recipe=recipe)."
             )
-        place = self._checkpoint().parents[2]
-        recipe: Recipe = load_recorded(self._recipe, place).study.recipe
-        return recipe
+        return found
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
@@ -316,13 +316,13 @@ def read_report(study_dir: str | os.PathLike[str], recipe: Recipe | None = None)
             f"there is no study in {directory}: it has no {DATABASE}, or an empty one. Give the "
             "directory of a study, runs/NAME."
         )
-    source = recipe if recipe is not None else snapshot.source
+    origin = Origin(snapshot.source, snapshot.recipe) if recipe is None else recipe
     return Report(
         study=snapshot.study,
         directory=directory,
         metric=snapshot.metric,
         mode=snapshot.mode,
-        trials=[_result(row, directory, source) for row in snapshot.trials],
+        trials=[_result(row, directory, origin) for row in snapshot.trials],
         wall_seconds=snapshot.seconds,
         peaks={
             device.name: Peak(
@@ -337,7 +337,7 @@ def read_report(study_dir: str | os.PathLike[str], recipe: Recipe | None = None)
     )
 
 
-def _result(row: TrialRow, directory: Path, recipe: Recipe | str) -> TrialResult:
+def _result(row: TrialRow, directory: Path, recipe: Recipe | Origin) -> TrialResult:
     return TrialResult(
         number=row.number,
         hp=HyperParameters(row.hp),

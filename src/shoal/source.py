@@ -2,6 +2,10 @@
 
 A study is recorded as text, ``FILE.py:attribute`` or ``package.module:attribute``, and
 imported again when it is needed; what was pickled is never read back from a file.
+
+[Note: files that run their study] A script need not hide its ``study.run()`` under
+``if __name__ == "__main__"``. Where it is imported for a study that is on record, it is
+imported up to the point where it would run that one: what made the study stands above.
 """
 
 from __future__ import annotations
@@ -10,6 +14,8 @@ import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -27,6 +33,29 @@ class LoadedStudy(NamedTuple):
 
     study: Any  # a shoal.Study; that class lives above this module
     source: str
+
+
+class _Reached(BaseException):
+    """A file that is read for a study has come to where it runs it."""
+
+
+_reading: list[str] = []  # the names of the studies that files are being read for
+
+
+@contextmanager
+def reading_for(study_dir: str | os.PathLike[str]) -> Iterator[None]:
+    """Files that are imported inside are read for the study of a directory, runs/NAME."""
+    _reading.append(Path(study_dir).resolve().name)
+    try:
+        yield
+    finally:
+        _reading.pop()
+
+
+def stop_reading(study: str) -> None:
+    """What a study's ``run`` says first. See [Note: files that run their study]."""
+    if study in _reading[-1:]:
+        raise _Reached(study)
 
 
 def load_study(source: str) -> LoadedStudy:
@@ -67,19 +96,35 @@ def load_recorded(source: str, study_dir: str | os.PathLike[str]) -> Any:
     Raises:
         SpecError: the file lies in the directory itself, or is another user's.
     """
-    place = source.rpartition(":")[0] or source
-    if _is_file(place):
-        path = Path(place).resolve()
-        inside = path.is_relative_to(Path(study_dir).resolve())
-        strange = path.exists() and path.stat().st_uid not in (os.getuid(), 0)
-        if inside or strange or not Path(place).is_absolute():
-            why = "in that directory itself" if inside else "not a file of your own"
-            raise SpecError(
-                f"the study in {study_dir} says that it was defined in {place}, which is {why}. "
-                "It is not run on the word of a directory. If you trust it, name it: --file "
-                "FILE.py[:STUDY], or shoal.open(path, recipe=...)."
-            )
-    return load_study(source)
+    _check_recorded(source.rpartition(":")[0] or source, study_dir)
+    with reading_for(study_dir):
+        return load_study(source)
+
+
+def import_recorded(place: str, study_dir: str | os.PathLike[str]) -> ModuleType:
+    """The file or module that a study's directory names, imported.
+
+    Raises:
+        SpecError: as ``load_recorded``.
+    """
+    _check_recorded(place, study_dir)
+    with reading_for(study_dir):
+        return _import_file(place) if _is_file(place) else _import_module(place)
+
+
+def _check_recorded(place: str, study_dir: str | os.PathLike[str]) -> None:
+    if not _is_file(place):
+        return
+    path = Path(place).resolve()
+    inside = path.is_relative_to(Path(study_dir).resolve())
+    strange = path.exists() and path.stat().st_uid not in (os.getuid(), 0)
+    if inside or strange or not Path(place).is_absolute():
+        why = "in that directory itself" if inside else "not a file of your own"
+        raise SpecError(
+            f"the study in {study_dir} says that it was defined in {place}, which is {why}. "
+            "It is not run on the word of a directory. If you trust it, name it: --file "
+            "FILE.py[:STUDY], or shoal.open(path, recipe=...)."
+        )
 
 
 def _is_file(place: str) -> bool:
@@ -110,6 +155,8 @@ def _import_file(place: str) -> ModuleType:
     sys.modules[MODULE_NAME] = module  # dataclasses and pickling look their module up
     try:
         spec.loader.exec_module(module)
+    except _Reached:
+        pass
     except ShoalError:
         raise
     except Exception as error:

@@ -45,6 +45,7 @@ from shoal.recipe import Recipe
 from shoal.report import Report, read_report
 from shoal.runtime.pool import WorkerPool
 from shoal.search.wanted import Wanted, check_search
+from shoal.source import stop_reading
 
 
 class Study:
@@ -260,6 +261,7 @@ class Study:
             SystemExit: code 75, on Ctrl-C and SIGTERM, when all trials are saved; at a prompt
                 and in a notebook Ctrl-C raises KeyboardInterrupt instead.
         """
+        stop_reading(self.name)
         if plan is not None:
             require_its_plan(self, plan, {"technique=": technique, "fuse=": fuse})
             hardware = hardware_of(plan, None if hardware is None else self._hardware(hardware))

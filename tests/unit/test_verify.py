@@ -28,6 +28,7 @@ from shoal.core.event import (
     TrialStopped,
 )
 from shoal.observe import Database, Snapshot, read_events
+from shoal.observe.rows import TrialState
 from shoal.recipe import Recipe
 from shoal.testing import PlainResult, plain_loop
 from shoal.ui.failures import ExitCode
@@ -296,18 +297,13 @@ def test_a_study_of_epochs_reads_its_data_to_the_end(
     recipe = replace(RECIPE, data=lambda hp: (_DrawsAtItsEnd(), _data(hp)[1]))
     empty.write(empty.add(0, _trained(0, recipe, epochs=2)), source="defined.py:study")
 
-    @dataclass
-    class Defined:
-        recipe: Recipe
-        epochs: int | None
-
     rows = Snapshot.of(read_events(empty.place)).trials
     found = {}
     for epochs in (2, None):
         monkeypatch.setattr(
             shoal.verify.compare,
-            "recorded_study",
-            lambda *recorded, epochs=epochs: Defined(recipe, epochs),
+            "recorded_recipe",
+            lambda *recorded, epochs=epochs: (recipe, epochs is not None),
         )
         (found[epochs],) = verify.verify_trials(empty.place, rows)
 
@@ -453,6 +449,20 @@ def test_the_best_trial_is_among_the_chosen_and_the_rest_repeat_with_the_seed(
     assert best not in [r.number for r in verify.choose_trials(snapshot, 9, leave_out={best})]
 
 
+def test_what_was_pruned_is_chosen_where_too_few_finished(study: _Study) -> None:
+    snapshot = Snapshot.of(read_events(study.place))
+    best, other, pruned = snapshot.trials
+    trials = (best, other, replace(pruned, state=TrialState.PRUNED))
+    snapshot = replace(snapshot, trials=trials)
+
+    assert pruned.number not in [row.number for row in verify.choose_trials(snapshot, 2)]
+    assert len(verify.choose_trials(snapshot, 9)) == 3
+    gone = {pruned.number}
+    assert len(verify.choose_trials(snapshot, 9, leave_out=gone)) == 2
+    alone = replace(snapshot, trials=trials[2:])
+    assert [row.number for row in verify.choose_trials(alone, 9)] == [pruned.number]
+
+
 def test_a_study_without_a_finished_trial_is_refused(empty: _Study) -> None:
     empty.trials = 1
     empty.write([TrialFailed(time=1.0, trial=0, step=1, error="ValueError: no")])
@@ -492,13 +502,7 @@ def test_a_file_that_moved_is_asked_for(empty: _Study, tmp_path: Path) -> None:
 @pytest.fixture
 def recorded(study: _Study, monkeypatch: pytest.MonkeyPatch) -> _Study:
     """The study as the verb finds it: its file defines ``RECIPE``."""
-
-    @dataclass
-    class Defined:
-        recipe: Recipe = RECIPE
-        epochs: int | None = None
-
-    monkeypatch.setattr(shoal.verify.compare, "recorded_study", lambda *recorded: Defined())
+    monkeypatch.setattr(shoal.verify.compare, "recorded_recipe", lambda *recorded: (RECIPE, False))
     return study
 
 

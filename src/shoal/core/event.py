@@ -7,7 +7,7 @@ process that saw it happen.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -24,8 +24,10 @@ class StudyStarted:
     mode: str
     trials: int
     devices: tuple[Mapping[str, Any], ...]
-    source: str  # FILE.py:attribute, or "" when the study was made interactively
+    source: str  # FILE.py:attribute, or "" where no attribute of a file is the study
     versions: Mapping[str, str]
+    recipe: Mapping[str, Any] = field(default_factory=dict)  # then: its functions by name, if any
+    by_epochs: bool = False  # how its trials' length was given, where there is no source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

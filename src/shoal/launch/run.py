@@ -43,6 +43,7 @@ from shoal.launch.saving import interval_of, with_interval
 from shoal.launch.signals import Interrupted, Interrupts
 from shoal.launch.starts import asked_seats, check_numerics, refuse_numerics, remove_strays
 from shoal.launch.wishes import refuse_inexact
+from shoal.named import name_recipe
 from shoal.observe.rows import TrialState
 from shoal.planning import Planned, Planner
 from shoal.resume import StudyRecord
@@ -329,6 +330,8 @@ class Run:
                 asdict(device, dict_factory=record_of) for device in case.hardware.devices
             ),
             source=study.source,
+            recipe={} if study.source else name_recipe(study.recipe),
+            by_epochs=study.epochs is not None,
             versions={
                 "torch": torch.__version__,
                 "python": platform.python_version(),

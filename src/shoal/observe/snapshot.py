@@ -73,6 +73,8 @@ class Snapshot:
     metric: str = ""
     mode: str = "min"
     source: str = ""
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    by_epochs: bool = False
     versions: Mapping[str, str] = field(default_factory=dict)
     total: int = 0
     trials: tuple[TrialRow, ...] = ()
@@ -221,6 +223,8 @@ class Folder:
             metric=event.metric,
             mode=event.mode,
             source=event.source,
+            recipe=event.recipe,
+            by_epochs=event.by_epochs,
             versions=event.versions,
             total=event.trials,
             started=event.time if first is None else first,

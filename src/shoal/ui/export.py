@@ -11,11 +11,10 @@ from shoal.core.units import format_bytes
 from shoal.export import Exported, export_trial
 from shoal.observe import jsonl, read_outline
 from shoal.observe.snapshot import Snapshot
-from shoal.recipe import Recipe
 from shoal.report import Report, TrialResult, read_report
 from shoal.ui.failures import ExitCode
 from shoal.ui.studies import find_recorded
-from shoal.verify import recorded_study
+from shoal.verify import recorded_recipe
 
 
 def check_target(
@@ -52,7 +51,7 @@ def export_model(
     """Write the best trial's model, or that of a number, and say what is where."""
     place = find_recorded(name, directory)
     with contextlib.redirect_stdout(sys.stderr):  # what a model prints is no answer
-        recipe: Recipe = recorded_study(place, Snapshot.of(read_outline(place)), file).recipe
+        recipe, _ = recorded_recipe(place, Snapshot.of(read_outline(place)), file)
         report = read_report(place, recipe=recipe)
         done = export_trial(choose_trial(report, which), report, target, overwrite=overwrite)
     print(jsonl.dumps(_record(report, done), indent=2) if as_json else describe(report, done))

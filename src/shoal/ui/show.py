@@ -147,6 +147,11 @@ def describe_ending(snapshot: Snapshot, place: Path) -> str:
     return "\n".join([*parts, f"events    {place / 'study.db'}"])
 
 
+def _origin(snapshot: Snapshot) -> str:
+    script = snapshot.recipe.get("script")
+    return snapshot.source or (f"functions of {script}" if script else "an interactive session")
+
+
 def study_state(snapshot: Snapshot, place: Path) -> str:
     """In a word: finished, stopped (it said why), paused, running, or interrupted; planning, or
     not begun, where nothing is on record.
@@ -196,7 +201,7 @@ def describe_study(snapshot: Snapshot, place: Path) -> str:
         f"{snapshot.count(TrialState.FINISHED)} of {counted(snapshot.total, 'trial')} finished, "
         f"{pruned}"
         f"{snapshot.count(TrialState.FAILED)} failed, in {format_seconds(snapshot.seconds)}",
-        f"in {place}, from {snapshot.source or 'an interactive session'}; {versions}",
+        f"in {place}, from {_origin(snapshot)}; {versions}",
         "",
         leaderboard(snapshot, is_interrupted=state == "interrupted", width=terminal_width()),
         "",

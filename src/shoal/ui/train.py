@@ -17,7 +17,7 @@ from shoal.observe import jsonl, read_outline
 from shoal.observe.rows import TrialState
 from shoal.observe.snapshot import Snapshot
 from shoal.runtime.pool import WorkerPool
-from shoal.source import load_recorded, load_study
+from shoal.source import load_recorded, load_study, reading_for
 from shoal.study import Study
 from shoal.ui.failures import ExitCode
 from shoal.ui.show import (
@@ -223,7 +223,8 @@ def reopen_study(place: Path, file: str | None = None) -> Study:
             f"study {recorded.study!r} was defined in {path}, and that file is not there any "
             "more. Name the one that defines it now: --file FILE.py[:STUDY]."
         )
-    study = open_study(source) if file else _opened(load_recorded(source, place))
+    with reading_for(place):
+        study = open_study(source) if file else _opened(load_recorded(source, place))
     if study.name != recorded.study:
         raise SpecError(
             f"{study.source} defines study {study.name!r}, and {place} holds study "

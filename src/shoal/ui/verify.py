@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +28,11 @@ from shoal.verify import (
 )
 
 TRIALS = 2  # that are verified when nobody says how many
+_LEFT_OUT = {
+    TrialState.PRUNED: "were pruned",
+    TrialState.STOPPED: "were stopped",
+    TrialState.FAILED: "failed",
+}
 _WHOLE = ("weights", "optimizer state", "schedule", "random numbers", "losses", "metrics")
 
 
@@ -47,7 +53,7 @@ def verify_study(
     snapshot = read_snapshot(place)
     rows = _rows(snapshot, place, count, trials or ())
     names = varying_names(row.hp for row in snapshot.trials)
-    print(_introduction(snapshot, place, len(rows), chosen=not trials), file=sys.stderr)
+    print(_introduction(snapshot, place, rows, chosen=not trials), file=sys.stderr)
     verdicts, out = [], sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # what a model prints is no answer
         for row, verdict in zip(rows, verify_trials(place, rows, file=file), strict=True):
@@ -82,12 +88,16 @@ def _rows(
     return [*named, *[row for row in chosen if row.number not in taken][:count]]
 
 
-def _introduction(snapshot: Snapshot, place: Path, count: int, *, chosen: bool) -> str:
-    failed = snapshot.count(TrialState.FAILED)
-    left_out = f"; the {failed} that failed are left out" if failed and chosen else ""
+def _introduction(
+    snapshot: Snapshot, place: Path, rows: Sequence[TrialRow], *, chosen: bool
+) -> str:
+    taken = {row.number for row in rows}
+    left = Counter(row.state for row in snapshot.trials if row.number not in taken)
+    words = [f"{left[state]} that {what}" for state, what in _LEFT_OUT.items() if left[state]]
+    left_out = f"; left out: {', '.join(words)} (--trial N takes one)" if words and chosen else ""
     return (
-        f"training {count} of {counted(snapshot.total, 'trial')} of {place} again, each alone, "
-        f"with the plain PyTorch loop{left_out}"
+        f"training {len(rows)} of {counted(snapshot.total, 'trial')} of {place} again, each "
+        f"alone, with the plain PyTorch loop{left_out}"
     )
 
 

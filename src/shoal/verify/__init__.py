@@ -8,7 +8,7 @@ from shoal.verify.choose import (
     without_state,
 )
 from shoal.verify.compare import TrialVerdict, verify_trials
-from shoal.verify.record import Curve, read_curve, read_losses, recorded_study
+from shoal.verify.record import Curve, read_curve, read_losses, recorded_recipe, recorded_study
 
 __all__ = [
     "Curve",
@@ -17,6 +17,7 @@ __all__ = [
     "named_trials",
     "read_curve",
     "read_losses",
+    "recorded_recipe",
     "recorded_study",
     "skip_reason",
     "verify_trials",

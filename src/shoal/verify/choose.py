@@ -13,11 +13,15 @@ from shoal.observe.reader import read_outline
 from shoal.observe.rows import TrialRow, TrialState, metric_rank
 from shoal.observe.snapshot import Snapshot
 
+ENDED_EARLY = TrialState.PRUNED, TrialState.STOPPED
+
 
 def without_state(place: Path, snapshot: Snapshot) -> frozenset[int]:
-    """Finished trials whose checkpoints were not kept: ``Study(keep_finished='best:N')``."""
-    finished = (row for row in snapshot.trials if row.state is TrialState.FINISHED)
-    return frozenset(r.number for r in finished if not (place / r.checkpoint).is_dir())
+    """Trials that are done and have no checkpoint: ``Study(keep_finished='best:N')``."""
+    done = (row for row in snapshot.trials if row.state in (TrialState.FINISHED, *ENDED_EARLY))
+    return frozenset(
+        r.number for r in done if not r.checkpoint or not (place / r.checkpoint).is_dir()
+    )
 
 
 def choose_trials(
@@ -25,13 +29,16 @@ def choose_trials(
 ) -> list[TrialRow]:
     """The best finished trial, and others drawn at random with ``seed``.
 
+    Where fewer finished, also those that were pruned or stopped and have a checkpoint.
+
     Raises:
-        SpecError: no trial finished, or ``count`` is less than one.
+        SpecError: no trial got so far, or ``count`` is less than one.
     """
     if count < 1:
         raise SpecError(f"verify at least one trial, got {count}.")
     finished = [row for row in snapshot.trials if row.state is TrialState.FINISHED]
-    if not finished:
+    early = [r for r in snapshot.trials if r.state in ENDED_EARLY and r.number not in leave_out]
+    if not finished and not early:
         raise SpecError(
             f"study {snapshot.study} has no finished trial to verify: "
             f"{snapshot.count(TrialState.FAILED)} failed, "
@@ -42,10 +49,12 @@ def choose_trials(
         value = metric_rank(row.metrics.get(snapshot.metric), snapshot.mode)
         return row.number in leave_out, value, row.number
 
-    best, *others = sorted(finished, key=rank)
+    best = sorted(finished, key=rank)[:1]
+    others = sorted(finished, key=rank)[1:]
     others = [row for row in others if row.number not in leave_out]
-    drawn = random.Random(seed).sample(others, min(count - 1, len(others)))
-    return [best, *drawn]
+    draw = random.Random(seed)
+    chosen = [*best, *draw.sample(others, min(count - len(best), len(others)))]
+    return [*chosen, *draw.sample(early, min(count - len(chosen), len(early)))]
 
 
 def named_trials(snapshot: Snapshot, numbers: Sequence[int]) -> list[TrialRow]:

@@ -28,7 +28,7 @@ from shoal.report import TrialResult, read_report
 from shoal.runtime.pipelined import without_versions
 from shoal.testing import PlainResult, PlainTrial, compare, plain_population
 from shoal.verify.choose import skip_reason, warm_clones, without_state
-from shoal.verify.record import Curve, read_curve, recorded_study
+from shoal.verify.record import Curve, read_curve, recorded_recipe
 
 STATE: tuple[str, ...] = ("weights", "optimizer state", "schedule", "random numbers")
 
@@ -78,8 +78,7 @@ def verify_trials(
     by_epochs = False
     snapshot = Snapshot.of(read_outline(place))
     if recipe is None:
-        study = recorded_study(place, snapshot, file)
-        recipe, by_epochs = study.recipe, study.epochs is not None
+        recipe, by_epochs = recorded_recipe(place, snapshot, file)
     results = {trial.number: trial for trial in read_report(place, recipe).trials}
     population = {r.number: _as_plain(r) for r in snapshot.trials}
     warm, gone = warm_clones(place), without_state(place, snapshot)

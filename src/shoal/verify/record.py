@@ -9,10 +9,12 @@ from typing import Any
 
 from shoal.core.errors import SpecError
 from shoal.core.event import Evaluated, StepFinished
+from shoal.named import recall_recipe
 from shoal.observe.reader import read_events, read_trial
 from shoal.observe.rows import TrialRow, TrialState
 from shoal.observe.snapshot import Snapshot
-from shoal.source import load_recorded, load_study
+from shoal.recipe import Recipe
+from shoal.source import load_recorded, load_study, reading_for
 
 
 def recorded_study(place: Path, snapshot: Snapshot, file: str | None = None) -> Any:
@@ -22,15 +24,30 @@ def recorded_study(place: Path, snapshot: Snapshot, file: str | None = None) -> 
         SpecError: no file is on record, or it is not there any more.
     """
     if file is not None:
-        return load_study(file).study
+        with reading_for(place):
+            return load_study(file).study
     _check_source(snapshot)
     return load_recorded(snapshot.source, place).study
+
+
+def recorded_recipe(
+    place: Path, snapshot: Snapshot, file: str | None = None
+) -> tuple[Recipe, bool]:
+    """A study's recipe, and whether its trials' length was given in epochs.
+
+    Raises:
+        SpecError: nothing says what it is, or that is not there any more.
+    """
+    if file is None and not snapshot.source and snapshot.recipe:
+        return recall_recipe(snapshot.recipe, place), snapshot.by_epochs
+    study = recorded_study(place, snapshot, file)
+    return study.recipe, study.epochs is not None
 
 
 def _check_source(snapshot: Snapshot) -> None:
     if not snapshot.source:
         raise SpecError(
-            "this study was made interactively, so no file says what its recipe is. Pass one that "
+            "this study was made interactively, so no file says what it is. Pass one that "
             "defines it, --file FILE.py[:STUDY], or go on in Python where it was made: "
             "shoal.testing.plain_loop and assert_same to verify, report.best to take a model."
         )

@@ -1,0 +1,126 @@
+"""Recipes by the names of their functions, and files that run their study themselves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import shoal
+from shoal.core.errors import SpecError
+from shoal.named import Origin, name_recipe, recall_recipe
+from shoal.observe import read_outline
+from shoal.observe.snapshot import Snapshot
+from shoal.ui.verify import verify_study
+
+SCRIPT = """
+    import torch, shoal
+    from pathlib import Path
+    from torch import nn
+    {helper}
+
+    def build(hp):
+        return nn.Linear(4, 2)
+
+    def data(hp):
+        return [(torch.ones(2, 4), torch.zeros(2, dtype=torch.long))], None
+
+    def loss(output, batch):
+        return nn.functional.cross_entropy(output, batch[1])
+
+    def mean(output, batch):
+        return float(output.mean())
+
+    def make():
+        recipe = shoal.Recipe(
+            model={model}, data=data, loss=loss, metrics={{"mean": mean}}, clip_grad_norm=0.5
+        )
+        space, metric = shoal.grid(lr=[0.1]), "train_loss"
+        return shoal.Study("s", recipe, space=space, steps=2, metric=metric, directory={runs!r})
+
+    def run(study):
+        with (Path(__file__).parent / "ran").open("a") as file:
+            file.write("once ")
+        study.run(hardware=shoal.Hardware.virtual(devices=1, memory="64MiB"), progress=False)
+
+    {end}
+"""
+GUARDED = 'if __name__ == "__main__": run(make())'
+ENDS = {
+    "a function, guarded": GUARDED,
+    "a function": "run(make())",
+    "the top level": "study = make(); run(study); raise RuntimeError('it was run')",
+}
+
+
+def ran(folder: Path, end: str, model: str = "build", helper: str = "") -> Path:
+    """A script that was run as Python runs scripts; its study's directory."""
+    runs = str(folder / "runs")
+    text = SCRIPT.format(end=end, runs=runs, model=model, helper=helper)
+    (folder / "train.py").write_text(textwrap.dedent(text))
+    done = subprocess.run([sys.executable, "train.py"], cwd=folder, capture_output=True, text=True)
+    assert "it was run" in done.stderr or not done.returncode, done.stderr
+    return folder / "runs" / "s"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_a_study_that_its_script_runs_is_verified_and_loaded_and_not_run_again(
+    end, tmp_path, monkeypatch, capsys
+):
+    place = ran(tmp_path, end)
+    monkeypatch.chdir("/")  # where a path of the script's would lead elsewhere
+    assert verify_study("s", place.parent) == 0
+    assert "EQUAL" in capsys.readouterr().out
+    assert set(shoal.open(place).best.load().state_dict()) == {"weight", "bias"}
+    written = (tmp_path / "ran").read_text().split()
+    asked = 0 if end == GUARDED else 2  # how often the file came to that line again
+    assert len(written) == 1 + asked
+    assert Snapshot.of(read_outline(place)).runs == 1
+
+
+@pytest.mark.slow
+def test_functions_of_modules_beside_the_script_are_found(tmp_path, monkeypatch):
+    (tmp_path / "besides.py").write_text(
+        "from torch import nn\ndef net(hp): return nn.Linear(4, 2)"
+    )
+    place = ran(tmp_path, GUARDED, model="besides.net", helper="import besides")
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(tmp_path)])
+    assert shoal.open(place).best.load().out_features == 2
+
+
+def build(hp):
+    raise NotImplementedError
+
+
+def data(hp):
+    raise NotImplementedError
+
+
+def recipe(**changes):
+    return shoal.Recipe(**{"model": build, "data": data, "loss": len} | changes)
+
+
+def test_what_has_no_name_is_not_recorded():
+    def inside(hp):
+        raise NotImplementedError
+
+    assert name_recipe(recipe(loss=build))["data"] == {"name": f"{__name__}:data"}
+    for nameless in (inside, lambda hp: None, build.__get__(1)):
+        assert name_recipe(recipe(loss=build, model=nameless)) == {}
+    assert Origin("", {}).recipe("/nowhere") is None
+
+
+def test_a_recipe_is_recalled_as_it_was_with_its_plain_values():
+    made = recipe(loss=build, accumulate=3, metrics={"a": build}, clip_grad_norm=0.5)
+    named = name_recipe(made) | {"script": ""}
+    assert recall_recipe(named, "/nowhere") == made
+
+
+def test_a_function_that_is_gone_is_named():
+    named = name_recipe(recipe(loss=build)) | {"script": "", "model": {"name": f"{__name__}:old"}}
+    with pytest.raises(SpecError, match=r"was made with old of .*, and there is no old any more"):
+        recall_recipe(named, "/nowhere")
