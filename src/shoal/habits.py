@@ -7,6 +7,7 @@ in its code, since it may do so once in a thousand steps.
 
 from __future__ import annotations
 
+import random
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -18,22 +19,21 @@ from shoal.kernelstep import put_back
 from shoal.several import each_schedule
 from shoal.spelled import is_library, spelled_by
 
+_TORCHS = (
+    *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
+    *("normal", "bernoulli", "multinomial", "poisson", "binomial", "dropout", "sample", "rsample"),
+    *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_"),
+    *("uniform_", "default_rng", "get_rng_state", "set_rng_state", "initial_seed", "manual_seed"),
+)
 DRAWING = frozenset(
     (
-        *("rand", "randn", "randint", "rand_like", "randn_like", "random", "uniform", "gauss"),
-        *(
-            "randrange",
-            "shuffle",
-            "bernoulli",
-            "multinomial",
-            "normal_",
-            "uniform_",
-            "permutation",
-        ),
-        *("standard_normal", "normalvariate", "choices", "manual_seed", "default_rng"),
+        *_TORCHS,
+        *(name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")),
+        *(name for name in dir(random) if callable(getattr(random.Random, name, None))),
+        *("random", "standard_normal", "permutation", "integers", "rand", "randn"),
     )
 )
-"""Names of what draws random numbers."""
+"""Names of what draws random numbers of the process, or may: a module's, or imported from it."""
 TOUCHING = frozenset(
     (
         *("parameters", "named_parameters", "modules", "named_modules", "children", "state"),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shoal.core.errors import SpecError
+from shoal.core.errors import SpecError, TrialError
 
 V = TypeVar("V")
 
@@ -347,21 +347,55 @@ def state_of_schedule(schedule: Any, model: nn.Module) -> dict[str, Any] | None:
     """
     if not schedule:
         return None
-    known = {id(one) for one in (*model.parameters(), *model.buffers(), *model.modules())}
-    state: dict[str, Any] = schedule.state_dict()
-    return {
-        key: value
-        for key, value in state.items()
-        if key == "lr_lambdas" or known.isdisjoint(map(id, (value, *tree_leaves(value))))
-    }
+    state, known = schedule.state_dict(), _of_model(model)
+    if isinstance(schedule, Schedules):
+        return {name: _without(one, known) for name, one in state.items()}
+    return _without(state, known)
+
+
+def kept_of_model(schedule: Any, model: nn.Module) -> frozenset[str]:
+    """The attributes of a schedule that its state lacks: the model is in them."""
+    known, named = _of_model(model), getattr(schedule, "__dict__", {})
+    ours = {name: value for name, value in named.items() if name not in ("optimizer", _INSIDE)}
+    return frozenset(ours.keys() - _without(ours, known).keys())
+
+
+_INSIDE = "_schedulers"  # where torch's schedules have those that they are made of
+
+
+def _of_model(model: nn.Module) -> frozenset[int]:
+    return frozenset(map(id, (*model.parameters(), *model.buffers(), *model.modules())))
+
+
+def _without(state: Mapping[str, Any], known: frozenset[int]) -> dict[str, Any]:
+    """A state dict without the values that something known is in; in its members' states too."""
+    kept = {}
+    for key, value in state.items():
+        if key == _INSIDE and all(isinstance(one, dict) for one in value):
+            kept[key] = [_without(one, known) for one in value]
+        elif key == "lr_lambdas" or known.isdisjoint(map(id, (value, *tree_leaves(value)))):
+            kept[key] = value
+    return kept
 
 
 def catch_up(schedule: Any, steps: int) -> None:
-    """Bring a new schedule, if there is one, to where it is after ``steps``."""
+    """Bring a new schedule, if there is one, to where it is after ``steps``.
+
+    Raises:
+        TrialError: it changes parameters, which hold another trial's weights by then.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's advice on the order of the two steps
-        for _ in range(steps if schedule else 0):
-            schedule.step()
+        try:
+            for _ in range(steps if schedule else 0):
+                schedule.step()
+        except RuntimeError as error:
+            raise TrialError(
+                f"the schedule could not be brought to step {steps} for the weights that this "
+                f"trial took over from another one: {str(error).rstrip('.')}. One that changes parameters when it "
+                "steps cannot go on from another trial's: pruner=shoal.PBT(...) and warm clones "
+                "need a schedule that sets numbers."
+            ) from error
 
 
 def as_one_schedule(given: Any) -> Any:

@@ -8,6 +8,7 @@ time. It may have strings that are no names. It lacks a name that is put togethe
 
 from __future__ import annotations
 
+import dis
 import functools
 import itertools
 import os
@@ -160,6 +161,14 @@ def names_in(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from names_in(constant)
+
+
+def stored_in(code: types.CodeType) -> Iterator[str]:
+    """The globals that code assigns, and code within."""
+    yield from (o.argval for o in dis.get_instructions(code) if o.opname == "STORE_GLOBAL")
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from stored_in(constant)
 
 
 def is_library(value: Any) -> bool:

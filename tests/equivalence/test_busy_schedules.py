@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from random import betavariate
 
+import numpy as np
 import pytest
 import squads
 import torch
@@ -12,7 +14,9 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 import shoal
+from shoal.core.errors import TrialError
 from shoal.habits import Habits, habits_of
+from shoal.several import catch_up
 from shoal.testing import assert_same, plain_loop
 from shoal.ui.show import planned_reasons
 
@@ -270,3 +274,37 @@ def growing(named, hp):
 def test_other_parameters_are_refused_in_words(of, words, run):
     for trial in run(of).trials:
         assert words in trial.error
+
+
+DRAWS = {
+    "random.choice": lambda epoch: random.choice([0.5, 1.0]),
+    "random.sample": lambda epoch: random.sample([0.5, 1.0], 1)[0],
+    "random.expovariate": lambda epoch: random.expovariate(1.0),
+    "np.random.normal": lambda epoch: np.random.normal(),
+    "torch.normal": lambda epoch: float(torch.normal(0.0, 1.0, (1,))),
+    "torch.randperm": lambda epoch: int(torch.randperm(2)[0]),
+    "in place": lambda epoch: float(torch.zeros(1).exponential_()),
+    "nn.init": lambda epoch: float(nn.init.trunc_normal_(torch.zeros(1))),
+    "imported from random": lambda epoch: betavariate(1.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_all_common_ways_to_draw_are_known(draw):
+    optimizer = momentum(list(model({}).named_parameters()), {"lr": 0.1})
+    assert habits_of(LambdaLR(optimizer, draw)).draws
+    assert habits_of(LambdaLR(optimizer, draw)).touches is False
+
+
+def test_a_schedule_that_changes_weights_is_refused_for_those_of_another_trial():
+    parameter = nn.Parameter(torch.zeros(1).expand(4), requires_grad=False)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+    class Decays(LambdaLR):
+        def step(self):
+            super().step()
+            if self.last_epoch:
+                parameter.mul_(0.9)
+
+    with pytest.raises(TrialError, match=r"could not be brought to step 3 .*shoal\.PBT"):
+        catch_up(Decays(optimizer, lambda epoch: 1.0), 3)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import itertools
 import os
 import random
 import signal
+import traceback
 import types
 from pathlib import Path
 
+import elsewhere
 import numpy as np
 import pytest
 import torch
@@ -18,7 +23,6 @@ from torch.utils.data import DataLoader, Dataset
 import shoal
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
-from shoal.pystate import Ambient
 from shoal.testing import assert_same, plain_loop
 
 ROWS, BATCH, EPOCHS = 64, 8, 4
@@ -180,7 +184,7 @@ def counted(output, batch):
 
 
 def recipe(model=Net, **more):
-    build = model if model is scaled else lambda hp: model()
+    build = (lambda hp: model()) if isinstance(model, type) else model
     return shoal.Recipe(**{"model": build, "data": data, "loss": loss, **more})
 
 
@@ -189,23 +193,178 @@ class Plain(Net):
         return x
 
 
-KEPT = {
+class Meter(nn.Module):
+    """A loss that counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, output, batch):
+        self.calls += 1
+        return F.cross_entropy(output, batch[1]) / (1 + 0.1 * self.calls)
+
+
+AVERAGES = {}
+MEAN = None
+PAST = []
+
+
+def averaged(output, batch):
+    """Beside means that begin with the first batch, and a list of losses that grows."""
+    global MEAN
+    value = F.cross_entropy(output, batch[1])
+    mean = value.detach() if MEAN is None else 0.9 * MEAN + 0.1 * value.detach()
+    if output.requires_grad:
+        MEAN = mean
+        AVERAGES["ema"] = 0.5 * AVERAGES.get("ema", 0.0) + value.detach()
+        PAST.extend([value.item()] * 60)
+        value = value / (1 + AVERAGES["ema"] + sum(PAST) / len(PAST))
+    return value / mean.clamp_min(0.1)
+
+
+def elsewhere_weighted(output, batch):
+    return F.cross_entropy(output, batch[1]) * elsewhere.weight()
+
+
+TABLE = np.frombuffer(np.arange(1, 9, dtype=np.float32).tobytes(), dtype=np.float32)  # read-only
+GRAPH = torch.eye(8).to_sparse()
+ACT = torch.tanh
+SCALE = 1.0
+
+
+class Chosen(Net):
+    def change(self, x):
+        return ACT(torch.sparse.mm(GRAPH, x.t()).t() / torch.from_numpy(TABLE.copy()))
+
+
+def chosen(hp):
+    global ACT
+    ACT = F.gelu if hp["lr"] < 0.05 else F.relu
+    return Chosen()
+
+
+def collate(rows):
+    x, y = torch.utils.data.default_collate(rows)
+    return x * SCALE, y
+
+
+def scaled_data(hp):
+    global SCALE
+    SCALE = 1 + 10 * hp["lr"]
+    return DataLoader(Rows(), BATCH, shuffle=True, collate_fn=collate), DataLoader(Rows(), 16)
+
+
+class Phase(enum.Enum):
+    FIRST = 1
+    REST = 2
+
+
+@dataclasses.dataclass(slots=True)
+class Counts:
+    steps: int = 0
+
+
+class Memory(list):
+    pass
+
+
+class Switching(Net):
+    """Objects under several names, and of kinds that are easily taken for others."""
+
+    def __init__(self):
+        super().__init__()
+        self.phase, self.counts, self.memory = Phase.FIRST, Counts(), Memory()
+        self.num_hooks_run = 0
+        self.lists = [[1.0], [2.0]]
+        self.active = self.lists[0]
+        self.mean = self.alias = None
+        self.order = [self.first, self.last]
+        self.last.weight.register_hook(self.count())
+
+    def count(self):
+        calls = 0
+
+        def hook(grad):
+            nonlocal calls
+            calls += 1
+            return grad / (1 + 0.1 * calls)
+
+        return hook
+
+    def change(self, x):
+        if not self.training:
+            return x
+        if self.mean is None:
+            self.mean = self.alias = torch.ones(8)
+        self.mean += 0.1
+        self.counts.steps += 1
+        self.memory.append(self.counts.steps)
+        self.num_hooks_run += 1
+        self.order.reverse()
+        if self.counts.steps == 5:
+            self.phase, self.active = Phase.REST, self.lists[1]
+        self.active[0] *= 0.95
+        x = x * self.alias * (1.1 if self.phase is Phase.REST else 1.0)
+        x = x / (len(self.memory) + self.num_hooks_run) ** 0.25
+        return x * self.lists[1][0] + self.order[0].weight.mean()
+
+
+class Freezing(torch.optim.lr_scheduler.LRScheduler):
+    """Has a parameter of the model's, beside numbers of its own."""
+
+    def __init__(self, optimizer):
+        first = optimizer.param_groups[0]["params"][0]
+        self.pairs, self.factor = [(first, torch.ones(()))], 1.0
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        self.pairs[0][1].mul_(0.98)
+        return [base * float(self.pairs[0][1]) for base in self.base_lrs]
+
+
+def sequential(optimizer, hp):
+    schedulers = [Freezing(optimizer), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, milestones=[20])
+
+
+ATTRIBUTES = {
     "hidden state": recipe(Recurrent),
     "counts and objects": recipe(Annealed),
     "generators": recipe(OwnNoise),
     "an optimizer's own": recipe(Plain, optimizer=averaging),
     "a hook's": recipe(Plain, optimizer=hooked),
     "a schedule's closure": recipe(Plain, schedule=closing),
-    "globals that are set": recipe(scaled),
-    "globals that steps write": recipe(Plain, loss=counted),
+    "several names": recipe(Switching),
+    "a schedule with a parameter": recipe(Plain, schedule=sequential),
+}
+GLOBALS = {
+    "that are set": recipe(scaled),
+    "that steps write": recipe(Plain, loss=counted),
+    "a loss that is a module": recipe(Plain, loss=Meter()),
+    "means and lists": recipe(Plain, loss=averaged),
+    "of another file": recipe(Plain, loss=elsewhere_weighted),
+    "that are functions": recipe(chosen),
+    "of a collate function": recipe(Plain, data=scaled_data),
 }
 
 
-def alone(of, trial, epochs=EPOCHS):
-    ambient = Ambient(of)
-    result = plain_loop(of, {"lr": trial.hp["lr"]}, trial.seed, epochs=epochs)
-    ambient.begin()
-    return result
+def assert_alone(of, trial, epochs=EPOCHS):
+    """In a process of its own, that has the globals as the recipe came with them."""
+    child = os.fork()
+    if not child:
+        try:
+            torch.set_num_threads(1)
+            assert_same(plain_loop(of, {"lr": trial.hp["lr"]}, trial.seed, epochs=epochs), trial)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+KEPT = ATTRIBUTES | {f"globals {name}": GLOBALS[name] for name in list(GLOBALS)[:4]}
+SHARED = GLOBALS | {name: ATTRIBUTES[name] for name in list(ATTRIBUTES)[:2]}
 
 
 @pytest.mark.parametrize("of", KEPT.values(), ids=KEPT)
@@ -220,10 +379,10 @@ def test_a_trial_that_goes_on_in_another_process_ends_as_alone(of, tmp_path, war
     assert not Snapshot.of(read_outline(report.directory)).warnings
     for trial in report.trials:
         assert not trial.error
-        assert_same(alone(of, trial), trial)
+        assert_alone(of, trial)
 
 
-@pytest.mark.parametrize("of", KEPT.values(), ids=KEPT)
+@pytest.mark.parametrize("of", SHARED.values(), ids=SHARED)
 def test_trials_that_alternate_and_are_parked_end_as_alone(of, tmp_path, warm_workers):
     study = shoal.Study(
         *("it", of),
@@ -236,15 +395,18 @@ def test_trials_that_alternate_and_are_parked_end_as_alone(of, tmp_path, warm_wo
     hardware = shoal.Hardware.virtual(devices=2, memory="64MiB")
     report = study.run(hardware=hardware, workers=warm_workers, fuse=False)
     for trial in report.trials:
-        epochs = trial.history[-1]["step"] * BATCH // ROWS
-        assert_same(alone(of, trial, epochs), trial)
+        assert not trial.error
+        assert_alone(of, trial, trial.history[-1]["step"] * BATCH // ROWS)
 
 
-class Opaque:
-    __slots__ = ("count",)
-
-    def __init__(self):
-        self.count = 0
+def test_a_function_that_a_factory_chooses_is_no_arrays(tmp_path, warm_workers):
+    study = shoal.Study(
+        *("it", recipe(chosen)), space=shoal.grid(lr=[0.03, 0.1]), epochs=1, directory=tmp_path
+    )
+    hardware = shoal.Hardware.virtual(devices=1, memory="64MiB")
+    report = study.run(hardware=hardware, workers=warm_workers, fuse=2)
+    for trial in report.trials:
+        assert_alone(recipe(chosen), trial, 1)
 
 
 class Hidden(Net):
@@ -252,10 +414,10 @@ class Hidden(Net):
 
     def __init__(self):
         super().__init__()
-        self.it = Opaque()
+        self.it = itertools.count()
 
     def change(self, x):
-        self.it = Opaque()
+        self.it = itertools.count(1)
         return x
 
 

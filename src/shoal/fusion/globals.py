@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shoal.bound import code_of
 from shoal.fusion.signature import DEEPEST, described
 from shoal.recipe import Recipe
-from shoal.spelled import is_library, names_in
+from shoal.spelled import code_met, is_library, names_in, stored_in
 
 LONG = 1000
 """Items of which nobody looks at each."""
@@ -142,6 +142,7 @@ def configuration(recipe: Recipe, module: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, value in kept_globals(recipe, module, MAKING).items():
         found |= _plain_values(name, value)
+    found |= _assigned_code(recipe, module)
     asked = {n for f in _followed(recipe, module, MAKING) for n in names_in(f.__code__)}
     for kind in {owner for child in module.modules() for owner in type(child).__mro__}:
         if not is_library(kind):
@@ -150,10 +151,31 @@ def configuration(recipe: Recipe, module: nn.Module) -> dict[str, str]:
     return found
 
 
+def _assigned_code(recipe: Recipe, module: nn.Module) -> dict[str, str]:
+    """The functions, classes and types in globals that the recipe's code assigns."""
+    given = (code_of(value) for value in vars(recipe).values() if callable(value))
+    assigned = {
+        (id(one.__globals__), name)
+        for one in code_met(given)
+        if isinstance(one, types.FunctionType) and not is_library(one)
+        for name in stored_in(one.__code__)
+    }
+    found = {}
+    for function in _followed(recipe, module, MAKING):
+        known = function.__globals__
+        for name in sorted(set(names_in(function.__code__)) & known.keys()):
+            value = known[name]
+            if (id(known), name) in assigned and not isinstance(value, DATA):
+                called = getattr(value, "__qualname__", None) or repr(value)
+                place = f"{known.get('__name__', '')}.{name}"
+                found[place] = f"{getattr(value, '__module__', '')}.{called}"
+    return found
+
+
 def _plain_values(name: str, value: Any, depth: int = 0) -> dict[str, str]:
     if value is None or isinstance(value, PLAIN):
         return {name: repr(value)}
-    if isinstance(value, Tensor) and value.nbytes <= SMALL:
+    if isinstance(value, Tensor) and value.layout == torch.strided and value.nbytes <= SMALL:
         return {name: described(value)}
     if isinstance(value, list | tuple) and len(value) <= LONG:
         return {name: repr(value)} if all(isinstance(one, PLAIN) for one in value) else {}

@@ -174,5 +174,23 @@ def _text(code: types.CodeType) -> str:
 
 
 def _digest(tensor: Tensor) -> str:
-    plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(plain.numpy().tobytes()).hexdigest()[:16]
+    digest = hashlib.sha256()
+    for dense in _dense_parts(tensor.detach()):
+        plain = dense.cpu().contiguous().reshape(-1).view(torch.uint8)
+        digest.update(plain.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _dense_parts(tensor: Tensor) -> list[Tensor]:
+    """A tensor's numbers as tensors of plain memory: of a sparse one also where they are."""
+    if tensor.layout == torch.strided:
+        return [tensor]
+    if tensor.layout == torch.sparse_coo:
+        whole = tensor.coalesce()
+        return [whole.indices(), whole.values()]
+    names = ("crow_indices", "col_indices", "ccol_indices", "row_indices")
+    by_rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    return [getattr(tensor, name)() for name in names[:2] if by_rows] + [
+        *(getattr(tensor, name)() for name in names[2:] if not by_rows),
+        tensor.values(),
+    ]

@@ -8,8 +8,8 @@ disk, is left alone.
 
 from __future__ import annotations
 
-import dis
 import inspect
+import os
 import sys
 import types
 from collections import deque
@@ -23,27 +23,19 @@ import torch
 from torch import Tensor, nn
 
 from shoal.bound import code_of
-from shoal.pystate.values import (
-    NOTHING,
-    PLAIN,
-    STREAMS,
-    Look,
-    Note,
-    Unkept,
-    give,
-    look_at,
-    pack,
-    refill_values,
-)
+from shoal.pystate.packing import Giving, Unkept, pack
+from shoal.pystate.values import NOTHING, PLAIN, STREAMS, Look, Note, is_large, look_at, put_in
 from shoal.recipe import Recipe
-from shoal.spelled import code_met, is_library, names_in
+from shoal.source import MODULE_NAME
+from shoal.spelled import code_met, is_library, names_in, stored_in
 
 DATA = (*PLAIN, type(None), list, dict, set, deque, tuple, Tensor, np.ndarray, *STREAMS)
 MAKING = frozenset(("__init__", "__new__"))
 """Methods that make an object, and are no part of a step."""
 INSTALLED = ("site-packages", "dist-packages")
-OURS = str(Path(__file__).parents[1])
-LONGEST, LARGEST, VALUES = 200, 2**16, 100
+OURS = f"{Path(__file__).parents[1]}{os.sep}"
+MAINS = ("__main__", MODULE_NAME)
+LONGEST, LARGEST, VALUES = 200, 2**20, 500
 """What of one global is looked into, each time that trials alternate."""
 Notes = Mapping[str, Mapping[str, Note]]
 """By owner and name."""
@@ -64,7 +56,7 @@ class Ambient:
     def begin(self) -> None:
         """As when the recipe came."""
         for where, notes in self._first.items():
-            refill_values(self._owners[where], notes, soft=True)
+            _refill(self._owners[where], notes, soft=True)
 
     def take(self) -> Notes:
         """What is there now."""
@@ -73,7 +65,7 @@ class Ambient:
     def put(self, notes: Notes) -> None:
         """Have the globals be as they were when ``notes`` were taken."""
         for where, kept in notes.items():
-            refill_values(self._owners[where], kept, soft=False)
+            _refill(self._owners[where], kept, soft=False)
 
     def has(self, place: str) -> bool:
         """Whether a value called ``module.name`` or ``module.class.name`` is a trial's own."""
@@ -85,23 +77,41 @@ class Ambient:
 
     def changed(self, before: Notes, after: Notes) -> dict[str, Any]:
         """By place what changed from ``before`` to ``after``, packed; not what cannot be."""
+        return self._changes(before, after)[0]
+
+    def lost(self, before: Notes, after: Notes) -> list[str]:
+        """The places of what changed, and is no trial's own: it cannot be packed, or put back."""
+        return self._changes(before, after)[1]
+
+    def _changes(self, before: Notes, after: Notes) -> tuple[dict[str, Any], list[str]]:
         found: dict[str, Any] = {}
+        lost: list[str] = []
         for where, notes in after.items():
             for name, note in notes.items():
-                with suppress(Unkept):
-                    packed = pack(note, before.get(where, {}).get(name, NOTHING))
-                    if packed is not None:
-                        found[f"{where}: {name}"] = packed
-        return found
+                was = before.get(where, {}).get(name, NOTHING)
+                if was is NOTHING and isinstance(note.held, types.FunctionType):
+                    was = Note("parts", note.held, {})  # that had no attributes then
+                if _is_written(was, note):
+                    lost.append(f"{where}: {name}")
+                    continue
+                try:
+                    packed = pack(note, was)
+                except Unkept:
+                    lost.append(f"{where}: {name}")
+                    continue
+                if packed is not None:
+                    found[f"{where}: {name}"] = packed
+        return found, lost
 
     def give(self, packed: Mapping[str, Any], device: torch.device) -> None:
         """Have what is in place hold what was packed."""
+        giving = Giving(device)
         for place, one in packed.items():
             where, _, name = place.rpartition(": ")
             if (owner := self._owners.get(where)) is None:
                 continue
             with suppress(Unkept):
-                owner[name] = give(one, owner.get(name), device)
+                owner[name] = giving.give(one, owner.get(name), (place,))
 
 
 _here: list[Ambient] = []
@@ -118,27 +128,65 @@ def here() -> Ambient:
 
 
 def _look(owner: Mapping[str, Any]) -> dict[str, Note]:
-    return {
-        name: look_at(value, Look(longest=LONGEST, largest=LARGEST, values=VALUES))
-        for name, value in owner.items()
-    }
+    found, look = {}, Look(longest=LONGEST, largest=LARGEST)
+    for name, value in owner.items():
+        look.values = VALUES
+        is_kept = not isinstance(owner, _Globals) or owner.may_change(value)
+        found[name] = look_at(value, look) if is_kept else Note("other", value)
+    return found
+
+
+def _refill(owner: MutableMapping[str, Any], notes: Mapping[str, Note], *, soft: bool) -> None:
+    for name in [name for name in owner if name not in notes]:
+        value = owner[name]
+        if isinstance(value, types.FunctionType):  # that had no attributes then
+            vars(value).clear()
+        elif not is_large(value):
+            del owner[name]
+    put_in(owner, notes, soft=soft)
+
+
+def _is_written(before: Note, after: Note) -> bool:
+    """Whether a tensor was written in place that is too large to be put back."""
+    if before.kind != "tensor" or before.held is not after.held or before.inside[1] is not None:
+        return False
+    return bool(before.inside[0] != after.inside[0])
 
 
 # -- who has globals ------------------------------------------------------------------------------
 
 
 class _Globals(MutableMapping[str, Any]):
-    """The values among a module's globals that code names, or among a class's attributes."""
+    """The values among a module's globals that code names, or among a class's attributes.
 
-    def __init__(self, owner: Any, names: Iterable[str] | None = None) -> None:
-        self._owner = owner
-        self._names = None if names is None else sorted(names)
+    Args:
+        names: None for all.
+        assigned: Those that code assigns, whatever they hold.
+    """
+
+    def __init__(
+        self, owner: Any, names: Iterable[str] | None = None, assigned: Iterable[str] = ()
+    ) -> None:
+        self._owner, self._assigned = owner, frozenset(assigned)
+        self._names = None if names is None else sorted({*names, *self._assigned})
+        held = self._held
+        there = list(held) if self._names is None else [n for n in self._names if n in held]
+        modules = [held[name] for name in there if isinstance(held[name], nn.Module)]
+        self._modules = {id(module): module for module in modules}  # none of a trial's models
+
+    def may_change(self, value: Any) -> bool:
+        """Whether it is a value that code may keep something in."""
+        return _may_change(value) or id(value) in self._modules
 
     def __iter__(self) -> Iterator[str]:
+        return (name for name, _ in self.items())
+
+    def items(self) -> list[tuple[str, Any]]:  # type: ignore[override]
+        """Those that may change, with their values."""
         held = self._held
-        for name in list(held) if self._names is None else self._names:
-            if name in held and not name.startswith("__") and _may_change(held[name]):
-                yield name
+        names = list(held) if self._names is None else [n for n in self._names if n in held]
+        pairs = [(name, held[name]) for name in names if not name.startswith("__")]
+        return [(n, v) for n, v in pairs if n in self._assigned or self.may_change(v)]
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -147,10 +195,12 @@ class _Globals(MutableMapping[str, Any]):
         return self._held[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if self._held.get(name, NOTHING) is value:
+        before = self._held.get(name, NOTHING)
+        if before is value:
             return
         if isinstance(self._owner, type):
-            setattr(self._owner, name, value)
+            if not isinstance(before, types.FunctionType):  # torch wraps an optimizer's step
+                setattr(self._owner, name, value)
         else:
             self._owner[name] = value
 
@@ -172,15 +222,21 @@ def _owners(recipe: Recipe) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
     users = [kind for kind in kinds.values() if _is_users(kind)]
     codes = list(_codes(recipe, users))
     spelled = frozenset(name for code, _ in codes for name in names_in(code))
-    named: dict[int, tuple[dict[str, Any], set[str]]] = {}
+    named: dict[int, tuple[dict[str, Any], set[str], set[str]]] = {}
     for code, known in codes:
-        _, names = named.setdefault(id(known), (known, set()))
-        names |= (set(names_in(code)) & known.keys()) | set(_stored(code))
+        _, names, assigned = named.setdefault(id(known), (known, set(), set()))
+        names |= set(names_in(code)) & known.keys()
+        assigned |= set(stored_in(code))
     for one in met:
         if isinstance(one, types.ModuleType) and _is_users(one):
-            named.setdefault(id(vars(one)), (vars(one), set()))[1].update(spelled)
-    for known, names in named.values():
-        yield str(known.get("__name__", "")), _Globals(known, names)
+            named.setdefault(id(vars(one)), (vars(one), set(), set()))[1].update(spelled)
+        elif isinstance(one, types.FunctionType) and _is_users(one):
+            known = one.__globals__
+            if id(known) in named:  # what a factory assigns, and steps read
+                _, names, assigned = named[id(known)]
+                assigned |= set(stored_in(one.__code__)) & (spelled | names)
+    for known, names, assigned in named.values():
+        yield str(known.get("__name__", "")), _Globals(known, names, assigned)
     for kind in users:
         yield f"{kind.__module__}.{kind.__qualname__}", _Globals(kind)
     yield "the recipe", dict(_steps(recipe))
@@ -211,14 +267,15 @@ def _codes(
     for kind in kinds:
         waiting += [value for name, value in vars(kind).items() if name not in MAKING]
     met = set[int]()
+    if (source := _function(recipe.data)) is not None:  # what it names is called for each batch
+        waiting += _named_by(source)
     while waiting:
         function = _function(waiting.popleft())
         if function is None or id(function) in met:
             continue
         met.add(id(function))
         yield function.__code__, function.__globals__
-        named = set(names_in(function.__code__)) & function.__globals__.keys()
-        waiting += [function.__globals__[name] for name in sorted(named)]
+        waiting += _named_by(function)
         waiting += [cell for cell in _contents(function) if isinstance(cell, types.FunctionType)]
     for factory in map(_function, (recipe.model, recipe.data, recipe.optimizer, recipe.schedule)):
         if factory is None:
@@ -226,6 +283,14 @@ def _codes(
         for constant in factory.__code__.co_consts:
             if isinstance(constant, types.CodeType):
                 yield constant, factory.__globals__
+
+
+def _named_by(function: types.FunctionType) -> list[Any]:
+    """The values of globals that a function names, and what it asks of those that are modules."""
+    names = set(names_in(function.__code__))
+    values = [function.__globals__[n] for n in sorted(names & function.__globals__.keys())]
+    modules = [v for v in values if isinstance(v, types.ModuleType) and _is_users(v)]
+    return values + [vars(m)[name] for m in modules for name in sorted(names & vars(m).keys())]
 
 
 def _function(value: Any) -> types.FunctionType | None:
@@ -243,6 +308,8 @@ def _is_users(code: Any) -> bool:
         known = code.__globals__
     elif isinstance(code, types.ModuleType):
         known = vars(code)
+    elif code.__module__ in MAINS:  # of a script: this process's own main file is shoal's
+        return True
     else:
         known = vars(sys.modules.get(code.__module__, types))
     file = str(known.get("__file__") or "")
@@ -257,19 +324,21 @@ def _contents(function: types.FunctionType) -> Iterator[Any]:
             continue
 
 
-def _stored(code: types.CodeType) -> Iterator[str]:
-    """The globals that code assigns."""
-    yield from (o.argval for o in dis.get_instructions(code) if o.opname == "STORE_GLOBAL")
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _stored(constant)
-
-
 def _may_change(value: Any) -> bool:
-    """Whether it is a value that code may keep something in."""
+    kind = type(value)
+    if kind is types.FunctionType:
+        return bool(vars(value) or value.__closure__) and not is_library(value)
+    known = _kinds.get(kind)
+    if known is None:
+        known = _kinds.setdefault(kind, _kind_may_change(value))
+    return known
+
+
+_kinds: dict[type, bool] = {}  # whether values of a type may change
+
+
+def _kind_may_change(value: Any) -> bool:
     if isinstance(value, DATA):
         return True
-    if isinstance(value, types.FunctionType):
-        return bool(vars(value) or value.__closure__) and not is_library(value)
     is_code = isinstance(value, type | types.ModuleType | nn.Module | property | staticmethod)
     return not is_code and hasattr(value, "__dict__") and not is_library(type(value))

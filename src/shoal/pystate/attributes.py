@@ -17,20 +17,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shoal.pystate.values import NOTHING, Look, Note, Unkept, give, look_at, pack
-from shoal.several import each_schedule, members_of
+from shoal.pystate.packing import Giving, Known, Unkept, pack
+from shoal.pystate.parts import Shown, hidden_of, hooks, hooks_of
+from shoal.pystate.values import NOTHING, Look, Note, look_at
+from shoal.several import each_schedule, kept_of_model, members_of
 from shoal.spelled import is_library
 
-TENSORS = frozenset(("_parameters", "_buffers", "_modules", "training"))
-RECURRENT = frozenset(("_flat_weights", "_flat_weight_refs"))  # lists of a layer's own parameters
 STEPPED = frozenset(("state", "param_groups", "defaults", "step"))  # a schedule wraps the last
-"""Attributes that are looked after elsewhere."""
+"""An optimizer's attributes that are looked after elsewhere."""
 
 SCHEDULE = "the schedule"
-VALUES = 100_000
-"""Values that are looked at."""
+VALUES = 20_000
+"""Values of one attribute that are looked at."""
 ROOM = 64 * 2**20
-"""Bytes that may be kept beside four times those of the model."""
+"""Bytes that may be kept beside four times those of the model, and that are copied to compare."""
 
 
 class Attributes:
@@ -41,7 +41,7 @@ class Attributes:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
         self._model, self._optimizer, self._schedule = model, optimizer, schedule
-        self._before = self._notes()
+        self._before = self._notes(self._fixed())
 
     def changed(self) -> tuple[dict[str, Any], list[str]]:
         """By place what changed, packed; and the places of what cannot be packed.
@@ -51,9 +51,11 @@ class Attributes:
         found: dict[str, Any] = {}
         lost: list[str] = []
         torchs = {holder for holder, held in self._holders() if getattr(held, "is_torchs", False)}
-        for place, note in self._notes().items():
+        notes = self._notes(self._fixed())
+        known = Known(self._before, notes)
+        for place, note in notes.items():
             try:
-                packed = pack(note, self._before.get(place, NOTHING))
+                packed = pack(note, self._before.get(place, NOTHING), known, (place,))
             except Unkept:
                 lost += [place] if place.rpartition(": ")[0] not in torchs else []
                 continue
@@ -72,44 +74,60 @@ class Attributes:
 
         ``scheduled``: what the schedule keeps as well.
         """
-        holders = dict(self._holders())
+        holders, named = dict(self._holders()), {n: one for one, n in self._looked_after()}
+        giving = Giving(device, self._before, named)
         for place, value in packed.items():
             holder, _, name = place.rpartition(": ")
             attributes = holders.get(holder)
             if attributes is None or (holder.startswith(SCHEDULE) and not scheduled):
                 continue
             with suppress(Unkept):
-                attributes[name] = give(value, attributes.get(name), device)
+                attributes[name] = giving.give(value, attributes.get(name), (place,))
 
     def _most(self) -> int:
         return ROOM + 4 * sum(p.nbytes for p in self._model.parameters())
 
-    def _notes(self) -> dict[str, Note]:
-        look = Look(self._fixed(), values=VALUES)
-        return {
-            f"{holder}: {name}": look_at(value, look)
-            for holder, attributes in self._holders()
-            for name, value in attributes.items()
-        }
+    def _notes(self, fixed: Mapping[int, str]) -> dict[str, Note]:
+        look, found = Look(fixed, room=ROOM), {}
+        for holder, attributes in self._holders():
+            for name, value in attributes.items():
+                look.values = VALUES
+                found[f"{holder}: {name}"] = look_at(value, look)
+        return found
 
-    def _fixed(self) -> set[int]:
-        """What is looked after elsewhere, by identity."""
-        model, members = self._model, members_of(self._optimizer)
-        ours = [*model.modules(), *model.parameters(), *model.buffers(), *members]
-        return set(map(id, (*ours, self._optimizer, self._schedule)))
+    def _fixed(self) -> dict[int, str]:
+        """What is looked after elsewhere: its name by identity."""
+        return {id(one): name for one, name in self._looked_after()}
+
+    def _looked_after(self) -> Iterator[tuple[Any, str]]:
+        model = self._model
+        yield from ((one, f"module {name!r}") for name, one in model.named_modules())
+        yield from ((one, f"tensor {name!r}") for name, one in model.named_parameters())
+        yield from ((one, f"tensor {name!r}") for name, one in model.named_buffers())
+        for number, one in enumerate(members_of(self._optimizer)):
+            yield one, f"optimizer {number}"
+        yield self._optimizer, "the optimizer"
+        yield self._schedule, "the schedule"
 
     def _holders(self) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
         """Attributes by what has them. A name may come to hold something else by assignment."""
         for path, module in self._model.named_modules():
             where = f"module {path!r}" if path else "the model"
-            hidden = TENSORS | (RECURRENT if isinstance(module, nn.RNNBase) else frozenset())
-            yield from _attributes(where, module, hidden, is_library(type(module)))
+            yield where, _ShownOf(module, hidden_of(module), is_library(type(module)))
+            yield from _hooks(where, module)
+        for path, parameter in self._model.named_parameters():
+            yield from _hooks(f"parameter {path!r}", parameter)
         yield "whether it is trained", _Flags(self._model)
         for number, optimizer in enumerate(members_of(self._optimizer)):
             where = f"optimizer {number}" if number else "the optimizer"
-            yield from _attributes(where, optimizer, STEPPED, is_torchs=False)
+            yield where, _ShownOf(optimizer, STEPPED | hooks(), is_torchs=False)
+            yield from _hooks(where, optimizer)
         for number, schedule in enumerate(each_schedule(self._schedule)):
-            yield f"{SCHEDULE} {number}".removesuffix(" 0"), _functions(schedule)
+            where = f"{SCHEDULE} {number}".removesuffix(" 0")
+            yield where, _functions(schedule)
+            if of_model := kept_of_model(schedule, self._model):
+                named = vars(schedule)
+                yield f"{where}, of the model", Shown(named, frozenset(named.keys() - of_model))
 
 
 def in_words(place: str) -> str:
@@ -118,43 +136,22 @@ def in_words(place: str) -> str:
     return f"{name!r} of {holder}"
 
 
-def _attributes(
-    where: str, owner: Any, hidden: frozenset[str], is_torchs: bool
-) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
-    """An object's attributes, and its hooks: these by their order, since their keys are counts.
-
-    Of torch's own modules not tensors inside of a graph: these they compute anew each time.
-    """
-    yield where, _Shown(owner, hidden, is_torchs)
-    for name, value in vars(owner).items():
-        if "_hooks" in name and isinstance(value, dict) and value:
-            hooks: dict[str, Any] = {str(n): hook for n, hook in enumerate(value.values())}
-            yield f"{where}, {name}", hooks
+def _hooks(where: str, owner: Any) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
+    yield from ((f"{where}, {name}", hooks) for name, hooks in hooks_of(owner))
 
 
-class _Shown(MutableMapping[str, Any]):
-    """Those attributes of an object that may be state."""
+class _ShownOf(Shown):
+    """Of torch's own modules not tensors inside of a graph: these they compute anew each time."""
 
     def __init__(self, owner: Any, hidden: frozenset[str], is_torchs: bool) -> None:
-        self._all, self._hidden, self.is_torchs = vars(owner), hidden, is_torchs
+        super().__init__(vars(owner), hidden)
+        self.is_torchs = is_torchs
 
     def __iter__(self) -> Iterator[str]:
-        for name, value in list(self._all.items()):
-            inside = self.is_torchs and isinstance(value, Tensor) and value.grad_fn is not None
-            if name not in self._hidden and "_hooks" not in name and not inside:
+        for name in super().__iter__():
+            value = self[name]
+            if not (self.is_torchs and isinstance(value, Tensor) and value.grad_fn is not None):
                 yield name
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __getitem__(self, name: str) -> Any:
-        return self._all[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._all[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self._all[name]
 
 
 class _Flags(MutableMapping[str, Any]):

@@ -1,44 +1,41 @@
 """One Python value: what it holds now, whether that is another than before, and back again.
 
 ``look_at`` makes a ``Note``, which refers to the objects and has copies of what is in them.
-``put_back`` has the same objects hold it again. ``pack`` makes a note plain containers and
-tensors, which a checkpoint can hold, and ``give`` has a value that was built anew hold that.
+``put_back`` has the same objects hold it again.
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
+import enum
 import math
+import operator
 import random
-import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from shoal.spelled import is_library
+from shoal.pystate.parts import is_code, parts_of
 
 PLAIN = (bool, int, float, str)
+EXACTLY = frozenset((*PLAIN, type(None)))
 DEEPEST = 6  # objects within objects that are looked into
-SPACES = (types.SimpleNamespace, argparse.Namespace)
-SEQUENCES: dict[type, Callable[[Any, list[Any]], None]] = {
+FILLERS: dict[type, Callable[[Any, list[Any]], None]] = {
     list: lambda held, items: held.__setitem__(slice(None), items),
     deque: lambda held, items: (held.clear(), held.extend(items))[0],
     set: lambda held, items: (held.clear(), held.update(items))[0],
 }
 """By type how one of them comes to have other items."""
-CODE = ("function", "parts")
-"""Kinds of notes of which what is inside is put back, and not they themselves."""
 STREAMS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-
-
-class Unkept(Exception):
-    """A value changed that cannot be made anew from plain containers and tensors."""
+SHARED = frozenset(("tensor", "array", "stream", "flat", "items", "dict", "parts"))
+"""Kinds of notes of what may be known by several names."""
+LARGE, LONG = 2**16, 200
+"""Bytes of a tensor, and items of a container, that count as read from somewhere."""
+HUGE = 200_000  # numbers in a container that nobody counted
 
 
 class Note(NamedTuple):
@@ -53,9 +50,6 @@ class Note(NamedTuple):
     inside: Any = None
 
 
-FIXED = Note("fixed")
-"""What somebody else looks after."""
-
 NOTHING = Note("nothing")
 """Of what was not there yet."""
 
@@ -65,92 +59,85 @@ class Look:
     """How values are looked at.
 
     Attributes:
-        fixed: Identities of objects that somebody else looks after, as a model's parameters.
-        longest: Items of a container that are looked into.
+        fixed: Objects that somebody else looks after, as a model's parameters: names by identity.
+        longest: Items of a container that are looked into; of a longer one is noted which it has.
         largest: Bytes of a tensor that is copied; of others is noted how often they were written.
         values: So many may still be looked into.
+        room: Bytes that may still be copied.
     """
 
-    fixed: Set[int] = frozenset()
+    fixed: Mapping[int, str] = field(default_factory=dict)
     longest: int = 10_000
     largest: int = 2**20
     values: int = 100_000
+    room: int = 2**26
+
+    def may_copy(self, num_bytes: int) -> bool:
+        """Whether so much is copied; if so, it counts."""
+        if num_bytes > min(self.largest, self.room):
+            return False
+        self.room -= num_bytes
+        return True
 
 
 def look_at(value: Any, look: Look, depth: int = 0) -> Note:
     """What a value holds now."""
+    if isinstance(value, enum.Enum):
+        return Note("member", value)
     if value is None or isinstance(value, PLAIN):
         return Note("plain", None, value)
-    if id(value) in look.fixed:
-        return FIXED
-    if isinstance(value, Tensor):
-        return _look_at_tensor(value, look)
-    if isinstance(value, np.ndarray):
-        is_small = value.nbytes <= look.largest and value.dtype != object
-        return Note("array", value, value.copy() if is_small else None)
-    if isinstance(value, STREAMS):
-        return Note("stream", value, _state_of(value))
+    if (name := look.fixed.get(id(value))) is not None:
+        return Note("fixed", None, name)
     look.values -= 1
     if depth > DEEPEST or look.values < 0:
         return Note("other", value)
-    return _look_inside(value, look, lambda one: look_at(one, look, depth + 1))
+    try:
+        return _look(value, look, lambda one: look_at(one, look, depth + 1))
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError):
+        return Note("other", value)  # a sparse tensor, a lazy one, a generator of the system's
 
 
-def _look_at_tensor(value: Tensor, look: Look) -> Note:
-    if value._base is not None and id(value._base) in look.fixed:
-        return FIXED
-    written = 0 if value.is_inference() else value._version
-    is_small = value.nbytes <= look.largest and value.device.type != "meta"
-    return Note("tensor", value, (written, value.detach().clone() if is_small else None))
-
-
-def _look_inside(value: Any, look: Look, inner: Callable[[Any], Note]) -> Note:
-    kind = type(value)
-    if kind in SEQUENCES or isinstance(value, tuple):
-        if len(value) > look.longest:
-            return Note("other", value)
-        return Note("items", value, [inner(one) for one in value])
-    if isinstance(value, dict):
-        if len(value) > look.longest:
-            return Note("other", value)
-        return Note("dict", value, {key: inner(one) for key, one in value.items()})
-    if isinstance(value, nn.Module):
-        tensors = [*value.named_parameters(), *value.named_buffers()]
-        return Note("parts", value, {name: inner(one) for name, one in tensors})
-    if (parts := _wrapped(value)) is not None:
+def _look(value: Any, look: Look, inner: Callable[[Any], Note]) -> Note:
+    if isinstance(value, Tensor):
+        return _look_at_tensor(value, look)
+    if isinstance(value, np.ndarray):
+        copied = value.dtype != object and look.may_copy(value.nbytes)
+        return Note("array", value, value.copy() if copied else None)
+    if isinstance(value, np.generic):
+        return Note("scalar", None, value)
+    if isinstance(value, STREAMS):
+        return Note("stream", value, _state_of(value))
+    if isinstance(value, list | tuple | deque | set | dict):
+        return _look_at_container(value, look, inner)
+    if (parts := parts_of(value)) is not None:
         return Note("parts", value, {name: inner(one) for name, one in parts.items()})
-    if isinstance(value, types.FunctionType) and not is_library(value):
-        return Note("function", value, {name: inner(one) for name, one in _cells(value).items()})
-    is_code = isinstance(value, type | types.ModuleType | types.FunctionType)
-    if not is_code and hasattr(value, "__dict__") and _is_users(kind):
-        return Note("object", value, {name: inner(one) for name, one in vars(value).items()})
     return Note("other", value)
 
 
-def _wrapped(value: Any) -> dict[str, Any] | None:
-    """What a callable calls that somebody else wrapped; None of what is no such one."""
-    if isinstance(value, types.MethodType):
-        return {"self": value.__self__}
-    if isinstance(value, functools.partial):
-        return {"func": value.func, "args": value.args, "keywords": value.keywords}
-    if isinstance(value, types.FunctionType) and is_library(value):
-        return {"wrapped": value.__wrapped__} if hasattr(value, "__wrapped__") else None
-    return None
+def _look_at_container(value: Any, look: Look, inner: Callable[[Any], Note]) -> Note:
+    if len(value) > look.longest:
+        is_huge = len(value) > HUGE
+        return Note("other", value) if is_huge else Note("bulk", value, _listed(value))
+    if isinstance(value, dict):
+        return Note("dict", value, {key: inner(one) for key, one in value.items()})
+    items = list(value)
+    if EXACTLY.issuperset(map(type, items)):
+        look.values -= len(items) // 10
+        return Note("flat", value, items)
+    return Note("items", value, list(map(inner, items)))
 
 
-def _is_users(kind: type) -> bool:
-    return issubclass(kind, SPACES) or not is_library(kind)
+def _listed(value: Any) -> list[Any]:
+    """What is in a container; of a dict its keys and then its values."""
+    return [*value, *value.values()] if isinstance(value, dict) else list(value)
 
 
-def _cells(function: types.FunctionType) -> dict[str, Any]:
-    """What a function closes over, and what it keeps as attributes, by name."""
-    found = {}
-    for name, cell in _named_cells(function):
-        try:
-            found[f"{name} "] = cell.cell_contents  # no attribute has such a name
-        except ValueError:  # not assigned yet
-            continue
-    return found | vars(function)
+def _look_at_tensor(value: Tensor, look: Look) -> Note:
+    if value._base is not None and (name := look.fixed.get(id(value._base))) is not None:
+        return Note("fixed", None, f"a view of {name}")
+    written = 0 if value.is_inference() else value._version
+    copied = value.device.type != "meta" and look.may_copy(value.nbytes)
+    return Note("tensor", value, (written, value.detach().clone() if copied else None))
 
 
 def _state_of(stream: Any) -> Any:
@@ -164,7 +151,8 @@ def _state_of(stream: Any) -> Any:
     return stream.bit_generator.state
 
 
-def _move(stream: Any, state: Any) -> None:
+def move(stream: Any, state: Any) -> None:
+    """Have a random generator stand there."""
     if isinstance(stream, torch.Generator):
         stream.set_state(torch.from_numpy(state))
     elif isinstance(stream, random.Random):
@@ -184,22 +172,34 @@ def same(one: Note, other: Note) -> bool:
         return False
     match one.kind:
         case "fixed":
-            return True
+            return bool(one.inside == other.inside)
         case "plain":
             return _same_plain(one.inside, other.inside)
+        case "scalar":
+            return one.inside.dtype == other.inside.dtype and _same_plain(
+                one.inside.item(), other.inside.item()
+            )
         case "tensor":
             return _same_tensors(one, other)
         case "array":
             if one.inside is None or other.inside is None:
                 return one.held is other.held
-            return bool(np.array_equal(one.inside, other.inside))
+            return _same_arrays(one.inside, other.inside)
         case "stream":
             return _same_states(one.inside, other.inside)
+        case "flat":
+            if isinstance(one.held, set):
+                return set(one.inside) == set(other.inside)
+            kinds = map(type, one.inside), map(type, other.inside)
+            return bool(one.inside == other.inside) and all(map(operator.is_, *kinds))
+        case "bulk":
+            alike = len(one.inside) == len(other.inside)
+            return alike and all(map(operator.is_, one.inside, other.inside))
         case "items":
             return len(one.inside) == len(other.inside) and all(
                 map(same, one.inside, other.inside)
             )
-        case "other":
+        case "other" | "member":
             return one.held is other.held
     return list(one.inside) == list(other.inside) and all(
         same(note, other.inside[name]) for name, note in one.inside.items()
@@ -220,6 +220,10 @@ def _same_states(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def _same_arrays(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
+    return one.dtype == other.dtype and np.array_equal(one, other)
+
+
 def _same_tensors(one: Note, other: Note) -> bool:
     (written, copy), (written_now, copy_now) = one.inside, other.inside
     if one.held is other.held and (copy is None or copy_now is None):
@@ -233,243 +237,113 @@ def _same_tensors(one: Note, other: Note) -> bool:
 def put_back(note: Note, *, soft: bool = False) -> Any:
     """The value as it was; the same object where it was one.
 
-    Of what has come into containers since then plain values are taken out. ``soft``: and nothing
-    is put over what is no plain value, such as what was read from a disk and is kept for all.
+    What has come into containers since then is taken out, unless it is large: that was read from
+    somewhere, and is kept for all. ``soft``: and nothing is put over such a thing.
     """
     held, inside = note.held, note.inside
-    again = functools.partial(put_back, soft=soft)
     match note.kind:
-        case "plain":
+        case "plain" | "scalar":
             return inside
         case "tensor":
             written, copy = inside
             if copy is not None and (held.is_inference() or held._version != written):
                 held.detach().copy_(copy)
         case "array" if inside is not None:
-            held[...] = inside
+            if held.flags.writeable and not _same_arrays(held, inside):
+                held[...] = inside
         case "stream":
-            _move(held, inside)
-        case "items":
-            items, refill = list(map(again, inside)), SEQUENCES.get(type(held))
-            if refill is not None and not any(one.kind == "other" for one in inside):
-                refill(held, items)
+            move(held, inside)
+        case "flat" | "items":
+            if note.kind == "items":
+                inside = [put_back(one, soft=soft) for one in inside]
+            filler = filler_of(held)
+            if filler is not None and not (soft and _has_grown(note)):
+                filler(held, list(inside))
+        case "bulk" if not (soft and _has_grown(note)):
+            _put_back_bulk(held, inside)
         case "dict":
             refill_values(held, inside, soft=soft)
             if list(held) != list(inside):
-                _refill(held, {k: held[k] for k in dict.fromkeys([*inside, *held]) if k in held})
-        case "object":
-            refill_values(vars(held), inside, soft=soft)
-        case "function":
-            cells = {n.removesuffix(" "): one for n, one in inside.items() if n.endswith(" ")}
-            for name, cell in _named_cells(held):
-                if name in cells and not (soft and covers(cells[name], cell.cell_contents)):
-                    cell.cell_contents = again(cells[name])
-            rest = {name: one for name, one in inside.items() if not name.endswith(" ")}
-            refill_values(vars(held), rest, soft=soft)
+                refill(held, {k: held[k] for k in dict.fromkeys([*inside, *held]) if k in held})
         case "parts":
-            for one in inside.values():
-                again(one)
+            parts = parts_of(held)
+            assert parts is not None
+            refill_values(parts, inside, soft=soft)
     return held
+
+
+def _put_back_bulk(held: Any, inside: list[Any]) -> None:
+    if len(inside) == len(_listed(held)) and all(map(operator.is_, _listed(held), inside)):
+        return
+    if isinstance(held, dict):
+        half = len(inside) // 2
+        held.clear()
+        held.update(zip(inside[:half], inside[half:], strict=True))
+    elif (filler := filler_of(held)) is not None:
+        filler(held, list(inside))
 
 
 def refill_values(
     held: MutableMapping[Any, Any], notes: Mapping[Any, Note], *, soft: bool
 ) -> None:
     """Have a mapping hold what was noted, as ``put_back`` does."""
-    for key in [key for key in held if key not in notes and is_plain(held[key])]:
+    for key in [key for key in held if key not in notes and not is_large(held[key])]:
         del held[key]
+    put_in(held, notes, soft=soft)
+
+
+def put_in(held: MutableMapping[Any, Any], notes: Mapping[Any, Note], *, soft: bool) -> None:
+    """The same, and leave what else is there."""
     for key, note in notes.items():
-        if soft and key in held and covers(note, held[key]):
+        now = held.get(key, NOTHING)
+        if soft and now is not NOTHING and now is not note.held and is_large(now):
             continue
         value = put_back(note, soft=soft)
-        if note.kind not in CODE:  # torch wraps an optimizer's step on its class
+        if value is not now:
             held[key] = value
 
 
-def is_plain(value: Any) -> bool:
-    """Whether it is a number, a string or None."""
-    return value is None or isinstance(value, PLAIN)
+def is_large(value: Any, depth: int = 0) -> bool:
+    """Whether it was read or made rather than counted: all but a few numbers, of the user's."""
+    if value is None or isinstance(value, (*PLAIN, np.generic, enum.Enum, *STREAMS)):
+        return False
+    if isinstance(value, Tensor):
+        return value.layout != torch.strided or value.nbytes > LARGE
+    if isinstance(value, np.ndarray):
+        return value.nbytes > LARGE
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple | deque | set):
+        if len(value) > LONG or depth > DEEPEST:
+            return len(value) > HUGE or not EXACTLY.issuperset(map(type, value))
+        return any(is_large(one, depth + 1) for one in value)
+    parts = None if is_code(value) else parts_of(value)
+    return parts is None or is_large(dict(parts), depth + 1)
 
 
-def covers(note: Note, value: Any) -> bool:
-    """Whether there is something now that is worth more than what was noted."""
-    return note.kind == "other" or is_plain(value) != (note.kind == "plain")
+def _has_grown(note: Note) -> bool:
+    """Whether something large has come into a container since."""
+    return is_large(note.held) and not _was_large(note)
 
 
-def _named_cells(function: types.FunctionType) -> Iterator[tuple[str, types.CellType]]:
-    return zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+def _was_large(note: Note) -> bool:
+    match note.kind:
+        case "flat":
+            return len(note.inside) > HUGE
+        case "items":
+            return len(note.inside) > LONG or any(map(_was_large, note.inside))
+        case "dict" | "parts":
+            return len(note.inside) > LONG or any(map(_was_large, note.inside.values()))
+    return note.kind == "bulk" or is_large(note.held)
 
 
-def _refill_function(function: types.FunctionType, values: dict[str, Any]) -> None:
-    for name, cell in _named_cells(function):
-        if f"{name} " in values:
-            cell.cell_contents = values.pop(f"{name} ")
-    _refill(vars(function), values)
+def filler_of(value: Any) -> Callable[[Any, list[Any]], None] | None:
+    """How a container comes to have other items; None of a tuple."""
+    return next((fill for kind, fill in FILLERS.items() if isinstance(value, kind)), None)
 
 
-def _refill(held: dict[Any, Any], values: dict[Any, Any]) -> None:
+def refill(held: dict[Any, Any], values: dict[Any, Any]) -> None:
     """Have a dict hold these, in their order."""
     if list(held) != list(values):
         held.clear()
     held.update(values)
-
-
-# -- another process ------------------------------------------------------------------------------
-
-
-def pack(note: Note, before: Note) -> Any:
-    """A note as plain containers and tensors on the CPU, next to the one when it was built.
-
-    Raises:
-        Unkept: something else is in it now that cannot be made anew.
-    """
-    if same(before, note):
-        return None  # it is built like that
-    held, inside = note.held, note.inside
-    match note.kind:
-        case "plain":
-            return {"plain": inside}
-        case "tensor":
-            in_place = before.kind == "tensor" and before.held is held
-            copy, learns = inside[1], held.requires_grad and held.is_leaf
-            kept = (held if copy is None else copy).detach().cpu()
-            return {"tensor": [kept, in_place, held.device.type != "cpu", learns]}
-        case "array" if held.dtype != object:
-            return {"array": _numbers(held if inside is None else inside)}
-        case "items":
-            has_order = before.kind == "items" and not isinstance(held, set)
-            known = before.inside[: len(inside)] if has_order else []
-            known = [*known, *[NOTHING] * (len(inside) - len(known))]
-            name = type(held).__name__
-            if isinstance(held, tuple) and type(held) is not tuple:
-                raise Unkept
-            size = held.maxlen if isinstance(held, deque) else None
-            return {"items": [name, list(map(pack, inside, known)), size]}
-        case "dict" if type(held).__name__ in ("dict", "OrderedDict", "defaultdict", "Counter"):
-            known = before.inside if before.kind == "dict" else {}
-            if type(held) is not dict and before.kind != "dict":
-                raise Unkept
-            pairs = [[_key(k), pack(n, known.get(k, NOTHING))] for k, n in inside.items()]
-            return {"dict": pairs}
-    if before.kind != note.kind or type(before.held) is not type(held):
-        raise Unkept
-    if note.kind == "stream":
-        return {"stream": _plain_state(inside)}
-    if note.kind in ("object", "function", "parts"):
-        if note.kind == "parts" and list(before.inside) != list(inside):
-            raise Unkept
-        return {
-            "parts": {n: pack(one, before.inside.get(n, NOTHING)) for n, one in inside.items()}
-        }
-    raise Unkept
-
-
-def _key(key: Any) -> Any:
-    if key is None or isinstance(key, PLAIN):
-        return key
-    if isinstance(key, tuple):
-        return tuple(map(_key, key))
-    raise Unkept
-
-
-def _numbers(array: np.ndarray[Any, Any]) -> Tensor:
-    try:
-        return torch.from_numpy(np.ascontiguousarray(array).copy())
-    except TypeError as error:  # of strings, dates
-        raise Unkept from error
-
-
-def _plain_state(state: Any) -> Any:
-    """A random generator's state in lists, mappings and tensors."""
-    if isinstance(state, np.ndarray):
-        return {"array": torch.from_numpy(state.astype(np.int64)), "dtype": state.dtype.name}
-    if isinstance(state, dict):
-        return {key: _plain_state(one) for key, one in state.items()}
-    return state
-
-
-def _given_state(state: Any) -> Any:
-    if isinstance(state, dict) and set(state) == {"array", "dtype"}:
-        return state["array"].numpy().astype(state["dtype"])
-    if isinstance(state, dict):
-        return {key: _given_state(one) for key, one in state.items()}
-    return state
-
-
-def give(packed: Any, value: Any, device: torch.device) -> Any:
-    """A value that was built anew, with what was packed in it; the same object where it can be.
-
-    Raises:
-        Unkept: it is of another kind than the one that was packed.
-    """
-    if packed is None:
-        return value
-    ((kind, content),) = packed.items()
-    match kind:
-        case "plain":
-            return content
-        case "tensor":
-            return _give_tensor(content, value, device)
-        case "array":
-            found = content.numpy()
-            if isinstance(value, np.ndarray) and value.shape == found.shape:
-                value[...] = found
-                return value
-            return found.copy()
-        case "stream":
-            if not isinstance(value, STREAMS):
-                raise Unkept
-            _move(value, _given_state(content))
-            return value
-        case "items":
-            return _give_items(content, value, device)
-        case "dict":
-            made: dict[Any, Any] = value if isinstance(value, dict) else {}
-            _refill(made, {key: give(one, made.get(key), device) for key, one in content})
-            return made
-    return _give_parts(content, value, device)
-
-
-def _give_tensor(content: Any, value: Any, device: torch.device) -> Tensor:
-    kept, in_place, on_device, learns = content
-    if in_place and isinstance(value, Tensor) and value.shape == kept.shape:
-        value.detach().copy_(kept)
-        return value
-    made: Tensor = kept.to(device) if on_device else kept.clone()
-    return made.requires_grad_(learns)
-
-
-def _give_items(content: Any, value: Any, device: torch.device) -> Any:
-    name, items, size = content
-    known = list(value) if isinstance(value, tuple | list | deque | set) else []
-    known += [None] * (len(items) - len(known))
-    made = [give(one, there, device) for one, there in zip(items, known, strict=False)]
-    if name == "tuple":
-        return tuple(made)
-    if type(value).__name__ == name:
-        SEQUENCES[type(value)](value, made)
-        return value
-    if name == "deque":
-        return deque(made, maxlen=size)
-    return set(made) if name == "set" else made
-
-
-def _give_parts(content: dict[str, Any], value: Any, device: torch.device) -> Any:
-    """Into an object, a function, or what has parts that are no attributes."""
-    if isinstance(value, nn.Module):
-        known = dict(value.named_parameters()) | dict(value.named_buffers())
-    elif (parts := _wrapped(value)) is not None:
-        known = parts
-    elif isinstance(value, types.FunctionType):
-        known = _cells(value)
-        _refill_function(value, {n: give(p, known.get(n), device) for n, p in content.items()})
-        return value
-    elif hasattr(value, "__dict__"):
-        known = vars(value)
-        _refill(known, {n: give(p, known.get(n), device) for n, p in content.items()})
-        return value
-    else:
-        raise Unkept
-    for name, packed in content.items():
-        give(packed, known.get(name), device)
-    return value

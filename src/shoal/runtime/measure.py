@@ -52,7 +52,7 @@ from shoal.partition.narrow import find_narrow
 from shoal.partition.pilot import PilotReport, pilot
 from shoal.partition.visitors import There, buffers_on, everywhere, visits_of
 from shoal.pystate import ambient
-from shoal.pystate.attributes import Attributes, in_words
+from shoal.pystate.attributes import Attributes
 from shoal.recipe import (
     Batch,
     Recipe,
@@ -279,6 +279,7 @@ class Measurer:
             loader_bytes=host_bytes(train, batch),
             modes=modes,
             attributes=Attributes(model, optimizer, schedule),
+            globals=ambient.here().take(),
             habits=habits_of(schedule),
         )
 
@@ -341,7 +342,7 @@ class Measurer:
             compiled=max(len(compiled_modules(model)), compiles(model)),
             rows=rows_of(built.batch),
             trained=tuple(n for n, p in model.named_parameters() if p.requires_grad),
-            lost=tuple(map(in_words, built.attributes.changed()[1])),
+            lost=built.lost(),
         )
 
     def _measure_capture(self, trial: TrialSpec) -> Measured:

@@ -46,7 +46,3 @@ class PythonState:
             self.put()
             self._ambient.give(kept, device)
             self.put_away()
-
-    def lost(self) -> list[str]:
-        """In words what changed, and cannot be kept for another process."""
-        return self._attributes.changed()[1]

@@ -18,6 +18,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 
 from shoal.core.errors import StorageError
@@ -132,7 +133,8 @@ class Saver:
 
     def forget(self, trial: int) -> None:
         """Wait for the trial's last generation, and keep nothing of it."""
-        self.wait(trial)
+        with suppress(Exception):  # that it could not be written is why, or matters no more
+            self.wait(trial)
         self._writing.pop(trial, None)
         self._due.pop(trial, None)
 

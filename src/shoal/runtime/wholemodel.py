@@ -18,7 +18,9 @@ from shoal.memory.store import same_bits
 from shoal.ownstep import Modes
 from shoal.partition.measure import Timed
 from shoal.partition.track import peak_of
-from shoal.pystate import Attributes
+from shoal.pystate import Attributes, ambient
+from shoal.pystate.ambient import Notes
+from shoal.pystate.attributes import in_words as place_in_words
 from shoal.recipe import (
     Batch,
     Recipe,
@@ -51,7 +53,14 @@ class Built(NamedTuple):
     loader_bytes: Bytes
     modes: Modes
     attributes: Attributes
+    globals: Notes
     habits: Habits
+
+    def lost(self) -> tuple[str, ...]:
+        """What steps since then changed that no checkpoint can hold, in words."""
+        here = ambient.here()
+        places = [*self.attributes.changed()[1], *here.lost(self.globals, here.take())]
+        return tuple(map(place_in_words, places))
 
 
 class Costs(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import functools
 import random
 import types
@@ -13,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.pystate.values import NOTHING, Look, Unkept, give, look_at, pack, put_back, same
+from shoal.pystate.packing import Giving, Known, Unkept, pack
+from shoal.pystate.values import NOTHING, Look, look_at, put_back, same
 
 CPU = torch.device("cpu")
 
@@ -21,6 +23,21 @@ CPU = torch.device("cpu")
 class Thing:
     def __init__(self, value):
         self.value, self.more = value, [1, 2]
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self):
+        self.value = 1
+
+
+class Own(list):
+    pass
+
+
+class Counted(nn.Module):
+    calls = 0
 
 
 def counter():
@@ -67,6 +84,11 @@ CHANGES = {
     "numpy's generator": (lambda: np.random.default_rng(0), lambda v: v.random(), None),
     "numpy's old one": (lambda: np.random.RandomState(0), lambda v: v.random(), None),
     "python's generator": (lambda: random.Random(0), lambda v: v.random(), None),
+    "long list": (lambda: [7] * 11_000, lambda v: v.pop(), None),
+    "slots": (Slotted, lambda v: grow(v, "value", 2), None),
+    "a list of one's own": (Own, lambda v: v.append(1), None),
+    "numpy's number": (lambda: np.float32(1), None, np.float32(2)),
+    "module's attribute": (Counted, lambda v: grow(v, "calls", 2), None),
     "module": (lambda: nn.Linear(2, 2), lambda v: nn.init.ones_(v.weight), None),
 }
 
@@ -106,7 +128,7 @@ def test_what_was_packed_makes_another_one_the_same(case):
     value = value if change is not None else instead
     packed = copy.deepcopy(pack(look_at(value, Look()), before))
     torch.manual_seed(0)
-    other = give(packed, make(), CPU)
+    other = Giving(CPU).give(packed, make())
     assert same(look_at(value, Look()), look_at(other, Look()))
 
 
@@ -134,7 +156,7 @@ def test_what_was_not_there_and_is_no_plain_value_is_refused(value):
 
 def test_what_somebody_else_looks_after_is_left_alone():
     weight = nn.Parameter(torch.zeros(2))
-    look = Look(frozenset([id(weight)]))
+    look = Look({id(weight): "weight"})
     before = look_at([weight, weight[:1]], look)
     with torch.no_grad():
         weight.add_(1)
@@ -150,3 +172,93 @@ def test_large_tensors_are_not_copied_but_seen_to_be_written():
     assert before.inside[1] is None
     value.add_(1)
     assert not same(before, look_at(value, look))
+
+
+# -- several names --------------------------------------------------------------------------------
+
+
+def built():
+    first, second = [1.0], Thing([2.0])
+    return {"a": first, "b": second, "active": first, "late": None, "later": None, "held": None}
+
+
+def noted(values):
+    return {name: look_at(value, Look()) for name, value in values.items()}
+
+
+def through(values, before):
+    """What another process has, that built the same and was given what changed."""
+    now = noted(values)
+    known = Known(before, now)
+    packed = {n: pack(note, before[n], known, (n,)) for n, note in now.items()}
+    other = built()
+    giving = Giving(CPU, noted(other))
+    for name, one in copy.deepcopy(packed).items():
+        other[name] = giving.give(one, other[name], (name,))
+    return other
+
+
+def test_objects_with_several_names_stay_one():
+    values = built()
+    before = noted(values)
+    values["active"] = values["b"].value  # was another one of those that there were
+    values["late"] = values["later"] = torch.ones(2)  # a new one, twice
+    values["held"] = [values["late"], 3]
+    other = through(values, before)
+    assert other["active"] is other["b"].value
+    assert other["active"] == [2.0]
+    assert other["late"] is other["later"] is other["held"][0]
+    assert other["a"] == [1.0]
+
+
+def test_another_object_of_a_kind_leaves_the_first_one_alone():
+    values = built()
+    before = noted(values)
+    values["kept"] = values["b"]
+    values["b"] = Thing([5.0])
+    other = built()
+    first = other["b"]
+    packed = pack(look_at(values["b"], Look()), before["b"])
+    assert Giving(CPU).give(packed, first).value == [5.0]
+    assert first.value == [2.0]
+
+
+class Mood(enum.Enum):
+    GOOD, BAD = 1, 2
+
+
+class Loud(str, enum.Enum):  # noqa: UP042 - as older code has it
+    YES, NO = "yes", "no"
+
+
+@pytest.mark.parametrize("pair", [(Mood.GOOD, Mood.BAD), (Loud.YES, Loud.NO)])
+def test_members_of_an_enum_stay_those_that_there_are(pair):
+    before = look_at(pair[0], Look())
+    packed = pack(look_at(pair[1], Look()), before)
+    assert Giving(CPU).give(packed, pair[0]) is pair[1]
+    assert list(type(pair[0])) == list(pair)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.eye(2).to_sparse(),
+        random.SystemRandom(),
+        nn.LazyLinear(2),
+        np.frombuffer(b"abcd", dtype=np.uint8),
+        torch.zeros(1).expand(4),
+    ],
+    ids=["sparse", "system's generator", "lazy", "read-only", "expanded"],
+)
+def test_odd_values_are_looked_at_and_put_back_without_an_error(value):
+    note = look_at(value, Look())
+    assert same(note, look_at(value, Look()))
+    assert put_back(note) is value
+
+
+@pytest.mark.parametrize(
+    "value", [torch.zeros(2, dtype=torch.complex128), torch.zeros(2, device="meta")]
+)
+def test_tensors_that_no_file_can_hold_are_refused(value):
+    with pytest.raises(Unkept):
+        pack(look_at(value, Look()), NOTHING)

@@ -1,0 +1,229 @@
+"""What values consist of that are no containers: objects, functions, modules, by name.
+
+Each is a mapping whose values can be looked at and, but for those that are tensors of a module or
+what a wrapper wraps, replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import functools
+import types
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.spelled import is_library
+
+SPACES = (
+    *(types.SimpleNamespace, argparse.Namespace),
+    *(collections.UserDict, collections.UserList, collections.ChainMap),
+)
+"""Of the standard library what is looked into like objects of the user's."""
+TENSORS = frozenset(("_parameters", "_buffers", "_modules", "training"))
+RECURRENT = frozenset(("_flat_weights", "_flat_weight_refs"))  # lists of a layer's own parameters
+Parts = MutableMapping[str, Any]
+
+
+def parts_of(value: Any) -> Parts | None:
+    """By name what a value of the user's consists of; None of what is no such one."""
+    if isinstance(value, types.FunctionType):
+        return _Function(value) if not is_library(value) else _wrapped(value)
+    if isinstance(value, types.MethodType):
+        return {"self": value.__self__}
+    if isinstance(value, functools.partial):
+        return {"func": value.func, "args": value.args, "keywords": value.keywords}
+    if isinstance(value, nn.Module):
+        return _Module(value)
+    if isinstance(value, type | types.ModuleType):
+        return None
+    kind = type(value)
+    is_users = issubclass(kind, SPACES) or not is_library(kind)
+    if is_users and (hasattr(value, "__dict__") or _slots(kind)):
+        return _Object(value)
+    return None
+
+
+def is_code(value: Any) -> bool:
+    """Whether a value is called, and not replaced, by who has it."""
+    return isinstance(value, types.FunctionType | types.MethodType | functools.partial | nn.Module)
+
+
+def _wrapped(function: types.FunctionType) -> Parts | None:
+    """What a library's function calls that it wraps."""
+    return {"wrapped": function.__wrapped__} if hasattr(function, "__wrapped__") else None
+
+
+class _Named(MutableMapping[str, Any]):
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class _Object(_Named):
+    """An object's attributes, those in slots too."""
+
+    def __init__(self, value: Any) -> None:
+        self._value, self._all = value, getattr(value, "__dict__", {})
+        self._slots = _slots(type(value))
+
+    def __iter__(self) -> Iterator[str]:
+        yield from list(self._all)
+        yield from (name for name in self._slots if hasattr(self._value, name))
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._all:
+            return self._all[name]
+        if name not in self._slots:
+            raise KeyError(name)
+        return getattr(self._value, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self._slots:
+            self._slots[name].__set__(self._value, value)  # a frozen object's as well
+        else:
+            self._all[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        if name in self._slots:
+            self._slots[name].__delete__(self._value)
+        else:
+            del self._all[name]
+
+
+def _slots(kind: type) -> dict[str, Any]:
+    return {
+        name: member
+        for owner in kind.__mro__
+        for name, member in vars(owner).items()
+        if isinstance(member, types.MemberDescriptorType)
+    }
+
+
+class _Function(_Named):
+    """What a function closes over, and its attributes; a cell's name ends in a space here."""
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self._all = vars(function)
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        self._cells = {f"{name} ": cell for name, cell in cells}
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (name for name, cell in self._cells.items() if _is_filled(cell))
+        yield from list(self._all)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._cells:
+            return self._all[name]
+        if not _is_filled(self._cells[name]):
+            raise KeyError(name)
+        return self._cells[name].cell_contents
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self._cells:
+            self._cells[name].cell_contents = value
+        else:
+            self._all[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        if name in self._cells:
+            del self._cells[name].cell_contents
+        else:
+            del self._all[name]
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - it raises where nothing was assigned yet
+    except ValueError:
+        return False
+    return True
+
+
+class _Module(_Named):
+    """A module's tensors by name, which stay, and the attributes of it and of those inside.
+
+    These are called ``PATH NAME``. Of library's modules there are only the tensors.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+        self._shown = {
+            path: Shown(vars(one), hidden_of(one))
+            for path, one in module.named_modules()
+            if not is_library(type(one))
+        }
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._tensors
+        for path, shown in self._shown.items():
+            yield from (f"{path} {name}" for name in shown)
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._tensors:
+            return self._tensors[name]
+        path, _, name = name.rpartition(" ")
+        return self._shown[path][name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        path, space, name = name.rpartition(" ")
+        if space and path in self._shown:
+            self._shown[path][name] = value
+
+    def __delitem__(self, name: str) -> None:
+        path, space, name = name.rpartition(" ")
+        if space and path in self._shown:
+            del self._shown[path][name]
+
+
+class Shown(_Named):
+    """Those attributes of an object that may be state."""
+
+    def __init__(self, attributes: dict[str, Any], hidden: frozenset[str]) -> None:
+        self._all, self._hidden = attributes, hidden
+
+    def __iter__(self) -> Iterator[str]:
+        yield from [name for name in self._all if name not in self._hidden]
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._hidden:
+            raise KeyError(name)
+        return self._all[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._all[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._all[name]
+
+
+def hidden_of(module: nn.Module) -> frozenset[str]:
+    """The attributes of a module that are torch's, or are looked after elsewhere."""
+    return TENSORS | hooks() | (RECURRENT if isinstance(module, nn.RNNBase) else frozenset())
+
+
+@functools.cache
+def hooks() -> frozenset[str]:
+    """The names under which torch keeps hooks, of modules and of optimizers."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.0)
+    names = (*vars(nn.Module()), *vars(optimizer), *_HOOKS_OF_TENSORS)
+    return frozenset(name for name in names if "_hooks" in name)
+
+
+_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def hooks_of(owner: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The hooks of a module, an optimizer or a parameter, by kind: their keys are counts."""
+    known = getattr(owner, "__dict__", {})
+    for name in sorted(hooks()):
+        kept = getattr(owner, name, None) if isinstance(owner, nn.Parameter) else known.get(name)
+        if isinstance(kept, dict) and kept:
+            users = (hook for hook in kept.values() if not _is_ours(hook))
+            yield name, {str(number): hook for number, hook in enumerate(users)}
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).partition(".")[0] == "shoal"
