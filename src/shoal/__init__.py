@@ -85,7 +85,11 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 def __getattr__(name: str) -> Any:
     """Import a public name from its home the first time it is asked for."""
     if name not in _HOME:
-        raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+        import difflib  # only for a mistake
+
+        close = difflib.get_close_matches(name, __all__, n=1)
+        meant = f"; did you mean {', '.join(close)}?" if close else ""
+        raise AttributeError(f"module 'shoal' has no attribute {name!r}{meant}")
     if name == "errors":
         return importlib.import_module("shoal.core.errors")
     value = getattr(importlib.import_module(_HOME[name]), name)

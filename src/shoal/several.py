@@ -392,9 +392,9 @@ def catch_up(schedule: Any, steps: int) -> None:
         except RuntimeError as error:
             raise TrialError(
                 f"the schedule could not be brought to step {steps} for the weights that this "
-                f"trial took over from another one: {str(error).rstrip('.')}. One that changes parameters when it "
-                "steps cannot go on from another trial's: pruner=shoal.PBT(...) and warm clones "
-                "need a schedule that sets numbers."
+                f"trial took over from another one: {str(error).rstrip('.')}. One that changes "
+                "parameters when it steps cannot go on from another trial's: pruner=shoal.PBT(...)"
+                " and warm clones need a schedule that sets numbers."
             ) from error
 
 
