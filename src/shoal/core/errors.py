@@ -20,6 +20,8 @@ numbers. Every class has a section in docs/errors.md.
 
 from __future__ import annotations
 
+import re
+
 
 class ShoalError(Exception):
     """Base class: ``except ShoalError`` catches everything this package raises."""
@@ -82,3 +84,12 @@ class OrderError(TrialError):
 
 class StorageError(ShoalError):
     """The disk is full or failing, or what lies on it is damaged or not shoal's."""
+
+
+def last_words(error: str) -> str:
+    """What a traceback says in the end; of an error of shoal's own without its kind."""
+    last = error.strip().rpartition("\n")[2]
+    return _OWN_KIND.sub("", last, count=1)
+
+
+_OWN_KIND = re.compile(r"^shoal(?:\.\w+)+: ")

@@ -14,6 +14,7 @@ from shoal.core.errors import (
     OrderError,
     StorageError,
     WorkerError,
+    last_words,
 )
 from shoal.core.spec import DeviceSpec
 from shoal.execution.failures import is_out_of_memory, signature
@@ -78,7 +79,7 @@ class Recovery:
             self._read_again(state, reply)
         elif state.job.array is not None and _leaves_array(reply):
             self._set_back(state, "it cannot train in its array")
-            leave_array(self._floor, state, reply.error.strip().rpartition("\n")[2])
+            leave_array(self._floor, state, last_words(reply.error))
             self._begin(state)
         elif is_out_of_memory(reply.error):
             growth = cause.growth if isinstance(cause, CapacityError) else 1.0
@@ -96,7 +97,7 @@ class Recovery:
             if reply.trial in self._floor.open:
                 self._replanning.make_plain(state, reply.error)
         elif state.may_try_again(signature(reply.error), self._retries):
-            last = reply.error.strip().rpartition("\n")[2]
+            last = last_words(reply.error)
             self._set_back(state, f"retry {len(state.failures)} of {self._retries} after {last}")
             self._begin(state)
         else:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.core import event as events
-from shoal.core.errors import PlanError, ShoalError
+from shoal.core.errors import PlanError, ShoalError, last_words
 from shoal.core.plan import Job, of_its_arrays
 from shoal.core.spec import DeviceSpec, TrialSpec
 from shoal.core.technique import Pipelined, Spilled, Technique, asks_by_shard
@@ -211,7 +211,7 @@ class Replanning:
                 time=time.time(),
                 trial=job.trial,
                 step=state.step,
-                reason=error.strip().rpartition("\n")[2],
+                reason=last_words(error),
                 technique=type(job.technique).__name__,
                 shards=job.parts,
                 peak_bytes=job.peak_bytes,

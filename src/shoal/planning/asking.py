@@ -6,7 +6,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shoal.core.errors import ShoalError, SpecError, TooLarge, TrialError, WorkerError
+from shoal.core.errors import (
+    ShoalError,
+    SpecError,
+    TooLarge,
+    TrialError,
+    WorkerError,
+    last_words,
+)
 from shoal.core.spec import TrialSpec
 from shoal.core.units import list_some
 from shoal.planner.growth import grown, grown_shard
@@ -141,7 +148,7 @@ class Asking:
             shards = tuple(grown_shard(shard, self._growth) for shard in reply.shards)
             return replace(reply, shards=shards)
         if isinstance(reply, Refused):
-            return reply.error.strip().rpartition("\n")[2]
+            return last_words(reply.error)
         return f"a worker ended meanwhile: {reply.reason}" if isinstance(reply, Gone) else reply
 
     def settle(

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from shoal.core.errors import PlanError
+from shoal.core.errors import PlanError, last_words
 from shoal.core.spec import Scalar, TrialSpec
 from shoal.core.units import counted
 from shoal.fusion.match import Signature, first_difference
@@ -110,7 +110,7 @@ def _why_apart(changes: Changes, trial: TrialSpec, signature: Signature, asking:
         if not isinstance(reply, Described):
             return f"a trial may come to have {words}, with which it cannot be described: {reply}"
         if error := reply.errors.get(trial.number):
-            last = error.strip().rpartition("\n")[2]
+            last = last_words(error)
             return f"a trial may come to have {words}, with which it cannot be built: {last}"
         if difference := first_difference(signature, reply.arrays[trial.number]):
             return f"a trial may come to have {words}, and be of another shape: {difference}"

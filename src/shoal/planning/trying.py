@@ -13,6 +13,7 @@ from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
+from shoal.core.errors import last_words
 from shoal.core.spec import ArrayMeasure, TrialSpec, WidthMeasure
 from shoal.core.units import Bytes, Seconds
 from shoal.planner.width import MOST, Candidate, Pace
@@ -112,7 +113,7 @@ def _with(measure: ArrayMeasure, candidate: Candidate, asked: _Tries) -> ArrayMe
     tries: list[ArrayTry] = []
     for reply in built.values():
         if isinstance(reply, Refused):
-            words = reply.error.strip().rpartition("\n")[2]
+            words = last_words(reply.error)
             return _declined(measure, candidate, words, is_kind=kind != "eager")
         if not isinstance(reply, MeasuredArray):
             raise _WorkerLost(reply)
@@ -151,7 +152,7 @@ def _timed(
     told = [reply.rounds for reply in timed.values() if isinstance(reply, TimedArray)]
     refused = [reply for reply in timed.values() if isinstance(reply, Refused)]
     if refused:
-        return refused[0].error.strip().rpartition("\n")[2]
+        return last_words(refused[0].error)
     if len(told) < len(built):
         raise _WorkerLost(next((r for r in timed.values() if isinstance(r, Gone)), None))
     return list(told)

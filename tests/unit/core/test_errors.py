@@ -1,0 +1,20 @@
+"""What errors say in the end."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.core.errors import last_words
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ("Traceback ...\n  File x\nshoal.fusion.declined.Declined: it draws", "it draws"),
+        ("Traceback ...\nValueError: 3: too many\n", "ValueError: 3: too many"),
+        ("mine.shoal.Error: no", "mine.shoal.Error: no"),
+        ("", ""),
+    ],
+)
+def test_the_kind_of_an_error_is_said_but_for_those_of_shoals_own(error, words):
+    assert last_words(error) == words
