@@ -30,7 +30,7 @@ from shoal.ownstep import (
     require_evaluation,
 )
 from shoal.pipeline.sums import CopiesInTurn
-from shoal.pystate import Attributes
+from shoal.pystate import Attributes, ambient
 from shoal.recipe import (
     HP,
     Batch,
@@ -133,6 +133,7 @@ class _Learner:
         is_own = recipe.step is not None
         self._own = OwnStep(recipe, model, self.optimizer, hp, self.modes) if is_own else None
         self.attributes = Attributes(model, self.optimizer, self.schedule)
+        ambient.built()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

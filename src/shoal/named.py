@@ -37,7 +37,9 @@ def name_recipe(recipe: Recipe) -> dict[str, Any]:
     return {_SCRIPT: str(Path(file).resolve()) if file else "", **named}
 
 
-def recall_recipe(named: Mapping[str, Any], study_dir: str | os.PathLike[str]) -> Recipe:
+def recall_recipe(
+    named: Mapping[str, Any], study_dir: str | os.PathLike[str], study: str
+) -> Recipe:
     """The recipe that ``name_recipe`` wrote into a study's directory.
 
     Raises:
@@ -46,7 +48,9 @@ def recall_recipe(named: Mapping[str, Any], study_dir: str | os.PathLike[str]) -
     values = dict(named)
     modules = {}
     if script := values.pop(_SCRIPT, ""):
-        modules[script] = import_recorded(script, study_dir)  # then those beside it are found
+        modules[script] = import_recorded(
+            script, study_dir, study
+        )  # then those beside it are found
 
     def recall(value: Any) -> Any:
         if not isinstance(value, Mapping):
@@ -54,7 +58,9 @@ def recall_recipe(named: Mapping[str, Any], study_dir: str | os.PathLike[str]) -
         if value.keys() != {_NAME}:
             return {key: recall(item) for key, item in value.items()}
         place, _, name = str(value[_NAME]).rpartition(":")
-        module = modules.get(place) or modules.setdefault(place, import_recorded(place, study_dir))
+        module = modules.get(place) or modules.setdefault(
+            place, import_recorded(place, study_dir, study)
+        )
         if not hasattr(module, name):
             raise SpecError(
                 f"the study in {study_dir} was made with {name} of {place}, and there is no "
@@ -70,6 +76,7 @@ def recall_recipe(named: Mapping[str, Any], study_dir: str | os.PathLike[str]) -
 class Origin:
     """What a study's directory says of where its recipe is: either may be empty."""
 
+    study: str = ""
     source: str = ""
     named: Mapping[str, Any] = field(default_factory=dict)
 
@@ -80,9 +87,9 @@ class Origin:
             SpecError: what is on record is not there any more, or not to be trusted.
         """
         if self.source:
-            found: Recipe = load_recorded(self.source, study_dir).study.recipe
+            found: Recipe = load_recorded(self.source, study_dir, self.study).study.recipe
             return found
-        return recall_recipe(self.named, study_dir) if self.named else None
+        return recall_recipe(self.named, study_dir, self.study) if self.named else None
 
 
 class _Nameless(Exception):

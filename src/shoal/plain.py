@@ -23,7 +23,7 @@ from shoal.core.seats import Epoch
 from shoal.core.spec import HyperParameters, PassKind, Place
 from shoal.fusion import SlotPlace, train_in_slot
 from shoal.pieces import in_pieces
-from shoal.pystate import Ambient
+from shoal.pystate import ambient
 from shoal.recipe import HP, Recipe
 from shoal.rng import seed_all
 from shoal.steppers import WhichWeights, copy_model, copy_state
@@ -193,7 +193,6 @@ def plain_population(
     """
     ends = {name: options.pop(name) for name in ("steps", "epochs") if name in options}
     known: dict[tuple[int, int], PlainResult] = {}
-    ambient = Ambient(recipe)  # each has what its code keeps in globals for itself
 
     def until(trial: int, step: int) -> PlainResult:
         if (trial, step) not in known:
@@ -208,7 +207,7 @@ def plain_population(
             if step < before
         }
         told = {**options, **end, "inherits": inherits}
-        ambient.begin()
+        here.begin()
         if asked.place is None:
             return plain_loop(recipe, asked.hp, asked.seed, **told)
         told = {name: value for name, value in told.items() if name not in _NOT_IN_ARRAYS}
@@ -216,7 +215,8 @@ def plain_population(
         told |= {"kind": asked.kind, "later": asked.later}
         return array_loop(recipe, asked.hp, asked.seed, slot=slot, width=width, **told)
 
-    return run(number, math.inf, **ends)
+    with ambient.watching(recipe) as here:  # each has what its code keeps in globals for itself
+        return run(number, math.inf, **ends)
 
 
 def plain_2bw_loop(

@@ -316,7 +316,7 @@ def read_report(study_dir: str | os.PathLike[str], recipe: Recipe | None = None)
             f"there is no study in {directory}: it has no {DATABASE}, or an empty one. Give the "
             "directory of a study, runs/NAME."
         )
-    origin = Origin(snapshot.source, snapshot.recipe) if recipe is None else recipe
+    origin = Origin(snapshot.study, snapshot.source, snapshot.recipe) if recipe is None else recipe
     return Report(
         study=snapshot.study,
         directory=directory,

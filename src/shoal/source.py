@@ -43,9 +43,9 @@ _reading: list[str] = []  # the names of the studies that files are being read f
 
 
 @contextmanager
-def reading_for(study_dir: str | os.PathLike[str]) -> Iterator[None]:
-    """Files that are imported inside are read for the study of a directory, runs/NAME."""
-    _reading.append(Path(study_dir).resolve().name)
+def reading_for(study: str) -> Iterator[None]:
+    """Files that are imported inside are read for the study of that name."""
+    _reading.append(study)
     try:
         yield
     finally:
@@ -88,7 +88,7 @@ def _split(source: str) -> tuple[str, str]:
     return source, ""
 
 
-def load_recorded(source: str, study_dir: str | os.PathLike[str]) -> Any:
+def load_recorded(source: str, study_dir: str | os.PathLike[str], study: str) -> Any:
     """The study of the file that a study's directory names: it is run, as ``shoal run`` does.
 
     A directory may come from somebody else, and name what it brought along.
@@ -97,18 +97,18 @@ def load_recorded(source: str, study_dir: str | os.PathLike[str]) -> Any:
         SpecError: the file lies in the directory itself, or is another user's.
     """
     _check_recorded(source.rpartition(":")[0] or source, study_dir)
-    with reading_for(study_dir):
+    with reading_for(study):
         return load_study(source)
 
 
-def import_recorded(place: str, study_dir: str | os.PathLike[str]) -> ModuleType:
+def import_recorded(place: str, study_dir: str | os.PathLike[str], study: str) -> ModuleType:
     """The file or module that a study's directory names, imported.
 
     Raises:
         SpecError: as ``load_recorded``.
     """
     _check_recorded(place, study_dir)
-    with reading_for(study_dir):
+    with reading_for(study):
         return _import_file(place) if _is_file(place) else _import_module(place)
 
 
@@ -170,6 +170,11 @@ def _import_file(place: str) -> ModuleType:
 def _import_module(place: str) -> ModuleType:
     try:
         return importlib.import_module(place)
+    except _Reached as reached:  # nothing is left of a module that did not come to its end
+        raise SpecError(
+            f"cannot load a study from {place!r}: the module runs study {str(reached)!r} where it "
+            'is imported. Put that under if __name__ == "__main__".'
+        ) from None
     except ImportError as error:
         raise SpecError(
             f"cannot load a study from {place!r}: {error}. Give the path of a Python file "

@@ -134,7 +134,7 @@ class _Walk:
             kinds = [kind for kind in value.__mro__ if not is_library(kind)]
         else:
             kinds = [kind for kind in type(value).__mro__ if not is_library(kind)]
-            if hasattr(value, "__dict__") and (kinds or isinstance(value, nn.Module)):
+            if type(value).__dictoffset__ and (kinds or isinstance(value, nn.Module)):
                 kinds.append(value)
         self._holders += [vars(kind) for kind in kinds]
         if isinstance(value, nn.Module):

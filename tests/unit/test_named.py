@@ -111,16 +111,16 @@ def test_what_has_no_name_is_not_recorded():
     assert name_recipe(recipe(loss=build))["data"] == {"name": f"{__name__}:data"}
     for nameless in (inside, lambda hp: None, build.__get__(1)):
         assert name_recipe(recipe(loss=build, model=nameless)) == {}
-    assert Origin("", {}).recipe("/nowhere") is None
+    assert Origin().recipe("/nowhere") is None
 
 
 def test_a_recipe_is_recalled_as_it_was_with_its_plain_values():
     made = recipe(loss=build, accumulate=3, metrics={"a": build}, clip_grad_norm=0.5)
     named = name_recipe(made) | {"script": ""}
-    assert recall_recipe(named, "/nowhere") == made
+    assert recall_recipe(named, "/nowhere", "s") == made
 
 
 def test_a_function_that_is_gone_is_named():
     named = name_recipe(recipe(loss=build)) | {"script": "", "model": {"name": f"{__name__}:old"}}
     with pytest.raises(SpecError, match=r"was made with old of .*, and there is no old any more"):
-        recall_recipe(named, "/nowhere")
+        recall_recipe(named, "/nowhere", "s")

@@ -150,4 +150,14 @@ def test_a_directory_that_brings_its_own_code_is_not_believed(tmp_path: Path) ->
 
     for source in (f"{script}:study", "study/evil.py:study"):
         with pytest.raises(SpecError, match="not run on the word of a directory"):
-            load_recorded(source, tmp_path / "study")
+            load_recorded(source, tmp_path / "study", "study")
+
+
+def test_a_module_that_runs_its_study_where_it_is_imported_says_so(tmp_path, monkeypatch):
+    (tmp_path / "runs_itself.py").write_text(
+        "import shoal\nstudy = shoal.Study('mine', shoal.Recipe(model=len, data=len, loss=len),"
+        " space=shoal.grid(a=[1]), steps=1)\nstudy.run()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(SpecError, match=r"the module runs study 'mine' where it is imported"):
+        load_recorded("runs_itself:study", tmp_path / "copied", "mine")

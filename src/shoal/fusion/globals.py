@@ -89,7 +89,7 @@ def identity(value: Any, depth: int = 0) -> str:
         inside = value.values()
     elif isinstance(value, types.FunctionType):
         inside = [cell.cell_contents for cell in value.__closure__ or ()]
-    elif hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType | nn.Module):
+    elif type(value).__dictoffset__ and not isinstance(value, type | types.ModuleType | nn.Module):
         inside = vars(value).values()
     return " ".join(identity(item, depth + 1) for item in inside)
 
@@ -129,7 +129,7 @@ def _functions(values: Iterable[Any]) -> Iterator[types.FunctionType]:
 def _is_users(value: Any) -> bool:
     """Whether it is an object of a class of the user's."""
     is_code = isinstance(value, type | types.ModuleType | nn.Module)
-    return not is_code and hasattr(value, "__dict__") and not is_library(type(value))
+    return not is_code and bool(type(value).__dictoffset__) and not is_library(type(value))
 
 
 def configuration(recipe: Recipe, module: nn.Module) -> dict[str, str]:

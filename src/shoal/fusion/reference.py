@@ -24,6 +24,7 @@ from shoal.fusion.kinds import backend_of
 from shoal.fusion.loop import LoopBackend
 from shoal.fusion.member import Member
 from shoal.ownstep import Modes, Tally, require_evaluation
+from shoal.pystate import ambient
 from shoal.recipe import (
     HP,
     Recipe,
@@ -86,6 +87,7 @@ class _Loop:
             rng=capture_rng(device),
             modes=modes,
         )
+        ambient.built()
         require_evaluation(recipe, model, self._valid)
         restore_rng(before_data, device)
         first = next(iter(read_data(recipe, hp)[0]), None)

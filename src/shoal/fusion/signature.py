@@ -150,7 +150,7 @@ def described(value: Any, depth: int = 0) -> str:
         return f"{type(value).__name__}({', '.join(inside(item) for item in value)})"
     if isinstance(value, set | frozenset):
         return f"{type(value).__name__}({', '.join(sorted(inside(item) for item in value))})"
-    return f"{_class(value)}({inside(vars(value)) if hasattr(value, '__dict__') else ''})"
+    return f"{_class(value)}({inside(vars(value)) if type(value).__dictoffset__ else ''})"
 
 
 def _code(value: Any, inside: Any) -> str:

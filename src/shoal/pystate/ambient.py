@@ -1,9 +1,8 @@
 """What a recipe's code keeps in globals, on classes and in its own functions.
 
 A process has one of each, and alone a trial has them for itself. So each trial of a worker has
-values of its own, which are put in place with its random streams, and begins with those that were
-there when the recipe came. What only makes trials, as a factory that keeps what it has read from a
-disk, is left alone.
+values of its own, which are put in place with its random streams, and begins with those that the
+making of trials has left: a factory may keep what it has read from a disk.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,8 @@ from torch import Tensor, nn
 
 from shoal.bound import code_of
 from shoal.pystate.packing import Giving, Unkept, pack
-from shoal.pystate.values import NOTHING, PLAIN, STREAMS, Look, Note, is_large, look_at, put_in
+from shoal.pystate.parts import has_attributes
+from shoal.pystate.values import NOTHING, PLAIN, STREAMS, Look, Note, look_at, put_in
 from shoal.recipe import Recipe
 from shoal.source import MODULE_NAME
 from shoal.spelled import code_met, is_library, names_in, stored_in
@@ -35,7 +35,7 @@ MAKING = frozenset(("__init__", "__new__"))
 INSTALLED = ("site-packages", "dist-packages")
 OURS = f"{Path(__file__).parents[1]}{os.sep}"
 MAINS = ("__main__", MODULE_NAME)
-LONGEST, LARGEST, VALUES = 200, 2**20, 500
+LONGEST, LARGEST, VALUES, ROOM = 200, 2**20, 500, 2**24
 """What of one global is looked into, each time that trials alternate."""
 Notes = Mapping[str, Mapping[str, Note]]
 """By owner and name."""
@@ -44,28 +44,36 @@ Notes = Mapping[str, Mapping[str, Note]]
 class Ambient:
     """The globals that steps of one recipe read and write, in this process.
 
-    Made before any of the recipe's code has run. ``begin`` puts in place what was there then;
-    ``take`` says what is there now, and ``put`` puts that in place again. Notes refer to the
-    objects themselves and belong to who took them.
+    Made before any of the recipe's code has run. ``begin`` undoes what steps did since a trial was
+    last built, ``settle``: what makes trials may keep what it has read from a disk, and says so in
+    globals. ``take`` says what is there now, and ``put`` puts that in place again. Notes refer to
+    the objects themselves and belong to who took them.
+
+    ``fixed``: what of a trial somebody else looks after, by identity, as its parameters.
     """
 
     def __init__(self, recipe: Recipe | None) -> None:
         self._owners = dict(_owners(recipe)) if recipe is not None else {}
-        self._first = self.take()
+        self._settled = self.take()
 
     def begin(self) -> None:
-        """As when the recipe came."""
-        for where, notes in self._first.items():
-            _refill(self._owners[where], notes, soft=True)
+        """As when a trial was last built; the next one is built from there."""
+        self.put(self._settled)
 
-    def take(self) -> Notes:
+    def settle(self, fixed: Mapping[int, str] | None = None) -> Notes:
+        """A trial has been built: what that set stays for the next one; what is there now."""
+        self._settled = self.take(fixed)
+        return self._settled
+
+    def take(self, fixed: Mapping[int, str] | None = None) -> Notes:
         """What is there now."""
-        return {where: _look(owner) for where, owner in self._owners.items()}
+        look = Look(fixed or {}, longest=LONGEST, largest=LARGEST, room=ROOM)
+        return {where: _look(owner, look) for where, owner in self._owners.items()}
 
     def put(self, notes: Notes) -> None:
         """Have the globals be as they were when ``notes`` were taken."""
         for where, kept in notes.items():
-            _refill(self._owners[where], kept, soft=False)
+            _refill(self._owners[where], kept)
 
     def has(self, place: str) -> bool:
         """Whether a value called ``module.name`` or ``module.class.name`` is a trial's own."""
@@ -103,9 +111,14 @@ class Ambient:
                     found[f"{where}: {name}"] = packed
         return found, lost
 
-    def give(self, packed: Mapping[str, Any], device: torch.device) -> None:
-        """Have what is in place hold what was packed."""
-        giving = Giving(device)
+    def give(
+        self,
+        packed: Mapping[str, Any],
+        device: torch.device,
+        fixed: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Have what is in place hold what was packed; ``fixed`` by the names that notes had."""
+        giving = Giving(device, fixed=fixed)
         for place, one in packed.items():
             where, _, name = place.rpartition(": ")
             if (owner := self._owners.get(where)) is None:
@@ -114,21 +127,38 @@ class Ambient:
                 owner[name] = giving.give(one, owner.get(name), (place,))
 
 
-_here: list[Ambient] = []
+_active: list[Ambient] = []  # that of this process's studies first, then those of loops alone
 
 
 def watch(recipe: Recipe) -> None:
     """From now on this process trains trials of ``recipe``, none of whose code has run yet."""
-    _here[:] = [Ambient(recipe)]
+    _active[:] = [Ambient(recipe)]
 
 
 def here() -> Ambient:
     """The globals of the recipe that this process trains; none where nobody said which."""
-    return _here[0] if _here else Ambient(None)
+    return _active[0] if _active else Ambient(None)
 
 
-def _look(owner: Mapping[str, Any]) -> dict[str, Note]:
-    found, look = {}, Look(longest=LONGEST, largest=LARGEST)
+@contextmanager
+def watching(recipe: Recipe) -> Iterator[Ambient]:
+    """The same for a loop that trains trials alone, one after another."""
+    ambient = Ambient(recipe)
+    _active.append(ambient)
+    try:
+        yield ambient
+    finally:
+        _active.remove(ambient)
+
+
+def built() -> None:
+    """All of a trial has been built, and nothing has run."""
+    for ambient in _active:
+        ambient.settle()
+
+
+def _look(owner: Mapping[str, Any], look: Look) -> dict[str, Note]:
+    found = {}
     for name, value in owner.items():
         look.values = VALUES
         is_kept = not isinstance(owner, _Globals) or owner.may_change(value)
@@ -136,14 +166,14 @@ def _look(owner: Mapping[str, Any]) -> dict[str, Note]:
     return found
 
 
-def _refill(owner: MutableMapping[str, Any], notes: Mapping[str, Note], *, soft: bool) -> None:
+def _refill(owner: MutableMapping[str, Any], notes: Mapping[str, Note]) -> None:
     for name in [name for name in owner if name not in notes]:
         value = owner[name]
         if isinstance(value, types.FunctionType):  # that had no attributes then
             vars(value).clear()
-        elif not is_large(value):
+        else:
             del owner[name]
-    put_in(owner, notes, soft=soft)
+    put_in(owner, notes)
 
 
 def _is_written(before: Note, after: Note) -> bool:
@@ -295,7 +325,10 @@ def _named_by(function: types.FunctionType) -> list[Any]:
 
 def _function(value: Any) -> types.FunctionType | None:
     """A function of the user's, out of what wraps it."""
-    value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    if isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, types.MethodType | staticmethod | classmethod):
+        value = value.__func__
     value = inspect.unwrap(value) if isinstance(value, types.FunctionType) else value
     return value if isinstance(value, types.FunctionType) and _is_users(value) else None
 
@@ -341,4 +374,5 @@ def _kind_may_change(value: Any) -> bool:
     if isinstance(value, DATA):
         return True
     is_code = isinstance(value, type | types.ModuleType | nn.Module | property | staticmethod)
-    return not is_code and hasattr(value, "__dict__") and not is_library(type(value))
+    kind = type(value)
+    return not is_code and has_attributes(kind) and not is_library(kind)

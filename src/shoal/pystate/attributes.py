@@ -41,7 +41,7 @@ class Attributes:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
         self._model, self._optimizer, self._schedule = model, optimizer, schedule
-        self._before = self._notes(self._fixed())
+        self._before = self._notes(self.fixed())
 
     def changed(self) -> tuple[dict[str, Any], list[str]]:
         """By place what changed, packed; and the places of what cannot be packed.
@@ -51,12 +51,13 @@ class Attributes:
         found: dict[str, Any] = {}
         lost: list[str] = []
         torchs = {holder for holder, held in self._holders() if getattr(held, "is_torchs", False)}
-        notes = self._notes(self._fixed())
+        notes = self._notes(self.fixed())
         known = Known(self._before, notes)
         for place, note in notes.items():
             try:
                 packed = pack(note, self._before.get(place, NOTHING), known, (place,))
             except Unkept:
+                known.forget(place)
                 lost += [place] if place.rpartition(": ")[0] not in torchs else []
                 continue
             if packed is not None:
@@ -74,8 +75,7 @@ class Attributes:
 
         ``scheduled``: what the schedule keeps as well.
         """
-        holders, named = dict(self._holders()), {n: one for one, n in self._looked_after()}
-        giving = Giving(device, self._before, named)
+        holders, giving = dict(self._holders()), Giving(device, self._before, self.looked_after())
         for place, value in packed.items():
             holder, _, name = place.rpartition(": ")
             attributes = holders.get(holder)
@@ -95,9 +95,13 @@ class Attributes:
                 found[f"{holder}: {name}"] = look_at(value, look)
         return found
 
-    def _fixed(self) -> dict[int, str]:
+    def fixed(self) -> dict[int, str]:
         """What is looked after elsewhere: its name by identity."""
         return {id(one): name for one, name in self._looked_after()}
+
+    def looked_after(self) -> dict[str, Any]:
+        """The same objects by their names."""
+        return {name: one for one, name in self._looked_after()}
 
     def _looked_after(self) -> Iterator[tuple[Any, str]]:
         model = self._model

@@ -32,6 +32,8 @@ from shoal.pystate.values import (
     same,
 )
 
+IMMUTABLE = (tuple, frozenset, torch.Size)
+
 
 class Unkept(Exception):
     """A value changed that cannot be made anew from plain containers and tensors."""
@@ -71,13 +73,17 @@ class Known:
         first = self._new.setdefault(id(note.held), path)
         return None if first == path else first
 
+    def forget(self, name: str) -> None:
+        """What is of this name is not packed after all."""
+        self._new = {key: path for key, path in self._new.items() if path[0] != name}
+
 
 def inside_both(before: Note, note: Note) -> list[tuple[Any, Note, Note]]:
     """By key what is in two notes of one object."""
     if before.kind != note.kind or note.kind not in ("items", "dict", "parts"):
         return []
     if note.kind == "items":
-        if isinstance(note.held, set):
+        if isinstance(note.held, set | frozenset):
             return []
         return list(zip(range(len(note.inside)), before.inside, note.inside, strict=False))
     return [(k, before.inside[k], one) for k, one in note.inside.items() if k in before.inside]
@@ -112,6 +118,8 @@ def _packed(note: Note, before: Note, known: Known | None, path: Path) -> Any:
     match note.kind:
         case "plain":
             return {"plain": inside}
+        case "symbol":
+            return {"symbol": _symbol(held)}
         case "fixed" if not inside.startswith("a view of"):
             return {"fixed": inside}
         case "scalar" if inside.dtype.kind in "iufb":
@@ -126,7 +134,7 @@ def _packed(note: Note, before: Note, known: Known | None, path: Path) -> Any:
         case "flat":
             return {"flat": [*_kind_of(note, before), in_place, inside]}
         case "items":
-            ordered = before.kind == "items" and not isinstance(held, set)
+            ordered = before.kind == "items" and not isinstance(held, set | frozenset)
             was = [*(before.inside if ordered else []), *[NOTHING] * len(inside)]
             items = [inner(n, one, was[n]) for n, one in enumerate(inside)]
             return {"items": [*_kind_of(note, before), in_place, items]}
@@ -167,12 +175,32 @@ def _packed_bulk(note: Note, before: Note) -> Any:
     return {"dict": [pairs, in_place]}
 
 
+def _symbol(value: Any) -> list[Any]:
+    if isinstance(value, complex):
+        return ["complex", [value.real, value.imag]]
+    if isinstance(value, bytes):
+        return ["bytes", list(value)]
+    name = "dtype" if isinstance(value, torch.dtype) else "device"
+    return [name, str(value).removeprefix("torch.")]
+
+
+def _of_symbol(name: str, content: Any) -> Any:
+    match name:
+        case "complex":
+            return complex(*content)
+        case "bytes":
+            return bytes(content)
+        case "device":
+            return torch.device(content)
+    return getattr(torch, content)
+
+
 def _kind_of(note: Note, before: Note) -> tuple[str, int | None]:
     """The name of a container's type, which can be made anew, and how long it may become."""
     kind = type(note.held)
-    if kind is not tuple and kind not in FILLERS and type(before.held) is not kind:
+    if kind not in (*IMMUTABLE, *FILLERS) and type(before.held) is not kind:
         raise Unkept
-    if isinstance(note.held, tuple) and kind is not tuple and not hasattr(kind, "_make"):
+    if isinstance(note.held, tuple) and kind not in IMMUTABLE and not hasattr(kind, "_make"):
         raise Unkept
     return kind.__name__, note.held.maxlen if isinstance(note.held, deque) else None
 
@@ -269,6 +297,8 @@ class Giving:
         match kind:
             case "plain":
                 return content
+            case "symbol":
+                return _of_symbol(*content)
             case "scalar":
                 return np.dtype(content[0]).type(content[1])
             case "fixed" if content in self._fixed:
@@ -321,7 +351,7 @@ class Giving:
 
     def _give_items(self, content: Any, value: Any, path: Path) -> Any:
         *kind, items = content
-        known = list(value) if isinstance(value, tuple | list | deque | set) else []
+        known = list(value) if isinstance(value, tuple | list | deque | set | frozenset) else []
         known += [None] * (len(items) - len(known))
         pairs = enumerate(zip(items, known, strict=False))
         made = [self.give(one, there, (*path, n)) for n, (one, there) in pairs]
@@ -370,8 +400,8 @@ def _filled(kind: Sequence[Any], items: list[Any], value: Any) -> Any:
     if filler is not None and (in_place or type(value) not in FILLERS):
         filler(value, items)
         return value
-    if name == "tuple":
-        return tuple(items)
+    if (made := next((one for one in IMMUTABLE if one.__name__ == name), None)) is not None:
+        return made(items)
     if is_alike and hasattr(value, "_make"):
         return value._make(items)
     if name == "deque":

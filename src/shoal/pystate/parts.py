@@ -42,9 +42,17 @@ def parts_of(value: Any) -> Parts | None:
         return None
     kind = type(value)
     is_users = issubclass(kind, SPACES) or not is_library(kind)
-    if is_users and (hasattr(value, "__dict__") or _slots(kind)):
-        return _Object(value)
-    return None
+    return _Object(value) if is_users and has_attributes(kind) else None
+
+
+def has_attributes(kind: type) -> bool:
+    """Whether objects of a type have attributes of their own; none of their code is asked."""
+    return bool(kind.__dictoffset__ or _slots(kind))
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    found = object.__getattribute__(value, "__dict__") if type(value).__dictoffset__ else {}
+    return found if isinstance(found, dict) else {}
 
 
 def is_code(value: Any) -> bool:
@@ -62,23 +70,30 @@ class _Named(MutableMapping[str, Any]):
         return sum(1 for _ in self)
 
 
+_UNSET = object()
+
+
 class _Object(_Named):
     """An object's attributes, those in slots too."""
 
     def __init__(self, value: Any) -> None:
-        self._value, self._all = value, getattr(value, "__dict__", {})
+        self._value, self._all = value, _attributes_of(value)
         self._slots = _slots(type(value))
 
     def __iter__(self) -> Iterator[str]:
         yield from list(self._all)
-        yield from (name for name in self._slots if hasattr(self._value, name))
+        yield from (name for name in self._slots if name in self)
+
+    def __contains__(self, name: object) -> bool:
+        return self.get(str(name), _UNSET) is not _UNSET
 
     def __getitem__(self, name: str) -> Any:
         if name in self._all:
             return self._all[name]
-        if name not in self._slots:
-            raise KeyError(name)
-        return getattr(self._value, name)
+        try:
+            return self._slots[name].__get__(self._value)
+        except AttributeError as error:  # nothing was assigned yet
+            raise KeyError(name) from error
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name in self._slots:

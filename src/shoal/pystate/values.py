@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.pystate.parts import is_code, parts_of
+from shoal.pystate.parts import parts_of
 
 PLAIN = (bool, int, float, str)
 EXACTLY = frozenset((*PLAIN, type(None)))
@@ -31,11 +31,12 @@ FILLERS: dict[type, Callable[[Any, list[Any]], None]] = {
 }
 """By type how one of them comes to have other items."""
 STREAMS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+SYMBOLS = (complex, bytes, torch.dtype, torch.device)
+"""Values that never change, and are no numbers or texts."""
 SHARED = frozenset(("tensor", "array", "stream", "flat", "items", "dict", "parts"))
 """Kinds of notes of what may be known by several names."""
-LARGE, LONG = 2**16, 200
-"""Bytes of a tensor, and items of a container, that count as read from somewhere."""
-HUGE = 200_000  # numbers in a container that nobody counted
+HUGE = 200_000
+"""Items of a container of which are noted only how many there are, and the ends."""
 
 
 class Note(NamedTuple):
@@ -87,14 +88,14 @@ def look_at(value: Any, look: Look, depth: int = 0) -> Note:
     if value is None or isinstance(value, PLAIN):
         return Note("plain", None, value)
     if (name := look.fixed.get(id(value))) is not None:
-        return Note("fixed", None, name)
+        return Note("fixed", value, name)
     look.values -= 1
     if depth > DEEPEST or look.values < 0:
         return Note("other", value)
     try:
         return _look(value, look, lambda one: look_at(one, look, depth + 1))
-    except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError):
-        return Note("other", value)  # a sparse tensor, a lazy one, a generator of the system's
+    except Exception:  # a sparse tensor, a lazy one, an object that lets nobody look
+        return Note("other", value)
 
 
 def _look(value: Any, look: Look, inner: Callable[[Any], Note]) -> Note:
@@ -105,9 +106,11 @@ def _look(value: Any, look: Look, inner: Callable[[Any], Note]) -> Note:
         return Note("array", value, value.copy() if copied else None)
     if isinstance(value, np.generic):
         return Note("scalar", None, value)
+    if isinstance(value, SYMBOLS):
+        return Note("symbol", value)
     if isinstance(value, STREAMS):
         return Note("stream", value, _state_of(value))
-    if isinstance(value, list | tuple | deque | set | dict):
+    if isinstance(value, list | tuple | deque | set | frozenset | dict):
         return _look_at_container(value, look, inner)
     if (parts := parts_of(value)) is not None:
         return Note("parts", value, {name: inner(one) for name, one in parts.items()})
@@ -115,9 +118,12 @@ def _look(value: Any, look: Look, inner: Callable[[Any], Note]) -> Note:
 
 
 def _look_at_container(value: Any, look: Look, inner: Callable[[Any], Note]) -> Note:
+    if len(value) > HUGE:
+        ends = [] if isinstance(value, set | frozenset | dict) else [id(value[0]), id(value[-1])]
+        return Note("huge", value, [len(value), *ends])
     if len(value) > look.longest:
-        is_huge = len(value) > HUGE
-        return Note("other", value) if is_huge else Note("bulk", value, _listed(value))
+        look.values -= len(value) // 10
+        return Note("bulk", value, _listed(value))
     if isinstance(value, dict):
         return Note("dict", value, {key: inner(one) for key, one in value.items()})
     items = list(value)
@@ -134,7 +140,7 @@ def _listed(value: Any) -> list[Any]:
 
 def _look_at_tensor(value: Tensor, look: Look) -> Note:
     if value._base is not None and (name := look.fixed.get(id(value._base))) is not None:
-        return Note("fixed", None, f"a view of {name}")
+        return Note("fixed", value, f"a view of {name}")
     written = 0 if value.is_inference() else value._version
     copied = value.device.type != "meta" and look.may_copy(value.nbytes)
     return Note("tensor", value, (written, value.detach().clone() if copied else None))
@@ -188,22 +194,30 @@ def same(one: Note, other: Note) -> bool:
         case "stream":
             return _same_states(one.inside, other.inside)
         case "flat":
-            if isinstance(one.held, set):
+            if isinstance(one.held, set | frozenset):
                 return set(one.inside) == set(other.inside)
             kinds = map(type, one.inside), map(type, other.inside)
             return bool(one.inside == other.inside) and all(map(operator.is_, *kinds))
         case "bulk":
-            alike = len(one.inside) == len(other.inside)
-            return alike and all(map(operator.is_, one.inside, other.inside))
+            return _are(one.inside, other.inside)
         case "items":
             return len(one.inside) == len(other.inside) and all(
                 map(same, one.inside, other.inside)
             )
+        case "huge":
+            return one.held is other.held and bool(one.inside == other.inside)
+        case "symbol":
+            return bool(one.held == other.held)
         case "other" | "member":
             return one.held is other.held
-    return list(one.inside) == list(other.inside) and all(
-        same(note, other.inside[name]) for name, note in one.inside.items()
-    )
+    keys = list(one.inside), list(other.inside)
+    alike = len(keys[0]) == len(keys[1]) and all(map(_same_keys, *keys))
+    return alike and all(map(same, one.inside.values(), other.inside.values()))
+
+
+def _same_keys(one: Any, other: Any) -> bool:
+    """Whether two keys are one; tensors say whether each number is."""
+    return one is other or (not isinstance(one, Tensor) and bool(one == other))
 
 
 def _same_plain(one: Any, other: Any) -> bool:
@@ -221,7 +235,8 @@ def _same_states(one: Any, other: Any) -> bool:
 
 
 def _same_arrays(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
-    return one.dtype == other.dtype and np.array_equal(one, other)
+    nan = one.dtype.kind in "fcmM"
+    return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=nan)
 
 
 def _same_tensors(one: Note, other: Note) -> bool:
@@ -231,14 +246,20 @@ def _same_tensors(one: Note, other: Note) -> bool:
     before = one.held if copy is None else copy
     now = other.held if copy_now is None else copy_now
     alike = before.shape == now.shape and before.dtype == now.dtype
-    return alike and before.device == now.device and torch.equal(before, now)
+    if not alike or before.device != now.device:
+        return False
+    if torch.equal(before, now):
+        return True
+    if not before.is_floating_point():
+        return False
+    nan = before.isnan()
+    return bool(torch.equal(nan, now.isnan()) and torch.equal(before[~nan], now[~nan]))
 
 
-def put_back(note: Note, *, soft: bool = False) -> Any:
+def put_back(note: Note) -> Any:
     """The value as it was; the same object where it was one.
 
-    What has come into containers since then is taken out, unless it is large: that was read from
-    somewhere, and is kept for all. ``soft``: and nothing is put over such a thing.
+    What has come into containers since then is taken out.
     """
     held, inside = note.held, note.inside
     match note.kind:
@@ -253,27 +274,24 @@ def put_back(note: Note, *, soft: bool = False) -> Any:
                 held[...] = inside
         case "stream":
             move(held, inside)
-        case "flat" | "items":
+        case "flat" | "items" | "bulk":
             if note.kind == "items":
-                inside = [put_back(one, soft=soft) for one in inside]
-            filler = filler_of(held)
-            if filler is not None and not (soft and _has_grown(note)):
-                filler(held, list(inside))
-        case "bulk" if not (soft and _has_grown(note)):
-            _put_back_bulk(held, inside)
+                inside = [put_back(one) for one in inside]
+            _fill_again(held, inside)
         case "dict":
-            refill_values(held, inside, soft=soft)
-            if list(held) != list(inside):
-                refill(held, {k: held[k] for k in dict.fromkeys([*inside, *held]) if k in held})
+            refill_values(held, inside)
+            if not _are(list(held), list(inside)):
+                refill(held, {key: held[key] for key in inside})
         case "parts":
             parts = parts_of(held)
             assert parts is not None
-            refill_values(parts, inside, soft=soft)
+            refill_values(parts, inside)
     return held
 
 
-def _put_back_bulk(held: Any, inside: list[Any]) -> None:
-    if len(inside) == len(_listed(held)) and all(map(operator.is_, _listed(held), inside)):
+def _fill_again(held: Any, inside: list[Any]) -> None:
+    """Have a container hold these, if it holds others: a set that is filled anew has its order."""
+    if _are(_listed(held), inside) or (isinstance(held, set) and held == set(inside)):
         return
     if isinstance(held, dict):
         half = len(inside) // 2
@@ -283,58 +301,23 @@ def _put_back_bulk(held: Any, inside: list[Any]) -> None:
         filler(held, list(inside))
 
 
-def refill_values(
-    held: MutableMapping[Any, Any], notes: Mapping[Any, Note], *, soft: bool
-) -> None:
+def _are(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+def refill_values(held: MutableMapping[Any, Any], notes: Mapping[Any, Note]) -> None:
     """Have a mapping hold what was noted, as ``put_back`` does."""
-    for key in [key for key in held if key not in notes and not is_large(held[key])]:
+    for key in [key for key in held if key not in notes]:
         del held[key]
-    put_in(held, notes, soft=soft)
+    put_in(held, notes)
 
 
-def put_in(held: MutableMapping[Any, Any], notes: Mapping[Any, Note], *, soft: bool) -> None:
+def put_in(held: MutableMapping[Any, Any], notes: Mapping[Any, Note]) -> None:
     """The same, and leave what else is there."""
     for key, note in notes.items():
-        now = held.get(key, NOTHING)
-        if soft and now is not NOTHING and now is not note.held and is_large(now):
-            continue
-        value = put_back(note, soft=soft)
-        if value is not now:
+        value = put_back(note)
+        if value is not held.get(key, NOTHING):
             held[key] = value
-
-
-def is_large(value: Any, depth: int = 0) -> bool:
-    """Whether it was read or made rather than counted: all but a few numbers, of the user's."""
-    if value is None or isinstance(value, (*PLAIN, np.generic, enum.Enum, *STREAMS)):
-        return False
-    if isinstance(value, Tensor):
-        return value.layout != torch.strided or value.nbytes > LARGE
-    if isinstance(value, np.ndarray):
-        return value.nbytes > LARGE
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple | deque | set):
-        if len(value) > LONG or depth > DEEPEST:
-            return len(value) > HUGE or not EXACTLY.issuperset(map(type, value))
-        return any(is_large(one, depth + 1) for one in value)
-    parts = None if is_code(value) else parts_of(value)
-    return parts is None or is_large(dict(parts), depth + 1)
-
-
-def _has_grown(note: Note) -> bool:
-    """Whether something large has come into a container since."""
-    return is_large(note.held) and not _was_large(note)
-
-
-def _was_large(note: Note) -> bool:
-    match note.kind:
-        case "flat":
-            return len(note.inside) > HUGE
-        case "items":
-            return len(note.inside) > LONG or any(map(_was_large, note.inside))
-        case "dict" | "parts":
-            return len(note.inside) > LONG or any(map(_was_large, note.inside.values()))
-    return note.kind == "bulk" or is_large(note.held)
 
 
 def filler_of(value: Any) -> Callable[[Any, list[Any]], None] | None:

@@ -89,6 +89,7 @@ def _one(recipe: Recipe, trial: TrialSpec, code: Code, *, arrays: bool) -> _One:
         array = Signature((*facts, ("the length of the data", length)))
         constants = constants_of(found.recipe, found.model)
     schedule = read_schedule(recipe, found.optimizer, reading.hp)
+    ambient.here().settle()
     noticed = reading.end(code)  # while what keeps them is there
     del schedule
     settings = configuration(found.recipe, found.model)

@@ -279,7 +279,7 @@ class Measurer:
             loader_bytes=host_bytes(train, batch),
             modes=modes,
             attributes=Attributes(model, optimizer, schedule),
-            globals=ambient.here().take(),
+            globals=ambient.here().settle(),
             habits=habits_of(schedule),
         )
 

@@ -19,8 +19,8 @@ class PythonState:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
         self._attributes = Attributes(model, optimizer, schedule)
-        self._ambient = ambient.here()
-        self._built = self._notes = self._ambient.take()
+        self._ambient, self._fixed = ambient.here(), self._attributes.fixed()
+        self._built = self._notes = self._ambient.settle(self._fixed)
 
     def put(self) -> None:
         """Put the trial's globals in place."""
@@ -28,7 +28,7 @@ class PythonState:
 
     def put_away(self) -> None:
         """Note them: others may come in their place."""
-        self._notes = self._ambient.take()
+        self._notes = self._ambient.take(self._fixed)
 
     def pack(self) -> dict[str, Any]:
         """What changed since the trial was built, for another process."""
@@ -44,5 +44,5 @@ class PythonState:
         self._attributes.give(packed.get("attributes", {}), device, scheduled=not warm)
         if kept := packed.get("globals"):
             self.put()
-            self._ambient.give(kept, device)
+            self._ambient.give(kept, device, self._attributes.looked_after())
             self.put_away()

@@ -223,8 +223,9 @@ def reopen_study(place: Path, file: str | None = None) -> Study:
             f"study {recorded.study!r} was defined in {path}, and that file is not there any "
             "more. Name the one that defines it now: --file FILE.py[:STUDY]."
         )
-    with reading_for(place):
-        study = open_study(source) if file else _opened(load_recorded(source, place))
+    with reading_for(recorded.study):
+        loaded = load_study(source) if file else load_recorded(source, place, recorded.study)
+        study = _opened(loaded)
     if study.name != recorded.study:
         raise SpecError(
             f"{study.source} defines study {study.name!r}, and {place} holds study "

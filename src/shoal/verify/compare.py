@@ -22,7 +22,7 @@ from shoal.observe.reader import read_outline
 from shoal.observe.rows import TrialRow, TrialState
 from shoal.observe.snapshot import Snapshot
 from shoal.planning import BY_SHARDS, array_kind, array_place
-from shoal.pystate import Ambient
+from shoal.pystate import ambient
 from shoal.recipe import Recipe
 from shoal.report import TrialResult, read_report
 from shoal.runtime.pipelined import without_versions
@@ -143,11 +143,11 @@ class _Case:
         epochs = row.epoch if self.by_epochs and ended and row.epoch else None
         told: dict[str, Any] = {"epochs": epochs, "steps": None if epochs else row.step}
         told |= {"eval_every": self.curve.eval_every, **_numerics(row, self.recipe)}
-        ambient = Ambient(self.recipe)
-        try:
-            return plain_population(self.recipe, self.population, row.number, **told)
-        finally:
-            ambient.begin()  # for the trial after it
+        with ambient.watching(self.recipe) as here:
+            try:
+                return plain_population(self.recipe, self.population, row.number, **told)
+            finally:
+                here.begin()  # for the trial after it
 
     def _judge(
         self, plain: PlainResult, state: Mapping[str, Any], plain_s: float, notes: tuple[str, ...]

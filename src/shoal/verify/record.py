@@ -24,10 +24,10 @@ def recorded_study(place: Path, snapshot: Snapshot, file: str | None = None) -> 
         SpecError: no file is on record, or it is not there any more.
     """
     if file is not None:
-        with reading_for(place):
+        with reading_for(snapshot.study):
             return load_study(file).study
     _check_source(snapshot)
-    return load_recorded(snapshot.source, place).study
+    return load_recorded(snapshot.source, place, snapshot.study).study
 
 
 def recorded_recipe(
@@ -39,7 +39,7 @@ def recorded_recipe(
         SpecError: nothing says what it is, or that is not there any more.
     """
     if file is None and not snapshot.source and snapshot.recipe:
-        return recall_recipe(snapshot.recipe, place), snapshot.by_epochs
+        return recall_recipe(snapshot.recipe, place, snapshot.study), snapshot.by_epochs
     study = recorded_study(place, snapshot, file)
     return study.recipe, study.epochs is not None
 

@@ -91,15 +91,41 @@ def test_what_steps_change_goes_on_in_another_process(ambient):
     assert now() == (5, 5, 6, 7)
 
 
-def test_what_was_read_once_and_is_kept_for_all_stays(ambient):
+def test_what_making_a_trial_has_read_stays_and_what_steps_did_is_undone(ambient):
     data({})
-    CACHE["table"] = large = object()
-    SETTINGS["cache"] = large
-    kept = LOADED
+    CACHE["table"] = object()
+    ambient.settle()
+    kept = LOADED, CACHE["table"]
+    SETTINGS["scale"] = loss.calls = 5
+    SETTINGS["late"] = torch.ones(3)
+    CACHE["means"] = torch.zeros(100_000)
     ambient.begin()
-    assert LOADED is kept
-    assert CACHE["table"] is large
-    assert SETTINGS["cache"] is large
+    assert (LOADED, CACHE["table"]) == kept
+    assert "means" not in CACHE
+    assert now()[2:] == (1, None)
+    assert "late" not in SETTINGS
+
+
+def test_what_was_not_settled_is_undone(ambient):
+    data({})
+    CACHE["table"] = object()
+    ambient.begin()
+    assert LOADED is None
+    assert not CACHE
+
+
+def test_a_trials_model_in_a_global_is_left_alone(ambient):
+    net = nn.Linear(2, 2)
+    CACHE["model"] = net
+    fixed = {id(net): "the model"} | {id(p): name for name, p in net.named_parameters()}
+    notes = ambient.settle(fixed)
+    CACHE["model"] = None
+    with torch.no_grad():
+        net.weight.fill_(7.0)
+    assert not [p for p in ambient.changed(notes, ambient.take(fixed)) if "weight" in p]
+    ambient.put(notes)
+    assert CACHE["model"] is net
+    assert net.weight.eq(7.0).all()
 
 
 def test_only_what_steps_read_is_a_trials_own(ambient):

@@ -240,17 +240,18 @@ def test_members_of_an_enum_stay_those_that_there_are(pair):
 
 
 @pytest.mark.parametrize(
-    "value",
+    "make",
     [
-        torch.eye(2).to_sparse(),
-        random.SystemRandom(),
-        nn.LazyLinear(2),
-        np.frombuffer(b"abcd", dtype=np.uint8),
-        torch.zeros(1).expand(4),
+        lambda: torch.eye(2).to_sparse(),
+        random.SystemRandom,
+        lambda: nn.LazyLinear(2),
+        lambda: np.frombuffer(b"abcd", dtype=np.uint8),
+        lambda: torch.zeros(1).expand(4),
     ],
     ids=["sparse", "system's generator", "lazy", "read-only", "expanded"],
 )
-def test_odd_values_are_looked_at_and_put_back_without_an_error(value):
+def test_odd_values_are_looked_at_and_put_back_without_an_error(make):
+    value = make()
     note = look_at(value, Look())
     assert same(note, look_at(value, Look()))
     assert put_back(note) is value
