@@ -51,7 +51,11 @@ def make(tmp_path):
 
 
 def ways(plan):
-    return {job.trial: (job.technique, dict(job.numerics)) for job in plan.jobs}
+    """How an array in shards moves is chosen anew, by times, and changes no bit."""
+    return {
+        job.trial: (type(job.technique) if job.array else job.technique, dict(job.numerics))
+        for job in plan.jobs
+    }
 
 
 def plan_of(study):

@@ -7,12 +7,13 @@ making of trials has left: a factory may keep what it has read from a disk.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -50,11 +51,18 @@ class Ambient:
     the objects themselves and belong to who took them.
 
     ``fixed``: what of a trial somebody else looks after, by identity, as its parameters.
+    ``all_code``: also what nothing but the making of trials reads and writes.
     """
 
-    def __init__(self, recipe: Recipe | None) -> None:
-        self._owners = dict(_owners(recipe)) if recipe is not None else {}
+    def __init__(self, recipe: Recipe | None, *, all_code: bool = False) -> None:
+        self._recipe = recipe
+        self._owners = dict(_owners(recipe, all_code)) if recipe is not None else {}
         self._settled = self.take()
+
+    @functools.cached_property
+    def making(self) -> Ambient:
+        """That of all code of the recipe's."""
+        return Ambient(self._recipe, all_code=True)
 
     def begin(self) -> None:
         """As when a trial was last built; the next one is built from there."""
@@ -133,6 +141,25 @@ _active: list[Ambient] = []  # that of this process's studies first, then those 
 def watch(recipe: Recipe) -> None:
     """From now on this process trains trials of ``recipe``, none of whose code has run yet."""
     _active[:] = [Ambient(recipe)]
+    _imported[:] = [set(sys.modules)]
+    _ = here().making  # as it is now
+
+
+def leave() -> None:
+    """All is as it was when ``watch`` was called: the next study may be of the same code."""
+    making = here().making
+    making.begin()
+    _forget_since(_imported[-1] if _imported else sys.modules.keys())
+
+
+_imported: list[Set[str]] = []  # the modules that there were when a study came
+
+
+def _forget_since(modules: Set[str]) -> None:
+    """Have the user's modules that came since be imported anew: what they did then is undone."""
+    for name in sys.modules.keys() - modules:
+        if isinstance(module := sys.modules[name], types.ModuleType) and _is_users(module):
+            del sys.modules[name]
 
 
 def here() -> Ambient:
@@ -149,6 +176,37 @@ def watching(recipe: Recipe) -> Iterator[Ambient]:
         yield ambient
     finally:
         _active.remove(ambient)
+
+
+@contextmanager
+def tried() -> Iterator[None]:
+    """What is made inside may fail, or have no memory: then it leaves nothing in globals.
+
+    Modules of the user's that were imported inside are imported anew, since what they did when
+    they were is undone.
+    """
+    making = here().making
+    before, modules = making.take(), set(sys.modules)
+
+    def undo() -> None:
+        making.put(before)
+        _forget_since(modules)
+
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
+    if any(map(_is_hollow, (n for notes in making.take().values() for n in notes.values()))):
+        undo()
+
+
+def _is_hollow(note: Note) -> bool:
+    """Whether a tensor without memory is in there."""
+    if isinstance(note.held, Tensor):
+        return note.held.device.type == "meta"
+    inside = note.inside.values() if isinstance(note.inside, dict) else note.inside
+    return note.kind in ("items", "dict", "parts") and any(map(_is_hollow, inside))
 
 
 def built() -> None:
@@ -245,12 +303,15 @@ class _Globals(MutableMapping[str, Any]):
         return vars(self._owner) if isinstance(self._owner, type) else self._owner
 
 
-def _owners(recipe: Recipe) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
+def _owners(recipe: Recipe, all_code: bool) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
     """What code of steps keeps values in, by how it is called."""
     met = list(code_met(map(code_of, _given(recipe))))
     kinds = {id(k): k for one in met if isinstance(one, type) for k in one.__mro__}
     users = [kind for kind in kinds.values() if _is_users(kind)]
     codes = list(_codes(recipe, users))
+    if all_code:
+        functions = [f for f in met if isinstance(f, types.FunctionType) and _is_users(f)]
+        codes += [(function.__code__, function.__globals__) for function in functions]
     spelled = frozenset(name for code, _ in codes for name in names_in(code))
     named: dict[int, tuple[dict[str, Any], set[str], set[str]]] = {}
     for code, known in codes:

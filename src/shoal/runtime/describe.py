@@ -165,7 +165,7 @@ def hollow_model(recipe: Recipe, hp: HyperParameters, seed: int) -> nn.Module | 
     """The model without memory; None where it cannot be built so. Leaves random state changed."""
     seed_all(seed)
     try:
-        with torch.device("meta"):
+        with ambient.tried(), torch.device("meta"):
             return build_model(recipe, hp)
     except ShoalError:
         raise

@@ -154,7 +154,7 @@ def _run(
     reader.start()
     loop.run()
     reader.join()
-    ambient.here().begin()  # the next study may be of the same code
+    ambient.leave()
     if isinstance(device, CudaDevice):
         device.close()  # the next study looks at what is free
 

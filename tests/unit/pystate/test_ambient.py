@@ -8,6 +8,7 @@ from torch import nn
 
 import shoal
 from shoal.pystate import Ambient
+from shoal.pystate.ambient import tried, watch
 
 RATE = 1.0
 SETTINGS = {"scale": 1, "cache": None}
@@ -53,6 +54,7 @@ def ambient():
     made = Ambient(shoal.Recipe(model=model, data=data, loss=loss))
     before = RATE, Net.temperature, dict(SETTINGS), LOADED
     yield made
+    watch(shoal.Recipe(model=len, data=len, loss=len))
     globals().update(RATE=before[0], LOADED=before[3])
     Net.temperature = before[1]
     SETTINGS.clear()
@@ -152,3 +154,35 @@ def test_what_torch_wraps_on_a_class_stays_wrapped():
     ambient.begin()
     ambient.put(ambient.take())
     assert type(made).step is Stepped.step is not before
+
+
+def load():
+    global LOADED, RATE
+    if LOADED is None:
+        LOADED = torch.ones(3)
+        RATE = float(LOADED.sum())  # which a tensor without memory has not
+
+
+def loading(hp):
+    load()
+    return nn.Linear(2, 2)
+
+
+def test_what_fails_without_memory_leaves_nothing(ambient):
+    watch(shoal.Recipe(model=loading, data=data, loss=loss))
+    with pytest.raises(RuntimeError), tried(), torch.device("meta"):
+        loading({})
+    assert LOADED is None
+    loading({})
+    assert RATE == 3.0
+
+
+def test_what_has_no_memory_is_not_left_in_a_global_and_what_has_is(ambient):
+    watch(shoal.Recipe(model=model, data=data, loss=loss))
+    with tried():
+        CACHE["net"], SETTINGS["scale"] = nn.Linear(2, 2, device="meta"), 4
+    assert not CACHE
+    assert SETTINGS["scale"] == 1
+    with tried():
+        SETTINGS["scale"] = 4
+    assert SETTINGS["scale"] == 4
