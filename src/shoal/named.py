@@ -46,11 +46,9 @@ def recall_recipe(
         SpecError: a file, a module or a name is not there any more, or not to be trusted.
     """
     values = dict(named)
-    modules = {}
-    if script := values.pop(_SCRIPT, ""):
-        modules[script] = import_recorded(
-            script, study_dir, study
-        )  # then those beside it are found
+    script, modules = values.pop(_SCRIPT, ""), {}
+    if script:  # first: modules beside it are found then
+        modules[script] = import_recorded(script, study_dir, study)
 
     def recall(value: Any) -> Any:
         if not isinstance(value, Mapping):
@@ -58,9 +56,9 @@ def recall_recipe(
         if value.keys() != {_NAME}:
             return {key: recall(item) for key, item in value.items()}
         place, _, name = str(value[_NAME]).rpartition(":")
-        module = modules.get(place) or modules.setdefault(
-            place, import_recorded(place, study_dir, study)
-        )
+        if place not in modules:
+            modules[place] = import_recorded(place, study_dir, study)
+        module = modules[place]
         if not hasattr(module, name):
             raise SpecError(
                 f"the study in {study_dir} was made with {name} of {place}, and there is no "

@@ -13,7 +13,7 @@ import os
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Set
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -141,25 +141,35 @@ _active: list[Ambient] = []  # that of this process's studies first, then those 
 def watch(recipe: Recipe) -> None:
     """From now on this process trains trials of ``recipe``, none of whose code has run yet."""
     _active[:] = [Ambient(recipe)]
-    _imported[:] = [set(sys.modules)]
-    _ = here().making  # as it is now
+    _came[:] = [_Before()]
 
 
 def leave() -> None:
     """All is as it was when ``watch`` was called: the next study may be of the same code."""
-    making = here().making
-    making.begin()
-    _forget_since(_imported[-1] if _imported else sys.modules.keys())
+    while _came:
+        _came.pop().undo()
 
 
-_imported: list[Set[str]] = []  # the modules that there were when a study came
+class _Before:
+    """What all of the recipe's code finds now, to have it so again.
+
+    Modules of the user's that are imported until then are imported anew after it, since what they
+    did when they were is undone.
+    """
+
+    def __init__(self) -> None:
+        self.making = here().making
+        self._notes, self._modules = self.making.take(), set(sys.modules)
+
+    def undo(self) -> None:
+        self.making.put(self._notes)
+        for name in sys.modules.keys() - self._modules:
+            module = sys.modules[name]
+            if isinstance(module, types.ModuleType) and _is_users(module):
+                del sys.modules[name]
 
 
-def _forget_since(modules: Set[str]) -> None:
-    """Have the user's modules that came since be imported anew: what they did then is undone."""
-    for name in sys.modules.keys() - modules:
-        if isinstance(module := sys.modules[name], types.ModuleType) and _is_users(module):
-            del sys.modules[name]
+_came: list[_Before] = []  # how this process's study found it
 
 
 def here() -> Ambient:
@@ -180,25 +190,15 @@ def watching(recipe: Recipe) -> Iterator[Ambient]:
 
 @contextmanager
 def tried() -> Iterator[None]:
-    """What is made inside may fail, or have no memory: then it leaves nothing in globals.
-
-    Modules of the user's that were imported inside are imported anew, since what they did when
-    they were is undone.
-    """
-    making = here().making
-    before, modules = making.take(), set(sys.modules)
-
-    def undo() -> None:
-        making.put(before)
-        _forget_since(modules)
-
+    """What is made inside may fail, or have no memory: then it leaves nothing in globals."""
+    before = _Before()
     try:
         yield
     except BaseException:
-        undo()
+        before.undo()
         raise
-    if any(map(_is_hollow, (n for notes in making.take().values() for n in notes.values()))):
-        undo()
+    if any(_is_hollow(n) for notes in before.making.take().values() for n in notes.values()):
+        before.undo()
 
 
 def _is_hollow(note: Note) -> bool:
