@@ -100,6 +100,10 @@ def at_step(trial, step):
     )
 
 
+def finished(trial):
+    return lambda event: isinstance(event, TrialFinished) and event.trial == trial
+
+
 def states(report):
     return [trial.state for trial in report.trials]
 
@@ -228,8 +232,7 @@ def test_a_stopped_trial_keeps_its_state_and_resume_does_not_begin_it_again(tech
 
 
 def test_a_trial_that_has_ended_or_is_not_there_cannot_be_stopped(bench):
-    over = lambda event: isinstance(event, TrialFinished)  # noqa: E731
-    bench.orders.at(over, StopTrial(trial=0), "ended")
+    bench.orders.at(finished(0), StopTrial(trial=0), "ended")
     bench.orders.at(at_step(0, 5), StopTrial(trial=9), "unknown")
     bench.run(devices=1)
     answers = bench.orders.join()
@@ -412,9 +415,8 @@ def test_a_warm_clone_that_is_cut_short_begins_from_its_parent_again(bench):
 
 
 def test_a_warm_clone_of_a_finished_trial_is_refused_and_leaves_nothing(bench):
-    over = lambda event: isinstance(event, TrialFinished)  # noqa: E731
     order = CloneTrial(trial=0, changes={"lr": 0.02})
-    bench.orders.at(over, order, "clone")
+    bench.orders.at(finished(0), order, "clone")
     report = bench.run(devices=1)
     words = f"would begin after step {STEPS} of {STEPS}, with nothing left to train"
     assert words in str(bench.orders.join()["clone"])

@@ -136,11 +136,15 @@ def test_an_optimizer_that_needs_a_layer_at_a_time_steps_shards_whole(
 def test_in_the_midst_of_a_shard_the_turn_goes_to_whoever_has_most_left(
     tmp_path, warm_workers, assert_alone, jobs
 ):
-    """A deep model and one a third as deep; the host's memory is what both wait for."""
+    """A deep model and one a third as deep; the host's memory is what both wait for.
+
+    Whether the deep one's step is ready just then depends on the clock, so in many steps.
+    """
+    steps = 10 * STEPS
     recipe = chunking.recipe(model=chunking.tower, clip_grad_norm=0.5)
     space = shoal.grid(lr=[1e-2], depth=[12, 4])
     seen = Watched()
-    study = shoal.Study("turns", recipe, space=space, steps=STEPS, directory=tmp_path)
+    study = shoal.Study("turns", recipe, space=space, steps=steps, directory=tmp_path)
     report = study.run(
         hardware=shoal.Hardware.emulated("h200", memory="8MiB", scale=50_000),
         technique=shoal.Spilled(shards=2, optimizer="host", keep=(), recompute=True),
@@ -149,12 +153,12 @@ def test_in_the_midst_of_a_shard_the_turn_goes_to_whoever_has_most_left(
         progress=False,
         workers=warm_workers,
     )
-    assert_alone(report, report.trials, recipe, steps=STEPS)
-    steps = [event for event in seen.actions if event.action.startswith("STEP@host")]
+    assert_alone(report, report.trials, recipe, steps=steps)
+    stepped = [event for event in seen.actions if event.action.startswith("STEP@host")]
     inside = [
         (outer.trial, inner.trial)
-        for outer in steps
-        for inner in steps
+        for outer in stepped
+        for inner in stepped
         if outer.start < inner.start and inner.end < outer.end
     ]
     assert (1, 0) in inside
