@@ -442,22 +442,29 @@ def test_a_function_that_a_factory_chooses_is_no_arrays(tmp_path, warm_workers):
 
 
 class Hidden(Net):
-    """Keeps something that nobody can look into."""
+    """Keeps something that nobody can look into, after some steps."""
 
-    def __init__(self):
+    def __init__(self, after):
         super().__init__()
-        self.it = itertools.count()
+        self.after, self.calls, self.it = after, 0, itertools.count()
 
     def change(self, x):
-        self.it = itertools.count(1)
+        self.calls += 1
+        if self.calls > self.after:
+            self.it = itertools.count(1)
         return x
 
 
-def test_what_cannot_be_kept_is_told_of(tmp_path, warm_workers):
+@pytest.mark.parametrize("after", [0, 20], ids=["at once", "after some steps"])
+def test_what_cannot_be_kept_is_told_of_once(after, tmp_path, warm_workers, capsys):
+    of = recipe(lambda hp: Hidden(after))
     study = shoal.Study(
-        *("it", recipe(Hidden)), space=shoal.grid(lr=[0.1]), epochs=1, directory=tmp_path
+        *("it", of), space=shoal.grid(lr=[0.1, 0.03]), epochs=EPOCHS, directory=tmp_path
     )
     hardware = shoal.Hardware.virtual(devices=1, memory="64MiB")
-    report = study.run(hardware=hardware, workers=warm_workers)
+    report = study.run(hardware=hardware, workers=warm_workers, fuse=False)
     (warning,) = Snapshot.of(read_outline(report.directory)).warnings
     assert warning.startswith("a step changes 'it' of the model, which is nothing that a checkpo")
+    assert capsys.readouterr().err.count(warning) == 1
+    for trial in report.trials:
+        assert_alone(of, trial)

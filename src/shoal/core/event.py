@@ -6,7 +6,7 @@ process that saw it happen.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -304,6 +304,26 @@ class LoaderRestarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateLeftOut:
+    """Something that steps changed is in no checkpoint, since none can hold it."""
+
+    time: float
+    trial: int
+    step: int
+    places: tuple[str, ...]  # in words; each is told once while the trial stays in a process
+
+
+def left_out_words(places: Sequence[str]) -> str:
+    """That some of a trial's state is as it was built, once the trial goes on elsewhere."""
+    some = ", ".join(places[:3]) + ", ..." * (len(places) > 3)
+    return (
+        f"a step changes {some}, which is nothing that a checkpoint holds: after a resume, or on "
+        "another device, it is as it was built. Keep numbers, tensors and containers of them "
+        "there, or give the module get_extra_state and set_extra_state."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStarted:
     """A device's worker process is ready."""
 
@@ -417,6 +437,7 @@ Event = (
     | TrialFinished
     | TrialFailed
     | LoaderRestarted
+    | StateLeftOut
     | WorkerStarted
     | WorkerStalled
     | WorkerDied

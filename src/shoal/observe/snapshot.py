@@ -31,6 +31,7 @@ from shoal.core.event import (
     LoaderRestarted,
     PeakMeasured,
     PlanningWaited,
+    StateLeftOut,
     StepFinished,
     StorageFailed,
     StudyChanged,
@@ -55,6 +56,7 @@ from shoal.core.event import (
     WorkerDied,
     WorkerStalled,
     WorkerStarted,
+    left_out_words,
 )
 from shoal.core.profile import TOLERANCE
 from shoal.observe.machines import Aim, DeviceFold, TrialFold, WorkFold
@@ -256,6 +258,11 @@ class Folder:
     def _study_planned(self, event: StudyPlanned) -> None:
         self._head = replace(self._head, warnings=event.warnings)
 
+    def _state_left_out(self, event: StateLeftOut) -> None:
+        told = self._head.warnings
+        if new := [place for place in event.places if not any(place in one for one in told)]:
+            self._head = replace(self._head, warnings=(*told, left_out_words(new)))
+
     def _trial_planned(self, event: TrialPlanned) -> None:
         trial = self._trial(event.trial)
         trial.plan = event
@@ -384,6 +391,7 @@ _FOLDS: dict[type[Any], Callable[[Folder, Any], None]] = {
     CheckpointWritten: Folder._checkpoint_written,
     CheckpointDamaged: Folder._noted,
     LoaderRestarted: Folder._noted,
+    StateLeftOut: Folder._state_left_out,
     StorageFailed: Folder._noted,
     StudyPaused: Folder._study_paused,
     StudyContinued: Folder._study_continued,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 
+from shoal.core.event import left_out_words
 from shoal.core.spec import JobMeasure, TrialSpec
 from shoal.runtime.messages import Noticed
 
@@ -54,12 +55,7 @@ def lost_warnings(settled: Iterable[JobMeasure]) -> tuple[str, ...]:
     places = dict.fromkeys(place for measure in settled for place in measure.lost)
     if not places:
         return ()
-    some = ", ".join(list(places)[:3]) + ", ..." * (len(places) > 3)
-    return (
-        f"a step changes {some}, which is nothing that a checkpoint holds: after a resume, or on "
-        "another device, it is as it was built. Keep numbers, tensors and containers of them "
-        "there, or give the module get_extra_state and set_extra_state.",
-    )
+    return (left_out_words(list(places)),)
 
 
 def why_unfused(names: Sequence[str]) -> str:

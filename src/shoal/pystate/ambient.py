@@ -91,15 +91,11 @@ class Ambient:
             for name in owner
         )
 
-    def changed(self, before: Notes, after: Notes) -> dict[str, Any]:
-        """By place what changed from ``before`` to ``after``, packed; not what cannot be."""
-        return self._changes(before, after)[0]
+    def changed(self, before: Notes, after: Notes) -> tuple[dict[str, Any], list[str]]:
+        """By place what changed from ``before`` to ``after``, packed.
 
-    def lost(self, before: Notes, after: Notes) -> list[str]:
-        """The places of what changed, and is no trial's own: it cannot be packed, or put back."""
-        return self._changes(before, after)[1]
-
-    def _changes(self, before: Notes, after: Notes) -> tuple[dict[str, Any], list[str]]:
+        And the places of what changed and is no trial's own: it cannot be packed, or put back.
+        """
         found: dict[str, Any] = {}
         lost: list[str] = []
         for where, notes in after.items():

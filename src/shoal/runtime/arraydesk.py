@@ -103,7 +103,7 @@ class ArrayDesk:
         session.on_step = lambda loss: self._report_step(array, seated, loss)
         session.on_evaluated = lambda metrics: self._reports.evaluation(session, metrics)
         session.on_boundary = lambda: self._boundary(array, seated)
-        session.on_loader_lost = lambda reason: self._reports.loader_lost(session, reason)
+        self._reports.hear(session)
 
     def _open(self, grant: Grant) -> ArraySeat:
         assert grant.job.array is not None

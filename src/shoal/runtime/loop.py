@@ -256,7 +256,7 @@ class DeviceLoop:
         session.on_step = lambda loss: self._report_step(stay, loss)
         session.on_evaluated = lambda metrics: self._reports.evaluation(session, metrics)
         session.on_boundary = lambda: self._boundary(stay)
-        session.on_loader_lost = lambda reason: self._reports.loader_lost(session, reason)
+        self._reports.hear(session)
         seat.reserve_units = self._reserve_largest_unit
         seat.note_host = self._word.stepping
         self._stays[trial] = stay

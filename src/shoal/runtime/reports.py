@@ -14,6 +14,7 @@ from shoal.core.event import (
     LoaderRestarted,
     Packed,
     PeakMeasured,
+    StateLeftOut,
     StepFinished,
     pack_event,
 )
@@ -104,10 +105,18 @@ class Reports:
             )
         )
 
-    def loader_lost(self, session: Session, reason: str) -> None:
-        """A process that reads data died, and another one reads on."""
+    def hear(self, session: Session) -> None:
+        """Tell of what a session says by itself, until it leaves the device."""
+        session.on_loader_lost = lambda reason: self._loader_lost(session, reason)
+        session.python.on_left_out = lambda places: self._left_out(session, places)
+
+    def _loader_lost(self, session: Session, reason: str) -> None:
         trial, step = session.job.trial, session.step
         self.tell(LoaderRestarted(time=time.time(), trial=trial, step=step, reason=reason))
+
+    def _left_out(self, session: Session, places: tuple[str, ...]) -> None:
+        trial, step = session.job.trial, session.step
+        self.tell(StateLeftOut(time=time.time(), trial=trial, step=step, places=places))
 
     def peak(self, seat: Seat[Session], neighbours: Sequence[Seat[Session]]) -> None:
         """The most bytes the device held in a step that was counted."""

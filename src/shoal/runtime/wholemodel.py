@@ -59,8 +59,9 @@ class Built(NamedTuple):
     def lost(self) -> tuple[str, ...]:
         """What steps since then changed that no checkpoint can hold, in words."""
         here = ambient.here()
-        places = [*self.attributes.changed()[1], *here.lost(self.globals, here.take())]
-        return tuple(map(place_in_words, places))
+        _, lost = self.attributes.changed()
+        _, lost_globals = here.changed(self.globals, here.take())
+        return tuple(map(place_in_words, (*lost, *lost_globals)))
 
 
 class Costs(NamedTuple):

@@ -23,7 +23,9 @@ from shoal.core.event import (
     CheckpointDamaged,
     Evaluated,
     Event,
+    LoaderRestarted,
     PlanningWaited,
+    StateLeftOut,
     StepFinished,
     StorageFailed,
     StudyChanged,
@@ -154,6 +156,7 @@ class PlainLines:
         self._next_s: float | None = None
         self._broken = False
         self._replanned = ""
+        self._warned: tuple[str, ...] = ()
 
     def __call__(self, event: Event) -> None:
         if self._broken:
@@ -203,8 +206,10 @@ class PlainLines:
         if isinstance(event, Evaluated | TrialFinished) and not event.metrics:
             line = line.removesuffix(NO_METRICS) + self._loss_of(event.trial)
         lines = [line] if line else []
-        if isinstance(event, StudyPlanned):
-            lines += [f"WARNING: {warning}" for warning in event.warnings]
+        if isinstance(event, StudyPlanned | StateLeftOut):
+            warnings = self._folder.snapshot().warnings
+            lines += [f"WARNING: {one}" for one in warnings if one not in self._warned]
+            self._warned = warnings
         if isinstance(event, StudyFinished):
             lines = [*describe_behind(self._folder.snapshot()), *lines]
         if isinstance(event, StepFinished) and self._is_due(event.time):
@@ -318,6 +323,11 @@ def _describe_durability(event: Event) -> str:
         case StorageFailed():
             error = _first_line(event.error)
             return f"{event.path} could not be written: {error}; {event.action}"
+        case LoaderRestarted():
+            return (
+                f"a process that reads trial {event.trial}'s data died at step {event.step} "
+                f"({_first_line(event.reason)}); another one reads on"
+            )
     return ""
 
 

@@ -13,7 +13,9 @@ from shoal.core.event import (
     CheckpointDamaged,
     EmulationMeasured,
     Event,
+    LoaderRestarted,
     PlanningWaited,
+    StateLeftOut,
     StepFinished,
     StorageFailed,
     StudyChanged,
@@ -103,6 +105,32 @@ def test_devices_of_a_study_that_is_over_have_no_speed(study_events: Events) -> 
 
 def test_before_the_first_event_it_says_what_is_going_on() -> None:
     assert "planning" in _draw(Folder().snapshot())[0]
+
+
+def test_what_no_checkpoint_holds_is_told_once_a_place(study_events: Events) -> None:
+    of = lambda trial, *places: StateLeftOut(time=2e9, trial=trial, step=9, places=places)  # noqa: E731
+    told = [of(0, "'it' of the model"), of(1, "'it' of the model"), of(1, "'a' of 'b'")]
+    out = io.StringIO()
+    lines = PlainLines(out)
+    for event in (*study_events(upto=50), *told):
+        lines(event)
+
+    words = [line for line in out.getvalue().splitlines() if "checkpoint holds" in line]
+    assert [word[:38] for word in words] == [
+        "WARNING: a step changes 'it' of the mo",
+        "WARNING: a step changes 'a' of 'b', wh",
+    ]
+    shown = "\n".join(_draw(Snapshot.of([*study_events(upto=50), *told]), width=200))
+    assert shown.count("warning: a step changes") == 2
+
+
+def test_a_reader_of_data_that_died_is_a_line() -> None:
+    event = LoaderRestarted(time=2e9, trial=3, step=9, reason="training data: gone")
+
+    assert describe(event) == (
+        "a process that reads trial 3's data died at step 9 (training data: gone); another one "
+        "reads on"
+    )
 
 
 def test_a_worker_that_gets_nothing_done_is_a_line_until_it_does(study_events: Events) -> None:
