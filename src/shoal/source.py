@@ -5,7 +5,8 @@ imported again when it is needed; what was pickled is never read back from a fil
 
 [Note: files that run their study] A script need not hide its ``study.run()`` under
 ``if __name__ == "__main__"``. Where it is imported for a study that is on record, it is
-imported up to the point where it would run that one: what made the study stands above.
+imported up to the point where it would run that one: what made the study stands above. Another
+study that it runs before is not trained, but read: what comes after may need its report.
 """
 
 from __future__ import annotations
@@ -52,10 +53,15 @@ def reading_for(study: str) -> Iterator[None]:
         _reading.pop()
 
 
-def stop_reading(study: str) -> None:
-    """What a study's ``run`` says first. See [Note: files that run their study]."""
+def stop_reading(study: str) -> bool:
+    """What a study's ``run`` says first. See [Note: files that run their study].
+
+    Returns:
+        Whether a file is being read for another study: then nothing is to be trained.
+    """
     if study in _reading[-1:]:
         raise _Reached(study)
+    return bool(_reading)
 
 
 def load_study(source: str) -> LoadedStudy:

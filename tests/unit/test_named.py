@@ -34,12 +34,12 @@ SCRIPT = """
     def mean(output, batch):
         return float(output.mean())
 
-    def make():
+    def make(name="s"):
         recipe = shoal.Recipe(
             model={model}, data=data, loss=loss, metrics={{"mean": mean}}, clip_grad_norm=0.5
         )
         space, metric = shoal.grid(lr=[0.1]), "train_loss"
-        return shoal.Study("s", recipe, space=space, steps=2, metric=metric, directory={runs!r})
+        return shoal.Study(name, recipe, space=space, steps=2, metric=metric, directory={runs!r})
 
     def run(study):
         with (Path(__file__).parent / "ran").open("a") as file:
@@ -80,6 +80,18 @@ def test_a_study_that_its_script_runs_is_verified_and_loaded_and_not_run_again(
     asked = 0 if end == GUARDED else 2  # how often the file came to that line again
     assert len(written) == 1 + asked
     assert Snapshot.of(read_outline(place)).runs == 1
+
+
+@pytest.mark.slow
+def test_a_study_that_runs_before_is_read_and_not_trained_again(tmp_path, capsys):
+    two = "first = make('first'); run(first); study = make(); run(study)"
+    place = ran(tmp_path, two)
+    before = (place.parent / "first" / "study.db").stat().st_mtime_ns
+    assert verify_study("s", place.parent) == 0
+    assert "EQUAL" in capsys.readouterr().out
+    assert len((tmp_path / "ran").read_text().split()) == 2 + 2
+    assert (place.parent / "first" / "study.db").stat().st_mtime_ns == before
+    assert Snapshot.of(read_outline(place.parent / "first")).runs == 1
 
 
 @pytest.mark.slow
