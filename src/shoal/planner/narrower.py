@@ -40,18 +40,26 @@ def narrower(
 
 
 def _thresholds(seconds: Mapping[int, float], devices: int) -> tuple[Narrower, ...]:
-    """``seconds`` of a step of an array, by width; 1 is a trial alone. Of two equals the wider."""
+    """``seconds`` of a step of an array, by width; 1 is a trial alone. Of two equals the wider.
+
+    A width is for all numbers up to its most, so one ends before the first for which it is not
+    worth it, though a narrower one might be.
+    """
     widths = sorted(seconds, reverse=True)
-    chosen = []
-    for trials in range(1, widths[0] * devices + 1):
-        each = math.ceil(trials / devices)
-        takes = {width: math.ceil(each / width) * seconds[width] for width in widths}
-        chosen.append(
-            min(widths, key=lambda w: (takes[w] * (1 if w == widths[0] else 1 / WORTH), -w))
-        )
+
+    def costs(trials: int, width: int) -> float:
+        each = math.ceil(math.ceil(trials / devices) / width)
+        return each * seconds[width] * (1 if width == widths[0] else 1 / WORTH)
+
+    numbers = range(1, widths[0] * devices + 1)
+    chosen = {n: min(widths, key=lambda w: (costs(n, w), -w)) for n in numbers}
     found, least = [], 0
     for width in reversed(widths[1:]):
-        most = next((n for n, w in enumerate(chosen) if w > width), len(chosen))
+        most = least
+        while most + 1 in chosen and chosen[most + 1] <= width:
+            if costs(most + 1, width) >= costs(most + 1, widths[0]):
+                break
+            most += 1
         if most > least:
             found.append(Narrower(width, most))
             least = most

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shoal.core.spec import WidthMeasure
@@ -24,6 +24,7 @@ def load(trials: int = 64, devices: int = 2, **more) -> Load:
 
 
 @given(st.integers(1, 4), SECONDS, SECONDS, SECONDS)
+@example(devices=1, wide_s=1.0, narrow_s=0.55, alone_s=0.1375)  # five: 1.0, 1.1, or 0.7 alone
 def test_nobody_goes_on_more_slowly(devices, wide_s, narrow_s, alone_s):
     best, less = measured(16, wide_s, alone_s), measured(4, narrow_s, alone_s)
     found = narrower(best, [best, less], load(devices=devices), 0)
