@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import mul
 
-from shoal.core.spec import ShardSpec
+from shoal.core.spec import NO_SECONDS, DeviceSpec, ShardSpec
 from shoal.core.technique import (
     Spilled,
     Technique,
@@ -63,10 +63,26 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Seconds of a device that a step of one trial costs, and how busy the device is then."""
+    """Seconds of a device that a step of one trial costs, and how busy the device is then.
+
+    ``work_s`` are those of kernels, copies and host steps one after another.
+    """
 
     step_s: Seconds
     busy: float
+    work_s: Seconds = NO_SECONDS
+
+    def on_cores(self, devices: Sequence[DeviceSpec], cores: int) -> Seconds:
+        """What a step takes there: ``step_s``, or more where the devices are the host's cores.
+
+        Copies and host steps are hidden by a device that computes beside them, and by cores that
+        no device has.
+        """
+        some = devices[0]
+        if some.kind != "virtual" or some.profile or some.link_bytes_per_s:
+            return self.step_s
+        shared = min(1.0, sum(device.threads for device in devices) / cores)
+        return max(self.step_s, Seconds(self.work_s * shared))
 
 
 def price(
@@ -80,15 +96,19 @@ def price(
     """The price of a resolved technique with ``active`` trials of its kind on a device."""
     one = run_of(shards, batch, technique, request, speeds)
 
-    def makespan_s(steps: int) -> tuple[float, float]:
+    def seconds(steps: int) -> tuple[float, float, float]:
         runs = [replace(one, steps=steps, trial=trial) for trial in range(active)]
         timeline = replay(runs, keep_spans=False)
-        return timeline.makespan_s, timeline.busy_s.get((0, "compute"), 0.0)
+        computes_s = timeline.busy_s.get((0, "compute"), 0.0)
+        return timeline.makespan_s, computes_s, sum(timeline.busy_s.values())
 
-    (first_s, first_busy_s), (all_s, busy_s) = makespan_s(1), makespan_s(STEPS)
+    (first_s, first_busy_s, first_work_s), (all_s, busy_s, work_s) = seconds(1), seconds(STEPS)
     took_s = max(all_s - first_s, 1e-12)
+    times = (STEPS - 1) * active
     return Price(
-        Seconds(took_s / (STEPS - 1) / active), min(1.0, (busy_s - first_busy_s) / took_s)
+        step_s=Seconds(took_s / times),
+        busy=min(1.0, (busy_s - first_busy_s) / took_s),
+        work_s=Seconds((work_s - first_work_s) / times),
     )
 
 

@@ -23,6 +23,7 @@ from shoal.core.technique import (
     waiting_gradients,
 )
 from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_enough, format_seconds
+from shoal.hardware import available_cores
 from shoal.kernelchoice import KernelChoice
 from shoal.memory.chunks import in_chunks
 from shoal.memory.layout import as_it_travels
@@ -72,7 +73,7 @@ from shoal.planning.refusing import (
 from shoal.planning.replicating import Replicating
 from shoal.planning.replicating import numerics as replica_numerics
 from shoal.planning.sharing import Shared, share
-from shoal.planning.speeds import corrected, speeds_of
+from shoal.planning.speeds import corrected, speeds_of, why_priced
 from shoal.planning.spilling import Spilling, asked_of
 from shoal.recipe import Recipe
 from shoal.runtime.messages import Measure, Measured, MeasureShards, Order
@@ -110,7 +111,7 @@ class Deciding:
         host_memory: int | None = None,
         total: Total = lambda batches, each: None,
     ) -> None:
-        self._host_memory, self._num_devices, self._trials = host_memory, len(devices), 1
+        self._host_memory, self._devices, self._trials = host_memory, devices, 1
         self._prices: dict[int, tuple[Settled, Price]] = {}  # of what is settled
         self._device, self._recipe, self._by_epochs = devices[0], recipe, steps is None
         self._budget = Bytes(min(device.for_trials for device in devices))
@@ -312,9 +313,9 @@ class Deciding:
         self._trials = trials
         if self._host_memory is None or measured.layout is None:
             return None
-        at_once = self._num_devices * active
+        at_once = len(self._devices) * active
         room = self._host_memory - trials * measured.measure.loader_bytes
-        copies = min(trials, self._num_devices)  # that are being written
+        copies = min(trials, len(self._devices))  # that are being written
         states = (trials + copies) * measured.layout.num_bytes
         master = getattr(self._request.technique, "master", None)
         if master == "split" or (master is None and states > room):
@@ -433,16 +434,12 @@ class Deciding:
             reasons.append(why_moved(shards, technique, moves_s, recomputes_s))
         if self._request.micro_batches > 1 or asks_by_shard(forced):
             reasons.append(why_order(exact.measure, technique, self._request, choice))
-        found_price = self._price_of(exact.measure, technique, active)
-        company, each = "one trial", "a step takes"
-        if active > 1:
-            company, each = f"{active} such trials", "a step of each takes, of the device's time,"
-        reasons.append(
-            f"with {company} on a device {each} {format_seconds(found_price.step_s)}, and the "
-            f"device computes {found_price.busy:.0%} of the time; worked out with "
-            f"{self._speeds.sources}"
-        )
+        costs = self._price_of(exact.measure, technique, active)
+        reasons.append(why_priced(costs, self._shared_s(costs), active, self._speeds))
         return reasons
+
+    def _shared_s(self, found: Price) -> Seconds:
+        return found.on_cores(self._devices, available_cores())
 
     def _price(self, settled: Settled) -> Price:
         assert isinstance(settled.technique, Spilled)
@@ -539,7 +536,7 @@ class Deciding:
             return job
         if id(settled) not in self._prices:
             self._prices[id(settled)] = settled, self._price(settled)
-        return replace(job, moves_s=self._prices[id(settled)][1].step_s)
+        return replace(job, moves_s=self._shared_s(self._prices[id(settled)][1]))
 
     def _numerics(self, settled: Settled) -> dict[str, Scalar]:
         """All that may change a trial's bits, fixed before its first step."""

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from shoal.bench import Measured, load
 from shoal.core.profile import Profile
 from shoal.core.spec import DeviceSpec
-from shoal.core.units import Bytes, counted, format_bytes
-from shoal.planner.price import Speeds
+from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_seconds
+from shoal.planner.price import Price, Speeds
 
 CPU_BYTES_PER_S = 8e9  # a copy in memory, by a thread that has a core
 GPU_BYTES_PER_S = 20e9  # PCIe 4 x16, pinned
@@ -67,6 +67,19 @@ def host_step(device: DeviceSpec, measured: Measured | None) -> HostStep:
         f"{times:.1f} times as long for an optimizer step on the host as on the GPU, which "
         f"`shoal bench` measured: AdamW gets {_rate(here)} of the host's memory "
         f"({counted(device.threads, 'thread')}), a kernel {_rate(there)} of the GPU's",
+    )
+
+
+def why_priced(found: Price, shared_s: Seconds, active: int, speeds: Speeds) -> str:
+    """What a step takes, for a plan: of a device by itself, and where its cores do all of it."""
+    company, each = "one trial", "a step takes"
+    if active > 1:
+        company, each = f"{active} such trials", "a step of each takes, of the device's time,"
+    cores = f", {format_seconds(shared_s)} with its copies and host steps on the same cores"
+    return (
+        f"with {company} on a device {each} {format_seconds(found.step_s)}"
+        f"{cores if shared_s > found.step_s else ''}, and the device computes {found.busy:.0%} of "
+        f"the time; worked out with {speeds.sources}"
     )
 
 

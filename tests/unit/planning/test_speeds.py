@@ -19,10 +19,10 @@ from shoal.bench import (
     Rate,
 )
 from shoal.core.spec import DeviceSpec
-from shoal.core.units import Bytes
-from shoal.planner.price import Speeds
+from shoal.core.units import Bytes, Seconds
+from shoal.planner.price import Price, Speeds
 from shoal.planning import speeds as speeds_
-from shoal.planning.speeds import HOST_STEP, corrected, speeds_of
+from shoal.planning.speeds import HOST_STEP, corrected, speeds_of, why_priced
 
 SAID = Speeds(up_bytes_per_s=8e9, down_bytes_per_s=6e9, source="what somebody said")
 
@@ -146,6 +146,28 @@ def test_a_host_is_not_planned_to_step_faster_than_the_gpu(monkeypatch):
     monkeypatch.setattr(speeds_, "load", lambda: bench(gelu_s=1.0))
 
     assert speeds_of(device()).host_step == 1.0
+
+
+PRICE = Price(Seconds(1.0), busy=0.5, work_s=Seconds(3.0))
+
+
+@pytest.mark.parametrize(
+    ("devices", "cores", "seconds"),
+    [(1, 1, 3.0), (2, 2, 3.0), (4, 2, 3.0), (1, 2, 1.5), (2, 8, 1.0)],
+)
+def test_copies_and_host_steps_are_hidden_by_cores_that_no_device_has(devices, cores, seconds):
+    assert PRICE.on_cores([device("virtual")] * devices, cores) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("hides", [{"kind": "cuda"}, {"link_bytes_per_s": 1e9}], ids=str)
+def test_a_device_that_computes_by_itself_hides_them(hides):
+    assert PRICE.on_cores([device(**({"kind": "virtual"} | hides))], 1) == 1.0
+
+
+def test_a_plan_says_what_a_step_takes_where_cores_do_all_of_it():
+    words = why_priced(PRICE, Seconds(3.0), 1, SAID)
+    assert "a step takes 1.0 s, 3.0 s with its copies and host steps on the same cores" in words
+    assert "same cores" not in why_priced(PRICE, Seconds(1.0), 1, SAID)
 
 
 @pytest.mark.parametrize("kept", [None, bench(), bench("cpu")])
