@@ -166,7 +166,8 @@ class TrialResult:
         if found is None:
             raise SpecError(
                 f"trial {self.number} needs its recipe to build the model, and the study was made "
-                "interactively, so that no file is on record. Pass it: "
+                "interactively, or of functions without a name in a file, so that none is on "
+                "record. Pass it: "
                 "shoal.open(path, recipe=recipe)."
             )
         return found

@@ -11,11 +11,12 @@ study that it runs before is not trained, but read: what comes after may need it
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +28,7 @@ from shoal.frames import own_traceback
 # The name under which a user's file is imported. Workers do not have such a module, so
 # what it defines travels to them by value.
 MODULE_NAME = "__shoal_main__"
+MAINS = ("__main__", MODULE_NAME)
 
 
 class LoadedStudy(NamedTuple):
@@ -62,6 +64,15 @@ def stop_reading(study: str) -> bool:
     if study in _reading[-1:]:
         raise _Reached(study)
     return bool(_reading)
+
+
+def cached(function: Callable[..., Any], parameters: Mapping[str, Any]) -> Callable[..., Any]:
+    """A function with ``functools.lru_cache`` around it, as a worker makes it: nothing is cached.
+
+    ``parameters``: of the cache there was.
+    """
+    made: Callable[..., Any] = functools.lru_cache(**parameters)(function)
+    return made
 
 
 def load_study(source: str) -> LoadedStudy:

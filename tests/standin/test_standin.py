@@ -301,6 +301,7 @@ assert storage.nbytes() == 0
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("case", CASES)
 def test_stand_in(case):
     code = BEGIN + textwrap.dedent(CASES[case]) + END

@@ -317,9 +317,10 @@ def left_out_words(places: Sequence[str]) -> str:
     """That some of a trial's state is as it was built, once the trial goes on elsewhere."""
     some = ", ".join(places[:3]) + ", ..." * (len(places) > 3)
     return (
-        f"a step changes {some}, which is nothing that a checkpoint holds: after a resume, or on "
-        "another device, it is as it was built. Keep numbers, tensors and containers of them "
-        "there, or give the module get_extra_state and set_extra_state."
+        f"a step changes {some}, which is nothing that a checkpoint holds: after a resume, on "
+        "another device, or after another trial's turn it is not what it is alone. Keep numbers, "
+        "tensors and containers of them there, or give the module get_extra_state and "
+        "set_extra_state."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import sys
 import warnings
@@ -14,7 +15,7 @@ import cloudpickle
 from shoal.core.errors import SpecError
 from shoal.core.units import format_bytes
 from shoal.recipe import Recipe
-from shoal.source import MODULE_NAME
+from shoal.source import MAINS, MODULE_NAME, cached
 
 _WARN_BYTES = 16 * 2**20
 _NO_FILE = "<dynamic-code>"  # what cloudpickle puts in the place of a file's name
@@ -56,11 +57,23 @@ def _reduce_code(code: CodeType) -> tuple[Any, tuple[Any, ...]]:
     return make, tuple(code.co_filename if a == _NO_FILE else a for a in arguments)
 
 
+def _reduce_cached(function: Any) -> str | tuple[Any, ...]:
+    """By value where workers have no such module; what was cached stays here."""
+    if function.__module__ in MAINS or "<locals>" in function.__qualname__:
+        return cached, (function.__wrapped__, function.cache_parameters())
+    return str(function.__qualname__)
+
+
 class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no types
-    """Code keeps the name of its file, so that tracebacks and warnings show the user's lines."""
+    """Code keeps the name of its file, so that tracebacks and warnings show the user's lines.
+
+    Functions with ``lru_cache`` around them go as functions do, which cloudpickle by itself sends
+    by name.
+    """
 
     dispatch_table: ClassVar[Any] = ChainMap(
-        {CodeType: _reduce_code}, cloudpickle.CloudPickler.dispatch_table
+        {CodeType: _reduce_code, functools._lru_cache_wrapper: _reduce_cached},
+        cloudpickle.CloudPickler.dispatch_table,
     )
 
 

@@ -12,7 +12,7 @@ import inspect
 import os
 import sys
 import types
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,19 +23,20 @@ import torch
 from torch import Tensor, nn
 
 from shoal.bound import code_of
+from shoal.pystate.iterators import is_iterator
 from shoal.pystate.packing import Giving, Unkept, pack
-from shoal.pystate.parts import has_attributes
+from shoal.pystate.parts import changing_defaults, has_attributes
 from shoal.pystate.values import NOTHING, PLAIN, STREAMS, Look, Note, look_at, put_in
 from shoal.recipe import Recipe
-from shoal.source import MODULE_NAME
+from shoal.source import MAINS
 from shoal.spelled import code_met, is_library, names_in, stored_in
 
 DATA = (*PLAIN, type(None), list, dict, set, deque, tuple, Tensor, np.ndarray, *STREAMS)
+"""What code may keep something in, beside iterators, functions and objects of the user's."""
 MAKING = frozenset(("__init__", "__new__"))
 """Methods that make an object, and are no part of a step."""
 INSTALLED = ("site-packages", "dist-packages")
 OURS = f"{Path(__file__).parents[1]}{os.sep}"
-MAINS = ("__main__", MODULE_NAME)
 LONGEST, LARGEST, VALUES, ROOM = 200, 2**20, 500, 2**24
 """What of one global is looked into, each time that trials alternate."""
 Notes = Mapping[str, Mapping[str, Note]]
@@ -322,8 +323,12 @@ def _owners(recipe: Recipe, all_code: bool) -> Iterator[tuple[str, MutableMappin
             if id(known) in named:  # what a factory assigns, and steps read
                 _, names, assigned = named[id(known)]
                 assigned |= set(stored_in(one.__code__)) & (spelled | names)
+    called = Counter[str]()  # functions that come by value have globals of their own, so named
     for known, names, assigned in named.values():
-        yield str(known.get("__name__", "")), _Globals(known, names, assigned)
+        name = str(known.get("__name__", ""))
+        called[name] += 1
+        number = f" ({called[name]})" if called[name] > 1 else ""
+        yield f"{name}{number}", _Globals(known, names, assigned)
     for kind in users:
         yield f"{kind.__module__}.{kind.__qualname__}", _Globals(kind)
     yield "the recipe", dict(_steps(recipe))
@@ -417,7 +422,8 @@ def _contents(function: types.FunctionType) -> Iterator[Any]:
 def _may_change(value: Any) -> bool:
     kind = type(value)
     if kind is types.FunctionType:
-        return bool(vars(value) or value.__closure__) and not is_library(value)
+        keeps = vars(value) or value.__closure__ or changing_defaults(value)
+        return bool(keeps) and not is_library(value)
     known = _kinds.get(kind)
     if known is None:
         known = _kinds.setdefault(kind, _kind_may_change(value))
@@ -428,7 +434,7 @@ _kinds: dict[type, bool] = {}  # whether values of a type may change
 
 
 def _kind_may_change(value: Any) -> bool:
-    if isinstance(value, DATA):
+    if isinstance(value, DATA) or is_iterator(value):
         return True
     is_code = isinstance(value, type | types.ModuleType | nn.Module | property | staticmethod)
     kind = type(value)

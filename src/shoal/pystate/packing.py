@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from types import FunctionType
@@ -120,6 +121,8 @@ def _packed(note: Note, before: Note, known: Known | None, path: Path) -> Any:
             return {"plain": inside}
         case "symbol":
             return {"symbol": _symbol(held)}
+        case "count":
+            return {"count": list(inside)}
         case "fixed" if not inside.startswith("a view of"):
             return {"fixed": inside}
         case "scalar" if inside.dtype.kind in "iufb":
@@ -299,6 +302,8 @@ class Giving:
                 return content
             case "symbol":
                 return _of_symbol(*content)
+            case "count":
+                return itertools.count(*content)
             case "scalar":
                 return np.dtype(content[0]).type(content[1])
             case "fixed" if content in self._fixed:

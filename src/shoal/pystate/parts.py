@@ -118,18 +118,25 @@ def _slots(kind: type) -> dict[str, Any]:
 
 
 class _Function(_Named):
-    """What a function closes over, and its attributes; a cell's name ends in a space here."""
+    """What a function closes over, its attributes, and defaults that may change in place.
+
+    A cell's name ends in a space here, and a default's in ``=``.
+    """
 
     def __init__(self, function: types.FunctionType) -> None:
-        self._all = vars(function)
+        self._function, self._all = function, vars(function)
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         self._cells = {f"{name} ": cell for name, cell in cells}
+        self._defaults = changing_defaults(function)
 
     def __iter__(self) -> Iterator[str]:
         yield from (name for name, cell in self._cells.items() if _is_filled(cell))
+        yield from self._defaults
         yield from list(self._all)
 
     def __getitem__(self, name: str) -> Any:
+        if name in self._defaults:
+            return self._defaults[name]
         if name not in self._cells:
             return self._all[name]
         if not _is_filled(self._cells[name]):
@@ -139,14 +146,45 @@ class _Function(_Named):
     def __setitem__(self, name: str, value: Any) -> None:
         if name in self._cells:
             self._cells[name].cell_contents = value
+        elif name in self._defaults:
+            _set_default(self._function, name.removesuffix("="), value)
         else:
             self._all[name] = value
 
     def __delitem__(self, name: str) -> None:
+        if name in self._defaults:
+            raise TypeError("a function has its defaults always")
         if name in self._cells:
             del self._cells[name].cell_contents
         else:
             del self._all[name]
+
+
+def changing_defaults(function: types.FunctionType) -> dict[str, Any]:
+    """The default values of arguments that code may keep something in."""
+    some = function.__defaults__ or ()
+    if not some and not function.__kwdefaults__:
+        return {}
+    code = function.__code__
+    names = code.co_varnames[code.co_argcount - len(some) : code.co_argcount]
+    defaults = dict(zip(names, some, strict=True)) | (function.__kwdefaults__ or {})
+    return {f"{n}=": value for n, value in defaults.items() if not isinstance(value, _FIXED)}
+
+
+def _set_default(function: types.FunctionType, name: str, value: Any) -> None:
+    if (named := function.__kwdefaults__) is not None and name in named:
+        named[name] = value
+        return
+    some, code = list(function.__defaults__ or ()), function.__code__
+    some[code.co_varnames.index(name) - code.co_argcount] = value
+    function.__defaults__ = tuple(some)
+
+
+_FIXED = (
+    *(type(None), bool, int, float, complex, str, bytes, range, frozenset, type),
+    *(torch.dtype, torch.device, types.FunctionType, types.BuiltinFunctionType, types.ModuleType),
+)
+"""Types of values that hold nothing else later."""
 
 
 def _is_filled(cell: types.CellType) -> bool:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 import operator
 import random
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.pystate.iterators import count_at, is_iterator, mark_of
 from shoal.pystate.parts import parts_of
 
 PLAIN = (bool, int, float, str)
@@ -112,8 +114,12 @@ def _look(value: Any, look: Look, inner: Callable[[Any], Note]) -> Note:
         return Note("stream", value, _state_of(value))
     if isinstance(value, list | tuple | deque | set | frozenset | dict):
         return _look_at_container(value, look, inner)
+    if isinstance(value, itertools.count):
+        return Note("count", value, count_at(value))
     if (parts := parts_of(value)) is not None:
         return Note("parts", value, {name: inner(one) for name, one in parts.items()})
+    if is_iterator(value):
+        return Note("iterator", value, mark_of(value))
     return Note("other", value)
 
 
@@ -206,6 +212,10 @@ def same(one: Note, other: Note) -> bool:
             )
         case "huge":
             return one.held is other.held and bool(one.inside == other.inside)
+        case "count":
+            return bool(one.inside == other.inside)
+        case "iterator":
+            return one.held is other.held and bool(one.inside == other.inside)
         case "symbol":
             return bool(one.held == other.held)
         case "other" | "member":
@@ -274,6 +284,8 @@ def put_back(note: Note) -> Any:
                 held[...] = inside
         case "stream":
             move(held, inside)
+        case "count":
+            return held if count_at(held) == inside else itertools.count(*inside)
         case "flat" | "items" | "bulk":
             if note.kind == "items":
                 inside = [put_back(one) for one in inside]

@@ -203,9 +203,18 @@ def _compile(node: ast.AST) -> CodeType:
         node = ast.Expr(node, lineno=1, col_offset=0)
     body = node.body if isinstance(node, ast.Module) else [node]
     module = ast.Module(body=body, type_ignores=[])  # type: ignore[arg-type]
+    if any(isinstance(inner, ast.Nonlocal) for inner in ast.walk(module)):
+        module = _Unbound().visit(copy.deepcopy(module))
     flags = annotations.compiler_flag
     code: CodeType = compile(module, "<definition>", "exec", flags, dont_inherit=True)
     return code
+
+
+class _Unbound(ast.NodeTransformer):
+    """Without ``nonlocal``, whose names a definition by itself has nowhere: no globals anyway."""
+
+    def visit_Nonlocal(self, node: ast.Nonlocal) -> ast.Pass:
+        return ast.copy_location(ast.Pass(), node)
 
 
 def _loaded(code: CodeType) -> Iterator[str]:

@@ -82,17 +82,18 @@ def _one(recipe: Recipe, trial: TrialSpec, code: Code, *, arrays: bool) -> _One:
     else:
         model = _skeleton(recipe, reading.hp, trial.seed)
     found = _Described(recipe, HyperParameters(trial.hp), reading.hp, model)
+    schedule = read_schedule(recipe, found.optimizer, reading.hp)
+    ambient.here().settle()
+    settings = configuration(found.recipe, found.model)
+    found.batch = first_batch(found.train)  # no part of making a trial
     signature, array, constants = _cost_signature(found), None, ""
     if arrays:
         facts = signature_of(found.recipe, found.model, found.optimizer, found.batch).facts
         length = "known" if epoch_length(found.train) is not None else "not known"
         array = Signature((*facts, ("the length of the data", length)))
         constants = constants_of(found.recipe, found.model)
-    schedule = read_schedule(recipe, found.optimizer, reading.hp)
-    ambient.here().settle()
     noticed = reading.end(code)  # while what keeps them is there
     del schedule
-    settings = configuration(found.recipe, found.model)
     shared = frozenset(name for name in settings if not ambient.here().has(name))
     noticed = replace(noticed, validates=found.valid is not None, globals=settings, shared=shared)
     return _One(signature, noticed, array, constants)
@@ -104,7 +105,9 @@ def own_error(error: BaseException) -> Exception | None:
 
 
 class _Described:
-    """A trial's objects, to be looked at."""
+    """A trial's objects, to be looked at; its first batch, too, once it is made."""
+
+    batch: Batch
 
     def __init__(
         self, recipe: Recipe, hp: HyperParameters, reads: HyperParameters, model: nn.Module
@@ -112,7 +115,6 @@ class _Described:
         self.recipe = recipe = bound(recipe, hp)
         self.model, self.choices = model, _choices(recipe, hp)
         self.train, self.valid = read_data(recipe, reads)
-        self.batch = first_batch(self.train)
         self.optimizer = build_optimizer_of(recipe, model, reads)
 
 

@@ -263,6 +263,7 @@ class Measurer:
         schedule = build_schedule(self._recipe, optimizer, hp)
         refuse_forgotten(self._recipe, model, optimizer)
         refuse_sparse_norm(self._recipe, model)
+        made = ambient.here().settle()  # a batch is no part of making a trial
         batch = to_device(first_batch(train), self._here)
         first_valid = to_device(next(iter(valid or ()), None), self._here)
         modes.train()
@@ -279,7 +280,7 @@ class Measurer:
             loader_bytes=host_bytes(train, batch),
             modes=modes,
             attributes=Attributes(model, optimizer, schedule),
-            globals=ambient.here().settle(),
+            globals=made,
             habits=habits_of(schedule),
         )
 

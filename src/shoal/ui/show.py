@@ -505,6 +505,7 @@ def trial_record(row: TrialRow) -> dict[str, Any]:
         "loss": row.loss,
         "metrics": dict(row.metrics),
         "numerics": dict(row.numerics),
+        "trains_as": _trains_as(row),
         "inherited": [taken.to_dict() for taken in row.inherited],
         "replans": [one._asdict() for one in row.replans],
     }

@@ -213,7 +213,8 @@ def reopen_study(place: Path, file: str | None = None) -> Study:
     source = file or recorded.source
     if not source:
         raise SpecError(
-            f"study {recorded.study!r} was made interactively, so no file says what it is. Go on "
+            f"study {recorded.study!r} was made interactively, or in a function of a script, so "
+            "no file says what it is. Go on "
             "with study.run(resume=True) where it was made, or name a file that defines it: "
             "--file FILE.py[:STUDY]."
         )

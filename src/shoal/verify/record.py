@@ -47,7 +47,8 @@ def recorded_recipe(
 def _check_source(snapshot: Snapshot) -> None:
     if not snapshot.source:
         raise SpecError(
-            "this study was made interactively, so no file says what it is. Pass one that "
+            "this study was made interactively, or in a function of functions without a name in "
+            "a file, so no file says what it is. Pass one that "
             "defines it, --file FILE.py[:STUDY], or go on in Python where it was made: "
             "shoal.testing.plain_loop and assert_same to verify, report.best to take a model."
         )

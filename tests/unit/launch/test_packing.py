@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import traceback
 from pathlib import Path
 
+import cloudpickle
+
 import shoal
+from shoal.launch import packing
 from shoal.launch.packing import pack_recipe
 from shoal.source import load_study
+
+
+def test_a_function_with_a_cache_travels_as_it_is_and_nothing_that_is_cached() -> None:
+    @functools.lru_cache(maxsize=3, typed=True)
+    def fibonacci(number: int) -> int:
+        return number if number < 2 else fibonacci(number - 1) + fibonacci(number - 2)
+
+    assert fibonacci(9) == 34
+    there = cloudpickle.loads(packing._dumps(fibonacci))
+    assert there is not fibonacci
+    assert there.cache_info().currsize == 0
+    assert there.cache_parameters() == {"maxsize": 3, "typed": True}
+    assert there(9) == 34
+    assert there.cache_info().misses == 10  # it calls itself, not the function within
+    assert cloudpickle.loads(packing._dumps(of_this_module)) is of_this_module
+
+
+@functools.lru_cache
+def of_this_module() -> None: ...
 
 
 def test_code_keeps_the_name_of_its_file_and_tracebacks_show_its_lines(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 from torch import nn
@@ -186,3 +188,14 @@ def test_what_has_no_memory_is_not_left_in_a_global_and_what_has_is(ambient):
     with tried():
         SETTINGS["scale"] = 4
     assert SETTINGS["scale"] == 4
+
+
+def test_code_that_came_by_value_has_globals_beside_those_of_its_module():
+    apart = types.FunctionType(helped.__code__, {**globals(), "SETTINGS": {"scale": 5}})
+    made = Ambient(shoal.Recipe(model=len, data=len, loss=loss, metrics={"a": apart, "b": helped}))
+    before = made.take()
+    for values in (apart.__globals__["SETTINGS"], SETTINGS):
+        values["scale"] += 1
+    made.put(before)
+    assert apart.__globals__["SETTINGS"]["scale"] == 5
+    assert SETTINGS["scale"] == 1

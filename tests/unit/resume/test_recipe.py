@@ -216,6 +216,30 @@ def test_what_a_function_has_from_the_one_around_it_is_recorded(describe: Descri
     assert narrow.sources[name] == wide.sources[name]
 
 
+def test_a_function_that_writes_to_the_one_around_it_is_recorded(describe: Describe) -> None:
+    text = """
+SCALE = 3
+
+def make():
+    calls = 0
+
+    def build(hp):
+        nonlocal calls
+        calls += SCALE
+        return calls
+
+    return build
+
+recipe = Recipe(model=make())
+"""
+    record = describe(text)
+
+    name = "make.<locals>.build"
+    assert "nonlocal calls" in record.sources[name]
+    assert record.sources[f"{name}: calls"] == "calls = 0"
+    assert record.sources["SCALE"] == "SCALE = 3"
+
+
 def test_two_definitions_of_one_name_are_two(describe: Describe) -> None:
     text = "def make(n):\n    def build(hp):\n        return n\n    return build\n\n"
 
