@@ -7,7 +7,9 @@ import io
 import sys
 import warnings
 from collections import ChainMap
-from types import CodeType
+from collections.abc import Iterator
+from contextlib import suppress
+from types import CodeType, FunctionType
 from typing import Any, ClassVar
 
 import cloudpickle
@@ -16,6 +18,7 @@ from shoal.core.errors import SpecError
 from shoal.core.units import format_bytes
 from shoal.recipe import Recipe
 from shoal.source import MAINS, MODULE_NAME, cached
+from shoal.spelled import names_in
 
 _WARN_BYTES = 16 * 2**20
 _NO_FILE = "<dynamic-code>"  # what cloudpickle puts in the place of a file's name
@@ -31,9 +34,10 @@ def pack_recipe(recipe: Recipe) -> bytes:
     try:
         packed = _dumps(recipe)
     except Exception as error:
-        field, reason = _culprit(recipe, error)
+        field, reason, place = _culprit(recipe, error)
+        what = f"{place} is an object" if place else "It refers to an object"
         raise SpecError(
-            f"Recipe({field}=...) cannot be sent to a worker: {reason}. It refers to an object "
+            f"Recipe({field}=...) cannot be sent to a worker: {reason}. {what} "
             "that lives in this process only (an open file, a lock, a connection, a generator). "
             "Make that object inside the function, or load it from a path there."
         ) from error
@@ -83,11 +87,41 @@ def _register_source_module() -> None:
         cloudpickle.register_pickle_by_value(module)
 
 
-def _culprit(recipe: Recipe, error: Exception) -> tuple[str, str]:
-    """The first field that cannot be pickled, and why."""
+def _culprit(recipe: Recipe, error: Exception) -> tuple[str, str, str]:
+    """The first field that cannot be pickled, why, and the name of what cannot, if it has one."""
     for name in recipe.__dataclass_fields__:
-        try:
-            _dumps(getattr(recipe, name))
-        except Exception as reason:
-            return name, f"{type(reason).__name__}: {reason}"
-    return "...", f"{type(error).__name__}: {error}"
+        value = getattr(recipe, name)
+        if (reason := _why_not(value)) is not None:
+            return name, f"{type(reason).__name__}: {reason}", _name_within(value, set())
+    return "...", f"{type(error).__name__}: {error}", ""
+
+
+def _why_not(value: object) -> Exception | None:
+    try:
+        _dumps(value)
+    except Exception as reason:
+        return reason
+    return None
+
+
+def _name_within(value: object, met: set[int]) -> str:
+    """Which global or variable that code refers to cannot be pickled; the innermost."""
+    met.add(id(value))
+    for words, inner in _referred(value):
+        if id(inner) not in met and _why_not(inner) is not None:
+            return _name_within(inner, met) or words
+    return ""
+
+
+def _referred(value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, type):
+        yield from ((f"{name!r} of {value.__name__}", one) for name, one in vars(value).items())
+    if not isinstance(value, FunctionType):
+        return
+    known, where = value.__globals__, value.__qualname__
+    for name in names_in(value.__code__):
+        if name in known:
+            yield f"the global {name!r}, which {where} names,", known[name]
+    for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+        with suppress(ValueError):  # not assigned yet
+            yield f"{name!r}, which {where} closes over,", cell.cell_contents

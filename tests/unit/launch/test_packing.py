@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import pickle
+import threading
 import traceback
 from pathlib import Path
 
 import cloudpickle
+import pytest
 
 import shoal
 from shoal.launch import packing
@@ -28,6 +30,22 @@ def test_a_function_with_a_cache_travels_as_it_is_and_nothing_that_is_cached() -
     assert there(9) == 34
     assert there.cache_info().misses == 10  # it calls itself, not the function within
     assert cloudpickle.loads(packing._dumps(of_this_module)) is of_this_module
+
+
+def test_what_cannot_travel_is_named() -> None:
+    lock = threading.local()
+
+    def helper() -> object:
+        return lock
+
+    def loss(output: object, batch: object) -> object:
+        return helper()
+
+    words = r"cannot pickle.*'lock', which .*helper closes over, is an object that lives in this"
+    with pytest.raises(shoal.SpecError, match=words):
+        pack_recipe(shoal.Recipe(model=len, data=len, loss=loss))
+    with pytest.raises(shoal.SpecError, match="It refers to an object that lives"):
+        pack_recipe(shoal.Recipe(model=len, data=len, loss=functools.partial(len, lock)))
 
 
 @functools.lru_cache
