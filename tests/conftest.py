@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 import shoal
+import shoal.pipeline.processes
+import shoal.runtime.pool
 from shoal.pipeline.processes import StageProcesses
 from shoal.planning import Planner
 from shoal.runtime.pool import WorkerPool
@@ -20,10 +23,12 @@ from shoal.verify import read_losses
 
 HERE = Path(__file__).parent
 # Workers get this process's path: test modules and their helpers are imported there by name.
-for folder in (HERE.parent, HERE / "equivalence", HERE / "chaos"):
+for folder in (HERE.parent, HERE, HERE / "equivalence", HERE / "chaos"):
     sys.path.insert(0, str(folder))
 
 from covering import cover_values  # noqa: E402
+
+from zygote import Zygote  # noqa: E402
 
 STUDY_OPTIONS = (
     *("steps", "epochs", "eval_every", "seed", "trials", "metric", "mode"),
@@ -84,6 +89,23 @@ def values_of(item):
 
 
 # -- studies ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_starts():
+    """Where ``scripts/test`` says so, workers of studies in this process are forked.
+
+    A start takes some milliseconds then, for nearly three seconds of a core.
+    """
+    if os.environ.get("SHOAL_TEST_STARTS") != "fork":
+        yield
+        return
+    zygote = Zygote()
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (shoal.runtime.pool, shoal.pipeline.processes):
+            patch.setattr(module, "start_worker", zygote.start)
+        yield
+    zygote.close()
 
 
 @pytest.fixture(scope="session")
