@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import importlib
 import os
 import pickle
 import random
@@ -26,6 +27,7 @@ from typing import Any
 from shoal.workerenv import start_worker
 
 STARTS_S = 120.0
+MODULES = ("shoal.runtime.worker", "shoal.pipeline.worker")
 OWN = frozenset(
     (
         *("PYTHONPATH", "PYTEST_CURRENT_TEST"),
@@ -69,8 +71,7 @@ class Zygote:
         self._process: subprocess.Popen[bytes] | None = None
         self._environment: dict[str, str] = {}
         self._workers: dict[int, Forked] = {}
-        self._codes: dict[int, int] = {}  # of those that ended before they were known
-        self._pid = -1
+        self._begun: Forked | None = None
         self._answered = threading.Event()
 
     def start(
@@ -112,10 +113,7 @@ class Zygote:
         self._socket.sendmsg([request], passed)
         if not self._answered.wait(STARTS_S):
             raise TimeoutError("the process that forks workers does not answer")
-        worker = self._workers[self._pid] = Forked(self._pid)
-        if self._pid in self._codes:
-            worker.ended(self._codes.pop(self._pid))
-        return worker
+        return self._begun
 
     def _hear(self) -> None:
         while True:
@@ -127,12 +125,10 @@ class Zygote:
                 return
             what, pid, code = pickle.loads(message)
             if what == "began":
-                self._pid = pid
+                self._begun = self._workers[pid] = Forked(pid)
                 self._answered.set()
-            elif (worker := self._workers.pop(pid, None)) is not None:
-                worker.ended(code)
-            else:
-                self._codes[pid] = code
+            else:  # of a process that began before, whose answer came first
+                self._workers.pop(pid).ended(code)
 
 
 def _shared(environment: Mapping[str, str]) -> dict[str, str]:
@@ -144,9 +140,9 @@ def _shared(environment: Mapping[str, str]) -> dict[str, str]:
 
 def serve(descriptor: int) -> None:
     """Fork workers until the test process is gone, which closes its end."""
-    from shoal.runtime.worker import _warm_up
-
-    _warm_up()
+    for module in MODULES:
+        importlib.import_module(module)
+    sys.modules["shoal.runtime.worker"]._warm_up()
     assert len(os.listdir("/proc/self/task")) == 1
     requests = socket.socket(fileno=descriptor)
     requests.set_inheritable(False)

@@ -106,7 +106,7 @@ class Reports:
         )
 
     def hear(self, session: Session) -> None:
-        """Tell of what a session says by itself, until it leaves the device."""
+        """Tell of what a session says by itself."""
         session.on_loader_lost = lambda reason: self._loader_lost(session, reason)
         session.python.on_left_out = lambda places: self._left_out(session, places)
 
