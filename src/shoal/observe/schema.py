@@ -71,9 +71,7 @@ def check_format(connection: sqlite3.Connection, path: Path) -> int:
     Raises:
         StorageError: it is another program's, of a newer format, or not as shoal makes it.
     """
-    (owner,) = connection.execute("PRAGMA application_id").fetchone()
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    shape = _shape(connection)
+    owner, version, shape = _at_one_moment(connection)
     if (owner, version, shape) == (0, 0, frozenset()):
         return 0
     if owner != APPLICATION_ID or version < 1:
@@ -119,6 +117,18 @@ def _made_by(*migrations: Callable[[sqlite3.Connection], None]) -> Shape:
         for step in migrations:
             step(connection)
         return _shape(connection)
+
+
+def _at_one_moment(connection: sqlite3.Connection) -> tuple[int, int, Shape]:
+    """The owner, the format and the shape: a writer may be making them meanwhile."""
+    connection.execute("BEGIN")
+    try:
+        (owner,) = connection.execute("PRAGMA application_id").fetchone()
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        return owner, version, _shape(connection)
+    finally:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
 
 
 def _shape(connection: sqlite3.Connection) -> Shape:

@@ -4,7 +4,7 @@ import random
 import shutil
 import sqlite3
 import warnings
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 
@@ -83,6 +83,22 @@ def test_a_migration_that_fails_changes_nothing(place, monkeypatch):
 
     assert len(list(read_events(place))) == 2
     Database(place).close()
+
+
+def test_a_database_that_is_made_while_it_is_opened_is_of_one_moment(tmp_path, monkeypatch):
+    look = schema._shape
+
+    def look_late(connection):
+        monkeypatch.undo()
+        writer.enter_context(Database(tmp_path))  # the owner and the format were read before this
+        return look(connection)
+
+    path = tmp_path / "study.db"
+    change(tmp_path, "PRAGMA journal_mode = WAL")
+    with ExitStack() as writer, closing(connect._read_only(path, "mode=ro")) as reader:
+        monkeypatch.setattr(schema, "_shape", look_late)
+        assert schema.check_format(reader, path) == 0
+        assert schema.check_format(reader, path) == schema.newest_format()
 
 
 def test_a_study_of_a_development_version_is_told_apart(tmp_path):
