@@ -30,7 +30,7 @@ STARTS_S = 120.0
 MODULES = ("shoal.runtime.worker", "shoal.pipeline.worker")
 OWN = frozenset(
     (
-        *("PYTHONPATH", "PYTEST_CURRENT_TEST"),
+        *("PYTHONPATH", "PYTEST_CURRENT_TEST", "GLOO_SOCKET_IFNAME"),
         *("MALLOC_TRIM_THRESHOLD_", "TORCHINDUCTOR_CACHE_DIR"),
     )
 )
