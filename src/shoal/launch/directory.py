@@ -70,7 +70,8 @@ class StudyDirectory:
 
     def _forget(self) -> None:
         """A new study that never stood leaves no trace, and what was there is back."""
-        if not self._is_settled and self.recorded is None:
+        is_new = not self._is_settled and self.recorded is None
+        if is_new and self._lock.is_in_place:  # what is there now may be another's
             shutil.rmtree(self.path, ignore_errors=True)
             if self._replaced.exists():
                 self._replaced.rename(self.path)
@@ -84,7 +85,12 @@ class StudyDirectory:
             shutil.rmtree(self._replaced, ignore_errors=True)
 
     def settle(self, record: StudyRecord) -> None:
-        """The plan stands: this is the study's record, and what it replaces can go."""
+        """The plan stands: this is the study's record, and what it replaces can go.
+
+        Raises:
+            StorageError: as ``check``.
+        """
+        self.check()
         replace_file(self.path / RECORD, record_to_json(record).encode())
         self.recorded = record
         self._is_settled = True

@@ -182,7 +182,7 @@ def _open_untouched(path: Path) -> sqlite3.Connection:
             raise
     if any(_size(Path(f"{path}{suffix}")) for suffix in ("-wal", "-journal")):
         return _copied(path)
-    return _read_only(path, "immutable=1")
+    return _read_only(path, "mode=ro&immutable=1")
 
 
 def _read_only(path: Path, how: str) -> sqlite3.Connection:

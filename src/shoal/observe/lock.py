@@ -17,7 +17,7 @@ from types import TracebackType
 from shoal.core.errors import SpecError, StorageError
 
 LOCK = "lock"
-_ATTEMPTS, _PAUSE_S = 10, 0.01  # ``is_running`` holds it for an instant, shared
+_ATTEMPTS, _PAUSE_S = 25, 0.02  # ``is_running`` holds it for an instant, shared
 _SAFELY = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # no link, no wait for a pipe
 
 

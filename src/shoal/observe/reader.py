@@ -41,6 +41,9 @@ from shoal.observe.trouble import in_words
 _WINDOW = 10_000
 _LARGEST = (1 << 63) - 1
 _TABLES = ("events", "steps", "metrics")
+_FIRST_AFTER = "SELECT min(seq) FROM ({})".format(
+    " UNION ALL ".join(f"SELECT min(seq) AS seq FROM {name} WHERE seq > ?1" for name in _TABLES)
+)
 _SELECT = (
     "SELECT seq, kind, body FROM events WHERE {} ORDER BY seq",
     f"SELECT {STEP_COLUMNS} FROM steps WHERE {{}} ORDER BY seq",
@@ -141,9 +144,8 @@ class _Rows:
 
     def first_after(self, seq: int) -> int | None:
         """The smallest number of any event after ``seq``."""
-        query = "SELECT min(seq) FROM {} WHERE seq > ?"
-        found = [self._fetch(query.format(table), seq)[0][0] for table in _TABLES]
-        return min((number for number in found if type(number) is int), default=None)
+        ((found,),) = self._fetch(_FIRST_AFTER, seq)  # of all tables at one moment
+        return found if type(found) is int else None
 
     def between(self, first: int, last: int) -> tuple[list[Numbered], int]:
         """As ``where``, for the numbers from ``first`` to ``last``, both of them included."""

@@ -266,7 +266,10 @@ class WorkerPool:
             if worker is None:
                 return None, reply
             worker.heard += isinstance(reply, Happened)
-            if worker in self._workers.values() and serial == worker.serial:
+            if worker not in self._workers.values():
+                continue
+            # one that ended as it was taken over from an earlier study is gone for this one
+            if serial == worker.serial or isinstance(reply, Gone):
                 worker.has_begun |= isinstance(reply, Happened)
                 return worker, reply
 

@@ -70,7 +70,10 @@ def main() -> None:
     channel = Channel(socket.socket(fileno=descriptor))
     _guard_children(channel, [descriptor, recorder, stacks])
     _warm_up()
-    channel.send((0, Ready(os.getpid())))
+    try:
+        channel.send((0, Ready(os.getpid())))
+    except OSError:
+        return  # who started it is gone
     running = mmap.mmap(recorder, RECORDER.size)
     output, outbox = TrialOutput(), _Outbox(channel)
     while _serve(channel, running, output, outbox):

@@ -164,7 +164,12 @@ def study_state(snapshot: Snapshot, place: Path) -> str:
         return "stopped" if snapshot.stopped else "finished"
     if snapshot.is_paused:
         return "paused"
-    return "running" if is_running(place) else "interrupted"
+    return "running" if is_running(place) or _has_ended_since(place) else "interrupted"
+
+
+def _has_ended_since(place: Path) -> bool:
+    """Whether a study that was read unfinished, and has no process now, ended in between."""
+    return Snapshot.of(read_outline(place)).is_finished
 
 
 # ---------------------------------------------------------------- show

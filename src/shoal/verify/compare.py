@@ -127,6 +127,9 @@ class _Case:
         except SpecError as error:  # nothing is there to compare
             return TrialVerdict(number=number, steps=steps, skipped=str(error))
         except ShoalError as error:
+            place = self.trial.checkpoint
+            if place is None or not place.is_dir():  # let go while it was read
+                return TrialVerdict(number=number, steps=steps, skipped=str(error))
             return TrialVerdict(number=number, steps=steps, first_difference=str(error))
         started = clock()
         try:

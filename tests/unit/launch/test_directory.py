@@ -159,6 +159,18 @@ def test_a_directory_that_was_moved_away_is_noticed(settled):
             directory.check()
 
 
+def test_a_run_whose_directory_was_moved_away_leaves_the_one_that_took_its_place(place, record):
+    with StudyDirectory(place, overwrite=False) as moved:
+        place.rename(place.with_name("elsewhere"))
+        with StudyDirectory(place, overwrite=False) as directory:
+            directory.settle(record)
+            with pytest.raises(StorageError, match="moved"):
+                moved.settle(record)
+            moved.close()
+            directory.check()
+    assert (place / RECORD).exists()
+
+
 def test_a_record_that_cannot_be_read_says_where_it_is_and_frees_the_lock(settled):
     (settled / RECORD).write_text("{")
 

@@ -32,6 +32,25 @@ def write(directory, *events):
         database.write(events)
 
 
+def test_what_is_written_while_a_reader_looks_is_read_in_order(tmp_path, tell, monkeypatch):
+    """A later number of one table is not seen before an earlier one of another."""
+    with Database(tmp_path) as database:
+        database.write([tell.study()])
+        follower, fetch, late = DatabaseReader(tmp_path), reader._Rows._fetch, []
+        list(follower.poll())
+
+        def fetch_slowly(rows, query, *values):
+            found = fetch(rows, query, *values)
+            if "min(seq)" in query and not late:
+                late.extend([tell.planned(0), tell.step(1, 1)])
+                database.write(late)
+            return found
+
+        monkeypatch.setattr(reader._Rows, "_fetch", fetch_slowly)
+        seen = [type(event).__name__ for _ in range(2) for event in follower.poll()]
+    assert seen == ["TrialPlanned", "StepFinished"]
+
+
 def change(place, *statements):
     with closing(sqlite3.connect(place / "study.db", isolation_level=None)) as connection:
         for statement in statements:

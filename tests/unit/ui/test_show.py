@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from shoal.core.event import Event
+from shoal.observe import Database
 from shoal.observe.snapshot import Snapshot
-from shoal.ui.show import describe_trial
+from shoal.ui.show import describe_trial, study_state
 
 Events = Callable[..., Iterator[Event]]
 
@@ -37,3 +38,23 @@ def test_a_trial_is_told_by_its_seat_while_it_is_in_an_array(
     lines = describe_trial(snapshot, row, Path("runs/s")).splitlines()
 
     assert lines[1].startswith(words)
+
+
+def test_a_study_that_ended_since_it_was_read_is_not_interrupted(
+    tmp_path: Path, study_events: Events
+) -> None:
+    *before, ended = study_events()
+    with Database(tmp_path) as database:
+        database.write(before)
+        read = Snapshot.of(before)
+        assert study_state(read, tmp_path) == "running"
+        database.write([ended])
+    assert study_state(read, tmp_path) == "running", "as it was when it was read"
+    assert study_state(Snapshot.of([*before, ended]), tmp_path) == "finished"
+
+
+def test_a_study_whose_process_died_is_interrupted(tmp_path: Path, study_events: Events) -> None:
+    *before, _ = study_events()
+    with Database(tmp_path) as database:
+        database.write(before)
+    assert study_state(Snapshot.of(before), tmp_path) == "interrupted"

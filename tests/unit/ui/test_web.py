@@ -56,6 +56,16 @@ def ask(page: Page, path: str, *, token: bool = True, method: str = "GET", **hea
     return answer
 
 
+def test_the_page_of_a_study_that_took_anothers_place_is_its_own(
+    runs: Path, study_events: Events
+) -> None:
+    studies = Studies(runs)
+    assert len(studies.study("sweep")["trials"]) == 4
+    shutil.rmtree(runs / "sweep")  # where a new directory gets the number of one that is gone
+    write(runs, "sweep", study_events(2))
+    assert len(studies.study("sweep")["trials"]) == 2
+
+
 def test_a_study_is_told_with_its_trials_devices_curves_and_remarks(page: Page) -> None:
     (listed,) = json.loads(ask(page, "/api/studies").text)["studies"]
     assert (listed["name"], listed["state"], listed["failed"]) == ("sweep", "finished", 1)

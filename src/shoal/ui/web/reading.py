@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -106,17 +108,22 @@ class Studies:
 
 
 class _Followed:
-    """A study whose database is read on from where it was."""
+    """A study whose database is read on from where it was.
+
+    It holds the directory: the number of one that was removed may be the next one's.
+    """
 
     def __init__(self, place: Path) -> None:
-        self._place, self._number = place, _inode(place)
+        self._place = place
+        self._directory = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._directory)
         self._reader, self._folder = DatabaseReader(place), Folder()
         self._actions = 0.0  # when the timeline was last read
         self._lock = threading.Lock()
 
     def is_of(self, place: Path) -> bool:
         """Whether it is the study that is there now: one may have taken its place."""
-        return self._number == _inode(place)
+        return os.path.samestat(os.fstat(self._directory), place.stat())
 
     def snapshot(self) -> Snapshot:
         with self._lock:
@@ -125,10 +132,6 @@ class _Followed:
         if not found.is_finished:
             return found
         return self._folder.copy().add_all(read_timeline(self._place)).snapshot()
-
-
-def _inode(place: Path) -> int:
-    return place.stat().st_ino
 
 
 def _summary(place: Path) -> dict[str, Any]:
