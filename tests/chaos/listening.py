@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 
 from shoal.control import send
 from shoal.core.errors import SpecError
 from shoal.core.event import Event
+from shoal.execution import floor
 from shoal.launch.commands import Commands
 
 PATIENCE_S = 60.0
+
+
+@contextmanager
+def short_leases(monkeypatch):
+    """Two steps a lease: no trial is through before it is stopped."""
+    with monkeypatch.context() as short:
+        short.setattr(floor, "LEASE_S", 1e-3)
+        short.setattr(floor, "STEADY_S", 0.0)
+        yield
 
 
 class Heard:

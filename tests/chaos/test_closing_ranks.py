@@ -72,7 +72,7 @@ def test_killed_at_any_instant(seed, undisturbed, tmp_path):
 
 
 def wait_for_a_step_in_a_new_seat(runner) -> None:
-    for _ in range(600):
+    for _ in range(2400):
         events = runner.events()
         seats = {e.trial: e.step for e in events if isinstance(e, TrialReplanned)}
         steps = [e for e in events if isinstance(e, StepFinished)]

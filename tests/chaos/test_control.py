@@ -36,6 +36,7 @@ from shoal.core.event import (
     TrialStarted,
     TrialStopped,
 )
+from shoal.execution import floor
 from shoal.recipe import build_optimizer, build_schedule
 from shoal.rng import seed_all
 from shoal.testing import assert_same, plain_loop
@@ -57,7 +58,7 @@ class Bench:
     """One study in one directory, run as often as a test wants."""
 
     def __init__(self, directory, workers, monkeypatch) -> None:
-        self.directory, self.workers = directory, workers
+        self.directory, self.workers, self._monkeypatch = directory, workers, monkeypatch
         self.heard, self.orders = Heard(), Orders(directory / "it", monkeypatch)
         self.recipe = troubles.recipe(clip_grad_norm=0.5, schedule=troubles.falling)
 
@@ -70,15 +71,18 @@ class Bench:
             "it", self.recipe, space=space, steps=steps, directory=self.directory, **settings
         )
         hardware = shoal.Hardware.virtual(devices=devices, memory="64MiB")
-        return study.run(
-            hardware=hardware,
-            technique=technique,
-            workers=self.workers,
-            progress=False,
-            timeline=False,
-            callbacks=[self.heard, self.orders],
-            **options,
-        )
+        with self._monkeypatch.context() as short:
+            if devices > 1:  # a worker is not through before the study hears of its steps
+                short.setattr(floor, "LEASE_S", 0.2)
+            return study.run(
+                hardware=hardware,
+                technique=technique,
+                workers=self.workers,
+                progress=False,
+                timeline=False,
+                callbacks=[self.heard, self.orders],
+                **options,
+            )
 
     def check_bits(self, report, trials, steps=STEPS):
         """Compare finished trials with the plain loop."""

@@ -128,7 +128,7 @@ def test_a_population_killed_at_a_random_instant_comes_to_the_same(tmp_path, und
 
 def test_the_death_of_workers_changes_nothing(tmp_path, undisturbed):
     runner = Runner(tmp_path, maker="populations")
-    process = runner.start(**{studies.PACE_S: "0.01"})
+    process = runner.start(**{studies.PACE_S: "0.05"})
     for kind in ("TrialParked", "TrialExploited"):
         process.wait_for(kind)
         assert process.kill_a_worker()

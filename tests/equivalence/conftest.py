@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import staging
 import zoo
-from listening import Heard, Orders
+from listening import Heard, Orders, short_leases
 from watching import STEPS, Watched
 
 import shoal
@@ -89,10 +91,7 @@ def interrupted(tmp_path, warm_workers, monkeypatch):
             hardware = shoal.Hardware.virtual(devices=devices, memory="64MiB")
             more = (again or {}) if callback is heard else {}
             told = {**shown, **more, "callbacks": [callback], "technique": how}
-            with monkeypatch.context() as until_stopped:
-                if callback is orders:  # two steps a lease: no trial is through before its stop
-                    until_stopped.setattr(floor, "LEASE_S", 1e-3)
-                    until_stopped.setattr(floor, "STEADY_S", 0.0)
+            with short_leases(monkeypatch) if callback is orders else nullcontext():
                 report = study.run(hardware=hardware, **told)
             if callback is orders:
                 orders.join()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import staging
-from listening import Heard, Orders
+from listening import Heard, Orders, short_leases
 
 import shoal
 from shoal import Pipelined
@@ -53,7 +53,8 @@ def stopped(run, tmp_path, monkeypatch):
     def go(recipe, technique="pipelined", **how):
         orders = Orders(tmp_path / "k", monkeypatch)
         orders.at(lambda e: isinstance(e, StepFinished) and e.step >= 5, StopStudy(), "stop")
-        report = run(recipe, orders, technique, **how)
+        with short_leases(monkeypatch):
+            report = run(recipe, orders, technique, **how)
         orders.join()
         assert report.stopped
         return report
@@ -128,7 +129,8 @@ def test_a_clone_of_a_running_trial_has_its_versions(run, tmp_path, monkeypatch)
     orders = Orders(tmp_path / "k", monkeypatch)
     clone = CloneTrial(trial=0, changes={"lr": 0.02})
     orders.at(lambda e: isinstance(e, StepFinished) and e.step >= 5, clone, "clone")
-    report = run(recipe, orders)
+    with short_leases(monkeypatch):
+        report = run(recipe, orders)
     orders.join()
     assert [trial.state for trial in report.trials] == ["FINISHED"] * 2
     assert keys(report) == ["one step old"] * 2

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import staging
 import traps
 import zoo
-from listening import Heard, Orders
+from listening import Heard, Orders, short_leases
 
 import shoal
 from shoal import Pipelined
@@ -202,7 +204,8 @@ def test_an_interrupted_study_goes_on_to_the_same_bits(
         study = shoal.Study("k", recipe, space=LR, directory=tmp_path, **settings)
         devices = 6 if then is not None and then.stages == 3 else 4
         hardware = shoal.Hardware.virtual(devices=devices, memory="64MiB")
-        report = study.run(hardware=hardware, technique=how, callbacks=[callback], **shown)
+        with short_leases(monkeypatch) if callback is orders else nullcontext():
+            report = study.run(hardware=hardware, technique=how, callbacks=[callback], **shown)
         if callback is orders:
             orders.join()
             assert report.stopped
