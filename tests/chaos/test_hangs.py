@@ -24,13 +24,13 @@ from shoal.execution.run import Limits
 from shoal.execution.watchdog import Backoff, Watchdog
 
 STEPS = 9
-LIMIT_S = 1.0
+LIMIT_S = 2.0
 pytestmark = [pytest.mark.slow, pytest.mark.clock]
 
 
 @pytest.fixture
 def hasty(monkeypatch):
-    """Studies that call a second without work a hang, and wait for nothing after a death."""
+    """Studies that call two seconds without work a hang, and wait for nothing after a death."""
 
     def limits(study):
         watchdog = Watchdog(least_s=LIMIT_S, factor=10.0, first_s=20.0, told_s=LIMIT_S / 4)
@@ -74,9 +74,10 @@ def test_a_hang_is_found_and_the_trial_goes_on_to_the_same_bits(
     (death,) = heard.of(WorkerDied)
     assert "it got nothing done for" in death.reason
     assert words in death.reason
-    told = heard.of(WorkerStalled)[0]  # long before
-    assert (told.device, told.trials) == (death.device, (0,))
-    assert LIMIT_S / 4 < told.seconds < LIMIT_S <= told.limit_s
+    # long before; a slow disk may have had another one told of
+    told = [event for event in heard.of(WorkerStalled) if event.device == death.device][-1]
+    assert told.trials == (0,)
+    assert LIMIT_S / 4 < told.seconds < told.limit_s
     assert words.strip("()").replace("no answer", "") in told.place
     assert [event.trial for event in heard.of(TrialRestarted)] == [0]
     assert heard.of(TrialRestarted)[0].step in (1, 2)  # the third batch hung
@@ -96,12 +97,12 @@ def test_a_trial_that_hangs_each_time_fails_with_the_stacks_and_alone(run, heard
 
 def test_a_long_but_honest_step_is_not_killed(run, heard, monkeypatch):
     def limits(study):
-        return Limits(watchdog=Watchdog(least_s=LIMIT_S, factor=1e6, first_s=20.0))
+        return Limits(watchdog=Watchdog(least_s=LIMIT_S / 2, factor=1e6, first_s=20.0))
 
     monkeypatch.setattr(shoal.Study, "limits", limits)
     report = run(["long step"], steps=4)  # of which the third one is long
     assert states(report) == ["FINISHED"]
-    assert max(event.seconds for event in heard.of(StepFinished)) > LIMIT_S
+    assert max(event.seconds for event in heard.of(StepFinished)) > LIMIT_S / 2
     assert not heard.of(WorkerDied)
 
 

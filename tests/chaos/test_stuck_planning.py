@@ -121,7 +121,8 @@ def test_so_does_a_first_batch_that_never_comes_and_a_forward_that_never_ends(
     assert len(heard.of(WorkerDied)) == 1
     check_place(report.trials[0].error_line)
     waits = heard.of(PlanningWaited, trial=0)
-    assert [round(event.seconds) for event in waits] in ([1, 2], [1, 2, 3])
+    assert 1 <= len(waits) <= 3
+    assert sorted(event.seconds for event in waits) == [event.seconds for event in waits]
     assert {(event.work, event.limit_s) for event in waits} == {(work, LIMIT_S)}
 
 

@@ -144,7 +144,7 @@ def test_a_glance_leaves_nothing_and_is_over_soon(tmp_path: Path):
 
     assert found is not None
     assert found > 1e4
-    assert clock.now() - begin < 5.0  # a shared machine may take its time
+    assert clock.now() - begin < 30.0  # a shared machine may take its time
     assert not list(tmp_path.iterdir())
 
 
