@@ -402,6 +402,25 @@ def test_a_damaged_checkpoint_is_a_difference_and_the_others_go_on(study: _Study
     assert whole.equal
 
 
+def test_a_checkpoint_that_is_let_go_while_it_is_read_is_no_difference(study: _Study) -> None:
+    errors = [
+        StorageError("no such file: weights"),
+        SpecError("the checkpoint is not there any more"),
+    ]
+    trial = _Broken(0, errors[0])
+    trial.load_state = lambda: _raise(errors.pop(0))  # type: ignore[method-assign]
+    study.results[0] = trial
+
+    (verdict,) = study.verdicts(0)
+
+    assert verdict.skipped == "the checkpoint is not there any more"
+    assert not verdict.first_difference
+
+
+def _raise(error: Exception) -> Any:
+    raise error
+
+
 def test_a_trial_that_cannot_be_trained_alone_is_different(study: _Study) -> None:
     def broken(hp: Mapping[str, Any]) -> Any:
         raise FileNotFoundError("data.bin")

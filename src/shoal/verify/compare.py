@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shoal.core.errors import ShoalError, SpecError
+from shoal.core.errors import ShoalError, SpecError, StorageError
 from shoal.core.seats import epochs_of
 from shoal.kernelchoice import EXACT, STRICT, TOLD, KernelChoice, only_deterministic
 from shoal.observe.reader import read_outline
@@ -123,13 +123,10 @@ class _Case:
         if weights := self.row.numerics.get("weights"):
             notes += (f"by the rule of 2bw in one process: weights {weights}",)
         try:
-            state = self.trial.load_state()
+            state = self._load()
         except SpecError as error:  # nothing is there to compare
             return TrialVerdict(number=number, steps=steps, skipped=str(error))
         except ShoalError as error:
-            place = self.trial.checkpoint
-            if place is None or not place.is_dir():  # let go while it was read
-                return TrialVerdict(number=number, steps=steps, skipped=str(error))
             return TrialVerdict(number=number, steps=steps, first_difference=str(error))
         started = clock()
         try:
@@ -140,6 +137,12 @@ class _Case:
             alone = f"training it alone failed: {type(error).__name__}: {error}"
             return TrialVerdict(number=number, steps=steps, first_difference=alone, notes=notes)
         return self._judge(plain, state, clock() - started, notes)
+
+    def _load(self) -> dict[str, Any]:
+        try:
+            return self.trial.load_state()
+        except StorageError:  # one that was let go while it was read says so the second time
+            return self.trial.load_state()
 
     def _train(self) -> PlainResult:
         row, ended = self.row, self.row.state is TrialState.FINISHED
