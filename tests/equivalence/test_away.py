@@ -530,9 +530,8 @@ def test_bytes_between_units_are_those_of_the_program_where_copies_take_their_ti
     recipe = shoal.Recipe(model=tanh_chain, data=traps.data, loss=traps.loss)
     technique = replace(ALL_TRAVEL, keep_activations=(), spill_activations=(0, 1, 2, 4, 6))
     spare = []
-    for (
-        name
-    ) in "abcdefghijkl":  # a busy machine may be late with a unit, and less is there at once
+    # a busy machine may be late with a unit, and less is there at once
+    for name in "abcdefghijkl":
         study = shoal.Study(name, recipe, space={"lr": 1e-2}, steps=3, directory=tmp_path)
         peaks = []
         report = study.run(
