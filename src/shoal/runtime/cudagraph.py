@@ -341,7 +341,7 @@ class CapturedRun:
         if self._launch is None or not self._launch.is_live or at != self._at:
             self._make(flat)
             self._at = at
-        if self._launch is None:
+        if self._launch is None or not self._launch.is_live:
             return self._run(*flat)
         rest = flat[self._held :]
         for mine, given in zip(self._inputs, rest, strict=True):
@@ -366,10 +366,11 @@ class CapturedRun:
     def _capture_repeatable(self, flat: Sequence[Tensor]) -> None:
         """With the kernels that there are; with others where those do not repeat themselves."""
         try:
-            self._capture(flat)
+            return self._capture(flat)
         except OtherBits:
-            with repeatable(flat[0].device):
-                self._capture(flat)
+            pass  # and with what was raised the first graph goes: the next would go with it
+        with repeatable(flat[0].device):
+            self._capture(flat)
 
     def _capture(self, flat: Sequence[Tensor]) -> None:
         held = flat[: self._held]

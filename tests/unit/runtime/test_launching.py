@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -174,6 +175,49 @@ def test_a_launch_that_comes_to_other_bits_is_not_trusted():
     assert same(array, eager)
     assert launcher.runs[0].why_not == "its launch comes to other bits than its operations"
     assert not array.backend.why_eager
+
+
+class Leaving:
+    """A launch with which all others of its stream go."""
+
+    def __init__(self, made, others):
+        self._made, self._others, self.is_live = made, others, True
+        others.add(self)
+
+    def replay(self):
+        if not self.is_live:
+            raise AssertionError("launched when it was gone")
+        self._made.replay()
+
+    def __del__(self):
+        for other in self._others:
+            other.is_live = False
+
+
+def test_a_graph_with_repeatable_kernels_outlives_the_one_without():
+    there = weakref.WeakSet()
+
+    class FirstIsWrong(StandIn):
+        def capture(self, work):
+            number = self.log.count("capture")
+            made = super().capture(work)
+            right = made.replay
+
+            def replay():
+                right()
+                if number == 0:
+                    launcher.runs[0]._left[-1].add_(1e-9)
+
+            made.replay = replay
+            return Leaving(made, there)
+
+    launcher = Launcher(FirstIsWrong())
+    array, eager = array_of(launcher), array_of(None, kind="eager")
+    assert steps(array) == steps(eager)
+    assert same(array, eager)
+    assert not launcher.runs[0].why_not
+    assert launcher.cuda.log.count("capture") == 2
+    assert launcher.cuda.log[-1] == "replay"
 
 
 # -- side by side -------------------------------------------------------------------------
