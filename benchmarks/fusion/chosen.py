@@ -1,6 +1,7 @@
 """What ``fuse="auto"`` chooses for each workload, and studies trained so beside unfused ones.
 
 python benchmarks/fusion/chosen.py [--rounds 1] [--seconds 30] [--only NAME ...] [--json FILE]
+    [--device cuda:0]
 
 Per workload as many trials as two devices have slots in the widest array that ``run.py`` times,
 each with a learning rate of its own, and as many steps as unfused take about ``--seconds``. An arm
@@ -29,7 +30,7 @@ from run import WIDEST, recipe_of
 from workloads import WORKLOADS
 
 import shoal
-from common import facts, finish, spread
+from common import facts, finish, keep, spread
 from shoal.core.plan import Plan
 
 BATCHES = 8
@@ -58,10 +59,12 @@ def study_of(name: str, steps: int, trials: int, directory: str) -> shoal.Study:
     )
 
 
-def one(name: str, fuse: bool | str, steps: int) -> dict[str, Any]:
-    """Plan and train; what was chosen, and why."""
-    trials = 2 * min(USUAL, WIDEST.get(name, USUAL))
+def one(name: str, fuse: bool | str, steps: int, device: str = "") -> dict[str, Any]:
+    """Plan and train; what was chosen, and why. Without a ``device``, on two virtual ones."""
+    trials = 2 * (USUAL if device else min(USUAL, WIDEST.get(name, USUAL)))
     hardware = shoal.Hardware.virtual(devices=2, memory="3GiB")
+    if device:
+        hardware = shoal.Hardware.parse(device, "16GiB")
     with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(io.StringIO()):
         study = study_of(name, steps, trials, directory)
         if steps > 1:
@@ -74,6 +77,7 @@ def one(name: str, fuse: bool | str, steps: int) -> dict[str, Any]:
     return {
         "trials": trials,
         "step_s": plan.jobs[0].step_s,
+        "technique": str(plan.jobs[0].technique),
         "width": places[0].width if places else 1,
         "kind": places[0].kind if places else None,
         "why": [line for line in plan.jobs[0].why if "array" in line],
@@ -81,9 +85,10 @@ def one(name: str, fuse: bool | str, steps: int) -> dict[str, Any]:
     }
 
 
-def measured(name: str, fuse: str, steps: int) -> dict[str, Any]:
+def measured(name: str, fuse: str, steps: int, device: str) -> dict[str, Any]:
     """An arm in a process of its own."""
     command = [sys.executable, __file__, "--one", name, "--fuse", fuse, "--steps", str(steps)]
+    command += ["--device", device] if device else []
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     if found.returncode:
         raise RuntimeError(f"{name}, fuse={fuse}: {found.stderr[-2000:]}")
@@ -96,24 +101,31 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--only", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--json")
+    parser.add_argument("--device", default="", help="a GPU, such as cuda:0")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--fuse", default="auto", help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=1, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one:
         fuse = "auto" if asked.fuse == "auto" else False
-        print(json.dumps(one(asked.one, fuse, asked.steps)))
+        print(json.dumps(one(asked.one, fuse, asked.steps, asked.device)))
         return
-    begun = facts()
-    rows = [row(name, asked.seconds, asked.rounds) for name in asked.only]
-    finish({"load_before": begun["load"], "seconds": asked.seconds, "rows": rows}, asked.json)
+    begun, rows = facts(), []
+    for name in asked.only:
+        rows.append(row(name, asked.seconds, asked.rounds, asked.device))
+        result = {"load_before": begun["load"], "seconds": asked.seconds, "rows": rows}
+        keep(result, asked.json)
+    finish(result, asked.json)
 
 
-def row(name: str, seconds: float, rounds: int) -> dict[str, Any]:
+def row(name: str, seconds: float, rounds: int, device: str) -> dict[str, Any]:
     """One workload: arms in turn."""
-    first = measured(name, "never", 1)
-    steps = max(20, round(2 * seconds / (first["trials"] * first["step_s"])))
-    runs = [[measured(name, fuse, steps) for fuse in ("auto", "never")] for _ in range(rounds)]
+    first = measured(name, "never", 1, device)
+    at_once = 1 if device else 2
+    steps = max(20, round(at_once * seconds / (first["trials"] * first["step_s"])))
+    runs = [
+        [measured(name, fuse, steps, device) for fuse in ("auto", "never")] for _ in range(rounds)
+    ]
     found = told(name, steps, runs)
     print(found, file=sys.stderr, flush=True)
     return found
@@ -127,6 +139,7 @@ def told(name: str, steps: int, runs: Sequence[Sequence[dict[str, Any]]]) -> dic
         "trials": last["trials"],
         "steps": steps,
         "widths": [auto["width"] for auto, _ in runs],
+        "technique": last["technique"],
         "kind": last["kind"],
         "why": last["why"],
         "auto_s": spread([auto["wall_s"] for auto, _ in runs]),

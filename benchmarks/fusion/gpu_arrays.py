@@ -40,7 +40,7 @@ CHOSEN = (
     *("Transformer LM of width 128", "BERT-mini", "ResNet-18", "MobileNetV3-large"),
 )
 PROCESSES = 4
-SECONDS, WARM_UPS = 0.2, 3
+SECONDS, WARM_UPS = 0.2, 6
 BEST = ("serial", "serial, captured", f"{PROCESSES} processes")
 
 
@@ -140,7 +140,7 @@ def fused(
                 continue
             result[name][str(width)] = found = measure(name, width, rounds, device, processes)
             gc.collect()
-            if device == "cuda":
+            if device.startswith("cuda"):
                 torch.cuda.empty_cache()
             told = {arm: round(times["median"], 2) for arm, times in found["times_best"].items()}
             at = f"{time.monotonic() - began:.0f} s"
@@ -156,14 +156,15 @@ def main() -> None:
     parser.add_argument("--widths", default="1,4,16,64")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--limit", type=float, default=1e9)
     parser.add_argument("--json")
     options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
         print("no GPU here: nothing to measure (--device cpu tries the script).")
         return
     torch.set_num_threads(1)
+    gc.freeze()  # as shoal's workers do: before a capture garbage is collected
     widths = [int(width) for width in options.widths.split(",")]
 
     def keep(found: dict[str, Any]) -> str:

@@ -171,7 +171,7 @@ def _serve(pipe: Connection, device: str) -> None:
         name, slots = word
         step = lambda: None  # noqa: E731  # the memory of the ones before is given back
         gc.collect()
-        if device == "cuda":
+        if device.startswith("cuda"):
             torch.cuda.empty_cache()
         if name:
             step = serial_step(WORKLOADS[name], slots, device, fused=True)

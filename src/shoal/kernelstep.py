@@ -19,6 +19,7 @@ from torch.optim import optimizer as base
 from shoal.core.errors import TrialError
 
 KNOWN = frozenset((torch.optim.Adam, torch.optim.AdamW))
+TORCHS = frozenset((("torch.optim.adam", "Adam.step"), ("torch.optim.sgd", "SGD.step")))
 
 
 class _Columns(NamedTuple):
@@ -40,6 +41,16 @@ def is_one_kernel(optimizer: torch.optim.Optimizer) -> bool:
         and not (group["amsgrad"] or group["maximize"])
         and not (group["capturable"] or group["differentiable"])
         and not any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"]))
+        for group in optimizer.param_groups
+    )
+
+
+def is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer.step()`` is torch's SGD on numbers, and nothing else."""
+    if type(optimizer) is not torch.optim.SGD or _is_watched(optimizer):
+        return False
+    return not any(
+        group["differentiable"] or isinstance(group["lr"], Tensor)
         for group in optimizer.param_groups
     )
 
@@ -124,7 +135,7 @@ def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
     if hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf"):
         return True
     step = type(optimizer).step
-    if (step.__module__, step.__qualname__) != ("torch.optim.adam", "Adam.step"):
+    if (step.__module__, step.__qualname__) not in TORCHS:
         return True
     return not steps_as_its_class(optimizer)
 

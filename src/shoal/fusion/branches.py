@@ -31,6 +31,7 @@ class BranchesBackend(LoopBackend):
 
     def __init__(self, launcher: Launcher | None = None) -> None:
         self._launcher = launcher
+        self.steps = launcher.of_steps() if launcher else None
         self._passes: dict[int, tuple[nn.Module, LonePass]] = {}  # by slot
 
     def train(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -12,6 +12,9 @@ from torch import Tensor
 from shoal.fusion.member import Member
 from shoal.fusion.stacked import Stacked
 from shoal.fusion.streams import SlotStreams
+
+Parts = Sequence[Callable[[], Any]]
+"""Calls of optimizers' kernels, each on memory that the others have no part in."""
 
 
 @dataclass(slots=True)
@@ -44,6 +47,17 @@ class Evaluated(NamedTuple):
 
     losses: Tensor
     outputs: Sequence[Any]
+
+
+class Steps(Protocol):
+    """Launches the steps of an array's optimizers."""
+
+    def __call__(self, what: Any, parts: Callable[[], Parts]) -> None:
+        """Do what ``parts`` do, or launch what they were captured to when ``what`` was the same.
+
+        ``what`` says where all of their tensors are, and all of their numbers.
+        """
+        ...
 
 
 class ArrayBackend(Protocol):
@@ -93,6 +107,22 @@ class ArrayBackend(Protocol):
         """In words, what runs slot by slot and why."""
         ...
 
+    @property
+    def steps(self) -> Steps | None:
+        """Who launches the steps of this array's optimizers; None if they are called."""
+        ...
+
+
+def copy_all(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy tensors into others, those of one type and device at once; on a GPU nobody waits."""
+    alike: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
+    for place, value in zip(places, values, strict=True):
+        mine, given = alike.setdefault((value.dtype, value.device), ([], []))
+        mine.append(place)
+        given.append(value)
+    for mine, given in alike.values():
+        torch._foreach_copy_(mine, given, non_blocking=True)
+
 
 @dataclass(slots=True)
 class Undo:
@@ -105,10 +135,12 @@ class Undo:
     def of(cls, stacked: Stacked, leave_out: Sequence[str] = (), idle: Sequence[int] = ()) -> Undo:
         """All buffers of ``stacked``; of those that never changed so far the rows of ``idle``."""
         buffers = stacked.buffers.items()
-        return cls(
-            {name: b.clone() for name, b in buffers if name not in leave_out},
-            {name: {i: b[i].clone() for i in idle} for name, b in buffers if name in leave_out},
-        )
+        found = [(name, b) for name, b in buffers if name not in leave_out]
+        kept = {name: torch.empty_like(b) for name, b in found}
+        with torch.no_grad():
+            copy_all([*kept.values()], [b for _, b in found])
+        rows = {name: {i: b[i].clone() for i in idle} for name, b in buffers if name in leave_out}
+        return cls(kept, rows)
 
     def put_back(self, stacked: Stacked, slots: Sequence[int] | None = None) -> None:
         """For ``slots``, or for all; autograd, which may have saved them, does not notice."""

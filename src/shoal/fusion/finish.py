@@ -26,7 +26,7 @@ class Finisher:
 
     def __init__(self, crew: Crew, backend: ArrayBackend, names_held: Sequence[str]) -> None:
         self._crew, self._backend = crew, backend
-        self._fused = FusedSteps()
+        self._fused = FusedSteps(backend.steps)
         self._names_held = names_held
         self._handed_out = True  # whether parameters may have gradients of their own
 
@@ -60,9 +60,9 @@ class Finisher:
         self._handed_out = len(gathered) < self._crew.width
         for slot in apart & set(slots):
             clip_alone(members[slot])
-        if gathered:
-            self._fused.step(self._crew, gathered)
-        return self._advance(slots, set(by_themselves))
+        theirs = [s for s in by_themselves if not members[s].habits.touches]
+        stepped = self._fused.step(self._crew, gathered, theirs)
+        return self._advance(slots, set(by_themselves) - stepped)
 
     def _is_gathered(self, member: Member) -> bool:
         """Whether it steps on rows of the stacked gradients, which its parameters do not have."""

@@ -25,6 +25,7 @@ from shoal.fusion.batches import combined
 from shoal.fusion.crew import Crew, Evaluated, Trained, Undo
 from shoal.fusion.declined import Declined, Disagreement
 from shoal.fusion.idle import idle_slots, nothing_for_idle
+from shoal.fusion.launcher import Launcher
 from shoal.fusion.level import Level, entered
 from shoal.fusion.loop import error_alone
 from shoal.fusion.member import Member
@@ -58,7 +59,8 @@ class StackedBackend:
 
     stacks_gradients = True
 
-    def __init__(self) -> None:
+    def __init__(self, launcher: Launcher | None = None) -> None:
+        self.steps = launcher.of_steps() if launcher else None
         self._templates: dict[tuple[str, ...], Template] = {}  # by what they loop
         self._learnt: dict[Hashable, Learnt] = {}  # by kind of pass
         self._constant: dict[Hashable, tuple[str, ...]] = {}  # the same

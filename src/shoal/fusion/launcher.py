@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from shoal.fusion.crew import Steps
 from shoal.fusion.graph import Run
 from shoal.fusion.loop import lone_pass
 from shoal.fusion.member import Member
@@ -61,6 +62,10 @@ class Launcher(Protocol):
         """
         ...
 
+    def of_steps(self) -> Steps | None:
+        """The optimizers' steps of one array, launched as one; None where each is by itself."""
+        ...
+
     def capture(self, member: Member, slot: int) -> LonePass:
         """For a trial that has come into a slot."""
         ...
@@ -83,6 +88,9 @@ class ByCode:
     def of_graph(self, run: Run, held: int, written: Sequence[int], *, hands_out: bool) -> Run:
         """As it is."""
         return run
+
+    def of_steps(self) -> None:
+        """Each by itself."""
 
     def capture(self, member: Member, slot: int) -> LonePass:
         """Its code."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.fusion.crew import Crew, Evaluated, Trained
+from shoal.fusion.crew import Crew, Evaluated, Steps, Trained
 from shoal.fusion.member import Member, in_streams
 from shoal.recipe import autocast, compute_loss, model_inputs
 from shoal.rng import RngState
@@ -25,6 +25,7 @@ class LoopBackend:
 
     notes: Sequence[str] = ()
     stacks_gradients = False
+    steps: Steps | None = None
 
     def train(
         self, crew: Crew, batches: Sequence[Any], active: Sequence[bool], scale: float

@@ -8,15 +8,16 @@ step, so schedules work, and the state is the optimizer's own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shoal.fusion.crew import Crew
+from shoal.fusion.crew import Crew, Parts, Steps
 from shoal.fusion.member import Member
-from shoal.kernelstep import is_one_kernel, run_kernel
+from shoal.kernelstep import is_one_kernel, is_plain_sgd, run_kernel, step_whole
 
 ONE = torch.ones(())  # adding a tensor is quicker than a number, which torch makes one of
 
@@ -32,15 +33,19 @@ class GroupLists(NamedTuple):
     at: list[int]
     all_columns: bool
     counts: Tensor  # all of ``steps`` in one tensor
+    held: list[Tensor]  # all that a step reads and writes, but for the gradients
 
 
 class FusedSteps:
     """Steps of the slots whose optimizers are calls of one kernel; lists are kept between steps.
 
-    While a slot is here its state's ``step`` tensors are views of one, until ``let_go``.
+    While a slot is here its state's ``step`` tensors are views of one, until ``let_go``. Where
+    there are ``steps`` they launch all calls of a step, of which nothing but addresses and numbers
+    is looked at where those are the same as before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, steps: Steps | None = None) -> None:
+        self._steps = steps
         self._lists: dict[int, tuple[tuple[str, ...], list[GroupLists]]] = {}
 
     def takes(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -53,17 +58,54 @@ class FusedSteps:
             for parameter in group["params"]
         )
 
-    def step(self, crew: Crew, slots: Sequence[int]) -> None:
-        """Step the optimizers of ``slots`` with the rows of the stacked gradients."""
+    def step(self, crew: Crew, slots: Sequence[int], theirs: Sequence[int] = ()) -> frozenset[int]:
+        """Step the optimizers of ``slots`` with the rows of the stacked gradients.
+
+        ``theirs``: slots whose parameters have gradients of their own; they step too, also if they
+        have torch's SGD, where there is somebody who launches steps and they can be captured.
+
+        Returns:
+            Who has been stepped.
+        """
         blocks = {k: b.grad for k, b in crew.stacked.parameters.items() if b.grad is not None}
-        names = tuple(blocks)
-        columns = list(zip(*(gradient.unbind(0) for gradient in blocks.values()), strict=True))
+        names, stacked = tuple(blocks), list(blocks.values())
+        rows = [(slot, self._of(crew.members[slot], names)) for slot in (slots if names else ())]
+        others = self._that_join(crew, theirs)
+
+        def parts() -> Parts:
+            columns = list(zip(*(gradient.unbind(0) for gradient in stacked), strict=True))
+            found = [partial(_call_all, groups, columns[slot]) for slot, groups in rows]
+            return found + [partial(step_whole, crew.members[slot].optimizer) for slot in others]
+
+        if not rows and not others:
+            return frozenset()
         with torch.no_grad():
-            for slot in slots if names else ():
-                member = crew.members[slot]
-                for lists in self._of(member, names):
-                    _call(lists, columns[slot])
-                member.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedules
+            if self._steps is None:
+                for part in parts():
+                    part()
+            else:
+                where = [(gradient.data_ptr(), gradient.stride()) for gradient in stacked]
+                every = [lists for _, groups in rows for lists in groups]
+                held = (tensor for lists in every for tensor in lists.held)
+                told = [_numbers(lists.settings) for lists in every]
+                what = names, tuple(slots), where, list(map(Tensor.data_ptr, held)), told, others
+                self._steps(what, parts)
+        stepped = frozenset((*slots, *others))
+        for slot in stepped:
+            crew.members[slot].optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedules
+        return stepped
+
+    def _that_join(self, crew: Crew, slots: Sequence[int]) -> dict[int, Hashable]:
+        """What their steps are."""
+        if self._steps is None:
+            return {}
+        found: dict[int, Hashable] = {}
+        for slot in slots:
+            optimizer = crew.members[slot].optimizer
+            known = is_plain_sgd(optimizer) or self.takes(optimizer)
+            if known and (what := _what(optimizer)) is not None:
+                found[slot] = what
+        return found
 
     def _of(self, member: Member, names: tuple[str, ...]) -> list[GroupLists]:
         optimizer = member.optimizer
@@ -105,16 +147,52 @@ def _lists_of(
         counts = torch.stack([entry["step"] for entry in entries])
         for entry, count in zip(entries, counts.unbind(0), strict=True):
             entry["step"] = count
+    averages = [entry["exp_avg"] for entry in entries]
+    squares = [entry["exp_avg_sq"] for entry in entries]
     return GroupLists(
         group,
         parameters,
-        [entry["exp_avg"] for entry in entries],
-        [entry["exp_avg_sq"] for entry in entries],
+        averages,
+        squares,
         [entry["step"] for entry in entries],
         [column[parameter] for parameter in parameters],
         [column[parameter] for parameter in parameters] == list(range(len(column))),
         counts,
+        [counts, *parameters, *averages, *squares],
     )
+
+
+def _numbers(settings: Mapping[str, Any]) -> Hashable:
+    """Those that the kernel is given."""
+    of = ("lr", "betas", "weight_decay", "eps", "decoupled_weight_decay")
+    return tuple(settings.get(name) for name in of)
+
+
+def _what(optimizer: torch.optim.Optimizer) -> Hashable | None:
+    """What a step is of parameters that have their own gradients: addresses, and numbers.
+
+    None: it has no state yet, or gradients of a kind that its kernels do not take.
+    """
+    found: list[Any] = []
+    for group in optimizer.param_groups:
+        found += [(name, value) for name, value in group.items() if name != "params"]
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in parameters]
+        states = [optimizer.state.get(parameter, {}) for parameter in parameters]
+        if group.get("momentum", True):  # of SGD without there is none
+            if not all(states):
+                return None
+            gradients += [value for state in states for value in state.values()]
+        usual = (t is not None and t.layout is torch.strided for t in gradients)
+        if not all(usual) or any(map(torch.is_complex, gradients)):
+            return None
+        found += map(Tensor.data_ptr, [*parameters, *gradients])
+    return tuple(found)
+
+
+def _call_all(groups: Sequence[GroupLists], row: Sequence[Tensor]) -> None:
+    for lists in groups:
+        _call(lists, row)
 
 
 def _call(lists: GroupLists, row: Sequence[Tensor]) -> None:

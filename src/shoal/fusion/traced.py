@@ -74,7 +74,7 @@ class TracedBackend(StackedBackend):
     """
 
     def __init__(self, launcher: Launcher | None = None) -> None:
-        super().__init__()
+        super().__init__(launcher)
         self._launcher = launcher
         self._launched: Hashable = None  # whose graph that is
         self._kept: dict[Hashable, Kept] = {}
@@ -84,6 +84,7 @@ class TracedBackend(StackedBackend):
         self._known: dict[int, tuple[Any, str, str]] = {}  # both by id of a module
         self._listener: Heard | None = None
         self._dtype = torch.float32  # of losses
+        self._weights: tuple[Hashable, Tensor] | None = None  # the last ones, and of what
         self.is_paused = False
 
     def changed(self, crew: Crew) -> None:
@@ -187,9 +188,7 @@ class TracedBackend(StackedBackend):
     ) -> Inputs:
         """What a graph runs on; draws the masks. ``scale``: of losses, None without a backward."""
         crew.streams.begin(active)  # also without masks: from here it is undone
-        weights = None
-        if scale is not None:
-            weights = torch.tensor(active, dtype=self._dtype, device=crew.device) * scale
+        weights = None if scale is None else self._weights_of(crew, active, scale)
         return Inputs(
             crew.stacked.parameters,
             crew.stacked.buffers,
@@ -197,6 +196,14 @@ class TracedBackend(StackedBackend):
             [draw(crew.streams, mask) for mask in masks],
             weights,
         )
+
+    def _weights_of(self, crew: Crew, active: Sequence[bool], scale: float) -> Tensor:
+        """[N], of the slots' losses; a GPU would be waited for to have them anew."""
+        key = (tuple(active), self._dtype, crew.device, scale)
+        if self._weights is None or self._weights[0] != key:
+            found = torch.tensor(active, dtype=self._dtype, device=crew.device) * scale
+            self._weights = key, found
+        return self._weights[1]
 
     def _replay(
         self, kept: Kept, crew: Crew, inputs: Inputs, active: Sequence[bool]

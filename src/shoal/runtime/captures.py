@@ -15,12 +15,19 @@ from shoal.bound import unspelled_reads
 from shoal.fusion import Member, signature_of
 from shoal.fusion.blend import HIDDEN
 from shoal.fusion.constants import RATES, constants_of
+from shoal.fusion.crew import Steps
 from shoal.fusion.graph import Run
 from shoal.fusion.launcher import LonePass, Ready
 from shoal.fusion.signature import DEEPEST
 from shoal.recipe import Recipe
 from shoal.runtime.captured import CapturedUnits, Maker
-from shoal.runtime.cudagraph import CapturedPass, CapturedRun, CudaGraphs, Lanes
+from shoal.runtime.cudagraph import (
+    CapturedPass,
+    CapturedRun,
+    CapturedSteps,
+    CudaGraphs,
+    Lanes,
+)
 from shoal.runtime.operations import OperationList, Operations, list_operations
 from shoal.runtime.replay import Pass, Replay
 from shoal.runtime.units import Micro
@@ -51,7 +58,7 @@ class Captures:
     """
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
-        self._recipe, self._device = recipe, device
+        self._recipe, self.device = recipe, device
         self._cuda: CudaGraphs | None = None  # of passes that run on the device's own stream
         self._lanes: Lanes | None = None  # of slots
         self._lists: dict[Hashable, OperationList] = {}
@@ -59,14 +66,14 @@ class Captures:
     @property
     def cuda(self) -> CudaGraphs | None:
         """What captures passes that run one after the other on a GPU; None on a CPU."""
-        if self._cuda is None and self._device.type == "cuda":
-            self._cuda = CudaGraphs(self._device)
+        if self._cuda is None and self.device.type == "cuda":
+            self._cuda = CudaGraphs(self.device)
         return self._cuda
 
     def units(self, model: nn.Module, recipe: Recipe | None = None) -> CapturedUnits:
         """What computes the passes of a trial; ``recipe``: as it is for that trial."""
         own = recipe or self._recipe
-        return CapturedUnits(model, own, self._device, self._maker(own, model, self.cuda))
+        return CapturedUnits(model, own, self.device, self._maker(own, model, self.cuda))
 
     def slot_units(
         self, model: nn.Module, recipe: Recipe, cuda: CudaGraphs | None
@@ -76,7 +83,7 @@ class Captures:
         Of each slot's capture a GPU holds the memory for good, so there is one.
         """
         make = self._maker(recipe, model, cuda)
-        return CapturedUnits(model, recipe, self._device, make, layouts=1, goes_on=True)
+        return CapturedUnits(model, recipe, self.device, make, layouts=1, goes_on=True)
 
     def _maker(self, recipe: Recipe, model: nn.Module, cuda: CudaGraphs | None) -> Maker:
         code: list[Hashable] = []
@@ -92,8 +99,8 @@ class Captures:
 
     def launcher(self) -> Launching:
         """Who captures the passes of an array that is on the device."""
-        if self._lanes is None and self._device.type == "cuda":
-            self._lanes = Lanes(self._device)
+        if self._lanes is None and self.device.type == "cuda":
+            self._lanes = Lanes(self.device)
         return Launching(self, self._lanes)
 
     def _list(
@@ -121,6 +128,11 @@ class Launching:
         """As a CUDA graph."""
         cuda = self._captures.cuda
         return CapturedRun(run, held, written, cuda, hands_out=hands_out) if cuda else run
+
+    def of_steps(self) -> Steps | None:
+        """As a CUDA graph, on streams of its own."""
+        on_gpu = self._lanes is not None
+        return CapturedSteps(CudaGraphs(self._captures.device)) if on_gpu else None
 
     def capture(self, member: Member, slot: int) -> LonePass:
         """As a trial alone is captured; on a GPU for the slot's lane."""

@@ -32,12 +32,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from shoal.fusion.crew import Parts, copy_all
 from shoal.kernelchoice import repeatable
 from shoal.memory.store import same_bits
 from shoal.runtime.replay import Found, Moved, OtherBits, Pass, Untraceable, in_words
 
 WARM_UPS = 2
 """Passes before one is captured: libraries are loaded and make their workspaces in the first."""
+
+
+SIDES = 4
+"""Streams for the steps of optimizers, whose kernels are too small to fill a device."""
+REPEATS, WORTH, LONGEST = 2, 64, 2**16
+"""Steps alike before they are captured; replays for which that was worth it, and how many steps
+at most it takes next time where there were fewer (it doubles)."""
 
 
 class Launch(Protocol):
@@ -64,6 +72,10 @@ class Cuda(Protocol):
         """Capture what it launches; nothing of it is done."""
         ...
 
+    def beside(self, parts: Parts) -> None:
+        """Launch them so that none waits for another, and what follows for all of them."""
+        ...
+
 
 class CudaGraphs:
     """Those that are captured on one stream, which is nobody else's. They run one at a time.
@@ -79,6 +91,7 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.stream: Any = torch.cuda.Stream(device, priority=-1)
+        self._sides: list[Any] = []
         self._launches: weakref.WeakSet[_Launched] = weakref.WeakSet()
 
     def warm_up(self, work: Callable[[], Any]) -> None:
@@ -113,6 +126,20 @@ class CudaGraphs:
         found = _Launched(graph, self)
         self._launches.add(found)
         return found
+
+    def beside(self, parts: Parts) -> None:
+        """On streams that begin after the current one, which then waits for them."""
+        current = torch.cuda.current_stream(self._device)
+        while len(self._sides) < min(SIDES, len(parts)):
+            self._sides.append(torch.cuda.Stream(self._device, priority=-1))
+        used = self._sides[: len(parts)]
+        for side in used:
+            side.wait_stream(current)
+        for at, part in enumerate(parts):
+            with torch.cuda.stream(used[at % len(used)]):
+                part()
+        for side in used:
+            current.wait_stream(side)
 
     def free_all(self) -> None:
         """No graph of this stream can be launched any more."""
@@ -305,6 +332,56 @@ def _laid(gradient: Tensor, like: nn.Parameter, taken: Collection[int]) -> Tenso
     ).copy_(gradient)
 
 
+class CapturedSteps:
+    """The steps of an array's optimizers as one CUDA graph, side by side in it.
+
+    [Note: what a captured step is]
+    The kernels are given their numbers when they are captured, a learning rate among them, and
+    the addresses of what they step. So a graph stands for a step of the same ``what``; any other
+    one is launched call by call, and captured once it has come a few times in a row. A schedule
+    that goes on at every step leaves nothing to capture.
+    """
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+        self._launch: Launch | None = None
+        self._of: Any = None  # which step that is
+        self._last: Any = None
+        self._times, self._replays, self._after = 0, 0, REPEATS
+        self.why_not = ""
+
+    def __call__(self, what: Any, parts: Callable[[], Parts]) -> None:
+        """Launch them as one, or one by one."""
+        is_watched = torch._C._len_torch_dispatch_stack() > 0
+        if self._launch is not None and not is_watched and what == self._of:
+            if self._launch.is_live:
+                self._launch.replay()
+                self._replays += 1
+                return
+            self._launch = None
+        calls = parts()
+        for call in calls:
+            call()
+        self._times = self._times + 1 if what == self._last else 1
+        self._last = what
+        if self._times >= self._after and not is_watched and not self.why_not:
+            self._capture(what, calls)
+
+    def _capture(self, what: Any, calls: Parts) -> None:
+        """For the next one."""
+        if self._launch is not None and self._replays < WORTH:
+            self._after = min(LONGEST, 2 * self._after)
+        self._launch, self._replays = None, 0
+        try:
+            with in_words(), torch.no_grad():
+                self._launch = self._cuda.capture(lambda: self._cuda.beside(calls))
+        except Untraceable as error:
+            self.why_not = str(error)
+        except (torch.OutOfMemoryError, MemoryError):
+            self.why_not = "there is no room for its graph"
+        self._of, self._times = what, 0
+
+
 class CapturedRun:
     """A function of tensors, as a CUDA graph: the operations of an array's pass.
 
@@ -343,12 +420,11 @@ class CapturedRun:
             self._at = at
         if self._launch is None or not self._launch.is_live:
             return self._run(*flat)
-        rest = flat[self._held :]
-        for mine, given in zip(self._inputs, rest, strict=True):
-            mine.copy_(given, non_blocking=True)
-        self._launch.replay()
-        for index in self._written:
-            flat[index].copy_(self._inputs[index - self._held], non_blocking=True)
+        with torch.no_grad():
+            copy_all(self._inputs, flat[self._held :])
+            self._launch.replay()
+            mine = [self._inputs[index - self._held] for index in self._written]
+            copy_all([flat[index] for index in self._written], mine)
         return [left.clone() for left in self._left] if self._hands_out else self._left
 
     def _make(self, flat: Sequence[Tensor]) -> None:

@@ -49,6 +49,7 @@ from shoal.runtime.captures import Captures
 from shoal.runtime.compute import tensors_of
 from shoal.runtime.counting import sparse_gradient_of
 from shoal.runtime.crowd import Crowd
+from shoal.runtime.cudagraph import REPEATS
 from shoal.runtime.lonebench import LoneTrial, on_device, one_that_can
 from shoal.runtime.messages import ArrayTry, MeasureArray, TimeArray
 from shoal.runtime.meter import HOST, Meter, reserved_bytes
@@ -365,6 +366,7 @@ class ArrayBench:
     def _refilled(self, array: Array, rows: Sequence[Sequence[Any]], step_s: float) -> float:
         """Seconds that it takes beside steps when a slot gets another trial."""
         steps = 1 + PROOFS if isinstance(array.backend, BranchesBackend) else 1
+        steps += REPEATS if array.backend.steps is not None else 0
         began = time.perf_counter()
         member = array.retire(0)
         array.refill(0, member)
@@ -485,7 +487,14 @@ def _settle(array: Array, rows: Sequence[Sequence[Any]], valid: Sequence[Any]) -
     if isinstance(backend, TracedBackend):
         _step(array, rows)  # proven
         _settle_evaluation(array, valid)
+    _settle_steps(array, rows)
     return Bytes(tracker.peak_bytes)
+
+
+def _settle_steps(array: Array, rows: Sequence[Sequence[Any]]) -> None:
+    """Have the optimizers' steps captured, where they can be."""
+    for _ in range(REPEATS if array.backend.steps is not None else 0):
+        _step(array, rows)
 
 
 def _by_code(backend: ArrayBackend) -> tuple[str, ...]:
@@ -501,6 +510,7 @@ def _settle_branches(array: Array, rows: Sequence[Sequence[Any]]) -> Bytes:
         _step(array, rows)  # by the slots' code
     for _ in range(PROOFS):
         _step(array, rows)
+    _settle_steps(array, rows)
     crew = array.crew
     beside = 2 * sum(p.nbytes for p in crew.members[0].module.parameters())
     beside += 3 * sum(b.nbytes for b in crew.members[0].module.buffers())

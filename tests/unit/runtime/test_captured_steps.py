@@ -1,0 +1,275 @@
+"""The steps of an array's optimizers as one launch, by a stand-in for CUDA on the CPU."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import companies
+import pytest
+import torch
+
+from shoal.fusion import Array, backend_of
+from shoal.fusion.batches import layout_of
+from shoal.fusion.launcher import ByCode
+from shoal.fusion.optim import FusedSteps
+from shoal.runtime.cudagraph import REPEATS, WORTH, CapturedSteps
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CPU = torch.device("cpu")
+
+
+def sgd(named, hp, momentum=0.9):
+    parameters = [parameter for _, parameter in named]
+    return torch.optim.SGD(parameters, lr=hp["lr"], momentum=momentum, weight_decay=0.1)
+
+
+class StandIn:
+    """A launch does again what was captured; capturing does nothing of it."""
+
+    def __init__(self):
+        self.log = []
+
+    def beside(self, parts):
+        for part in parts:
+            part()
+
+    def capture(self, work):
+        self.log.append("capture")
+        found = SimpleNamespace(is_live=True)
+
+        def replay():
+            self.log.append("replay")
+            work()
+
+        found.replay = replay
+        return found
+
+
+class InPlace(ByCode):
+    """Gradients stay where they are from step to step, as those of a captured pass do."""
+
+    def __init__(self, cuda):
+        super().__init__(CPU)
+        self.steps = CapturedSteps(cuda)
+
+    def of_steps(self):
+        return self.steps
+
+    def of_graph(self, run, held, written, *, hands_out):
+        places = []
+
+        def launched(*flat):
+            found = run(*flat)
+            if not places:
+                places.extend(found)
+            for place, value in zip(places, found, strict=True):
+                place.copy_(value)
+            return places
+
+        return launched
+
+
+def members(seeds, lr=0.1, optimizer=companies.adam):
+    recipe = companies.recipe(optimizer, 1, None, "fail")
+    return [companies.member_of(recipe, {"lr": lr, "drop": 0.2, "data": 0}, seed=s) for s in seeds]
+
+
+def batches(word, seed):
+    draws = torch.Generator().manual_seed(seed)
+    return [companies.batch_of(letter, draws) for letter in word]
+
+
+def arrays(launcher, kind="traced", **of):
+    """One whose steps are launched as one, and one whose steps are not."""
+    usual = layout_of(batches("u", 0)[0])
+    return [
+        Array(members([3, 4], **of), backend=backend_of(kind, launcher=by), usual=usual)
+        for by in (launcher, None)
+    ]
+
+
+def step(array, count, word="uu"):
+    return [array.step(batches(word, seed)).losses for seed in range(count)]
+
+
+def same(one, other, slots=range(2)):
+    for slot in slots:
+        mine, theirs = one.extract(slot), other.extract(slot)
+        assert all(torch.equal(mine["model"][k], v) for k, v in theirs["model"].items())
+        for name, moments in theirs["optimizer"]["state"].items():
+            for key, value in moments.items():
+                assert torch.equal(mine["optimizer"]["state"][name][key], value)
+    return True
+
+
+def test_steps_that_are_alike_are_launched_as_one_to_the_same_bits():
+    cuda = StandIn()
+    launched, called = arrays(InPlace(cuda))
+    assert step(launched, 12) == step(called, 12)
+    assert same(launched, called)
+    assert cuda.log[0] == "capture"
+    assert cuda.log.count("capture") == 1
+    assert cuda.log.count("replay") >= 12 - 4 - REPEATS  # the pass is captured first
+
+
+def test_another_learning_rate_is_another_step():
+    cuda = StandIn()
+    pair = launched, called = arrays(InPlace(cuda))
+    for rate in (0.1, 0.05, 0.025):
+        for array in pair:
+            for slot in range(2):
+                array.member(slot).optimizer.param_groups[0]["lr"] = rate
+        assert step(launched, 9) == step(called, 9)
+    assert same(launched, called)
+    assert cuda.log.count("capture") > 1
+
+
+def test_a_schedule_that_goes_on_at_every_step_leaves_nothing_to_capture():
+    cuda = StandIn()
+    pair = launched, called = arrays(InPlace(cuda))
+    for number in range(10):
+        for array in pair:
+            array.member(1).optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
+        assert step(launched, 1) == step(called, 1)
+    assert same(launched, called)
+    assert cuda.log == []
+
+
+def test_who_waits_is_not_stepped_and_who_comes_is():
+    cuda = StandIn()
+    pair = launched, called = arrays(InPlace(cuda))
+    assert step(launched, 8) == step(called, 8)
+    for array in pair:
+        for seed in range(8):
+            array.step([batches("u", seed)[0], None])
+    assert same(launched, called)
+    for array in pair:
+        array.retire(0)
+        array.refill(0, members([7])[0])
+    assert step(launched, 8) == step(called, 8)
+    assert same(launched, called)
+    assert cuda.log.count("capture") >= 3
+
+
+def test_a_state_that_was_loaded_is_elsewhere():
+    cuda = StandIn()
+    pair = launched, called = arrays(InPlace(cuda))
+    assert step(launched, 8) == step(called, 8)
+    for array in pair:
+        optimizer = array.member(0).optimizer
+        optimizer.load_state_dict(optimizer.state_dict())
+        for entry in optimizer.state.values():
+            for key, value in entry.items():
+                entry[key] = value.clone()
+    before = cuda.log.count("replay")
+    assert step(launched, 1) == step(called, 1)
+    assert cuda.log.count("replay") == before
+    assert step(launched, 8) == step(called, 8)
+    assert same(launched, called)
+
+
+@pytest.mark.parametrize("kind", ["eager", "branches"])
+def test_gradients_that_move_are_stepped_call_by_call(kind):
+    launched, called = arrays(InPlace(StandIn()), kind)
+    assert step(launched, 10) == step(called, 10)
+    assert same(launched, called)
+
+
+@pytest.mark.parametrize(("optimizer", "is_captured"), [(sgd, True), (companies.slow_adam, False)])
+def test_of_other_optimizers_torchs_sgd_is_captured(optimizer, is_captured):
+    cuda = StandIn()
+    launched, called = arrays(InPlace(cuda), optimizer=optimizer)
+    assert step(launched, 10) == step(called, 10)
+    assert same(launched, called)
+    assert ("replay" in cuda.log) == is_captured
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_first_step_is_torchs_which_makes_the_state(momentum):
+    cuda = StandIn()
+    fused = FusedSteps(CapturedSteps(cuda))
+    one, other = (
+        Array(members([3], optimizer=partial(sgd, momentum=momentum)), backend=backend_of("eager"))
+        for _ in range(2)
+    )
+    for number in range(6):
+        for array in (one, other):
+            for parameter in array.member(0).module.parameters():
+                if number == 0:
+                    parameter.grad = torch.ones_like(parameter)
+        stepped = fused.step(one.crew, [], [0])
+        assert bool(stepped) == (number > 0 or not momentum)
+        if not stepped:
+            one.member(0).optimizer.step()
+        other.member(0).optimizer.step()
+    assert same(one, other, [0])
+    assert "replay" in cuda.log
+
+
+def test_slots_with_gradients_of_their_own_are_launched_among_the_others():
+    cuda = StandIn()
+    one, other = (Array(members([3, 4]), backend=backend_of("eager")) for _ in range(2))
+    fused = FusedSteps(CapturedSteps(cuda))
+    for array in (one, other):
+        step(array, 1)  # torch makes the state
+        for slot in range(2):
+            for parameter in array.member(slot).module.parameters():
+                parameter.grad = torch.ones_like(parameter)
+    for block in one.crew.stacked.parameters.values():
+        block.grad = None
+    for _ in range(5):
+        assert fused.step(one.crew, [], [0, 1]) == {0, 1}
+        for slot in range(2):
+            other.member(slot).optimizer.step()
+    assert same(one, other)
+    assert cuda.log == ["capture", *["replay"] * (5 - REPEATS)]
+
+
+def test_a_graph_that_was_hardly_used_is_made_later_next_time():
+    cuda, done = StandIn(), []
+    steps = CapturedSteps(cuda)
+    for number in range(9):
+        for _ in range(2 * REPEATS):
+            steps(number, lambda number=number: [lambda: done.append(number)])
+    assert done == [number for number in range(9) for _ in range(2 * REPEATS)]
+    assert cuda.log.count("capture") == 3  # after twice as many each time, and then not any more
+    for name in ("long", "longer"):
+        for _ in range(WORTH + 4 * REPEATS):
+            steps(name, lambda name=name: [lambda: done.append(name)])
+    assert cuda.log.count("capture") == 5
+
+
+def test_a_graph_that_was_freed_is_made_again():
+    cuda, done, made = StandIn(), [], []
+    steps, capture = CapturedSteps(cuda), cuda.capture
+    cuda.capture = lambda work: made.append(capture(work)) or made[-1]
+    for _ in range(4):
+        steps("same", lambda: [lambda: done.append(1)])
+    made[0].is_live = False
+    for _ in range(8):
+        steps("same", lambda: [lambda: done.append(1)])
+    assert len(made) == 2
+    assert len(done) == 12
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError("operation not permitted"), "RuntimeError: operation not permitted"),
+        (torch.OutOfMemoryError("no room"), "there is no room for its graph"),
+    ],
+)
+def test_steps_that_cannot_be_captured_are_called(error, words):
+    class Failing(StandIn):
+        def capture(self, work):
+            self.log.append("capture")
+            raise error
+
+    cuda, done = Failing(), []
+    steps = CapturedSteps(cuda)
+    for _ in range(9):
+        steps("same", lambda: [lambda: done.append(1)])
+    assert len(done) == 9
+    assert cuda.log == ["capture"]
+    assert steps.why_not.startswith(words)
