@@ -42,7 +42,7 @@ _WINDOW = 10_000
 _LARGEST = (1 << 63) - 1
 _TABLES = ("events", "steps", "metrics")
 _FIRST_AFTER = "SELECT min(seq) FROM ({})".format(
-    " UNION ALL ".join(f"SELECT min(seq) AS seq FROM {name} WHERE seq > ?1" for name in _TABLES)
+    " UNION ALL ".join(f"SELECT min(seq) AS seq FROM {name} WHERE seq > ?" for name in _TABLES)
 )
 _SELECT = (
     "SELECT seq, kind, body FROM events WHERE {} ORDER BY seq",
@@ -108,9 +108,9 @@ def read_trial(place: str | os.PathLike[str], trial: int) -> Iterator[Event]:
     trial = max(-1, min(trial, _LARGEST))  # no trial, rather than no number for SQLite
     with _open(database_path(place)) as rows:
         found, _ = rows.where(
-            "trial = ?1 OR trial IS NULL",
-            f"trial = ?1 OR {_LAST_STEP}",
-            f"trial = ?1 OR {_LAST_METRIC}",
+            "trial = ? OR trial IS NULL",
+            f"trial = ? OR {_LAST_STEP}",
+            f"trial = ? OR {_LAST_METRIC}",
             trial,
         )
         for _, event in found:
@@ -144,7 +144,7 @@ class _Rows:
 
     def first_after(self, seq: int) -> int | None:
         """The smallest number of any event after ``seq``."""
-        ((found,),) = self._fetch(_FIRST_AFTER, seq)  # of all tables at one moment
+        ((found,),) = self._fetch(_FIRST_AFTER, *[seq] * len(_TABLES))  # all at one moment
         return found if type(found) is int else None
 
     def between(self, first: int, last: int) -> tuple[list[Numbered], int]:
