@@ -26,5 +26,5 @@ def backend_of(
     if kind == "traced":
         return TracedBackend(launcher)
     if kind == "eager":
-        return StackedBackend(launcher)
+        return StackedBackend()
     raise SpecError(f"an array's pass is eager, traced, compiled or branches, not {kind!r}.")

@@ -5,13 +5,14 @@ A graph runs the kernels of the eager pass in the eager order, so its bits are t
 That is looked at, not believed: a graph is made beside an eager pass, and it and a second eager
 pass have to be equal in every bit before graphs take over. So whoever trains here may at any step
 go back to the eager pass, and nobody can tell: where a check fails, an operation raises, the slots
-have other floats in their code, or a graph cannot be made at all.
+have other floats in their code, or a graph cannot be made at all. Where kernels of a GPU leave
+other bits each time, both are compared by kernels that do not (``kernelchoice.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,7 @@ from shoal.fusion.member import Member
 from shoal.fusion.outputs import by_slot, taken_apart
 from shoal.fusion.outside import Given, Heard, Mask, Outside, draw
 from shoal.fusion.slots import Slots
+from shoal.kernelchoice import repeatable
 
 MOST = 6
 """Graphs that are kept: of steps, and of evaluations of batches of a few layouts."""
@@ -55,6 +57,7 @@ class Kept:
     crew: int = -1  # the members whose rates the masks have
     rates: tuple[str, ...] = ()  # of the slots then, with all other floats
     proven: bool = False  # equal to a second eager pass
+    repeats: bool = False  # compared by kernels that repeat themselves, as others do not
     waits: int = 0  # eager passes until the next try
     declined: str = ""
 
@@ -109,6 +112,11 @@ class TracedBackend(StackedBackend):
         return next((kept.declined for kept in self._kept.values() if kept.declined), "")
 
     @property
+    def learns(self) -> bool:
+        """Whether some pass has a graph that is to be compared still, or may get one."""
+        return any(not (kept.proven or kept.declined) for kept in self._kept.values())
+
+    @property
     def nodes(self) -> int:
         """Of the largest graph there is."""
         return max((k.graph.nodes for k in self._kept.values() if k.graph is not None), default=0)
@@ -127,7 +135,7 @@ class TracedBackend(StackedBackend):
                 add_gradients(crew.stacked.parameters, ran.gradients, active, scale)
                 return Trained(masked(ran.losses, active), {})
         is_first = all(block.grad is None for block in crew.stacked.parameters.values())
-        with self._listening(crew) as heard:
+        with self._listening(crew) as heard, _kernels(kept, crew):
             trained = super().train(crew, batches, active, scale)
         if kept is not None and is_first and not trained.failures:
             blocks = crew.stacked.parameters
@@ -147,7 +155,7 @@ class TracedBackend(StackedBackend):
                 if ran is not None:
                     outputs = _unstacked(kept.form, ran.others, crew.width)
                     return Evaluated(masked(ran.losses, active), outputs)
-            with self._listening(crew) as heard:
+            with self._listening(crew) as heard, _kernels(kept, crew):
                 found = super().evaluate(crew, batches, active)
             if kept is not None:
                 inputs = self._inputs(crew, (), batches, active, None)
@@ -269,7 +277,13 @@ class TracedBackend(StackedBackend):
                 self._make(kept, crew, inputs, batch, active)
             elif kept.proven:  # by other members, whose rates may have gone elsewhere too
                 self._require_masks(kept, heard)
-            self._hold_against(kept, crew, inputs, active, eager)
+            with _kernels(kept, crew):
+                self._hold_against(kept, crew, inputs, active, eager)
+        except _OtherBits as error:
+            kept.graph, kept.proven = None, False
+            if kept.repeats or not _varies(crew.device):
+                kept.declined = str(error)
+            kept.repeats = True
         except Untraceable as error:
             kept.declined, kept.graph = str(error), None
         kept.masks, kept.crew, kept.rates = tuple(heard.asked), self._crews, self._rates
@@ -278,7 +292,8 @@ class TracedBackend(StackedBackend):
         self, kept: Kept, crew: Crew, inputs: Inputs, batch: Any, active: Sequence[bool]
     ) -> None:
         kept.constants, kept.waits = self._constants, 0
-        kept.graph, kept.form = self._captured(crew, inputs, batch, active)
+        with _kernels(kept, crew):
+            kept.graph, kept.form = self._captured(crew, inputs, batch, active)
         kept.crew = -1
 
     def _captured(
@@ -346,8 +361,23 @@ class TracedBackend(StackedBackend):
         blocks = [(copies.buffers[name], crew.stacked.buffers[name]) for name in copies.buffers]
         blocks += [(ran.gradients[name], eager.gradients[name]) for name in ran.gradients]
         if not all(same_bits(*pair) for pair in pairs) or not _same_rows(blocks, active):
-            raise Untraceable("its graph comes to other bits than the pass")
+            raise _OtherBits("its graph comes to other bits than the pass")
         kept.proven = kept.crew != -1  # the second time
+
+
+class _OtherBits(Untraceable):
+    """A graph computes what the pass does, but for some bits."""
+
+
+def _varies(device: torch.device) -> bool:
+    """Whether one pass may leave other bits each time."""
+    return device.type == "cuda"
+
+
+def _kernels(kept: Kept | None, crew: Crew) -> AbstractContextManager[None]:
+    """Those by which a pass and its graph are compared, while they are."""
+    compares = kept is not None and kept.repeats and not (kept.proven or kept.declined)
+    return repeatable(crew.device) if compares else nullcontext()
 
 
 def _told(member: Member) -> tuple[Any, str, str]:

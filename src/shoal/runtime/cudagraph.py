@@ -23,10 +23,12 @@ a GPU.
 from __future__ import annotations
 
 import gc
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -43,9 +45,9 @@ WARM_UPS = 2
 
 SIDES = 4
 """Streams for the steps of optimizers, whose kernels are too small to fill a device."""
-REPEATS, WORTH, LONGEST = 2, 64, 2**16
-"""Steps alike before they are captured; replays for which that was worth it, and how many steps
-at most it takes next time where there were fewer (it doubles)."""
+REPEATS, LONGEST = 2, 2**16
+"""Steps alike before they are captured; and most of all, where that has not been worth it: what a
+capture took was not saved by its launches."""
 
 
 class Launch(Protocol):
@@ -68,8 +70,11 @@ class Cuda(Protocol):
         """Do it on a side stream, between two waits of streams for each other."""
         ...
 
-    def capture(self, work: Callable[[], Any]) -> Launch:
-        """Capture what it launches; nothing of it is done."""
+    def capture(self, work: Callable[[], Any], *, collects: bool = True) -> Launch:
+        """Capture what it launches; nothing of it is done.
+
+        ``collects``: passes may have left garbage that must not go meanwhile.
+        """
         ...
 
     def beside(self, parts: Parts) -> None:
@@ -99,12 +104,13 @@ class CudaGraphs:
         with self._aside():
             work()
 
-    def capture(self, work: Callable[[], Any]) -> Launch:
+    def capture(self, work: Callable[[], Any], *, collects: bool = True) -> Launch:
         """One graph with a memory pool of its own.
 
         Where the work raises, or does what no graph can hold, streams and allocator are as before.
         """
-        gc.collect()  # a graph that went while this one is captured would end that
+        if collects:
+            gc.collect()  # a graph that went while this one is captured would end that
         torch.cuda.synchronize(self._device)
         graph: Any = torch.cuda.CUDAGraph()
         pool = torch.cuda.graph_pool_handle()
@@ -338,48 +344,55 @@ class CapturedSteps:
     [Note: what a captured step is]
     The kernels are given their numbers when they are captured, a learning rate among them, and
     the addresses of what they step. So a graph stands for a step of the same ``what``; any other
-    one is launched call by call, and captured once it has come a few times in a row. A schedule
-    that goes on at every step leaves nothing to capture.
+    one is launched call by call, and captured once it has come a few times in a row, twice as many
+    after a graph that took longer to make than it has saved. A schedule that goes on at every
+    step leaves nothing to capture.
     """
 
-    def __init__(self, cuda: Cuda) -> None:
-        self._cuda = cuda
+    def __init__(self, cuda: Cuda, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._cuda, self._clock = cuda, clock
         self._launch: Launch | None = None
         self._of: Any = None  # which step that is
         self._last: Any = None
-        self._times, self._replays, self._after = 0, 0, REPEATS
+        self._times, self._after = 0, REPEATS
+        self._call_s = self._took_s = self._saved_s = 0.0
         self.why_not = ""
 
     def __call__(self, what: Any, parts: Callable[[], Parts]) -> None:
         """Launch them as one, or one by one."""
-        is_watched = torch._C._len_torch_dispatch_stack() > 0
+        is_watched, began = torch._C._len_torch_dispatch_stack() > 0, self._clock()
         if self._launch is not None and not is_watched and what == self._of:
             if self._launch.is_live:
                 self._launch.replay()
-                self._replays += 1
+                self._saved_s += self._call_s - (self._clock() - began)
                 return
             self._launch = None
         calls = parts()
         for call in calls:
             call()
+        self._call_s = self._clock() - began
         self._times = self._times + 1 if what == self._last else 1
         self._last = what
         if self._times >= self._after and not is_watched and not self.why_not:
-            self._capture(what, calls)
+            if self._saved_s < self._took_s:
+                self._after = min(LONGEST, 2 * self._after)
+                self._took_s = self._saved_s = 0.0
+            else:
+                self._capture(what, calls)
 
     def _capture(self, what: Any, calls: Parts) -> None:
         """For the next one."""
-        if self._launch is not None and self._replays < WORTH:
-            self._after = min(LONGEST, 2 * self._after)
-        self._launch, self._replays = None, 0
+        self._launch, began = None, self._clock()
         try:
             with in_words(), torch.no_grad():
-                self._launch = self._cuda.capture(lambda: self._cuda.beside(calls))
+                work = partial(self._cuda.beside, calls)
+                self._launch = self._cuda.capture(work, collects=False)
         except Untraceable as error:
             self.why_not = str(error)
         except (torch.OutOfMemoryError, MemoryError):
             self.why_not = "there is no room for its graph"
         self._of, self._times = what, 0
+        self._took_s, self._saved_s = self._clock() - began, 0.0
 
 
 class CapturedRun:

@@ -13,7 +13,7 @@ from shoal.fusion import Array, backend_of
 from shoal.fusion.batches import layout_of
 from shoal.fusion.launcher import ByCode
 from shoal.fusion.optim import FusedSteps
-from shoal.runtime.cudagraph import REPEATS, WORTH, CapturedSteps
+from shoal.runtime.cudagraph import REPEATS, CapturedSteps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ class StandIn:
         for part in parts:
             part()
 
-    def capture(self, work):
+    def capture(self, work, *, collects=True):
         self.log.append("capture")
         found = SimpleNamespace(is_live=True)
 
@@ -226,24 +226,51 @@ def test_slots_with_gradients_of_their_own_are_launched_among_the_others():
     assert cuda.log == ["capture", *["replay"] * (5 - REPEATS)]
 
 
-def test_a_graph_that_was_hardly_used_is_made_later_next_time():
-    cuda, done = StandIn(), []
-    steps = CapturedSteps(cuda)
+class Clock:
+    """A call takes 3 ms, a launch 1, and a capture 100."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def takes(self, seconds, work=lambda *given, **named: None):
+        def done(*given, **named):
+            self.now += seconds
+            return work(*given, **named)
+
+        return done
+
+
+@pytest.mark.parametrize(("alike", "captures"), [(4, 2), (12, 3), (40, 5), (80, 9)])
+def test_a_graph_that_took_longer_than_it_saved_is_made_later_next_time(alike, captures):
+    cuda, clock, done = StandIn(), Clock(), []
+    capture = cuda.capture
+
+    def captured(work, **how):
+        found = capture(work, **how)
+        replay = found.replay
+
+        def launch():
+            after = clock.now + 1e-3
+            replay()
+            clock.now = after
+
+        found.replay = launch
+        return found
+
+    cuda.capture = clock.takes(0.1, captured)
+    steps = CapturedSteps(cuda, lambda: clock.now)
     for number in range(9):
-        for _ in range(2 * REPEATS):
-            steps(number, lambda number=number: [lambda: done.append(number)])
-    assert done == [number for number in range(9) for _ in range(2 * REPEATS)]
-    assert cuda.log.count("capture") == 3  # after twice as many each time, and then not any more
-    for name in ("long", "longer"):
-        for _ in range(WORTH + 4 * REPEATS):
-            steps(name, lambda name=name: [lambda: done.append(name)])
-    assert cuda.log.count("capture") == 5
+        call = clock.takes(3e-3, partial(done.append, number))
+        for _ in range(alike):
+            steps(number, lambda call=call: [call])
+    assert done == [number for number in range(9) for _ in range(alike)]
+    assert cuda.log.count("capture") == captures
 
 
 def test_a_graph_that_was_freed_is_made_again():
     cuda, done, made = StandIn(), [], []
     steps, capture = CapturedSteps(cuda), cuda.capture
-    cuda.capture = lambda work: made.append(capture(work)) or made[-1]
+    cuda.capture = lambda work, **how: made.append(capture(work, **how)) or made[-1]
     for _ in range(4):
         steps("same", lambda: [lambda: done.append(1)])
     made[0].is_live = False
@@ -262,7 +289,7 @@ def test_a_graph_that_was_freed_is_made_again():
 )
 def test_steps_that_cannot_be_captured_are_called(error, words):
     class Failing(StandIn):
-        def capture(self, work):
+        def capture(self, work, *, collects=True):
             self.log.append("capture")
             raise error
 

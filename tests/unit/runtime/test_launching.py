@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shoal.core.plan import ArrayPlace
-from shoal.fusion import Array, backend_of
+from shoal.fusion import Array, backend_of, traced
 from shoal.fusion.batches import layout_of
 from shoal.fusion.launcher import ByCode, Ready
 from shoal.partition.track import AllocationTracker
@@ -218,6 +218,45 @@ def test_a_graph_with_repeatable_kernels_outlives_the_one_without():
     assert not launcher.runs[0].why_not
     assert launcher.cuda.log.count("capture") == 2
     assert launcher.cuda.log[-1] == "replay"
+
+
+class Kernels:
+    """Of a device that leaves other bits each time, but where it is asked not to."""
+
+    def __init__(self, monkeypatch, repeats):
+        self.inside, self.asked = 0, 0
+        same = traced.same_bits
+        monkeypatch.setattr(traced, "_varies", lambda device: True)
+        monkeypatch.setattr(traced, "repeatable", self.repeatable)
+        monkeypatch.setattr(
+            traced, "same_bits", lambda *pair: same(*pair) and bool(self.inside) and repeats
+        )
+
+    @contextmanager
+    def repeatable(self, device):
+        self.inside += 1
+        self.asked += 1
+        yield
+        self.inside -= 1
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_passes_that_do_not_repeat_themselves_are_compared_by_kernels_that_do(
+    monkeypatch, repeats
+):
+    kernels = Kernels(monkeypatch, repeats)
+    array, eager = array_of(None), array_of(None, kind="eager")
+    assert steps(array) == steps(eager)
+    assert same(array, eager)
+    backend = array.backend
+    if repeats:
+        assert not backend.why_eager
+        assert not backend.learns
+        asked = kernels.asked
+        assert steps(array) == steps(eager)
+        assert kernels.asked == asked  # it is trusted, and runs by whatever kernels there are
+    else:
+        assert backend.why_eager == "its graph comes to other bits than the pass"
 
 
 # -- side by side -------------------------------------------------------------------------
