@@ -420,7 +420,7 @@ def arrays() -> dict[str, Any]:
     sys.path.insert(0, str(HERE / "fusion"))
     from gpu_arrays import fused
 
-    return fused([1, 4, 16, 64], 3, "cuda")
+    return fused([1, 4, 16, 64], 3, "cuda:0")
 
 
 def main() -> None:

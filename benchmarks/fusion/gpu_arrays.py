@@ -1,7 +1,7 @@
 """Arrays on a GPU, in each of their ways, beside what else a user would run there.
 
-python benchmarks/fusion/gpu_arrays.py [--widths 1,4,16,64] [--only NAME] [--device cpu]
-    [--rounds 3] [--limit SECONDS] [--json FILE]
+python benchmarks/fusion/gpu_arrays.py [--widths 1,4,16,64] [--only NAME ...] [--device cpu]
+    [--kinds eager,traced,branches] [--rounds 3] [--limit SECONDS] [--json FILE]
 
 Full steps in wall time, arms in turns: one model after another, eagerly and with each pass
 captured as a CUDA graph; arrays whose passes are eager, a graph of their operations, or every
@@ -16,7 +16,7 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,17 +74,24 @@ def serial(workload: Workload, width: int, device: str, *, captured: bool) -> St
 
 
 def measure(
-    name: str, width: int, rounds: int, device: str, processes: Processes
+    name: str,
+    width: int,
+    rounds: int,
+    device: str,
+    processes: Processes,
+    kinds: Sequence[PassKind],
 ) -> dict[str, Any]:
     """Milliseconds of a step of all models by arm, and how much quicker arrays are."""
     workload, declined = WORKLOADS[name], {}
+    gc.collect()
+    gc.freeze()  # as shoal's workers do: before a capture garbage is collected
     arms: dict[str, Callable[[int], Cost]] = {}
     builders: dict[str, Callable[[], Step]] = {
         "serial": lambda: serial(workload, width, device, captured=False),
         "serial, captured": lambda: serial(workload, width, device, captured=True),
         **{
             f"array, {kind}": (lambda kind=kind: array_step(workload, width, kind, device))
-            for kind in KINDS
+            for kind in kinds
         },
     }
     for arm, build in builders.items():
@@ -126,19 +133,22 @@ def fused(
     widths: list[int],
     rounds: int,
     device: str,
-    only: str = "",
+    only: Sequence[str] = ("",),
     limit_s: float = 1e9,
     keep: Callable[[dict[str, Any]], Any] = lambda found: None,
+    kinds: Sequence[PassKind] = KINDS,
 ) -> dict[str, Any]:
     """All chosen workloads; ``keep`` is given what there is so far."""
-    names, began = [name for name in CHOSEN if only in name], time.monotonic()
+    names = [name for name in CHOSEN if any(part in name for part in only)]
+    began = time.monotonic()
     result: dict[str, Any] = {name: {} for name in names}
-    processes = Processes(PROCESSES, device)
+    processes = Processes(PROCESSES if max(widths) >= PROCESSES else 0, device)
     for width in sorted(widths, key=lambda width: (width not in (16, 64), width)):
         for name in names:
             if time.monotonic() - began > limit_s:
                 continue
-            result[name][str(width)] = found = measure(name, width, rounds, device, processes)
+            found = measure(name, width, rounds, device, processes, kinds)
+            result[name][str(width)] = found
             gc.collect()
             if device.startswith("cuda"):
                 torch.cuda.empty_cache()
@@ -155,7 +165,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--widths", default="1,4,16,64")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", nargs="+", default=[""])
+    parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--limit", type=float, default=1e9)
     parser.add_argument("--json")
@@ -164,13 +175,13 @@ def main() -> None:
         print("no GPU here: nothing to measure (--device cpu tries the script).")
         return
     torch.set_num_threads(1)
-    gc.freeze()  # as shoal's workers do: before a capture garbage is collected
     widths = [int(width) for width in options.widths.split(",")]
 
     def keep(found: dict[str, Any]) -> str:
         return common.keep({"device": options.device, "workloads": found}, options.json)
 
-    args = widths, options.rounds, options.device, options.only, options.limit, keep
+    kinds = options.kinds.split(",")
+    args = widths, options.rounds, options.device, options.only, options.limit, keep, kinds
     print(keep(fused(*args)))
 
 
