@@ -102,9 +102,11 @@ def test_steps_launched_as_one_come_to_the_bits_of_those_that_are_called(kind, o
         for name, state in theirs["optimizer"]["state"].items():
             for key, value in state.items():
                 assert torch.equal(mine["optimizer"]["state"][name][key], value)
-    steps = launched.backend.steps
-    assert not steps.why_not
-    assert kind == "eager" or steps._launch is not None
+    if kind == "eager":  # whose gradients are elsewhere in every step
+        assert launched.backend.steps is None
+    else:
+        assert not launched.backend.steps.why_not
+        assert launched.backend.steps._launch is not None
 
 
 @pytest.mark.parametrize("kind", ["traced", "branches"])
