@@ -13,15 +13,21 @@ from typing import Any
 from shoal.control.commands import Command, command_to_json
 from shoal.control.endpoint import SOCKET, address, open_directory
 from shoal.core.errors import SpecError
-from shoal.observe import jsonl
+from shoal.observe import is_running, jsonl
 
 MARKER = "study.json"  # what tells a study's directory
 _MAX_ANSWER_BYTES = 16 * 2**20
 _CHUNK_BYTES = 2**16
+_BETWEEN_S, _PAUSE_S = 10.0, 0.02
+"""How long a study that is held may have no socket: while it is opened, and while it ends."""
 
 
 class NotRunning(SpecError):
     """No process runs this study now."""
+
+
+class NotYet(SpecError):
+    """No study is in this directory."""
 
 
 def send(
@@ -56,13 +62,10 @@ def _connect(place: Path, timeout_s: float) -> Iterator[socket.socket]:
         descriptor = open_directory(place)
     except (FileNotFoundError, NotADirectoryError):
         raise SpecError(f"there is no study in {place}: {_why_not(place)}.") from None
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.settimeout(timeout_s)
-        _reach(connection, descriptor, place)
-        yield connection
+        with _reached(descriptor, place, timeout_s) as connection:
+            yield connection
     finally:
-        connection.close()
         os.close(descriptor)
 
 
@@ -70,12 +73,33 @@ def _why_not(place: Path) -> str:
     return "it is no directory" if place.exists() else "there is no such directory"
 
 
+def _reached(descriptor: int, place: Path, timeout_s: float) -> socket.socket:
+    """A connection. A study that begins or ends has no socket and is held all the same: wait."""
+    until = time.monotonic() + min(timeout_s, _BETWEEN_S)
+    while True:
+        is_held = is_running(place)  # first: what ends meanwhile is not running
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(timeout_s)
+            _reach(connection, descriptor, place)
+            return connection
+        except BaseException as error:
+            connection.close()
+            if not is_held or not isinstance(error, NotRunning | NotYet):
+                raise
+        if time.monotonic() >= until:
+            raise SpecError(
+                f"the study in {place} begins or ends just now, and takes no commands. Ask again."
+            )
+        time.sleep(_PAUSE_S)
+
+
 def _reach(connection: socket.socket, descriptor: int, place: Path) -> None:
     try:
         connection.connect(address(descriptor))
     except (FileNotFoundError, ConnectionRefusedError):
         if not (place / MARKER).is_file():
-            raise SpecError(
+            raise NotYet(
                 f"there is no study in {place}: it has no {MARKER}. Give the directory of a "
                 "study, such as runs/NAME."
             ) from None

@@ -70,6 +70,8 @@ class StudyDirectory:
 
     def _forget(self) -> None:
         """A new study that never stood leaves no trace, and what was there is back."""
+        if self._is_settled:
+            self.drop_replaced()
         is_new = not self._is_settled and self.recorded is None
         if is_new and self._lock.is_in_place:  # what is there now may be another's
             shutil.rmtree(self.path, ignore_errors=True)
@@ -85,7 +87,7 @@ class StudyDirectory:
             shutil.rmtree(self._replaced, ignore_errors=True)
 
     def settle(self, record: StudyRecord) -> None:
-        """The plan stands: this is the study's record, and what it replaces can go.
+        """The plan stands: this is the study's record; what it replaces may be dropped.
 
         Raises:
             StorageError: as ``check``.
@@ -94,6 +96,9 @@ class StudyDirectory:
         replace_file(self.path / RECORD, record_to_json(record).encode())
         self.recorded = record
         self._is_settled = True
+
+    def drop_replaced(self) -> None:
+        """What an earlier study of this name left goes, now that this one is on record."""
         shutil.rmtree(self._replaced, ignore_errors=True)
 
     def check(self) -> None:

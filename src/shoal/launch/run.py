@@ -130,6 +130,7 @@ class Run:
         changes = self._check(case, planned)
         case.place.settle(case.merged.record)
         case.sinks.release()
+        case.place.drop_replaced()
         remove_strays(case.found.strays)
         replace_file(case.place.path / "plan.json", planned.plan.to_json().encode())
         case.sinks.write(self._opening(case, planned, changes))

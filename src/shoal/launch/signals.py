@@ -49,6 +49,8 @@ class Interrupts:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if kind is None and self.received is not None:
+            self.leave()  # it came when all was done, and nobody has looked since
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         first, self.received = self.received is None, signal.Signals(number)

@@ -6,6 +6,7 @@ give None: then the study's file is loaded and run, which is ``train.resume_stud
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from shoal.ui.failures import ExitCode
 from shoal.ui.studies import find_study, refuse_unrecorded
 
 SAVING_S = 600.0  # how long a study may take to save all its trials
+ENDING_S = 10.0  # and to end its workers then
 _WORDS = {"true": True, "false": False, "yes": True, "no": False}
 
 
@@ -50,7 +52,15 @@ def stop_study(
         answer = send(place, StopTrial(trial=trial))
         return _tell(answer, f"trial {trial} stops; its state is kept", as_json)
     answer = send(place, StopStudy(reason=reason, grace_s=grace_s), timeout_s=grace_s + SAVING_S)
+    _wait_for_end(place)
     return _tell(answer, f"stopped; go on with it: shoal resume {place}", as_json)
+
+
+def _wait_for_end(place: Path) -> None:
+    """All is saved, and what comes next may want the directory: that is held for moments more."""
+    until = time.monotonic() + ENDING_S
+    while is_running(place) and time.monotonic() < until:
+        time.sleep(0.02)
 
 
 def pause_study(name: str, directory: Path, *, as_json: bool) -> int:

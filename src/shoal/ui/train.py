@@ -211,6 +211,11 @@ def reopen_study(place: Path, file: str | None = None) -> Study:
     """
     recorded = Snapshot.of(read_outline(place))
     source = file or recorded.source
+    if not recorded.runs:
+        raise SpecError(
+            f"the study in {place} was begun, and ended before anything of it was on record. Run "
+            "its file again: shoal run FILE.py."
+        )
     if not source:
         raise SpecError(
             f"study {recorded.study!r} was made interactively, or in a function of a script, so "

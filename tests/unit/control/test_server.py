@@ -29,6 +29,7 @@ from shoal.control import (
 )
 from shoal.control.commands import MAX_LINE_BYTES
 from shoal.core.errors import SpecError, StorageError
+from shoal.observe.lock import StudyLock
 
 Serve = Callable[..., ControlServer]
 
@@ -412,6 +413,30 @@ def test_the_socket_of_a_dead_process_means_not_running(place: Path) -> None:
 
     with pytest.raises(NotRunning, match="is not running"):
         send(place, Pause())
+
+
+def test_a_study_that_begins_is_waited_for_until_it_listens(place: Path, serve: Serve) -> None:
+    with StudyLock(place):
+        later = threading.Timer(0.2, serve)
+        later.start()
+        answer = send(place, Pause())
+        later.join()
+    assert answer == {"text": "Pause()"}
+
+
+def test_a_study_that_ends_is_not_running_once_it_is_let_go(place: Path) -> None:
+    lock = StudyLock(place)
+    threading.Timer(0.2, lock.close).start()
+    with pytest.raises(NotRunning, match="is not running"):
+        send(place, Pause())
+
+
+def test_a_study_that_is_held_and_never_listens_is_not_waited_for_for_ever(
+    place: Path, tmp_path: Path
+) -> None:
+    for directory in (place, tmp_path):  # one that has no record yet too
+        with StudyLock(directory), pytest.raises(SpecError, match="begins or ends just now"):
+            send(directory, Pause(), timeout_s=0.1)
 
 
 def test_a_study_that_does_not_answer_is_not_waited_for_for_ever(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,8 @@ from shoal.control import (
 from shoal.core.errors import SpecError
 from shoal.core.event import Event, TrialPlanned
 from shoal.core.spec import Scalar
-from shoal.observe import Database
+from shoal.observe import Database, is_running
+from shoal.observe.lock import StudyLock
 from shoal.ui.cli import app
 
 Events = Callable[..., Iterator[Event]]
@@ -94,6 +96,13 @@ def _invoke(runs: Path, *words: str) -> tuple[int, str]:
 
 
 # ---------------------------------------------------------------- a study that runs
+
+
+def test_a_study_that_was_stopped_is_let_go(running: SimpleNamespace) -> None:
+    lock = StudyLock(running.runs / "sweep")
+    threading.Timer(0.3, lock.close).start()
+    assert _invoke(running.runs, "stop", "sweep")[0] == 0
+    assert not is_running(running.runs / "sweep")  # so that rm has it
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,13 @@ def test_an_interactive_study_has_no_file(record: Callable[[str], Path]) -> None
         reopen_study(record(""))
 
 
+def test_a_study_of_which_nothing_is_on_record_is_run_again(tmp_path: Path) -> None:
+    with Database(tmp_path / "runs" / "gone"):
+        pass
+    with pytest.raises(SpecError, match=r"before anything of it was on record\. Run its file"):
+        reopen_study(tmp_path / "runs" / "gone")
+
+
 def test_a_file_of_another_study_is_refused(file: Path, record: Callable[[str], Path]) -> None:
     place = record(f"{file}:study")
     file.write_text(SOURCE.format("other"))
