@@ -73,8 +73,8 @@ def export_trial(
     """
     target = Path(directory).resolve()
     _check_target(target, overwrite)
-    model = trial.load()
     step = _step(trial)
+    model = trial.load()
     several = isinstance(model, dict)
     kind = "transformers" if not several and is_pretrained(model) else "torch"
     with _published(target) as scratch:

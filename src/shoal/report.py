@@ -151,6 +151,12 @@ class TrialResult:
                 "the study, or choose a FINISHED trial."
             )
         if not self.checkpoint.is_dir():
+            if self.state in (TrialState.RUNNING, TrialState.PENDING):
+                raise SpecError(
+                    f"the checkpoint of trial {self.number} is not at {self.checkpoint} any more. "
+                    "The trial has not ended: where it trains, a newer one has taken its place. "
+                    "Open the study again: shoal.open(path)."
+                )
             raise SpecError(
                 f"the checkpoint of trial {self.number} is not at {self.checkpoint} any more. "
                 "With keep_finished='best:N' only the best trials keep theirs; or was the study's "

@@ -36,10 +36,14 @@ Grow = Callable[[StudyRecord, Planned, Sequence[TrialSpec], Mapping[int, Start]]
 
 
 class Door:
-    """Takes commands from the moment the directory is held; ``commands`` once there is a run."""
+    """Takes commands from the moment the directory is held; ``commands`` once there is a run.
 
-    def __init__(self) -> None:
+    ``heeds_signals``: whether a signal ends a run that is planned, and nothing besides.
+    """
+
+    def __init__(self, *, heeds_signals: bool) -> None:
         self.commands: Commands | None = None
+        self._heeds_signals = heeds_signals
 
     def deliver(self, command: Command, answer: Answer) -> None:
         """Hand it on, or say that the study is being planned."""
@@ -47,9 +51,14 @@ class Door:
             self.commands.deliver(command, answer)
         elif isinstance(command, Status):
             answer({"state": "planning", "pid": os.getpid()})
-        elif isinstance(command, StopStudy):
+        elif isinstance(command, StopStudy) and self._heeds_signals:
             answer({"text": "stopped while it was planned: nothing was trained"})
             os.kill(os.getpid(), signal.SIGTERM)
+        elif isinstance(command, StopStudy):
+            raise SpecError(
+                "the study is being planned in a thread of a program, all of which would end. "
+                "Ask again when it trains."
+            )
         else:
             raise SpecError("the study is being planned. Ask again when it trains.")
 

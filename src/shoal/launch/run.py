@@ -60,7 +60,7 @@ class Run:
         self._study, self._request, self._pool = study, request, pool
         self._settings = settings_of(study, timeline=request.timeline)
         self._began, self._began_at = time.time(), time.monotonic()
-        self._door = Door()
+        self._door = Door(heeds_signals=Interrupts.listen_here())
         self._about_disk: tuple[str, ...] = ()
         self._spill_dir = ""  # where trials are at home in files
 

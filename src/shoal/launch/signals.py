@@ -37,7 +37,7 @@ class Interrupts:
         self.received: signal.Signals | None = None
 
     def __enter__(self) -> Interrupts:
-        if threading.current_thread() is threading.main_thread():
+        if self.listen_here():
             self._before = {number: signal.signal(number, self._take) for number in _SIGNALS}
         return self
 
@@ -51,6 +51,11 @@ class Interrupts:
             signal.signal(number, handler)
         if kind is None and self.received is not None:
             self.leave()  # it came when all was done, and nobody has looked since
+
+    @staticmethod
+    def listen_here() -> bool:
+        """Whether this thread is the one that hears of signals."""
+        return threading.current_thread() is threading.main_thread()
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         first, self.received = self.received is None, signal.Signals(number)

@@ -5,6 +5,7 @@ import math
 import random
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from shoal import Recipe, SpecError
+from shoal.observe.rows import TrialState
 from shoal.report import read_report
 from shoal.rng import capture_rng, same_rng, seed_all
 from shoal.runtime import checkpoint
@@ -244,3 +246,10 @@ def test_a_failed_trial_has_nothing_to_load_and_says_why(make_dir):
 def test_a_checkpoint_that_is_gone_is_named(make_dir):
     with pytest.raises(SpecError, match=r"checkpoint of trial 0 is not at .*step-00000010"):
         read_report(make_dir(), make_recipe()).trials[0].load()
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "PENDING"])
+def test_a_checkpoint_of_a_trial_that_trains_on_may_have_given_way(make_dir, state):
+    trial = replace(read_report(make_dir(), make_recipe()).trials[0], state=TrialState(state))
+    with pytest.raises(SpecError, match="where it trains, a newer one has taken its place"):
+        trial.load()
