@@ -10,6 +10,7 @@ import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ def is_one_kernel(optimizer: torch.optim.Optimizer) -> bool:
         group["fused"] is True
         and not (group["amsgrad"] or group["maximize"])
         and not (group["capturable"] or group["differentiable"])
-        and not any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"]))
+        and _are_numbers(group["lr"], *group["betas"], group["weight_decay"], group["eps"])
         for group in optimizer.param_groups
     )
 
@@ -49,10 +50,16 @@ def is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``optimizer.step()`` is torch's SGD on numbers, and nothing else."""
     if type(optimizer) is not torch.optim.SGD or _is_watched(optimizer):
         return False
-    return not any(
-        group["differentiable"] or isinstance(group["lr"], Tensor)
+    return all(
+        _are_numbers(*(group[name] for name in ("lr", "momentum", "dampening", "weight_decay")))
+        and not group["differentiable"]
         for group in optimizer.param_groups
     )
+
+
+def _are_numbers(*values: object) -> bool:
+    """And no tensors, which a kernel reads later, or texts."""
+    return all(isinstance(value, int | float | Real) for value in values)
 
 
 def step_by_kernel(

@@ -58,22 +58,15 @@ def send(
 
 @contextlib.contextmanager
 def _connect(place: Path, timeout_s: float) -> Iterator[socket.socket]:
-    try:
-        descriptor = open_directory(place)
-    except (FileNotFoundError, NotADirectoryError):
-        raise SpecError(f"there is no study in {place}: {_why_not(place)}.") from None
-    try:
-        with _reached(descriptor, place, timeout_s) as connection:
-            yield connection
-    finally:
-        os.close(descriptor)
+    with _reached(place, timeout_s) as connection:
+        yield connection
 
 
 def _why_not(place: Path) -> str:
     return "it is no directory" if place.exists() else "there is no such directory"
 
 
-def _reached(descriptor: int, place: Path, timeout_s: float) -> socket.socket:
+def _reached(place: Path, timeout_s: float) -> socket.socket:
     """A connection. A study that begins or ends has no socket and is held all the same: wait."""
     until = time.monotonic() + min(timeout_s, _BETWEEN_S)
     while True:
@@ -81,7 +74,8 @@ def _reached(descriptor: int, place: Path, timeout_s: float) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.settimeout(timeout_s)
-            _reach(connection, descriptor, place)
+            with _opened(place) as descriptor:  # each time: another study may have its place
+                _reach(connection, descriptor, place)
             return connection
         except BaseException as error:
             connection.close()
@@ -92,6 +86,18 @@ def _reached(descriptor: int, place: Path, timeout_s: float) -> socket.socket:
                 f"the study in {place} begins or ends just now, and takes no commands. Ask again."
             )
         time.sleep(_PAUSE_S)
+
+
+@contextlib.contextmanager
+def _opened(place: Path) -> Iterator[int]:
+    try:
+        descriptor = open_directory(place)
+    except (FileNotFoundError, NotADirectoryError):
+        raise SpecError(f"there is no study in {place}: {_why_not(place)}.") from None
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _reach(connection: socket.socket, descriptor: int, place: Path) -> None:

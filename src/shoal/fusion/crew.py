@@ -113,6 +113,16 @@ class ArrayBackend(Protocol):
         ...
 
 
+COPIED_AT_ONCE = frozenset(
+    (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+        *(torch.complex64, torch.complex128),
+    )
+)
+"""Types of which CUDA has a kernel for many tensors; of others (uint16) it refuses."""
+
+
 def copy_all(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy tensors into others, those of one type and device at once; on a GPU nobody waits."""
     alike: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
@@ -120,8 +130,12 @@ def copy_all(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         mine, given = alike.setdefault((value.dtype, value.device), ([], []))
         mine.append(place)
         given.append(value)
-    for mine, given in alike.values():
-        torch._foreach_copy_(mine, given, non_blocking=True)
+    for (dtype, _), (mine, given) in alike.items():
+        if dtype in COPIED_AT_ONCE:
+            torch._foreach_copy_(mine, given, non_blocking=True)
+        else:
+            for place, value in zip(mine, given, strict=True):
+                place.copy_(value, non_blocking=True)
 
 
 @dataclass(slots=True)

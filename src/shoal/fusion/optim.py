@@ -22,6 +22,11 @@ from shoal.kernelstep import is_one_kernel, is_plain_sgd, run_kernel, step_whole
 ONE = torch.ones(())  # adding a tensor is quicker than a number, which torch makes one of
 
 
+NUMBERS = ("lr", "weight_decay", "eps", "decoupled_weight_decay")
+OF_SGD = ("momentum", "dampening", "nesterov", "maximize", "foreach", "fused")
+"""Settings of a param group that a step reads, beside ``betas``; others are somebody else's."""
+
+
 class GroupLists(NamedTuple):
     """What the kernel takes of one param group but the gradients, whose columns are ``at``."""
 
@@ -164,8 +169,7 @@ def _lists_of(
 
 def _numbers(settings: Mapping[str, Any]) -> Hashable:
     """Those that the kernel is given."""
-    of = ("lr", "betas", "weight_decay", "eps", "decoupled_weight_decay")
-    return tuple(settings.get(name) for name in of)
+    return tuple(settings["betas"]), *(settings.get(name) for name in NUMBERS)
 
 
 def _what(optimizer: torch.optim.Optimizer) -> Hashable | None:
@@ -175,7 +179,8 @@ def _what(optimizer: torch.optim.Optimizer) -> Hashable | None:
     """
     found: list[Any] = []
     for group in optimizer.param_groups:
-        found += [(name, value) for name, value in group.items() if name != "params"]
+        found += [group.get(name) for name in (*NUMBERS, *OF_SGD)]
+        found.append(tuple(group.get("betas", ())))
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         gradients = [parameter.grad for parameter in parameters]
         states = [optimizer.state.get(parameter, {}) for parameter in parameters]

@@ -375,8 +375,8 @@ def _varies(device: torch.device) -> bool:
 
 
 def _kernels(kept: Kept | None, crew: Crew) -> AbstractContextManager[None]:
-    """Those by which a pass and its graph are compared, while they are."""
-    compares = kept is not None and kept.repeats and not (kept.proven or kept.declined)
+    """Those by which a pass and its graph are compared; for passes that are not launched."""
+    compares = kept is not None and kept.repeats and not kept.declined
     return repeatable(crew.device) if compares else nullcontext()
 
 

@@ -70,7 +70,7 @@ class StudyDirectory:
 
     def _forget(self) -> None:
         """A new study that never stood leaves no trace, and what was there is back."""
-        if self._is_settled:
+        if self._is_settled and self._lock.is_in_place:
             self.drop_replaced()
         is_new = not self._is_settled and self.recorded is None
         if is_new and self._lock.is_in_place:  # what is there now may be another's

@@ -61,6 +61,7 @@ class Captures:
         self._recipe, self.device = recipe, device
         self._cuda: CudaGraphs | None = None  # of passes that run on the device's own stream
         self._lanes: Lanes | None = None  # of slots
+        self._steps: CudaGraphs | None = None  # of the optimizers of arrays
         self._lists: dict[Hashable, OperationList] = {}
 
     @property
@@ -69,6 +70,13 @@ class Captures:
         if self._cuda is None and self.device.type == "cuda":
             self._cuda = CudaGraphs(self.device)
         return self._cuda
+
+    @property
+    def steps(self) -> CudaGraphs:
+        """What captures optimizers' steps on a GPU, whose kernels need no memory of cuBLAS's."""
+        if self._steps is None:
+            self._steps = CudaGraphs(self.device, apart=True)
+        return self._steps
 
     def units(self, model: nn.Module, recipe: Recipe | None = None) -> CapturedUnits:
         """What computes the passes of a trial; ``recipe``: as it is for that trial."""
@@ -130,9 +138,8 @@ class Launching:
         return CapturedRun(run, held, written, cuda, hands_out=hands_out) if cuda else run
 
     def of_steps(self) -> Steps | None:
-        """As a CUDA graph, on streams of its own."""
-        on_gpu = self._lanes is not None
-        return CapturedSteps(CudaGraphs(self._captures.device)) if on_gpu else None
+        """As a CUDA graph."""
+        return None if self._lanes is None else CapturedSteps(self._captures.steps)
 
     def capture(self, member: Member, slot: int) -> LonePass:
         """As a trial alone is captured; on a GPU for the slot's lane."""

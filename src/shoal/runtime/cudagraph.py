@@ -90,11 +90,14 @@ class CudaGraphs:
     there. So two graphs of one stream must not run side by side; and when one of them is freed
     torch gives that memory back, so that the others go too, and are made again when they are
     needed (``Launch.is_live``). The stream is one of high priority: copies, of which torch hands
-    out 32 streams in turn, have others, and none of theirs can come into a capture.
+    out 32 streams in turn, have others, and none of theirs can come into a capture. Those of one
+    priority are 32 too: who makes many of these meets a stream of an earlier one's.
+
+    ``apart``: none has such memory, and each may go without the others.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, *, apart: bool = False) -> None:
+        self._device, self._apart = device, apart
         self.stream: Any = torch.cuda.Stream(device, priority=-1)
         self._sides: list[Any] = []
         self._launches: weakref.WeakSet[_Launched] = weakref.WeakSet()
@@ -147,11 +150,14 @@ class CudaGraphs:
         for side in used:
             current.wait_stream(side)
 
-    def free_all(self) -> None:
-        """No graph of this stream can be launched any more."""
+    def free(self, launch: _Launched) -> None:
+        """It is not launched any more; nor is any of its stream, but for those that are apart."""
         torch.cuda.synchronize(self._device)
-        for launch in [*self._launches]:
+        if self._apart:
             launch.graph = None
+            return
+        for other in [*self._launches]:
+            other.graph = None
         self._launches.clear()
 
     @contextmanager
@@ -194,7 +200,7 @@ def _no_collection() -> Iterator[None]:
 
 
 class _Launched:
-    """A graph; when it goes all of its stream go."""
+    """A graph; when it goes all of its stream go, unless they are apart."""
 
     def __init__(self, graph: Any, among: CudaGraphs) -> None:
         self.graph, self._among = graph, among
@@ -211,7 +217,7 @@ class _Launched:
     def __del__(self) -> None:
         if self.graph is not None:
             with suppress(Exception):  # the process ends
-                self._among.free_all()
+                self._among.free(self)
 
 
 class Lanes:

@@ -431,6 +431,26 @@ def test_a_study_that_ends_is_not_running_once_it_is_let_go(place: Path) -> None
         send(place, Pause())
 
 
+def test_a_study_that_takes_the_place_of_the_one_that_was_asked_is_found(place: Path) -> None:
+    old = StudyLock(place)
+
+    def replace() -> None:
+        place.rename(place.with_name(".sweep.replaced"))
+        place.mkdir()
+        (place / "study.json").write_text("{}")
+        with StudyLock(place), ControlServer(place, _repeat):
+            old.close()
+            is_answered.wait(30)
+
+    is_answered = threading.Event()
+    later = threading.Timer(0.2, replace)
+    later.start()
+    answer = send(place, Pause())
+    is_answered.set()
+    later.join()
+    assert answer == {"text": "Pause()"}
+
+
 def test_a_study_that_is_held_and_never_listens_is_not_waited_for_for_ever(
     place: Path, tmp_path: Path
 ) -> None:

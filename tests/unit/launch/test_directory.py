@@ -151,6 +151,18 @@ def test_a_study_that_another_holds_is_refused_and_left_alone(settled, overwrite
     assert (settled / "trials").exists()
 
 
+def test_a_study_that_was_moved_leaves_what_its_successor_replaces(settled, record):
+    moved = StudyDirectory(settled, overwrite=False)
+    moved.settle(record)
+    settled.rename(settled.with_name("away"))
+    with StudyDirectory(settled, overwrite=False) as later:
+        later.settle(record)
+        (settled / "precious").touch()
+    with StudyDirectory(settled, overwrite=True):  # is planned
+        moved.close()
+    assert (settled / "precious").exists()  # its plan was refused
+
+
 def test_a_directory_that_was_moved_away_is_noticed(settled):
     with StudyDirectory(settled, overwrite=False) as directory:
         directory.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -310,6 +311,41 @@ def test_a_capture_is_on_a_stream_of_its_own(graphs):
     ]
     launch.replay()
     assert graphs.log[-1] == "replay"
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_when_a_graph_goes_all_of_its_stream_go_unless_they_are_apart(graphs, apart):
+    made = CudaGraphs(torch.device("cuda"), apart=apart)
+    one, other = (made.capture(lambda: None) for _ in range(2))
+    del one
+    gc.collect()
+    assert other.is_live == apart
+
+
+@pytest.mark.parametrize(("many", "streams"), [(1, 1), (3, 3), (9, 4)])
+def test_parts_begin_after_what_was_before_and_what_follows_waits_for_all(
+    graphs, monkeypatch, many, streams
+):
+    names = iter(f"side {number}" for number in range(streams))
+    handle = torch.cuda.current_stream
+
+    def made(device, priority):
+        graphs.state.current, before = next(names), graphs.state.current
+        found = handle(device)
+        graphs.state.current = before
+        return found
+
+    monkeypatch.setattr(torch.cuda, "Stream", made)
+    where = []
+    parts = [lambda: where.append(graphs.state.current)] * many
+    for _ in range(2):  # its streams are there the second time
+        graphs.log.clear()
+        graphs.of.beside(parts)
+        assert graphs.log == [
+            *(f"side {number} waits for main" for number in range(streams)),
+            *(f"main waits for side {number}" for number in range(streams)),
+        ]
+    assert where == [f"side {number % streams}" for number in range(many)] * 2
 
 
 @pytest.mark.parametrize("fails", [True, False], ids=["and is invalidated", "and is not"])

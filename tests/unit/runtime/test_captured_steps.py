@@ -125,6 +125,42 @@ def test_another_learning_rate_is_another_step():
     assert cuda.log.count("capture") > 1
 
 
+def test_numbers_that_are_changed_where_they_are_are_other_numbers():
+    cuda = StandIn()
+    pair = launched, called = arrays(InPlace(cuda))
+    for array in pair:
+        for slot in range(2):
+            array.member(slot).optimizer.param_groups[0]["betas"] = [0.9, 0.999]
+    assert step(launched, 8) == step(called, 8)
+    before = cuda.log.count("replay")
+    for array in pair:
+        array.member(0).optimizer.param_groups[0]["betas"][0] = 0.5
+    assert step(launched, 1) == step(called, 1)
+    assert cuda.log.count("replay") == before
+    assert same(launched, called)
+
+
+@pytest.mark.parametrize("optimizer", [companies.adam, sgd])
+def test_a_step_that_fails_ends_its_slot_alone(optimizer):
+    launched, _ = arrays(InPlace(StandIn()), optimizer=optimizer)
+    step(launched, 8)
+    launched.member(0).optimizer.param_groups[0]["lr"] = "fast"
+    stepped = launched.step(batches("uu", 1))
+    assert stepped.failures.keys() == {0}
+    assert not launched.step(batches("uu", 2)).failures  # slot 0 waits
+
+
+def test_what_somebody_else_keeps_in_a_group_is_not_looked_at():
+    cuda = StandIn()
+    launched, called = arrays(InPlace(cuda), optimizer=sgd)
+    for _ in range(8):
+        group = launched.member(0).optimizer.param_groups[0]
+        group["seen"] = torch.ones(3)  # which have no truth together
+        assert step(launched, 1) == step(called, 1)
+    assert same(launched, called)
+    assert "replay" in cuda.log
+
+
 def test_a_schedule_that_goes_on_at_every_step_leaves_nothing_to_capture():
     cuda = StandIn()
     pair = launched, called = arrays(InPlace(cuda))

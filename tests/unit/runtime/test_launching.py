@@ -255,6 +255,15 @@ def test_passes_that_do_not_repeat_themselves_are_compared_by_kernels_that_do(
         asked = kernels.asked
         assert steps(array) == steps(eager)
         assert kernels.asked == asked  # it is trusted, and runs by whatever kernels there are
+        recipe = companies.recipe(companies.adam, 1, None, "fail")
+        for one in (array, eager):
+            one.retire(0)
+            hp = {"lr": 0.1, "drop": 0.3, "data": 0}  # another rate: its pass is looked at again
+            one.refill(0, companies.member_of(recipe, hp, seed=9))
+        assert steps(array) == steps(eager)
+        assert same(array, eager)
+        assert kernels.asked > asked
+        assert not backend.why_eager
     else:
         assert backend.why_eager == "its graph comes to other bits than the pass"
 
