@@ -59,10 +59,7 @@ def is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
 
 def _are_numbers(*values: object) -> bool:
     """And no tensors, which a kernel reads later, or texts."""
-    for value in values:
-        if type(value) is not float and not isinstance(value, Real):  # the first asks no class
-            return False
-    return True
+    return all(type(value) is float or isinstance(value, Real) for value in values)
 
 
 def step_by_kernel(
