@@ -56,17 +56,11 @@ def send(
     return _read_answer(place, received)
 
 
-@contextlib.contextmanager
-def _connect(place: Path, timeout_s: float) -> Iterator[socket.socket]:
-    with _reached(place, timeout_s) as connection:
-        yield connection
-
-
 def _why_not(place: Path) -> str:
     return "it is no directory" if place.exists() else "there is no such directory"
 
 
-def _reached(place: Path, timeout_s: float) -> socket.socket:
+def _connect(place: Path, timeout_s: float) -> socket.socket:
     """A connection. A study that begins or ends has no socket and is held all the same: wait."""
     until = time.monotonic() + min(timeout_s, _BETWEEN_S)
     while True:

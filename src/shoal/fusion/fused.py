@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from shoal.fusion.batches import combined
-from shoal.fusion.crew import Crew, Evaluated, Trained, Undo
+from shoal.fusion.crew import Crew, Evaluated, Steps, Trained, Undo
 from shoal.fusion.declined import Declined, Disagreement
 from shoal.fusion.idle import idle_slots, nothing_for_idle
-from shoal.fusion.launcher import Launcher
 from shoal.fusion.level import Level, entered
 from shoal.fusion.loop import error_alone
 from shoal.fusion.member import Member
@@ -58,9 +57,9 @@ class StackedBackend:
     """Runs all slots as one, and loops the parts that cannot."""
 
     stacks_gradients = True
+    steps: Steps | None = None  # its gradients are elsewhere in every step
 
-    def __init__(self, launcher: Launcher | None = None) -> None:
-        self.steps = launcher.of_steps() if launcher else None
+    def __init__(self) -> None:
         self._templates: dict[tuple[str, ...], Template] = {}  # by what they loop
         self._learnt: dict[Hashable, Learnt] = {}  # by kind of pass
         self._constant: dict[Hashable, tuple[str, ...]] = {}  # the same

@@ -77,8 +77,9 @@ class TracedBackend(StackedBackend):
     """
 
     def __init__(self, launcher: Launcher | None = None) -> None:
-        super().__init__(launcher)
+        super().__init__()
         self._launcher = launcher
+        self.steps = launcher.of_steps() if launcher else None
         self._launched: Hashable = None  # whose graph that is
         self._kept: dict[Hashable, Kept] = {}
         self._crews = 0
