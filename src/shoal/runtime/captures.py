@@ -58,7 +58,7 @@ class Captures:
     """
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
-        self._recipe, self.device = recipe, device
+        self._recipe, self._device = recipe, device
         self._cuda: CudaGraphs | None = None  # of passes that run on the device's own stream
         self._lanes: Lanes | None = None  # of slots
         self._steps: CudaGraphs | None = None  # of the optimizers of arrays
@@ -67,21 +67,21 @@ class Captures:
     @property
     def cuda(self) -> CudaGraphs | None:
         """What captures passes that run one after the other on a GPU; None on a CPU."""
-        if self._cuda is None and self.device.type == "cuda":
-            self._cuda = CudaGraphs(self.device)
+        if self._cuda is None and self._device.type == "cuda":
+            self._cuda = CudaGraphs(self._device)
         return self._cuda
 
     @property
     def steps(self) -> CudaGraphs:
         """What captures optimizers' steps on a GPU, whose kernels need no memory of cuBLAS's."""
         if self._steps is None:
-            self._steps = CudaGraphs(self.device, apart=True)
+            self._steps = CudaGraphs(self._device, apart=True)
         return self._steps
 
     def units(self, model: nn.Module, recipe: Recipe | None = None) -> CapturedUnits:
         """What computes the passes of a trial; ``recipe``: as it is for that trial."""
         own = recipe or self._recipe
-        return CapturedUnits(model, own, self.device, self._maker(own, model, self.cuda))
+        return CapturedUnits(model, own, self._device, self._maker(own, model, self.cuda))
 
     def slot_units(
         self, model: nn.Module, recipe: Recipe, cuda: CudaGraphs | None
@@ -91,7 +91,7 @@ class Captures:
         Of each slot's capture a GPU holds the memory for good, so there is one.
         """
         make = self._maker(recipe, model, cuda)
-        return CapturedUnits(model, recipe, self.device, make, layouts=1, goes_on=True)
+        return CapturedUnits(model, recipe, self._device, make, layouts=1, goes_on=True)
 
     def _maker(self, recipe: Recipe, model: nn.Module, cuda: CudaGraphs | None) -> Maker:
         code: list[Hashable] = []
@@ -107,8 +107,8 @@ class Captures:
 
     def launcher(self) -> Launching:
         """Who captures the passes of an array that is on the device."""
-        if self._lanes is None and self.device.type == "cuda":
-            self._lanes = Lanes(self.device)
+        if self._lanes is None and self._device.type == "cuda":
+            self._lanes = Lanes(self._device)
         return Launching(self, self._lanes)
 
     def _list(
