@@ -25,7 +25,7 @@ from torch import nn
 
 from shoal.core.errors import TrialError
 from shoal.fusion.admission import require_signature, shared_signature, shell
-from shoal.fusion.batches import elements_of, layout_of
+from shoal.fusion.batches import elements_of, layout_of, moved_together
 from shoal.fusion.crew import ArrayBackend, Crew, Trained
 from shoal.fusion.finish import Finisher, advance_schedule, names_held
 from shoal.fusion.fused import StackedBackend
@@ -282,7 +282,10 @@ class Array:
         if self.device.type == "cpu":
             return batches
         pairs = zip(batches, active, strict=True)
-        return [to_device(batch, self.device) if is_active else None for batch, is_active in pairs]
+        taking = [batch if is_active else None for batch, is_active in pairs]
+        if self.backend.stacks_gradients:
+            return moved_together(taking, self.device)
+        return [to_device(batch, self.device) for batch in taking]  # each as it is alone
 
     def _nonfinite(self, means: Sequence[float], tally: _Tally) -> dict[int, BaseException]:
         """Errors of slots whose loss is not finite, where the recipe does not ignore that."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.fusion.blend import blend
+from shoal.recipe import to_device
 
 
 def stacked_leaves(batches: Sequence[Any]) -> list[Tensor]:
@@ -21,6 +22,47 @@ def stacked_leaves(batches: Sequence[Any]) -> list[Tensor]:
 
     combined(batches, keep)
     return found
+
+
+def moved_together(batches: Sequence[Any], device: torch.device) -> list[Any]:
+    """Every batch on a GPU, as ``to_device`` has it; None stays None.
+
+    Those of one layout travel as one copy for each of their tensors, and become its rows: many
+    small copies cost a GPU's host more than what they feed. Nothing else is on these rows' memory.
+    """
+    found: list[Any] = list(batches)
+    alike: dict[Hashable, list[int]] = {}
+    for slot, batch in enumerate(batches):
+        alike.setdefault(layout_of(batch) if _stacks_on_host(batch) else slot, []).append(slot)
+    for slots in alike.values():
+        if len(slots) == 1:
+            found[slots[0]] = to_device(batches[slots[0]], device)
+            continue
+        columns = zip(*(leaves_of(batches[slot]) for slot in slots), strict=True)
+        moved = [_rows_on(device, tensors) for tensors in columns]
+        for slot, *rows in zip(slots, *moved, strict=True):
+            found[slot] = rebuilt(batches[slot], iter(rows))
+    return found
+
+
+def _rows_on(device: torch.device, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Alike tensors in host memory, on a GPU behind its work, which is not waited for."""
+    first = tensors[0]
+    together = torch.empty((len(tensors), *first.shape), dtype=first.dtype, pin_memory=True)
+    torch.stack(list(tensors), out=together)  # torch keeps it until the copy is through
+    return together.to(device, non_blocking=True).unbind(0)
+
+
+def _stacks_on_host(batch: Any) -> bool:
+    """Whether it is of plain tensors in host memory, beside what is the same anywhere."""
+    if isinstance(batch, Tensor):
+        plain = type(batch) is Tensor and batch.device.type == "cpu" and not batch.requires_grad
+        return plain and batch.layout is torch.strided and batch.is_contiguous()
+    if isinstance(batch, Mapping):
+        return all(map(_stacks_on_host, batch.values()))
+    if isinstance(batch, tuple | list):
+        return all(map(_stacks_on_host, batch))
+    return batch is not None and isinstance(batch, bool | int | float | str)
 
 
 def holds_floats(batch: Any) -> bool:
