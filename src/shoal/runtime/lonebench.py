@@ -27,6 +27,7 @@ from shoal.runtime.units import Micro
 class LoneTrial:
     """A trial on its device, with a step's batches, and one to evaluate, if there are any.
 
+    They are where their source has them, and go to the device in every step, as when it trains.
     ``held_bytes`` are there between steps, ``peak_bytes`` the most in one.
     """
 
@@ -59,13 +60,14 @@ class LoneTrial:
             if self.own is None:  # made once, as a session makes it
                 args = member.recipe, member.module, member.optimizer, member.hp, member.modes
                 self.own = OwnStep(*args, by_kernel=True)
-            self.own(self.group[0], member.step)
+            self.own(to_device(self.group[0], self.device), member.step)
             if member.schedule:
                 member.schedule.step()
             return
         member.optimizer.zero_grad(set_to_none=True)
         accumulate = member.recipe.accumulate
-        for batch in self.group:
+        for fetched in self.group:
+            batch = to_device(fetched, self.device)
             if self.units is not None:
                 found = self.units.backward(0, Micro(batch))
                 assert found is not None
@@ -81,7 +83,7 @@ class LoneTrial:
 
     def evaluate(self) -> None:
         """A validation batch as the plain loop does it."""
-        member, batch = self.member, self.valid
+        member, batch = self.member, to_device(self.valid, self.device)
         member.train(False)
         with torch.no_grad():
             if member.recipe.evaluate is not None:
@@ -116,8 +118,7 @@ def _placed(member: Member, group: Sequence[Any], valid: Any, meter: Meter) -> L
     where = meter.device
     with meter.counting() as tracker:
         (lone,) = on_device(copies([member]), where)
-        batches = [to_device(batch, where) for batch in group]
-        found = LoneTrial(lone, batches, to_device(valid, where), where)
+        found = LoneTrial(lone, group, valid, where)
         found.step()
         found.held_bytes = tracker.current_bytes
         found.step()

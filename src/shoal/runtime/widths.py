@@ -257,11 +257,12 @@ class ArrayBench:
         return copies(self._crowd.members[:width])
 
     def _batches(self, width: int) -> tuple[list[tuple[Any, ...]], list[Any]]:
-        """Of a step by micro-batch and slot, and to evaluate by slot; on the device."""
-        crowd, where = self._crowd, self._where
-        groups = [[to_device(b, where) for b in group] for group in crowd.batches[:width]]
-        valid = [to_device(batch, where) for batch in crowd.valid[:width]]
-        return list(zip(*groups, strict=True)), valid
+        """Of a step by micro-batch and slot, and to evaluate by slot; where their source has them.
+
+        So they go to the device in every step, as they do when it trains.
+        """
+        crowd = self._crowd
+        return list(zip(*crowd.batches[:width], strict=True)), crowd.valid[:width]
 
     # -- a trial alone ----------------------------------------------------------------
 
