@@ -33,11 +33,8 @@ from shoal.core.values import flag, is_number, items, plain, whole
 
 FREE_SHARE = 0.8  # of what is free now; the rest is for the libraries and other processes
 CONTEXT_BYTES = 512 * 2**20  # of a GPU, for each process on it beyond the first
-PATIENCE_S = 120.0  # with a process that imports torch and opens all GPUs
-_ASK_FREE = """\
-import sys, torch
-print(*(torch.cuda.mem_get_info(int(number))[0] for number in sys.argv[1:]))
-"""
+PATIENCE_S = 120.0  # with a process that opens all GPUs, and may import torch
+_ASK_FREE = Path(__file__).with_name("askfree.py")
 _DEVICES = re.compile(
     r"(?P<kind>cpu|cuda)(?::(?P<which>[0-9,]+))?"
     r"(?:@(?P<profile>[a-z0-9_-]+)(?:/(?P<scale>[0-9.]+))?)?"
@@ -290,7 +287,7 @@ def _free_bytes(numbers: Iterable[int]) -> dict[int, int]:
         SpecError: one of them cannot be opened.
     """
     numbers = sorted(set(numbers))
-    ask = [sys.executable, "-P", "-c", _ASK_FREE, *map(str, numbers)]
+    ask = [sys.executable, "-P", str(_ASK_FREE), *map(str, numbers)]
     try:
         done = subprocess.run(ask, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
         found = [int(word) for word in done.stdout.split()[-len(numbers) :]]

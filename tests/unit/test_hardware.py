@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from shoal import Recipe, Study, grid
+from shoal import Recipe, Study, askfree, grid
 from shoal import hardware as hardware_module
 from shoal.core.errors import PlanError, SpecError
 from shoal.core.profile import PROFILES
@@ -303,6 +303,59 @@ def test_another_process_asks_what_is_free_and_only_of_the_gpus_that_are_named(
 
     assert asked_torch("(100 * n + 7, 10**9)")([3, 1, 3]) == {1: 107, 3: 307}
     assert asked_torch("(5, 9) if n == 2 else 1 / 0")([2]) == {2: 5}
+
+
+class Driver:
+    """CUDA's, with two GPUs."""
+
+    def __init__(self, fails=""):
+        self.fails, self.here = fails, None
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            if name == self.fails:
+                return 100
+            getattr(self, f"_{name}")(*arguments)
+            return 0
+
+        return call
+
+    def _cuInit(self, flags):
+        assert flags == 0
+
+    def _cuDeviceGet(self, device, number):
+        device._obj.value = 10 + number
+
+    def _cuDevicePrimaryCtxRetain(self, context, device):
+        context._obj.value = 100 + device.value
+
+    def _cuCtxSetCurrent(self, context):
+        self.here = context.value
+
+    def _cuMemGetInfo_v2(self, free, total):
+        free._obj.value, total._obj.value = self.here, 999
+
+
+def test_the_driver_is_asked_rather_than_torch_whose_import_takes_longer(monkeypatch, capsys):
+    monkeypatch.setattr(askfree.ctypes, "CDLL", lambda name: Driver())
+    monkeypatch.setattr(askfree, "of_torch", None)
+    monkeypatch.setattr(sys, "argv", ["askfree.py", "1", "0"])
+    askfree.main()
+    assert capsys.readouterr().out == "111 110\n"
+
+
+@pytest.mark.parametrize("driver", [None, "cuInit", "cuMemGetInfo_v2"])
+def test_torch_says_what_is_wrong_with_a_driver(monkeypatch, capsys, driver):
+    def load(name):
+        if driver is None:
+            raise OSError("there is none")
+        return Driver(fails=driver)
+
+    monkeypatch.setattr(askfree.ctypes, "CDLL", load)
+    monkeypatch.setattr(askfree, "of_torch", lambda numbers: [n + 7 for n in numbers])
+    monkeypatch.setattr(sys, "argv", ["askfree.py", "1", "0"])
+    askfree.main()
+    assert capsys.readouterr().out == "8 7\n"
 
 
 @pytest.mark.parametrize(
