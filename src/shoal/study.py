@@ -339,7 +339,7 @@ def _lines(wanted: bool) -> Sink:
     """Lines on standard error, when they are wanted."""
     if not wanted:
         return lambda happened: None
-    from shoal.ui.dashboard import PlainLines  # an arrow up, as below
+    from shoal.ui.lines import PlainLines  # an arrow up, as below
 
     lines = PlainLines(sys.stderr)
 

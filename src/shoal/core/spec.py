@@ -67,6 +67,12 @@ class HyperParameters(Mapping[str, Scalar]):
     def __len__(self) -> int:
         return len(self._values)
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # somebody looks for a method, or copies this
+            raise AttributeError(name)
+        words = f"hyperparameters have no attribute {name!r}; they are read as hp[{name!r}]"
+        raise AttributeError(words)
+
     def __repr__(self) -> str:
         return repr(self._values)
 

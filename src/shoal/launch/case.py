@@ -109,6 +109,7 @@ def take_up(study: Asked, request: Request, place: StudyDirectory) -> Case:
     if request.technique is None and differs:
         technique = None  # the planner has it trial by trial
     sinks = Sinks(place.database, request.callbacks, check=place.check)
+    sinks.look_back(before)
     return Case(place, sinks, before, merged, found, todo, hardware, hunt, technique)
 
 

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, runtime_checkable
 
 from shoal.core.event import Event
 from shoal.observe.db import Database
+from shoal.observe.snapshot import Snapshot
 
 Callback = Callable[[Event], None]
+
+
+@runtime_checkable
+class LooksBack(Protocol):
+    """A callback that goes on from what was before it, as a screen does."""
+
+    def look_back(self, before: Snapshot) -> None: ...
 
 
 class Sinks:
@@ -39,6 +48,12 @@ class Sinks:
     def add(self, callback: Callback) -> None:
         """Call it too from now on."""
         self._callbacks.append(callback)
+
+    def look_back(self, before: Snapshot) -> None:
+        """Tell callbacks that can draw it what the runs before came to."""
+        for callback in self._callbacks:
+            if isinstance(callback, LooksBack):
+                callback.look_back(before)
 
     def write(self, happened: Sequence[Event]) -> None:
         """Database first; a callback that raises loses its place and stops nobody.

@@ -101,6 +101,10 @@ class Snapshot:
         """The state after all of ``events``."""
         return Folder().add_all(events).snapshot()
 
+    def folder(self) -> Folder:
+        """What folds further events onto this state, which stays as it is."""
+        return self._folder.copy() if self._folder is not None else Folder()
+
     def count(self, state: TrialState) -> int:
         """How many trials are in ``state``; PENDING includes those not planned yet."""
         known = sum(row.state is state for row in self.trials)
@@ -139,8 +143,7 @@ def fold(snapshot: Snapshot, *events: Event) -> Snapshot:
 
     Copies the state: to follow a log, keep a ``Folder``.
     """
-    folder = snapshot._folder.copy() if snapshot._folder is not None else Folder()
-    return folder.add_all(events).snapshot()
+    return snapshot.folder().add_all(events).snapshot()
 
 
 class Folder:

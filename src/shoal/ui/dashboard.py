@@ -20,52 +20,34 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.core.event import (
-    CheckpointDamaged,
-    Evaluated,
     Event,
-    LoaderRestarted,
-    PlanningWaited,
-    StateLeftOut,
-    StepFinished,
-    StorageFailed,
-    StudyChanged,
-    StudyContinued,
     StudyFinished,
-    StudyPaused,
-    StudyPlanned,
-    StudyStarted,
-    TrialExploited,
-    TrialFailed,
-    TrialFinished,
-    TrialPruned,
-    TrialReplanned,
-    TrialRestarted,
-    TrialStopped,
-    TrialWaits,
-    WorkerDied,
     WorkerStalled,
 )
-from shoal.core.seats import OTHERS_PRUNED
-from shoal.core.units import Seconds, counted, format_bytes, format_seconds, format_value
-from shoal.observe.rows import DeviceRow, TrialRow, TrialState, changes
+from shoal.core.units import counted, format_bytes, format_seconds, format_value
+from shoal.observe.rows import DeviceRow, TrialRow, TrialState
 from shoal.observe.snapshot import Folder, Snapshot
+from shoal.ui.lines import (
+    PlainLines,
+    counts_of,
+    describe_behind,
+    describe_stall,
+    describe_wait,
+    first_line,
+    total_steps,
+)
 from shoal.ui.text import (
     DASH,
     STATES,
-    format_changes,
     format_metric,
     format_steps,
     how,
-    plain_reason,
     shorten,
     varying_names,
 )
 
 REFRESH_S = 0.25
-NO_METRICS = ": no metrics"
-PLAIN_S = 5.0
 _GAP = 2  # blanks between two columns
-_WORKS = {"build": "built", "measure": "measured"}
 _STYLES = {
     TrialState.PENDING: "dim",
     TrialState.RUNNING: "cyan",
@@ -80,6 +62,7 @@ class Screen(Protocol):
     """A callback of a study that draws: a context manager around the run."""
 
     def __call__(self, event: Event) -> None: ...
+    def look_back(self, before: Snapshot) -> None: ...
     def __enter__(self) -> Screen: ...
     def __exit__(
         self,
@@ -129,6 +112,10 @@ class LiveTable:
         if new := list(events):
             self.catch_up(new)
 
+    def look_back(self, before: Snapshot) -> None:
+        """Go on from what the study came to before."""
+        self._folder = before.folder()
+
     def __enter__(self) -> LiveTable:
         self._live.start()
         return self
@@ -145,210 +132,6 @@ class LiveTable:
         size = self._console.size
         screen = render(self._folder.snapshot(), size.width, size.height)
         self._live.update(screen, refresh=True)
-
-
-class PlainLines:
-    """A line for what a log's reader wants to find, and one of progress every five seconds."""
-
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
-        self._folder = Folder()
-        self._next_s: float | None = None
-        self._broken = False
-        self._replanned = ""
-        self._warned: tuple[str, ...] = ()
-
-    def __call__(self, event: Event) -> None:
-        if self._broken:
-            return
-        try:
-            self._folder.add(event)
-            for line in self._lines(event):
-                print(line, file=self._stream, flush=True)
-        except Exception as error:  # a screen must not stop what it shows
-            self._broken = True
-            print(f"the progress lines stopped, the study goes on: {error!r}", file=sys.stderr)
-
-    def catch_up(self, events: Iterable[Event]) -> None:
-        """Say in a line where the study is, or how it ended."""
-        ending: StudyFinished | None = None
-        event: Event | None = None
-        for event in events:
-            self._folder.add(event)
-            ending = event if isinstance(event, StudyFinished) else ending
-        if event is None:
-            return
-        snapshot = self._folder.snapshot()
-        ended = ending if snapshot.is_finished else None
-        line = f"{snapshot.study}: {describe(ended)}" if ended else describe_progress(snapshot)
-        print(line, file=self._stream, flush=True)
-
-    def tell(self, events: Iterable[Event]) -> None:
-        """A line for each that has one; unlike a call it raises what goes wrong."""
-        for event in events:
-            self._folder.add(event)
-            for line in self._lines(event):
-                print(line, file=self._stream, flush=True)
-
-    def __enter__(self) -> PlainLines:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        pass
-
-    def _lines(self, event: Event) -> list[str]:
-        line = self._why_again(event) or describe(event)
-        if isinstance(event, Evaluated | TrialFinished) and not event.metrics:
-            line = line.removesuffix(NO_METRICS) + self._loss_of(event.trial)
-        lines = [line] if line else []
-        if isinstance(event, StudyPlanned | StateLeftOut):
-            warnings = self._folder.snapshot().warnings
-            lines += [f"WARNING: {one}" for one in warnings if one not in self._warned]
-            self._warned = warnings
-        if isinstance(event, StudyFinished):
-            lines = [*describe_behind(self._folder.snapshot()), *lines]
-        if isinstance(event, StepFinished) and self._is_due(event.time):
-            lines.append(describe_progress(self._folder.snapshot()))
-        return lines
-
-    def _loss_of(self, trial: int) -> str:
-        """What there is to say of a trial that nothing was evaluated of."""
-        rows = self._folder.snapshot().trials
-        loss = next((row.loss for row in rows if row.number == trial), None)
-        return NO_METRICS if loss is None else f": loss {format_metric(loss)}"
-
-    def _why_again(self, event: Event) -> str:
-        """Why a trial is planned again; of trials in a row for one reason said of the first."""
-        if not isinstance(event, TrialReplanned) or event.reason.startswith(OTHERS_PRUNED):
-            return ""
-        if event.reason == self._replanned:
-            return ""
-        self._replanned = event.reason
-        return f"trial {event.trial} is planned again: {plain_reason(event.reason)}"
-
-    def _is_due(self, now: float) -> bool:
-        if self._next_s is None:
-            self._next_s = now + PLAIN_S
-        if now < self._next_s:
-            return False
-        self._next_s = now + PLAIN_S
-        return True
-
-
-def describe(event: Event) -> str:
-    """An event in a line, or nothing for the many that only move numbers."""
-    match event:
-        case StudyStarted():
-            names = ", ".join(str(device.get("name", "")) for device in event.devices)
-            return f"{event.study}: {counted(event.trials, 'trial')} on {names}"
-        case StudyPlanned():
-            seconds = format_seconds(Seconds(event.seconds))
-            return f"planned {counted(event.trials, 'trial')}: predicted {seconds}"
-        case Evaluated():
-            return f"trial {event.trial} step {event.step}{_metrics(event.metrics)}"
-        case TrialFinished():
-            return (
-                f"trial {event.trial} finished after {counted(event.step, 'step')} and "
-                f"{format_seconds(event.seconds)}{_metrics(event.metrics)}"
-            )
-        case TrialFailed():
-            reason = TrialRow(number=event.trial, error=event.error).error_line
-            return f"trial {event.trial} FAILED at step {event.step}: {reason}"
-        case TrialStopped():
-            return f"trial {event.trial} stopped at step {event.step}: {_first_line(event.reason)}"
-        case TrialPruned():
-            return f"trial {event.trial} pruned at step {event.step}: {_first_line(event.reason)}"
-        case TrialExploited():
-            return (
-                f"trial {event.trial} goes on from trial {event.source}'s state after step "
-                f"{event.step}, with {format_changes(changes(event.before, event.hp))}"
-            )
-        case TrialRestarted():
-            why = f": {_first_line(event.reason)}" if event.reason else ""
-            return f"trial {event.trial} goes on from step {event.step}{why}"
-        case TrialWaits():
-            return f"trial {event.trial} waits at step {event.step}: {_first_line(event.reason)}"
-        case WorkerDied():
-            trials = ", ".join(map(str, event.trials)) or "none"
-            return f"the worker of {event.device} died ({event.reason}); trials on it: {trials}"
-        case WorkerStalled():
-            return describe_stall(event)
-        case PlanningWaited():
-            return _describe_wait(event)
-        case StudyFinished():
-            stopped = f"; stopped: {_first_line(event.stopped)}" if event.stopped else ""
-            pruned = f", {event.pruned} pruned" if event.pruned else ""
-            return (
-                f"{counted(event.finished, 'trial')} finished{pruned}, {event.failed} failed, in "
-                f"{format_seconds(event.seconds)}{stopped}"
-            )
-    return _describe_durability(event)
-
-
-def _describe_wait(event: PlanningWaited) -> str:
-    seconds, limit = format_seconds(event.seconds), format_seconds(event.limit_s)
-    doing = f"trial {event.trial} is being {_WORKS.get(event.work, event.work)} on {event.device}"
-    if event.trial is None:
-        doing = f"the worker of {event.device} is starting"
-    return f"planning: {doing}, for {seconds} so far; after {limit} it counts as a hang"
-
-
-def describe_stall(event: WorkerStalled) -> str:
-    """That a worker gets nothing done, whose code that is, and until when it is waited for."""
-    seconds, limit = format_seconds(event.seconds), format_seconds(event.limit_s)
-    trials = ", ".join(map(str, event.trials)) or "none"
-    whose = f" trial {event.trial}'s code" if event.trial is not None else ""
-    stands = f",{whose} at {event.place}" if event.place else f" in{whose}" if whose else ""
-    return (
-        f"{event.device} got nothing done for {seconds}{stands}; after {limit} that counts as a "
-        f"hang; trials on it: {trials}"
-    )
-
-
-def _describe_durability(event: Event) -> str:
-    match event:
-        case StudyPaused():
-            return f"the study is paused: {_first_line(event.reason)}"
-        case StudyContinued():
-            return "the study goes on"
-        case StudyChanged():
-            return "the study goes on with changes: " + "; ".join(event.changes)
-        case CheckpointDamaged():
-            return f"{event.path} of trial {event.trial} is damaged: {_first_line(event.reason)}"
-        case StorageFailed():
-            error = _first_line(event.error)
-            return f"{event.path} could not be written: {error}; {event.action}"
-        case LoaderRestarted():
-            return (
-                f"a process that reads trial {event.trial}'s data died at step {event.step} "
-                f"({_first_line(event.reason)}); another one reads on"
-            )
-    return ""
-
-
-def _first_line(text: str) -> str:
-    return shorten(text.partition("\n")[0], 60)
-
-
-def describe_progress(snapshot: Snapshot) -> str:
-    """The whole study in a line."""
-    total = _total_steps(snapshot)
-    eta = "" if snapshot.eta_seconds is None else f", ETA {format_seconds(snapshot.eta_seconds)}"
-    return (
-        f"{snapshot.study}: step {format_steps(snapshot.steps_done, total)}, "
-        f"{_counts(snapshot)}, {format_seconds(snapshot.seconds)} elapsed{eta}"
-    )
-
-
-def _metrics(metrics: object) -> str:
-    items = dict(metrics).items()  # type: ignore[call-overload]  # a mapping of floats
-    found = ", ".join(f"{name} {format_metric(value)}" for name, value in items)
-    return f": {found}" if found else NO_METRICS
 
 
 # ---------------------------------------------------------------- the table
@@ -377,8 +160,9 @@ def render(snapshot: Snapshot, width: int = 80, height: int = 24) -> RenderableT
     devices += [] if snapshot.is_finished else stalls
     failures = _failure_lines(snapshot)
     late = [*describe_behind(snapshot), *(f"warning: {one}" for one in snapshot.warnings)]
-    behind = [Text(x, style="yellow", no_wrap=True, overflow="ellipsis") for x in late]
-    room = max(1, height - len(devices) - len(failures) - len(behind) - 7)
+    behind = [_one_line(words, "yellow") for words in late]
+    waits = [_one_line(describe_wait(wait)) for wait in snapshot.waits]
+    room = max(1, height - len(devices) - len(waits) - len(failures) - len(behind) - 7)
     rows = choose_rows(snapshot, room)
     hidden = snapshot.total - len(rows)
     more = [Text(f"... and {counted(hidden, 'more trial')}", style="dim")] if hidden > 0 else []
@@ -391,19 +175,14 @@ def render(snapshot: Snapshot, width: int = 80, height: int = 24) -> RenderableT
         *failures,
         blank,
         *devices,
+        *waits,
         *behind,
         _footer(snapshot),
     )
 
 
-def describe_behind(snapshot: Snapshot) -> list[str]:
-    """Why an emulated run is not to be believed, if it did not keep up."""
-    late = []
-    for place, seconds in sorted(snapshot.behind.items()):
-        behind, whole = map(format_seconds, map(Seconds, seconds))
-        late.append(f"{' '.join(place)} fell behind the emulated times by {behind} of {whole}")
-    advice = "these seconds are not the profile's: emulate a slower device (a larger scale)"
-    return [*late, *[advice] * bool(late)]
+def _one_line(words: str, style: str = "") -> Text:
+    return Text(words, style=style, no_wrap=True, overflow="ellipsis")
 
 
 def _planning(snapshot: Snapshot) -> RenderableType:
@@ -413,7 +192,7 @@ def _planning(snapshot: Snapshot) -> RenderableType:
     return Group(
         Text(f"{name}planning, each distinct model is measured once ...", style="dim"),
         *(
-            Text(f"after {format_seconds(wait.time - began)}  {_describe_wait(wait)}")
+            Text(f"after {format_seconds(wait.time - began)}  {describe_wait(wait)}")
             for wait in snapshot.waits
         ),
         *(_device_line(row) for row in snapshot.devices if row.restarts),
@@ -508,7 +287,7 @@ def _speed(row: TrialRow) -> str:
 
 
 def _title(snapshot: Snapshot, width: int) -> RenderableType:
-    total = _total_steps(snapshot)
+    total = total_steps(snapshot)
     line = Table.grid(padding=(0, 2))
     line.add_column(no_wrap=True)
     line.add_column(width=max(8, min(30, width - 56)))
@@ -535,29 +314,24 @@ def _device_line(row: DeviceRow, *, is_over: bool = False) -> Text:
     restarts = f"  worker restarts {row.restarts}" if row.restarts else ""
     text = f"{row.name}  peak {peak} of {budget}{restarts}{busy}{speed}{running}"
     style = "red" if row.restarts else "default"
-    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+    return _one_line(text, style)
 
 
 def _stall_line(stall: WorkerStalled) -> Text:
-    return Text(describe_stall(stall), style="yellow", no_wrap=True, overflow="ellipsis")
+    return _one_line(describe_stall(stall), "yellow")
 
 
 def _failure_lines(snapshot: Snapshot, most: int = 2) -> list[Text]:
     failed = [row for row in snapshot.trials if row.state is TrialState.FAILED]
     return [
-        Text(
-            f"trial {row.number} failed at step {row.step}: {row.error_line}",
-            style="red",
-            no_wrap=True,
-            overflow="ellipsis",
-        )
+        _one_line(f"trial {row.number} failed at step {row.step}: {row.error_line}", "red")
         for row in failed[-most:]
     ]
 
 
 def _footer(snapshot: Snapshot) -> Text:
     return Text(
-        f"{_counts(snapshot)}    elapsed {format_seconds(snapshot.seconds)}    {_end(snapshot)}",
+        f"{counts_of(snapshot)}    elapsed {format_seconds(snapshot.seconds)}    {_end(snapshot)}",
         style="bold",
         no_wrap=True,
         overflow="ellipsis",
@@ -566,7 +340,7 @@ def _footer(snapshot: Snapshot) -> Text:
 
 def _end(snapshot: Snapshot) -> str:
     if snapshot.stopped:
-        return f"stopped: {_first_line(snapshot.stopped)}"
+        return f"stopped: {first_line(snapshot.stopped)}"
     if snapshot.is_finished:
         return "done"
     if snapshot.is_paused:
@@ -574,17 +348,3 @@ def _end(snapshot: Snapshot) -> str:
     return "ETA " + (
         DASH if snapshot.eta_seconds is None else format_seconds(snapshot.eta_seconds)
     )
-
-
-def _counts(snapshot: Snapshot) -> str:
-    counts = {word: snapshot.count(state) for state, word in STATES.items()}
-    order = ("running", "waiting", "finished", "pruned", "stopped", "failed")
-    return ", ".join(f"{counts[word]} {word}" for word in order if counts[word]) or "no trials"
-
-
-def _total_steps(snapshot: Snapshot) -> int | None:
-    steps = [row.steps for row in snapshot.trials]
-    if not steps or any(count is None for count in steps):
-        return None
-    known = [count for count in steps if count is not None]
-    return round(sum(known) / len(known) * snapshot.total)

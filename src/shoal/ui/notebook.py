@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.core.event import Event
-from shoal.observe.snapshot import Folder
+from shoal.observe.snapshot import Folder, Snapshot
 from shoal.ui.dashboard import render
 
 REFRESH_S = 0.5
@@ -58,6 +58,10 @@ class NotebookTable:
                 self._draw()
         except Exception as error:  # a screen must not stop what it shows
             self._give_up(error)
+
+    def look_back(self, before: Snapshot) -> None:
+        """Go on from what the study came to before."""
+        self._folder = before.folder()
 
     def __enter__(self) -> NotebookTable:
         return self

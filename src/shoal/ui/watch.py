@@ -11,8 +11,9 @@ from shoal.core.errors import SpecError
 from shoal.core.event import Event
 from shoal.observe import DatabaseReader, is_running, read_outline
 from shoal.observe.snapshot import Snapshot
-from shoal.ui.dashboard import LiveTable, PlainLines, make_screen
+from shoal.ui.dashboard import LiveTable, make_screen
 from shoal.ui.failures import ExitCode
+from shoal.ui.lines import PlainLines
 from shoal.ui.show import ending_code
 from shoal.ui.studies import find_study, refuse_unrecorded, wait_while_running
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from shoal.core.event import (
     CheckpointDamaged,
     EmulationMeasured,
+    Evaluated,
     Event,
     LoaderRestarted,
     PlanningWaited,
@@ -30,7 +31,8 @@ from shoal.core.event import (
     WorkerStalled,
 )
 from shoal.observe.snapshot import Folder, Snapshot
-from shoal.ui.dashboard import LiveTable, PlainLines, choose_rows, describe, make_screen, render
+from shoal.ui.dashboard import LiveTable, choose_rows, make_screen, render
+from shoal.ui.lines import PLAIN_EVALUATIONS, PlainLines, describe
 
 Events = Callable[..., Iterator[Event]]
 
@@ -235,6 +237,41 @@ def test_lines_report_evaluations_ends_and_progress(study_events: Events) -> Non
     assert "3 trials finished, 1 failed" in text
     assert text.count("sweep: step ") == 1  # 6.3 seconds of events
     assert "ETA" in text
+
+
+def test_of_many_evaluations_a_log_has_some_and_the_count_of_the_others() -> None:
+    stream = io.StringIO()
+    with PlainLines(stream) as screen:
+        for number in range(100):  # ten a second
+            at = number / 10
+            screen(Evaluated(time=at, trial=0, step=number, epoch=1, metrics={"valid_loss": 2.0}))
+            screen(
+                StepFinished(
+                    time=at, trial=0, step=number, epoch=1, loss=2.0, seconds=0.1, device="cpu:0"
+                )
+            )
+
+    lines = stream.getvalue().splitlines()
+    assert len([line for line in lines if "valid_loss" in line]) <= 2 * PLAIN_EVALUATIONS
+    assert lines[PLAIN_EVALUATIONS].endswith("more evaluations")
+
+
+@pytest.mark.parametrize("screen_of", [LiveTable, PlainLines])
+def test_a_screen_of_a_resumed_study_goes_on_from_what_was_before(
+    study_events: Events, screen_of: type
+) -> None:
+    events = list(study_events(4))
+    half = len(events) // 2
+    before = Snapshot.of(events[:half])
+    console = Console(width=120, height=24, file=io.StringIO(), force_terminal=True)
+    screen = screen_of(console if screen_of is LiveTable else console.file)
+    screen.look_back(before)
+    with screen:
+        for event in events[half:]:
+            screen(event)
+
+    assert screen._folder.snapshot() == Snapshot.of(events)
+    assert before == Snapshot.of(events[:half])
 
 
 def test_a_worker_that_died_is_reported_with_its_trials(a_worker_death: WorkerDied) -> None:

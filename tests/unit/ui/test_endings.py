@@ -19,9 +19,9 @@ from shoal.core.event import (
 )
 from shoal.demo import Sample
 from shoal.observe import Snapshot
-from shoal.ui.dashboard import PlainLines
 from shoal.ui.demo import describe_sample, printable
 from shoal.ui.failures import ExitCode
+from shoal.ui.lines import PlainLines
 from shoal.ui.show import (
     describe_ending,
     describe_study,

@@ -20,8 +20,9 @@ from shoal.core.event import Event, StudyChanged
 from shoal.observe import Database, StudyLock
 from shoal.ui import watch
 from shoal.ui.cli import app
-from shoal.ui.dashboard import LiveTable, PlainLines
+from shoal.ui.dashboard import LiveTable
 from shoal.ui.failures import ExitCode
+from shoal.ui.lines import PlainLines
 from shoal.ui.watch import follow, watch_study
 
 Events = Callable[..., Iterator[Event]]
