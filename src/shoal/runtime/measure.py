@@ -98,7 +98,6 @@ from shoal.runtime.messages import (
     TimedArray,
 )
 from shoal.runtime.meter import free_bytes, rest_on_host
-from shoal.runtime.probe import Probe
 from shoal.runtime.settling import why_changes_matter
 from shoal.runtime.wholemodel import Built, WholeModel, draws_in_cudnn, step_once
 from shoal.runtime.widths import ArrayBench
@@ -365,6 +364,8 @@ class Measurer:
         alone = self._measure_whole(self._built._replace(batch=piece)).shards[0]
         first = whole.measure.shards[0].step_peak_bytes  # which has made the state
         alone = replace(alone, step_peak_bytes=max(first, alone.step_peak_bytes))
+        from shoal.runtime.probe import Probe  # torch's FSDP takes a second
+
         kind = Probe(self._recipe, trial, self._here, width=width, shard=shard)
         replica = kind.measure(self._built.model, self._built.batch, self._built.valid, alone)
         return replace(whole, measure=replace(whole.measure, replica=replica))

@@ -28,7 +28,6 @@ from shoal.runtime.gangs import GangSession
 from shoal.runtime.gangseat import GangSeat, Hands, MemberError
 from shoal.runtime.house import House
 from shoal.runtime.messages import Grant, LeaseOver, Progress, Refused
-from shoal.runtime.replicaseat import ReplicaSeat
 from shoal.runtime.session import Session
 from shoal.runtime.spilledstages import SpilledStageSeat
 from shoal.runtime.stages import StageSeat
@@ -139,6 +138,8 @@ class StageDesk:
         technique = grant.job.technique
         kind: type[GangSeat] = StageSeat
         if isinstance(technique, DataParallel):
+            from shoal.runtime.replicaseat import ReplicaSeat  # torch's FSDP takes a second
+
             kind = ReplicaSeat
         elif isinstance(technique, Pipelined) and technique.is_spilled:
             kind = SpilledStageSeat
