@@ -58,19 +58,19 @@ def _stacks_on_host(batch: Any) -> bool:
     if isinstance(batch, Tensor):
         plain = type(batch) is Tensor and batch.device.type == "cpu" and not batch.requires_grad
         return plain and batch.layout is torch.strided and batch.is_contiguous()
-    if isinstance(batch, Mapping):
-        return all(map(_stacks_on_host, batch.values()))
     if isinstance(batch, tuple | list):
         return all(map(_stacks_on_host, batch))
+    if isinstance(batch, Mapping):
+        return all(map(_stacks_on_host, batch.values()))
     return batch is not None and isinstance(batch, bool | int | float | str)
 
 
 def holds_floats(batch: Any) -> bool:
     """Whether a batch has floats beside its tensors, which may be others in the next one."""
-    if isinstance(batch, Mapping):
-        return any(map(holds_floats, batch.values()))
     if isinstance(batch, tuple | list):
         return any(map(holds_floats, batch))
+    if isinstance(batch, Mapping):
+        return any(map(holds_floats, batch.values()))
     return isinstance(batch, float)
 
 
@@ -99,10 +99,10 @@ def leaves_of(batch: Any) -> list[Tensor]:
     """The tensors of a batch, in the order in which ``rebuilt`` puts others there."""
     if isinstance(batch, Tensor):
         return [batch]
-    if isinstance(batch, Mapping):
-        return [leaf for value in batch.values() for leaf in leaves_of(value)]
     if isinstance(batch, tuple | list):
         return [leaf for value in batch for leaf in leaves_of(value)]
+    if isinstance(batch, Mapping):
+        return [leaf for value in batch.values() for leaf in leaves_of(value)]
     return []
 
 
@@ -110,13 +110,13 @@ def _built(batches: Sequence[Any], leaf: Callable[[Sequence[Tensor]], Tensor]) -
     first = batches[0]
     if isinstance(first, Tensor):
         return leaf(batches)
-    if isinstance(first, Mapping):
-        values = {key: _built([b[key] for b in batches], leaf) for key in first}
-        return values if type(first) is dict else type(first)(values)  # type: ignore[call-arg]
     if isinstance(first, tuple) and hasattr(first, "_fields"):
         return type(first)(*(_built(items, leaf) for items in zip(*batches, strict=True)))
     if isinstance(first, tuple | list):
         return type(first)(_built(items, leaf) for items in zip(*batches, strict=True))
+    if isinstance(first, Mapping):
+        values = {key: _built([b[key] for b in batches], leaf) for key in first}
+        return values if type(first) is dict else type(first)(values)  # type: ignore[call-arg]
     return blend(batches, "a value in the batch")
 
 
@@ -124,10 +124,10 @@ def layout_of(batch: Any) -> Hashable:
     """What batches need to have in common to be stacked: structure, shapes, types, values."""
     if isinstance(batch, Tensor):
         return batch.shape, batch.dtype
-    if isinstance(batch, Mapping):
-        return type(batch), tuple((key, layout_of(value)) for key, value in batch.items())
     if isinstance(batch, tuple | list):
         return type(batch), tuple(layout_of(value) for value in batch)
+    if isinstance(batch, Mapping):
+        return type(batch), tuple((key, layout_of(value)) for key, value in batch.items())
     return type(batch), None if isinstance(batch, float) else repr(batch)
 
 
