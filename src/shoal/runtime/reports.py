@@ -23,6 +23,7 @@ from shoal.core.units import Bytes
 from shoal.device import Device, EmulatedDevice, Ran
 from shoal.device.allocator import allocator_here
 from shoal.frames import own_traceback
+from shoal.runtime.actionrows import ActionRows, Row
 from shoal.runtime.arrays import ArraySeat
 from shoal.runtime.interpret import Seat
 from shoal.runtime.messages import Happened, Refused, Reply
@@ -45,6 +46,7 @@ class Reports:
         self._emulated = device if isinstance(device, EmulatedDevice) else None
         self.issued: list[Issued] = []
         self._events: list[Packed] = []
+        self._rows = ActionRows()
         self._sent_at = time.monotonic()
         self._peak = 0
 
@@ -66,6 +68,7 @@ class Reports:
 
     def send_events(self) -> None:
         """Send what was told."""
+        self._tell_rows(self._rows.rest())
         if self._events:
             self._send(Happened(tuple(self._events)))
             self._events.clear()
@@ -192,5 +195,10 @@ class Reports:
         """Tell an ActionFinished with the next event; there are many, so none is made here."""
         stream, action, event, num_bytes, step, trial = issued
         if self._timeline and event.error is None:
-            where = self._name, stream, trial, step
-            self._events.append((ActionFinished, (*where, action, *event.span(), num_bytes)))
+            self._tell_rows(
+                self._rows.add(Row(stream, trial, step, action, *event.span(), num_bytes))
+            )
+
+    def _tell_rows(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._events.append((ActionFinished, (self._name, *row)))
