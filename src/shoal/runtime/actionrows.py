@@ -4,8 +4,8 @@
 A study of small models takes thousands of units a second, and a row for each was 85 MB in three
 minutes, which every reader had to go through. So after the first ``FINE`` actions of a device in a
 run, units of one trial that follow each other are one row, ``24 units``: it begins with the first
-and is as long as all of them took, so what a device computed adds up as before. Whatever is longer,
-of another stream or another trial is told by itself.
+and is as long as all of them took, so what a device computed adds up as before. Whatever takes
+longer, or is of another stream or trial, is told by itself.
 """
 
 from __future__ import annotations
