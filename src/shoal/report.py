@@ -283,7 +283,7 @@ class Report:
             import pandas as pd  # lazy: an extra
         except ImportError:
             raise SpecError(
-                "to_frame() needs pandas, which is not installed. Install shoal[frame]."
+                "to_frame() needs pandas, which is not installed. Install it: pip install pandas."
             ) from None
         return pd.DataFrame([_frame_row(trial) for trial in self.trials])
 

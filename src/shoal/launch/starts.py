@@ -26,6 +26,7 @@ from shoal.core.errors import SpecError, StorageError
 from shoal.core.plan import NO_ARRAY, Plan
 from shoal.core.seats import epochs_of, is_continued
 from shoal.core.spec import Scalar
+from shoal.core.units import counted
 from shoal.execution.ladder import bits_of
 from shoal.execution.trial import Start
 from shoal.kernelchoice import TOLD
@@ -107,7 +108,7 @@ def restart(
         newest = _newest(found, directory, row, counts)
         if newest is None:
             found.starts[trial] = Start(has_run=row.step > 0)
-            found.happened += [_restarted(trial, 0)] * bool(row.step)
+            found.happened += [_restarted(row, 0)] * bool(row.step)
         elif _is_at_end(newest, length) and not row.is_done:
             found.finished.append(_finished(row, newest))
         else:
@@ -115,7 +116,7 @@ def restart(
             is_own = newest.manifest.meta.get("trial") == trial
             found.starts[trial] = _with_hp(start, newest) if varies and is_own else start
             found.numerics[trial] = newest.manifest.meta.get("numerics", {})
-            found.happened.append(_restarted(trial, newest.step))
+            found.happened.append(_restarted(row, newest.step))
     return found
 
 
@@ -187,10 +188,12 @@ def _with_hp(start: Start, newest: Generation) -> Start:
     return replace(start, hp=dict(newest.manifest.meta["hp"]))
 
 
-def _restarted(trial: int, step: int) -> events.Event:
-    return events.TrialRestarted(
-        time=time.time(), trial=trial, step=step, reason="the study was resumed"
-    )
+def _restarted(row: TrialRow, step: int) -> events.Event:
+    reason, lost = "the study was resumed", row.step - step
+    if lost > 0:
+        unsaved = "" if step else "unsaved, "
+        reason += f"; {unsaved}{counted(lost, 'step')} are done again"
+    return events.TrialRestarted(time=time.time(), trial=row.number, step=step, reason=reason)
 
 
 def _finished(row: TrialRow, newest: Generation) -> events.TrialFinished:

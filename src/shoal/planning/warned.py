@@ -74,5 +74,5 @@ def _words(name: str, missing: Sequence[str]) -> str:
     if close:
         return f"{line}. Did you mean {close[0]!r}, which is read if a study has it?"
     if missing:
-        return f"{line}. Read if a study has them: {', '.join(map(repr, missing))}."
+        return f"{line}. What it looks for and does not find: {', '.join(map(repr, missing))}."
     return f"{line}."

@@ -23,7 +23,7 @@ def load_optuna(asked: str) -> Any:
     except ImportError as error:
         raise SpecError(
             f"{asked} needs Optuna, which cannot be imported: {error}. Install it: "
-            "pip install 'shoal[search]'."
+            "pip install 'optuna>=5'."
         ) from None
     return optuna
 

@@ -285,7 +285,7 @@ def _unknown(what: str, value: object, names: str) -> str:
     kind = "" if isinstance(value, str) else f", a {type(value).__name__}"
     return (
         f"{what}={value!r}{kind} is not known: {what} is None, {names}, or an object of "
-        f"optuna.{what}s (pip install 'shoal[search]')."
+        f"optuna.{what}s (pip install 'optuna>=5')."
     )
 
 

@@ -155,7 +155,7 @@ class _Protos:
         except ImportError as error:
             raise SpecError(
                 f"TensorBoardSink needs TensorBoard, which cannot be imported here ({error}). "
-                "pip install shoal[tensorboard]"
+                "Install it: pip install tensorboard."
             ) from None
         self.Event: Any = Event
         self.SessionLog: Any = SessionLog

@@ -70,8 +70,8 @@ SourceFile = Annotated[
 Fuse = Annotated[
     str | None,
     typer.Option(
-        help="Train trials of one shape as arrays: auto (measured), off, or how wide, and how "
-        "passes run: 16, 16-compiled, 16-branches; 16/4/1: narrower as trials are pruned.",
+        help="Train trials of one shape as arrays: auto (measured), off, or how wide, up to 64, "
+        "and how passes run: 16, 16-compiled, 16-branches; 16/4/1: narrower as trials are pruned.",
         metavar="auto|off|N[/N...][-KIND]",
     ),
 ]

@@ -189,7 +189,8 @@ def describe(event: Event) -> str:
             )
         case TrialRestarted():
             why = f": {first_line(event.reason)}" if event.reason else ""
-            return f"trial {event.trial} goes on from step {event.step}{why}"
+            does = f"goes on from step {event.step}" if event.step else "begins again"
+            return f"trial {event.trial} {does}{why}"
         case TrialWaits():
             return f"trial {event.trial} waits at step {event.step}: {first_line(event.reason)}"
         case WorkerDied():

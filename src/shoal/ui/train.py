@@ -16,6 +16,7 @@ from shoal.hardware import Hardware
 from shoal.observe import jsonl, read_outline
 from shoal.observe.rows import TrialState
 from shoal.observe.snapshot import Snapshot
+from shoal.planner.width import MOST
 from shoal.runtime.pool import WorkerPool
 from shoal.source import load_recorded, load_study, reading_for
 from shoal.study import Study
@@ -84,10 +85,11 @@ def parse_fuse(text: str | None) -> str | bool | int | None:
         return False
     width, dash, kind = text.partition("-")
     widths = width.split("/")
-    if not all(map(str.isdecimal, widths)) or bool(dash) != bool(kind):
+    is_plain = all(map(str.isdecimal, widths)) and bool(dash) == bool(kind)
+    if not is_plain or not all(1 <= int(one) <= MOST for one in widths):
         raise SpecError(
-            "--fuse is auto, off, or the width of arrays (16, 16-compiled, or 16/4/1 where trials "
-            f"are pruned), got {text!r}."
+            f"--fuse is auto, off, or the width of arrays, 1 to {MOST} (16, 16-compiled, or "
+            f"16/4/1 where trials are pruned), got {text!r}."
         )
     if kind:
         return f"{width} {kind}"

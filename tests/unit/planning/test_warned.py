@@ -31,7 +31,7 @@ def test_a_likely_name_is_proposed_and_else_what_is_read_if_it_is_there():
     assert line.endswith("Did you mean 'weight_decay', which is read if a study has it?")
     found = Noticed(frozenset({"q"}), frozenset({"weight_decay", "beta"}))
     (line,) = unread_warnings([trial(0, lr=1, q=2)], {0: found})
-    assert line.endswith("Read if a study has them: 'beta', 'weight_decay'.")
+    assert line.endswith("What it looks for and does not find: 'beta', 'weight_decay'.")
 
 
 def test_of_trials_that_cannot_be_built_nothing_is_known():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,4 +69,4 @@ def test_each_trial_s_seconds_and_bytes_on_each_stream_add_up(
             assert sum(r.num_bytes for r in mine[0]) == sum(r.num_bytes for r in mine[1])
     starts = [row.start for row in rows]
     assert starts == sorted(starts)
-    assert all(one.end <= other.start for one, other in zip(rows, rows[1:], strict=False))
+    assert all(one.end <= other.start for one, other in itertools.pairwise(rows))

@@ -106,7 +106,7 @@ def test_without_optuna_a_search_says_what_to_install(monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(SpecError, match=r"sampler='tpe' needs Optuna.*shoal\[search\]"):
+    with pytest.raises(SpecError, match=r"sampler='tpe' needs Optuna.*pip install 'optuna"):
         ask(sampler="tpe")
     assert ask(pruner="asha", sampler="random").begin() is not None  # needs no Optuna
 
