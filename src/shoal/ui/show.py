@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import time
 from collections import Counter
@@ -91,6 +92,7 @@ def _ls_record(place: Path, snapshot: Snapshot | StorageError) -> dict[str, Any]
     return study_record(place, snapshot)
 
 
+_SAVED = re.compile(r"step-([0-9]+)")
 _UNFUSED = "unfused: "
 _LS_HEADER = (
     *("study", "state", "trials", "pruned", "failed"),
@@ -355,9 +357,29 @@ def nan_lines(snapshot: Snapshot) -> list[str]:
     return [f"no best   {snapshot.metric} of {counted(len(values), 'trial')} is no finite number"]
 
 
+def unsaved_lines(snapshot: Snapshot, place: Path) -> list[str]:
+    """Of a study whose process was killed: the steps on record that no checkpoint has."""
+    if study_state(snapshot, place) != "interrupted":
+        return []
+    lost = [row.step - _saved_step(row) for row in snapshot.trials if not row.is_done]
+    lost = [steps for steps in lost if steps > 0]
+    if not lost:
+        return []
+    return [
+        f"unsaved   {counted(sum(lost), 'step')} of {counted(len(lost), 'trial')} came after the "
+        f"last checkpoint and are done again: shoal resume {place}"
+    ]
+
+
+def _saved_step(row: TrialRow) -> int:
+    saved = _SAVED.search(row.checkpoint)
+    return int(saved[1]) if saved else 0
+
+
 def remarks(snapshot: Snapshot, place: Path) -> list[str]:
     """What of a study is not as its user may take it to be."""
     return [
+        *unsaved_lines(snapshot, place),
         *unfused_lines(place),
         *replanned_lines(snapshot),
         *warning_lines(snapshot),

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.core.event import Event
+from shoal.core.event import CheckpointWritten, Event, StudyFinished, TrialFinished
 from shoal.observe import Database
 from shoal.observe.snapshot import Snapshot
-from shoal.ui.show import describe_trial, study_state
+from shoal.ui.show import describe_trial, study_state, unsaved_lines
 
 Events = Callable[..., Iterator[Event]]
 
@@ -58,3 +58,20 @@ def test_a_study_whose_process_died_is_interrupted(tmp_path: Path, study_events:
     with Database(tmp_path) as database:
         database.write(before)
     assert study_state(Snapshot.of(before), tmp_path) == "interrupted"
+
+
+def test_steps_that_were_lost_with_a_process_are_told(
+    tmp_path: Path, study_events: Events
+) -> None:
+    steps = [event for event in study_events() if not isinstance(event, StudyFinished)]
+    begun = steps[: next(at for at, e in enumerate(steps) if isinstance(e, TrialFinished))]
+    path = "trials/0000/step-00000005"
+    saved = CheckpointWritten(time=9.0, trial=0, step=5, path=path, bytes=9, seconds=0.1)
+    with Database(tmp_path) as database:
+        database.write([*begun, saved])
+        assert unsaved_lines(Snapshot.of([*begun, saved]), tmp_path) == []
+    (line,) = unsaved_lines(Snapshot.of([*begun, saved]), tmp_path)
+    rows = [row for row in Snapshot.of(begun).trials if row.step]
+    lost = sum(row.step for row in rows) - 5
+    assert f"{lost} steps of {len(rows)} trial" in line
+    assert f"shoal resume {tmp_path}" in line
