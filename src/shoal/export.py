@@ -280,7 +280,11 @@ def _published(target: Path) -> Iterator[Path]:
         try:
             (work / "new").mkdir()
             yield work / "new"
+            (work / "mode").touch()
+            mode = (work / "mode").stat().st_mode  # safetensors' own files are its user's alone
             for path in (*(work / "new").rglob("*"), work / "new"):
+                if path.is_file():
+                    path.chmod(mode)
                 _sync(path)
             _replace(target, work / "new", work / "old")
             _sync(target.parent)

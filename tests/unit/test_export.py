@@ -322,6 +322,15 @@ def test_an_export_that_cannot_be_put_in_place_puts_the_earlier_one_back(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_its_files_are_as_readable_as_any_that_are_made_there(
+    report: Report, tmp_path: Path
+) -> None:
+    (tmp_path / "plain").touch()
+    export_trial(trained(nn.Linear(2, 2)), report, tmp_path / "model")
+    modes = {path.stat().st_mode for path in (tmp_path / "model").iterdir()}
+    assert modes == {(tmp_path / "plain").stat().st_mode}
+
+
 def test_it_makes_the_directories_above(report: Report, tmp_path: Path) -> None:
     done = export_trial(trained(nn.Linear(2, 2)), report, tmp_path / "a" / "b" / "out")
 

@@ -135,7 +135,7 @@ def options(
         os.environ["SHOAL_DEBUG"] = "1"
 
 
-@app.command()
+@app.command(short_help="Train eight language models on two devices that hold none.")
 def demo(
     minutes: Annotated[float, typer.Option(help="About how long, on two idle cores.")] = 1.0,
     directory: Directory = "runs",
@@ -256,7 +256,7 @@ def run(
     raise typer.Exit(code)
 
 
-@app.command()
+@app.command(short_help="Show how a study would run, and why.")
 def plan(
     file: File,
     devices: Devices = None,
@@ -302,7 +302,7 @@ def ls(directory: Directory = "runs", json: AsJson = False) -> None:
     raise typer.Exit(list_studies(Path(directory), as_json=json))
 
 
-@app.command()
+@app.command(short_help="Show the studies of a directory as a page in the browser.")
 def ui(
     directory: Directory = "runs",
     port: Annotated[int, typer.Option(help="0: one that is free.")] = 0,
@@ -316,7 +316,7 @@ def ui(
     raise typer.Exit(serve(Path(directory), port, browse=browser))
 
 
-@app.command()
+@app.command(short_help="Show a study: leaderboard, devices, failures; or one trial.")
 def show(
     study: NewestName = None,
     trial: Annotated[
@@ -331,7 +331,7 @@ def show(
     raise typer.Exit(show_study(study, trial, Path(directory), as_json=json))
 
 
-@app.command()
+@app.command(short_help="Show a study that another process runs, live.")
 def watch(study: NewestName = None, directory: Directory = "runs") -> None:
     """Show a study that another process runs, live, until it ends; Ctrl-C leaves it alone."""
     from shoal.ui.watch import watch_study
@@ -339,7 +339,7 @@ def watch(study: NewestName = None, directory: Directory = "runs") -> None:
     raise typer.Exit(watch_study(study, Path(directory)))
 
 
-@app.command()
+@app.command(short_help="Write a study's timeline for ui.perfetto.dev, and a chart.")
 def trace(
     study: NewestName = None,
     output: Annotated[
@@ -354,7 +354,7 @@ def trace(
     raise typer.Exit(trace_study(study, output, Path(directory), as_json=json))
 
 
-@app.command()
+@app.command(short_help="Train finished trials again alone, and compare every bit.")
 def verify(
     study: NewestName = None,
     trials: Annotated[
@@ -375,7 +375,7 @@ def verify(
     )
 
 
-@app.command()
+@app.command(short_help="Write a trained model for others.")
 def export(
     study: Name,
     trial: Annotated[
@@ -428,7 +428,7 @@ def logs(
     raise typer.Exit(show_log(study, trial, Path(directory), tail=tail, follow=follow))
 
 
-@app.command()
+@app.command(short_help="Delete studies with all they hold; asks before.")
 def rm(
     studies: Annotated[list[str], typer.Argument(metavar="STUDY...", help=_STUDY_HELP)],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
@@ -441,7 +441,7 @@ def rm(
     raise typer.Exit(remove_studies(studies, Path(directory), yes=yes, as_json=json))
 
 
-@app.command()
+@app.command(short_help="Save a running study and end it, or one of its trials.")
 def stop(
     study: Name,
     trial: Annotated[
@@ -469,7 +469,7 @@ def pause(study: Name, directory: Directory = "runs", json: AsJson = False) -> N
     raise typer.Exit(pause_study(study, Path(directory), as_json=json))
 
 
-@app.command()
+@app.command(short_help="Go on with a study that was paused, stopped or killed.")
 def resume(
     study: Name,
     devices: Devices = None,
@@ -525,7 +525,7 @@ def extend(
     raise typer.Exit(stopped.run(extend=order) if code is None else code)
 
 
-@app.command()
+@app.command(short_help="Add a trial like another one, changed.")
 def clone(
     study: Name,
     trial: Annotated[int, typer.Argument(metavar="TRIAL", help="The trial's number.")],
@@ -561,7 +561,7 @@ def clone(
     raise typer.Exit(stopped.run(clones=[command]) if code is None else code)
 
 
-@app.command()
+@app.command(short_help="Check what this machine offers.")
 def doctor(json: AsJson = False) -> None:
     """Check what this machine offers: versions, cores, memory, devices, disk, link speed."""
     from shoal.ui.doctor import run_doctor
@@ -569,7 +569,7 @@ def doctor(json: AsJson = False) -> None:
     raise typer.Exit(run_doctor(as_json=json))
 
 
-@app.command()
+@app.command(short_help="Measure memory, link, disk and kernels.")
 def bench(
     seconds: Annotated[float, typer.Option(help="About how long.")] = 60.0,
     device: Annotated[
