@@ -154,6 +154,22 @@ def test_a_study_that_grows_is_read_on_and_one_in_its_place_anew(
     assert studies.study("sweep")["steps_done"] == first
 
 
+def test_devices_of_a_study_that_runs_are_told_to_be_busy(
+    tmp_path: Path, study_events: Events
+) -> None:
+    events = list(study_events(2))
+    with Database(tmp_path / "sweep") as database:
+        studies = Studies(tmp_path)
+        half = len(events) // 2
+        database.write(events[:half])
+        early = studies.study("sweep")
+        database.write(events[half:])
+        late = studies.study("sweep")
+    assert early["state"] == "running"
+    assert all(device["busy"] > 0 for device in early["devices"])
+    assert late["devices"] == Studies(tmp_path).study("sweep")["devices"]
+
+
 def test_a_study_that_cannot_be_read_is_named_with_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "study.db").write_bytes(b"no database" * 100)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import SpecError, StorageError
-from shoal.observe import DatabaseReader, read_timeline
+from shoal.observe import DatabaseReader, TimelineReader
+from shoal.observe.actions import TIMELINE
 from shoal.observe.gantt import draw_gantt
 from shoal.observe.rows import TrialRow
 from shoal.observe.snapshot import Folder, Snapshot
@@ -108,17 +109,16 @@ class Studies:
 
 
 class _Followed:
-    """A study whose database is read on from where it was.
+    """A study whose database and timeline are read on from where they were.
 
     It holds the directory: the number of one that was removed may be the next one's.
     """
 
     def __init__(self, place: Path) -> None:
-        self._place = place
         self._directory = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._directory)
         self._reader, self._folder = DatabaseReader(place), Folder()
-        self._actions = 0.0  # when the timeline was last read
+        self._actions = TimelineReader(place / TIMELINE)
         self._lock = threading.Lock()
 
     def is_of(self, place: Path) -> bool:
@@ -128,10 +128,8 @@ class _Followed:
     def snapshot(self) -> Snapshot:
         with self._lock:
             self._folder.add_all(self._reader.poll())
-            found = self._folder.snapshot()
-        if not found.is_finished:
-            return found
-        return self._folder.copy().add_all(read_timeline(self._place)).snapshot()
+            self._folder.add_all(self._actions.poll())
+            return self._folder.snapshot()
 
 
 def _summary(place: Path) -> dict[str, Any]:
