@@ -24,6 +24,18 @@ def own_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, found))
 
 
+def user_line(error: BaseException) -> str:
+    """The innermost line of the user's that an error came through, ``model.py:12``, or nothing."""
+    found, frames = "", error.__traceback__
+    while frames is not None:
+        if is_users(filename := frames.tb_frame.f_code.co_filename):
+            near = os.path.relpath(filename)
+            place = filename if near.startswith(os.pardir) else near
+            found = f"{place}:{frames.tb_lineno}"
+        frames = frames.tb_next
+    return found
+
+
 def is_users(filename: str) -> bool:
     """Whether a frame's file is neither shoal's nor a library's."""
     return not filename.startswith((_HERE, "<frozen", *_LIBRARIES))

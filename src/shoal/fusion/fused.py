@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from shoal.frames import user_line
 from shoal.fusion.batches import combined
 from shoal.fusion.crew import Crew, Evaluated, Steps, Trained, Undo
 from shoal.fusion.declined import Declined, Disagreement
@@ -258,7 +259,9 @@ class StackedBackend:
         if not part or part in known.looped:
             if reason is None:
                 raise error
-            raise Declined(f"the trials cannot train as one array: {reason}") from error
+            line = user_line(error)
+            where = f", at {line}" if line else ""
+            raise Declined(f"the trials cannot train as one array{where}: {reason}") from error
         known.looped.append(part)
         self._doubted = part if reason is None else None
         words = reason or f"{type(error).__name__}: {first_line(error)}"
