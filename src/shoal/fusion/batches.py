@@ -11,6 +11,10 @@ from torch import Tensor
 from shoal.fusion.blend import blend
 from shoal.recipe import to_device
 
+ALIGNED_BYTES = 256
+"""Rows of so many, or a multiple, begin where a tensor alone might. Kernels are chosen by that,
+and a slot whose batch is of another layout is to come to the bits that it has alone."""
+
 
 def stacked_leaves(batches: Sequence[Any]) -> list[Tensor]:
     """The tensors of ``combined``, stacked, in its order."""
@@ -57,7 +61,8 @@ def _stacks_on_host(batch: Any) -> bool:
     """Whether it is of plain tensors in host memory, beside what is the same anywhere."""
     if isinstance(batch, Tensor):
         plain = type(batch) is Tensor and batch.device.type == "cpu" and not batch.requires_grad
-        return plain and batch.layout is torch.strided and batch.is_contiguous()
+        lies_plainly = batch.layout is torch.strided and batch.is_contiguous()
+        return plain and lies_plainly and batch.nbytes % ALIGNED_BYTES == 0
     if isinstance(batch, tuple | list):
         return all(map(_stacks_on_host, batch))
     if isinstance(batch, Mapping):
