@@ -131,7 +131,9 @@ def plan(tmp_path, workers, technique, *, name="p", recipe=None, **hardware):
     return study.plan(hardware=devices, technique=technique, **shown)
 
 
-WHOLE = shoal.Spilled(shards=4, optimizer="host", keep=(), keep_turn=0, master="float32")
+WHOLE = shoal.Spilled(
+    shards=4, optimizer="host", keep=(), keep_turn=0, spill_activations=(), master="float32"
+)
 PARTS = replace(WHOLE, master="split")
 
 

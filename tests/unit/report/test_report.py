@@ -144,10 +144,10 @@ def test_the_frame_has_a_row_per_trial(make_dir):
     assert frame["error"][2] == "ValueError: width 96 does not divide 128"
 
 
-def test_without_pandas_the_frame_says_which_extra_to_install(make_dir, monkeypatch):
+def test_without_pandas_the_frame_says_what_to_install(make_dir, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
 
-    with pytest.raises(SpecError, match=r"shoal\[frame\]"):
+    with pytest.raises(SpecError, match="pip install pandas"):
         read_report(make_dir()).to_frame()
 
 
