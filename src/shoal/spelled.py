@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 LIBRARIES = frozenset((*sys.stdlib_module_names, "numpy", "torch"))
 _STANDARD = tuple(os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
+STORES = dis.opmap["STORE_GLOBAL"]
 MOST = 1000  # values that are looked into
 LONGEST = 100  # items of a list
 ATTRIBUTES = frozenset(("__call__", "__init__", "forward"))
@@ -165,7 +166,8 @@ def names_in(code: types.CodeType) -> Iterator[str]:
 
 def stored_in(code: types.CodeType) -> Iterator[str]:
     """The globals that code assigns, and code within."""
-    yield from (o.argval for o in dis.get_instructions(code) if o.opname == "STORE_GLOBAL")
+    if STORES in code.co_code[::2]:  # hardly any does, and to take instructions apart is slow
+        yield from (o.argval for o in dis.get_instructions(code) if o.opcode == STORES)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from stored_in(constant)

@@ -7,6 +7,7 @@ same batch, bit for bit. Order, generators and everything else are the loader's 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,27 +19,44 @@ from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_f
 from shoal.recipe import Batch
 
 
-class _Rows:
-    """In the place of the loader's fetcher."""
+class RowsIterator:
+    """In the place of a loader's iterator, whose indices it takes; unseen by profilers."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tensors
+    def __init__(
+        self, indices: Iterator[Sequence[int]], tensors: Sequence[Tensor], *, pins: bool
+    ) -> None:
+        self._sampler_iter = indices  # the name it has in torch's, by which keepers pass over some
+        self._tensors, self._pins = tensors, pins
 
-    def fetch(self, indices: Sequence[int]) -> list[Tensor]:
+    def __iter__(self) -> RowsIterator:
+        return self
+
+    def __next__(self) -> list[Tensor]:
         """What ``default_collate`` makes of the examples: a list with a tensor for each column."""
-        rows = torch.tensor(indices)
+        rows = _as_tensor(next(self._sampler_iter))
         try:
-            return [tensor.index_select(0, rows) for tensor in self._tensors]
+            batch = [tensor.index_select(0, rows) for tensor in self._tensors]
         except (IndexError, RuntimeError):  # one from the end, or a type that it has no kernel for
-            return [tensor[rows] for tensor in self._tensors]
+            batch = [tensor[rows] for tensor in self._tensors]
+        return [tensor.pin_memory() for tensor in batch] if self._pins else batch
+
+
+def _as_tensor(indices: Sequence[int]) -> Tensor:
+    """[rows], int64. Through an array: ``torch.tensor`` asks each for its type, which is slow."""
+    try:
+        return torch.frombuffer(array("q", indices), dtype=torch.int64)
+    except (TypeError, ValueError):  # what has no __index__; and nothing at all
+        return torch.tensor(indices)
 
 
 def take_rows_at_once(iterator: Iterator[Batch], source: Iterable[Batch]) -> Iterator[Batch]:
-    """The iterator of a loader, which from now on fetches whole batches where that is the same."""
+    """The iterator of a loader, or one that fetches whole batches where that is the same."""
     if isinstance(source, DataLoader) and is_rows_only(source):
+        indices = getattr(iterator, "_sampler_iter", None)
         fetcher = getattr(iterator, "_dataset_fetcher", None)
-        if getattr(fetcher, "dataset", None) is source.dataset:
-            vars(iterator)["_dataset_fetcher"] = _Rows(source.dataset.tensors)
+        if indices is not None and getattr(fetcher, "dataset", None) is source.dataset:
+            pins = bool(getattr(iterator, "_pin_memory", False))  # not where there is no GPU
+            return RowsIterator(indices, source.dataset.tensors, pins=pins)
     return iterator
 
 

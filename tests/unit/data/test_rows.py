@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
@@ -95,6 +96,20 @@ class Doubled(TensorDataset):
 def test_whatever_else_a_loader_does_it_does(make):
     (theirs, _), (ours, _) = read_twice(make)
     assert str(ours) == str(theirs)
+
+
+def test_indices_may_be_any_integers():
+    x = columns()[0]
+    for batches in ([[np.int64(3), np.int64(0)]], [torch.tensor([4, 1])], [(2, 2)]):
+        loader = DataLoader(TensorDataset(x), batch_sampler=batches)
+        (theirs, _), (ours, _) = read_twice(lambda loader=loader: loader)
+        assert torch.equal(ours[0][0], theirs[0][0])
+
+
+def test_an_index_that_is_none_is_an_error():
+    loader = DataLoader(TensorDataset(columns()[0]), batch_sampler=[[0.5]])
+    with pytest.raises((IndexError, TypeError)):
+        list(batches_of(PlainReader(loader)))
 
 
 def test_an_index_beyond_the_end_is_an_error():
