@@ -64,7 +64,8 @@ class Modes:
         if not self._modes:
             self._model.train()
         for module, training in self._modes:
-            module.training = training
+            if module.training is not training:  # to assign is slow
+                module.training = training
 
 
 class OwnStep:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -100,17 +101,28 @@ class Snapshot:
         self._empty = [value for _, value in held if not value]
         self._names = [words for words, value in held if not value]
         self._full = [(words, value, _items(value)) for words, value in held if value]
+        self._occupied = [one for one in self._full if isinstance(one[1], _Occupied)]
+        self._plain = [value for _, value, _ in self._full if not isinstance(value, _Occupied)]
+        self._dicts = [vars(child) for child in module.modules()]
+        self._dicts += [value for value in self._plain if isinstance(value, dict)]
         self._tensors = [one for part in self._parts for one in part.tensors()]
+        self._good: dict[
+            int, list[Any]
+        ] = {}  # what stood there when nothing was another, by count
 
     def change(self) -> str:
         """The first thing that is another now, in words; empty if nothing is."""
-        for part in self._parts:
-            words = part.change()
+        now = [*chain.from_iterable(map(dict.values, self._dicts))]
+        now += chain.from_iterable(self._plain)
+        good = self._good.get(len(now))
+        if good is None or not all(map(is_, now, good)):
+            words = self._looked_at_one_by_one()
             if words:
                 return words
+            self._good[len(now)] = now  # modes change, and a forward that asks comes and goes
         if any(self._empty):
             return next(n for n, v in zip(self._names, self._empty, strict=True) if v)
-        for words, value, before in self._full:
+        for words, value, before in self._occupied:
             if not _all_equal(_items(value), before):
                 return words
         for words, tensor, version in self._tensors:
@@ -118,6 +130,17 @@ class Snapshot:
                 return words
         if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self._parameters):
             return "the hooks of a parameter"
+        return ""
+
+    def _looked_at_one_by_one(self) -> str:
+        """The first attribute, or what one holds, that is another."""
+        for part in self._parts:
+            words = part.change()
+            if words:
+                return words
+        for words, value, before in self._full:
+            if not _all_equal(_items(value), before):
+                return words
         return ""
 
 
