@@ -24,6 +24,7 @@ from shoal.core.spec import Scalar
 from shoal.core.stale import Stale
 from shoal.core.units import counted
 from shoal.core.values import as_number, flag, is_number, one_of, optional_whole, plain, whole
+from shoal.frames import line_of
 from shoal.rounding import Rounding
 from shoal.rowwise import LossByRows
 from shoal.several import (
@@ -456,7 +457,8 @@ def compute_loss(recipe: Recipe, output: Output, batch: Batch) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.dim() != 0:
         kind = type(loss).__name__
         found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else kind
-        raise SpecError(f"the loss must be a scalar tensor, got {found}. Reduce it, e.g. .mean().")
+        where = line_of(recipe.loss)
+        raise SpecError(f"the loss{where} must be a scalar, got {found}. Reduce it, e.g. .mean().")
     return loss
 
 

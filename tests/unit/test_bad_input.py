@@ -118,10 +118,13 @@ WRONG = {
         {"model": with_sparse},
         r"whose tensor 'sparse' is torch\.sparse_coo, and a trial's parameters and buffers are",
     ),
-    "no loss": ({"loss": no_loss}, r"loss must be a scalar tensor, got NoneType\. Reduce it"),
+    "no loss": (
+        {"loss": no_loss},
+        r"the loss at .*test_bad_input\.py:\d+ must be a scalar, got NoneType\. Re",
+    ),
     "a loss that is no scalar": (
         {"loss": vector_loss},
-        r"loss must be a scalar tensor, got shape \(2,\)\. Reduce it, e\.g\. \.mean\(\)",
+        r"the loss at .*\.py:\d+ must be a scalar, got shape \(2,\)\. Reduce it, e\.g\. \.mean",
     ),
     "an output without a loss": (
         {"loss": None},

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 
+from shoal.bound import bound
 from shoal.core.errors import SpecError
 from shoal.core.spec import HyperParameters
-from shoal.frames import own_traceback
+from shoal.frames import line_of, own_traceback
 from shoal.recipe import Recipe, build_model
 
 
@@ -25,6 +28,21 @@ class Bad(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.layer = nn.Linear(width, 1 // width)
+
+
+def test_a_function_is_told_by_its_line_whatever_is_around_it():
+    def loss(output, batch, hp):
+        return output
+
+    @functools.wraps(loss)
+    def wrapped(*given):
+        return loss(*given)
+
+    line = loss.__code__.co_firstlineno
+    trials = bound(Recipe(model=Bad, data=lambda hp: ([], None), loss=loss), {"lr": 0.1}).loss
+    for function in (loss, functools.partial(loss, hp=0), wrapped, trials):
+        assert line_of(function).endswith(f"test_frames.py:{line}")
+    assert line_of(nn.functional.mse_loss) == line_of(nn.MSELoss()) == line_of(None) == ""
 
 
 def test_frames_before_the_users_first_are_left_out_and_all_after_it_stay():
