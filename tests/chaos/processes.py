@@ -132,6 +132,7 @@ class Runner:
     ) -> None:
         self.folder, self.place = folder, folder / "runs" / "k"
         self.file, self.errors = folder / "study.py", folder / "errors.txt"
+        self.printed = folder / "printed.txt"
         text = _FILE.format(folder=str(Path(__file__).parent), maker=maker, options=options)
         self.file.write_text(text)
         self._devices = devices
@@ -142,14 +143,14 @@ class Runner:
         """A process in a session of its own; ``words`` follow the study's name."""
         what = str(self.file) if verb == "run" else "k"
         flags = [*words, "--devices", f"cpu:{self._devices}", "--device-memory", studies.MEMORY]
-        with self.errors.open("ab") as errors:
+        with self.errors.open("ab") as errors, self.printed.open("ab") as printed:
             process = subprocess.Popen(
                 [sys.executable, "-m", "shoal", verb, what, *flags],
                 cwd=self.folder,
                 env=os.environ | {HOOK: hook} | environment,
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+                stdout=printed,
                 stderr=errors,
             )
         started = Process(process, self)

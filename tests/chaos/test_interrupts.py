@@ -59,6 +59,7 @@ def test_a_terminals_interrupt_saves_every_trial_and_exits_with_75(runner):
 
     assert process.wait() == PAUSED, runner.words()
     check_saved(runner)
+    assert "trials from where they stand: shoal resume" in runner.printed.read_text()
     assert shoal.open(runner.place).stopped == "SIGINT was received"
     assert not any(isinstance(event, WorkerDied) for event in runner.events())
     process.check_nothing_left()

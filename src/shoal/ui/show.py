@@ -31,7 +31,6 @@ from shoal.ui.failures import ExitCode
 from shoal.ui.studies import PLAN, find_recorded, last_written, study_directories
 from shoal.ui.text import (
     DASH,
-    STATES,
     align,
     format_changes,
     format_metric,
@@ -40,6 +39,7 @@ from shoal.ui.text import (
     plain_reason,
     shorten,
     terminal_width,
+    trial_state,
     varying_names,
     without_columns,
 )
@@ -137,7 +137,7 @@ def ending_code(snapshot: Snapshot) -> ExitCode:
 
 def describe_ending(snapshot: Snapshot, place: Path) -> str:
     """What a finished run prints: leaderboard, devices, failures, where the weights are."""
-    board = leaderboard(snapshot, width=terminal_width())
+    board = leaderboard(snapshot, study_state(snapshot, place), width=terminal_width())
     parts = ["", board, "", device_table(snapshot), ""]
     failures = failure_lines(snapshot, place)
     if failures:
@@ -210,7 +210,7 @@ def describe_study(snapshot: Snapshot, place: Path) -> str:
         f"{snapshot.count(TrialState.FAILED)} failed, in {format_seconds(snapshot.seconds)}",
         f"in {place}, from {_origin(snapshot)}; {versions}",
         "",
-        leaderboard(snapshot, is_interrupted=state == "interrupted", width=terminal_width()),
+        leaderboard(snapshot, state, width=terminal_width()),
         "",
         device_table(snapshot),
     ]
@@ -221,18 +221,16 @@ def describe_study(snapshot: Snapshot, place: Path) -> str:
     return "\n".join([*parts, *more])
 
 
-def leaderboard(
-    snapshot: Snapshot, *, is_interrupted: bool = False, width: int | None = None
-) -> str:
+def leaderboard(snapshot: Snapshot, study: str = "running", *, width: int | None = None) -> str:
     """The trials, the best first; then those that have no metric.
 
-    Where all of them finished, their states are left out. ``is_interrupted``: no process runs
-    those that the record has as running. ``width``: of a line, where it is limited; columns that
-    have no room are named.
+    Where all of them finished, their states are left out. ``study``: its state, in which what the
+    record has as running may not be. ``width``: of a line, where it is limited; columns that have
+    no room are named.
     """
     rows = ranking(snapshot)
     names = varying_names(row.hp for row in snapshot.trials)
-    table = [_leaderboard_row(row, names, snapshot.metric, is_interrupted) for row in rows]
+    table = [_leaderboard_row(row, names, snapshot.metric, study) for row in rows]
     header = ["trial", *names, "from", "how", "state", "step", "loss", snapshot.metric, "took"]
     from_, how_, state, step, loss, _, took = range(1 + len(names), len(header))
     left = [from_] * (not any(row.inherited for row in rows))
@@ -269,17 +267,14 @@ def best_trial(snapshot: Snapshot) -> TrialRow | None:
     return None
 
 
-def _leaderboard_row(
-    row: TrialRow, names: list[str], metric: str, is_interrupted: bool
-) -> list[str]:
-    was_running = is_interrupted and row.state is TrialState.RUNNING
+def _leaderboard_row(row: TrialRow, names: list[str], metric: str, study: str) -> list[str]:
     settings = [format_value(row.hp[n]) if n in row.hp else DASH for n in names]
     return [
         str(row.number),
         *(shorten(setting, 24) for setting in settings),
         f"{last.source} at {last.step}" if (last := _last_taken(row)) else DASH,
         how(row),
-        "interrupted" if was_running else STATES[row.state],
+        trial_state(row, study),
         format_steps(row.step, row.steps),
         format_metric(row.smooth_loss),
         format_metric(row.metrics.get(metric)),
@@ -357,6 +352,14 @@ def nan_lines(snapshot: Snapshot) -> list[str]:
     return [f"no best   {snapshot.metric} of {counted(len(values), 'trial')} is no finite number"]
 
 
+def onward_lines(snapshot: Snapshot, place: Path) -> list[str]:
+    """How a study that was stopped goes on."""
+    left = sum(not row.is_done for row in snapshot.trials)
+    if not left or study_state(snapshot, place) != "stopped":
+        return []
+    return [f"goes on   {counted(left, 'trial')} from where they stand: shoal resume {place}"]
+
+
 def unsaved_lines(snapshot: Snapshot, place: Path) -> list[str]:
     """Of a study whose process was killed: the steps on record that no checkpoint has."""
     if study_state(snapshot, place) != "interrupted":
@@ -379,6 +382,7 @@ def _saved_step(row: TrialRow) -> int:
 def remarks(snapshot: Snapshot, place: Path) -> list[str]:
     """What of a study is not as its user may take it to be."""
     return [
+        *onward_lines(snapshot, place),
         *unsaved_lines(snapshot, place),
         *unfused_lines(place),
         *replanned_lines(snapshot),
@@ -417,9 +421,10 @@ def _trains_as(row: TrialRow) -> str:
 def describe_trial(snapshot: Snapshot, row: TrialRow, place: Path) -> str:
     """A trial as text: settings, learning curve, error."""
     settings = ", ".join(f"{name}={format_value(value)}" for name, value in row.hp.items())
+    state = trial_state(row, study_state(snapshot, place))
     lines = [
         f"trial {row.number} of {snapshot.study} ({settings}; seed {row.seed}): "
-        f"{STATES[row.state]} at step {format_steps(row.step, row.steps)}",
+        f"{state} at step {format_steps(row.step, row.steps)}",
         f"{_trains_as(row)}, predicted peak "
         f"{format_bytes(row.predicted_bytes)}; last on {row.device or 'no device'}; "
         f"{format_seconds(row.seconds)}, {counted(row.restarts, 'restart')}",

@@ -26,6 +26,15 @@ STATES = {
 _KIND = re.compile(r"^(?:\w+\.)*[A-Z]\w*: ")
 
 
+def trial_state(row: TrialRow, study: str = "running") -> str:
+    """A trial's state in a word, where its study's is ``study``: in one that stands none waits."""
+    if row.state is TrialState.RUNNING and study == "interrupted":
+        return study
+    if row.state is TrialState.PENDING and study in ("stopped", "paused", "interrupted"):
+        return "paused" if row.step else "not begun"
+    return STATES[row.state]
+
+
 def format_metric(value: float | None) -> str:
     """A loss or a metric: four digits after the point where that says something."""
     if value is None:

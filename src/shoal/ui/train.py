@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,17 +60,18 @@ def run_file(
     named = followed is None or any(flag is not None for flag in flags)
     hardware = _hardware(flags) if named else None
     runs = 0 if overwrite else _runs(study.directory)
-    study.run(
-        hardware=hardware,
-        overwrite=overwrite,
-        technique=technique,
-        fuse=parse_fuse(fuse),
-        exact=exact,
-        plan=followed,
-        accept_numerics=accept_numerics,
-        retry_failed=retry_failed,
-        workers=workers,
-    )
+    with _told_if_stopped(study.directory, as_json=as_json, runs=runs):
+        study.run(
+            hardware=hardware,
+            overwrite=overwrite,
+            technique=technique,
+            fuse=parse_fuse(fuse),
+            exact=exact,
+            plan=followed,
+            accept_numerics=accept_numerics,
+            retry_failed=retry_failed,
+            workers=workers,
+        )
     return tell_ending(study.directory, as_json=as_json, runs=runs)
 
 
@@ -125,7 +127,8 @@ def resume_study(
     if (extend or clones) and sys.stderr.isatty():  # where there is none, lines say it
         more["callbacks"] = [_tell_changes]
     runs = _runs(study.directory)
-    study.run(hardware=hardware, resume=True, workers=workers, **more)
+    with _told_if_stopped(study.directory, as_json=as_json, runs=runs):
+        study.run(hardware=hardware, resume=True, workers=workers, **more)
     return tell_ending(study.directory, as_json=as_json, runs=runs)
 
 
@@ -146,6 +149,18 @@ def _tell_changes(event: Event) -> None:
     """Say above the live table what was added; by then it is on record."""
     if isinstance(event, StudyChanged):
         print("\n".join(event.changes), file=sys.stderr)
+
+
+@contextmanager
+def _told_if_stopped(place: Path, *, as_json: bool, runs: int) -> Iterator[None]:
+    """After Ctrl-C or SIGTERM print what there is by then, where this run trained anything."""
+    try:
+        yield
+    except SystemExit:
+        with suppress(ShoalError, OSError):
+            if _runs(place) > runs and Snapshot.of(read_outline(place)).stopped:
+                tell_ending(place, as_json=as_json, runs=runs)
+        raise
 
 
 def tell_ending(place: Path, *, as_json: bool, runs: int) -> int:
@@ -169,7 +184,8 @@ def tell_ending(place: Path, *, as_json: bool, runs: int) -> int:
         print(jsonl.dumps(record, indent=2))
     else:
         print(describe_ending(snapshot, place))
-        print(f"next      shoal show {place}, shoal trace {place}, shoal verify {place}")
+        verbs = ("show", "trace", *["verify"] * bool(snapshot.count(TrialState.FINISHED)))
+        print(f"next      {', '.join(f'shoal {verb} {place}' for verb in verbs)}")
     return ending_code(snapshot)
 
 

@@ -128,6 +128,21 @@ def test_a_leaderboard_fits_the_terminal_and_names_what_has_no_room(study_events
     assert leaderboard(snapshot, width=200) == wide
 
 
+def test_a_study_that_was_stopped_has_no_trial_that_waits_and_says_how_it_goes_on(
+    study_events: Events, tmp_path: Path
+) -> None:
+    begun = list(study_events(6, upto=10))
+    ending = StudyFinished(time=9.0, finished=0, failed=0, seconds=9.0, stopped="SIGTERM was ...")
+    snapshot = Snapshot.of([*begun, ending])
+
+    board, text = leaderboard(snapshot, "stopped"), describe_ending(snapshot, tmp_path)
+
+    assert (board.count("paused"), board.count("not begun"), board.count("waiting")) == (4, 2, 0)
+    assert leaderboard(Snapshot.of(begun)).count("waiting") == 2
+    assert f"goes on   6 trials from where they stand: shoal resume {tmp_path}" in text
+    assert "goes on" not in describe_ending(Snapshot.of(study_events(6)), tmp_path)
+
+
 def test_hyperparameters_called_as_columns_of_the_leaderboard_stay(study_events: Events) -> None:
     def named(event: Event) -> Event:
         if not isinstance(event, TrialPlanned):

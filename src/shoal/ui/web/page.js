@@ -133,7 +133,7 @@ function showTrials(study) {
       ...study.settings.map((name) => number(trial.hp[name])), trial.how, trial.state, steps,
       number(trial.loss), number(trial.metrics[study.metric]),
       trial.step ? seconds(trial.seconds) : "-", trial.error]);
-    line.children[3 + study.settings.length].classList.add(trial.state);
+    line.children[3 + study.settings.length].classList.add(trial.state.replace(" ", "-"));
     line.lastElementChild.classList.add("failed");
     line.classList.toggle("chosen", trial.number === chosen.trial);
     line.addEventListener("click", () => { choose(chosen.study, trial.number); });
@@ -153,6 +153,20 @@ function showDevices(study) {
   table("devices", header, rows);
 }
 
+// The least and the greatest value to draw. Curves that are far from the better half leave the picture,
+// which they would flatten.
+function range(curves, mode) {
+  const sign = mode === "min" ? 1 : -1, last = (curve) => sign * curve.points[curve.points.length - 1][1];
+  const better = [...curves].sort((a, b) => last(a) - last(b)).slice(0, Math.ceil(curves.length / 2));
+  const ends = (some) => {
+    const values = some.flatMap((curve) => curve.points.map((p) => p[1]));
+    return [Math.min(...values), Math.max(...values)];
+  };
+  const [low, high] = ends(curves), [least, most] = ends(better);
+  if (most - least && high - low > 5 * (most - least)) return mode === "min" ? [low, most] : [least, high];
+  return [low, high];
+}
+
 function showCurves(study) {
   const room = { left: 62, right: 10, top: 8, bottom: 24, width: 900, height: 260 };
   const curves = study.curves
@@ -162,21 +176,23 @@ function showCurves(study) {
   $("curves").closest("section").hidden = !all.length;
   if (!all.length) return;
   const steps = [Math.min(...all.map((p) => p[0])), Math.max(...all.map((p) => p[0]))];
-  const sorted = all.map((p) => p[1]).sort((a, b) => a - b);
-  // One that diverged would flatten all others.
-  const cut = (part) => sorted[Math.min(sorted.length - 1, Math.floor(part * sorted.length))];
-  const values = study.mode === "min" ? [sorted[0], cut(0.97)] : [cut(0.03), sorted[sorted.length - 1]];
+  const values = range(curves, study.mode);
   const across = (step) => room.left + ((step - steps[0]) / (steps[1] - steps[0] || 1)) * (room.width - room.left - room.right);
   const up = (value) => {
-    const part = Math.max(0, Math.min(1, (value - values[0]) / (values[1] - values[0] || 1)));
+    const part = Math.max(-9, Math.min(9, (value - values[0]) / (values[1] - values[0] || 1)));  // no renderer draws to 1e9
     return room.height - room.bottom - part * (room.height - room.top - room.bottom);
   };
-  const parts = [];
+  const parts = [], marked = new Set();
+  const inside = drawn("clipPath", { id: "inside" });
+  inside.append(drawn("rect", { x: room.left - 2, y: room.top - 2, width: room.width - room.left - room.right + 4, height: room.height - room.top - room.bottom + 4 }));
+  parts.push(inside);
   for (let tick = 0; tick <= 4; tick += 1) {
     const value = values[0] + (tick / 4) * (values[1] - values[0]);
     parts.push(drawn("line", { x1: room.left, x2: room.width - room.right, y1: up(value), y2: up(value), class: "axis" }));
     parts.push(drawn("text", { x: room.left - 6, y: up(value) + 4, "text-anchor": "end" }, number(value)));
     const step = Math.round(steps[0] + (tick / 4) * (steps[1] - steps[0]));
+    if (marked.has(step)) continue;
+    marked.add(step);
     parts.push(drawn("text", { x: across(step), y: room.height - 6, "text-anchor": tick === 4 ? "end" : "middle" }, String(step)));
   }
   for (const curve of curves) {
@@ -185,7 +201,7 @@ function showCurves(study) {
       const [x, y] = points[0].split(",");
       parts.push(drawn("circle", { cx: x, cy: y, r: 3, fill: color(curve.trial) }));
     }
-    const line = drawn("polyline", { points: points.join(" "), stroke: color(curve.trial) });
+    const line = drawn("polyline", { points: points.join(" "), stroke: color(curve.trial), "clip-path": "url(#inside)" });
     if (curve.trial === chosen.trial) line.classList.add("chosen");
     line.append(drawn("title", {}, `trial ${curve.trial}`));
     parts.push(line);

@@ -25,10 +25,11 @@ from shoal.ui.show import (
     read_summary,
     remarks,
     study_record,
+    study_state,
     trial_record,
 )
 from shoal.ui.studies import last_written, study_directories
-from shoal.ui.text import STATES, how, varying_names
+from shoal.ui.text import how, trial_state, varying_names
 
 POINTS = 300  # of a curve, at most
 CURVES = 64  # of the leaderboard's first trials, and those that run
@@ -56,12 +57,12 @@ class Studies:
         """
         place = self._place(name)
         snapshot = self._follow(name, place)
-        rows = ranking(snapshot)
+        rows, state = ranking(snapshot), study_state(snapshot, place)
         return study_record(place, snapshot) | {
             "eta_seconds": snapshot.eta_seconds,
             "steps_done": snapshot.steps_done,
             "settings": varying_names(row.hp for row in snapshot.trials),
-            "trials": [_trial(row) for row in rows],
+            "trials": [_trial(row, state) for row in rows],
             "devices": [dict(device_record(row)) for row in snapshot.devices],
             "remarks": remarks(snapshot, place),
             "curves": _curves(snapshot, rows),
@@ -79,7 +80,7 @@ class Studies:
         row = next((row for row in snapshot.trials if row.number == number), None)
         if row is None:
             raise SpecError(f"study {name} has no trial {number}.")
-        return _trial(row) | {
+        return _trial(row, study_state(snapshot, place)) | {
             "text": describe_trial(snapshot, row, place),
             "log": _log_end(log_path(place, number)),
         }
@@ -140,9 +141,9 @@ def _summary(place: Path) -> dict[str, Any]:
         return known | {"state": "unreadable", "error": str(error)}
 
 
-def _trial(row: TrialRow) -> dict[str, Any]:
+def _trial(row: TrialRow, study: str) -> dict[str, Any]:
     return trial_record(row) | {
-        "state": STATES[row.state],
+        "state": trial_state(row, study),
         "how": how(row),
         "loss": row.smooth_loss,
         "error": row.error_line,
