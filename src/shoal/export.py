@@ -136,7 +136,7 @@ _LOAD = """import json
 from safetensors.torch import {how}
 
 hp = json.load(open("hyperparameters.json"))
-model = build(hp).eval()  # build: Recipe(model=...) of the study
+model = build(hp).eval()
 {call}"""
 
 
@@ -154,7 +154,7 @@ _LOAD_SEVERAL = """import json
 from safetensors.torch import load_file
 
 hp = json.load(open("hyperparameters.json"))
-models = build(hp)  # build: Recipe(model=...) of the study
+models = build(hp)
 for name, model in models.items():
     model.eval().load_state_dict(load_file(f"{name}.safetensors"))"""
 
@@ -223,7 +223,22 @@ def digest(path: Path) -> str:
     return found.hexdigest()
 
 
+def import_of_build(origin: Snapshot) -> str:
+    """Lines that have the function which builds the model, where a file is known that has it."""
+    named = origin.recipe.get("model")
+    written = named.get("name", "") if isinstance(named, Mapping) else origin.source
+    place, _, name = str(written).rpartition(":")
+    file = Path(place)
+    if not (name.isidentifier() and file.stem.isidentifier()):
+        return "# build: the function that was Recipe(model=...) of the study"
+    if named:
+        return f"from {file.stem} import {name} as build  # in {file.parent}"
+    return f"from {file.stem} import {name}  # in {file.parent}\nbuild = {name}.recipe.model"
+
+
 def _readme(trial: TrialResult, origin: Snapshot, call: str) -> str:
+    if "build(hp)" in call:
+        call = f"{import_of_build(origin)}\n{call}"
     settings = ", ".join(f"{name}={value!r}" for name, value in trial.hp.items())
     return (
         f"Trial {trial.number} of study {origin.study} ({settings}; seed {trial.seed}), "

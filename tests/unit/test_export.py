@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,9 +21,10 @@ import shoal
 import shoal.export
 from shoal.core.errors import SpecError, StorageError
 from shoal.core.event import Event, StudyStarted, TrialFinished, TrialPlanned
-from shoal.export import export_trial, is_pretrained
+from shoal.export import export_trial, import_of_build, is_pretrained
 from shoal.observe import Database
 from shoal.observe.rows import TrialState
+from shoal.observe.snapshot import Snapshot
 from shoal.report import Report, TrialResult
 from shoal.testing import same_bits
 
@@ -165,16 +167,33 @@ def test_the_readme_is_code_that_works(report: Report, tmp_path: Path) -> None:
     export_trial(trained(nn.Linear(8, 2)), report, tmp_path / "out")
     text = (tmp_path / "out" / "README.md").read_text()
     code = text.partition("```python\n")[2].partition("```")[0]
-    build = "import torch\ndef build(hp): return torch.nn.Linear(hp['width'], 2)\n"
+    (tmp_path / "digits.py").write_text(
+        "import torch\nclass study:\n class recipe:\n"
+        "  def model(hp): return torch.nn.Linear(hp['width'], 2)\n"
+    )
 
     subprocess.run(
-        [sys.executable, "-c", f"{build}{code}\nassert not model.training"],
+        [sys.executable, "-c", f"{code}\nassert not model.training"],
         cwd=tmp_path / "out",
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
         check=True,
     )
 
-    assert len(code.strip().splitlines()) <= 7
+    assert code.splitlines()[0] == "from digits import study  # in /home/ada"
+    assert len(code.strip().splitlines()) <= 8
     assert "Trial 3 of study digits (lr=0.1, width=8; seed 11), finished" in text
+
+
+@pytest.mark.parametrize(
+    ("source", "recipe", "line"),
+    [
+        ("", {"model": {"name": "/home/ada/nets.py:wide"}}, "from nets import wide as build  #"),
+        ("", {}, "# build: the function that was Recipe(model=...)"),
+        ("/home/ada/my-nets.py:study", {}, "# build: the function that was Recipe(model=...)"),
+    ],
+)
+def test_where_the_model_is_built_is_said_as_far_as_it_is_known(source, recipe, line) -> None:
+    assert import_of_build(Snapshot(source=source, recipe=recipe)).startswith(line)
 
 
 def test_state_that_is_no_tensor_is_refused(report: Report, tmp_path: Path) -> None:
