@@ -203,7 +203,8 @@ def run_kernel(
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its step is torch's own, which writes into what parameters have."""
     own = type(optimizer).__module__.partition(".")[0] == "torch"
-    return own and not getattr(optimizer, "_optimizer_step_post_hooks", None)
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return own and not any(getattr(optimizer, name, None) for name in hooks)
 
 
 @torch.no_grad()

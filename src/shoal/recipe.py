@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from shoal import rounding
@@ -22,9 +21,9 @@ from shoal.core.errors import SpecError
 from shoal.core.spec import HyperParameters as HyperParameters
 from shoal.core.spec import Scalar
 from shoal.core.stale import Stale
-from shoal.core.units import counted
 from shoal.core.values import as_number, flag, is_number, one_of, optional_whole, plain, whole
 from shoal.frames import line_of
+from shoal.modelchecks import check_model
 from shoal.rounding import Rounding
 from shoal.rowwise import LossByRows
 from shoal.several import (
@@ -222,44 +221,10 @@ def build_model(recipe: Recipe, hp: HP) -> nn.Module:
         model = _several_models(recipe, model)
     if not isinstance(model, nn.Module):
         raise SpecError(f"Recipe(model=...) returned {type(model).__name__}; return an nn.Module.")
-    _refuse_shapeless(model)
-    _refuse_odd(model)
+    check_model(model)
     if recipe.precision == rounding.NAME:
         rounding.lower(model)
     return model
-
-
-def _refuse_shapeless(model: nn.Module) -> None:
-    """Raises SpecError for lazy layers that have seen no batch."""
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    lazy = [name for name, tensor in tensors if is_lazy(tensor)]
-    if not lazy:
-        return
-    kind = type(model.get_submodule(lazy[0].rpartition(".")[0])).__name__
-    raise SpecError(
-        f"Recipe(model=...) returned a model with {counted(len(lazy), 'tensor')} that "
-        f"{'has' if len(lazy) == 1 else 'have'} no shape yet, {lazy[0]!r} of {kind} first. What "
-        "it takes, and its optimizer, need all shapes. Run one batch through the model in the "
-        "factory before it is returned, such as model(torch.zeros(1, 784)), or use a layer that "
-        "is told its number of inputs."
-    )
-
-
-def _refuse_odd(model: nn.Module) -> None:
-    """Raises SpecError for tensors that are no plain memory, or of which no file has any."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.dtype in (torch.complex128, torch.complex32):
-            raise SpecError(
-                f"Recipe(model=...) returned a model whose tensor {name!r} is of {tensor.dtype}, "
-                "which no checkpoint can hold (safetensors). Keep it in torch.complex64, or as "
-                "real numbers (torch.view_as_real)."
-            )
-        if tensor.layout != torch.strided:
-            raise SpecError(
-                f"Recipe(model=...) returned a model whose tensor {name!r} is {tensor.layout}, "
-                "and a trial's parameters and buffers are plain memory. Register a dense one, "
-                "or its indices and values, and make the sparse tensor in the forward."
-            )
 
 
 def _several_models(recipe: Recipe, given: Mapping[str, Any]) -> Models:

@@ -36,6 +36,18 @@ def double_complex(hp):
     return model
 
 
+def tied_by_data(hp):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight.data = model[0].weight.data
+    return model
+
+
+def kept_by_reference(hp):
+    model = build(hp)
+    model.register_buffer("first", next(model.parameters()).data[:1])
+    return model
+
+
 def with_sparse(hp):
     model = build(hp)
     model.register_buffer("sparse", torch.eye(3).to_sparse())
@@ -113,6 +125,15 @@ WRONG = {
     "a type that no file has": (
         {"model": double_complex},
         r"whose tensor 'weight' is of torch\.complex128, which no checkpoint can hold",
+    ),
+    "weights that are tied by their data": (
+        {"model": tied_by_data},
+        r"parameter '0\.weight' and parameter '1\.weight' are two tensors in the same memory\. .* "
+        r"\(b\.weight = a\.weight, not \.data\)",
+    ),
+    "a buffer in a parameter": (
+        {"model": kept_by_reference},
+        r"buffer 'first' and parameter '.*' are two tensors in the same memory",
     ),
     "a sparse buffer": (
         {"model": with_sparse},

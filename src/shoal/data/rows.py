@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset, default_collate
@@ -22,41 +23,45 @@ from shoal.recipe import Batch
 class RowsIterator:
     """In the place of a loader's iterator, whose indices it takes; unseen by profilers."""
 
-    def __init__(
-        self, indices: Iterator[Sequence[int]], tensors: Sequence[Tensor], *, pins: bool
-    ) -> None:
-        self._sampler_iter = indices  # the name it has in torch's, by which keepers pass over some
-        self._tensors, self._pins = tensors, pins
+    def __init__(self, iterator: Any, tensors: Sequence[Tensor]) -> None:
+        self._sampler_iter: Iterator[Any] = iterator._sampler_iter  # keepers pass over some
+        self._fetcher, self._tensors = iterator._dataset_fetcher, tensors
+        self._pins = bool(iterator._pin_memory)  # not where there is no GPU
 
     def __iter__(self) -> RowsIterator:
         return self
 
     def __next__(self) -> list[Tensor]:
         """What ``default_collate`` makes of the examples: a list with a tensor for each column."""
-        rows = _as_tensor(next(self._sampler_iter))
-        try:
-            batch = [tensor.index_select(0, rows) for tensor in self._tensors]
-        except (IndexError, RuntimeError):  # one from the end, or a type that it has no kernel for
-            batch = [tensor[rows] for tensor in self._tensors]
+        batch = self._fetched(next(self._sampler_iter))
         return [tensor.pin_memory() for tensor in batch] if self._pins else batch
 
+    def _fetched(self, indices: Any) -> list[Tensor]:
+        if type(indices) is not list or not indices or not set(map(type, indices)) <= INTEGERS:
+            return self._fetcher.fetch(indices)  # type: ignore[no-any-return]  # example by example
+        rows = _as_tensor(indices)
+        try:
+            return [tensor.index_select(0, rows) for tensor in self._tensors]
+        except (IndexError, RuntimeError):  # one from the end, or a type that it has no kernel for
+            return [tensor[rows] for tensor in self._tensors]
 
-def _as_tensor(indices: Sequence[int]) -> Tensor:
+
+INTEGERS = {int, np.int64, np.int32}
+"""Of which a row each is taken; an index may be anything that a tensor takes, such as a slice."""
+
+
+def _as_tensor(indices: list[int]) -> Tensor:
     """[rows], int64. Through an array: ``torch.tensor`` asks each for its type, which is slow."""
-    try:
-        return torch.frombuffer(array("q", indices), dtype=torch.int64)
-    except (TypeError, ValueError):  # what has no __index__; and nothing at all
-        return torch.tensor(indices)
+    return torch.frombuffer(array("q", indices), dtype=torch.int64)
 
 
 def take_rows_at_once(iterator: Iterator[Batch], source: Iterable[Batch]) -> Iterator[Batch]:
     """The iterator of a loader, or one that fetches whole batches where that is the same."""
     if isinstance(source, DataLoader) and is_rows_only(source):
-        indices = getattr(iterator, "_sampler_iter", None)
         fetcher = getattr(iterator, "_dataset_fetcher", None)
-        if indices is not None and getattr(fetcher, "dataset", None) is source.dataset:
-            pins = bool(getattr(iterator, "_pin_memory", False))  # not where there is no GPU
-            return RowsIterator(indices, source.dataset.tensors, pins=pins)
+        has_all = hasattr(iterator, "_sampler_iter") and hasattr(iterator, "_pin_memory")
+        if has_all and getattr(fetcher, "dataset", None) is source.dataset:
+            return RowsIterator(iterator, source.dataset.tensors)
     return iterator
 
 

@@ -209,10 +209,16 @@ def host_bytes(source: Iterable[Batch], batch: Batch) -> Bytes:
     return Bytes((ahead + 1) * batch_bytes(batch))
 
 
+def _sparse_bytes(tensor: Tensor) -> int:
+    """Of its numbers and of where they stand, at most 16 bytes for each."""
+    values = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+    return values.nbytes + 16 * values.numel()
+
+
 def batch_bytes(value: Any) -> int:
     """Bytes of the tensors in a batch."""
     if isinstance(value, Tensor):
-        return value.nbytes
+        return value.nbytes if value.layout is torch.strided else _sparse_bytes(value)
     if isinstance(value, Mapping):
         return sum(map(batch_bytes, value.values()))
     if isinstance(value, tuple | list):

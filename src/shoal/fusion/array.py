@@ -51,6 +51,10 @@ class Stepped(NamedTuple):
     named: Mapping[int, Mapping[str, float]] = MappingProxyType({})  # of a step of one's own
 
 
+def _given(batches: Sequence[Any] | Callable[[], Sequence[Any]]) -> Sequence[Any]:
+    return batches() if callable(batches) else batches
+
+
 class _Tally:
     """What the micro-batches of one step have come to so far."""
 
@@ -196,11 +200,12 @@ class Array:
 
     # -- training --------------------------------------------------------------------
 
-    def step(self, *micro_batches: Sequence[Any]) -> Stepped:
+    def step(self, *micro_batches: Sequence[Any] | Callable[[], Sequence[Any]]) -> Stepped:
         """One optimizer step: for each micro-batch, the batches of all slots.
 
         None stands for a slot that takes no part; in a later micro-batch, for a group of
-        batches that has ended.
+        batches that has ended. A function gives them when their pass is due: data and training
+        draw random numbers in turn.
 
         Raises:
             Declined: the models cannot run as one array after all; nothing has changed, if
@@ -209,10 +214,10 @@ class Array:
         self.fill_empty_slots()
         if self._own is not None:
             (batches,) = micro_batches
-            return self._step_their_own(self._own, batches)
+            return self._step_their_own(self._own, _given(batches))
         self._finisher.drop_gradients(self.occupied)
         tally = _Tally(self.width)
-        for batches in micro_batches:
+        for batches in map(_given, micro_batches):
             active = self._taking_part(batches, tally.failures)
             if any(active):
                 self._train(batches, active, tally)
@@ -358,6 +363,16 @@ class Array:
                             values[f"valid_{name}"] = float(value)
                 results[slot] = values
         return results
+
+    def evaluate_by_itself(self, slot: int, batch: Any) -> dict[str, float]:
+        """The same for one slot on its own rows: where a pass of all of them raised.
+
+        Kernels that look at values (``torch.linalg.inv``) refuse all rows for one of them, also
+        for one that takes no part.
+        """
+        only = [batch if at == slot else None for at in range(self.width)]
+        moved = self._moved(only, [at == slot for at in range(self.width)])
+        return self._evaluate_alone(slot, moved[slot])
 
     def evaluates_as_one(self, batches: Sequence[Any]) -> bool:
         """Whether evaluating these batches is a pass of all slots, and not one after the other."""

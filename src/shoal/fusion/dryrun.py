@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from shoal.fusion.admission import shared_signature
 from shoal.fusion.array import Array
 from shoal.fusion.constants import constants_of
-from shoal.fusion.crew import ArrayBackend, Trained
+from shoal.fusion.crew import ArrayBackend, Evaluated, Trained
 from shoal.fusion.declined import Declined
 from shoal.fusion.fused import StackedBackend
 from shoal.fusion.likeness import as_double, close, copies
@@ -27,7 +27,7 @@ from shoal.fusion.member import Member, in_streams
 from shoal.fusion.owndryrun import own_dry_run
 from shoal.fusion.perslot import IN_TORCH, standing_for
 from shoal.fusion.sideeffects import first_side_effect
-from shoal.recipe import to_device
+from shoal.recipe import tensors_of, to_device
 from shoal.rng import same_rng
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 1e-1}
@@ -37,10 +37,25 @@ NARROW = frozenset((torch.float32, torch.float16, torch.bfloat16))
 
 
 class _Pass(NamedTuple):
-    """An array after its first step, and what that came to."""
+    """An array after its first step, and what that came to; then what an evaluation does."""
 
     array: Array
     trained: Trained
+    batches: Sequence[Any]
+
+    def evaluated(self) -> Evaluated | None:
+        """The same batches in evaluation mode; None where that raises, alone too then, maybe."""
+        self.array.set_training(False)
+        try:
+            return self.array.backend.evaluate(
+                self.array.crew, self.batches, [True] * self.array.width
+            )
+        except Declined:
+            raise
+        except (Exception, SystemExit):
+            return None
+        finally:
+            self.array.set_training(True)
 
 
 def dry_run(
@@ -64,12 +79,15 @@ def dry_run(
             return words
         exact = _in_float64(members, moved, where) or (copies(members), moved)
         spare = copies(exact[0]) if _differ_in_floats(members) else ()
-        losses = _losses(len(members), None)
+        losses = _losses(len(members), None, None)
         try:
             found = _passed(*exact, where, backend)
-            losses = _losses(len(members), found)
             words = _unlike_alone(found, *exact, where)
-            del found  # the room it takes
+            evaluated = found.evaluated()
+            losses = _losses(len(members), found, evaluated)
+            if evaluated is not None:
+                words = words or _evaluated_otherwise(found, evaluated, exact[0], where)
+            del found, evaluated  # the room they take
         except Declined as error:  # maybe at what a hidden number is instead
             words = str(error)
         return (hidden_number(spare, exact[1], where, losses) if spare else "") or words
@@ -138,13 +156,14 @@ def _passed(
 ) -> _Pass:
     """One step of copies of these trials as an array; raises Declined."""
     array = Array(copies(members), device=device, backend=backend or StackedBackend())
-    return _Pass(array, array.backend.train(array._crew, batches, [True] * len(members), 1.0))
+    trained = array.backend.train(array._crew, batches, [True] * len(members), 1.0)
+    return _Pass(array, trained, batches)
 
 
 def _unlike_alone(
     found: _Pass, members: Sequence[Member], batches: Sequence[Any], device: torch.device
 ) -> str:
-    array, trained = found
+    array, trained, _ = found
     array.backend.hand_out(array._crew, range(len(members)))
     for slot, member in enumerate(members):
         if slot in trained.failures:
@@ -160,6 +179,38 @@ def _unlike_alone(
         if words:
             return f"one step as an array is not the step alone: {words}."
     return ""
+
+
+def _evaluated_otherwise(
+    found: _Pass, evaluated: Evaluated, members: Sequence[Member], device: torch.device
+) -> str:
+    """Whether a pass in evaluation mode comes to another loss or output than alone."""
+    for slot, member in enumerate(members):
+        if slot in found.trained.failures:
+            continue
+        member.module.eval()
+        try:
+            with torch.no_grad(), in_streams(member, device):
+                output, loss = lone_pass(member, found.batches[slot], device)
+        except (Exception, SystemExit):  # its own code raises
+            continue
+        pairs = [(loss, evaluated.losses[slot]), *_pairs(output, evaluated.outputs[slot])]
+        limit = max(TOLERANCE.get(one.dtype, 1e-3) for one, _ in pairs)
+        if member.recipe.precision != "fp32":
+            limit = TOLERANCE[torch.bfloat16]
+        for one, other in pairs:
+            if not close(one.detach().cpu(), other.detach().cpu().to(one.dtype), limit, 1.0):
+                words = f"{float(evaluated.losses[slot])!r}, alone {float(loss)!r}"
+                return f"an evaluation as an array is not the one alone: slot {slot}: {words}."
+    return ""
+
+
+def _pairs(one: Any, other: Any) -> list[tuple[Tensor, Tensor]]:
+    """The tensors of two outputs that can be compared, in order."""
+    mine, theirs = list(tensors_of(one)), list(tensors_of(other))
+    if len(mine) != len(theirs):
+        return []
+    return [pair for pair in zip(mine, theirs, strict=True) if pair[0].is_floating_point()]
 
 
 def _same_streams(array: Array, slot: int, alone: Member) -> bool:
@@ -247,16 +298,24 @@ def _losses_with(
     """The losses of one step in which hidden numbers are this one."""
     with standing_for(value):
         try:
-            return _losses(len(members), _passed(members, batches, device))
+            found = _passed(members, batches, device)
+            return _losses(len(members), found, found.evaluated())
         except Declined:  # what math says of a number that no trial has
-            return _losses(len(members), None)
+            return _losses(len(members), None, None)
 
 
-def _losses(width: int, found: _Pass | None) -> Tensor:
-    """Those of a pass, to be compared: infinite where a slot's code raises, or all is declined."""
+def _losses(width: int, found: _Pass | None, evaluated: Evaluated | None) -> Tensor:
+    """Those of two passes, to be compared: infinite where a slot's code raises, or all is
+    declined; and of the second what its outputs come to."""
     if found is None:
-        return torch.full((width,), math.inf, dtype=torch.float64)
-    losses = found.trained.losses.detach().clone()
+        return torch.full((3 * width,), math.inf, dtype=torch.float64)
+    losses = torch.full((3 * width,), -2.0, dtype=torch.float64)
+    losses[:width] = found.trained.losses.detach()
     for slot in found.trained.failures:
         losses[slot] = math.inf
+    if evaluated is not None:
+        losses[width : 2 * width] = evaluated.losses.detach()
+        for slot, output in enumerate(evaluated.outputs):
+            sums = [t.detach().double().sum() for t in tensors_of(output) if t.is_floating_point()]
+            losses[2 * width + slot] = sum(sums)
     return losses.nan_to_num(nan=-1.0)

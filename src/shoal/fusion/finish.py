@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shoal.bound import clip_limit
 from shoal.fusion.crew import ArrayBackend, Crew
 from shoal.fusion.declined import Declined
+from shoal.fusion.likeness import Snapshot
 from shoal.fusion.loop import torch_streams_of
 from shoal.fusion.member import Member
 from shoal.fusion.optim import FusedSteps
@@ -29,6 +30,7 @@ class Finisher:
         self._fused = FusedSteps(backend.steps)
         self._names_held = names_held
         self._handed_out = True  # whether parameters may have gradients of their own
+        self._codes: dict[int, tuple[nn.Module, Snapshot]] = {}  # of slots where others' code runs
 
     def drop_gradients(self, slots: Sequence[int]) -> None:
         """As ``zero_grad`` would: what no optimizer holds keeps its gradient."""
@@ -77,7 +79,11 @@ class Finisher:
                     self._step_theirs(slot)
                 elif slot in by_themselves:
                     member.optimizer.step()
-                advance_schedule(self._crew, slot)
+                if member.schedule and member.habits.touches:
+                    with self._code_kept(slot):
+                        advance_schedule(self._crew, slot)
+                else:
+                    advance_schedule(self._crew, slot)
                 member.step += 1
             except (Exception, SystemExit) as error:
                 failures[slot] = error
@@ -85,8 +91,32 @@ class Finisher:
 
     def _step_theirs(self, slot: int) -> None:
         """Step an optimizer of the user's, which may draw, and give parameters other data."""
-        with _held(self._crew, slot), torch_streams_of(self._crew, slot):
+        streams = torch_streams_of(self._crew, slot)
+        with self._code_kept(slot), _held(self._crew, slot), streams:
             self._crew.members[slot].optimizer.step()
+
+    @contextmanager
+    def _code_kept(self, slot: int) -> Iterator[None]:
+        """Passes of an array run a copy of the model's code: nobody may make it another one.
+
+        Raises:
+            Declined: an attribute, a part, a hook or a mode of the model is another one.
+        """
+        module = self._crew.members[slot].module
+        known, code = self._codes.get(slot, (None, None))
+        if known is not module or code is None or code.change():
+            code = Snapshot(module)
+            self._codes[slot] = module, code
+        modes = [child.training for child in module.modules()]
+        yield
+        words = code.change()
+        if not words and [child.training for child in module.modules()] != modes:
+            words = "the mode of a part"
+        if words:
+            raise Declined(
+                f"its schedule or its optimizer changed {words} of the model, which passes of an "
+                "array have a copy of"
+            )
 
     def _clip_together(self, slots: Sequence[int]) -> None:
         chosen = set(slots)
@@ -130,6 +160,7 @@ def _held(crew: Crew, slot: int) -> Iterator[None]:
     before = trained(module)
     with kept_in_place(dict(module.named_parameters())):
         yield
+    crew.stacked.put_buffers(slot, module)
     if trained(module) != before:
         raise Declined(
             "parameters were frozen or unfrozen while it trained, and those of an array are "

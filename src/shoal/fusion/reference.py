@@ -31,6 +31,7 @@ from shoal.recipe import (
     build_model,
     build_optimizer_of,
     build_schedule,
+    chunks,
     read_data,
     to_device,
 )
@@ -122,7 +123,7 @@ class _Loop:
     ) -> None:
         for epoch in itertools.count(1):
             before = len(self.losses)
-            for group in self._groups():
+            for group in chunks(self._read(self._train), self._recipe.accumulate):
                 self._step(group)
                 if eval_every and len(self.losses) % eval_every == 0:
                     self._record(epoch)
@@ -170,12 +171,6 @@ class _Loop:
         )
         self.array.refill(self._slot, member)
 
-    def _groups(self) -> Iterator[list[Any]]:
-        """An epoch's batches, ``accumulate`` at a time, read in the trial's random streams."""
-        batches = self._read(self._train)
-        while group := list(itertools.islice(batches, self._recipe.accumulate)):
-            yield group
-
     def _read(self, source: Any) -> Iterator[Any]:
         with self.array.streams(self._slot):
             batches = iter(source)
@@ -189,9 +184,11 @@ class _Loop:
     def _alone(self, batch: Any) -> list[Any]:
         return [batch if slot == self._slot else None for slot in range(self._width)]
 
-    def _step(self, group: list[Any]) -> None:
+    def _step(self, group: Iterator[Any]) -> None:
+        """On batches that are read when their pass is due, in the trial's random streams."""
         self._change_seat()
-        stepped = self.array.step(*map(self._alone, group))
+        due = [lambda: self._alone(next(group, None))] * self._recipe.accumulate
+        stepped = self.array.step(*due)
         for failure in stepped.failures.values():
             raise failure
         self.losses.append(stepped.losses[self._slot])
@@ -211,10 +208,18 @@ class _Loop:
         count = 0
         with self.array.evaluating():
             for batch in self._read(self._valid) if self._valid is not None else ():
-                found = self.array.evaluate(self._alone(batch))[self._slot] or {}
+                found = self._evaluated(batch)
                 sums = {name: sums.get(name, 0.0) + value for name, value in found.items()}
                 count += 1
         return {name: value / count for name, value in sums.items()}
+
+    def _evaluated(self, batch: Any) -> dict[str, float]:
+        before = self.array.drawn_until_now([self._slot])
+        try:
+            return self.array.evaluate(self._alone(batch))[self._slot] or {}
+        except (Exception, SystemExit):
+            self.array.draw_again(before)
+            return self.array.evaluate_by_itself(self._slot, batch)
 
 
 def train_in_slot(

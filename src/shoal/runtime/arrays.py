@@ -22,6 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -322,14 +323,13 @@ class ArraySeat:
         if self._has_evaluated:
             self._members.set_training(True)
             self._has_evaluated = False
-        rows = self._fetch(ready)
+        lost: dict[int, BaseException] = {}  # whose later batches could not be read
+        rows = self._fetch(ready, lost)
         stepped = self._counted(lambda: array.step(*rows), rows, "training", ready)
         now = time.perf_counter()
         self.share_s, self._began = (now - self._began) / len(ready), now
         for seated in ready:
-            failure = stepped.failures.get(seated.slot)
-            if seated.trial not in self.seated:
-                continue  # its batch could not be fetched
+            failure = lost.get(seated.slot) or stepped.failures.get(seated.slot)
             if failure is not None:
                 self._fail(seated.trial, failure)
             else:
@@ -338,29 +338,44 @@ class ArraySeat:
                 seated.session.tally.add(stepped.named.get(seated.slot, {}))
                 seated.task = None
 
-    def _fetch(self, ready: Sequence[Seated]) -> list[list[Any]]:
-        """For each micro-batch the batches by slot, None where there is none."""
-        found: dict[int, list[Any]] = {}
+    def _fetch(self, ready: Sequence[Seated], lost: dict[int, BaseException]) -> list[Any]:
+        """For each micro-batch the batches by slot, None where there is none.
 
-        def fetch(seated: Seated) -> None:
-            task = seated.task
-            assert task is not None
-            count = sum(action.op is Op.B for action in task.program.devices[0])
-            if count == 1:
-                found[seated.slot] = [task.batches.pop(0)]
-                return
-            with self._streams(seated):
-                found[seated.slot] = [seated.session.fetch(task, i) for i in range(count)]
-
+        Those after the first are functions, which read them when their pass is due, since data
+        and training draw random numbers in turn.
+        """
+        first: list[Any] = [None] * self.place.width
+        counts: dict[int, int] = {}
         for seated in ready:
-            self._guard(seated.trial, lambda seated=seated: fetch(seated))  # type: ignore[misc]
-        most = max(map(len, found.values()), default=0)
-        width = range(self.place.width)
-        empty: list[Any] = []
-        return [
-            [batches[i] if i < len(batches := found.get(s, empty)) else None for s in width]
-            for i in range(most)
-        ]
+            assert seated.task is not None
+            first[seated.slot] = seated.task.batches.pop(0)
+            counts[seated.slot] = _micro_batches(seated.task)
+
+        def later(index: int) -> list[Any]:
+            row: list[Any] = [None] * self.place.width
+            for seated in ready:
+                slot, task = seated.slot, seated.task
+                if index < counts[slot] and slot not in lost and task is not None:
+                    read = partial(self._read, seated, task, index, row, lost)
+                    self._guard(seated.trial, read)
+            return row
+
+        return [first, *(partial(later, index) for index in range(1, max(counts.values())))]
+
+    def _read(
+        self,
+        seated: Seated,
+        task: Task,
+        index: int,
+        row: list[Any],
+        lost: dict[int, BaseException],
+    ) -> None:
+        """One of a step's later batches; nobody leaves the array in the middle of a step."""
+        try:
+            with self._streams(seated):
+                row[seated.slot] = seated.session.fetch(task, index)
+        except (Exception, SystemExit) as error:
+            lost[seated.slot] = error
 
     def _evaluate(self, evaluating: Sequence[Seated]) -> None:
         array = self._array
@@ -388,9 +403,15 @@ class ArraySeat:
                 )
 
     def _evaluate_one(self, seated: Seated, batches: Sequence[Any]) -> None:
-        assert self._array is not None
-        mine = [batch if slot == seated.slot else None for slot, batch in enumerate(batches)]
-        self._take_metrics([seated], self._array.evaluate(mine))
+        found: list[dict[str, float] | None] = [None] * self.place.width
+        slot = seated.slot
+        if isinstance(self._array, Array):
+            found[slot] = self._array.evaluate_by_itself(slot, batches[slot])
+        else:
+            assert self._array is not None
+            mine = [batch if at == slot else None for at, batch in enumerate(batches)]
+            found = self._array.evaluate(mine)
+        self._take_metrics([seated], found)
 
     def _take_metrics(
         self, evaluating: Sequence[Seated], found: Sequence[dict[str, float] | None]
@@ -421,7 +442,8 @@ class ArraySeat:
             return self._computed(work, what, some)
         if isinstance(self._array, SpilledArray):
             return self._counted_by_units(work, self._array, what)
-        size = sum(t.nbytes for batches in rows for t in tensors_of(list(batches)))
+        there = [row for row in rows if not callable(row)]  # of the same layout, mostly
+        size = sum(t.nbytes for batches in there for t in tensors_of(list(batches)))
         grew = size > self._largest.get(what, 0)
         self._largest[what] = max(size, self._largest.get(what, 0))
         trains = what == "training"
@@ -471,6 +493,10 @@ class ArraySeat:
             if isinstance(value, torch.Tensor)
         }
         return sum(size for pointer, size in storages.items() if pointer in state)
+
+
+def _micro_batches(task: Task) -> int:
+    return sum(action.op is Op.B for action in task.program.devices[0])
 
 
 def _usual_layout(session: Session, device: torch.device) -> Hashable:

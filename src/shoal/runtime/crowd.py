@@ -60,7 +60,7 @@ class Crowd:
                 )
             )
             self.batches.append([first_batch(train)] * self._recipe.accumulate)
-            self.valid.append(next(iter(valid or ()), None))
+            self.valid.append(next(iter(() if valid is None else valid), None))
 
     def first_batches(self, count: int) -> list[Any]:
         """One for each of the first ``count``."""

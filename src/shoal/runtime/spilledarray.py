@@ -272,9 +272,10 @@ class SpilledArray:
 
     # -- training ---------------------------------------------------------------------
 
-    def step(self, *rows: Sequence[Any]) -> Stepped:
+    def step(self, *given: Sequence[Any] | Callable[[], Sequence[Any]]) -> Stepped:
         """One optimizer step of all slots: for each micro-batch the batches by slot."""
         session = self._session
+        rows = [row() if callable(row) else row for row in given]
         self._begin(rows)
         self._go()
         self.array.fill_empty_slots()

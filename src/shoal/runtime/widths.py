@@ -28,6 +28,7 @@ from shoal.core.units import Bytes, Seconds
 from shoal.data import epoch_length
 from shoal.device import Device
 from shoal.fusion import Array, Declined, Member, backend_of, dry_run
+from shoal.fusion.beside import first_change
 from shoal.fusion.branches import BranchesBackend
 from shoal.fusion.compiled import CompiledBackend, compiler
 from shoal.fusion.crew import ArrayBackend
@@ -156,6 +157,7 @@ class ArrayBench:
         crowd = self._crowd
         declined = _obstacle(self._recipe, self._device, self._first, crowd.members[0])
         self._alone_fits = order.alone_fits
+        declined = declined or first_change(crowd.members[0], crowd.first_batches(1)[0])
         if not declined:
             try:
                 self._place_alone()

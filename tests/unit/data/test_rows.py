@@ -98,18 +98,36 @@ def test_whatever_else_a_loader_does_it_does(make):
     assert str(ours) == str(theirs)
 
 
-def test_indices_may_be_any_integers():
-    x = columns()[0]
-    for batches in ([[np.int64(3), np.int64(0)]], [torch.tensor([4, 1])], [(2, 2)]):
-        loader = DataLoader(TensorDataset(x), batch_sampler=batches)
-        (theirs, _), (ours, _) = read_twice(lambda loader=loader: loader)
-        assert torch.equal(ours[0][0], theirs[0][0])
+@pytest.mark.parametrize(
+    "batches",
+    [
+        [[np.int64(3), np.int64(0)]],
+        [[torch.tensor(4), torch.tensor(1)], torch.tensor([1, 0])],
+        [(2, 2)],
+        [[slice(0, 2), slice(3, 5)]],
+        [[None]],
+        [[True, False]],
+        [[torch.tensor([1]), torch.tensor([2])]],
+        [bytes([1, 2])],
+    ],
+    ids=str,
+)
+def test_an_index_may_be_whatever_a_tensor_takes(batches):
+    def outcome(read):
+        loader = DataLoader(TensorDataset(columns()[0]), batch_sampler=batches)
+        try:
+            return [batch[0].tolist() for batch in read(loader)]
+        except Exception as error:
+            return type(error)
+
+    assert outcome(lambda loader: batches_of(PlainReader(loader))) == outcome(iter)
 
 
 def test_an_index_that_is_none_is_an_error():
-    loader = DataLoader(TensorDataset(columns()[0]), batch_sampler=[[0.5]])
-    with pytest.raises((IndexError, TypeError)):
-        list(batches_of(PlainReader(loader)))
+    for one in ([0.5], []):
+        loader = DataLoader(TensorDataset(columns()[0]), batch_sampler=[one])
+        with pytest.raises((IndexError, TypeError, RuntimeError)):
+            list(batches_of(PlainReader(loader)))
 
 
 def test_an_index_beyond_the_end_is_an_error():
