@@ -24,6 +24,8 @@ from torch import Tensor, nn
 LIBRARIES = frozenset((*sys.stdlib_module_names, "numpy", "torch"))
 _STANDARD = tuple(os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
 STORES = dis.opmap["STORE_GLOBAL"]
+CALLS = {dis.opmap[name] for name in ("KW_NAMES", "CALL_KW") if name in dis.opmap}
+"""With keywords: before Python 3.13, and since."""
 MOST = 1000  # values that are looked into
 LONGEST = 100  # items of a list
 ATTRIBUTES = frozenset(("__call__", "__init__", "forward"))
@@ -113,7 +115,7 @@ class _Walk:
             return itertools.chain(*itertools.islice(value.items(), LONGEST))
         if isinstance(value, types.CodeType):
             self.names |= set(value.co_names)
-            return value.co_consts
+            return _constants(value)
         if isinstance(value, functools.partial):
             return (value.func, *value.args, *value.keywords.values())
         if isinstance(value, types.MethodType):
@@ -140,6 +142,21 @@ class _Walk:
         self._holders += [vars(kind) for kind in kinds]
         if isinstance(value, nn.Module):
             self._holders.append(dict(value.named_children()))
+
+
+def _constants(code: types.CodeType) -> Iterator[Any]:
+    """Those of code, but for names of arguments in calls: ``Adam(p, lr=1e-3)`` reads no ``lr``."""
+    tuples = [one for one in code.co_consts if isinstance(one, tuple)]
+    if not tuples or not CALLS & set(code.co_code[::2]):
+        return iter(code.co_consts)
+    before, keywords = None, set[int]()
+    for one in dis.get_instructions(code):
+        if one.opcode in CALLS and one.opname == "KW_NAMES":
+            keywords.add(one.arg or 0)
+        elif one.opcode in CALLS and before is not None and before.opname == "LOAD_CONST":
+            keywords.add(before.arg or 0)
+        before = one
+    return (one for at, one in enumerate(code.co_consts) if at not in keywords)
 
 
 def _parts_of_function(function: types.FunctionType) -> Iterator[Any]:

@@ -378,7 +378,7 @@ def test_limits_that_are_all_none_stop_the_study_before_it_trains(run_study):
 
 def test_a_name_that_the_space_lacks_is_said_in_the_words_of_the_space(run_study):
     space = shoal.grid(lr=[1e-2], drop=[0.1], clip=[0.2])
-    with pytest.raises(SpecError, match="unknown hyperparameter 'smoothing'; the space has 'lr'"):
+    with pytest.raises(SpecError, match="unknown hyperparameter 'smoothing'; this trial has 'lr'"):
         run_study(searched.recipe(), space, steps=STEPS, technique="resident")
 
 

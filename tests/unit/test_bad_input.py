@@ -114,7 +114,7 @@ def list_inputs(batch):
 WRONG = {
     "unknown hyperparameter": (
         {"model": asks_for_momentum},
-        r"unknown hyperparameter 'momentum'; the space has 'lr'\. "
+        r"unknown hyperparameter 'momentum'; this trial has 'lr'\. "
         r"Add it to the study's space, or read it with hp\.get\('momentum', default\)",
     ),
     "lazy layers that saw no batch": (
@@ -254,9 +254,9 @@ def test_lazy_layers_that_saw_a_batch_train_as_others():
 
 def test_an_unknown_hyperparameter_lists_the_known_ones():
     hp = HyperParameters({"lr": 0.1, "width": 64})
-    with pytest.raises(shoal.SpecError, match=r"'depth'; the space has 'lr', 'width'\. Add it"):
+    with pytest.raises(shoal.SpecError, match=r"'depth'; this trial has 'lr', 'width'\. Add it"):
         hp["depth"]
-    with pytest.raises(shoal.SpecError, match="the space has none"):
+    with pytest.raises(shoal.SpecError, match="this trial has none"):
         HyperParameters({})["depth"]
 
 

@@ -230,7 +230,7 @@ def test_values_are_those_that_the_code_spells_in_the_order_of_their_names():
     assert list(own.loss.hp) == ["smoothing", "lr", "kind", "note"]
     assert "note" in own.loss.hp
     assert own.loss.hp.get("weight", 3) == 3
-    with pytest.raises(SpecError, match="unknown hyperparameter 'weight'; the space has"):
+    with pytest.raises(SpecError, match="unknown hyperparameter 'weight'; this trial has"):
         own.loss.hp["weight"]
 
 

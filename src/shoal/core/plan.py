@@ -293,7 +293,8 @@ class Plan:
         order = f", {self.rule}" if self.rule != DEFAULT else ""
         lines = [
             f"study {self.study}: {counted(len(self.jobs), 'trial')} on "
-            f"{counted(len(self.devices), 'device')}, up to {self.active} at a time on each{order}"
+            f"{counted(len(self.devices), 'device')}, up to {self.active} at a time on each"
+            f"{' (an array as one)' * any(job.array for job in self.jobs)}{order}"
             f"; predicted {format_seconds(self.seconds)}"
         ]
         lines += [f"  device {d.name}: {_explain_memory(d)}" for d in self.devices]

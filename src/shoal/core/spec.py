@@ -82,8 +82,8 @@ class HyperParameters(Mapping[str, Scalar]):
     def _unknown(self, name: str) -> SpecError:
         known = ", ".join(map(repr, self._values)) or "none"
         return SpecError(
-            f"unknown hyperparameter {name!r}; the space has {known}. Add it to the study's "
-            f"space, or read it with hp.get({name!r}, default)."
+            f"unknown hyperparameter {name!r}; this trial has {known}. Add it to the study's "
+            f"space, or read it with hp.get({name!r}, default) if not all trials have it (when=)."
         )
 
 

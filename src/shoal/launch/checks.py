@@ -70,6 +70,25 @@ def check_metric(recipe: Recipe, metric: str, mode: str) -> None:
         )
 
 
+def doubt_of_mode(metric: str, mode: str) -> str:
+    """In words, where the least of a metric counts as the best of which more mostly is better."""
+    if mode == "min" and MORE_IS_BETTER & set(metric.lower().split("_")):
+        return (
+            f"the trial with the least {metric} counts as the best: mode='min', which is what a "
+            "study has if it says nothing. Say mode='max' if more of it is better."
+        )
+    return ""
+
+
+MORE_IS_BETTER = frozenset(
+    (
+        *("acc", "accuracy", "auc", "auroc", "auprc", "f1", "precision", "recall", "r2", "score"),
+        *("bleu", "rouge", "iou", "miou", "dice", "psnr", "ssim", "map", "map50", "ndcg", "mrr"),
+        *("mcc", "kappa", "reward", "return", "top1", "top5"),
+    )
+)
+
+
 def num_evaluations(epochs: int | None, steps: int | None, eval_every: int | None) -> int | None:
     """How often a trial is evaluated, where that follows from its length alone."""
     if eval_every is None:

@@ -19,6 +19,7 @@ from shoal.execution.rungs import check_population, check_rungs, check_validated
 from shoal.execution.trial import total_steps
 from shoal.hardware import Hardware, is_in_memory
 from shoal.kernelchoice import KernelChoice
+from shoal.launch.checks import doubt_of_mode
 from shoal.launch.following import NO_PINS, Pins, require_followed
 from shoal.launch.packing import pack_recipe
 from shoal.launch.policy import generation_bytes
@@ -121,6 +122,9 @@ def plan_study(
         pool.configure(more, *served)
     searches, begun = not study.search.is_plain, bool(recorded)
     planned = check_validated(planned, study.metric, searches=searches, begun=begun)
+    if doubt := doubt_of_mode(study.metric, study.mode):
+        warnings = (*planned.plan.warnings, doubt)
+        planned = replace(planned, plan=replace(planned.plan, warnings=warnings))
     if study.search.pruner is not None:
         check_rungs(planned, settings)
     if study.search.varied:

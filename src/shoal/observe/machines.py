@@ -109,7 +109,7 @@ class TrialFold:
         self.state, self.device, self.error = TrialState.RUNNING, device, ""
         self.recent.clear()
         if self.began is None:
-            self.began = now
+            self.began = now - self.seconds  # of earlier runs
 
     def release(self) -> None:
         """No worker has it: until it starts again it waits."""
@@ -117,6 +117,12 @@ class TrialFold:
         if self.state is TrialState.RUNNING:
             self.state, self.device = TrialState.PENDING, ""
         self.recent.clear()
+
+    def stand_still(self) -> None:
+        """A run begins, which first plans: its time goes on when it trains again."""
+        self.release()
+        if not self.is_done:
+            self.began = None
 
     def finish_step(self, event: StepFinished, aim: Aim) -> None:
         if self.steps and self.steps[-1] >= event.step:

@@ -246,7 +246,7 @@ class Folder:
             device.recent.clear()
             device.stalled = None
         for trial in self._trials.values():
-            trial.release()
+            trial.stand_still()
 
     def _planning_waited(self, event: PlanningWaited) -> None:
         self._wait_over(event.device)

@@ -391,11 +391,14 @@ def choose(measure: ArrayMeasure, load: Load, fits: Fits) -> Choice:
     return Choice(best.width, best.kind, (words, *lines))
 
 
-def praise(found: WidthMeasure, notes: Sequence[str]) -> str:
-    """What an array that was asked for takes, in words."""
-    alone = format_seconds(Seconds(found.width * found.alone_s))
+def praise(found: WidthMeasure, notes: Sequence[str], trials: int) -> str:
+    """What an array that was asked for takes, in words; so many ``trials`` have its shape."""
+    there = min(trials, found.width)
+    alone = format_seconds(Seconds(there * found.alone_s))
+    idle = found.width - there
+    empty = f", {counted(idle, 'slot')} of which {'is' if idle == 1 else 'are'} empty" * bool(idle)
     return (
-        f"a step of {found.width} as one array, {found.kind}{_in_shards(found)}, takes "
+        f"a step of {found.width} as one array, {found.kind}{_in_shards(found)}{empty}, takes "
         f"{format_seconds(found.step_s)}, one after another {alone}{_some(notes)}"
     )
 

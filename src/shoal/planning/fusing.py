@@ -504,7 +504,7 @@ class Fusing:
             return replace(job, why=(*job.why, f"unfused: {found.declined}")), None
         fits = self._fits(job, found) and not found.shards
         if fits and not (self._spilling and self._spilling.is_forced):
-            why = shape.why or (praise(found, shape.notes),)
+            why = shape.why or (praise(found, shape.notes, len(trials)),)
             later = self._later(shape, trials, before, kind, asking, job)
             placed = in_array(job, place, found, why, shape.compiler, captures=captures)
             return placed, later
@@ -523,7 +523,7 @@ class Fusing:
         if found.is_over:  # about: nobody saw it
             whole = spilled.measure.resident_bytes
         found = when_spilled(found, spilled.in_shards)
-        why = shape.why or (praise(found, shape.notes),)
+        why = shape.why or (praise(found, shape.notes, len(trials)),)
         why = (*why, *why_spilled(spilled, whole, self._budget, width))
         passes = kind if before is not None and kind else "eager"
         closes = shape.closes if before is None else "array_widths" in before

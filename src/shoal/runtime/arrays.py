@@ -403,14 +403,18 @@ class ArraySeat:
                 )
 
     def _evaluate_one(self, seated: Seated, batches: Sequence[Any]) -> None:
-        found: list[dict[str, float] | None] = [None] * self.place.width
-        slot = seated.slot
-        if isinstance(self._array, Array):
-            found[slot] = self._array.evaluate_by_itself(slot, batches[slot])
-        else:
-            assert self._array is not None
-            mine = [batch if at == slot else None for at, batch in enumerate(batches)]
-            found = self._array.evaluate(mine)
+        array, slot = self._array, seated.slot
+        assert array is not None
+        mine = [batch if at == slot else None for at, batch in enumerate(batches)]
+        before = array.drawn_until_now([slot])
+        try:
+            found = array.evaluate(mine)
+        except (Exception, SystemExit):  # maybe of a row that takes no part
+            if not isinstance(array, Array):
+                raise
+            array.draw_again(before)
+            found = [None] * self.place.width
+            found[slot] = array.evaluate_by_itself(slot, batches[slot])
         self._take_metrics([seated], found)
 
     def _take_metrics(

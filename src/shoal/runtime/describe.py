@@ -16,7 +16,7 @@ from shoal.bound import LimitOfTrial, OfTrial, bound
 from shoal.core.errors import ShoalError, SpecError
 from shoal.core.spec import HyperParameters, TrialSpec
 from shoal.data import epoch_length
-from shoal.frames import own_traceback
+from shoal.frames import own_traceback, user_line
 from shoal.fusion import Signature, signature_of
 from shoal.fusion.batches import leaves_of, rebuilt
 from shoal.fusion.constants import constants_of
@@ -100,8 +100,12 @@ def _one(recipe: Recipe, trial: TrialSpec, code: Code, *, arrays: bool) -> _One:
 
 
 def own_error(error: BaseException) -> Exception | None:
-    """The error when it is shoal's own and says all there is to say."""
-    return error if isinstance(error, ShoalError) else None
+    """The error, with the user's line, when it is shoal's own and says all there is to say."""
+    if not isinstance(error, ShoalError):
+        return None
+    if (line := user_line(error)) and len(error.args) == 1 and line not in str(error):
+        error.args = (f"{error} (at {line})",)
+    return error
 
 
 class _Described:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from types import TracebackType
 from typing import IO
 
@@ -35,7 +36,7 @@ from shoal.core.event import (
 )
 from shoal.core.seats import OTHERS_PRUNED
 from shoal.core.units import Seconds, counted, format_seconds
-from shoal.observe.rows import TrialRow, changes
+from shoal.observe.rows import TrialRow, TrialState, changes
 from shoal.observe.snapshot import Folder, Snapshot
 from shoal.ui.text import (
     STATES,
@@ -116,7 +117,7 @@ class PlainLines:
             self._evaluated += 1
             if self._evaluated > PLAIN_EVALUATIONS:
                 return []
-        line = self._why_again(event) or describe(event)
+        line = self._why_again(event) or describe(self._of_all_runs(event))
         if isinstance(event, Evaluated | TrialFinished) and not event.metrics:
             line = line.removesuffix(NO_METRICS) + self._loss_of(event.trial)
         lines = [line] if line else []
@@ -125,10 +126,28 @@ class PlainLines:
             lines += [f"WARNING: {one}" for one in warnings if one not in self._warned]
             self._warned = warnings
         if isinstance(event, StudyFinished):
-            lines = [*describe_behind(self._folder.snapshot()), *lines]
+            lines = [*describe_behind(self._folder.snapshot()), *lines, *self._in_all()]
         if isinstance(event, StepFinished) and self._is_due(event.time):
             lines.append(describe_progress(self._folder.snapshot()) + self._more())
         return lines
+
+    def _of_all_runs(self, event: Event) -> Event:
+        """The end of a trial with the seconds of all runs; it knows of its own."""
+        if not isinstance(event, TrialFinished):
+            return event
+        rows = self._folder.snapshot().trials
+        row = next((row for row in rows if row.number == event.trial), None)
+        return replace(event, seconds=max(event.seconds, row.seconds)) if row else event
+
+    def _in_all(self) -> list[str]:
+        """What all runs of a study came to, where there were several."""
+        snapshot = self._folder.snapshot()
+        if snapshot.runs < 2:
+            return []
+        names = STATES | {TrialState.PENDING: "unfinished"}
+        counts = {word: snapshot.count(state) for state, word in names.items()}
+        words = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+        return [f"of all {counted(snapshot.total, 'trial')} in {snapshot.runs} runs: {words}"]
 
     def _more(self) -> str:
         """How many evaluations went by without a line."""

@@ -145,7 +145,9 @@ def describe_ending(snapshot: Snapshot, place: Path) -> str:
     parts += remarks(snapshot, place)
     best = best_trial(snapshot)
     if best is not None and best.checkpoint:
-        parts.append(f"best      trial {best.number}, weights in {place / best.checkpoint}")
+        which = f"{'least' if snapshot.mode == 'min' else 'greatest'} {snapshot.metric}"
+        where = place / best.checkpoint
+        parts.append(f"best      trial {best.number}, the {which}; weights in {where}")
     return "\n".join([*parts, f"events    {place / 'study.db'}"])
 
 

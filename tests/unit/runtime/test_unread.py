@@ -36,6 +36,17 @@ def test_a_name_that_nobody_reads_is_found_and_what_was_asked_for_in_its_place()
         assert found.missing == {"weight_decay"}
 
 
+def test_an_argument_of_that_name_is_no_reading():
+    def fixed(named, hp):
+        return torch.optim.Adam([p for _, p in named], lr=1e-3, betas=(0.9, 0.99))
+
+    def reads(named, hp):
+        return torch.optim.Adam([p for _, p in named], **{"lr": hp["lr"]})
+
+    assert "lr" in names_of(optimizer=fixed).unread
+    assert "lr" not in names_of(optimizer=reads).unread
+
+
 def test_a_model_that_keeps_them_may_read_what_its_code_spells():
     class Keeps(nn.Linear):
         def __init__(self, hp):

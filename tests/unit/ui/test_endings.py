@@ -12,10 +12,14 @@ from pathlib import Path
 from shoal.core.event import (
     Evaluated,
     Event,
+    StepFinished,
     StudyFinished,
+    StudyStarted,
     TrialFinished,
     TrialPlanned,
     TrialReplanned,
+    TrialRestarted,
+    TrialResumed,
 )
 from shoal.demo import Sample
 from shoal.observe import Snapshot
@@ -143,6 +147,37 @@ def test_a_study_that_was_stopped_has_no_trial_that_waits_and_says_how_it_goes_o
     assert "goes on" not in describe_ending(Snapshot.of(study_events(6)), tmp_path)
 
 
+def test_what_a_resumed_run_says_is_of_all_runs_and_no_trial_trains_while_it_plans(
+    study_events: Events,
+) -> None:
+    begun = list(study_events(2, upto=10))
+    before = Snapshot.of(begun).trial(0).seconds
+    now = begun[-1].time + 1000.0
+    again = next(event for event in begun if isinstance(event, StudyStarted))
+    events = [
+        *begun,
+        replace(again, time=now),
+        TrialRestarted(time=now + 0.1, trial=0, step=5, reason="the study was stopped"),
+        TrialResumed(time=now + 60.0, trial=0, step=5, device="cpu:0"),
+        StepFinished(
+            time=now + 62.0, trial=0, step=6, epoch=1, loss=1.0, seconds=2.0, device="cpu:0"
+        ),
+        TrialFinished(
+            time=now + 62.0, trial=0, step=6, metrics={}, checkpoint="trials/0", seconds=2.0
+        ),
+        StudyFinished(time=now + 63.0, finished=1, failed=0, seconds=63.0),
+    ]
+    stream = io.StringIO()
+    screen = PlainLines(stream)
+    for event in events:
+        screen(event)
+
+    assert abs(Snapshot.of(events).trial(0).seconds - (before + 2.0)) < 1.0
+    told = stream.getvalue()
+    assert f"trial 0 finished after 6 steps and {before + 2.0:.1f} s" in told
+    assert "of all 2 trials in 2 runs: 1 unfinished, 1 finished" in told
+
+
 def test_hyperparameters_called_as_columns_of_the_leaderboard_stay(study_events: Events) -> None:
     def named(event: Event) -> Event:
         if not isinstance(event, TrialPlanned):
@@ -158,7 +193,7 @@ def test_hyperparameters_called_as_columns_of_the_leaderboard_stay(study_events:
 def test_the_end_of_a_run_says_where_the_best_weights_are(study_events: Events) -> None:
     text = describe_ending(Snapshot.of(study_events(4, failing=(2,))), Path("runs/sweep"))
 
-    assert "best      trial 0, weights in runs/sweep/trials/0" in text
+    assert "best      trial 0, the least valid_loss; weights in runs/sweep/trials/0" in text
     assert "trial 2 failed at step 3" in text
     assert "events    runs/sweep/study.db" in text
 
