@@ -6,6 +6,7 @@ loop (``shoal.testing.plain_loop``) and the workers call the same ones.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -30,6 +31,7 @@ from shoal.several import (
     Models,
     as_one_optimizer,
     as_one_schedule,
+    each_schedule,
     held_by_several,
     optimizers_of,
 )
@@ -294,10 +296,34 @@ def _default_optimizer(parameters: list[nn.Parameter], hp: HP) -> torch.optim.Op
 
 
 def build_schedule(recipe: Recipe, optimizer: torch.optim.Optimizer, hp: HP) -> Any:
-    """The recipe's schedule over ``optimizer``, several as one; or None."""
+    """The recipe's schedule over ``optimizer``, several as one; or None.
+
+    Raises:
+        SpecError: one wants to be told something at each step.
+    """
     if recipe.schedule is None:
         return None
-    return as_one_schedule(recipe.schedule(optimizers_of(optimizer), hp))
+    made = as_one_schedule(recipe.schedule(optimizers_of(optimizer), hp))
+    for one in each_schedule(made):
+        _refuse_asking(one)
+    return made
+
+
+def _refuse_asking(schedule: Any) -> None:
+    """Raises SpecError for a schedule whose ``step`` needs an argument."""
+    try:
+        parameters = inspect.signature(schedule.step).parameters.values()
+    except (AttributeError, TypeError, ValueError):  # of no schedule, or without a signature
+        return
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
+    if needed:
+        raise SpecError(
+            f"Recipe(schedule=...) returned a {type(schedule).__name__}, whose step() needs "
+            f"{needed[0]!r}. Schedules are stepped after each optimizer step and are told "
+            "nothing, no metric either. Return one that goes by steps, such as "
+            "CosineAnnealingLR; trials that do not improve are a pruner's."
+        )
 
 
 def read_data(recipe: Recipe, hp: HP) -> tuple[Iterable[Batch], Iterable[Batch] | None]:

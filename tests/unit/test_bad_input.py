@@ -48,6 +48,10 @@ def kept_by_reference(hp):
     return model
 
 
+def on_a_plateau(optimizer, hp):
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+
 def with_sparse(hp):
     model = build(hp)
     model.register_buffer("sparse", torch.eye(3).to_sparse())
@@ -125,6 +129,10 @@ WRONG = {
     "a type that no file has": (
         {"model": double_complex},
         r"whose tensor 'weight' is of torch\.complex128, which no checkpoint can hold",
+    ),
+    "a schedule that asks for a metric": (
+        {"schedule": on_a_plateau},
+        r"returned a ReduceLROnPlateau, whose step\(\) needs 'metrics'\. Schedules are",
     ),
     "weights that are tied by their data": (
         {"model": tied_by_data},

@@ -274,11 +274,11 @@ class Fusing:
         """Try arrays of several widths, on as many devices as the trials would occupy."""
         if not widths_to_try(len(trials), self._devices):
             shape.width = ALONE
+            shape.why = (f"unfused: no more trials of its shape ({len(trials)}) than devices",)
             return
         if words := why_no_look(load):
             shape.width, shape.why = ALONE, (f"unfused: {words}",)
             return
-
         is_forced = self._spilling is not None and self._spilling.is_forced
 
         def fits(found: WidthMeasure) -> bool:
