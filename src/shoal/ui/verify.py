@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from shoal.core.errors import SpecError
+from shoal.core.seats import epochs_of
 from shoal.core.units import counted, format_seconds, format_value
 from shoal.observe import jsonl
 from shoal.observe.rows import TrialRow, TrialState
@@ -29,8 +30,8 @@ from shoal.verify import (
 
 TRIALS = 2  # that are verified when nobody says how many
 _LEFT_OUT = {
-    TrialState.PRUNED: "were pruned",
-    TrialState.STOPPED: "were stopped",
+    TrialState.PRUNED: "pruned",
+    TrialState.STOPPED: "stopped",
     TrialState.FAILED: "failed",
 }
 _WHOLE = ("weights", "optimizer state", "schedule", "random numbers", "losses", "metrics")
@@ -93,11 +94,14 @@ def _introduction(
 ) -> str:
     taken = {row.number for row in rows}
     left = Counter(row.state for row in snapshot.trials if row.number not in taken)
-    words = [f"{left[state]} that {what}" for state, what in _LEFT_OUT.items() if left[state]]
+    words = [f"{left[state]} {what}" for state, what in _LEFT_OUT.items() if left[state]]
     left_out = f"; left out: {', '.join(words)} (--trial N takes one)" if words and chosen else ""
+    how = "alone, with the plain PyTorch loop"
+    if any(epochs_of(row.numerics) for row in rows):
+        how = "with nobody beside it: in its slot of an array, or with the plain PyTorch loop"
     return (
         f"training {len(rows)} of {counted(snapshot.total, 'trial')} of {place} again, each "
-        f"alone, with the plain PyTorch loop{left_out}"
+        f"{how}{left_out}"
     )
 
 
