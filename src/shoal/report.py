@@ -20,7 +20,7 @@ from shoal.named import Origin
 from shoal.observe import jsonl
 from shoal.observe.connect import DATABASE
 from shoal.observe.reader import read_events
-from shoal.observe.rows import TrialRow, TrialState, metric_rank
+from shoal.observe.rows import TrialRow, TrialState, last_line, metric_rank
 from shoal.observe.snapshot import Snapshot
 from shoal.recipe import Recipe
 
@@ -141,7 +141,7 @@ class TrialResult:
     @property
     def error_line(self) -> str:
         """The last line of the traceback."""
-        return self.error.strip().rpartition("\n")[2].strip()
+        return last_line(self.error)
 
     def _checkpoint(self) -> Path:
         if self.checkpoint is None:

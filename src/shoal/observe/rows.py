@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -21,6 +22,15 @@ class TrialState(StrEnum):
     FAILED = "FAILED"
     STOPPED = "STOPPED"  # ended by hand or by a limit; can be extended
     PRUNED = "PRUNED"  # ended by the study's pruner, as others did better
+
+
+_OURS = re.compile(r"^shoal\.core\.errors\.\w+: ")
+
+
+def last_line(error: str) -> str:
+    """Of a traceback what went wrong, without the name of one of shoal's own errors."""
+    lines = error.strip().splitlines()
+    return _OURS.sub("", lines[-1].strip()) if lines else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +131,7 @@ class TrialRow:
     @property
     def error_line(self) -> str:
         """The last line of the traceback: what a table has room for."""
-        lines = self.error.strip().splitlines()
-        return lines[-1].strip() if lines else ""
+        return last_line(self.error)
 
     @property
     def is_done(self) -> bool:
