@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from shoal.bound import code_of
@@ -19,6 +21,7 @@ from shoal.fusion.likeness import copies
 from shoal.fusion.loop import lone_pass
 from shoal.fusion.member import Member, in_streams
 from shoal.fusion.sideeffects import in_words
+from shoal.kernelstep import is_torchs
 from shoal.pystate import ambient
 from shoal.recipe import Batch, read_data
 from shoal.rng import capture_rng, restore_rng
@@ -38,7 +41,7 @@ def first_change(member: Member, batch: Batch) -> str:
         return _first_change(copied, batch)
     except Declined:  # it cannot be copied, which is said where that matters
         return ""
-    except Exception:  # its own code raises: that ends the trial, wherever it trains
+    except (Exception, SystemExit):  # its own code raises: that ends the trial, wherever it is
         return ""
     finally:
         here.put(before)
@@ -58,6 +61,9 @@ def _first_change(member: Member, batch: Batch) -> str:
             return words
     if recipe.step is not None:
         return ""  # of such a step two calls are looked at
+    if not (recipe.metrics or member.schedule) and is_torchs(member.optimizer):
+        return ""
+    batch = tree_map_only(Tensor, torch.clone, batch)
     member.module.train()
     with in_streams(member, HOST):
         output, loss = lone_pass(member, batch, HOST)

@@ -51,6 +51,7 @@ from shoal.runtime.compute import tensors_of
 from shoal.runtime.counting import sparse_gradient_of
 from shoal.runtime.crowd import Crowd
 from shoal.runtime.cudagraph import REPEATS
+from shoal.runtime.describe import FEW_ROWS, first_rows
 from shoal.runtime.lonebench import LoneTrial, on_device, one_that_can
 from shoal.runtime.messages import ArrayTry, MeasureArray, TimeArray
 from shoal.runtime.meter import HOST, Meter, reserved_bytes
@@ -157,7 +158,9 @@ class ArrayBench:
         crowd = self._crowd
         declined = _obstacle(self._recipe, self._device, self._first, crowd.members[0])
         self._alone_fits = order.alone_fits
-        declined = declined or first_change(crowd.members[0], crowd.first_batches(1)[0])
+        batch = crowd.first_batches(1)[0]  # few rows of it where the CPU would be slow
+        seen = batch if self._where.type == "cpu" else first_rows(batch, FEW_ROWS)
+        declined = declined or first_change(crowd.members[0], seen)
         if not declined:
             try:
                 self._place_alone()
