@@ -7,6 +7,7 @@ See README.md. ``install()`` builds the extension once for each version of torch
 from __future__ import annotations
 
 import enum
+import fcntl
 import hashlib
 import importlib
 import os
@@ -70,7 +71,11 @@ def _load():
     folder = Path(base or Path(tempfile.gettempdir()) / f"shoal-standin-{os.getuid()}") / name
     library = folder / f"{name}.so"
     if not library.exists():
-        _build(name, folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with open(folder.parent / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # who builds loads what it built: one at a time
+            if not library.exists():
+                _build(name, folder)
     spec = importlib.util.spec_from_file_location(name, library)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -78,10 +83,9 @@ def _load():
 
 
 def _build(name: str, folder: Path) -> None:
-    """In a folder of its own that is then renamed: several processes may build at a time."""
+    """In a folder of its own that is then renamed: half a library is nobody's."""
     from torch.utils import cpp_extension
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
     path = os.environ["PATH"]
     if not shutil.which("ninja") and _ninja():
         os.environ["PATH"] = f"{Path(_ninja()).parent}{os.pathsep}{path}"
@@ -97,10 +101,7 @@ def _build(name: str, folder: Path) -> None:
         )
     finally:
         os.environ["PATH"] = path
-    try:
-        made.rename(folder)
-    except OSError:  # another was first
-        shutil.rmtree(made)
+    made.rename(folder)
 
 
 def _unchecked() -> list[str]:
