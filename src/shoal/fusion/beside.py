@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from shoal.bound import code_of
-from shoal.fusion.declined import Declined
 from shoal.fusion.globals import global_settings
 from shoal.fusion.likeness import copies
 from shoal.fusion.loop import lone_pass
@@ -39,9 +38,7 @@ def first_change(member: Member, batch: Batch) -> str:
     try:
         (copied,) = copies([member])
         return _first_change(copied, batch)
-    except Declined:  # it cannot be copied, which is said where that matters
-        return ""
-    except (Exception, SystemExit):  # its own code raises: that ends the trial, wherever it is
+    except (Exception, SystemExit):  # it cannot be copied, or its own code raises: said elsewhere
         return ""
     finally:
         here.put(before)

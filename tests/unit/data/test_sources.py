@@ -129,3 +129,8 @@ def test_loader_processes_hold_batches_ahead(options, batches):
     batch = {"x": torch.zeros(4, 5), "y": (torch.zeros(4, dtype=torch.int64), "name")}
 
     assert host_bytes(DataLoader(range(9), **options), batch) == batches * (80 + 32)
+
+
+def test_a_sparse_batch_is_counted_by_its_numbers_and_their_places():
+    sparse = torch.eye(4).to_sparse()
+    assert host_bytes([sparse], [sparse]) == 4 * (4 + 16)
