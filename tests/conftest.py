@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 import shoal
 import shoal.pipeline.processes
 import shoal.runtime.pool
+from shoal.forkserver import ForkServer
 from shoal.pipeline.processes import StageProcesses
 from shoal.planning import Planner
 from shoal.runtime.pool import WorkerPool
@@ -27,8 +27,6 @@ for folder in (HERE.parent, HERE, HERE / "equivalence", HERE / "chaos"):
     sys.path.insert(0, str(folder))
 
 from covering import cover_values  # noqa: E402
-
-from zygote import Zygote  # noqa: E402
 
 STUDY_OPTIONS = (
     *("steps", "epochs", "eval_every", "seed", "trials", "metric", "mode"),
@@ -92,20 +90,15 @@ def values_of(item):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quick_starts():
-    """Where ``scripts/test`` says so, workers of studies in this process are forked.
-
-    A start takes some milliseconds then, for nearly three seconds of a core.
-    """
-    if os.environ.get("SHOAL_TEST_STARTS") != "fork":
-        yield
-        return
-    zygote = Zygote()
+def one_fork_server():
+    """Workers of all studies in this process are forked from one server, which lives as long."""
+    server = ForkServer(shoal.runtime.pool.MODULE, shoal.pipeline.processes.MODULE)
+    close, server.close = server.close, lambda: None
     with pytest.MonkeyPatch.context() as patch:
         for module in (shoal.runtime.pool, shoal.pipeline.processes):
-            patch.setattr(module, "start_worker", zygote.start)
+            patch.setattr(module, "ForkServer", lambda *modules: server)
         yield
-    zygote.close()
+    close()
 
 
 @pytest.fixture(scope="session")

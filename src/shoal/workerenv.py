@@ -1,9 +1,11 @@
-"""How a process that trains begins, and what it finds in its environment: one thread, and memory
-that it keeps.
+"""How a process that trains begins and ends, and what it finds in its environment: one thread, and
+memory that it keeps.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import signal
 import subprocess
@@ -17,6 +19,8 @@ MAPPED_BYTES = 32 * MIB
 """From here on an allocation is a mapping of its own; glibc takes no larger limit."""
 LEAST_BYTES, KEPT_BYTES, KEPT_SHARE = 64 * MIB, 1024 * MIB, 16
 HUGE_PAGES = "glibc.malloc.hugetlb"
+PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 
 
 def worker_environment(given: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -66,3 +70,23 @@ def ignore_interrupts() -> None:
     """In a process that ``start_worker`` began: Ctrl-C is the parent's to answer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel end this process when its parent's thread ends, however it does."""
+    parent = os.getppid() if parent is None else parent
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def warm_up() -> None:
+    """Pay once for what torch imports at its first optimizer.
+
+    What is imported by now stays for good: the garbage collector need not look at it.
+    """
+    import torch
+
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    gc.freeze()
+    gc.enable()

@@ -16,10 +16,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import studies
 
@@ -28,6 +29,7 @@ from shoal.launch.sinks import Sinks
 from shoal.observe import read_events
 
 HOOK = "SHOAL_TEST_HOOK"
+SERVER = "shoal.forkserver"
 DEADLINE_S = 180.0
 _FILE = """
 import sys
@@ -206,7 +208,7 @@ class Process:
 
     def kill_a_worker(self, draw: random.Random | None = None) -> bool:
         """End one that lives, if one does; the study goes on with another."""
-        workers = [pid for pid, words in self.members().items() if "runtime.worker" in words]
+        workers = sorted(self.workers())
         if not workers:
             return False
         worker = draw.choice(workers) if draw else workers[0]
@@ -244,24 +246,44 @@ class Process:
 
     def members(self) -> dict[int, str]:
         """The live processes of its session, and their command lines."""
-        return {pid: words for pid, words in _processes(self.pid)}
+        return {pid: one.words for pid, one in _processes().items() if one.session == self.pid}
+
+    def workers(self) -> set[int]:
+        """Those of its devices; a loader's process is a worker's."""
+        return workers_of(self.pid)
 
     def check_nothing_left(self) -> None:
         """No process of the session lives; a loader's worker may take seconds to notice."""
         until(lambda: not self.members(), f"left over: {self.members()}", deadline_s=20.0)
 
 
-def _processes(session: int) -> Iterator[tuple[int, str]]:
+class _Process(NamedTuple):
+    parent: int
+    session: int
+    words: str  # its command line
+
+
+def workers_of(parent: int) -> set[int]:
+    """What a process's server has forked, as the system sees them."""
+    found = _processes()
+    servers = {pid for pid, one in found.items() if one.parent == parent and SERVER in one.words}
+    return {pid for pid, one in found.items() if one.parent in servers}
+
+
+def _processes() -> dict[int, _Process]:
+    found = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
-            state, _, _, found = entry.joinpath("stat").read_text().rpartition(")")[2].split()[:4]
+            fields = entry.joinpath("stat").read_text().rpartition(")")[2].split()
             words = entry.joinpath("cmdline").read_text().replace("\0", " ")
         except (OSError, ValueError):  # it ended
             continue
-        if int(found) == session and state != "Z":
-            yield int(entry.name), words
+        state, parent, _, session = fields[:4]
+        if state != "Z":
+            found[int(entry.name)] = _Process(int(parent), int(session), words)
+    return found
 
 
 def shared_memory() -> set[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import stopping
+from processes import workers_of
 
 from shoal.core.errors import TrialError, WorkerError
 from shoal.pipeline.processes import StageProcesses
@@ -21,20 +22,6 @@ pytestmark = pytest.mark.clock
 
 HERE = Path(__file__).parent
 CUTS = (2, 4)  # the head in the last stage
-
-
-def workers_of(parent: int) -> set[int]:
-    """Stage processes that a process has started, as the system sees them."""
-    found = set()
-    for entry in Path("/proc").iterdir():
-        try:
-            words = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
-            is_stage = b"shoal.pipeline.worker" in words
-            if is_stage and f"PPid:\t{parent}\n" in (entry / "status").read_text():
-                found.add(int(entry.name))
-        except OSError:
-            continue  # it has just ended
-    return found
 
 
 @pytest.fixture

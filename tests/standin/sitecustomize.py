@@ -7,6 +7,7 @@ import os
 import sys
 
 if os.environ.get("SHOAL_CUDA_STANDIN"):
+    os.environ["SHOAL_WORKERS"] = "spawn"  # as beside a GPU
 
     class _AfterTorch:
         """Finds torch as usual, and installs the stand-in once the module has run."""

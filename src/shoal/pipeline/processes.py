@@ -24,9 +24,11 @@ from typing import Any
 import cloudpickle
 
 from shoal.core.errors import ShoalError, SpecError, WorkerError
+from shoal.forkserver import ForkServer
 from shoal.pipeline.orders import RECORDER, Begun, Done, Job, StagePlace
-from shoal.workerenv import start_worker, worker_environment
+from shoal.workerenv import worker_environment
 
+MODULE = "shoal.pipeline.worker"
 HANG_S = 300.0
 SETUP_S = 600.0  # to build and measure the model, before the first action
 _GRACE_S = 1.0  # for the cause to be heard, when a stage has lost its neighbour
@@ -37,14 +39,14 @@ _STACK_BYTES = 64 * 2**10
 class _Process:
     """One stage's process."""
 
-    def __init__(self) -> None:
+    def __init__(self, starts: ForkServer) -> None:
         ours, theirs = socket.socketpair()
         recorder = os.memfd_create("shoal-stage")
         os.truncate(recorder, RECORDER.size)
         self._recorder = mmap.mmap(recorder, RECORDER.size)
         self._stacks = os.memfd_create("shoal-stage-stacks")
         inherited = (theirs.fileno(), recorder, self._stacks)
-        self._process = start_worker("shoal.pipeline.worker", inherited, _environment())
+        self._process = starts.start(MODULE, inherited, _environment())
         theirs.close()
         os.close(recorder)
         self.connection = Connection(ours.detach())
@@ -75,7 +77,7 @@ class _Process:
 
     def stacks(self) -> str:
         """Where its threads stand, if it still answers signals."""
-        os.kill(self.pid, signal.SIGUSR1)
+        self._process.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + _GRACE_S
         while not os.fstat(self._stacks).st_size and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -94,6 +96,7 @@ class StageProcesses:
 
     def __init__(self, most: int) -> None:
         self.most = most
+        self._starts = ForkServer(MODULE)
         self._idle: list[_Process] = []
 
     def __enter__(self) -> StageProcesses:
@@ -106,6 +109,7 @@ class StageProcesses:
         """End all processes."""
         while self._idle:
             self._idle.pop().kill()
+        self._starts.close()
 
     @property
     def pids(self) -> list[int]:
@@ -138,7 +142,7 @@ class StageProcesses:
             )
         self._idle = [process for process in self._idle if self._is_sound(process)]
         while len(self._idle) < world:
-            self._idle.append(_Process())
+            self._idle.append(_Process(self._starts))
         group, self._idle = self._idle[:world], self._idle[world:]
         data = cloudpickle.dumps(function)
         try:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.core.errors import WorkerError
 from shoal.core.spec import NO_BYTES, DeviceSpec
 from shoal.core.units import Bytes
+from shoal.forkserver import ForkServer
 from shoal.runtime.channel import Channel
 from shoal.runtime.messages import (
     RECORDER,
@@ -29,11 +30,12 @@ from shoal.runtime.messages import (
     Settings,
     Shutdown,
 )
-from shoal.workerenv import start_worker, worker_environment
+from shoal.workerenv import worker_environment
 
 if TYPE_CHECKING:  # this module is read before torch is: a worker starts while it loads
     from shoal.kernelchoice import KernelChoice
 
+MODULE = "shoal.runtime.worker"
 _STACK_BYTES = 64 * 2**10
 _OPENS_S = 60.0  # in which a worker opens a GPU; one that takes longer is left to the watchdog
 
@@ -48,7 +50,9 @@ class Gone:
 class Worker:
     """One worker process. Replies are put, with the worker, into the pool's inbox."""
 
-    def __init__(self, inbox: queue.SimpleQueue[tuple[Worker | None, int, Any]]) -> None:
+    def __init__(
+        self, starts: ForkServer, inbox: queue.SimpleQueue[tuple[Worker | None, int, Any]]
+    ) -> None:
         ours, theirs = socket.socketpair()
         recorder = os.memfd_create("shoal-recorder")
         os.truncate(recorder, RECORDER.size)
@@ -57,10 +61,9 @@ class Worker:
         stacks = os.memfd_create("shoal-stacks")
         self._stacks = stacks
         inherited = [theirs.fileno(), recorder, stacks]
-        self._process = start_worker("shoal.runtime.worker", inherited, worker_environment())
+        self._process = starts.start(MODULE, inherited, worker_environment())
         theirs.close()
         os.close(recorder)
-        self.pid = self._process.pid
         self.device: DeviceSpec | None = None
         self.last_words = ""
         self.has_begun = False  # to work for the study: it could load the recipe
@@ -70,9 +73,14 @@ class Worker:
         self._inbox = inbox
         self.serial = 0  # of the study it serves
         self.heard = 0  # Happened that were received, since the process began
-        self._reader = threading.Thread(target=self._read, name=f"worker-{self.pid}", daemon=True)
+        self._reader = threading.Thread(target=self._read, name="worker", daemon=True)
         self._reader.start()
-        threading.Thread(target=self._await_end, name=f"end-{self.pid}", daemon=True).start()
+        threading.Thread(target=self._await_end, name="worker's end", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """Of its process; 0 as long as there is none."""
+        return self._process.pid
 
     @property
     def name(self) -> str:
@@ -105,8 +113,7 @@ class Worker:
     def stacks(self, wait_s: float = 1.0) -> str:
         """Where the process's threads stand now, if it still answers signals."""
         before = os.fstat(self._stacks).st_size
-        with contextlib.suppress(OSError):
-            os.kill(self.pid, signal.SIGUSR1)
+        self._process.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + wait_s
         while os.fstat(self._stacks).st_size == before and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -163,6 +170,7 @@ class WorkerPool:
     """
 
     def __init__(self) -> None:
+        self._starts = ForkServer(MODULE)
         self._inbox: queue.SimpleQueue[tuple[Worker | None, int, Any]] = queue.SimpleQueue()
         self._serial = 0
         self._study: tuple[bytes, Settings, KernelChoice] | None = None  # as configured
@@ -178,7 +186,7 @@ class WorkerPool:
     def warm(self, count: int) -> None:
         """Have at least ``count`` processes starting or idle."""
         while len(self._idle) + len(self._workers) < count:
-            self._idle.append(Worker(self._inbox))
+            self._idle.append(Worker(self._starts, self._inbox))
 
     def configure(
         self,
@@ -199,7 +207,7 @@ class WorkerPool:
         self.drop(device.name)
         self._forget_dead()
         if not self._idle:
-            self._idle.append(Worker(self._inbox))
+            self._idle.append(Worker(self._starts, self._inbox))
         return self._open(device)
 
     def _forget_dead(self) -> None:
@@ -287,6 +295,7 @@ class WorkerPool:
         for worker in [*self._workers.values(), *self._idle]:
             worker.kill()
         self._workers, self._idle = {}, []
+        self._starts.close()
 
     def check_alive(self) -> None:
         """Raise when no worker of the study is left."""

@@ -14,7 +14,6 @@ import gc
 if __name__ == "__main__":
     gc.disable()  # until all is imported: nothing of that is garbage, and looking costs 0.3 s
 
-import ctypes
 import faulthandler
 import mmap
 import os
@@ -53,23 +52,21 @@ from shoal.runtime.messages import (
     Shutdown,
 )
 from shoal.runtime.output import TrialOutput
-from shoal.workerenv import ignore_interrupts
+from shoal.workerenv import die_with_parent, ignore_interrupts, warm_up
 
-PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
 Orders = queue.SimpleQueue[tuple[Order, tuple[int, ...]]]
 
 
 def main() -> None:
     """Serve studies over the inherited socket until it closes."""
     descriptor, recorder, stacks = map(int, sys.argv[1:4])
-    _die_with_parent()
+    die_with_parent()
     ignore_interrupts()
     signal.signal(signal.SIGTERM, lambda *_: None)  # here too; a loader's children differ
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     channel = Channel(socket.socket(fileno=descriptor))
     _guard_children(channel, [descriptor, recorder, stacks])
-    _warm_up()
+    warm_up()
     try:
         channel.send((0, Ready(os.getpid())))
     except OSError:
@@ -188,14 +185,6 @@ def _read(channel: Channel, orders: Orders, device: Device) -> None:
             return
 
 
-def _die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel end this process when its parent's thread ends, however it does."""
-    parent = os.getppid() if parent is None else parent
-    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
-
-
 def _guard_children(channel: Channel, descriptors: Sequence[int]) -> None:
     """Processes that a trial's code makes hold nothing of this one, and end with it.
 
@@ -215,19 +204,9 @@ def _guard_children(channel: Channel, descriptors: Sequence[int]) -> None:
             return  # a grandchild: its parent has done this
         channel.close()
         if forks == [True]:
-            _die_with_parent(worker)
+            die_with_parent(worker)
 
     os.register_at_fork(before=begin, after_in_child=child)
-
-
-def _warm_up() -> None:
-    """Pay once for what torch imports at its first optimizer.
-
-    What is imported by now stays for good: the garbage collector need not look at it.
-    """
-    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    gc.freeze()
-    gc.enable()
 
 
 if __name__ == "__main__":
