@@ -14,7 +14,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,9 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import commands
 import studies
 
 from shoal.core.event import Event
+from shoal.forkserver import WorkerProcess
 from shoal.launch.sinks import Sinks
 from shoal.observe import read_events
 
@@ -146,15 +147,9 @@ class Runner:
         what = str(self.file) if verb == "run" else "k"
         flags = [*words, "--devices", f"cpu:{self._devices}", "--device-memory", studies.MEMORY]
         with self.errors.open("ab") as errors, self.printed.open("ab") as printed:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "shoal", verb, what, *flags],
-                cwd=self.folder,
-                env=os.environ | {HOOK: hook} | environment,
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-                stdout=printed,
-                stderr=errors,
-            )
+            given = os.environ | {HOOK: hook} | environment
+            words = [verb, what, *flags]
+            process = commands.start(words, printed.fileno(), errors.fileno(), given, self.folder)
         started = Process(process, self)
         _STARTED.append(started)
         return started
@@ -178,7 +173,7 @@ class Runner:
 class Process:
     """A study's process and all that it started."""
 
-    def __init__(self, process: subprocess.Popen, runner: Runner) -> None:
+    def __init__(self, process: WorkerProcess, runner: Runner) -> None:
         self._process, self._runner = process, runner
         self.pid = process.pid
 
