@@ -45,6 +45,12 @@ def model(hp):
     return Net(hp).double()
 
 
+def cut(hp):
+    """One with blocks."""
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(hp["drop"])) for _ in range(3)]
+    return nn.Sequential(nn.Linear(INSIDE, 8), *blocks, nn.Linear(8, CLASSES)).double()
+
+
 class Counting(Sampler):
     """Begins each epoch by changing what the loss reads."""
 

@@ -76,9 +76,10 @@ def test_a_buffer_that_a_schedule_assigns_stays_in_the_array(run_study):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("accumulate", [2, 3])
-def test_data_and_model_draw_in_turn_where_gradients_add_up(accumulate, run_study):
-    recipe = meddlers.recipe(accumulate=accumulate)
-    report = run_study(recipe, space("noise"), epochs=2, fuse=3)
+@pytest.mark.parametrize("technique", [None, shoal.Spilled(shards=2)])
+def test_data_and_model_draw_in_turn_where_gradients_add_up(technique, accumulate, run_study):
+    recipe = meddlers.recipe(accumulate=accumulate, model=meddlers.cut)
+    report = run_study(recipe, space("noise"), epochs=2, fuse=3, technique=technique)
     assert squads.widths(report) == [3] * 3
     assert_close(report, recipe, epochs=2)
     rows = Snapshot.of(read_outline(report.directory)).trials

@@ -47,7 +47,7 @@ from shoal.rng import RngState, capture_rng, restore_rng, seed_all
 from shoal.runtime.binding import Placed, place_on_host
 from shoal.runtime.interpret import Seat
 from shoal.runtime.session import Session
-from shoal.runtime.spilledsession import ArrayCompute, StackedSession, row_of
+from shoal.runtime.spilledsession import ArrayCompute, Row, StackedSession, row_of
 from shoal.runtime.stackedunits import StackedUnits
 from shoal.runtime.stay import here
 from shoal.runtime.task import Issued, Task
@@ -272,20 +272,22 @@ class SpilledArray:
 
     # -- training ---------------------------------------------------------------------
 
-    def step(self, *given: Sequence[Any] | Callable[[], Sequence[Any]]) -> Stepped:
-        """One optimizer step of all slots: for each micro-batch the batches by slot."""
+    def step(self, *given: Row | Callable[[], Row]) -> Stepped:
+        """One optimizer step of all slots: for each micro-batch the batches by slot.
+
+        Or what reads them, called when the first unit of that micro-batch is to run.
+        """
         session = self._session
-        rows = [row() if callable(row) else row for row in given]
-        self._begin(rows)
+        self._begin(given)
         self._go()
         self.array.fill_empty_slots()
-        self._run(session.units.step_program(len(rows), self._clip), "step")
+        self._run(session.units.step_program(len(given), self._clip), "step")
         session.stepping()
         session.end_step()
         self.seat.end_step()
         return Stepped(tuple(session.means()), dict(session.failures))
 
-    def _begin(self, rows: Sequence[Sequence[Any]]) -> None:
+    def _begin(self, rows: Sequence[Row | Callable[[], Row]]) -> None:
         """A program for these batches; the trial of the first slot stands for the array."""
         session = self._session
         session.begin(rows)

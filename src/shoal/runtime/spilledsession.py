@@ -34,6 +34,9 @@ from shoal.runtime.task import Task
 from shoal.runtime.units import Micro
 from shoal.subsets import clip_factor
 
+Row = Sequence[Any]
+"""The batches of one micro-batch by slot, None where there is none."""
+
 
 class Buffers:
     """What of an array stands where a seat looks for a model: its buffers."""
@@ -174,7 +177,8 @@ class StackedSession:
         self.losses: list[Result] = []
         self.apart: set[int] = set()
         self.found: Result | None = None  # of an evaluation
-        self._batches: Sequence[Sequence[Any]] = ()
+        self._rows: Sequence[Row | Callable[[], Row]] = ()  # by micro-batch
+        self._with_batch: set[int] = set()  # slots that had one in this step
         self._stepping: list[int] | None = None
         self._advances: deque[list[int]] = deque()  # of steps whose schedules are to go on
         self.binding = StackedBinding(self)
@@ -188,14 +192,18 @@ class StackedSession:
 
     # -- a step -----------------------------------------------------------------------
 
-    def begin(self, rows: Sequence[Sequence[Any]]) -> None:
+    def begin(self, rows: Sequence[Row | Callable[[], Row]]) -> None:
         """The batches of a step, or of an evaluation: for each micro-batch those by slot."""
-        self._batches, self.losses, self.apart = rows, [], set()
+        self._rows, self.losses, self.apart = rows, [], set()
+        self._with_batch = set()
         self._stepping, self.found = None, None
 
     def fetch(self, task: Task, micro: int) -> list[Any]:
-        """The batches of one micro-batch, on the device."""
-        return [self._fetched(slot, batch) for slot, batch in enumerate(self._batches[micro])]
+        """The batches of one micro-batch, on the device; read now, if they are not yet."""
+        given = self._rows[micro]
+        row = given() if callable(given) else given
+        self._with_batch |= {slot for slot, batch in enumerate(row) if batch is not None}
+        return [self._fetched(slot, batch) for slot, batch in enumerate(row)]
 
     def _fetched(self, slot: int, batch: Any) -> Any:
         """A slot's batch; None where it has none, or one that cannot be moved."""
@@ -248,12 +256,7 @@ class StackedSession:
         return [(s, self.trials[s]) for s in self._stepping if s not in self.failures]
 
     def _that_go_on(self) -> list[int]:
-        took_part = {
-            slot
-            for row in self._batches
-            for slot, batch in enumerate(row)
-            if batch is not None and slot in self.trials and slot not in self.failures
-        }
+        took_part = (self._with_batch & self.trials.keys()) - self.failures.keys()
         means = self.means()
         for slot in sorted(took_part):
             if not math.isfinite(means[slot]) and self.recipe.on_nonfinite == "fail":
