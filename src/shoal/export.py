@@ -175,7 +175,7 @@ def _check_tensors(state: Mapping[str, Any]) -> None:
 
 def _step(trial: TrialResult) -> int:
     """The step that the weights are of; a trial that has not ended may be ahead of them."""
-    if trial.state in (TrialState.FINISHED, TrialState.STOPPED) and trial.history:
+    if trial.state is TrialState.FINISHED and trial.history:
         return int(trial.history[-1]["step"])
     return int(trial.load_state()["step"])
 
@@ -190,6 +190,7 @@ def _metrics(
         "metric": report.metric,
         "mode": report.mode,
         "step": step,
+        "evaluated": history[-1]["step"] if history else None,
         "final": last,
         "history": history,
     }

@@ -43,7 +43,8 @@ _ORDER = {
 class TrialResult:
     """One trial as it ended.
 
-    ``metrics`` are the values at its last step, ``history`` is a list of dicts (step,
+    ``metrics`` are the values of its last evaluation, which is at its last step unless it was
+    stopped, ``history`` is a list of dicts (step,
     epoch, seconds, metrics), ``error`` the traceback of a failure or empty.
     ``checkpoint`` is the directory of the last step's state, None if there is none. ``hp`` are
     the hyperparameters of the last step; of a trial of a population ``inherited`` is a list of

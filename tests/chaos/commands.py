@@ -29,7 +29,7 @@ SERVER = forkserver.ForkServer(
 
 def start(words: Sequence[str], printed: int, errors: int, environment: dict[str, str], cwd: Path):
     """Start ``shoal WORDS``; a process that is like a ``subprocess.Popen``."""
-    given = worker_environment() | environment | {WORDS: json.dumps([str(cwd), *words])}
+    given = worker_environment(environment) | {WORDS: json.dumps([str(cwd), *words])}
     command = SERVER.start("commands", [printed, errors], given)
     while command.poll() is None and not _leads(command.pid):
         time.sleep(0.005)

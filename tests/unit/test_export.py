@@ -227,6 +227,7 @@ def test_everything_that_is_known_of_the_model_stands_beside_it(
         "metric": "valid_loss",
         "mode": "min",
         "step": 9,
+        "evaluated": 9,
         "final": {"train_loss": 1.0, "valid_loss": 1.25},
         "history": HISTORY,
     }
@@ -260,7 +261,7 @@ def test_of_a_trial_that_has_not_ended_the_metrics_end_where_the_weights_do(
     done = export_trial(trial, report, tmp_path / "out")
 
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
-    assert done.step == metrics["step"] == 5
+    assert done.step == metrics["step"] == metrics["evaluated"] == 5
     assert metrics["final"] == {"train_loss": 2.0, "valid_loss": 1.5}
 
 

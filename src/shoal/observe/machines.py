@@ -187,9 +187,10 @@ class TrialFold:
         self, event: TrialFinished | TrialStopped | TrialPruned, aim: Aim, state: TrialState
     ) -> None:
         self.step = event.step
-        if not self.history or self.history[-1].step < event.step:
+        is_evaluated = state is not TrialState.STOPPED  # which may be between two evaluations
+        if is_evaluated and (not self.history or self.history[-1].step < event.step):
             self.add_row(event.step, self.epoch, event.metrics, aim)
-        self._see(event.metrics, aim)
+            self._see(event.metrics, aim)
         self.state, self.saved = state, event.checkpoint
         self.seconds = max(self.seconds, event.seconds)  # the event knows of this run alone
 

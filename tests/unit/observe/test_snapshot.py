@@ -14,6 +14,7 @@ from shoal.core.event import (
     TrialFinished,
     TrialMoved,
     TrialRestarted,
+    TrialStopped,
     WorkerDied,
     WorkerStarted,
 )
@@ -69,6 +70,30 @@ def test_a_failed_trial_keeps_its_traceback_and_shows_its_last_line(tell):
     assert snapshot.trial(0).state is TrialState.FAILED
     assert snapshot.trial(0).error == error
     assert snapshot.trial(0).error_line == "ValueError: no"
+
+
+def test_a_trial_that_was_stopped_between_two_evaluations_has_no_row_there(tell):
+    stopped = TrialStopped(
+        time=tell.time, trial=0, step=3, reason="", checkpoint="trials/0000/step-00000003",
+        metrics={"valid_loss": 1.0}, seconds=7.0,
+    )  # fmt: skip
+    first = {"train_loss": 3.0, "valid_loss": 1.0}
+    snapshot = Snapshot.of(
+        [
+            tell.study(), tell.planned(0),
+            tell.step(0, 1, loss=4.0), tell.step(0, 2, loss=2.0),
+            tell.evaluated(0, 2, valid_loss=1.0),
+            tell.step(0, 3, loss=1.0), stopped,
+        ]
+    )  # fmt: skip
+    row = snapshot.trial(0)
+    assert (row.state, row.step, row.checkpoint[-1]) == (TrialState.STOPPED, 3, "3")
+    assert rows(snapshot) == [(2, first)]
+    assert row.metrics == first
+
+    goes_on = [tell.planned(0), tell.step(0, 4, loss=2.0), tell.evaluated(0, 4, valid_loss=0.5)]
+    snapshot = fold(snapshot, *goes_on)
+    assert rows(snapshot) == [(2, first), (4, {"train_loss": 1.5, "valid_loss": 0.5})]
 
 
 def test_a_row_has_the_mean_loss_of_the_steps_since_the_row_before(tell):
