@@ -21,7 +21,7 @@ from shoal.alone import Asked, PlainResult, PlainSource, Training, borrowed_proc
 from shoal.core.errors import SpecError
 from shoal.core.seats import Epoch
 from shoal.core.spec import HyperParameters, PassKind, Place
-from shoal.fusion import SlotPlace, train_in_slot
+from shoal.fusion import Inherited, SlotPlace, train_in_slot
 from shoal.pieces import in_pieces
 from shoal.pystate import ambient
 from shoal.recipe import HP, Recipe
@@ -130,24 +130,28 @@ def array_loop(
     where = torch.device(device)
     ends: dict[str, Any] = {"steps": steps, "epochs": epochs, "eval_every": eval_every}
     ends["inherits"] = {
-        step: (source.hp, functools.partial(_take_over, source.result))
+        step: Inherited(
+            source.hp, functools.partial(_take_over, source.result), source.result.kept
+        )
         for step, source in inherits.items()
     }
     with borrowed_process(threads, where):
         place = SlotPlace(
             slot, width, kind, tuple(Epoch(seat[0], seat[1], seat[2]) for seat in later)
         )
-        member, losses, history = train_in_slot(recipe, hp, seed, place, device=where, **ends)
+        trained = train_in_slot(recipe, hp, seed, place, device=where, **ends)
+    member, history = trained.member, trained.history
     return PlainResult(
         model=member.module,
         optimizer=member.optimizer,
         schedule=member.schedule,
         parameters=dict(member.module.named_parameters()),
-        losses=losses,
+        losses=trained.losses,
         history=tuple({"seconds": 0.0, **row} for row in history),
         metrics=history[-1]["metrics"],
         rng=member.rng,
-        step=len(losses),
+        step=len(trained.losses),
+        kept=trained.kept,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import searches
 import squads
@@ -68,6 +70,41 @@ def test_what_keeps_the_shape_may_change_in_an_array(tmp_path, warm_workers):
     assert {"period", "decay"} <= changed
     verdicts = list(verify_trials(report.directory, rows, recipe=RECIPE))
     assert [verdict.equal for verdict in verdicts] == [True] * 4
+
+
+class Pull:
+    """After each step: to the average of the weights so far, every third time."""
+
+    def __init__(self, parameters) -> None:
+        self.parameters, self.steps = parameters, 0
+        self.average = [p.detach().clone() for p in parameters]
+
+    def __call__(self, optimizer, args, kwargs) -> None:
+        self.steps += 1
+        for mean, parameter in zip(self.average, self.parameters, strict=True):
+            mean.lerp_(parameter.detach(), 0.2)
+            if self.steps % 3 == 2:
+                parameter.detach().copy_(mean)
+
+
+def pulled(named, hp):
+    parameters = [parameter for _, parameter in named]
+    optimizer = torch.optim.Adam(parameters, lr=hp["lr"])
+    optimizer.register_step_post_hook(Pull(parameters))
+    return optimizer
+
+
+@pytest.mark.parametrize("fuse", [False, 4])
+def test_what_a_source_keeps_in_python_goes_along_when_it_is_verified(
+    fuse, tmp_path, warm_workers
+):
+    recipe = replace(RECIPE, optimizer=pulled)
+    report = run(study_of(tmp_path, SPACE, recipe), warm_workers, fuse)
+    assert squads.widths(report) == [4 if fuse == 4 else 1] * 4
+    rows = Snapshot.of(read_outline(report.directory)).trials
+    assert any(row.inherited for row in rows)
+    verdicts = list(verify_trials(report.directory, rows, recipe=recipe))
+    assert [verdict.first_difference for verdict in verdicts] == [""] * 4
 
 
 def test_what_may_become_another_shape_is_told_before_anything_trains(tmp_path, warm_workers):

@@ -9,7 +9,7 @@ from shoal.fusion.kinds import backend_of
 from shoal.fusion.loop import LoopBackend
 from shoal.fusion.match import Signature, ToldApart, first_difference, groups, told_apart
 from shoal.fusion.member import Member
-from shoal.fusion.reference import SlotPlace, train_in_slot
+from shoal.fusion.reference import Inherited, SlotPlace, train_in_slot
 from shoal.fusion.signature import signature_of
 from shoal.fusion.stacked import Stacked, stack, unstack
 
@@ -17,6 +17,7 @@ __all__ = [
     "Array",
     "ArrayBackend",
     "Declined",
+    "Inherited",
     "LoopBackend",
     "Member",
     "Signature",

@@ -7,7 +7,6 @@ bits of this loop, as one that trained alone ends on those of the plain loop.
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from shoal.fusion.kinds import backend_of
 from shoal.fusion.loop import LoopBackend
 from shoal.fusion.member import Member
 from shoal.ownstep import Modes, Tally, require_evaluation
-from shoal.pystate import ambient
+from shoal.pystate import Attributes, ambient
 from shoal.recipe import (
     HP,
     Recipe,
@@ -36,21 +35,35 @@ from shoal.recipe import (
     to_device,
 )
 from shoal.rng import capture_rng, restore_rng, seed_all
+from shoal.several import catch_up
 
 
 class Trained(NamedTuple):
-    """The trial, whole again; one loss per step, one row per evaluation (step, epoch, metrics)."""
+    """The trial, whole again; one loss per step, one row per evaluation (step, epoch, metrics).
+
+    ``kept``: what it keeps in Python, as ``Attributes.changed`` has it.
+    """
 
     member: Member
     losses: tuple[float, ...]
     history: tuple[dict[str, Any], ...]
+    kept: Mapping[str, Any]
 
 
-TakeOver = Callable[[nn.Module, torch.optim.Optimizer], None]
-"""Gives a model and its optimizer what another training has learnt."""
+class Inherited(NamedTuple):
+    """What a trial goes on from.
 
-Inherits = Mapping[int, tuple[HP, TakeOver]]
-"""After which steps a trial goes on from another's state, with which hyperparameters."""
+    ``take_over`` gives a model and its optimizer what another training has learnt; ``kept`` is
+    what that one keeps in Python.
+    """
+
+    hp: HP
+    take_over: Callable[[nn.Module, torch.optim.Optimizer], None]
+    kept: Mapping[str, Any]
+
+
+Inherits = Mapping[int, Inherited]
+"""By the steps after which a trial goes on from another's state."""
 
 
 class SlotPlace(NamedTuple):
@@ -88,6 +101,7 @@ class _Loop:
             rng=capture_rng(device),
             modes=modes,
         )
+        self._attributes = Attributes(model, optimizer, member.schedule)
         ambient.built()
         require_evaluation(recipe, model, self._valid)
         restore_rng(before_data, device)
@@ -145,20 +159,20 @@ class _Loop:
         done = len(self.losses)
         if done not in inherits:
             return
-        hp, take_over = inherits[done]
+        source = inherits[done]
+        hp = source.hp
         before = self.array.retire(self._slot)
         outer = capture_rng(self._device)
         seed_all(self._seed)
         model = build_model(self._recipe, hp).to(self._device)
         modes = Modes(self._recipe, model) if self._recipe.step else None
         optimizer = build_optimizer_of(self._recipe, model, hp)
-        take_over(model, optimizer)
+        source.take_over(model, optimizer)
         schedule = build_schedule(self._recipe, optimizer, hp)
         restore_rng(outer, self._device)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's advice on the order of the two steps
-            for _ in range(done if schedule else 0):
-                schedule.step()
+        self._attributes = Attributes(model, optimizer, schedule)
+        catch_up(schedule, done)
+        self._attributes.give(source.kept, self._device, scheduled=False)
         member = Member(
             recipe=self._recipe,
             hp=hp,
@@ -170,6 +184,10 @@ class _Loop:
             modes=modes,
         )
         self.array.refill(self._slot, member)
+
+    def kept(self) -> Mapping[str, Any]:
+        """What the trial keeps in Python now."""
+        return self._attributes.changed()[0]
 
     def _read(self, source: Any) -> Iterator[Any]:
         with self.array.streams(self._slot):
@@ -243,4 +261,4 @@ def train_in_slot(
         (member,) = loop.array.dissolve()
     finally:
         restore_rng(outer, where)
-    return Trained(member, tuple(loop.losses), tuple(loop.history))
+    return Trained(member, tuple(loop.losses), tuple(loop.history), loop.kept())
