@@ -297,15 +297,22 @@ class Report:
         return metric_rank(trial.metrics.get(self.metric), self.mode)
 
     def _no_best(self) -> str:
-        finished = self.count(TrialState.FINISHED)
+        finished, pruned = map(self.count, (TrialState.FINISHED, TrialState.PRUNED))
         known = sorted({name for trial in self.trials for name in trial.metrics})
         failed = next((t for t in self.trials if t.state is TrialState.FAILED), None)
         reason = f" Trial {failed.number} failed: {failed.error_line}." if failed else ""
+        others = ""
+        if pruned:
+            others = (
+                f" {counted(pruned, 'trial')} did not finish since the pruner ended them; their "
+                "metrics and checkpoints are in report.trials, and `shoal export STUDY NUMBER` "
+                "takes one."
+            )
         return (
             f"study {self.study!r} has no best trial: {finished} of "
             f"{counted(len(self.trials), 'trial')} finished, and none with a finite "
             f"{self.metric!r}. Metrics there are: "
-            f"{', '.join(known) or 'none'}.{reason}"
+            f"{', '.join(known) or 'none'}.{others}{reason}"
         )
 
 

@@ -21,6 +21,7 @@ from shoal.recipe import Recipe, build_model, build_optimizer_of, rounding_of
 from shoal.rng import seed_all
 from shoal.runtime.binding import Binding
 from shoal.runtime.counting import fill_gradients
+from shoal.several import members_of
 
 ROUNDS = 2
 ELEMENTWISE = frozenset(
@@ -113,9 +114,21 @@ def _stepped(recipe: Recipe, trial: TrialSpec, parts: Parts) -> _Stepped:
     return _Stepped(
         dict(model.named_parameters()),
         binding.kept_beside(),
-        type(optimizer).__name__,
+        _in_words(optimizer),
         binding.groups(),
     )
+
+
+def _in_words(optimizer: torch.optim.Optimizer) -> str:
+    """Its class, and whose hooks run with its steps."""
+    hooks = [
+        getattr(hook, "__qualname__", type(hook).__name__)
+        for one in members_of(optimizer)
+        for kept in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        for hook in getattr(one, kept, {}).values()
+    ]
+    named = f", with the step hook {', '.join(map(repr, hooks))}," if hooks else ""
+    return f"{type(optimizer).__name__}{named}"
 
 
 def _different(one: _Stepped, other: _Stepped) -> list[str]:

@@ -116,6 +116,14 @@ def test_without_a_best_the_refusal_names_the_metrics_and_a_failure(make_dir):
         _ = report.best
 
 
+def test_where_the_pruner_left_none_the_refusal_says_where_the_others_are(make_dir):
+    report = read_report(make_dir())
+    report.trials[:] = [replace(trial, state=TrialState.PRUNED) for trial in report.trials]
+
+    with pytest.raises(SpecError, match=r"4 trials did not finish since the pruner ended them"):
+        _ = report.best
+
+
 def test_a_directory_without_a_study_is_refused(tmp_path):
     with pytest.raises(SpecError, match=r"there is no study in .*runs/NAME"):
         read_report(tmp_path / "nothing")

@@ -58,6 +58,21 @@ class CountsInGroups(torch.optim.SGD):
         return super().step(closure)
 
 
+def shrunk(parameters, lr):
+    """A hook of which every shard would have its own."""
+    parameters = list(parameters)
+
+    def to_one_norm(optimizer, args, kwargs):
+        with torch.no_grad():
+            norm = torch.stack([p.norm() for p in parameters]).norm()
+            for parameter in parameters:
+                parameter /= norm
+
+    optimizer = torch.optim.SGD(parameters, lr=lr)
+    optimizer.register_step_post_hook(to_one_norm)
+    return optimizer
+
+
 def coupling(kind):
     recipe = Recipe(
         model=lambda hp: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)),
@@ -80,7 +95,12 @@ def test_one_that_needs_all_of_a_layer_steps_layers_apart(kind):
 
 @pytest.mark.parametrize(
     ("kind", "word"),
-    [(OfAll, "couples"), (Counts, "keeps 'calls'"), (CountsInGroups, "changes 'count'")],
+    [
+        (OfAll, "optimizer OfAll couples"),
+        (Counts, "keeps 'calls'"),
+        (CountsInGroups, "changes 'count'"),
+        (shrunk, "SGD, with the step hook 'shrunk.<locals>.to_one_norm', couples"),
+    ],
 )
 def test_one_that_needs_all_of_the_model_says_why(kind, word):
     found = coupling(kind)
