@@ -193,8 +193,9 @@ def describe(record: Mapping[str, Any], place: Path) -> str:
     pair = ("planned", "measured", "times")
     later = counted(record["later_trials"], "trial")
     whole = [
-        f"From the first step to the last {_seconds(record['steps_lasted_s'])}; the run "
-        f"{_seconds(record['run_lasted_s'])}, with starting and planning."
+        "'all steps' is their work, spread over the devices. With waits and pauses the first step "
+        f"to the last took {_seconds(record['steps_lasted_s'])}, and the run, with starting and "
+        f"planning, {_seconds(record['run_lasted_s'])}."
     ]
     if record["later_trials"]:
         whole.append(f"{later} came while it ran, and no plan foretold them: they are left out.")

@@ -76,7 +76,7 @@ def test_the_text_has_a_line_for_the_study_each_device_and_each_trial(place: Pat
 
     firsts = [line.split()[0] for line in result.stdout.splitlines() if line]
     assert result.exit_code == 0
-    assert firsts == ["study", "time", "all", "peak", "cpu:0", "trial", "0", "1", "From"]
+    assert firsts == ["study", "time", "all", "peak", "cpu:0", "trial", "0", "1", "'all"]
     (line,) = (x for x in result.stdout.splitlines() if x.startswith("    0 "))
     assert line.split()[-1] == f"{_median(place, 0) / 0.5:.2f}"
 
