@@ -6,9 +6,8 @@ then workers are forked from it: for every device, and in the place of one that 
 nobody writes to are in memory once.
 
 The idea is that of Python's own ``multiprocessing.forkserver``. This one has no part in what a
-user's code does with that one, gives a worker the descriptors, the environment, the directory and
-the standard error that its study's process has now, imports nothing of the user's, and tells how
-each worker ended (docs/design/0025).
+user's code does with that one, imports nothing of the user's, tells how each worker ended, and
+gives a worker what a child of the study's process would have now (docs/design/0025).
 """
 
 from __future__ import annotations
@@ -16,33 +15,56 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
+import errno
 import gc
 import importlib
 import os
 import pickle
+import resource
 import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from shoal.workerenv import die_with_parent, ignore_interrupts, start_worker, warm_up
 
 HOW = "SHOAL_WORKERS"
 """``spawn`` in this variable has every worker start for itself, as beside a GPU."""
-DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+DRIVERS = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg", "/dev/kfd")
 """A process that has spoken to one of them cannot be forked from."""
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS")
+"""More than one, and NumPy's library has threads as soon as it is imported."""
 AT_LOADING = (
-    *("ATEN_", "BLIS_", "CUBLAS", "CUDA", "CUDNN", "DNNL_", "GLIBC_", "GOMP_", "KMP_", "LD_"),
-    *("MALLOC_", "MKL_", "NCCL_", "NPY_", "NUMEXPR_", "NUMPY_", "NVIDIA_", "OMP_", "ONEDNN_"),
-    *("OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH"),
+    *("AOT", "ATEN_", "BLIS_", "CUBLAS", "CUDA", "CUDNN", "CXX", "DNNL_", "GLIBC_", "GOMP_"),
+    *("GOTO_", "INDUCTOR_", "KMP_", "LD_", "MALLOC_", "MKL_", "NCCL_", "NPY_", "NUMEXPR_"),
+    *(
+        "NUMPY_",
+        "NVIDIA_",
+        "OMP_",
+        "ONEDNN_",
+        "OPENBLAS_",
+        "PYTHON",
+        "PYTORCH_",
+        "SYMPY_",
+        "TORCH",
+    ),
 )
 """How variables begin that libraries read once, when they are loaded."""
-ANY_TIME = ("MALLOC_TRIM_THRESHOLD_", "PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR")
-"""Those of them that may differ: a worker takes the server's, its own path, and reads it later."""
+ANY_TIME = (
+    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "MALLOC_TRIM_THRESHOLD_", "PYTHONPATH"),
+    "TORCHINDUCTOR_CACHE_DIR",
+)
+"""Those of them that may differ: they are read later, or are of no account."""
+SENT_TO_ALL = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals to a process group, which the study answers, or workers do."""
 LOOKS_S = 1.0
 PR_SET_NAME = 15
 NAME = b"shoal-worker"  # no more than 15 bytes
@@ -66,7 +88,8 @@ class WorkerProcess(Protocol):
 class ForkServer:
     """Starts workers. The server begins with the first one, and once more should it die.
 
-    Beside a GPU, and with ``SHOAL_WORKERS=spawn``, it only runs ``start_worker``.
+    Beside a GPU, and with ``SHOAL_WORKERS=spawn``, it only runs ``start_worker``; so it does
+    where it turns out that nothing can be forked.
     """
 
     def __init__(self, *modules: str) -> None:
@@ -78,12 +101,14 @@ class ForkServer:
         self, module: str, inherited: Iterable[int], environment: Mapping[str, str]
     ) -> WorkerProcess:
         """``python -m module DESCRIPTORS``, as ``start_worker`` runs it; returns at once."""
-        if not forks():
+        if not forks(environment):
             return start_worker(module, inherited, environment)
         with self._lock:
             if self._server is None or self._server.is_over:
                 self._server = _Server(self._modules, environment)
-            return self._server.start(module, inherited, environment)
+            if self._server.serves(environment):
+                return self._server.start(module, inherited, environment)
+        return start_worker(module, inherited, environment)
 
     def close(self) -> None:
         """End the server, and all workers that it started."""
@@ -93,23 +118,73 @@ class ForkServer:
             self._server = None
 
 
-def forks() -> bool:
-    """Whether workers are forked here."""
-    return os.environ.get(HOW) != "spawn" and not any(map(os.path.exists, DRIVERS))
+def forks(environment: Mapping[str, str]) -> bool:
+    """Whether workers with this environment are forked here."""
+    is_asked = os.environ.get(HOW) != "spawn"
+    has_one_thread = all(environment.get(name, "1") == "1" for name in THREADS)
+    return is_asked and has_one_thread and not any(map(os.path.exists, DRIVERS))
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What a worker is to be; ``now`` is what a child of the study's process would have."""
+
+    module: str
+    changed: Mapping[str, str | None]  # of the server's environment
+    now: _Now
+
+
+@dataclass(frozen=True)
+class _Now:
+    affinity: frozenset[int]
+    niceness: int
+    umask: int
+    limits: tuple[tuple[int, tuple[int, int]], ...]
+    oom_score: str
+
+    @classmethod
+    def of_this_process(cls) -> _Now:
+        status = Path("/proc/self/status").read_text()
+        lines = dict(line.split(":", 1) for line in status.splitlines())
+        kinds = {value for name, value in vars(resource).items() if name.startswith("RLIMIT_")}
+        return cls(
+            affinity=frozenset(os.sched_getaffinity(0)),
+            niceness=os.getpriority(os.PRIO_PROCESS, 0),
+            umask=int(lines.get("Umask", "022"), 8),
+            limits=tuple((kind, resource.getrlimit(kind)) for kind in sorted(kinds)),
+            oom_score=Path("/proc/self/oom_score_adj").read_text(),
+        )
+
+    def take(self) -> None:
+        """Have them too, as far as the system allows it."""
+        os.umask(self.umask)
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, self.affinity)
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, self.niceness)
+        for kind, limit in self.limits:
+            with contextlib.suppress(OSError, ValueError):
+                resource.setrlimit(kind, limit)
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text(self.oom_score)
 
 
 class _Forked:
-    """A worker that the server forks when it can, as ``subprocess.Popen`` would be of a child."""
+    """A worker that the server forks when it can, as ``subprocess.Popen`` would be of a child.
 
-    def __init__(self, server: _Server) -> None:
+    ``kept``: what ``start_worker`` needs, should the server fork nothing; closed when it began.
+    """
+
+    def __init__(self, server: _Server, kept: _Kept) -> None:
         self.pid = 0
         self.returncode: int | None = None
-        self._server = server
+        self.kept = kept
+        self._server, self._is_wanted = server, True
         self._ended = threading.Event()
 
     def begun(self, pid: int) -> None:
         self.pid = pid
-        if self._ended.is_set():  # before it began
+        if not self._is_wanted:  # whoever ended it has seen no pid
             self._send(signal.SIGKILL)
 
     def ended(self, code: int) -> None:
@@ -126,10 +201,12 @@ class _Forked:
         return self.returncode
 
     def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-        if not self.pid:
+        self._is_wanted = False
+        if self.pid:
+            self.send_signal(signal.SIGKILL)
+        else:
             self.ended(-signal.SIGKILL)
-            self._server.give_up()
+            self._server.give_up(self)
 
     def send_signal(self, sig: int) -> None:
         if self.pid and self.returncode is None:
@@ -140,6 +217,25 @@ class _Forked:
             os.kill(self.pid, number)
 
 
+class _Kept:
+    """A request's own copies of its descriptors."""
+
+    def __init__(
+        self, module: str, descriptors: Iterable[int], environment: Mapping[str, str]
+    ) -> None:
+        self.module, self.environment = module, environment
+        self.names = list(descriptors)  # by which the worker knows them
+        self.copies = [os.dup(number) for number in self.names]
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """In this process, and its thread."""
+        return start_worker(self.module, self.copies, self.environment)
+
+    def close(self) -> None:
+        while self.copies:
+            os.close(self.copies.pop())
+
+
 class _Server:
     """One process that forks, as the one that started it sees it."""
 
@@ -148,73 +244,163 @@ class _Server:
         self._environment, self._socket = dict(environment), ours
         self._process = start_worker(__name__, [theirs.fileno()], environment)
         theirs.close()
-        self._lock = threading.Lock()
-        self._asked: list[_Forked] = []  # that have not begun
+        self._lock = threading.RLock()
+        self._number = 0
+        self._asked: dict[int, _Forked] = {}  # that have not begun
         self._live: dict[int, _Forked] = {}
         self._is_ready = self.is_over = False
-        ours.sendall(pickle.dumps(tuple(modules)))
-        threading.Thread(target=self._hear, name="forks", daemon=True).start()
+        self._forks = True
+        self._closes = threading.Event()
+        ours.sendall(pickle.dumps((tuple(modules), os.getpid())))
+        threading.Thread(target=self._listen, name="forks", daemon=True).start()
 
-    def start(
-        self, module: str, inherited: Iterable[int], environment: Mapping[str, str]
-    ) -> WorkerProcess:
+    def serves(self, environment: Mapping[str, str]) -> bool:
+        """Whether a worker with this environment may be forked, as far as is known."""
+        return self._forks and not any(map(_is_read_at_loading, self._changed(environment)))
+
+    def _changed(self, environment: Mapping[str, str]) -> dict[str, str | None]:
         known = self._environment
-        changed: dict[str, str | None] = {
+        return {
             name: environment.get(name)
             for name in known.keys() | environment.keys()
             if known.get(name) != environment.get(name)
         }
-        rights = array.array("i", [2, *inherited])  # standard error is that of now
-        request = pickle.dumps((module, changed, os.getcwd()))
+
+    def start(
+        self, module: str, inherited: Iterable[int], environment: Mapping[str, str]
+    ) -> WorkerProcess:
+        """Ask for one.
+
+        Raises:
+            OSError: no request could be made; nobody was asked for.
+        """
+        descriptors = list(inherited)
+        request = _Request(module, self._changed(environment), _Now.of_this_process())
         with self._lock:
-            forked = _Forked(self)
-            if self.is_over:
-                forked.ended(-signal.SIGKILL)
-                return forked
-            self._asked.append(forked)
-            with contextlib.suppress(OSError):  # it is gone: ``_hear`` says so
-                self._socket.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+            forked = _Forked(self, _Kept(module, descriptors, environment))
+            self._number += 1
+            self._asked[self._number] = forked
+            try:
+                self._send(self._number, request, descriptors)
+            except (BrokenPipeError, ConnectionResetError):
+                pass  # it is gone: ``_listen`` says so
+            except BaseException:
+                self._forget(self._number)
+                raise
         return forked
 
-    def give_up(self) -> None:
-        """One that waits is wanted no more: a server that only imports has nothing to keep."""
-        if not self._is_ready:
-            self.is_over = True
-            self._process.kill()
+    def _send(self, number: int, request: _Request, descriptors: list[int]) -> None:
+        """The request travels as a file, for it may be long; standard error is that of now."""
+        text = os.memfd_create("shoal-request")
+        try:
+            with open(text, "wb", closefd=False) as file:
+                pickle.dump(request, file)
+            folder = os.open(".", os.O_PATH | os.O_DIRECTORY)
+            try:
+                rights = array.array("i", [text, folder, 2, *descriptors])
+                passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
+                self._socket.sendmsg([str(number).encode()], passed)
+            finally:
+                os.close(folder)
+        finally:
+            os.close(text)
+
+    def _forget(self, number: int) -> _Forked | None:
+        """One that was asked for, and does not wait any more."""
+        forked = self._asked.pop(number, None)
+        if forked is not None:
+            forked.kept.close()
+        return forked
+
+    def give_up(self, forked: _Forked) -> None:
+        """One that waits is wanted no more: a server that only imports may have nobody to keep."""
+        with self._lock:
+            others = [
+                one for one in self._asked.values() if one is not forked and one.poll() is None
+            ]
+            if not (self._is_ready or others):
+                self.is_over = True
+                self._process.kill()
 
     def close(self) -> None:
-        if self._is_ready:
-            with self._lock:
-                workers = [*self._asked, *self._live.values()]
-            for worker in workers:
-                worker.kill()
-            for worker in workers:  # all of them are gone by then, not only told
-                worker.wait()
+        with self._lock:
+            is_ready, live = self._is_ready, list(self._live.values())
+        for worker in live if is_ready else ():
+            worker.kill()
+        for worker in live if is_ready else ():  # all of them are gone then, not only told
+            worker.wait()
         self._process.kill()
         self._process.wait()
+        self._closes.set()
 
-    def _hear(self) -> None:
-        while message := self._next():
-            what, pid, code = pickle.loads(message)
-            with self._lock:
-                if what == "ready":
-                    self._is_ready = True
-                elif what == "began":
-                    forked = self._live[pid] = self._asked.pop(0)
-                    forked.begun(pid)
-                else:
-                    self._live.pop(pid).ended(code)
-        self._process.wait()
-        with self._lock:  # the system ends those that live with it
-            self.is_over = True
-            for worker in (*self._asked, *self._live.values()):
-                worker.ended(-signal.SIGKILL)
-        self._socket.close()
+    # -- its thread -------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        try:
+            while message := self._next():
+                with self._lock:
+                    self._hear(*pickle.loads(message))
+                if not self._forks:
+                    self._start_them()
+                    break
+        finally:
+            self._process.kill()
+            code = self._process.wait()
+            with self._lock:  # the system ends those that live with it
+                self.is_over = True
+                for worker in self._asked.values():
+                    worker.ended(code if code < 0 else code or 1)
+                for number in list(self._asked):
+                    self._forget(number)
+                for worker in self._live.values():
+                    worker.ended(-signal.SIGKILL)
+            self._socket.close()
 
     def _next(self) -> bytes:
         with contextlib.suppress(OSError):
             return self._socket.recv(4096)
         return b""
+
+    def _hear(self, what: str, number: int, value: int) -> None:
+        if what == "ready":
+            self._is_ready, self._forks = True, bool(value)
+        elif what == "ended":
+            if (worker := self._live.pop(number, None)) is not None:
+                worker.ended(value)
+        elif (forked := self._forget(number)) is None:  # an interrupted request came through
+            os.kill(value, signal.SIGKILL)
+        elif what == "began":
+            self._live[value] = forked
+            forked.begun(value)
+        else:
+            forked.ended(1)
+
+    def _start_them(self) -> None:
+        """Start what was asked for in this process: the server cannot be forked from.
+
+        They end with this thread, which waits for ``close``.
+        """
+        with self._lock:
+            asked = [(one, one.kept) for one in self._asked.values()]
+            for forked, kept in asked:
+                try:
+                    process = kept.start()
+                except OSError:
+                    forked.ended(1)
+                    continue
+                self._live[process.pid] = forked
+                forked.begun(process.pid)
+                threading.Thread(
+                    target=_tell_end, args=(process, forked), name="worker's end", daemon=True
+                ).start()
+            for number in list(self._asked):
+                self._forget(number)
+        self._process.kill()
+        self._closes.wait()
+
+
+def _tell_end(process: subprocess.Popen[bytes], forked: _Forked) -> None:
+    forked.ended(process.wait())
 
 
 # -- the process that forks -------------------------------------------------------------------
@@ -222,12 +408,13 @@ class _Server:
 
 def main() -> None:
     """Fork workers until the other end of the inherited socket is closed."""
-    parent = os.getppid()
     ignore_interrupts()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which may be sent to all: the study answers
+    for number in SENT_TO_ALL:
+        signal.signal(number, signal.SIG_IGN)
     requests = socket.socket(fileno=int(sys.argv[1]))
     requests.set_inheritable(False)
-    for name in pickle.loads(requests.recv(4096)):
+    modules, parent = pickle.loads(requests.recv(4096))
+    for name in modules:
         importlib.import_module(name)
     warm_up()
     Forks(requests, parent).serve()
@@ -239,71 +426,64 @@ class Forks:
     def __init__(self, requests: socket.socket, parent: int) -> None:
         self._requests, self._parent = requests, parent
         self._wakes, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._is_safe = _is_safe()
-        self._started: list[subprocess.Popen[bytes]] = []  # their ends are seen here
+        self._children: set[int] = set()  # others may be of what was imported
 
     def serve(self) -> None:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake)
-        self._answer("ready", 0, 0)
+        poll = select.poll()
+        for file in (self._requests.fileno(), self._wakes):
+            poll.register(file, select.POLLIN)
+        self._answer("ready", 0, int(_can_fork()))
         while os.getppid() == self._parent:  # whoever has inherited the socket's other end
-            heard: list[Any] = [self._requests, self._wakes]
-            ready, _, _ = select.select(heard, [], [], LOOKS_S)
+            ready = {file for file, _ in poll.poll(LOOKS_S * 1000)}
             if self._wakes in ready:
                 os.read(self._wakes, 4096)
             for pid, code in _reaped():
-                self._answer("ended", pid, code)
-            if self._requests in ready:
+                if pid in self._children:
+                    self._children.remove(pid)
+                    self._answer("ended", pid, code)
+            if self._requests.fileno() in ready:
                 self._take()
 
     def _take(self) -> None:
-        message, rights, _, _ = socket.recv_fds(self._requests, 2**20, 16)
+        try:
+            message, rights, _, _ = socket.recv_fds(self._requests, 64, 32)
+        except ConnectionResetError:
+            message = b""
         if not message:
             os._exit(0)  # the kernel ends the workers
-        module, changed, folder = pickle.loads(message)
-        environment = {**os.environ, **changed}
-        given = {name: value for name, value in environment.items() if value is not None}
-        if self._is_safe and not any(map(_is_read_at_loading, changed)):
-            pid = self._fork(rights, module, given, folder)
-        else:
-            pid = self._spawn(rights, module, given, folder)
-        for number in rights:
-            os.close(number)
-        self._answer("began", pid, 0)
-
-    def _fork(self, rights: list[int], module: str, given: dict[str, str], folder: str) -> int:
-        server = os.getpid()
-        pid = os.fork()
-        if not pid:
-            signal.set_wakeup_fd(-1)
-            for number in (self._requests.detach(), self._wakes, self._wake):
-                os.close(number)
-            die_with_parent(server)
-            _become(rights, module, given, folder)
-        return pid
-
-    def _spawn(self, rights: list[int], module: str, given: dict[str, str], folder: str) -> int:
-        errors, *inherited = rights
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, inherited)],
-            pass_fds=inherited,
-            env=given,
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=errors,
-            stderr=errors,
-        )
-        self._started.append(process)
-        return process.pid
-
-    def _answer(self, what: str, pid: int, code: int) -> None:
+        number, server = int(message), os.getpid()
+        text, folder, errors, *inherited = rights
         try:
-            self._requests.send(pickle.dumps((what, pid, code)))
+            with open(text, "rb", closefd=False) as file:
+                file.seek(0)
+                request = pickle.load(file)
+            pid = os.fork()
+        except OSError as error:
+            os.write(errors, f"shoal: no worker can be forked: {error}\n".encode())
+            self._answer("failed", number, error.errno or errno.EIO)
+        else:
+            if not pid:
+                signal.set_wakeup_fd(-1)
+                for one in (self._requests.detach(), self._wakes, self._wake, text):
+                    os.close(one)
+                die_with_parent(server)
+                _become(request, folder, errors, inherited)
+            self._children.add(pid)
+            self._answer("began", number, pid)
+        finally:
+            for one in rights:
+                os.close(one)
+
+    def _answer(self, what: str, number: int, value: int) -> None:
+        try:
+            self._requests.send(pickle.dumps((what, number, value)))
         except OSError:
             os._exit(0)
 
 
-def _is_safe() -> bool:
+def _can_fork() -> bool:
     """Whether a fork of this process is a process like it: one thread, and no GPU known to it."""
     torch = sys.modules.get("torch")
     has_gpu = torch is not None and (torch.cuda.is_available() or torch.xpu.is_available())
@@ -314,36 +494,38 @@ def _is_read_at_loading(name: str) -> bool:
     return name.startswith(AT_LOADING) and name not in ANY_TIME
 
 
-def _reaped() -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return found
-        if not pid:
-            return found
-        found.append((pid, os.waitstatus_to_exitcode(status)))
+def _reaped() -> Iterator[tuple[int, int]]:
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            yield found[0], os.waitstatus_to_exitcode(found[1])
 
 
-def _become(rights: list[int], module: str, given: dict[str, str], folder: str) -> NoReturn:
-    """What ``python -m module`` would be."""
+def _become(request: _Request, folder: int, errors: int, inherited: list[int]) -> NoReturn:
+    """What ``python -m module`` would be, as a child of the study's process."""
     code: Any = 1
     try:
-        for number in (signal.SIGCHLD, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
+        for sent in (signal.SIGCHLD, *SENT_TO_ALL):
+            signal.signal(sent, signal.SIG_DFL)
         ctypes.CDLL(None).prctl(PR_SET_NAME, NAME)
-        errors, *inherited = rights
         os.dup2(errors, 1)
         os.dup2(errors, 2)
-        os.close(errors)
-        os.environ.clear()
-        os.environ.update(given)
-        os.chdir(folder)
-        begins = given.get("PYTHONPATH", "").split(os.pathsep)
+        os.fchdir(folder)
+        for number in (errors, folder):
+            os.close(number)
+        request.now.take()
+        for name, value in request.changed.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        time.tzset()
+        tempfile.tempdir = None
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed()
+        begins = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         sys.path[:] = dict.fromkeys([*begins, *sys.path])
-        sys.argv = [module, *map(str, inherited)]
-        sys.modules["__main__"] = main = importlib.import_module(module)
+        sys.argv = [request.module, *map(str, inherited)]
+        sys.modules["__main__"] = main = importlib.import_module(request.module)
         main.main()
         code = 0
     except SystemExit as left:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from shoal.forkserver import ForkServer
 from shoal.workerenv import worker_environment
 
 WORKER = """
-import json, os, signal, socket, sys
+import os, resource, sys
 from multiprocessing.connection import Connection
 
 def main():
@@ -30,6 +31,11 @@ def main():
         if what == "tell":
             threads = len(os.listdir("/proc/self/task"))
             here.send((os.getpid(), os.getcwd(), dict(os.environ), sys.path, has_torch, threads))
+        elif what == "limits":
+            here.send((os.sched_getaffinity(0), os.umask(0), resource.getrlimit(7)[0]))
+        elif what == "draw":
+            import numpy
+            here.send(numpy.random.random())
         elif what == "print":
             print("out"); print("err", file=sys.stderr); here.send(None)
         else:
@@ -110,15 +116,92 @@ def test_it_has_the_environment_and_directory_of_now(server, folder, tmp_path, m
     assert "SHOAL_OLD" not in environment
 
 
-def test_what_libraries_read_when_they_are_loaded_has_a_process_start_anew(server, folder):
-    worker = Worker(server, folder, OMP_NUM_THREADS="2")
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "KMP_AFFINITY"])
+def test_what_libraries_read_when_they_are_loaded_has_a_process_start_anew(server, folder, name):
+    worker = Worker(server, folder, **{name: "2"})
 
     pid, _, environment, _, has_torch, _ = worker.tell()
 
+    assert isinstance(worker.process, subprocess.Popen)
     assert pid == worker.process.pid
-    assert environment["OMP_NUM_THREADS"] == "2"
+    assert environment[name] == "2"
     assert not has_torch  # the worker of this test imports none by itself
     assert worker.exit(7) == 7
+
+
+def test_it_has_the_limits_of_its_study_now(server, folder):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    cores = os.sched_getaffinity(0)
+    Worker(server, folder).tell()  # the server is there
+    before = os.umask(0o77)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+        os.sched_setaffinity(0, {min(cores)})
+        worker = Worker(server, folder)
+        found = worker.ask("limits")
+    finally:
+        os.umask(before)
+        os.sched_setaffinity(0, cores)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert found == ({min(cores)}, 0o77, soft - 1)
+
+
+def test_workers_draw_other_numbers_of_numpys_own_stream(server, folder):
+    assert Worker(server, folder).ask("draw") != Worker(server, folder).ask("draw")
+
+
+def test_where_nothing_can_be_forked_workers_start_in_this_process(folder, tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, threading, time\n"
+        "if 'shoal.forkserver' in sys.orig_argv:\n"
+        "    threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    server = ForkServer()
+    first, second = (Worker(server, folder) for _ in range(2))
+    assert first.tell()[0] == first.process.pid
+    third = Worker(server, folder)
+    assert isinstance(third.process, subprocess.Popen)
+    assert (second.exit(3), third.exit(4)) == (3, 4)
+    first.process.kill()
+    assert first.process.wait(60) == -signal.SIGKILL
+    server.close()
+
+
+def test_a_process_with_many_descriptors_and_variables_has_workers(folder):
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        server = ForkServer()
+        worker = Worker(server, folder)
+        assert worker.tell()[4]
+        assert Worker(server, folder, LONG="x" * 100_000, LONGER="x" * 120_000).tell()[4]
+        server.close()
+    finally:
+        for number in held:
+            os.close(number)
+
+
+def test_a_directory_that_is_gone_is_no_obstacle(server, folder, tmp_path, monkeypatch):
+    Worker(server, folder).tell()
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    given = worker_environment()  # which asks where this is
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    monkeypatch.setattr(sys.modules[__name__], "worker_environment", lambda: given)
+    worker = Worker(server, folder)
+    assert worker.ask("print") is None
+    assert worker.exit(0) == 0
+
+
+def test_a_signal_to_all_of_a_group_ends_no_worker(server, folder):
+    worker = Worker(server, folder)
+    worker.tell()
+    for number in forkserver.SENT_TO_ALL:
+        os.kill(server._server._process.pid, number)
+    assert worker.tell()[0] == worker.process.pid
+    assert Worker(server, folder).tell()[4]
 
 
 def test_what_it_prints_goes_to_standard_error_as_it_is_now(server, folder, capfd):

@@ -153,7 +153,8 @@ class Worker:
         self._channel.close()
         code = self._process.wait()
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        self._inbox.put((self, self.serial, Gone(f"process {self.pid} ended with {how}")))
+        who = f"process {self.pid}" if self.pid else "its process, which had not begun yet,"
+        self._inbox.put((self, self.serial, Gone(f"{who} ended with {how}")))
 
     def _note_opened(self, message: Opened, serial: int) -> None:
         """It may have said so to an earlier study."""
