@@ -225,9 +225,23 @@ def test_the_plain_loop_says_what_is_wrong_with_a_recipe(changes, words):
 
 
 @CASES
-def test_a_study_says_what_is_wrong_with_its_recipe_and_nothing_is_lost(
-    changes, words, make_study, warm_workers
-):
+def test_a_study_says_what_is_wrong_with_its_recipe(changes, words, make_study, warm_workers):
+    with pytest.raises(shoal.SpecError, match=words):
+        make_study(make_recipe(**changes)).run(hardware=one_device(), workers=warm_workers)
+
+
+WHERE = {  # a mistake can come to light
+    "build": "unknown hyperparameter",
+    "data": "no batches",
+    "forward": "inputs that are no arguments",
+    "loss": "a loss that is no scalar",
+    "metric": "a metric that is no number",
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_refusal_loses_nothing(where, make_study, warm_workers):
+    changes, words = WRONG[WHERE[where]]
     how = {"hardware": one_device(), "workers": warm_workers}
     with pytest.raises(shoal.SpecError, match=words):
         make_study(make_recipe(**changes)).run(**how)
