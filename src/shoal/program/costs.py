@@ -29,7 +29,6 @@ class JobCosts:
     up_bytes_per_s: float = inf
     down_bytes_per_s: float = inf
     peer_bytes_per_s: float = inf
-    sync_s: Seconds = NO_TIME
 
 
 Costs = Mapping[int, JobCosts]
@@ -127,9 +126,7 @@ def unit_seconds(action: Action, shard: ShardSpec) -> Seconds:
 
 
 def action_seconds(action: Action, costs: JobCosts) -> Seconds:
-    """How long an action takes once it has started. RECV ends with its SEND; DROP is free."""
-    if action.op is Op.SYNC:
-        return costs.sync_s
+    """How long an action takes once it has started. RECV ends with its SEND; DROP, SYNC free."""
     shard = costs.shards[action.shard]
     if action.op in (Op.F, Op.B, Op.I, Op.W):
         return unit_seconds(action, shard)
