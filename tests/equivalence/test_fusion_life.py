@@ -111,7 +111,6 @@ def test_a_slot_that_retires_leaves_its_neighbours_bitwise_equal_and_is_whole(na
     for slot in (0, 2):
         assert_same_bits(bits(array, slot), bits(full, slot))
     assert array.occupied == (0, 2)
-    assert array.epoch == 0
     assert_as_alone(member.state(), member.recipe, member.hp, 1, 2)
     member.module.load_state_dict(copy.deepcopy(member.module.state_dict()), strict=True)
 
@@ -189,7 +188,6 @@ def test_a_slot_is_refilled_and_a_new_epoch_begins(name):
     made[1] = late
     run(array, made, STEPS)
 
-    assert array.epoch == 1
     assert_as_alone(array.extract(1), late.recipe, late.hp, 7, STEPS)
     for slot in (0, 2):
         trial = made[slot]
@@ -208,7 +206,6 @@ def test_an_array_grows_narrow_and_the_survivors_go_on_as_alone(name):
     run(array, made, 4)
 
     assert array.width == 2
-    assert array.epoch == 1
     for slot, (trial, seed) in enumerate(zip(made, (3, 0), strict=True)):
         assert_as_alone(array.extract(slot), trial.recipe, trial.hp, seed, 6)
 
@@ -328,7 +325,6 @@ def test_a_trial_of_another_shape_is_refused_with_the_difference():
         array.refill(0, other.member)
 
     assert array.occupied == (1, 2)
-    assert array.epoch == 0
 
 
 def test_slots_are_asked_for_by_what_is_in_them():

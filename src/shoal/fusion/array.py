@@ -85,8 +85,8 @@ def _most_common(layouts: Sequence[Hashable]) -> Hashable:
 class Array:
     """N slots with a trial each; owns the trials' tensors until they are given back.
 
-    ``epoch`` counts memberships. Within one a slot's bits do not depend on whether its
-    neighbours wait, fail or have retired; another width rounds in other ways. A slot whose
+    Until another trial comes a slot's bits do not depend on whether its neighbours wait, fail
+    or have retired; another width rounds in other ways. A slot whose
     trial failed waits until it is retired. ``usual`` is the layout of the batches that run
     stacked (``layout_of``); without one the first batches after a change of members say it.
     ``stacking`` makes the rows.
@@ -107,7 +107,6 @@ class Array:
         self.device = torch.device(device)
         self._known_usual, self._stacking = usual, stacking
         self.backend: ArrayBackend = StackedBackend() if backend is None else backend
-        self.epoch = 0
         self._lone = LoopBackend()
         self._own: OwnSteps | LoneSteps | None = None
         if members[0].recipe.step is not None:
@@ -426,7 +425,7 @@ class Array:
         return member
 
     def refill(self, slot: int, member: Member) -> None:
-        """Put a trial into an empty slot, fresh or from wherever it was; a new epoch begins.
+        """Put a trial into an empty slot, fresh or from wherever it was.
 
         Raises:
             Declined: it has another signature.
@@ -442,7 +441,6 @@ class Array:
         self._crew.stacked.take(slot, member.module)
         self._crew.streams.set(slot, member.rng)
         self._occupied[slot] = True
-        self.epoch += 1
         self._usual = self._known_usual
         self._changed()
 
@@ -452,7 +450,6 @@ class Array:
         if left:
             raise ValueError(f"slots {sorted(left)} have trials; retire them first")
         members = [self.retire(slot) for slot in slots]
-        self.epoch += 1
         self._form(members)
 
     def widen(self, slot: int, width: int) -> None:
@@ -461,7 +458,6 @@ class Array:
         self._form([member if at == slot else shell(member) for at in range(width)])
         self._occupied = [at == slot for at in range(width)]
         self._like = {at: member for at in range(width) if at != slot}
-        self.epoch += 1
 
     def dissolve(self) -> list[Member]:
         """Give all trials back, whole and alone."""
