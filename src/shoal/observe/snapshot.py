@@ -93,7 +93,7 @@ class Snapshot:
     stopped: str = ""
     _folder: Any = field(
         default=None, compare=False, repr=False
-    )  # the Folder's state, for ``fold``
+    )  # the Folder's state, for ``folder``
 
     @staticmethod
     def of(events: Iterable[Event]) -> Snapshot:
@@ -135,14 +135,6 @@ class Snapshot:
             if row.number == number:
                 return row
         return TrialRow(number=number)
-
-
-def fold(snapshot: Snapshot, *events: Event) -> Snapshot:
-    """The state after ``events``; ``snapshot`` is not changed.
-
-    Copies the state: to follow a log, keep a ``Folder``.
-    """
-    return snapshot.folder().add_all(events).snapshot()
 
 
 class Folder:

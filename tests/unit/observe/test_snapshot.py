@@ -18,7 +18,11 @@ from shoal.core.event import (
     WorkerStarted,
 )
 from shoal.observe.rows import TrialState
-from shoal.observe.snapshot import Folder, Snapshot, fold
+from shoal.observe.snapshot import Folder, Snapshot
+
+
+def fold(snapshot, *events):
+    return snapshot.folder().add_all(events).snapshot()
 
 
 def finished(tell, trial, step, **metrics):
