@@ -3,7 +3,7 @@
 from shoal.data.feed import RESTARTS, Feed
 from shoal.data.loaders import TIMEOUT_S, reader_of
 from shoal.data.position import Position
-from shoal.data.reading import Reader, batches_of
+from shoal.data.reading import Reader
 from shoal.data.shared import with_shared_data
 from shoal.data.sources import Rule, epoch_length, host_bytes, rule_of
 
@@ -14,7 +14,6 @@ __all__ = [
     "Position",
     "Reader",
     "Rule",
-    "batches_of",
     "epoch_length",
     "host_bytes",
     "reader_of",
