@@ -11,7 +11,7 @@ from shoal.fusion.match import Signature, ToldApart, first_difference, groups, t
 from shoal.fusion.member import Member
 from shoal.fusion.reference import SlotPlace, train_in_slot
 from shoal.fusion.signature import signature_of
-from shoal.fusion.stacked import Stacked, stack, unstack
+from shoal.fusion.stacked import Stacked
 
 __all__ = [
     "Array",
@@ -30,8 +30,6 @@ __all__ = [
     "first_difference",
     "groups",
     "signature_of",
-    "stack",
     "told_apart",
     "train_in_slot",
-    "unstack",
 ]

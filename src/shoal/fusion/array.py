@@ -33,7 +33,7 @@ from shoal.fusion.lonesteps import LoneSteps
 from shoal.fusion.loop import LoopBackend, alone, current_rng, lone_pass, torch_streams_of
 from shoal.fusion.member import Member
 from shoal.fusion.ownsteps import OwnSteps
-from shoal.fusion.stacked import Stacked, stack
+from shoal.fusion.stacked import Stacked
 from shoal.fusion.streams import SlotStreams
 from shoal.ownstep import own_evaluation, refuse_nonfinite
 from shoal.recipe import evaluate_metrics, to_device
@@ -102,7 +102,7 @@ class Array:
         device: str | torch.device = "cpu",
         backend: ArrayBackend | None = None,
         usual: Hashable = None,
-        stacking: Callable[[Sequence[nn.Module]], Stacked] = stack,
+        stacking: Callable[[Sequence[nn.Module]], Stacked] = Stacked,
     ) -> None:
         self.device = torch.device(device)
         self._known_usual, self._stacking = usual, stacking
@@ -443,14 +443,6 @@ class Array:
         self._occupied[slot] = True
         self._usual = self._known_usual
         self._changed()
-
-    def keep(self, slots: Sequence[int]) -> None:
-        """Become as wide as ``slots``, in their order; the others must be empty. A new epoch."""
-        left = set(self.occupied) - set(slots)
-        if left:
-            raise ValueError(f"slots {sorted(left)} have trials; retire them first")
-        members = [self.retire(slot) for slot in slots]
-        self._form(members)
 
     def widen(self, slot: int, width: int) -> None:
         """Become ``width`` slots with the only trial in ``slot``, and nobody in the others."""
