@@ -111,11 +111,6 @@ class StageProcesses:
             self._idle.pop().kill()
         self._starts.close()
 
-    @property
-    def pids(self) -> list[int]:
-        """The processes there are."""
-        return [process.pid for process in self._idle]
-
     def run(
         self,
         function: Callable[[StagePlace], Any],
