@@ -19,6 +19,7 @@ import torch
 
 from shoal.core.errors import SpecError
 from shoal.core.event import StudyStarted
+from shoal.core.studyfiles import RECORD
 from shoal.examples.gpt import GPT, RandomWindows, library_data, next_byte_loss
 from shoal.hardware import Hardware
 from shoal.observe.lock import StudyLock
@@ -143,7 +144,7 @@ def remove_earlier(directory: str | Path = "runs") -> Path | None:
 def can_go_on(steps: int, directory: str | Path = "runs") -> bool:
     """Whether a demo of that many steps was stopped in ``directory`` before its end."""
     place = Path(directory) / NAME
-    if not (place / "study.json").exists():
+    if not (place / RECORD).exists():
         return False
     earlier = Snapshot.of(read_outline(place))
     same = {row.hp.get("steps") for row in earlier.trials} == {steps}

@@ -36,8 +36,9 @@ from shoal.core.event import (
     TrialParked,
     TrialResumed,
 )
-from shoal.observe.actions import TIMELINE, ActionLog
-from shoal.observe.connect import DATABASE, open_for_writing
+from shoal.core.studyfiles import DATABASE, TIMELINE
+from shoal.observe.actions import ActionLog
+from shoal.observe.connect import open_for_writing
 from shoal.observe.encoding import (
     EVENT_COLUMNS,
     METRIC_COLUMNS,

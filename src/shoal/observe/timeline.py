@@ -16,7 +16,8 @@ from pathlib import Path
 from shoal.core.errors import SpecError
 from shoal.core.event import ActionFinished, PeakMeasured, StudyStarted, TrialPlanned
 from shoal.core.seats import ALONE, epochs_of
-from shoal.observe.actions import TIMELINE, read_timeline
+from shoal.core.studyfiles import TIMELINE
+from shoal.observe.actions import read_timeline
 from shoal.observe.reader import read_outline
 
 STREAMS = ("compute", "up", "down", "host")

@@ -14,6 +14,7 @@ from typing import Any
 
 from shoal.core.errors import SpecError, StorageError
 from shoal.core.seats import ALONE, epochs_of
+from shoal.core.studyfiles import DATABASE, PLAN
 from shoal.core.units import counted, format_bytes, format_seconds, format_value
 from shoal.observe import (
     is_running,
@@ -28,7 +29,7 @@ from shoal.observe import (
 from shoal.observe.rows import DeviceRow, Inherited, TrialRow, TrialState, metric_rank
 from shoal.observe.snapshot import Folder, Snapshot
 from shoal.ui.failures import ExitCode
-from shoal.ui.studies import PLAN, find_recorded, last_written, study_directories
+from shoal.ui.studies import find_recorded, last_written, study_directories
 from shoal.ui.text import (
     DASH,
     align,
@@ -148,7 +149,7 @@ def describe_ending(snapshot: Snapshot, place: Path) -> str:
         which = f"{'least' if snapshot.mode == 'min' else 'greatest'} {snapshot.metric}"
         where = place / best.checkpoint
         parts.append(f"best      trial {best.number}, the {which}; weights in {where}")
-    return "\n".join([*parts, f"events    {place / 'study.db'}"])
+    return "\n".join([*parts, f"events    {place / DATABASE}"])
 
 
 def _origin(snapshot: Snapshot) -> str:
