@@ -95,6 +95,7 @@ def _ls_record(place: Path, snapshot: Snapshot | StorageError) -> dict[str, Any]
 
 _SAVED = re.compile(r"step-([0-9]+)")
 _UNFUSED = "unfused: "
+_REASONS, _FAILED = 3, 5  # lines at most
 _LS_HEADER = (
     *("study", "state", "trials", "pruned", "failed"),
     *("best", "metric", "took", "last written"),
@@ -319,25 +320,25 @@ def planned_reasons(place: Path) -> dict[int, tuple[str, ...]]:
         return {}
 
 
-def unfused_lines(place: Path, most: int = 3) -> list[str]:
+def unfused_lines(place: Path) -> list[str]:
     """Why trials that were to share arrays do not, a line for each reason."""
     reasons = (why for all_ in planned_reasons(place).values() for why in all_)
     found = Counter(why for why in reasons if why.startswith(_UNFUSED))
     lines = [
         f"unfused   {counted(count, 'trial')}: {why.removeprefix(_UNFUSED)}"
-        for why, count in found.most_common(most)
+        for why, count in found.most_common(_REASONS)
     ]
-    return lines + [f"... and {len(found) - most} more reasons"] * (len(found) > most)
+    return lines + [f"... and {len(found) - _REASONS} more reasons"] * (len(found) > _REASONS)
 
 
-def replanned_lines(snapshot: Snapshot, most: int = 3) -> list[str]:
+def replanned_lines(snapshot: Snapshot) -> list[str]:
     """Why trials went on otherwise than they were planned to, a line for each reason."""
     rows = [row for row in snapshot.trials if row.replans]
     found = Counter(plain_reason(why) for row in rows for why in {r.reason for r in row.replans})
     lines = [
-        f"replanned {counted(count, 'trial')}: {why}" for why, count in found.most_common(most)
+        f"replanned {counted(count, 'trial')}: {why}" for why, count in found.most_common(_REASONS)
     ]
-    return lines + [f"... and {len(found) - most} more reasons"] * (len(found) > most)
+    return lines + [f"... and {len(found) - _REASONS} more reasons"] * (len(found) > _REASONS)
 
 
 def warning_lines(snapshot: Snapshot) -> list[str]:
@@ -394,12 +395,12 @@ def remarks(snapshot: Snapshot, place: Path) -> list[str]:
     ]
 
 
-def failure_lines(snapshot: Snapshot, place: Path, most: int = 5) -> list[str]:
+def failure_lines(snapshot: Snapshot, place: Path) -> list[str]:
     """A line for each of the first failed trials, and where their tracebacks are."""
     failed = [row for row in snapshot.trials if row.state is TrialState.FAILED]
-    lines = [f"trial {r.number} failed at step {r.step}: {r.error_line}" for r in failed[:most]]
-    if len(failed) > most:
-        lines.append(f"... and {len(failed) - most} more failed")
+    lines = [f"trial {r.number} failed at step {r.step}: {r.error_line}" for r in failed[:_FAILED]]
+    if len(failed) > _FAILED:
+        lines.append(f"... and {len(failed) - _FAILED} more failed")
     if failed:
         lines.append(f"the whole traceback: shoal show {place} --trial {failed[0].number}")
     return lines
