@@ -5,21 +5,15 @@ from shoal.observe.db import Database
 from shoal.observe.gantt import write_gantt
 from shoal.observe.lock import StudyLock, is_running
 from shoal.observe.reader import DatabaseReader, read_events, read_outline, read_trial
-from shoal.observe.rows import DeviceRow, HistoryRow, TrialRow, TrialState
-from shoal.observe.snapshot import Folder, Snapshot
+from shoal.observe.snapshot import Snapshot
 from shoal.observe.trace import write_trace
 
 __all__ = [
     "Database",
     "DatabaseReader",
-    "DeviceRow",
-    "Folder",
-    "HistoryRow",
     "Snapshot",
     "StudyLock",
     "TimelineReader",
-    "TrialRow",
-    "TrialState",
     "is_running",
     "read_events",
     "read_outline",

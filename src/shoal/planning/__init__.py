@@ -17,9 +17,8 @@ of each is measured, on whichever worker is free, and speaks for the others.
     planned.py    what comes of it
 """
 
-from shoal.core.seats import ALONE
 from shoal.planning.asking import MAX_DEATHS, Abandoned, Receive
-from shoal.planning.changing import Changes, changes_of
+from shoal.planning.changing import changes_of
 from shoal.planning.fusing import Fusing
 from shoal.planning.gangs import early, technique_on_record
 from shoal.planning.planned import Planned, with_homes_in_files, with_seconds, with_split_masters
@@ -32,12 +31,10 @@ from shoal.planning.times import Times
 from shoal.planning.widthwish import UNCUT, WidthWish, Wish, width_wished
 
 __all__ = [
-    "ALONE",
     "BY_SHARDS",
     "MAX_DEATHS",
     "UNCUT",
     "Abandoned",
-    "Changes",
     "Fusing",
     "Planned",
     "Planner",
