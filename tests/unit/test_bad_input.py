@@ -425,7 +425,6 @@ def run_script(code, *arguments):
     return answer.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("guarded", [False, True], ids=["unguarded", "guarded"])
 def test_a_recipe_defined_in_a_script_works_with_and_without_a_main_guard(guarded, tmp_path):
     run = "\nif __name__ == '__main__':" + textwrap.indent(RUN, "    ") if guarded else RUN
@@ -434,7 +433,6 @@ def test_a_recipe_defined_in_a_script_works_with_and_without_a_main_guard(guarde
     assert "state: FINISHED" in run_script(None, str(script), str(tmp_path / "runs"))
 
 
-@pytest.mark.slow
 def test_a_recipe_defined_in_a_notebook_works(tmp_path):
     """A notebook's cells are executed in ``__main__``, which has no file."""
     cells = textwrap.dedent(SCRIPT).replace("sys.argv[1]", repr(str(tmp_path / "runs"))) + RUN
