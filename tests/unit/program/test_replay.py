@@ -19,12 +19,10 @@ LINKS = {"up_bytes_per_s": 100.0, "down_bytes_per_s": 100.0}
 def run_of(make_costs):
     """A run of a program, given as text or as a program, with links of 100 bytes a second."""
 
-    def build(program, num_shards=2, trial=0, shard=None, peer_bytes_per_s=10.0, **options):
+    def build(program, num_shards=2, trial=0, shard=None, **options):
         if isinstance(program, str):
             program = parse_program(program)
-        costs = make_costs(
-            num_shards, trials=(trial,), shard=shard, peer_bytes_per_s=peer_bytes_per_s, **LINKS
-        )
+        costs = make_costs(num_shards, trials=(trial,), shard=shard, **LINKS)
         return Run(program=program, costs=costs, **options)
 
     return build
@@ -246,7 +244,12 @@ DROP s1 param+state
 
 
 def test_a_receive_ends_with_its_send(run_of):
-    found = times(replay([run_of(PIPELINE, devices=(0, 1))]))
+    def by_message(action):
+        if action.op is not Op.SEND:
+            return None
+        return Seconds(1.1 if action.parts else 1.0)
+
+    found = times(replay([run_of(PIPELINE, devices=(0, 1))], durations=by_message))
     assert found["F s0 m0"] == (3, 4)
     assert found["SEND s1 m0 d1"] == (4, 5)
     assert found["B s1 m0"] == (5, 8)
