@@ -33,7 +33,7 @@ from shoal.core.event import (
     TrialPlanned,
     TrialStarted,
 )
-from shoal.observe import Database, DatabaseReader, Snapshot, history, read_events
+from shoal.observe import Database, DatabaseReader, Snapshot, read_events, read_trial
 from shoal.ui.show import read_summary
 
 STEP_S = 0.003  # a small trial's step
@@ -183,7 +183,7 @@ def measure_reading(rounds: int, count: int) -> dict[str, Any]:
             pass
         arms = {
             "ls": lambda: read_summary(place),
-            "show --trial": lambda: history(place, 3),
+            "show --trial": lambda: Snapshot.of(read_trial(place, 3)),
             "all events": lambda: sum(1 for _ in read_events(place)),
             "report (all into a Snapshot)": lambda: Snapshot.of(read_events(place)),
             "a poll that finds nothing": lambda: list(reader.poll()),

@@ -32,7 +32,6 @@ from dataclasses import dataclass, field
 from emulate import EmulatedTrial
 
 from shoal.core.seams import Candidate
-from shoal.core.turns import LongestLeftFirst
 from shoal.program.costs import JobCosts, action_seconds
 from shoal.program.ir import Action, Op, Program
 from shoal.program.needs import computes, find_needs, matching_sends
@@ -146,7 +145,7 @@ class EmulatedDevice:
         self.name, self.busy_s = name, 0.0
         self._study = study
         self._lanes: dict[int, _Lane] = {}
-        self._interleaver = Interleaver(LongestLeftFirst())
+        self._interleaver = Interleaver()
         self._changed = threading.Condition()
         self._is_over = False
         targets = (self._compute, lambda: self._copy("up"), lambda: self._copy("down"))

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shoal.core.seams import LeasePolicy
-from shoal.core.turns import LongestLeftFirst
 from shoal.scheduler.interleave import Candidate, Interleaver
 from shoal.scheduler.leases import (
     DeviceJoined,
@@ -80,7 +79,7 @@ class Simulation:
     ) -> None:
         self._trials, self._active = trials, active
         self._leases = Leases(policy, active=active, lease_s=lease_s)
-        self._devices = {f"d{i}": _Device(Interleaver(LongestLeftFirst())) for i in range(devices)}
+        self._devices = {f"d{i}": _Device(Interleaver()) for i in range(devices)}
         self._queue: list[tuple[float, int, str, int | None]] = []  # when, order, device, trial
         self._now, self._order = 0.0, 0
         self._done = [0] * len(trials)

@@ -19,6 +19,7 @@ import torch
 
 from shoal.core.errors import SpecError
 from shoal.core.event import StudyStarted
+from shoal.core.studyfiles import RECORD
 from shoal.examples.gpt import GPT, RandomWindows, library_data, next_byte_loss
 from shoal.hardware import Hardware
 from shoal.observe.lock import StudyLock
@@ -143,7 +144,7 @@ def remove_earlier(directory: str | Path = "runs") -> Path | None:
 def can_go_on(steps: int, directory: str | Path = "runs") -> bool:
     """Whether a demo of that many steps was stopped in ``directory`` before its end."""
     place = Path(directory) / NAME
-    if not (place / "study.json").exists():
+    if not (place / RECORD).exists():
         return False
     earlier = Snapshot.of(read_outline(place))
     same = {row.hp.get("steps") for row in earlier.trials} == {steps}
@@ -162,9 +163,9 @@ class Sample(NamedTuple):
         return self.loss / math.log(2)
 
 
-def write_sample(model: GPT, loss: float, *, count: int = 256, seed: int = 0) -> Sample:
+def write_sample(model: GPT, loss: float, *, count: int = 256) -> Sample:
     """What ``model`` makes of the beginning of a function; the same text each time."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     with _one_thread():  # one small window at a time: more threads only wait for each other
         text = model.generate(PROMPT, count, temperature=0.8, top_k=40, generator=generator)
     return Sample(text.decode("utf-8", errors="replace"), PROMPT.decode(), loss)

@@ -97,19 +97,15 @@ class Hardware:
         """
         devices, threads = whole("devices", devices, 1), whole("threads", threads, 1)
         poison = flag("poison", poison)
-        specs = tuple(
-            DeviceSpec(
-                name=f"cpu:{index}",
-                kind="virtual",
-                memory=parse_bytes(memory),
-                threads=threads,
-                poison=poison,
-                link_bytes_per_s=_link_speed(link),
-            )
-            for index in range(devices)
+        first = DeviceSpec(
+            name="cpu:0",
+            kind="virtual",
+            memory=parse_bytes(memory),
+            threads=threads,
+            poison=poison,
+            link_bytes_per_s=_link_speed(link),
         )
-        limit = _optional_bytes(host_memory)
-        return Hardware(devices=specs, host_memory=limit, spill_dir=_path(spill_dir))
+        return _virtual(first, devices, host_memory, spill_dir)
 
     @staticmethod
     def emulated(
@@ -151,19 +147,15 @@ class Hardware:
         factor = found.default_scale if scale is None else plain(scale)
         slow = found.slowed(factor, sharing=devices)
         budget = max(1, int(found.memory / slow.scale)) if memory is None else memory
-        specs = tuple(
-            DeviceSpec(
-                name=f"cpu:{index}",
-                kind="virtual",
-                memory=parse_bytes(budget),
-                threads=threads,
-                poison=poison,
-                profile=slow,
-            )
-            for index in range(devices)
+        first = DeviceSpec(
+            name="cpu:0",
+            kind="virtual",
+            memory=parse_bytes(budget),
+            threads=threads,
+            poison=poison,
+            profile=slow,
         )
-        limit = _optional_bytes(host_memory)
-        return Hardware(devices=specs, host_memory=limit, spill_dir=_path(spill_dir))
+        return _virtual(first, devices, host_memory, spill_dir)
 
     @staticmethod
     def detect(*, spill_dir: str | os.PathLike[str] | None = None) -> Hardware:
@@ -421,6 +413,18 @@ def _with_memory(spec: DeviceSpec, memory: Bytes) -> DeviceSpec:
 
 def _memory_share(count: int) -> Bytes:
     return Bytes(max(1, int(FREE_SHARE * free_memory()) // count))
+
+
+def _virtual(
+    first: DeviceSpec,
+    devices: int,
+    host_memory: int | str | None,
+    spill_dir: str | os.PathLike[str] | None,
+) -> Hardware:
+    """So many devices like the first, by their numbers."""
+    specs = tuple(replace(first, name=f"cpu:{index}") for index in range(devices))
+    limit = _optional_bytes(host_memory)
+    return Hardware(devices=specs, host_memory=limit, spill_dir=_path(spill_dir))
 
 
 def _optional_bytes(size: int | str | None) -> Bytes | None:

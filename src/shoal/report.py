@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.core.errors import SpecError
 from shoal.core.spec import HyperParameters, Scalar
+from shoal.core.studyfiles import DATABASE
 from shoal.core.units import counted, format_bytes, format_seconds
 from shoal.named import Origin
 from shoal.observe import jsonl
-from shoal.observe.connect import DATABASE
 from shoal.observe.reader import read_events
 from shoal.observe.rows import TrialRow, TrialState, last_line, metric_rank
 from shoal.observe.snapshot import Snapshot

@@ -22,8 +22,6 @@ from shoal.observe.snapshot import Snapshot
 from shoal.testing import array_loop, assert_same
 from shoal.verify import read_losses, verify_trials
 
-pytestmark = pytest.mark.slow
-
 WIDTH, PAUSED, TRIALS = 2, 75, 6
 OPTIONS = {"kinds": ("resident", "workers"), "lr": (3e-3, 1e-3, 5e-4)}
 FUSED = ("--fuse", str(WIDTH))

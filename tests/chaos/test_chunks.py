@@ -11,7 +11,6 @@ from shoal.testing import compare, plain_loop
 
 STEPS = 7
 HOST = shoal.Spilled(shards=3, optimizer="host", keep=(), recompute=True)
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

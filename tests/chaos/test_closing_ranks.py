@@ -14,8 +14,6 @@ from processes import Runner
 from shoal.core.event import StepFinished, TrialReplanned, TrialRestarted
 from shoal.core.seats import epochs_of
 
-pytestmark = pytest.mark.slow
-
 FUSED = ("--fuse", ranks.FUSE)
 
 

@@ -51,7 +51,6 @@ from shoal.verify import read_losses
 
 STEPS = 240
 TECHNIQUES = {"resident": None, "spilled": shoal.Spilled(shards=3)}
-pytestmark = pytest.mark.slow
 
 
 class Bench:

@@ -20,8 +20,6 @@ from shoal.core.event import (
 from shoal.runtime import checkpoint
 from shoal.testing import compare
 
-pytestmark = pytest.mark.slow
-
 
 def saved(study):
     """The generations of its trial, oldest first."""

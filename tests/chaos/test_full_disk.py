@@ -24,7 +24,6 @@ from shoal.runtime.pool import WorkerPool
 from shoal.storage.files import Reserve
 from shoal.ui.failures import ExitCode, exit_code
 
-pytestmark = pytest.mark.slow
 EVERY_S = 0.2
 
 

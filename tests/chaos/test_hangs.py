@@ -25,7 +25,7 @@ from shoal.execution.watchdog import Backoff, Watchdog
 
 STEPS = 9
 LIMIT_S = 2.0
-pytestmark = [pytest.mark.slow, pytest.mark.clock]
+pytestmark = pytest.mark.clock
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from studies import run
 import shoal
 from shoal.core.event import CheckpointWritten, StepFinished, TrialFinished, WorkerDied
 
-pytestmark = [pytest.mark.slow, pytest.mark.clock]
+pytestmark = pytest.mark.clock
 
 PAUSED = 75
 SLOWLY = {studies.PACE_S: "0.03"}

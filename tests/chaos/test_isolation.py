@@ -16,7 +16,6 @@ WORDS = {
     "data": ("OSError", "the disk is gone", "__iter__"),
 }
 PLACES = [("resident", 1), ("spilled", 1), ("spilled", 2)]
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -11,8 +11,6 @@ from processes import Runner, shared_memory, until
 
 from shoal.core.event import TrialFinished
 
-pytestmark = pytest.mark.slow
-
 SWEPT = ("control.sock", "reserve", ".study.json.tmp", "study.db-wal", "study.db-shm")
 INSTANTS = (
     ("run", "kill after WorkerStarted"),  # it is being planned

@@ -29,7 +29,6 @@ from shoal.memory.store import create_region
 
 STEPS = 9
 BIG = 128  # rows of the third batch, where the others have 4
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

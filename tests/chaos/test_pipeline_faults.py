@@ -29,7 +29,7 @@ def crew():
     with StageProcesses(3) as processes:
         before = workers_of(os.getpid())
         yield processes
-        assert workers_of(os.getpid()) <= before | set(processes.pids)
+        assert workers_of(os.getpid()) <= before | {process.pid for process in processes._idle}
 
 
 def train(crew, how, **changes):

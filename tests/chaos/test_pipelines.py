@@ -80,7 +80,6 @@ def test_a_pipeline_ends_on_the_plain_bits_and_leaves_nothing(train):
 
 
 @pytest.mark.sample(2)
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize(
     "point",
@@ -135,7 +134,6 @@ def test_a_spilled_stage_that_dies_costs_the_steps_since_its_generation(
     assert next(event.step for event in restarted if event.trial == 0) >= 2
 
 
-@pytest.mark.slow
 def test_the_end_of_a_lease_is_no_news_when_a_stage_is_gone_since(
     train, hunter, heard, tmp_path, monkeypatch
 ):
@@ -208,7 +206,6 @@ def test_both_stages_that_die_at_once_cost_the_steps_since_the_generation(
     assert len(heard.of(WorkerDied)) == 2
 
 
-@pytest.mark.slow
 def test_pipelines_on_overlapping_devices_survive_a_death_and_are_not_blamed(
     train, hunter, heard, monkeypatch
 ):
@@ -248,7 +245,6 @@ def test_single_trials_beside_pipelines_survive_a_death_too(
 # -- hangs --------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "what"),
     [
@@ -463,7 +459,6 @@ def test_two_stages_that_raise_at_once_are_one_failure(train, hunter, heard):
     assert len(heard.of(TrialRestarted)) in (1, 2)
 
 
-@pytest.mark.slow
 def test_a_stage_that_raises_each_time_fails_its_trial_and_no_other(train, hunter, heard):
     def again(event) -> None:
         if isinstance(event, TrialFailed):
@@ -521,7 +516,6 @@ def _break(hunter: Hunter, device: str) -> None:
     hunter.kill(device)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "devices", "then"),
     [
@@ -562,7 +556,6 @@ def _when_other_runs(heard, waits: int):
     return happens
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "devices", "dead", "every"),
     [

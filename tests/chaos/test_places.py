@@ -18,8 +18,6 @@ from shoal.core.event import StepFinished, StudyFinished, TrialFinished
 from shoal.observe import read_events
 from shoal.ui.failures import ExitCode, exit_code
 
-pytestmark = pytest.mark.slow
-
 _OTHER_PROCESS = """
 import sys
 from shoal.observe.lock import StudyLock

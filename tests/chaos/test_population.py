@@ -26,8 +26,6 @@ from shoal.runtime.pool import WorkerPool
 from shoal.ui.show import describe_trial, leaderboard, read_snapshot
 from shoal.verify import verify_trials
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, warm_workers):

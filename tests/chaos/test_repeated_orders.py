@@ -12,8 +12,6 @@ from shoal.core.errors import SpecError
 from shoal.core.event import StepFinished
 from shoal.launch.directory import read_record
 
-pytestmark = pytest.mark.slow
-
 RATES = [3e-3, 1e-2, 1e-3, 3e-2, 3e-4]
 PLANNED = "kill after WorkerStarted"  # nothing is on record yet
 RECORDED = "kill before TrialPlanned"  # the record is written, no event says so yet

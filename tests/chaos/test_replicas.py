@@ -100,7 +100,6 @@ def test_a_replica_that_hangs_is_ended_and_not_the_one_that_waits_for_it(
     assert [event.device for event in heard.of(WorkerDied)] == [f"cpu:{rank}"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shard", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_study_that_is_killed_goes_on_where_it_was(shard, tmp_path):
     """The process group dies with a step under way; no process is left, nor shared memory."""

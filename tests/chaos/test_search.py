@@ -36,9 +36,6 @@ from shoal.runtime.pool import WorkerPool
 from shoal.testing import assert_same, plain_loop
 from shoal.verify import read_losses
 
-pytestmark = pytest.mark.slow
-
-
 optuna = pytest.importorskip("optuna")
 
 

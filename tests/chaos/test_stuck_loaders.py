@@ -10,7 +10,7 @@ import time
 import pytest
 from processes import Process, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.clock]
+pytestmark = pytest.mark.clock
 
 FILE = """
 import time

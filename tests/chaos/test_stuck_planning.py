@@ -21,7 +21,7 @@ from shoal.planning import asking
 STEPS = 3
 LIMIT_S = 3.0  # of workers that are warm; one that starts needs longer
 SLOW_S = 1.0
-pytestmark = [pytest.mark.slow, pytest.mark.clock]
+pytestmark = pytest.mark.clock
 
 
 @pytest.fixture

@@ -86,7 +86,6 @@ def train(tmp_path, workers, hunter, heard, monkeypatch):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "point", "schedule"),
     [
@@ -109,7 +108,6 @@ def test_a_worker_of_any_copy_that_dies_costs_the_steps_since_the_generation(
     assert restarted.step >= 2
 
 
-@pytest.mark.slow
 def test_a_worker_that_hangs_is_found_and_the_other_copy_is_not_ended(train, hunter, heard):
     hunter.at(at_step(0, 4), lambda: hunter.lay("cpu:3", "backward", "sleep"))
     train()

@@ -175,7 +175,6 @@ FILE = """
 """
 
 
-@pytest.mark.slow
 def test_a_plan_of_the_command_line_is_followed_there(tmp_path):
     (tmp_path / "it.py").write_text(textwrap.dedent(FILE))
 

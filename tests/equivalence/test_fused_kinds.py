@@ -43,7 +43,7 @@ def test_a_width_is_traced_unless_it_is_said_otherwise(fuse, kind, name, run_stu
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name",
-    ["mlp", "bf16", "lengths, accumulate", pytest.param("language", marks=pytest.mark.slow)],
+    ["mlp", "bf16", "lengths, accumulate", "language"],
 )
 def test_branches_run_each_slots_own_pass_and_are_verified(name, run_study):
     """Also where a slot is another trial's, after those that have ended."""
@@ -59,7 +59,6 @@ def test_branches_run_each_slots_own_pass_and_are_verified(name, run_study):
 
 
 @compiles
-@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_compiled_trials_end_on_the_bits_of_their_slots_and_are_verified(devices, run_study):
     """Of several rates of dropout, with a short last batch, and more trials than slots."""
@@ -78,7 +77,6 @@ def test_compiled_trials_end_on_the_bits_of_their_slots_and_are_verified(devices
 
 @pytest.mark.full
 @compiles
-@pytest.mark.slow
 def test_trials_whose_code_holds_other_floats_are_in_another_array(run_study):
     """A rate of none is another code; the trials of it are traced."""
     recipe = FLOATS["recipe"]

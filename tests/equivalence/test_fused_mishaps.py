@@ -12,8 +12,6 @@ from shoal.control import StopTrial
 from shoal.core.event import StepFinished
 from shoal.testing import array_loop, compare
 
-pytestmark = pytest.mark.slow
-
 
 def hardly(*words):
     """These in the full product alone."""

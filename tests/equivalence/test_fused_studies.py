@@ -15,14 +15,12 @@ from shoal.planning import fusing
 from shoal.verify import verify_trials
 
 DEVICES = (1, 2)
-QUICK = ("mlp", "accumulate", "restless")  # the others are slow
+QUICK = ("mlp", "accumulate", "restless")
 
 
 def marks_of(name, devices):
-    """The quickest alone are not slow, and on two devices the most are in the full product."""
-    if name in QUICK:
-        return () if devices == 1 else pytest.mark.slow
-    return pytest.mark.slow if devices == 1 else pytest.mark.full
+    """On two devices all but the quickest are in the full product."""
+    return () if name in QUICK or devices == 1 else pytest.mark.full
 
 
 ROWS = [
@@ -72,7 +70,6 @@ def test_more_trials_than_slots_or_fewer_train_to_the_same_bits(width, run_case)
     squads.assert_arrayed(report, report.trials, case.recipe, width, **case.loop)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("every", [0, 0.01])
 def test_generations_of_a_trial_in_an_array_do_not_disturb_it(every, run_case):
     case = squads.CASES["accumulate"]
@@ -80,7 +77,6 @@ def test_generations_of_a_trial_in_an_array_do_not_disturb_it(every, run_case):
     squads.assert_arrayed(report, report.trials, case.recipe, 3, **case.loop)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("keep", ["all", "best:2"])
 def test_what_of_finished_trials_is_kept_is_as_it_ended(keep, run_case):
     case = squads.CASES["mlp"]
@@ -94,7 +90,6 @@ def mixed():
     return shoal.grid(lr=[0.01, 0.003], drop=[0.1, 0.3], width=[8, 12])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("devices", DEVICES)
 def test_trials_of_two_shapes_train_in_two_arrays(devices, run_case):
     case = squads.Case(squads.recipe(), space=mixed(), loop={"epochs": 3})
@@ -102,7 +97,6 @@ def test_trials_of_two_shapes_train_in_two_arrays(devices, run_case):
     squads.assert_arrayed(report, report.trials, case.recipe, 3, **case.loop)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("devices", DEVICES)
 def test_a_spilled_array_trains_beside_one_that_fits(devices, run_study):
     """Half of the trials fit no device, not even one at a time."""
@@ -170,7 +164,6 @@ def test_a_study_without_arrays_goes_on_without(tmp_path, warm_workers, assert_a
     squads.assert_arrayed(report, report.trials[3:], recipe, 2, epochs=1)
 
 
-@pytest.mark.slow
 def test_fused_trials_are_verified_in_their_slots(run_case):
     case = squads.CASES["lengths"]
     report = run_case(case, fuse=4, devices=2)

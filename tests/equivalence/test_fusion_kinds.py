@@ -23,12 +23,7 @@ from shoal.testing import same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-NAMES = [
-    pytest.param(
-        name, marks=() if name in ("mlp", "generator", "language", "gru") else pytest.mark.slow
-    )
-    for name in fusing.MODELS
-]
+NAMES = list(fusing.MODELS)
 GRAPHLESS = ("cnn", "discriminator", "bert")
 """They make a Python value of a tensor, or have a slope that differs."""
 compiles = pytest.mark.skipif(not compiler(), reason="there is no C++ compiler")
@@ -277,7 +272,7 @@ def test_an_index_out_of_range_is_its_own_slots_alone():
     [
         ("mlp", "fp32"),
         ("mlp", "bf16"),
-        pytest.param("generator", "fp32", marks=pytest.mark.slow),
+        ("generator", "fp32"),
     ],
 )
 def test_compiled_slots_have_their_own_bits_whoever_is_beside_them(name, precision):
@@ -295,7 +290,6 @@ def test_compiled_slots_have_their_own_bits_whoever_is_beside_them(name, precisi
 
 
 @compiles
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [*(pytest.param(n, marks=pytest.mark.full) for n in ("language", "lstm")), "generator"]
 )
@@ -412,7 +406,6 @@ def test_a_rate_that_code_reads_is_seen_when_its_trial_comes():
 
 
 @compiles
-@pytest.mark.slow
 def test_compiled_code_that_is_not_the_pass_with_a_new_rate_is_declined():
     batch = torch.randn(33, 8), torch.randint(0, 3, (33,))
     array = Array([lone(Undone, seed, 0.1) for seed in range(3)], backend=CompiledBackend())

@@ -229,7 +229,6 @@ FILE = """
 """
 
 
-@pytest.mark.slow
 def test_nothing_is_left_of_a_run_that_is_killed_and_it_goes_on(tmp_path, place):
     (tmp_path / "it.py").write_text(textwrap.dedent(FILE))
     words = ("run", "it.py", "--devices", "cpu:1", "--device-memory", "1MiB")

@@ -123,7 +123,6 @@ TECHNIQUES = {
 
 
 @pytest.mark.sample(2)
-@pytest.mark.slow
 @pytest.mark.parametrize("technique", TECHNIQUES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_trial_ends_on_the_bits_of_the_plain_loop(technique, precision, run_study, assert_alone):
@@ -139,7 +138,6 @@ def test_a_trial_ends_on_the_bits_of_the_plain_loop(technique, precision, run_st
     assert_alone(report, report.trials, by_rows, steps=STEPS)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_other_weights_may_travel_as_bfloat16_beside_a_head_by_rows(
     accumulate, run_study, assert_alone
@@ -153,7 +151,6 @@ def test_other_weights_may_travel_as_bfloat16_beside_a_head_by_rows(
 
 
 @pytest.mark.sample(1)
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_spilled_model_of_transformers_does_too(precision, run_study, assert_alone):
     by_rows = recipe(precision=precision, accumulate=1)

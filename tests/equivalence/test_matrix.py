@@ -91,7 +91,6 @@ def check(run_study, assert_alone):
 
 
 @pytest.mark.sample(10)
-@pytest.mark.slow
 @pytest.mark.parametrize("row", COVERING, ids=map(name_of, COVERING))
 def test_a_trial_of_a_study_ends_on_the_bits_of_the_plain_loop(row, check):
     report = check(row, make_space(row))

@@ -79,7 +79,6 @@ def test_taken_up_from_a_checkpoint_of_any_step(kind, tmp_path, warm_workers):
         assert found.equal, found.first_difference
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gan", pytest.param("target", marks=pytest.mark.full)])
 def test_killed_and_run_again(kind, tmp_path):
     runner = Runner(tmp_path, maker="ownsteps", kind=kind)

@@ -234,7 +234,6 @@ def test_a_slot_whose_call_of_a_model_raises_fails_alone(run_study):
     squads.assert_arrayed(report, [first, last], recipe, 3, steps=5)
 
 
-@pytest.mark.slow
 @pytest.mark.full
 def test_killed_and_run_again_in_arrays(tmp_path):
     runner = Runner(tmp_path, maker="ownsteps", kind="gan", lr=RATES)

@@ -28,7 +28,6 @@ def launch(ranks, *words):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "stages", "width", "schedule", "way"),
     [
@@ -43,7 +42,6 @@ def test_every_rank_has_the_plain_bits(ranks, stages, width, schedule, way):
     assert ended.stdout.count("EQUAL") == ranks
 
 
-@pytest.mark.slow
 def test_another_number_of_ranks_is_refused():
     ended = launch(2, 3, 1, "flush", "host")
     assert ended.returncode

@@ -44,7 +44,6 @@ def test_copies_of_one_stage(width, clip, schedule, stage_processes):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["flush", "zb-h1", "2bw"])
 def test_three_copies_of_two_stages(schedule):
     recipe = trap(traps.Chain, 7, clip_grad_norm=0.01)

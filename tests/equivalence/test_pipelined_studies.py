@@ -88,7 +88,6 @@ MODELS = (
     traps.Double,
     traps.InnerCheckpoint,
 )
-HARD = (traps.SharedLayer, traps.LateGradient, traps.FrozenStart, traps.Stochastic)
 
 
 def models():
@@ -96,8 +95,7 @@ def models():
     for number, model in enumerate(MODELS):
         for schedule in (*SYNCHRONOUS, "2bw"):
             mine = (SYNCHRONOUS[number % 4], "2bw")
-            marks = () if model in HARD and schedule in mine else pytest.mark.slow
-            marks = marks if schedule in mine else pytest.mark.full
+            marks = () if schedule in mine else pytest.mark.full
             yield pytest.param(model, schedule, marks=marks, id=f"{model.__name__}, {schedule}")
 
 
@@ -118,12 +116,12 @@ def test_models_that_break_a_careless_engine(model, schedule, run_staged):
         ("gpt", 2, "2bw"),
         ("resnet", 3, "gpipe"),
         ("resnet", 2, "2bw"),
-        pytest.param("resnet", 4, "naive", marks=pytest.mark.slow),
-        pytest.param("bert", 2, "flush", marks=pytest.mark.slow),
-        pytest.param("llama", 3, "zb-h1", marks=pytest.mark.slow),
+        ("resnet", 4, "naive"),
+        ("bert", 2, "flush"),
+        ("llama", 3, "zb-h1"),
     ],
 )
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_zoo(model, stages, schedule, precision, run_staged):
     recipe = zoo.recipe(clip=0.1, accumulate=3, schedule=True, precision=precision)
     space = {**LR, "model": model, "optimizer": "adamw"}
@@ -167,7 +165,7 @@ def test_optimizers_of_torch(name, schedule, run_staged):
         ("quiet", traps.Chain, "zb-h1"),
         ("shuffled", traps.Chain, "flush"),
         ("shuffled", traps.Stochastic, "2bw"),
-        pytest.param("workers", traps.Chain, "flush", marks=pytest.mark.slow),
+        ("workers", traps.Chain, "flush"),
     ],
 )
 def test_sources_of_any_habit(data, model, schedule, run_staged):
@@ -213,10 +211,8 @@ def restless(impatient, monkeypatch):
 STAYS = [
     (Pipelined(stages=2, schedule="flush"), 3, 0.05),
     (Pipelined(stages=2, schedule="2bw"), 3, 0),
-    pytest.param(Pipelined(stages=2, schedule="2bw", predict=True), 3, 60, marks=pytest.mark.slow),
-    pytest.param(
-        Pipelined(stages=3, schedule="zb-h1", recompute=True), 4, 0, marks=pytest.mark.slow
-    ),
+    (Pipelined(stages=2, schedule="2bw", predict=True), 3, 60),
+    (Pipelined(stages=3, schedule="zb-h1", recompute=True), 4, 0),
 ]
 
 
@@ -241,7 +237,7 @@ def test_trials_that_leave_and_come_back_end_on_the_same_bits(
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("schedule", [pytest.param("zb-h1", marks=pytest.mark.slow), "2bw"])
+@pytest.mark.parametrize("schedule", ["zb-h1", "2bw"])
 def test_ties_and_buffers_come_along_to_other_devices(schedule, run_staged, restless):
     heard = Heard()
     run_staged(
@@ -481,7 +477,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("retries", [0, 1])
-@pytest.mark.parametrize("schedule", ["flush", pytest.param("2bw", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["flush", "2bw"])
 @pytest.mark.parametrize("what", FAILURES)
 def test_what_fails_at_a_stage_fails_its_trial_alone(what, schedule, retries, run_study, tmp_path):
     flag = tmp_path / "failed once"

@@ -84,7 +84,6 @@ def test_a_search_over_smoothing_and_clipping_ends_on_the_bits_of_the_loop(way, 
     assert [verdict.equal for verdict in verdicts] == [True] * 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "technique",
     [
@@ -99,7 +98,6 @@ def test_stages_clip_by_the_trials_own_norm(technique, run_study):
     searched.assert_by_hand(report)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("point", searched.points_of(SLOTS[:2]), ids=str)
 @pytest.mark.parametrize("width", [1, 2])
 def test_stages_without_a_study_are_told_too(point, width, stage_processes):
@@ -110,7 +108,6 @@ def test_stages_without_a_study_are_told_too(point, width, stage_processes):
     assert found.equal, found.first_difference
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shard", [False, True])
 def test_replicas_clip_by_the_trials_own_norm(shard, run_study):
     technique = shoal.DataParallel(width=2, shard=shard)
@@ -137,7 +134,6 @@ def test_a_study_that_goes_on_has_the_same_loss(tmp_path, warm_workers):
     searched.assert_by_hand(study.run(hardware=hardware, **shown))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fuse", [None, 4])
 def test_a_population_that_changes_them_is_what_plain_loops_do(fuse, tmp_path, warm_workers):
     recipe = searched.recipe()
@@ -313,7 +309,6 @@ def test_what_the_loss_does_not_read_keeps_nobody_apart(run_study):
 
 @pytest.mark.full
 @pytest.mark.skipif(not compiler(), reason="there is no C++ compiler")
-@pytest.mark.slow
 def test_trials_that_differ_in_what_no_loss_reads_share_compiled_code(run_study):
     recipe = searched.recipe()
     space = shoal.grid(

@@ -29,7 +29,7 @@ WAYS = {
     "turn": Spilled(shards=3, optimizer="host", keep=(), keep_turn=1),
     "gradients": Spilled(shards=3, optimizer="device", keep=(), keep_gradients=2),
 }
-QUICK = {
+FEW = {  # the others are in the full product
     ("mlp", "host"),
     ("language", "device"),
     ("language", "kept"),  # the shard that stays lends its weights
@@ -39,15 +39,17 @@ QUICK = {
     ("bf16", "host"),
     ("bf16", "gradients"),
     ("language, bf16", "kept"),
+    ("layered", "host"),
+    ("lengths", "weights"),
+    ("language", "turn"),
+    ("sgd", "gradients"),
 }
-SLOW = {("layered", "host"), ("lengths", "weights"), ("language", "turn"), ("sgd", "gradients")}
 
 
 def rows():
     for name in squads.DEEP:
         for way in WAYS:
-            quick, slow = (name, way) in QUICK, (name, way) in SLOW
-            marks = () if quick else pytest.mark.slow if slow else pytest.mark.full
+            marks = () if (name, way) in FEW else pytest.mark.full
             yield pytest.param(name, way, marks=marks, id=f"{name}, {way}")
 
 
@@ -83,7 +85,6 @@ def test_every_trial_ends_on_the_bits_of_its_slot(name, way, run_case):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_generations_of_its_trials_do_not_disturb_it(devices, run_case):
     case = squads.DEEP["accumulate"]
@@ -114,7 +115,6 @@ def test_an_array_that_does_not_fit_as_a_whole_is_spilled_within_the_budget(run_
 
 
 @pytest.mark.sample(2)
-@pytest.mark.slow
 @pytest.mark.parametrize("mishap", ["nan", "inside", "target", "loss"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_mishap_fails_its_trial_alone(mishap, accumulate, run_study):
@@ -129,7 +129,6 @@ def test_a_mishap_fails_its_trial_alone(mishap, accumulate, run_study):
     squads.assert_arrayed(report, alive, recipe, 8, **loop)
 
 
-@pytest.mark.slow
 def test_pruned_trials_leave_and_others_take_their_slots(tmp_path, warm_workers):
     pytest.importorskip("optuna")
     space = {"lr": shoal.log_uniform(1e-4, 1e-1), "drop": shoal.uniform(0.0, 0.3)}
@@ -155,7 +154,6 @@ def test_pruned_trials_leave_and_others_take_their_slots(tmp_path, warm_workers)
         assert verdict.equal, verdict
 
 
-@pytest.mark.slow
 def test_its_trials_are_verified_in_their_slots(run_case):
     case = squads.DEEP["lengths"]
     report, _ = run_case(case, technique=WAYS["device"])

@@ -89,7 +89,6 @@ def test_a_batch_that_is_none_fails_its_trial_alone(bad, words, accumulate, run_
     squads.assert_arrayed(report, alive, recipe, 3, **loop)
 
 
-@pytest.mark.slow
 def test_those_whose_neighbour_failed_end_on_their_bits_when_the_study_goes_on(
     tmp_path, warm_workers
 ):
@@ -111,7 +110,6 @@ STAYING = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", STAYING, ids=["host", "device"])
 def test_a_trial_that_is_saved_where_it_is_goes_on_from_there(way, run_study, tmp_path):
     """It fails once, after steps of which each was saved; what stays on the device is in that."""
@@ -152,7 +150,7 @@ def test_nor_is_one_whose_loss_is_finite_and_its_gradient_is_not(technique, run_
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "model"),
-    [("tuple", uneven.tuples), pytest.param("object", uneven.objects, marks=pytest.mark.slow)],
+    [("tuple", uneven.tuples), ("object", uneven.objects)],
 )
 @pytest.mark.parametrize(
     "options",

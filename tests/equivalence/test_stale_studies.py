@@ -76,7 +76,7 @@ def assert_verified(report, recipe):
     ("predict", "again"),
     [
         (False, "pipelined"),
-        pytest.param(True, None, marks=pytest.mark.slow),
+        (True, None),
         pytest.param(False, Pipelined(stages=2), marks=pytest.mark.full),
     ],
 )
@@ -112,7 +112,6 @@ def test_what_was_allowed_once_goes_on_when_it_is_not_any_more(stopped, run):
     staging.assert_staged(report, staging.rich(), STALE, epochs=6)
 
 
-@pytest.mark.slow
 def test_trials_that_are_added_and_cloned_train_as_the_others_do(stopped, run):
     recipe = staging.rich(stale=ALLOWED)
     stopped(recipe)
@@ -123,7 +122,6 @@ def test_trials_that_are_added_and_cloned_train_as_the_others_do(stopped, run):
     staging.assert_staged(report, recipe, STALE, report.trials[:2], epochs=6)
 
 
-@pytest.mark.slow
 def test_a_clone_of_a_running_trial_has_its_versions(run, tmp_path, monkeypatch):
     recipe = staging.rich(stale=ALLOWED)
     orders = Orders(tmp_path / "k", monkeypatch)

@@ -37,7 +37,7 @@ def wide(stages=2, **how):
         wide(schedule="zb-h1"),
         wide(schedule="2bw"),
         pytest.param(wide(schedule="2bw", predict=True, lag=1), marks=pytest.mark.full),
-        pytest.param(wide(schedule="flush", width=3), marks=pytest.mark.slow),
+        wide(schedule="flush", width=3),
         pytest.param(wide(schedule="naive"), marks=pytest.mark.full),
     ],
     ids=str,
@@ -186,7 +186,7 @@ RESUMES = [
     (wide(), wide(schedule="zb-h1")),
     pytest.param(wide(), None, marks=pytest.mark.full),
     (wide(schedule="2bw"), None),
-    pytest.param(wide(), wide(3, schedule="gpipe"), marks=pytest.mark.slow),
+    (wide(), wide(3, schedule="gpipe")),
 ]
 
 

@@ -45,8 +45,7 @@ class GenerationsAgainstDict(RuleBasedStateMachine):
     def commit(self) -> None:
         name, data = self.drafted
         self.draft.tensors("weights.safetensors", [("w", "U8", (len(data),), data)])
-        self.draft.json("first", list(data[:1]))
-        done = self.draft.commit(size=len(data))
+        done = self.draft.commit(first=list(data[:1]), size=len(data))
         assert key(done) == name
         self.good[name] = data
         self.draft = None

@@ -54,11 +54,11 @@ def units_of(pipeline: Pipeline, stage: int) -> list[Action]:
     return [action for action in pipeline.program().devices[stage] if action.op in units]
 
 
-def replay_of(pipeline: Pipeline, program: Program | None = None, **speeds: Any):
+def replay_of(pipeline: Pipeline, program: Program | None = None, message_s: float = 0.0):
     shards = tuple(make_shard(stage) for stage in range(pipeline.stages))
     run = Run(
         program=program or pipeline.program(),
-        costs={0: JobCosts(shards=shards, **speeds)},
+        costs={0: JobCosts(shards=shards)},
         devices=tuple(range(pipeline.stages)),
     )
     last = pipeline.stages - 1
@@ -71,6 +71,7 @@ def replay_of(pipeline: Pipeline, program: Program | None = None, **speeds: Any)
             Op.W: WEIGHTS_S,
             Op.B: first + INPUTS_S + WEIGHTS_S,
             Op.STEP: STEP_S,
+            Op.SEND: message_s,
         }
         found = known.get(action.op)
         return None if found is None else Seconds(found)
@@ -176,10 +177,9 @@ def test_each_schedule_takes_the_time_of_its_formula(stages, times):
 
 def test_running_ahead_hides_what_messages_take():
     plain = {"schedule": "2bw", "stages": 4, "groups": (8,) * 10}
-    speed = {"peer_bytes_per_s": 256 / 0.3}  # a boundary of make_shard in 0.3 forwards
     free = replay_of(Pipeline(**plain)).makespan_s
-    slow = replay_of(Pipeline(**plain), **speed).makespan_s
-    ahead = replay_of(Pipeline(**plain, lag=3), **speed).makespan_s
+    slow = replay_of(Pipeline(**plain), message_s=0.3).makespan_s
+    ahead = replay_of(Pipeline(**plain, lag=3), message_s=0.3).makespan_s
     assert slow > 1.1 * free
     assert ahead < 1.03 * free
 

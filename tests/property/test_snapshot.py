@@ -29,7 +29,7 @@ from shoal.observe import jsonl
 from shoal.observe.actions import TimelineReader, read_timeline
 from shoal.observe.db import Database
 from shoal.observe.reader import DatabaseReader, read_events
-from shoal.observe.snapshot import Folder, Snapshot, fold
+from shoal.observe.snapshot import Folder, Snapshot
 
 TEXT = st.text(max_size=20) | st.sampled_from(["NaN", "\\NaN", "-Infinity", "\n", "\ud800", "é"])
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | TEXT
@@ -183,7 +183,7 @@ def test_any_chunking_of_any_story_folds_to_the_same_snapshot(story, cuts):
     live, pure = Folder(), Snapshot()
     for start, stop in pairwise(edges):
         live.add_all(story[start:stop]).snapshot()
-        pure = fold(pure, *story[start:stop])
+        pure = pure.folder().add_all(story[start:stop]).snapshot()
 
     assert repr(live.snapshot()) == repr(whole)
     assert repr(pure) == repr(whole)

@@ -16,7 +16,6 @@ sys.path.insert(0, str(HERE))
 from standin import can_build  # noqa: E402
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(600),  # the first of all builds the extension
     pytest.mark.skipif(not can_build(), reason="needs g++ and ninja"),
 ]

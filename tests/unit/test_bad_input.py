@@ -225,9 +225,23 @@ def test_the_plain_loop_says_what_is_wrong_with_a_recipe(changes, words):
 
 
 @CASES
-def test_a_study_says_what_is_wrong_with_its_recipe_and_nothing_is_lost(
-    changes, words, make_study, warm_workers
-):
+def test_a_study_says_what_is_wrong_with_its_recipe(changes, words, make_study, warm_workers):
+    with pytest.raises(shoal.SpecError, match=words):
+        make_study(make_recipe(**changes)).run(hardware=one_device(), workers=warm_workers)
+
+
+WHERE = {  # a mistake can come to light
+    "build": "unknown hyperparameter",
+    "data": "no batches",
+    "forward": "inputs that are no arguments",
+    "loss": "a loss that is no scalar",
+    "metric": "a metric that is no number",
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_refusal_loses_nothing(where, make_study, warm_workers):
+    changes, words = WRONG[WHERE[where]]
     how = {"hardware": one_device(), "workers": warm_workers}
     with pytest.raises(shoal.SpecError, match=words):
         make_study(make_recipe(**changes)).run(**how)
@@ -411,7 +425,6 @@ def run_script(code, *arguments):
     return answer.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("guarded", [False, True], ids=["unguarded", "guarded"])
 def test_a_recipe_defined_in_a_script_works_with_and_without_a_main_guard(guarded, tmp_path):
     run = "\nif __name__ == '__main__':" + textwrap.indent(RUN, "    ") if guarded else RUN
@@ -420,7 +433,6 @@ def test_a_recipe_defined_in_a_script_works_with_and_without_a_main_guard(guarde
     assert "state: FINISHED" in run_script(None, str(script), str(tmp_path / "runs"))
 
 
-@pytest.mark.slow
 def test_a_recipe_defined_in_a_notebook_works(tmp_path):
     """A notebook's cells are executed in ``__main__``, which has no file."""
     cells = textwrap.dedent(SCRIPT).replace("sys.argv[1]", repr(str(tmp_path / "runs"))) + RUN

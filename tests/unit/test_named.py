@@ -66,7 +66,6 @@ def ran(folder: Path, end: str, model: str = "build", helper: str = "") -> Path:
     return folder / "runs" / "s"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
 def test_a_study_that_its_script_runs_is_verified_and_loaded_and_not_run_again(
     end, tmp_path, monkeypatch, capsys
@@ -82,7 +81,6 @@ def test_a_study_that_its_script_runs_is_verified_and_loaded_and_not_run_again(
     assert Snapshot.of(read_outline(place)).runs == 1
 
 
-@pytest.mark.slow
 def test_a_study_that_runs_before_is_read_and_not_trained_again(tmp_path, capsys):
     two = "first = make('first'); run(first); study = make(); run(study)"
     place = ran(tmp_path, two)
@@ -94,7 +92,6 @@ def test_a_study_that_runs_before_is_read_and_not_trained_again(tmp_path, capsys
     assert Snapshot.of(read_outline(place.parent / "first")).runs == 1
 
 
-@pytest.mark.slow
 def test_functions_of_modules_beside_the_script_are_found(tmp_path, monkeypatch):
     (tmp_path / "besides.py").write_text(
         "from torch import nn\ndef net(hp): return nn.Linear(4, 2)"

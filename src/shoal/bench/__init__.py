@@ -15,7 +15,7 @@ from shoal.bench.measured import (
     Measured,
     Rate,
 )
-from shoal.bench.spilling import SCHEMES, FreeFrom, Scheme, free_from
+from shoal.bench.spilling import SCHEMES, FreeFrom, free_from
 
 __all__ = [
     "SCHEMES",
@@ -30,7 +30,6 @@ __all__ = [
     "Matmul",
     "Measured",
     "Rate",
-    "Scheme",
     "bench_path",
     "free_from",
     "load",

@@ -119,7 +119,6 @@ def run_bench(
     directory: Path | None = None,
     *,
     sizes: Sizes | None = None,
-    clock: Clock | None = None,
     tell: Callable[[str], None] = lambda stage: None,
 ) -> Measured:
     """Measure this machine in about ``seconds``; ``tell`` hears what comes next.
@@ -133,7 +132,7 @@ def run_bench(
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
         raise SpecError(f"--seconds is a number above 0, got {seconds!r}.")
     where = find_device(device)
-    bench = _Bench(where, sizes or sizes_for(where), seconds, clock or SystemClock(), tell)
+    bench = _Bench(where, sizes or sizes_for(where), seconds, SystemClock(), tell)
     return bench.measure(directory or Path(tempfile.gettempdir()))
 
 

@@ -25,7 +25,6 @@ where the cores are too slow for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shoal.bench.measured import Measured
@@ -85,11 +84,11 @@ class FreeFrom:
         return max(asked, key=lambda name: asked[name])
 
 
-def free_from(measured: Measured, schemes: Iterable[Scheme] = SCHEMES) -> tuple[FreeFrom, ...]:
+def free_from(measured: Measured) -> tuple[FreeFrom, ...]:
     """Every scheme on this machine, with and without recompute."""
     return tuple(
         _free_from(measured, scheme, recompute=recompute)
-        for scheme in schemes
+        for scheme in SCHEMES
         for recompute in (True, False)
     )
 

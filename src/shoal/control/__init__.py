@@ -11,8 +11,8 @@ from shoal.control.commands import (
     StopStudy,
     StopTrial,
 )
-from shoal.control.endpoint import SOCKET
-from shoal.control.server import Answer, ControlServer, Deliver
+from shoal.control.server import Answer, ControlServer
+from shoal.core.studyfiles import SOCKET
 
 __all__ = [
     "SOCKET",
@@ -21,7 +21,6 @@ __all__ = [
     "Command",
     "Continue",
     "ControlServer",
-    "Deliver",
     "ExtendTrials",
     "NotRunning",
     "Pause",

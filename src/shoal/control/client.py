@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from shoal.control.commands import Command, command_to_json
-from shoal.control.endpoint import SOCKET, address, open_directory
+from shoal.control.endpoint import address, open_directory
 from shoal.core.errors import SpecError
+from shoal.core.studyfiles import RECORD, SOCKET
 from shoal.observe import is_running, jsonl
 
-MARKER = "study.json"  # what tells a study's directory
 _MAX_ANSWER_BYTES = 16 * 2**20
 _CHUNK_BYTES = 2**16
 _BETWEEN_S, _PAUSE_S = 10.0, 0.02
@@ -98,9 +98,9 @@ def _reach(connection: socket.socket, descriptor: int, place: Path) -> None:
     try:
         connection.connect(address(descriptor))
     except (FileNotFoundError, ConnectionRefusedError):
-        if not (place / MARKER).is_file():
+        if not (place / RECORD).is_file():
             raise NotYet(
-                f"there is no study in {place}: it has no {MARKER}. Give the directory of a "
+                f"there is no study in {place}: it has no {RECORD}. Give the directory of a "
                 "study, such as runs/NAME."
             ) from None
         raise NotRunning(

@@ -14,8 +14,8 @@ import struct
 from pathlib import Path
 
 from shoal.core.errors import SpecError, StorageError
+from shoal.core.studyfiles import SOCKET
 
-SOCKET = "control.sock"
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 

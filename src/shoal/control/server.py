@@ -26,8 +26,9 @@ from types import TracebackType
 from typing import Any
 
 from shoal.control.commands import MAX_LINE_BYTES, Command, command_from_json
-from shoal.control.endpoint import SOCKET, identity, listen, open_directory, peer_uid
+from shoal.control.endpoint import identity, listen, open_directory, peer_uid
 from shoal.core.errors import ShoalError
+from shoal.core.studyfiles import SOCKET
 from shoal.observe import jsonl
 
 Answer = Callable[[Mapping[str, Any]], None]

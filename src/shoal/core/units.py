@@ -114,8 +114,11 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
-def list_some(numbers: Iterable[int], most: int = 12) -> str:
-    """``"0 to 3, 7, 9 to 11, ..."``: runs of numbers, not more than ``most`` of them."""
+_RUNS = 12
+
+
+def list_some(numbers: Iterable[int]) -> str:
+    """``"0 to 3, 7, 9 to 11, ..."``: runs of numbers, not more than ``_RUNS`` of them."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -125,7 +128,7 @@ def list_some(numbers: Iterable[int], most: int = 12) -> str:
     parts = [
         f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs
     ]
-    return ", ".join([*parts[:most], *(["..."] if len(parts) > most else [])])
+    return ", ".join([*parts[:_RUNS], *(["..."] if len(parts) > _RUNS else [])])
 
 
 def round_up(size: int, multiple: int) -> int:

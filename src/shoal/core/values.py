@@ -46,9 +46,9 @@ def flag(what: str, value: Any, hint: str = "") -> bool:
     return found
 
 
-def optional_flag(what: str, value: Any, hint: str = "") -> bool | None:
+def optional_flag(what: str, value: Any) -> bool | None:
     """The same, or None."""
-    return None if value is None else flag(what, value, hint)
+    return None if value is None else flag(what, value)
 
 
 def is_number(value: Any) -> bool:

@@ -1,20 +1,14 @@
 """Data: where in its batches a trial is, how to be there again, and loaders that end."""
 
-from shoal.data.feed import RESTARTS, Feed
-from shoal.data.loaders import TIMEOUT_S, reader_of
+from shoal.data.feed import Feed
+from shoal.data.loaders import reader_of
 from shoal.data.position import Position
-from shoal.data.reading import Reader, batches_of
 from shoal.data.shared import with_shared_data
-from shoal.data.sources import Rule, epoch_length, host_bytes, rule_of
+from shoal.data.sources import epoch_length, host_bytes, rule_of
 
 __all__ = [
-    "RESTARTS",
-    "TIMEOUT_S",
     "Feed",
     "Position",
-    "Reader",
-    "Rule",
-    "batches_of",
     "epoch_length",
     "host_bytes",
     "reader_of",

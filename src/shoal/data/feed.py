@@ -73,11 +73,6 @@ class Feed:
         self._use_first(self._found_rule)
 
     @property
-    def rule(self) -> Rule:
-        """How the source is led to a position, and why so."""
-        return self._keeper.rule
-
-    @property
     def at_end(self) -> bool:
         """Whether all batches of this epoch are known to be fetched."""
         return self.num_batches is not None and self.batch >= self.num_batches

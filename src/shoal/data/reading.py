@@ -41,10 +41,3 @@ class PlainReader:
 
     def close(self) -> None:
         pass
-
-
-def batches_of(reader: Reader) -> Iterator[Batch]:
-    """One epoch, for what is read in one go: validation data."""
-    iterator = reader.open()
-    while (batch := reader.fetch(iterator)) is not END:
-        yield batch

@@ -20,17 +20,15 @@ where several trials share a GPU: whether the stream would not wait (``runtime/r
 
 from __future__ import annotations
 
-from shoal.device.cuda import CudaDevice, CudaEvent, CudaStream
+from shoal.device.cuda import CudaDevice
 from shoal.device.emulated import EmulatedDevice
 from shoal.device.opening import Device, open_device
 from shoal.device.pace import Fidelity, trouble
-from shoal.device.streams import Event, Lane, Ran, ThreadEvent, ThreadStream, Work
+from shoal.device.streams import Event, Lane, Ran, ThreadEvent
 from shoal.device.virtual import VirtualDevice
 
 __all__ = [
     "CudaDevice",
-    "CudaEvent",
-    "CudaStream",
     "Device",
     "EmulatedDevice",
     "Event",
@@ -38,9 +36,7 @@ __all__ = [
     "Lane",
     "Ran",
     "ThreadEvent",
-    "ThreadStream",
     "VirtualDevice",
-    "Work",
     "open_device",
     "trouble",
 ]

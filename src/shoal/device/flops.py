@@ -90,15 +90,15 @@ def step_bytes(shard: ShardSpec) -> Bytes:
     return shard.step_bytes
 
 
-def host_step_bytes(shard: ShardSpec, loads: int = 2) -> Bytes:
+def host_step_bytes(shard: ShardSpec) -> Bytes:
     """What a step on the host costs the host's memory, copies included.
 
-    The parameters that were uploaded ``loads`` times for it and the gradients that came
+    The parameters that were uploaded twice for it and the gradients that came
     back crossed the same memory: 40 bytes a parameter for AdamW in float32, 34 with
     bf16 copies of a float32 master, which are written once more.
     """
     copies = shard.parameter_bytes if shard.parameter_bytes < shard.owned_bytes else 0
-    moved = loads * shard.parameter_bytes + shard.gradient_bytes
+    moved = 2 * shard.parameter_bytes + shard.gradient_bytes
     return Bytes(step_bytes(shard) + moved + copies)
 
 

@@ -68,7 +68,7 @@ class Fidelity:
 
     ``overruns`` are pieces of work whose real arithmetic took longer than the profile's time,
     by ``overrun_s`` altogether; later work may have made up for it. ``behind_s`` is what was
-    not made up for. ``overslept_s`` is what sleeps took too long, all of it repaid.
+    not made up for.
     """
 
     works: int = 0
@@ -76,10 +76,6 @@ class Fidelity:
     overruns: int = 0
     overrun_s: Seconds = NO_TIME
     behind_s: Seconds = NO_TIME
-    most_late_s: Seconds = NO_TIME
-    sleeps: int = 0
-    overslept_s: Seconds = NO_TIME
-    most_overslept_s: Seconds = NO_TIME
 
     def describe(self, stream: str) -> str:
         """One line for a person."""
@@ -121,10 +117,6 @@ class _Tally:
     overrun_s: float = 0.0
     lost_s: float = 0.0
     late_s: float = 0.0  # now, beyond what a sleep took too long
-    most_late_s: float = 0.0
-    sleeps: int = 0
-    overslept_s: float = 0.0
-    most_overslept_s: float = 0.0
 
     def fidelity(self) -> Fidelity:
         counts = dataclasses.asdict(self)
@@ -248,7 +240,7 @@ class Pace:
 
     def end(self, stream: str, due: float, *, seconds: float, elapsed_s: float) -> Mark:
         """Wait until ``due``, the end of work of ``seconds`` that really took ``elapsed_s``."""
-        mark, overslept_s = self._wait(stream, due)
+        mark = self.wait(stream, due)
         with self._lock:
             tally = self._tallies[stream]
             tally.works += 1
@@ -256,31 +248,22 @@ class Pace:
             if elapsed_s > seconds:
                 tally.overruns += 1
                 tally.overrun_s += elapsed_s - seconds
-            if overslept_s is not None:
-                tally.sleeps += 1
-                tally.overslept_s += overslept_s
-                tally.most_overslept_s = max(tally.most_overslept_s, overslept_s)
         return mark
 
     def wait(self, stream: str, due: float) -> Mark:
         """Wait until ``due``, in the midst of a piece of work."""
-        return self._wait(stream, due)[0]
-
-    def _wait(self, stream: str, due: float) -> tuple[Mark, float | None]:
-        """Sleep until ``due``; what that took too long, None when it was past already."""
-        now, overslept_s = self.clock.now(), None
-        if now < due:
+        now = self.clock.now()
+        sleeps = now < due
+        if sleeps:
             self.clock.sleep(due - now)
             now = self.clock.now()
-            overslept_s = max(0.0, now - due)
         late = max(0.0, now - due)
         lost = max(0.0, late - MAX_DEBT_S)
         with self._lock:
             tally = self._tallies[stream]
-            tally.late_s = late - lost if overslept_s is None else 0.0
+            tally.late_s = 0.0 if sleeps else late - lost
             tally.lost_s += lost
-            tally.most_late_s = max(tally.most_late_s, late)
-        return Mark(due + lost, now), overslept_s
+        return Mark(due + lost, now)
 
     def unix(self, due: float) -> float:
         """Unix seconds of a due time."""

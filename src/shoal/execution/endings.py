@@ -83,31 +83,27 @@ class Endings:
 
     def stopped(self, state: TrialRun, reason: str) -> None:
         """The trial is ended by hand or by a limit, at its newest generation."""
-        floor = self._floor
-        floor.tally.stopped += 1
-        floor.tell(
-            events.TrialStopped(
-                time=time.time(),
-                trial=state.job.trial,
-                step=state.saved_step,
-                reason=reason,
-                checkpoint=state.saved_path,
-                metrics=dict(state.metrics),
-                seconds=time.monotonic() - state.started if state.started else 0.0,
-            )
-        )
-        self._end(state)
+        self._floor.tally.stopped += 1
+        self._end_early(state, reason, events.TrialStopped, state.saved_step)
 
     def pruned(self, state: TrialRun, reason: str) -> None:
         """The trial is ended by the study's pruner; its state is on disk as far as can be."""
-        floor = self._floor
-        floor.tally.pruned += 1
+        self._floor.tally.pruned += 1
         self._same_failures.passed()
-        floor.tell(
-            events.TrialPruned(
+        self._end_early(state, reason, events.TrialPruned, state.step)
+
+    def _end_early(
+        self,
+        state: TrialRun,
+        reason: str,
+        kind: type[events.TrialStopped] | type[events.TrialPruned],
+        step: int,
+    ) -> None:
+        self._floor.tell(
+            kind(
                 time=time.time(),
                 trial=state.job.trial,
-                step=state.step,
+                step=step,
                 reason=reason,
                 checkpoint=state.saved_path,
                 metrics=dict(state.metrics),

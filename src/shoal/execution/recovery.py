@@ -27,13 +27,11 @@ from shoal.execution.rewind import damaged, fall_back, leave_array
 from shoal.execution.trial import TrialRun
 from shoal.execution.watchdog import Backoff, Watchdog, place_of
 from shoal.fusion import Declined
+from shoal.planning import MAX_DEATHS
 from shoal.runtime.messages import Refused
 from shoal.runtime.pool import Worker
 from shoal.scheduler import leases
 
-MAX_DEATHS = 3
-"""A trial whose code was running when its worker died this often, and that got no further
-between, is FAILED."""
 MAX_ARRAY_DEATHS = 2
 """An array whose step was running when its worker died this often is broken up."""
 MAX_STILLBORN = 5

@@ -9,6 +9,7 @@ from pathlib import Path
 from shoal.core import event as events
 from shoal.core.plan import alone, seated_at, with_seats
 from shoal.core.seats import base_of, rebased
+from shoal.core.studyfiles import generation_name
 from shoal.execution.floor import Floor
 from shoal.execution.trial import TrialRun
 from shoal.runtime import checkpoint
@@ -59,7 +60,7 @@ def _unseat(floor: Floor, state: TrialRun) -> None:
 
 def damaged(floor: Floor, trial: int, path: Path, why: str) -> None:
     """Say that a generation cannot be trusted."""
-    where = f"trials/{trial:04d}/{path.name}"
+    where = generation_name(trial, path.name)
     floor.tell(events.CheckpointDamaged(time=time.time(), trial=trial, path=where, reason=why))
 
 

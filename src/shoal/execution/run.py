@@ -18,6 +18,7 @@ from shoal.core.errors import ShoalError, StorageError
 from shoal.core.plan import Job, Plan, seated_at
 from shoal.core.seats import epochs_of, rebased
 from shoal.core.spec import TrialSpec
+from shoal.core.studyfiles import generation_name
 from shoal.core.units import counted
 from shoal.execution.endings import Endings
 from shoal.execution.failures import SameFailures
@@ -139,7 +140,7 @@ class Execution:
                 has_run=start.has_run,
                 device_s=start.device_s,
                 saved_step=start.step,
-                saved_path=f"trials/{trial:04d}/{Path(start.restore).name}"
+                saved_path=generation_name(trial, Path(start.restore).name)
                 if start.restore
                 else "",
             )

@@ -33,7 +33,7 @@ from shoal.fusion.lonesteps import LoneSteps
 from shoal.fusion.loop import LoopBackend, alone, current_rng, lone_pass, torch_streams_of
 from shoal.fusion.member import Member
 from shoal.fusion.ownsteps import OwnSteps
-from shoal.fusion.stacked import Stacked, stack
+from shoal.fusion.stacked import Stacked
 from shoal.fusion.streams import SlotStreams
 from shoal.ownstep import own_evaluation, refuse_nonfinite
 from shoal.recipe import evaluate_metrics, to_device
@@ -85,8 +85,8 @@ def _most_common(layouts: Sequence[Hashable]) -> Hashable:
 class Array:
     """N slots with a trial each; owns the trials' tensors until they are given back.
 
-    ``epoch`` counts memberships. Within one a slot's bits do not depend on whether its
-    neighbours wait, fail or have retired; another width rounds in other ways. A slot whose
+    Until another trial comes a slot's bits do not depend on whether its neighbours wait, fail
+    or have retired; another width rounds in other ways. A slot whose
     trial failed waits until it is retired. ``usual`` is the layout of the batches that run
     stacked (``layout_of``); without one the first batches after a change of members say it.
     ``stacking`` makes the rows.
@@ -102,12 +102,11 @@ class Array:
         device: str | torch.device = "cpu",
         backend: ArrayBackend | None = None,
         usual: Hashable = None,
-        stacking: Callable[[Sequence[nn.Module]], Stacked] = stack,
+        stacking: Callable[[Sequence[nn.Module]], Stacked] = Stacked,
     ) -> None:
         self.device = torch.device(device)
         self._known_usual, self._stacking = usual, stacking
         self.backend: ArrayBackend = StackedBackend() if backend is None else backend
-        self.epoch = 0
         self._lone = LoopBackend()
         self._own: OwnSteps | LoneSteps | None = None
         if members[0].recipe.step is not None:
@@ -426,7 +425,7 @@ class Array:
         return member
 
     def refill(self, slot: int, member: Member) -> None:
-        """Put a trial into an empty slot, fresh or from wherever it was; a new epoch begins.
+        """Put a trial into an empty slot, fresh or from wherever it was.
 
         Raises:
             Declined: it has another signature.
@@ -442,18 +441,8 @@ class Array:
         self._crew.stacked.take(slot, member.module)
         self._crew.streams.set(slot, member.rng)
         self._occupied[slot] = True
-        self.epoch += 1
         self._usual = self._known_usual
         self._changed()
-
-    def keep(self, slots: Sequence[int]) -> None:
-        """Become as wide as ``slots``, in their order; the others must be empty. A new epoch."""
-        left = set(self.occupied) - set(slots)
-        if left:
-            raise ValueError(f"slots {sorted(left)} have trials; retire them first")
-        members = [self.retire(slot) for slot in slots]
-        self.epoch += 1
-        self._form(members)
 
     def widen(self, slot: int, width: int) -> None:
         """Become ``width`` slots with the only trial in ``slot``, and nobody in the others."""
@@ -461,7 +450,6 @@ class Array:
         self._form([member if at == slot else shell(member) for at in range(width)])
         self._occupied = [at == slot for at in range(width)]
         self._like = {at: member for at in range(width) if at != slot}
-        self.epoch += 1
 
     def dissolve(self) -> list[Member]:
         """Give all trials back, whole and alone."""

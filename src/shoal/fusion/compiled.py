@@ -14,7 +14,6 @@ import functools
 import os
 import shutil
 import subprocess
-import time
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -40,16 +39,12 @@ class CompiledBackend(TracedBackend):
 
     ``constants``: the floats that every trial's code has to have (``constants_of``); those of the
     first that comes, if nothing is said.
-
-    Attributes:
-        compile_s: seconds that compiling took, all in all.
     """
 
     def __init__(self, constants: str = "") -> None:
         super().__init__()
         self._wanted = constants
         self._steps = Kept()
-        self.compile_s = 0.0
 
     def require(self, member: Member) -> None:
         """Refuse a trial whose code has other floats, or a step of one's own.
@@ -128,9 +123,7 @@ class CompiledBackend(TracedBackend):
         if kept.graph is None:
             with torch.enable_grad():
                 graph, _ = self._captured(crew, inputs, filled(batches, active)[0], active)
-            began = time.perf_counter()
             kept.graph = _compiled(graph, inputs)
-            self.compile_s += time.perf_counter() - began
         elif [m.shape for m in masks] != [m.shape for m in kept.masks]:
             raise Untraceable("which masks it draws depends on more than its settings")
         self._require_near(kept.graph, crew, inputs, active, losses)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,24 +59,6 @@ class Member:
             "step": self.step,
         }
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state()`` gave, here or in a trial alone."""
-        self.module.load_state_dict(state["model"])
-        parameters = dict(self.module.named_parameters())
-        for group, stored in zip(
-            self.optimizer.param_groups, state["optimizer"]["groups"], strict=True
-        ):
-            group.update({key: value for key, value in stored.items() if key != "params"})
-        self.optimizer.state.clear()
-        for name, entries in state["optimizer"]["state"].items():
-            parameter = parameters[name]
-            self.optimizer.state[parameter] = {
-                key: _placed(key, value, parameter) for key, value in entries.items()
-            }
-        if self.schedule and state["schedule"] is not None:
-            self.schedule.load_state_dict(state["schedule"])
-        self.rng, self.step = state["rng"], state["step"]
-
     def _optimizer_state(self) -> dict[str, Any]:
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         state = {
@@ -91,13 +73,6 @@ class Member:
             for group in self.optimizer.param_groups
         ]
         return {"state": state, "groups": groups}
-
-
-def _placed(key: str, value: Any, parameter: Tensor) -> Any:
-    """A copy where torch keeps it: ``step`` on the CPU unless the optimizer put it elsewhere."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.clone() if key == "step" else value.to(parameter.device, copy=True)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The parameters and buffers of N modules as N rows of shared tensors.
 
-``stack`` copies each module's tensors into rows and lets the module's own parameters live
-there; ``unstack`` gives a module tensors of its own again. Neither changes a bit, and the
+``Stacked`` copies each module's tensors into rows and lets the module's own parameters live
+there; ``let_go`` gives a module tensors of its own again. Neither changes a bit, and the
 parameter objects stay the same, so that optimizers and schedules never notice.
 """
 
@@ -91,17 +91,6 @@ class Stacked:
             for key, held in child._buffers.items():
                 if held is not None:
                     child._buffers[key] = own[id(held)]
-
-
-def stack(modules: Sequence[nn.Module]) -> Stacked:
-    """One row per module; the modules live in the rows from now on."""
-    return Stacked(modules)
-
-
-def unstack(stacked: Stacked, modules: Sequence[nn.Module]) -> None:
-    """The modules own their tensors again, bit for bit."""
-    for module in modules:
-        stacked.let_go(module)
 
 
 def owners(module: nn.Module) -> Mapping[str, str]:

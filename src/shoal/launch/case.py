@@ -11,6 +11,7 @@ from shoal.control import CloneTrial
 from shoal.core import event as events
 from shoal.core.errors import SpecError
 from shoal.core.spec import TrialSpec
+from shoal.core.studyfiles import RECORD
 from shoal.core.technique import Pipelined, Technique
 from shoal.execution.hunt import Hunt
 from shoal.hardware import Hardware
@@ -67,7 +68,7 @@ def refuse_early(study: Asked, request: Request) -> None:
         SpecError: there is nothing to resume, two wishes exclude each other, no trials are
             asked for that could be added, or the recipe cannot travel to a worker.
     """
-    exists, orders = (study.directory / "study.json").exists(), request.orders
+    exists, orders = (study.directory / RECORD).exists(), request.orders
     if request.resume and not exists:
         raise SpecError(
             f"there is no study in {study.directory} to resume. Run it without resume=True, "

@@ -6,17 +6,15 @@ import shutil
 from contextlib import ExitStack
 from pathlib import Path
 
-from shoal.control.endpoint import SOCKET
 from shoal.core.errors import SpecError, StorageError
+from shoal.core.studyfiles import DATABASE, LOCK, RECORD, RESERVE, SOCKET, TIMELINE, TRIALS
 from shoal.observe.db import Database
-from shoal.observe.lock import LOCK, StudyLock
+from shoal.observe.lock import StudyLock
 from shoal.resume import StudyRecord, record_from_json, record_to_json
 from shoal.storage.files import make_directory, remove_file, replace_file
 
-RECORD, RESERVE = "study.json", "reserve"
-_ANEW = {LOCK, RESERVE, SOCKET, "timeline.jsonl", "study.db", "study.db-wal"} | {
-    "study.db-shm",
-    f".{RECORD}.tmp",
+_ANEW = {LOCK, RESERVE, SOCKET, TIMELINE, f".{RECORD}.tmp"} | {
+    DATABASE + suffix for suffix in ("", "-wal", "-shm")
 }
 """What a process that died before it wrote the record may have left."""
 
@@ -155,7 +153,7 @@ def _refuse_links(path: Path) -> None:
     Raises:
         StorageError: a directory of trials is a link.
     """
-    trials = path / "trials"
+    trials = path / TRIALS
     inside = trials.iterdir() if trials.is_dir() and not trials.is_symlink() else ()
     for place in (trials, *inside):
         if place.is_symlink():

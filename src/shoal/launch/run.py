@@ -24,6 +24,7 @@ from shoal.core import event as events
 from shoal.core.errors import StorageError
 from shoal.core.plan import Plan
 from shoal.core.spec import DeviceSpec, Scalar, TrialSpec, record_of
+from shoal.core.studyfiles import PLAN, RECORD, RESERVE
 from shoal.core.units import Bytes
 from shoal.execution.announce import planned_events, steps_of
 from shoal.execution.floor import Tally
@@ -33,7 +34,7 @@ from shoal.kernelchoice import EXACT, STRICT, only_deterministic
 from shoal.launch.case import Case, more_points, refuse_early, take_up
 from shoal.launch.cloning import refuse_idle
 from shoal.launch.commands import Commands, Door
-from shoal.launch.directory import RECORD, RESERVE, StudyDirectory
+from shoal.launch.directory import StudyDirectory
 from shoal.launch.following import pins_of
 from shoal.launch.keeping import Keeper
 from shoal.launch.plan import check_disk, check_host_memory, fits_host, plan_study, spill_place
@@ -132,7 +133,7 @@ class Run:
         case.sinks.release()
         case.place.drop_replaced()
         remove_strays(case.found.strays)
-        replace_file(case.place.path / "plan.json", planned.plan.to_json().encode())
+        replace_file(case.place.path / PLAN, planned.plan.to_json().encode())
         case.sinks.write(self._opening(case, planned, changes))
         try:
             tally = self._execute(case, planner, planned, interrupts)

@@ -15,7 +15,6 @@ from pathlib import Path
 from shoal.bench import Measured, load
 from shoal.bench.disk import file_system, glance
 from shoal.core.plan import Plan
-from shoal.core.seams import Clock
 from shoal.core.units import Bytes
 from shoal.device.pace import SystemClock
 from shoal.launch.policy import CheckpointPolicy, generation_bytes
@@ -28,9 +27,7 @@ RECENT_LOOK_S = 0.025
 RECENT_S = 24 * 3600.0
 
 
-def interval_of(
-    policy: CheckpointPolicy, plan: Plan, directory: Path, clock: Clock | None = None
-) -> Interval:
+def interval_of(policy: CheckpointPolicy, plan: Plan, directory: Path) -> Interval:
     """How often the trials of a plan are saved in ``directory``, and why, by a look at its disk.
 
     As the policy says, without a word, where there is little to save or nothing can be written.
@@ -46,7 +43,7 @@ def interval_of(
     found: float | None = None
     decided = as_asked
     for budget_s in (look_s, LOOK_S):
-        seen = glance(place, budget_s, clock or SystemClock())
+        seen = glance(place, budget_s, SystemClock())
         if seen is None:
             return as_asked
         found = max(seen, found or 0.0)

@@ -26,6 +26,7 @@ from shoal.core.errors import SpecError, StorageError
 from shoal.core.plan import NO_ARRAY, Plan
 from shoal.core.seats import epochs_of, is_continued
 from shoal.core.spec import Scalar
+from shoal.core.studyfiles import generation_name
 from shoal.core.units import counted
 from shoal.execution.ladder import bits_of
 from shoal.execution.trial import Start
@@ -202,7 +203,7 @@ def _finished(row: TrialRow, newest: Generation) -> events.TrialFinished:
         trial=row.number,
         step=newest.step,
         metrics=newest.manifest.meta.get("metrics", {}),
-        checkpoint=f"trials/{row.number:04d}/{newest.path.name}",
+        checkpoint=generation_name(row.number, newest.path.name),
         seconds=row.seconds,
     )
 
@@ -213,7 +214,7 @@ def _damaged(found: Restart, path: Path, why: str) -> None:
         events.CheckpointDamaged(
             time=time.time(),
             trial=trial,
-            path=f"trials/{path.parent.name}/{path.name}",
+            path=generation_name(trial, path.name),
             reason=why,
         )
     )

@@ -4,35 +4,17 @@ from shoal.observe.actions import TimelineReader, read_timeline
 from shoal.observe.db import Database
 from shoal.observe.gantt import write_gantt
 from shoal.observe.lock import StudyLock, is_running
-from shoal.observe.reader import (
-    DatabaseReader,
-    history,
-    last_metrics,
-    read_events,
-    read_outline,
-    read_trial,
-)
-from shoal.observe.rows import DeviceRow, HistoryRow, TrialRow, TrialState
-from shoal.observe.snapshot import Folder, Snapshot, fold
-from shoal.observe.timeline import busy
+from shoal.observe.reader import DatabaseReader, read_events, read_outline, read_trial
+from shoal.observe.snapshot import Snapshot
 from shoal.observe.trace import write_trace
 
 __all__ = [
     "Database",
     "DatabaseReader",
-    "DeviceRow",
-    "Folder",
-    "HistoryRow",
     "Snapshot",
     "StudyLock",
     "TimelineReader",
-    "TrialRow",
-    "TrialState",
-    "busy",
-    "fold",
-    "history",
     "is_running",
-    "last_metrics",
     "read_events",
     "read_outline",
     "read_timeline",

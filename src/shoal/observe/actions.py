@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from shoal.core.event import ActionFinished
+from shoal.core.studyfiles import TIMELINE
 from shoal.observe import jsonl
 
-TIMELINE = "timeline.jsonl"
 _COLUMNS = ("device", "stream", "trial", "step", "action", "start", "end", "bytes")
 _values = attrgetter(*_COLUMNS)
 _TAIL_BYTES = 1 << 16

@@ -29,11 +29,11 @@ from contextlib import closing
 from pathlib import Path
 
 from shoal.core.errors import StorageError
+from shoal.core.studyfiles import DATABASE
 from shoal.observe.lock import is_running
 from shoal.observe.schema import check_format, migrate, newest_format
 from shoal.observe.trouble import INTACT, damaged, in_words
 
-DATABASE = "study.db"
 EARLIER = "events.jsonl"  # what development versions wrote
 _WAIT_S = 30.0  # for a lock of another program; readers hold one for milliseconds
 _LONGEST = 1 << 28  # bytes of one value

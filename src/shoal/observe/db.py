@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from shoal.core.errors import SpecError, StorageError
+from shoal.core.errors import StorageError
 from shoal.core.event import (
     ActionFinished,
     Evaluated,
@@ -36,8 +36,9 @@ from shoal.core.event import (
     TrialParked,
     TrialResumed,
 )
-from shoal.observe.actions import TIMELINE, ActionLog
-from shoal.observe.connect import DATABASE, open_for_writing
+from shoal.core.studyfiles import DATABASE, TIMELINE
+from shoal.observe.actions import ActionLog
+from shoal.observe.connect import open_for_writing
 from shoal.observe.encoding import (
     EVENT_COLUMNS,
     METRIC_COLUMNS,
@@ -124,18 +125,6 @@ class Database:
             except BaseException:
                 self._actions.cut(before)
                 raise
-
-    def backup(self, path: str | os.PathLike[str]) -> None:
-        """Write a copy of the database, as it is now, to a new file.
-
-        Raises:
-            SpecError: there is a file already.
-        """
-        if os.path.lexists(path):
-            raise SpecError(f"cannot back up to {path}: it is there already. Choose a new name.")
-        with in_words(Path(path), "write"), closing(sqlite3.connect(path)) as copy:
-            self._connection.backup(copy)
-            copy.execute("PRAGMA journal_mode = DELETE")
 
     def close(self) -> None:
         """Let go of files and lock; a second call does nothing."""

@@ -135,7 +135,7 @@ def _document(parts: Sequence[str], trials: Sequence[int], height: float) -> str
 
 def _title(timeline: Timeline) -> str:
     trials, devices = len(timeline.planned or timeline.trials), len(timeline.devices)
-    mean = sum(busy_fractions(timeline, "compute").values()) / devices
+    mean = sum(busy_fractions(timeline).values()) / devices
     words = (
         f"{counted(trials, 'trial')} on {counted(devices, 'device')}, "
         f"{timeline.seconds:.4g} s, {mean:.0%} busy"

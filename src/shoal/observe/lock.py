@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 
 from shoal.core.errors import SpecError, StorageError
+from shoal.core.studyfiles import LOCK
 
-LOCK = "lock"
 _ATTEMPTS, _PAUSE_S = 25, 0.02  # ``is_running`` holds it for an instant, shared
 _SAFELY = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # no link, no wait for a pipe
 

@@ -59,7 +59,6 @@ class TrialFold:
         self.state = TrialState.PENDING
         self.device = ""
         self.step = self.epoch = self.restarts = 0
-        self.steps_per_epoch: int | None = None
         self.steps, self.losses = array("q"), array("d")
         self.smooth_loss: float | None = None
         self.history: list[HistoryRow] = []
@@ -132,7 +131,6 @@ class TrialFold:
         self.steps.append(event.step)
         self.losses.append(event.loss)
         self.step, self.epoch = event.step, event.epoch
-        self.steps_per_epoch = event.steps_per_epoch
         self.smooth_loss = _smooth(self.smooth_loss, event.loss)
         self.recent.append(event.time)
         self.step_s = event.seconds
@@ -207,7 +205,6 @@ class TrialFold:
             device=self.device,
             step=self.step,
             epoch=self.epoch,
-            steps_per_epoch=self.steps_per_epoch,
             loss=self.losses[-1] if self.losses else None,
             smooth_loss=self.smooth_loss,
             metrics=dict(self.metrics),
@@ -284,9 +281,8 @@ class DeviceFold:
     """A device while it is folded."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.kind, self.threads = name, "", 0
+        self.name, self.kind = name, ""
         self.budget_bytes = self.peak_bytes = self.predicted_bytes = self.restarts = 0
-        self.pid: int | None = None
         self.recent: deque[float] = deque(maxlen=_RECENT_STEPS)
         self.step_s: float | None = None
         self.compute_s = 0.0
@@ -298,7 +294,7 @@ class DeviceFold:
         return other
 
     def describe(self, spec: Mapping[str, Any]) -> None:
-        self.kind, self.threads = str(spec.get("kind", "")), int(spec.get("threads", 0))
+        self.kind = str(spec.get("kind", ""))
         self.budget_bytes = int(spec.get("memory", 0))
 
     def add_action(self, event: ActionFinished) -> None:
@@ -310,7 +306,6 @@ class DeviceFold:
         return DeviceRow(
             name=self.name,
             kind=self.kind,
-            threads=self.threads,
             budget_bytes=self.budget_bytes,
             peak_bytes=self.peak_bytes,
             predicted_bytes=self.predicted_bytes,
@@ -318,7 +313,6 @@ class DeviceFold:
             trials=trials,
             speed=_speed(self.recent, self.step_s),
             restarts=self.restarts,
-            pid=self.pid,
             stalled=self.stalled,
         )
 

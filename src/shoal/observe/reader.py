@@ -12,7 +12,6 @@ that were the last before a run ended: the study's clock stands still from there
 
 from __future__ import annotations
 
-import math
 import os
 import sqlite3
 import warnings
@@ -20,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from operator import itemgetter
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 from shoal.core.event import Event
@@ -34,8 +32,6 @@ from shoal.observe.encoding import (
     event_of,
     step_of,
 )
-from shoal.observe.rows import HistoryRow
-from shoal.observe.snapshot import Snapshot
 from shoal.observe.trouble import in_words
 
 _WINDOW = 10_000
@@ -54,7 +50,6 @@ _LAST_OF_RUNS = (
     "{0}.seq < events.seq) FROM events WHERE kind = 'StudyStarted')"
 )
 _LAST_STEP, _LAST_METRIC = _LAST_OF_RUNS.format("steps"), _LAST_OF_RUNS.format("metrics")
-_METRICS_LAST = "SELECT trial, name, value, max(seq) FROM metrics GROUP BY trial, name ORDER BY 4"
 
 Numbered = tuple[int, Event]
 
@@ -117,17 +112,6 @@ def read_trial(place: str | os.PathLike[str], trial: int) -> Iterator[Event]:
             yield event
 
 
-def history(place: str | os.PathLike[str], trial: int) -> tuple[HistoryRow, ...]:
-    """One trial's learning curve; empty for a trial that is not there."""
-    return Snapshot.of(read_trial(place, trial)).trial(trial).history
-
-
-def last_metrics(place: str | os.PathLike[str]) -> dict[int, dict[str, float]]:
-    """By trial, each validation metric as it was measured last."""
-    with _open(database_path(place)) as rows:
-        return rows.last_metrics()
-
-
 @contextmanager
 def _open(path: Path) -> Iterator[_Rows]:
     with closing(open_for_reading(path)) as connection:
@@ -169,15 +153,6 @@ class _Rows:
         self._warn()
         seen = (row[0] for table in tables for row in table if type(row[0]) is int)
         return found, max(seen, default=_LARGEST)
-
-    def last_metrics(self) -> dict[int, dict[str, float]]:
-        """See the function of that name."""
-        metrics: dict[int, dict[str, float]] = {}
-        for trial, name, value, _ in self._fetch(_METRICS_LAST):
-            if type(trial) is int and type(name) is bytes and type(value) in (float, NoneType):
-                known = metrics.setdefault(trial, {})
-                known[name.decode(errors="replace")] = math.nan if value is None else value
-        return metrics
 
     def _fetch_all(
         self, conditions: tuple[str, str, str], values: tuple[int, ...]

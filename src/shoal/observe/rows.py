@@ -113,7 +113,6 @@ class TrialRow:
     step: int = 0
     steps: int | None = None
     epoch: int = 0
-    steps_per_epoch: int | None = None
     loss: float | None = None
     smooth_loss: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -149,7 +148,6 @@ class DeviceRow:
 
     name: str
     kind: str = ""
-    threads: int = 0
     budget_bytes: int = 0
     peak_bytes: int = 0
     predicted_bytes: int = 0
@@ -157,7 +155,6 @@ class DeviceRow:
     trials: tuple[int, ...] = ()
     speed: float | None = None
     restarts: int = 0
-    pid: int | None = None
     stalled: WorkerStalled | None = None  # while it gets nothing done
 
 

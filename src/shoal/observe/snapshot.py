@@ -82,7 +82,6 @@ class Snapshot:
     trials: tuple[TrialRow, ...] = ()
     devices: tuple[DeviceRow, ...] = ()
     started: float | None = None
-    time: float | None = None
     seconds: float = 0.0
     eta_seconds: float | None = None
     runs: int = 0
@@ -94,7 +93,7 @@ class Snapshot:
     stopped: str = ""
     _folder: Any = field(
         default=None, compare=False, repr=False
-    )  # the Folder's state, for ``fold``
+    )  # the Folder's state, for ``folder``
 
     @staticmethod
     def of(events: Iterable[Event]) -> Snapshot:
@@ -138,14 +137,6 @@ class Snapshot:
         return TrialRow(number=number)
 
 
-def fold(snapshot: Snapshot, *events: Event) -> Snapshot:
-    """The state after ``events``; ``snapshot`` is not changed.
-
-    Copies the state: to follow a log, keep a ``Folder``.
-    """
-    return snapshot.folder().add_all(events).snapshot()
-
-
 class Folder:
     """Folds events in place; a screen that follows a log keeps one."""
 
@@ -185,7 +176,6 @@ class Folder:
             self._head,
             trials=trials,
             devices=devices,
-            time=self._time,
             seconds=self._seconds,
             eta_seconds=_eta(self._head, trials, devices),
             _folder=self.copy(),
@@ -348,14 +338,14 @@ class Folder:
         trial.state, trial.error, trial.step = TrialState.FAILED, event.error, event.step
 
     def _worker_started(self, event: WorkerStarted) -> None:
-        self._device(event.device).pid = event.pid
+        self._device(event.device)
 
     def _worker_stalled(self, event: WorkerStalled) -> None:
         self._device(event.device).stalled = event
 
     def _worker_died(self, event: WorkerDied) -> None:
         device = self._device(event.device)
-        device.pid, device.restarts, device.stalled = None, device.restarts + 1, None
+        device.restarts, device.stalled = device.restarts + 1, None
         self._wait_over(event.device)
         for number in event.trials:
             self._trial(number).release()

@@ -16,7 +16,8 @@ from pathlib import Path
 from shoal.core.errors import SpecError
 from shoal.core.event import ActionFinished, PeakMeasured, StudyStarted, TrialPlanned
 from shoal.core.seats import ALONE, epochs_of
-from shoal.observe.actions import TIMELINE, read_timeline
+from shoal.core.studyfiles import TIMELINE
+from shoal.observe.actions import read_timeline
 from shoal.observe.reader import read_outline
 
 STREAMS = ("compute", "up", "down", "host")
@@ -154,16 +155,11 @@ class _Clock:
         return time - self._offsets[bisect_right(self.resumes, time)]
 
 
-def busy(study_dir: str | os.PathLike[str]) -> dict[str, float]:
+def busy_fractions(timeline: Timeline) -> dict[str, float]:
     """Per device, the share of the study's time in compute, first to last action."""
-    return busy_fractions(read_study_timeline(study_dir), "compute")
-
-
-def busy_fractions(timeline: Timeline, stream: str) -> dict[str, float]:
-    """Per device, the share of the study's time in which ``stream`` was at work."""
     seconds = max(timeline.seconds, 1e-12)
     return {
-        device: covered(timeline.rows.get((device, stream), ())) / seconds
+        device: covered(timeline.rows.get((device, "compute"), ())) / seconds
         for device in timeline.devices
     }
 

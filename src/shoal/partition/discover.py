@@ -28,10 +28,6 @@ class Candidate:
     lists: tuple[str, ...]
     blocks: dict[str, nn.Module]
 
-    @property
-    def title(self) -> str:
-        return " and ".join(repr(name) if name else "the model" for name in self.lists)
-
 
 def find_candidates(model: nn.Module) -> list[Candidate]:
     """The sets of lists worth trying as a chain, the one with the most blocks first.

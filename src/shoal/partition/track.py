@@ -21,12 +21,12 @@ class AllocationTracker(TorchDispatchMode):
     """Measures the storages newly allocated inside the ``with``, backward included.
 
     ``current_bytes`` are those alive now (it goes on counting down afterwards),
-    ``peak_bytes`` the most at any time, ``allocated_bytes`` all of them together. A view is
-    not counted, nor what existed before. Scratch memory that a kernel takes and gives back
-    inside one operator is in the peak on a GPU, whose allocator tells it (``scratch_bytes`` of
-    the peak are that), and is not seen on a CPU. ``device`` restricts the count to one kind, such
-    as ``"cuda"``. More than ``limit`` bytes at a time are refused as a device refuses them, with
-    ``torch.OutOfMemoryError``: what was made is gone with the error.
+    ``peak_bytes`` the most at any time. A view is not counted, nor what existed before. Scratch
+    memory that a kernel takes and gives back inside one operator is in the peak on a GPU, whose
+    allocator tells it (``scratch_bytes`` of the peak are that), and is not seen on a CPU.
+    ``device`` restricts the count to one kind, such as ``"cuda"``. More than ``limit`` bytes at a
+    time are refused as a device refuses them, with ``torch.OutOfMemoryError``: what was made is
+    gone with the error.
     """
 
     def __init__(self, device: str | None = None, limit: int | None = None) -> None:
@@ -34,7 +34,6 @@ class AllocationTracker(TorchDispatchMode):
         self.current_bytes = 0
         self.peak_bytes = 0
         self.scratch_bytes = 0
-        self.allocated_bytes = 0
         self._device, self._limit = device, limit
         self._allocator = None if device == "cpu" else allocator_here()
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
@@ -111,7 +110,6 @@ class AllocationTracker(TorchDispatchMode):
 
     def _grow(self, size: int) -> None:
         self.current_bytes += size
-        self.allocated_bytes += max(size, 0)
         if self.current_bytes > self.peak_bytes:
             self.peak_bytes, self.scratch_bytes = self.current_bytes, 0
 

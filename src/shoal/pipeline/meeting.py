@@ -101,7 +101,7 @@ def met(
         yield Met(by_host, HOST)
         return
     backend = _BACKENDS[device.type]
-    reason = _unfit(_told(host, _seat_of(device, backend)), backend)
+    reason = _unfit(_told(host, _seat_of(device)), backend)
     carrier = None
     if not reason:
         carrier, found = _opened(host, device, backend, pairs, limit_s)
@@ -117,7 +117,7 @@ def met(
     dist.destroy_process_group(carrier.group)
 
 
-def _seat_of(device: torch.device, backend: str) -> _Seat:
+def _seat_of(device: torch.device) -> _Seat:
     machine = socket.gethostname()
     if device.type == "cpu":  # as many as there are ranks
         return _Seat(f"{device} of {machine}", f"{machine}/{dist.get_rank()}", True)

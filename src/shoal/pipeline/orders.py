@@ -12,7 +12,7 @@ RECORDER = struct.Struct("qqq")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class StageJob:
     """One function for one rank of a group that meets at a file."""
 
     rank: int
@@ -40,7 +40,7 @@ class Done:
 class StagePlace:
     """Which stage this process is, and how its parent sees what it does."""
 
-    def __init__(self, job: Job, parent: Connection, recorder: mmap.mmap) -> None:
+    def __init__(self, job: StageJob, parent: Connection, recorder: mmap.mmap) -> None:
         self.rank, self.world, self.local = job.rank, job.world, job.rank
         self.host: None = None  # the default group is gloo's
         self._parent, self._recorder, self._count = parent, recorder, 0

@@ -25,7 +25,7 @@ import cloudpickle
 
 from shoal.core.errors import ShoalError, SpecError, WorkerError
 from shoal.forkserver import ForkServer
-from shoal.pipeline.orders import RECORDER, Begun, Done, Job, StagePlace
+from shoal.pipeline.orders import RECORDER, Begun, Done, StageJob, StagePlace
 from shoal.workerenv import worker_environment
 
 MODULE = "shoal.pipeline.worker"
@@ -65,7 +65,7 @@ class _Process:
         """Actions begun, the next one, and whether it only waits."""
         return RECORDER.unpack_from(self._recorder)
 
-    def begin(self, job: Job) -> None:
+    def begin(self, job: StageJob) -> None:
         self.actions = []
         RECORDER.pack_into(self._recorder, 0, 0, 0, 0)
         with contextlib.suppress(OSError):  # its end is seen by whoever listens
@@ -111,11 +111,6 @@ class StageProcesses:
             self._idle.pop().kill()
         self._starts.close()
 
-    @property
-    def pids(self) -> list[int]:
-        """The processes there are."""
-        return [process.pid for process in self._idle]
-
     def run(
         self,
         function: Callable[[StagePlace], Any],
@@ -149,7 +144,7 @@ class StageProcesses:
             with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
                 for rank, process in enumerate(group):
                     meeting = os.path.join(folder, "meeting")
-                    job = Job(rank=rank, world=world, meeting=meeting, function=data)
+                    job = StageJob(rank=rank, world=world, meeting=meeting, function=data)
                     process.begin(job)
                 values = _Watch(group, hang_s, name).results()
         except BaseException:

@@ -23,7 +23,7 @@ from typing import Any
 import cloudpickle
 import torch.distributed as dist
 
-from shoal.pipeline.orders import RECORDER, Done, Job, StagePlace
+from shoal.pipeline.orders import RECORDER, Done, StageJob, StagePlace
 from shoal.workerenv import ignore_interrupts
 
 _PATIENCE = datetime.timedelta(days=1)  # the parent looks after stages that hang
@@ -37,7 +37,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)
     ignore_interrupts()
     parent = Connection(sockets)
-    jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+    jobs: queue.SimpleQueue[StageJob] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(parent, jobs), daemon=True).start()
     shared = mmap.mmap(recorder, RECORDER.size)
     while True:
@@ -45,7 +45,7 @@ def main() -> None:
         parent.send(_serve(StagePlace(job, parent, shared), job))
 
 
-def _listen(parent: Connection, jobs: queue.SimpleQueue[Job]) -> None:
+def _listen(parent: Connection, jobs: queue.SimpleQueue[StageJob]) -> None:
     """Hand jobs on; a parent that is gone takes this process along."""
     while True:
         try:
@@ -54,7 +54,7 @@ def _listen(parent: Connection, jobs: queue.SimpleQueue[Job]) -> None:
             os._exit(1)
 
 
-def _serve(place: StagePlace, job: Job) -> Done:
+def _serve(place: StagePlace, job: StageJob) -> Done:
     try:
         dist.init_process_group(
             "gloo",

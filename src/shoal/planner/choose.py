@@ -27,11 +27,11 @@ from shoal.core.technique import Spilled
 from shoal.core.units import Bytes, Seconds
 from shoal.planner.keep import ALIKE, keep_best
 from shoal.planner.need import Request, goes_by_batch, place_asked, transfer_of
-from shoal.planner.paper import Choice, Paper, weight
+from shoal.planner.paper import Cutting, Paper, weight
 from shoal.planner.price import Speeds
 from shoal.spill.generate import route_of
 
-Priced = tuple[Seconds, Choice]
+Priced = tuple[Seconds, Cutting]
 """A choice, and about what a step with it costs."""
 
 
@@ -41,7 +41,7 @@ def choices(
     actives: Sequence[int],
     request: Request,
     speeds: Speeds,
-) -> Iterator[Choice]:
+) -> Iterator[Cutting]:
     """Spilled choices that should fit, for each number of trials at a time; the cheapest first."""
     paper = Paper(measure, request)
     phases = {
@@ -62,14 +62,14 @@ def choices(
         least = min((step_s for step_s, _ in found), default=Seconds(0.0))
         return found + [(least, one) for step_s, one in leaner if step_s <= least]  # no more time
 
-    def ranked(found: Sequence[Priced]) -> Iterator[Choice]:
+    def ranked(found: Sequence[Priced]) -> Iterator[Cutting]:
         for rank, choice in enumerate(_cheapest_first(found, request, paper, budget)):
             if not rank and (better := paper.refined(choice, speeds, budget)) != choice:
                 yield better
             yield choice
             yield from paper.finer(choice, budget)
 
-    def worked_out_s(choice: Choice) -> Seconds:
+    def worked_out_s(choice: Cutting) -> Seconds:
         """What a step takes with what stays worked out on paper, and not guessed."""
         room = paper.room(choice, budget)
         kept = keep_best(room, speeds)
@@ -131,14 +131,14 @@ def about_s(
 
 
 def _cheapest_first(
-    found: Sequence[tuple[Seconds, Choice]], request: Request, paper: Paper, budget: Bytes
-) -> list[Choice]:
+    found: Sequence[tuple[Seconds, Cutting]], request: Request, paper: Paper, budget: Bytes
+) -> list[Cutting]:
     """By the seconds of a step, and where those are about the least by the bytes that move.
 
     Of the first of these the bytes are worked out, not guessed.
     """
 
-    def least_bytes(choice: Choice) -> tuple[float, bool]:
+    def least_bytes(choice: Cutting) -> tuple[float, bool]:
         moved = weight(choice, choice.moved_bytes)
         return moved, choice.technique.optimizer != request.prefers
 

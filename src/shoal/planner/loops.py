@@ -7,11 +7,11 @@ from shoal.core.technique import Spilled
 from shoal.core.units import format_seconds
 from shoal.planner.choose import may_go_by_shard, orders_of
 from shoal.planner.need import Request
-from shoal.planner.paper import Choice
+from shoal.planner.paper import Cutting
 
 
 def why_order(
-    measure: JobMeasure, technique: Spilled, request: Request, choice: Choice | None
+    measure: JobMeasure, technique: Spilled, request: Request, choice: Cutting | None
 ) -> str:
     """Which loop is outside, and what the other one would take where ``choice`` knows."""
     count = request.micro_batches
@@ -38,7 +38,7 @@ def why_order(
     return f"{plain}, since {why}"
 
 
-def _would(choice: Choice | None) -> str:
+def _would(choice: Cutting | None) -> str:
     if choice is None or choice.other_s is None:
         return ""
     about = "at least" if choice.other_least else "about"

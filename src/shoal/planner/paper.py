@@ -22,7 +22,7 @@ from shoal.planner.spare import use_turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Cutting:
     """A technique with its cuts, before its shards are measured.
 
     ``cuts`` are the first layers of the second and later shards. ``other_s`` is about what a step
@@ -55,7 +55,7 @@ class Paper:
         self._shards: dict[tuple[int, ...], tuple[ShardSpec, ...]] = {}
         self._needs: dict[tuple[tuple[int, ...], Spilled], Need] = {}
 
-    def by_shards(self, technique: Spilled, budget: Bytes, active: int) -> Iterator[Choice]:
+    def by_shards(self, technique: Spilled, budget: Bytes, active: int) -> Iterator[Cutting]:
         """Choices with more and more shards, from the first that should fit."""
         most = len(self._measure.layers)
         for count in [technique.shards] if technique.shards else range(2, most + 1):
@@ -66,13 +66,13 @@ class Paper:
             base = self._base(cuts, open_, budget, active)
             if base is not None and fits([base], budget, active):
                 _, moved = guess_most(self._room(cuts, open_, budget, active), base)
-                yield Choice(technique=open_, cuts=cuts, moved_bytes=moved, active=active)
+                yield Cutting(technique=open_, cuts=cuts, moved_bytes=moved, active=active)
             elif self._counts_forced:
-                yield Choice(
+                yield Cutting(
                     technique=open_, cuts=cuts, moved_bytes=Bytes(0), active=active, fits=False
                 )
 
-    def best_counts(self, fewest: Choice, budget: Bytes) -> list[Choice]:
+    def best_counts(self, fewest: Cutting, budget: Bytes) -> list[Cutting]:
         """The choice with the number of shards that moves clearly less than fewer shards do.
 
         And the one that moves a little less yet, if there is one.
@@ -91,7 +91,7 @@ class Paper:
         most = len(self._measure.layers)
         return sorted({min(most, least * times // 2) for times in (3, 4, 6, 8, 12)} | {most})
 
-    def refined(self, choice: Choice, speeds: Speeds, budget: Bytes) -> Choice:
+    def refined(self, choice: Cutting, speeds: Speeds, budget: Bytes) -> Cutting:
         """The same settings with the number of shards that moves the fewest bytes in no more time.
 
         Worked out, not guessed: whole shards stay or travel, and a few more or less of them may
@@ -112,12 +112,12 @@ class Paper:
                 return other
         return choice
 
-    def worked_out(self, choice: Choice, budget: Bytes) -> Choice:
+    def worked_out(self, choice: Cutting, budget: Bytes) -> Cutting:
         """The choice with the bytes that move, as a program has them, if it fits."""
         moved = self._moved(choice, budget)
         return choice if moved == inf else replace(choice, moved_bytes=Bytes(int(moved)))
 
-    def _moved(self, choice: Choice, budget: Bytes) -> float:
+    def _moved(self, choice: Cutting, budget: Bytes) -> float:
         """Bytes a step with as much kept as fits."""
         # What is named may be impossible with other numbers of shards.
         technique = replace(choice.technique, keep_activations=(), spill_activations=())
@@ -128,7 +128,7 @@ class Paper:
         found = [one for one in (kept, keep_lean(room, kept)) if one is not None]
         return min(use_turn(room, one, fewer=False)[1].moved for one in found)  # quickly
 
-    def step_s(self, choice: Choice, speeds: Speeds, budget: Bytes) -> Seconds:
+    def step_s(self, choice: Cutting, speeds: Speeds, budget: Bytes) -> Seconds:
         """The price of a step, with as much kept as there should be room for."""
         open_, active = choice.technique, choice.active
         base = self._need(choice.cuts, open_)
@@ -143,7 +143,7 @@ class Paper:
             return min(guessed_s(open_), guessed_s(replace(open_, keep_turn=0)))
         return guessed_s(open_)
 
-    def finer(self, choice: Choice, budget: Bytes) -> Iterator[Choice]:
+    def finer(self, choice: Cutting, budget: Bytes) -> Iterator[Cutting]:
         """The same settings with more shards, for when the measured shards did not fit."""
         if self._counts_forced:
             return
@@ -168,13 +168,13 @@ class Paper:
                 return None
         return self._need(cuts, technique)
 
-    def may_wait(self, choice: Choice) -> bool:
+    def may_wait(self, choice: Cutting) -> bool:
         """Whether the host has room for the inputs of its shards that wait there."""
         most, micros = self._request.waiting_room, self._request.micro_batches
         waits = waiting_input_bytes(self._of(choice.cuts), choice.technique, micros)
         return most is None or waits <= most
 
-    def room(self, choice: Choice, budget: Bytes) -> Room:
+    def room(self, choice: Cutting, budget: Bytes) -> Room:
         """The room of its shards."""
         return self._room(choice.cuts, choice.technique, budget, choice.active)
 
@@ -214,7 +214,7 @@ class Paper:
         return self._cuts[key]
 
 
-def weight(choice: Choice, moved: float) -> float:
+def weight(choice: Cutting, moved: float) -> float:
     """``moved`` as it is compared with that of other numbers of shards."""
     return moved * (1 + A_DOUBLING * log2(len(choice.cuts) + 1))
 

@@ -68,16 +68,16 @@ def widths_to_try(trials: int, devices: int) -> tuple[int, ...]:
 # -- what is measured -------------------------------------------------------------------
 
 
-class Pace(NamedTuple):
+class ArrayPace(NamedTuple):
     """For how long a candidate is timed: rounds, and seconds of a contender in each."""
 
     rounds: int
     slice_s: float
 
 
-def pace(load: Load) -> Pace:
+def pace(load: Load) -> ArrayPace:
     """In proportion to what there is to train."""
-    return Pace(3, 0.02) if load.is_known and load.alone_s < SHORT_S else Pace(5, 0.04)
+    return ArrayPace(3, 0.02) if load.is_known and load.alone_s < SHORT_S else ArrayPace(5, 0.04)
 
 
 def why_no_look(load: Load) -> str:
@@ -360,7 +360,7 @@ def when_spilled(found: WidthMeasure, spilled: InShards) -> WidthMeasure:
 # -- the choice ---------------------------------------------------------------------------
 
 
-class Choice(NamedTuple):
+class WidthChoice(NamedTuple):
     """Width 1 stands for the trials one by one."""
 
     width: int
@@ -368,27 +368,27 @@ class Choice(NamedTuple):
     why: tuple[str, ...]
 
 
-def choose(measure: ArrayMeasure, load: Load, fits: Fits) -> Choice:
+def choose(measure: ArrayMeasure, load: Load, fits: Fits) -> WidthChoice:
     """With what all trials end first; the trials one by one, unless an array is sure to gain."""
     if measure.declined:
-        return Choice(1, "eager", (f"unfused: {measure.declined}",))
+        return WidthChoice(1, "eager", (f"unfused: {measure.declined}",))
     best = _best(measure, load, fits)
     lines = (*_table(measure, load, fits, best), *_costs(measure, load))
     able = [found for found in measure.widths if not found.declined and fits(found)]
     if not able:
         told = next((f.declined for f in measure.widths if f.declined), "")
         words = told or "no array of its shape fits the device"
-        return Choice(1, "eager", (f"unfused: {words}", *lines))
+        return WidthChoice(1, "eager", (f"unfused: {words}", *lines))
     if best is None:
         words = "unfused: arrays were measured and gain nothing"
-        return Choice(1, "eager", (words, *lines))
+        return WidthChoice(1, "eager", (words, *lines))
     took, alone = (of(best, load, measure.valid_batches) for of in (array_s, serial_s))
     words = (
         f"as arrays of {best.width}, {best.kind}{_in_shards(best)}: all are through in "
         f"{format_seconds(Seconds(took))}, one by one in {format_seconds(Seconds(alone))}"
         f"{_some(measure.notes)}"
     )
-    return Choice(best.width, best.kind, (words, *lines))
+    return WidthChoice(best.width, best.kind, (words, *lines))
 
 
 def praise(found: WidthMeasure, notes: Sequence[str], trials: int) -> str:

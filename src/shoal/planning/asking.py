@@ -34,8 +34,8 @@ from shoal.runtime.messages import (
 from shoal.runtime.pool import Gone, Worker, WorkerPool
 
 MAX_DEATHS = 3
-"""A trial that ends its worker so often while it is measured has failed. A worker that was
-ended because it hung counts as one that died."""
+"""A trial that ends its worker so often while it is measured, or while it trains and gets no
+further between, has failed. A worker that was ended because it hung counts as one that died."""
 
 EACH = 8
 """Trials that a worker is asked to describe at a time, while others describe others."""

@@ -46,7 +46,7 @@ from shoal.planner.need import (
     need,
     waiting_input_bytes,
 )
-from shoal.planner.paper import Choice
+from shoal.planner.paper import Cutting
 from shoal.planner.pipeline import Alternative
 from shoal.planner.price import Price, price
 from shoal.planner.room import Room
@@ -369,7 +369,7 @@ class Deciding:
         technique: Spilled,
         found: Need,
         active: int,
-        choice: Choice | None,
+        choice: Cutting | None,
     ) -> list[str]:
         forced = self._request.technique
         reasons = [
@@ -511,7 +511,7 @@ class Deciding:
         technique: Spilled,
         found: Need,
         active: int,
-        choice: Choice | None = None,
+        choice: Cutting | None = None,
     ) -> Settled:
         """Settled, with the host region laid out for what travels as bfloat16.
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from shoal.core.errors import last_words
 from shoal.core.spec import ArrayMeasure, TrialSpec, WidthMeasure
 from shoal.core.units import Bytes, Seconds
-from shoal.planner.width import MOST, Candidate, Pace
+from shoal.planner.width import MOST, ArrayPace, Candidate
 from shoal.planning.asking import MAX_DEATHS, Asking
 from shoal.runtime.messages import (
     ArrayTry,
@@ -28,7 +28,7 @@ from shoal.runtime.messages import (
 )
 from shoal.runtime.pool import Gone, Worker
 
-AT_LENGTH, BRIEFLY = Pace(5, 0.04), Pace(1, 0.0)
+AT_LENGTH, BRIEFLY = ArrayPace(5, 0.04), ArrayPace(1, 0.0)
 FEWER, FEWER_S = 3, 0.25  # rounds that will do with slices so long
 EVEN_S = 0.2  # so long a step alone is timed too, where one of the array takes that
 LEAD_S = 0.02  # until all workers have heard
@@ -57,7 +57,7 @@ def try_arrays(
     next_candidate: Next,
     *,
     room: Room = ANY,
-    pace: Pace = AT_LENGTH,
+    pace: ArrayPace = AT_LENGTH,
 ) -> ArrayMeasure:
     """Measure candidates until ``next_candidate`` has no other, on so many devices at once.
 
@@ -83,7 +83,7 @@ class _Tries(NamedTuple):
     trials: Sequence[TrialSpec]
     devices: int
     room: Room
-    pace: Pace
+    pace: ArrayPace
 
 
 def _tried(measure: ArrayMeasure, candidate: Candidate, tries: _Tries) -> ArrayMeasure:

@@ -21,15 +21,14 @@ class JobCosts:
     """Exact bytes of one trial's shards and batch, and how fast its links are.
 
     The seconds of F, B and STEP, also of STEP@host, are in the shards. Links:
-    ``up`` host to device, ``down`` device to host, ``peer`` to another device.
+    ``up`` host to device, ``down`` device to host. What messages to other devices take is known
+    to ``Durations`` alone.
     """
 
     shards: tuple[ShardSpec, ...]
     batch_bytes: Bytes = NO_BYTES
     up_bytes_per_s: float = inf
     down_bytes_per_s: float = inf
-    peer_bytes_per_s: float = inf
-    sync_s: Seconds = NO_TIME
 
 
 Costs = Mapping[int, JobCosts]
@@ -127,19 +126,13 @@ def unit_seconds(action: Action, shard: ShardSpec) -> Seconds:
 
 
 def action_seconds(action: Action, costs: JobCosts) -> Seconds:
-    """How long an action takes once it has started. RECV ends with its SEND; DROP is free."""
-    if action.op is Op.SYNC:
-        return costs.sync_s
+    """How long an action takes once it has started; others than these take none."""
     shard = costs.shards[action.shard]
     if action.op in (Op.F, Op.B, Op.I, Op.W):
         return unit_seconds(action, shard)
     if action.op is Op.STEP:
         return shard.step_s
-    speeds = {
-        Op.LOAD: costs.up_bytes_per_s,
-        Op.STORE: costs.down_bytes_per_s,
-        Op.SEND: costs.peer_bytes_per_s,
-    }
+    speeds = {Op.LOAD: costs.up_bytes_per_s, Op.STORE: costs.down_bytes_per_s}
     if action.op in speeds:
         return Seconds(moved_bytes(action, shard) / speeds[action.op])
     return NO_TIME

@@ -98,11 +98,6 @@ class Timeline:
     up_bytes: Bytes
     down_bytes: Bytes
 
-    def utilisation(self, device: int = 0) -> float:
-        """The fraction of the makespan in which the device computes."""
-        busy = self.busy_s.get((device, "compute"), 0.0)
-        return busy / self.makespan_s if self.makespan_s else 0.0
-
 
 def replay(
     runs: Sequence[Run],

@@ -14,6 +14,7 @@ from dataclasses import fields
 from typing import Any
 
 from shoal.core.errors import SpecError, StorageError
+from shoal.core.studyfiles import RECORD
 from shoal.observe import jsonl
 from shoal.resume.recipe import record_of
 from shoal.resume.record import Addition, StudyRecord, TrialRecord
@@ -30,7 +31,7 @@ def record_to_json(record: StudyRecord) -> str:
     return jsonl.dumps(values, indent=2) + "\n"
 
 
-def record_from_json(text: str, where: str = "study.json") -> StudyRecord:
+def record_from_json(text: str, where: str = RECORD) -> StudyRecord:
     """The record of a text; ``where`` names its file in messages.
 
     Raises:

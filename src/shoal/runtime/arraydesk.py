@@ -31,7 +31,7 @@ class ArrayDesk:
     """Seats trials in arrays and sees them out; used by the device's thread."""
 
     def __init__(self, house: House) -> None:
-        self._recipe, self._device, self._ledger = house.recipe, house.device, house.ledger
+        self._device, self._ledger = house.device, house.ledger
         self._reports, self._saver = house.reports, house.saver
         self._record, self._tell_failure = house.record, house.fail
         self._room, self._handed_over = house.room, house.handed_over
@@ -110,7 +110,6 @@ class ArrayDesk:
         array = ArraySeat(
             grant.job,
             self._backend(grant.job.array),
-            self._recipe,
             self._device,
             self._ledger,
             guard=self._guard,

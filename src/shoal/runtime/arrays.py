@@ -38,7 +38,7 @@ from shoal.fusion.crew import ArrayBackend
 from shoal.memory.ledger import Ledger
 from shoal.partition.track import AllocationTracker
 from shoal.program.ir import Op
-from shoal.recipe import Recipe, read_data, to_device
+from shoal.recipe import read_data, to_device
 from shoal.rng import capture_rng, restore_rng
 from shoal.runtime import checkpoint
 from shoal.runtime.binding import is_stored, place_on_host
@@ -100,7 +100,6 @@ class ArraySeat:
         self,
         job: Job,
         backend: ArrayBackend,
-        recipe: Recipe,
         device: Device,
         ledger: Ledger,
         *,
@@ -113,7 +112,7 @@ class ArraySeat:
         self.place: ArrayPlace = job.array
         self.backend = backend
         self.held_bytes, self.unit_bytes = job.held_bytes, job.unit_bytes
-        self._recipe, self._device, self._ledger = recipe, device, ledger
+        self._device, self._ledger = device, ledger
         self._guard, self._fail, self._record, self._room = guard, fail, record, room
         self._owner = f"array {self.place.group}"
         self._spills = isinstance(job.technique, Spilled)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from shoal.core.errors import StorageError
 from shoal.core.plan import Job
+from shoal.core.studyfiles import trial_directory
 from shoal.core.technique import DataParallel, Pipelined
 from shoal.data import Position
 from shoal.memory.layout import ShardLayout, TrialLayout
@@ -59,11 +60,6 @@ class Content:
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(t.nbytes for tensors in self.files.values() for t in tensors.values())
-
-
-def trial_directory(study: str | os.PathLike[str], trial: int) -> Path:
-    """Where a trial's generations lie."""
-    return Path(study) / "trials" / f"{trial:04d}"
 
 
 def generations(study: str | os.PathLike[str], trial: int, keep: int = 2) -> Generations:

@@ -19,6 +19,7 @@ from shoal.partition.build import clone_batch
 from shoal.partition.chain import Chain
 from shoal.pieces import cut_rows
 from shoal.pipeline.foretell import Foretelling
+from shoal.pipeline.schedule import Pipeline
 from shoal.pipeline.stops import steps_together
 from shoal.program.ir import Program
 from shoal.recipe import Batch, to_device
@@ -74,6 +75,22 @@ class PipelineSession(GangSession):
     def spans(self) -> tuple[tuple[int, int], ...]:
         """Per stage its shards."""
         return spans_of(self.technique, self.job.shards)
+
+    def pipeline(self, groups: tuple[int, ...], **more: Any) -> Pipeline:
+        """What all stages run for the next steps, with what a seat knows ``more`` of it."""
+        technique = self.technique
+        return Pipeline(
+            schedule=technique.known_schedule,
+            stages=self.stages,
+            groups=groups,
+            recompute=bool(technique.recompute),
+            lag=technique.lag or 0,
+            clip=self.recipe.clip_grad_norm is not None,
+            draws=bool(self.draws),
+            foretold=self.foretelling is not None,
+            follows=True,
+            **more,
+        )
 
     def _units(self) -> Any:
         """The chain of the whole model.

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from shoal.core.errors import StorageError
 from shoal.core.event import CheckpointWritten, Event, StorageFailed
+from shoal.core.studyfiles import generation_name
 from shoal.runtime import checkpoint
 from shoal.runtime.checkpoint import Content
 from shoal.runtime.messages import Settings
@@ -158,7 +159,7 @@ class Saver:
             return Outcome(what.step, trouble=str(error))
         seconds = time.perf_counter() - began
         self._schedule(what.trial, seconds)
-        path = f"trials/{what.trial:04d}/{written.path.name}"
+        path = generation_name(what.trial, written.path.name)
         self._tell(
             CheckpointWritten(
                 time=time.time(),

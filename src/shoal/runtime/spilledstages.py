@@ -120,22 +120,12 @@ class SpilledStage:
     def pipeline(self, groups: tuple[int, ...]) -> Pipeline:
         """What all stages run for the next step; of the first stage."""
         stop = self._session.job.shards[0].layers[1]
-        session, technique = self._session, self._session.technique
+        session = self._session
         if session.draws is None:
             look = functools.partial(look_at_draws, session, self._chain, stop)
             counted(self.seat, look, "the first batch")
         session.refuse_mixed_draws()
-        return Pipeline(
-            schedule=technique.known_schedule,
-            stages=session.stages,
-            groups=groups,
-            recompute=bool(technique.recompute),
-            lag=technique.lag or 0,
-            clip=session.recipe.clip_grad_norm is not None,
-            draws=bool(session.draws),
-            foretold=session.foretelling is not None,
-            follows=True,
-        )
+        return session.pipeline(groups)
 
     def step(self, pipeline: Pipeline) -> Task:
         """This stage's list of a step."""

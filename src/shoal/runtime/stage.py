@@ -210,19 +210,11 @@ class Stage:
         session, technique = self._session, self._session.technique
         look_at_draws(session, self._chain, self._share.stop)
         session.refuse_mixed_draws()
-        return Pipeline(
-            schedule=technique.known_schedule,
-            stages=session.stages,
-            groups=groups,
-            recompute=bool(technique.recompute),
-            lag=technique.lag or 0,
-            clip=session.recipe.clip_grad_norm is not None,
+        return session.pipeline(
+            groups,
             ties=self._ties,
-            draws=bool(session.draws),
-            foretold=session.foretelling is not None,
             whole=whole_stages(self._shares, bool(technique.recompute)),
             begun=int(technique.is_stale and session.step > 0),
-            follows=True,
             width=technique.width,
         )
 

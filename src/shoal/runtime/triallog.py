@@ -9,14 +9,15 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
+from shoal.core.studyfiles import trial_directory
 from shoal.core.units import format_bytes
 
 LOG = "log.txt"
 
 
 def log_path(study: str | os.PathLike[str], trial: int) -> Path:
-    """Where a trial's log lies: named by its number alone."""
-    return Path(study) / "trials" / f"{trial:04d}" / LOG
+    """Where a trial's log lies."""
+    return trial_directory(study, trial) / LOG
 
 
 class TrialLog:

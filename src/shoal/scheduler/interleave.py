@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shoal.core.errors import TransitionError
-from shoal.core.seams import Candidate, UnitPolicy
+from shoal.core.seams import Candidate
 from shoal.core.turns import DEFAULT, rule_of
 from shoal.core.units import counted
 
@@ -24,8 +24,8 @@ class Interleaver:
     ``step_finished`` after its last; ``forget`` when a trial leaves in mid-step.
     """
 
-    def __init__(self, policy: UnitPolicy | None = None) -> None:
-        self._policy = policy or rule_of(DEFAULT)
+    def __init__(self) -> None:
+        self._policy = rule_of(DEFAULT)
         self._next_ticket = 0
         self._running: dict[int, tuple[int, int]] = {}  # trial -> (ticket, step)
 

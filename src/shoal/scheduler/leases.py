@@ -179,7 +179,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class GrantLease:
-    """Admit the trial on the device and run ``steps`` steps. Tickets count grants.
+    """Admit the trial on the device and run ``steps`` steps.
 
     ``devices`` are all that it has, stage by stage; ``device`` is the first.
     """
@@ -187,7 +187,6 @@ class GrantLease:
     trial: int
     device: str
     steps: int
-    ticket: int
     devices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -220,7 +219,6 @@ class Leases:
         self._roster = Roster(active)
         self._ended: set[int] = set()
         self._arrivals = 0
-        self._tickets = 0
         self._held = False
 
     @property
@@ -368,8 +366,7 @@ class Leases:
                 self._roster.call = Call(turn.trial, turn.devices)
                 continue
             steps = self._roster.lend(turn.trial, turn.devices)
-            self._tickets += 1
-            yield GrantLease(turn.trial.trial, turn.devices[0], steps, self._tickets, turn.devices)
+            yield GrantLease(turn.trial.trial, turn.devices[0], steps, turn.devices)
 
     def _extend(self, trial: TrialStanding) -> list[Instruction]:
         """Top the lease up, or let it run out."""

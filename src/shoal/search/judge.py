@@ -84,7 +84,7 @@ class Judge:
         """A trial as it is shown at ``rung``."""
         shown = facts.until(None if has_ended else rung)
         is_over = has_ended or facts.is_over_before(rung)
-        state, value = self._ending(optuna, facts) if is_over else ("RUNNING", None)
+        state, value = self._ending(facts) if is_over else ("RUNNING", None)
         until = rung if has_ended or not is_own else rung - 1
         return optuna.trial.create_trial(
             state=optuna.trial.TrialState[state],
@@ -95,7 +95,7 @@ class Judge:
             system_attrs=dict(self._noted(trial, None if has_ended else until)),
         )
 
-    def _ending(self, optuna: Any, facts: Facts) -> tuple[str, float | None]:
+    def _ending(self, facts: Facts) -> tuple[str, float | None]:
         if facts.how == "finished" and facts.value is not None and facts.value == facts.value:
             return "COMPLETE", facts.value
         return ("FAIL" if facts.how in ("failed", "finished") else "PRUNED"), None

@@ -206,7 +206,6 @@ class Draft:
         self._target = Generation(step=step, revision=revision, path=directory / name)
         self._scratch = directory / f"{name}.tmp"
         self._files: dict[str, FileRecord] = {}
-        self._meta: dict[str, Any] = {}
         self._is_open = True
         files.make_new_directory(self._scratch)
 
@@ -227,18 +226,14 @@ class Draft:
             files.link(source.path / file_name, self._scratch / file_name)
         self._files[file_name] = record
 
-    def json(self, key: str, value: Any) -> None:
-        """Put ``value`` into the manifest's ``meta``."""
-        self._meta[key] = value
-
     def commit(self, **meta: Any) -> Generation:
         """Make it a generation; it survives a power failure when this returns.
 
-        ``meta`` joins what ``json`` has put there. After an error it is no generation.
+        After an error it is no generation.
         """
         with self._attempt():
             path = self._scratch / MANIFEST
-            record = Manifest(step=self._target.step, meta=self._meta | meta, files=self._files)
+            record = Manifest(step=self._target.step, meta=meta, files=self._files)
             files.write_file(path, manifest.encode(record, path))
             files.publish(self._scratch, self._target.path)
         self._is_open = False

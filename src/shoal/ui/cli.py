@@ -20,6 +20,7 @@ import typer
 
 from shoal import __version__
 from shoal.ui.failures import run_command
+from shoal.ui.flags import HardwareFlags
 
 if TYPE_CHECKING:
     from shoal.control import CloneTrial, ExtendTrials
@@ -169,7 +170,7 @@ class _Again(NamedTuple):
 
     study: str
     directory: str
-    flags: tuple[str | None, str | None, str | None, str | None]
+    flags: HardwareFlags
     file: str | None
     as_json: bool
     accept_numerics: bool = False
@@ -179,12 +180,11 @@ class _Again(NamedTuple):
     @property
     def given(self) -> list[str]:
         """The options that only a new process could obey, by name."""
-        devices, memory, host, disk = self.flags
         values = {
-            "--devices": devices,
-            "--device-memory": memory,
-            "--host-memory": host,
-            "--spill-dir": disk,
+            "--devices": self.flags.devices,
+            "--device-memory": self.flags.device_memory,
+            "--host-memory": self.flags.host_memory,
+            "--spill-dir": self.flags.spill_dir,
             "--file": self.file,
             "--fuse": self.fuse,
             "--accept-numerics": self.accept_numerics or None,
@@ -236,7 +236,7 @@ def run(
     json: AsJson = False,
 ) -> None:
     """Run the study that a file defines; one that was stopped goes on."""
-    flags = (devices, device_memory, host_memory, spill_dir)
+    flags = HardwareFlags(devices, device_memory, host_memory, spill_dir)
     with _warm_workers() as workers:
         from shoal.ui.train import run_file
 
@@ -280,7 +280,7 @@ def plan(
     json: AsJson = False,
 ) -> None:
     """Show how a study would run, and why: techniques, shards, bytes, time. Trains nothing."""
-    flags = (devices, device_memory, host_memory, spill_dir)
+    flags = HardwareFlags(devices, device_memory, host_memory, spill_dir)
     if directory is not None and not measured:
         raise typer.BadParameter("it goes with --measured alone", param_hint="--directory")
     if measured:
@@ -486,7 +486,7 @@ def resume(
     """Go on with a study: where it is paused, or from what a stop or a crash left."""
     from shoal.ui.control import continue_study
 
-    flags = (devices, device_memory, host_memory, spill_dir)
+    flags = HardwareFlags(devices, device_memory, host_memory, spill_dir)
     again = _Again(study, directory, flags, file, json, accept_numerics, retry_failed, fuse)
     code = continue_study(study, Path(directory), again.given, as_json=json)
     raise typer.Exit(again.run() if code is None else code)
@@ -518,9 +518,8 @@ def extend(
     from shoal.ui.control import extend_study
 
     order = ExtendTrials(trials=trials, to=to, again=again)
-    stopped = _Again(
-        study, directory, (devices, device_memory, host_memory, spill_dir), file, json
-    )
+    flags = HardwareFlags(devices, device_memory, host_memory, spill_dir)
+    stopped = _Again(study, directory, flags, file, json)
     code = extend_study(study, order, Path(directory), stopped.given, as_json=json)
     raise typer.Exit(stopped.run(extend=order) if code is None else code)
 
@@ -552,9 +551,8 @@ def clone(
     from shoal.ui.control import clone_command, clone_trial
 
     place = Path(directory)
-    stopped = _Again(
-        study, directory, (devices, device_memory, host_memory, spill_dir), file, json
-    )
+    flags = HardwareFlags(devices, device_memory, host_memory, spill_dir)
+    stopped = _Again(study, directory, flags, file, json)
     command = clone_command(study, trial, changes or (), place, warm=not cold)
     command = replace(command, again=again)
     code = clone_trial(study, command, place, stopped.given, as_json=json)

@@ -321,11 +321,11 @@ def _stall_line(stall: WorkerStalled) -> Text:
     return _one_line(describe_stall(stall), "yellow")
 
 
-def _failure_lines(snapshot: Snapshot, most: int = 2) -> list[Text]:
+def _failure_lines(snapshot: Snapshot) -> list[Text]:
     failed = [row for row in snapshot.trials if row.state is TrialState.FAILED]
     return [
         _one_line(f"trial {row.number} failed at step {row.step}: {row.error_line}", "red")
-        for row in failed[-most:]
+        for row in failed[-2:]
     ]
 
 

@@ -52,7 +52,7 @@ def run_doctor(*, as_json: bool) -> int:
     return ExitCode.DONE
 
 
-def examine(directory: str | Path = ".") -> Iterator[Check]:
+def examine() -> Iterator[Check]:
     """All checks, one after another; the last takes about a second."""
     yield _check_python()
     for package in _NEEDED:
@@ -61,7 +61,7 @@ def examine(directory: str | Path = ".") -> Iterator[Check]:
     yield _check_memory()
     yield _check_shared_memory()
     yield _check_shm()
-    yield _check_disk(Path(directory))
+    yield _check_disk(Path())
     yield _guarded("fused AdamW", _check_fused)
     yield _guarded("CUDA", _check_cuda)
     yield _guarded("devices", _check_devices)

@@ -29,12 +29,13 @@ from shoal.core.event import (
     TrialReplanned,
 )
 from shoal.core.plan import Job, Plan, seconds_of_work
+from shoal.core.studyfiles import PLAN
 from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_seconds
 from shoal.observe import jsonl, read_events
 from shoal.observe.snapshot import Folder, Snapshot
 from shoal.source import load_study
 from shoal.ui.failures import ExitCode
-from shoal.ui.studies import PLAN, find_recorded
+from shoal.ui.studies import find_recorded
 from shoal.ui.text import DASH, align, how
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.core.errors import SpecError, StorageError
+from shoal.core.studyfiles import DATABASE, RECORD
 from shoal.core.units import counted, format_bytes
 from shoal.launch.directory import holds_no_record, read_record
 from shoal.observe import StudyLock, is_running, jsonl, read_outline
@@ -24,7 +25,7 @@ from shoal.observe.snapshot import Snapshot
 from shoal.ui.failures import ExitCode
 from shoal.ui.studies import find_study
 
-MARKS = ("study.db", "study.json")  # of a study, for those who look for one
+MARKS = (DATABASE, RECORD)  # of a study, for those who look for one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

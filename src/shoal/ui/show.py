@@ -14,6 +14,7 @@ from typing import Any
 
 from shoal.core.errors import SpecError, StorageError
 from shoal.core.seats import ALONE, epochs_of
+from shoal.core.studyfiles import DATABASE, PLAN
 from shoal.core.units import counted, format_bytes, format_seconds, format_value
 from shoal.observe import (
     is_running,
@@ -28,7 +29,7 @@ from shoal.observe import (
 from shoal.observe.rows import DeviceRow, Inherited, TrialRow, TrialState, metric_rank
 from shoal.observe.snapshot import Folder, Snapshot
 from shoal.ui.failures import ExitCode
-from shoal.ui.studies import PLAN, find_recorded, last_written, study_directories
+from shoal.ui.studies import find_recorded, last_written, study_directories
 from shoal.ui.text import (
     DASH,
     align,
@@ -94,6 +95,7 @@ def _ls_record(place: Path, snapshot: Snapshot | StorageError) -> dict[str, Any]
 
 _SAVED = re.compile(r"step-([0-9]+)")
 _UNFUSED = "unfused: "
+_REASONS, _FAILED = 3, 5  # lines at most
 _LS_HEADER = (
     *("study", "state", "trials", "pruned", "failed"),
     *("best", "metric", "took", "last written"),
@@ -148,7 +150,7 @@ def describe_ending(snapshot: Snapshot, place: Path) -> str:
         which = f"{'least' if snapshot.mode == 'min' else 'greatest'} {snapshot.metric}"
         where = place / best.checkpoint
         parts.append(f"best      trial {best.number}, the {which}; weights in {where}")
-    return "\n".join([*parts, f"events    {place / 'study.db'}"])
+    return "\n".join([*parts, f"events    {place / DATABASE}"])
 
 
 def _origin(snapshot: Snapshot) -> str:
@@ -318,25 +320,25 @@ def planned_reasons(place: Path) -> dict[int, tuple[str, ...]]:
         return {}
 
 
-def unfused_lines(place: Path, most: int = 3) -> list[str]:
+def unfused_lines(place: Path) -> list[str]:
     """Why trials that were to share arrays do not, a line for each reason."""
     reasons = (why for all_ in planned_reasons(place).values() for why in all_)
     found = Counter(why for why in reasons if why.startswith(_UNFUSED))
     lines = [
         f"unfused   {counted(count, 'trial')}: {why.removeprefix(_UNFUSED)}"
-        for why, count in found.most_common(most)
+        for why, count in found.most_common(_REASONS)
     ]
-    return lines + [f"... and {len(found) - most} more reasons"] * (len(found) > most)
+    return lines + [f"... and {len(found) - _REASONS} more reasons"] * (len(found) > _REASONS)
 
 
-def replanned_lines(snapshot: Snapshot, most: int = 3) -> list[str]:
+def replanned_lines(snapshot: Snapshot) -> list[str]:
     """Why trials went on otherwise than they were planned to, a line for each reason."""
     rows = [row for row in snapshot.trials if row.replans]
     found = Counter(plain_reason(why) for row in rows for why in {r.reason for r in row.replans})
     lines = [
-        f"replanned {counted(count, 'trial')}: {why}" for why, count in found.most_common(most)
+        f"replanned {counted(count, 'trial')}: {why}" for why, count in found.most_common(_REASONS)
     ]
-    return lines + [f"... and {len(found) - most} more reasons"] * (len(found) > most)
+    return lines + [f"... and {len(found) - _REASONS} more reasons"] * (len(found) > _REASONS)
 
 
 def warning_lines(snapshot: Snapshot) -> list[str]:
@@ -393,12 +395,12 @@ def remarks(snapshot: Snapshot, place: Path) -> list[str]:
     ]
 
 
-def failure_lines(snapshot: Snapshot, place: Path, most: int = 5) -> list[str]:
+def failure_lines(snapshot: Snapshot, place: Path) -> list[str]:
     """A line for each of the first failed trials, and where their tracebacks are."""
     failed = [row for row in snapshot.trials if row.state is TrialState.FAILED]
-    lines = [f"trial {r.number} failed at step {r.step}: {r.error_line}" for r in failed[:most]]
-    if len(failed) > most:
-        lines.append(f"... and {len(failed) - most} more failed")
+    lines = [f"trial {r.number} failed at step {r.step}: {r.error_line}" for r in failed[:_FAILED]]
+    if len(failed) > _FAILED:
+        lines.append(f"... and {len(failed) - _FAILED} more failed")
     if failed:
         lines.append(f"the whole traceback: shoal show {place} --trial {failed[0].number}")
     return lines

@@ -6,11 +6,10 @@ import time
 from pathlib import Path
 
 from shoal.core.errors import SpecError
+from shoal.core.studyfiles import DATABASE, RECORD
 from shoal.observe import is_running, read_outline
-from shoal.observe.connect import DATABASE, EARLIER
+from shoal.observe.connect import EARLIER
 
-RECORD = "study.json"
-PLAN = "plan.json"  # of its last run that made one
 POLL_S = 0.25
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from shoal.control import CloneTrial, ExtendTrials
 from shoal.core.errors import ShoalError, SpecError
@@ -22,6 +22,7 @@ from shoal.runtime.pool import WorkerPool
 from shoal.source import load_recorded, load_study, reading_for
 from shoal.study import Study
 from shoal.ui.failures import ExitCode
+from shoal.ui.flags import HardwareFlags
 from shoal.ui.show import (
     describe_ending,
     ending_code,
@@ -31,18 +32,9 @@ from shoal.ui.show import (
 )
 
 
-class HardwareFlags(NamedTuple):
-    """What the command line says about devices; None is left to ``Hardware.parse``."""
-
-    devices: str | None
-    device_memory: str | None
-    host_memory: str | None
-    spill_dir: str | None = None
-
-
 def run_file(
     file: str,
-    flags: Sequence[str | None],
+    flags: HardwareFlags,
     *,
     overwrite: bool,
     as_json: bool,
@@ -100,7 +92,7 @@ def parse_fuse(text: str | None) -> str | bool | int | None:
 
 def resume_study(
     place: Path,
-    flags: Sequence[str | None],
+    flags: HardwareFlags,
     *,
     file: str | None = None,
     extend: int | ExtendTrials | None = None,
@@ -132,9 +124,8 @@ def resume_study(
     return tell_ending(study.directory, as_json=as_json, runs=runs)
 
 
-def _hardware(flags: Sequence[str | None]) -> Hardware:
-    asked = HardwareFlags(*flags)
-    return Hardware.parse(*asked[:3], spill_dir=asked.spill_dir)
+def _hardware(flags: HardwareFlags) -> Hardware:
+    return Hardware.parse(*flags[:3], spill_dir=flags.spill_dir)
 
 
 def _runs(place: Path) -> int:
@@ -191,7 +182,7 @@ def tell_ending(place: Path, *, as_json: bool, runs: int) -> int:
 
 def plan_file(
     file: str,
-    flags: Sequence[str | None],
+    flags: HardwareFlags,
     *,
     technique: str | None = None,
     fuse: str | None = None,

@@ -1,25 +1,16 @@
 """The proof: finished trials trained again, alone, with plain PyTorch, every bit compared."""
 
-from shoal.verify.choose import (
-    choose_trials,
-    named_trials,
-    skip_reason,
-    warm_clones,
-    without_state,
-)
+from shoal.verify.choose import choose_trials, named_trials, warm_clones, without_state
 from shoal.verify.compare import TrialVerdict, verify_trials
-from shoal.verify.record import Curve, read_curve, read_losses, recorded_recipe, recorded_study
+from shoal.verify.record import read_losses, recorded_recipe, recorded_study
 
 __all__ = [
-    "Curve",
     "TrialVerdict",
     "choose_trials",
     "named_trials",
-    "read_curve",
     "read_losses",
     "recorded_recipe",
     "recorded_study",
-    "skip_reason",
     "verify_trials",
     "warm_clones",
     "without_state",

@@ -25,9 +25,9 @@ def without_state(place: Path, snapshot: Snapshot) -> frozenset[int]:
 
 
 def choose_trials(
-    snapshot: Snapshot, count: int, seed: int = 0, *, leave_out: Collection[int] = ()
+    snapshot: Snapshot, count: int, *, leave_out: Collection[int] = ()
 ) -> list[TrialRow]:
-    """The best finished trial, and others drawn at random with ``seed``.
+    """The best finished trial, and others drawn at random, the same each time.
 
     Where fewer finished, also those that were pruned or stopped and have a checkpoint.
 
@@ -52,7 +52,7 @@ def choose_trials(
     best = sorted(finished, key=rank)[:1]
     others = sorted(finished, key=rank)[1:]
     others = [row for row in others if row.number not in leave_out]
-    draw = random.Random(seed)
+    draw = random.Random(0)
     chosen = [*best, *draw.sample(others, min(count - len(best), len(others)))]
     return [*chosen, *draw.sample(early, min(count - len(chosen), len(early)))]
 

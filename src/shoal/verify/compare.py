@@ -8,7 +8,7 @@ own from pass to pass.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,6 @@ def verify_trials(
     *,
     recipe: Recipe | None = None,
     file: str | None = None,
-    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[TrialVerdict]:
     """Retrain each of ``rows`` in this process and compare; one verdict at a time.
 
@@ -90,7 +89,7 @@ def verify_trials(
         case = _Case(
             row, results[row.number], recipe, read_curve(place, row), by_epochs, population
         )
-        yield case.verdict(clock)
+        yield case.verdict()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +103,12 @@ class _Case:
     by_epochs: bool
     population: Mapping[int, PlainTrial]  # of which it is one, all trials as they began
 
-    def verdict(self, clock: Callable[[], float]) -> TrialVerdict:
+    def verdict(self) -> TrialVerdict:
         """What came of it; an error of the trial's own is a difference."""
         with only_deterministic(self.row.numerics.get(EXACT) == STRICT):
-            return self._verdict(clock)
+            return self._verdict()
 
-    def _verdict(self, clock: Callable[[], float]) -> TrialVerdict:
+    def _verdict(self) -> TrialVerdict:
         number, steps = self.row.number, self.row.step
         notes = environment_notes(self.row.numerics, self.recipe) + _heritage(self.row)
         if array_place(self.row.numerics):
@@ -128,7 +127,7 @@ class _Case:
             return TrialVerdict(number=number, steps=steps, skipped=str(error))
         except ShoalError as error:
             return TrialVerdict(number=number, steps=steps, first_difference=str(error))
-        started = clock()
+        started = time.monotonic()
         try:
             plain = self._train()
         except SpecError:  # of another study's recipe
@@ -136,7 +135,7 @@ class _Case:
         except Exception as error:
             alone = f"training it alone failed: {type(error).__name__}: {error}"
             return TrialVerdict(number=number, steps=steps, first_difference=alone, notes=notes)
-        return self._judge(plain, state, clock() - started, notes)
+        return self._judge(plain, state, time.monotonic() - started, notes)
 
     def _load(self) -> dict[str, Any]:
         try:

@@ -68,8 +68,7 @@ def commit(generations: Generations, step: int) -> Generation:
     with generations.begin(step) as draft:
         for file, tensors in content(step).items():
             draft.tensors(file, [(name, "U8", (48,), data) for name, data in tensors.items()])
-        draft.json("position", [step, 0.5])
-        return draft.commit(trial=3)
+        return draft.commit(position=[step, 0.5], trial=3)
 
 
 def is_exact(generation: Generation) -> bool:

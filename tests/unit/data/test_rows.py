@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
-from shoal.data.reading import PlainReader, batches_of
+from shoal.data.reading import PlainReader
 
 
 def columns(count=23):
@@ -19,7 +19,7 @@ def columns(count=23):
 def read_twice(make):
     """Batches and the generator's state afterwards, as the loader gives them and as we read."""
     found = []
-    for read in (iter, lambda source: batches_of(PlainReader(source))):
+    for read in (iter, lambda source: PlainReader(source).open()):
         torch.manual_seed(1)
         found.append((list(read(make())), torch.get_rng_state()))
     return found
@@ -75,7 +75,7 @@ def test_rows_are_taken_by_the_quick_kernel(monkeypatch):
     monkeypatch.setattr(
         torch.Tensor, "index_select", lambda t, *a: taken.append(0) or quick(t, *a)
     )
-    list(batches_of(PlainReader(loader)))
+    list(PlainReader(loader).open())
     assert len(taken) == 3 * len(loader)
 
 
@@ -120,17 +120,17 @@ def test_an_index_may_be_whatever_a_tensor_takes(batches):
         except Exception as error:
             return type(error)
 
-    assert outcome(lambda loader: batches_of(PlainReader(loader))) == outcome(iter)
+    assert outcome(lambda loader: PlainReader(loader).open()) == outcome(iter)
 
 
 def test_an_index_that_is_none_is_an_error():
     for one in ([0.5], []):
         loader = DataLoader(TensorDataset(columns()[0]), batch_sampler=[one])
         with pytest.raises((IndexError, TypeError, RuntimeError)):
-            list(batches_of(PlainReader(loader)))
+            list(PlainReader(loader).open())
 
 
 def test_an_index_beyond_the_end_is_an_error():
     loader = DataLoader(TensorDataset(torch.ones(3)), 2, sampler=[0, 7])
     with pytest.raises(IndexError):
-        list(batches_of(PlainReader(loader)))
+        list(PlainReader(loader).open())

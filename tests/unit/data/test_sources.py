@@ -5,7 +5,6 @@ from __future__ import annotations
 import kinds
 import pytest
 import torch
-from kinds import KINDS
 from torch.utils.data import DataLoader, IterableDataset
 
 from shoal.data import epoch_length, host_bytes, rule_of
@@ -14,14 +13,11 @@ from shoal.data.sources import name_of, replay_rule
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 REPLAY = "place in the data: replay from the first epoch, with a few numbers kept of each: "
-ALL = [(way, name) for way, sources in KINDS.items() for name in sources]
 
 
-@pytest.mark.parametrize(("way", "name"), ALL, ids=lambda value: value)
-def test_each_kind_has_its_way(way, name):
-    seen_only_when_read = name == "dataset that counts"
-
-    assert rule_of(KINDS[way][name]()).way == ("sampler" if seen_only_when_read else way)
+def test_that_a_dataset_counts_is_seen_only_when_it_is_read():
+    """Each kind's way once it is read: tests/equivalence/test_positions.py."""
+    assert rule_of(kinds.REPLAY["dataset that counts"]()).way == "sampler"
 
 
 @pytest.mark.parametrize(

@@ -103,4 +103,3 @@ def _shard(parameters: int) -> ShardSpec:
 def test_a_step_touches_28_bytes_a_parameter_and_40_with_its_copies() -> None:
     assert step_bytes(_shard(1000)) == 28_000
     assert host_step_bytes(_shard(1000)) == 40_000
-    assert host_step_bytes(_shard(1000), loads=1) == 36_000

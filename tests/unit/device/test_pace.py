@@ -67,11 +67,7 @@ def test_sleeps_that_take_too_long_do_not_add_up() -> None:
 
     assert mark.due == pytest.approx(2.0)
     assert clock.now() == pytest.approx(2.005)
-    kept = pace.fidelity()["compute"]
-    assert kept.behind_s == 0
-    assert kept.sleeps == 20
-    assert kept.overslept_s == pytest.approx(20 * 0.005)
-    assert kept.most_overslept_s == pytest.approx(0.005)
+    assert pace.fidelity()["compute"].behind_s == 0
 
 
 def test_work_that_was_late_once_is_made_up_for() -> None:
@@ -87,7 +83,6 @@ def test_work_that_was_late_once_is_made_up_for() -> None:
     kept = pace.fidelity()["compute"]
     assert kept.behind_s == 0
     assert (kept.overruns, kept.overrun_s) == (1, pytest.approx(0.05))
-    assert kept.most_late_s == pytest.approx(0.05)
 
 
 def test_a_machine_that_is_always_too_slow_falls_behind_by_what_it_took_longer() -> None:

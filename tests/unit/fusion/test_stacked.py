@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.fusion import stack, unstack
+from shoal.fusion.stacked import Stacked
 from shoal.testing import same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -33,14 +33,15 @@ def modules():
     return [Odd() for _ in range(3)]
 
 
-def test_stacked_and_unstacked_is_bitwise_the_same(modules):
+def test_stacked_and_let_go_is_bitwise_the_same(modules):
     before = [copy.deepcopy(m.state_dict()) for m in modules]
     strides = [t.stride() for t in modules[0].state_dict().values()]
     parameters = [list(m.parameters()) for m in modules]
 
-    stacked = stack(modules)
+    stacked = Stacked(modules)
     assert [t.stride() for t in modules[1].state_dict().values()] == strides
-    unstack(stacked, modules)
+    for module in modules:
+        stacked.let_go(module)
 
     for module, state, own in zip(modules, before, parameters, strict=True):
         assert all(same_bits(module.state_dict()[name], t) for name, t in state.items())
@@ -51,7 +52,7 @@ def test_stacked_and_unstacked_is_bitwise_the_same(modules):
 
 
 def test_a_module_lives_in_its_row(modules):
-    stacked = stack(modules)
+    stacked = Stacked(modules)
 
     with torch.no_grad():
         modules[1].one.weight.fill_(7.0)
@@ -64,9 +65,9 @@ def test_a_module_lives_in_its_row(modules):
     assert [k for k, p in stacked.parameters.items() if not p.requires_grad] == ["frozen"]
 
 
-def test_what_is_unstacked_shares_no_memory(modules):
-    stacked = stack(modules)
-    unstack(stacked, modules[:1])
+def test_what_was_let_go_shares_no_memory(modules):
+    stacked = Stacked(modules)
+    stacked.let_go(modules[0])
 
     stacked.parameters["one.weight"].detach().zero_()
 

@@ -164,19 +164,6 @@ def test_closing_twice_does_nothing(tmp_path):
     database.close()
 
 
-def test_a_backup_is_a_database_of_its_own(tmp_path, tell):
-    events = [tell.study(), tell.step(0, 1)]
-    with Database(tmp_path / "a") as database:
-        database.write(events)
-        (tmp_path / "b").mkdir()
-        database.backup(tmp_path / "b" / "study.db")
-        database.write([tell.step(0, 2)])
-        with pytest.raises(SpecError, match="it is there already"):
-            database.backup(tmp_path / "b" / "study.db")
-
-    assert list(read_events(tmp_path / "b")) == events
-
-
 # ---------------------------------------------------------------- what an answer means
 
 

@@ -18,8 +18,6 @@ from shoal.observe import (
     DatabaseReader,
     Snapshot,
     connect,
-    history,
-    last_metrics,
     read_events,
     read_outline,
     read_trial,
@@ -324,16 +322,8 @@ def test_a_trial_is_read_alone(long_study, trial):
     whole, alone = Snapshot.of(read_events(long_study)), Snapshot.of(read_trial(long_study, trial))
 
     assert repr(alone.trial(trial)) == repr(whole.trial(trial))
-    assert repr(history(long_study, trial)) == repr(whole.trial(trial).history)
-    assert history(long_study, 7) == history(long_study, 2**70) == ()
-
-
-def test_the_last_metrics_are_those_measured_last(long_study):
-    found = last_metrics(long_study)
-
-    assert found[0] == {"valid_loss": 0.05}
-    assert math.isnan(found[1]["valid_loss"])
-    assert last_metrics(long_study / "none") == {}
+    for none in (7, 2**70):
+        assert Snapshot.of(read_trial(long_study, none)).trial(none).history == ()
 
 
 def test_a_study_that_is_replaced_is_read_anew(tmp_path, tell):

@@ -8,9 +8,15 @@ import pytest
 
 from shoal.core.errors import SpecError
 from shoal.core.event import PeakMeasured
-from shoal.observe import Database, busy, write_gantt, write_trace
+from shoal.observe import Database, write_gantt, write_trace
 from shoal.observe.gantt import Axis, draw_gantt, merged, nice_step, shares
-from shoal.observe.timeline import Slice, build_timeline, covered
+from shoal.observe.timeline import (
+    Slice,
+    build_timeline,
+    busy_fractions,
+    covered,
+    read_study_timeline,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -34,12 +40,13 @@ def study_dir(tmp_path, tell):
 
 
 def test_busy_is_compute_over_the_study_s_time(study_dir):
-    assert busy(study_dir) == pytest.approx({"cpu:0": 0.5, "cpu:1": 0.5})
+    fractions = busy_fractions(read_study_timeline(study_dir))
+    assert fractions == pytest.approx({"cpu:0": 0.5, "cpu:1": 0.5})
 
 
 def test_a_directory_without_actions_is_refused(tmp_path):
     with pytest.raises(SpecError, match=r"no actions are recorded in .*timeline\.jsonl"):
-        busy(tmp_path)
+        read_study_timeline(tmp_path)
 
 
 def test_the_trace_has_a_process_per_device_and_a_thread_per_stream(study_dir, tmp_path):

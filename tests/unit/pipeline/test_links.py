@@ -61,7 +61,7 @@ def test_what_waits_to_be_sent_is_no_memory_of_the_device(ends):
         first.send(1, 0, tensor)
     assert came.wait(PATIENCE_S)
     assert torch.equal(second.take(0, 0), tensor)
-    assert tracker.allocated_bytes == 0
+    assert tracker.peak_bytes == 0
 
 
 LARGE = 2**16  # int64: above what goes over the socket

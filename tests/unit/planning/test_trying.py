@@ -8,7 +8,7 @@ import pytest
 
 from shoal.core.spec import TrialSpec
 from shoal.core.units import Bytes, Seconds
-from shoal.planner.width import Candidate, Pace
+from shoal.planner.width import ArrayPace, Candidate
 from shoal.planning.trying import (
     AT_LENGTH,
     BRIEFLY,
@@ -85,7 +85,7 @@ def test_a_trial_alone_is_timed_as_long_as_the_array_beside_it():
 
 def test_short_studies_are_looked_at_for_less_long():
     workers = Workers([BUILT])
-    tried(workers, Candidate(4, "eager"), pace=Pace(3, 0.02))
+    tried(workers, Candidate(4, "eager"), pace=ArrayPace(3, 0.02))
     timed = workers.asked[1][0]
     assert timed.rounds == 3
     assert timed.slices_s == pytest.approx((0.024, 0.024, 0.0, 0.0))

@@ -115,9 +115,7 @@ def test_copies_share_what_was_shared_and_lie_as_it_lay():
 # -- whole arrays -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "kind", ["eager", "branches", pytest.param("traced", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("kind", ["eager", "branches", "traced"])
 def test_an_array_that_fits_is_timed_within_the_budget(kind):
     found = (here := bench(400 * KIB)).build(MeasureArray(TRIALS, WIDTH, kind))
     assert not found.is_over
@@ -205,7 +203,6 @@ def test_a_trial_that_has_no_room_itself_is_not_timed():
     assert here.meter.peak_bytes <= 30 * KIB
 
 
-@pytest.mark.slow
 def test_a_trial_that_has_no_room_beside_the_array_is_timed_before_it():
     ample = bench(400 * KIB)
     ample.build(MeasureArray(TRIALS, WIDTH, "eager"))
@@ -330,7 +327,6 @@ def test_what_differs_from_a_trial_alone_is_declined(what, monkeypatch):
     assert words.get(what, what) in measure(monkeypatch).declined
 
 
-@pytest.mark.slow
 def test_a_measurer_answers_with_both():
     device = open_device(dataclasses.replace(make_device(), memory=Bytes(72 * KIB)))
     measurer = Measurer(recipe(), device)

@@ -54,7 +54,7 @@ def calling(devices=2, gang=2, left=100):
 
 def test_a_gang_is_granted_all_its_devices_at_once():
     leases = study(devices=3)
-    assert add(leases, 7, gang=2) == [GrantLease(7, "d0", 4, 1, ("d0", "d1"))]
+    assert add(leases, 7, gang=2) == [GrantLease(7, "d0", 4, ("d0", "d1"))]
     assert leases.leased == {"d0": (7,), "d1": (7,), "d2": ()}
 
 
@@ -67,7 +67,7 @@ def test_a_gang_waits_until_enough_devices_have_joined():
     assert add(leases, 7, gang=3) == []
     assert leases.handle(DeviceJoined("d1")) == []
     assert leases.waiting == (7,)
-    assert leases.handle(DeviceJoined("d2")) == [GrantLease(7, "d0", 4, 1, ("d0", "d1", "d2"))]
+    assert leases.handle(DeviceJoined("d2")) == [GrantLease(7, "d0", 4, ("d0", "d1", "d2"))]
 
 
 def test_devices_that_are_too_few_for_a_gang_go_to_others():
@@ -120,7 +120,7 @@ def test_a_stage_stays_where_it_was_when_another_has_lost_its_device():
     leases = study(devices=3)
     add(leases, 7, gang=2)
     orders = leases.handle(DeviceLost("d0", {7: 90}))
-    assert orders == [GrantLease(7, "d2", 4, 2, ("d2", "d1"))]
+    assert orders == [GrantLease(7, "d2", 4, ("d2", "d1"))]
 
 
 def test_a_device_that_joins_again_after_it_was_lost_is_nobodys_home():
@@ -140,7 +140,7 @@ def test_a_gangs_leader_speaks_for_it():
     leases = study()
     add(leases, 7, gang=2)
     assert steps(leases, 7, "d0", 2) == [ExtendLease(7, "d0", 2)]
-    assert leases.handle(LeaseEnded(7, "d0", 98)) == [GrantLease(7, "d0", 4, 2, ("d0", "d1"))]
+    assert leases.handle(LeaseEnded(7, "d0", 98)) == [GrantLease(7, "d0", 4, ("d0", "d1"))]
 
 
 def test_all_devices_of_an_ended_gang_go_to_others():
@@ -166,7 +166,7 @@ def test_a_gang_that_loses_one_device_leaves_them_all(lost):
     add(leases, 1, left=40)
     left = ({"d0", "d1"} - {lost}).pop()
     # When one of its devices is gone, then the other is free for a trial that waits
-    assert leases.handle(DeviceLost(lost, {7: 98})) == [GrantLease(1, left, 4, ticket=2)]
+    assert leases.handle(DeviceLost(lost, {7: 98})) == [GrantLease(1, left, 4)]
     assert leases.waiting == (7,)
     # And the gang goes on from its stored state when there are enough devices again
     leases.handle(TrialEnded(1))
@@ -190,7 +190,7 @@ def test_a_gang_calls_its_devices_while_single_trials_want_them_too():
     assert steps(leases, 1, "d1", 2) == []
     # And with its end the gang has both devices
     orders = leases.handle(LeaseEnded(1, "d1", 96))
-    assert orders == [GrantLease(7, "d0", 4, 4, ("d0", "d1"))]
+    assert orders == [GrantLease(7, "d0", 4, ("d0", "d1"))]
     assert leases.called == {}
     assert leases.waiting == (4, 1)
 
@@ -200,7 +200,7 @@ def test_a_gang_does_not_wait_for_its_call_when_other_devices_are_free():
     leases = calling(devices=3)
     add(leases, 4, left=1000)
     # When another device comes free, then the gang has waited first
-    assert leases.handle(TrialEnded(2)) == [GrantLease(7, "d0", 4, 4, ("d0", "d2"))]
+    assert leases.handle(TrialEnded(2)) == [GrantLease(7, "d0", 4, ("d0", "d2"))]
     leases.handle(TrialEnded(4))
     assert steps(leases, 1, "d1", 1) == [ExtendLease(1, "d1", 2)]
 
@@ -208,7 +208,7 @@ def test_a_gang_does_not_wait_for_its_call_when_other_devices_are_free():
 def test_a_device_that_the_gang_has_not_called_goes_to_others():
     leases = calling(devices=4, gang=3)
     add(leases, 4)
-    assert leases.handle(TrialEnded(3)) == [GrantLease(4, "d3", 4, ticket=5)]
+    assert leases.handle(TrialEnded(3)) == [GrantLease(4, "d3", 4)]
     assert leases.called == {"d0": 7, "d1": 7, "d2": 7}
 
 
@@ -255,7 +255,7 @@ def test_a_trial_that_ranks_before_the_gang_is_not_called_away():
     assert leases.handle(TrialEnded(0)) == []
     # Then nothing is kept for the gang, and another trial has the free device
     assert leases.called == {}
-    assert add(leases, 2, left=20) == [GrantLease(2, "d0", 2, ticket=3)]
+    assert add(leases, 2, left=20) == [GrantLease(2, "d0", 2)]
 
 
 def test_a_device_where_one_leaves_anyway_is_called_whoever_that_is():
@@ -361,7 +361,7 @@ def test_one_gang_calls_at_a_time():
 def test_the_places_of_a_gang_that_ended_before_it_had_them_go_to_others():
     leases = calling()
     add(leases, 4)
-    assert leases.handle(TrialEnded(7)) == [GrantLease(4, "d0", 4, ticket=3)]
+    assert leases.handle(TrialEnded(7)) == [GrantLease(4, "d0", 4)]
     assert leases.called == {}
     assert steps(leases, 1, "d1", 1) == [ExtendLease(1, "d1", 2)]
 
@@ -375,7 +375,7 @@ def test_a_gang_whose_called_device_is_lost_calls_others():
 
 def test_a_gang_whose_called_device_is_lost_does_not_wait_for_one_that_is_left():
     leases = calling()
-    assert leases.handle(DeviceLost("d1")) == [GrantLease(1, "d0", 4, ticket=3)]
+    assert leases.handle(DeviceLost("d1")) == [GrantLease(1, "d0", 4)]
     assert leases.called == {}
 
 
@@ -445,7 +445,7 @@ def test_a_single_trial_that_later_gangs_passed_often_calls_a_place():
         assert leases.handle(TrialEnded(ended))[0].trial == ended + 1
     assert steps(leases, 14, "d0", 2) == []
     assert leases.called == {"d0": 1}
-    assert leases.handle(LeaseEnded(14, "d0", 98))[0] == GrantLease(1, "d0", 2, ticket=6)
+    assert leases.handle(LeaseEnded(14, "d0", 98))[0] == GrantLease(1, "d0", 2)
 
 
 def test_a_single_trial_that_later_single_trials_pass_is_not_overdue():

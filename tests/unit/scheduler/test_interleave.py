@@ -1,7 +1,6 @@
 import pytest
 
 from shoal.core.errors import TransitionError
-from shoal.core.turns import LongestLeftFirst
 from shoal.scheduler.interleave import Candidate, Interleaver
 
 
@@ -10,28 +9,28 @@ def candidate(trial, ticket, remaining_s=1.0, warm=False):
 
 
 def test_of_those_with_as_much_left_the_oldest_step_goes_first():
-    interleaver = Interleaver(LongestLeftFirst())
+    interleaver = Interleaver()
     assert interleaver.choose([candidate(1, 7, warm=True), candidate(2, 3)]) == 2
 
 
 def test_between_two_steps_the_resident_trial_goes_first():
-    interleaver = Interleaver(LongestLeftFirst())
+    interleaver = Interleaver()
     assert interleaver.choose([candidate(1, 5), candidate(2, 5, warm=True)]) == 2
 
 
 def test_equal_tickets_and_residency_leave_the_longest_remaining():
-    interleaver = Interleaver(LongestLeftFirst())
+    interleaver = Interleaver()
     assert interleaver.choose([candidate(1, 5, 1.0), candidate(2, 5, 2.0)]) == 2
 
 
 def test_the_choice_does_not_depend_on_the_order_of_candidates():
-    interleaver = Interleaver(LongestLeftFirst())
+    interleaver = Interleaver()
     candidates = [candidate(3, 5), candidate(1, 5), candidate(2, 5)]
     assert interleaver.choose(candidates) == interleaver.choose(candidates[::-1]) == 1
 
 
 def test_steps_draw_tickets_in_the_order_they_start():
-    interleaver = Interleaver(LongestLeftFirst())
+    interleaver = Interleaver()
     assert interleaver.started(4, step=0) == 0
     assert interleaver.started(9, step=0) == 1
     interleaver.step_finished(4)
@@ -41,28 +40,28 @@ def test_steps_draw_tickets_in_the_order_they_start():
 
 
 def test_no_candidates_is_refused_with_the_steps_in_progress():
-    interleaver = Interleaver(LongestLeftFirst())
+    interleaver = Interleaver()
     interleaver.started(1, step=0)
     with pytest.raises(TransitionError, match="no candidates; in progress are steps of 1 trial"):
         interleaver.choose([])
 
 
 def test_a_second_step_of_a_trial_is_refused_until_the_first_ends():
-    interleaver = Interleaver(LongestLeftFirst())
+    interleaver = Interleaver()
     interleaver.started(1, step=3)
     with pytest.raises(TransitionError, match=r"started step 4 while its step 3 \(ticket 0\)"):
         interleaver.started(1, step=4)
 
 
 def test_a_step_that_never_started_cannot_finish():
-    interleaver = Interleaver(LongestLeftFirst())
+    interleaver = Interleaver()
     interleaver.started(2, step=0)
     with pytest.raises(TransitionError, match=r"trial 1 finished a step .* in progress: 2"):
         interleaver.step_finished(1)
 
 
 def test_a_forgotten_trial_may_start_its_step_again():
-    interleaver = Interleaver(LongestLeftFirst())
+    interleaver = Interleaver()
     interleaver.started(1, step=3)
     interleaver.forget(1)
     interleaver.forget(1)
@@ -71,7 +70,7 @@ def test_a_forgotten_trial_may_start_its_step_again():
 
 def test_two_equal_trials_take_turns_by_step_and_not_by_unit():
     # Given two trials of 3 units a step, always feasible
-    interleaver = Interleaver(LongestLeftFirst())
+    interleaver = Interleaver()
     units_done, steps_done, order = {1: 0, 2: 0}, {1: 0, 2: 0}, []
     # When twelve units run
     for _ in range(12):

@@ -38,7 +38,7 @@ def steps(leases, trial, device, count, seconds=1.0):
 
 def test_a_trial_is_granted_a_lease_as_soon_as_a_device_is_free():
     leases = study()
-    assert leases.handle(TrialAdded(7, 100, 1.0)) == [GrantLease(7, "d0", 4, ticket=1)]
+    assert leases.handle(TrialAdded(7, 100, 1.0)) == [GrantLease(7, "d0", 4)]
     assert leases.leased == {"d0": (7,)}
 
 
@@ -46,12 +46,12 @@ def test_a_device_that_joins_takes_what_waits():
     leases = study(devices=0)
     assert leases.handle(TrialAdded(7, 100, 1.0)) == []
     assert leases.waiting == (7,)
-    assert leases.handle(DeviceJoined("cuda:0")) == [GrantLease(7, "cuda:0", 4, ticket=1)]
+    assert leases.handle(DeviceJoined("cuda:0")) == [GrantLease(7, "cuda:0", 4)]
 
 
 def test_a_lease_is_never_longer_than_the_trial():
-    assert study().handle(TrialAdded(1, 1, 1.0)) == [GrantLease(1, "d0", 1, ticket=1)]
-    assert study().handle(TrialAdded(1, 2, 9.0)) == [GrantLease(1, "d0", 2, ticket=1)]
+    assert study().handle(TrialAdded(1, 1, 1.0)) == [GrantLease(1, "d0", 1)]
+    assert study().handle(TrialAdded(1, 2, 9.0)) == [GrantLease(1, "d0", 2)]
 
 
 def test_leases_get_shorter_towards_the_end_of_a_trial():
@@ -66,7 +66,7 @@ def test_leases_do_not_get_shorter_than_many_round_trips():
 
 def test_a_lease_of_long_steps_has_two_so_that_the_next_is_decided_during_the_first():
     leases = study()
-    assert leases.handle(TrialAdded(1, 50, 30.0)) == [GrantLease(1, "d0", 2, ticket=1)]
+    assert leases.handle(TrialAdded(1, 50, 30.0)) == [GrantLease(1, "d0", 2)]
     assert steps(leases, 1, "d0", 1, seconds=30.0) == [ExtendLease(1, "d0", 1)]
 
 
@@ -119,7 +119,7 @@ def test_a_constrained_trial_does_not_keep_others_from_a_device():
     leases = study(devices=2)
     for trial in (1, 2):
         leases.handle(TrialAdded(trial, 100, 1.0, devices=frozenset({"d1"})))
-    assert leases.handle(TrialAdded(3, 100, 1.0)) == [GrantLease(3, "d0", 4, ticket=2)]
+    assert leases.handle(TrialAdded(3, 100, 1.0)) == [GrantLease(3, "d0", 4)]
 
 
 # Extending
@@ -161,7 +161,7 @@ def test_a_short_trial_leaves_when_a_longer_one_has_no_slack():
     assert steps(leases, 2, "d1", 2) == [ExtendLease(2, "d1", 2)]
     # Then only the shorter one runs out of lease and the long one has its place
     assert steps(leases, 1, "d0", 2) == []
-    assert leases.handle(LeaseEnded(1, "d0", 96)) == [GrantLease(3, "d0", 4, ticket=3)]
+    assert leases.handle(LeaseEnded(1, "d0", 96)) == [GrantLease(3, "d0", 4)]
     assert leases.waiting == (1,)
 
 
@@ -230,7 +230,7 @@ def test_a_late_extension_does_not_disturb_the_next_lease():
     # When the worker says that the lease had ended after 4 steps
     orders = leases.handle(LeaseEnded(1, "d0", 96))
     # Then a new lease begins with all its steps
-    assert orders == [GrantLease(1, "d0", 4, ticket=2)]
+    assert orders == [GrantLease(1, "d0", 4)]
 
 
 # Unknown length
@@ -243,7 +243,7 @@ def test_unknown_length_counts_as_one_more_lease():
     leases.handle(TrialAdded(3, 3, 1.0))
     leases.handle(DeviceJoined("d0"))
     assert leases.leased == {"d0": (2,)}  # 5 s, then 4 s (one lease), then 3 s
-    assert leases.handle(DeviceJoined("d1"))[0] == GrantLease(1, "d1", 4, ticket=2)
+    assert leases.handle(DeviceJoined("d1"))[0] == GrantLease(1, "d1", 4)
 
 
 def test_unknown_length_is_extended_until_the_worker_says_it_ended():
@@ -258,7 +258,7 @@ def test_unknown_length_is_extended_until_the_worker_says_it_ended():
 def test_a_length_becomes_known_at_the_end_of_a_lease():
     leases = study()
     leases.handle(TrialAdded(1, None, 1.0))
-    assert leases.handle(LeaseEnded(1, "d0", 2)) == [GrantLease(1, "d0", 2, ticket=2)]
+    assert leases.handle(LeaseEnded(1, "d0", 2)) == [GrantLease(1, "d0", 2)]
 
 
 def test_a_length_becomes_known_with_a_step_in_the_middle_of_a_lease():
@@ -280,7 +280,7 @@ def test_two_trials_of_one_device_separate_when_another_device_is_idle():
     leases.handle(TrialAdded(2, 100, 1.0))
     leases.handle(DeviceJoined("d1"))
     assert steps(leases, 1, "d0", 4) == []
-    assert leases.handle(LeaseEnded(1, "d0", 96)) == [GrantLease(1, "d1", 4, ticket=3)]
+    assert leases.handle(LeaseEnded(1, "d0", 96)) == [GrantLease(1, "d1", 4)]
     assert steps(leases, 2, "d0", 2) == [ExtendLease(2, "d0", 2)]
 
 
@@ -310,7 +310,7 @@ def test_a_trial_prefers_the_device_where_it_is_at_home():
     # When its lease ended there
     orders = leases.handle(LeaseEnded(1, "d1", 96))
     # Then it stays, because the other's 97 s are hardly more than its 96 s
-    assert orders == [GrantLease(1, "d1", 4, ticket=3)]
+    assert orders == [GrantLease(1, "d1", 4)]
 
 
 # Losing and ending
@@ -323,7 +323,7 @@ def test_trials_of_a_lost_device_go_on_elsewhere_from_their_stored_state():
     steps(leases, 1, "d0", 4)
     assert leases.handle(DeviceLost("d0", {1: 98})) == []
     assert leases.waiting == (1,)
-    assert leases.handle(TrialEnded(2)) == [GrantLease(1, "d1", 4, ticket=3)]
+    assert leases.handle(TrialEnded(2)) == [GrantLease(1, "d1", 4)]
     steps(leases, 1, "d1", 98)
     with pytest.raises(TransitionError, match="with 0 steps left in its lease"):
         leases.handle(StepFinished(1, "d1", 1.0))
@@ -333,14 +333,14 @@ def test_a_device_may_join_again_after_it_was_lost():
     leases = study()
     leases.handle(TrialAdded(1, 100, 1.0))
     leases.handle(DeviceLost("d0"))
-    assert leases.handle(DeviceJoined("d0")) == [GrantLease(1, "d0", 4, ticket=2)]
+    assert leases.handle(DeviceJoined("d0")) == [GrantLease(1, "d0", 4)]
 
 
 def test_the_device_of_an_ended_trial_goes_to_the_next():
     leases = study()
     leases.handle(TrialAdded(1, 100, 1.0))
     leases.handle(TrialAdded(2, 100, 1.0))
-    assert leases.handle(TrialEnded(1)) == [GrantLease(2, "d0", 4, ticket=2)]
+    assert leases.handle(TrialEnded(1)) == [GrantLease(2, "d0", 4)]
 
 
 def test_what_was_on_its_way_when_a_trial_ended_is_ignored():
@@ -356,7 +356,7 @@ def test_an_ended_trial_may_be_added_again_with_new_steps():
     leases = study()
     leases.handle(TrialAdded(1, 100, 1.0))
     leases.handle(TrialEnded(1))
-    assert leases.handle(TrialAdded(1, 50, 1.0)) == [GrantLease(1, "d0", 4, ticket=2)]
+    assert leases.handle(TrialAdded(1, 50, 1.0)) == [GrantLease(1, "d0", 4)]
 
 
 # Refusals

@@ -57,10 +57,9 @@ def test_a_committed_generation_is_the_newest_and_has_all_that_was_written(gener
         assert bytes(file.read("w")) == b"new!"
 
 
-def test_values_join_the_meta_of_the_manifest(generations):
+def test_values_are_the_meta_of_the_manifest(generations):
     with generations.begin(1) as draft:
-        draft.json("position", [1, 2])
-        done = draft.commit(trial=3)
+        done = draft.commit(position=[1, 2], trial=3)
 
     assert done.manifest.meta == {"position": [1, 2], "trial": 3}
 

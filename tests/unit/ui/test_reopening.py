@@ -16,6 +16,7 @@ from shoal.core.event import Event, StudyChanged
 from shoal.observe import Database
 from shoal.source import MODULE_NAME
 from shoal.study import Study
+from shoal.ui.flags import HardwareFlags
 from shoal.ui.train import reopen_study, resume_study
 
 Events = Callable[..., Iterator[Event]]
@@ -110,7 +111,7 @@ def test_it_is_run_with_resume_and_what_else_is_wanted(
     monkeypatch.setattr(Study, "run", lambda self, **options: calls.append(options))
     place = record(f"{file}:study")
 
-    code = resume_study(place, ("cpu:2", "8MiB", None), **asked)
+    code = resume_study(place, HardwareFlags("cpu:2", "8MiB"), **asked)
 
     (options,) = calls
     assert code == 0
@@ -136,6 +137,6 @@ def test_what_was_added_is_said_above_a_live_table(
     monkeypatch.setattr(Study, "run", run)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
 
-    resume_study(record(f"{file}:study"), ("cpu:2", None, None), extend=ExtendTrials(trials=2))
+    resume_study(record(f"{file}:study"), HardwareFlags("cpu:2"), extend=ExtendTrials(trials=2))
 
     assert capsys.readouterr().err.splitlines()[1] == "added trials 2, 3"

@@ -11,6 +11,7 @@ from shoal.core.technique import DataParallel, Pipelined, Resident, Spilled
 from shoal.launch.wishes import technique_of, wish_of
 from shoal.ui import train
 from shoal.ui.cli import app
+from shoal.ui.flags import HardwareFlags
 
 
 class Asked:
@@ -46,7 +47,7 @@ def test_plan_hands_it_to_the_study(asked):
 
 
 def test_run_hands_it_to_the_study(asked):
-    flags = (None, None, None)
+    flags = HardwareFlags()
     with pytest.raises(PlanError, match="far enough"):
         train.run_file("f.py", flags, overwrite=False, as_json=False, technique="pipelined")
     assert asked == ["pipelined"]

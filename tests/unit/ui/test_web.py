@@ -195,7 +195,6 @@ def test_a_port_that_is_taken_or_none_is_refused_in_words(page: Page, tmp_path: 
             serve(tmp_path, port, browse=False)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium")
 def test_a_browser_shows_the_study_and_the_trial_of_the_address(
     page: Page, tmp_path: Path

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import SpecError, StorageError
+from shoal.core.studyfiles import TIMELINE
 from shoal.observe import DatabaseReader, TimelineReader
-from shoal.observe.actions import TIMELINE
 from shoal.observe.gantt import draw_gantt
 from shoal.observe.rows import TrialRow
 from shoal.observe.snapshot import Folder, Snapshot
