@@ -66,6 +66,7 @@ ANY_TIME = (
 SENT_TO_ALL = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Signals to a process group, which the study answers, or workers do."""
 LOOKS_S = 1.0
+OOM_SCORE = "/proc/self/oom_score_adj"
 PR_SET_NAME = 15
 NAME = b"shoal-worker"  # no more than 15 bytes
 
@@ -138,26 +139,27 @@ class _Request:
 class _Now:
     affinity: frozenset[int]
     niceness: int
-    umask: int
+    umask: int | None
     limits: tuple[tuple[int, tuple[int, int]], ...]
     oom_score: str
 
     @classmethod
     def of_this_process(cls) -> _Now:
-        status = Path("/proc/self/status").read_text()
-        lines = dict(line.split(":", 1) for line in status.splitlines())
+        status = _read("/proc/self/status").splitlines()
+        lines = dict(line.split(":", 1) for line in status if ":" in line)
         kinds = {value for name, value in vars(resource).items() if name.startswith("RLIMIT_")}
         return cls(
             affinity=frozenset(os.sched_getaffinity(0)),
             niceness=os.getpriority(os.PRIO_PROCESS, 0),
-            umask=int(lines.get("Umask", "022"), 8),
+            umask=int(lines["Umask"], 8) if "Umask" in lines else None,
             limits=tuple((kind, resource.getrlimit(kind)) for kind in sorted(kinds)),
-            oom_score=Path("/proc/self/oom_score_adj").read_text(),
+            oom_score=_read(OOM_SCORE),
         )
 
     def take(self) -> None:
         """Have them too, as far as the system allows it."""
-        os.umask(self.umask)
+        if self.umask is not None:
+            os.umask(self.umask)
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, self.affinity)
         with contextlib.suppress(OSError):
@@ -166,7 +168,14 @@ class _Now:
             with contextlib.suppress(OSError, ValueError):
                 resource.setrlimit(kind, limit)
         with contextlib.suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text(self.oom_score)
+            Path(OOM_SCORE).write_text(self.oom_score)
+
+
+def _read(path: str) -> str:
+    """A file of the kernel's, which not every sandbox has."""
+    with contextlib.suppress(OSError):
+        return Path(path).read_text()
+    return ""
 
 
 class _Forked:

@@ -6,7 +6,8 @@ import signal
 import time
 from pathlib import Path
 
-from shoal.runtime.pool import Worker
+from shoal.forkserver import ForkServer
+from shoal.runtime.pool import MODULE, Worker
 from shoal.workerenv import KEPT_BYTES, LEAST_BYTES, MAPPED_BYTES, worker_environment
 
 
@@ -51,9 +52,10 @@ def masks_of(pid: int) -> dict[str, int]:
     return {name: int(mask, 16) for name, mask in pairs if name != "SigQ"}
 
 
-def test_a_worker_that_is_only_starting_hears_nothing_of_ctrl_c():
+def test_a_worker_that_is_only_starting_hears_nothing_of_ctrl_c(monkeypatch):
+    monkeypatch.setenv("SHOAL_WORKERS", "spawn")  # as a server starts too
     interrupt = 1 << (signal.SIGINT - 1)
-    worker = Worker(queue.SimpleQueue())
+    worker = Worker(ForkServer(MODULE), queue.SimpleQueue())
     try:
         os.kill(worker.pid, signal.SIGINT)
         while not masks_of(worker.pid)["SigIgn"] & interrupt:
@@ -69,6 +71,8 @@ def test_a_worker_that_is_only_starting_hears_nothing_of_ctrl_c():
 
 def test_only_workers_are_kept_from_ctrl_c():
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    worker = Worker(queue.SimpleQueue())
+    server = ForkServer(MODULE)
+    worker = Worker(server, queue.SimpleQueue())
     worker.kill()
+    server.close()
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before

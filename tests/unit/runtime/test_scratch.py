@@ -168,9 +168,9 @@ def worker_that_says(*messages) -> Worker:
 
     worker, told = Worker.__new__(Worker), []
     worker._channel = SimpleNamespace(receive=receive, close=lambda: None)
-    worker._process = SimpleNamespace(wait=lambda: 0)
+    worker._process = SimpleNamespace(wait=lambda: 0, pid=1)
     worker._inbox = SimpleNamespace(put=told.append)
-    worker.pid, worker.serial, worker.library_bytes = 1, 2, Bytes(0)
+    worker.serial, worker.library_bytes = 2, Bytes(0)
     worker.device = dataclasses.replace(make_device("cuda:0"), kind="cuda")
     worker.opened, worker.told = threading.Event(), told
     worker._read()
