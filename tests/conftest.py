@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import shoal
 import shoal.pipeline.processes
 import shoal.runtime.pool
+from shoal import forkserver
 from shoal.forkserver import ForkServer
 from shoal.pipeline.processes import StageProcesses
 from shoal.planning import Planner
@@ -22,6 +24,9 @@ from shoal.testing import assert_same, plain_loop
 from shoal.verify import read_losses
 
 HERE = Path(__file__).parent
+if "SHOAL_CUDA_STANDIN" not in os.environ:  # workers are forked, whatever this shell asks for
+    for name in (forkserver.HOW, *forkserver.THREADS):
+        os.environ.pop(name, None)
 # Workers get this process's path: test modules and their helpers are imported there by name.
 for folder in (HERE.parent, HERE, HERE / "equivalence", HERE / "chaos"):
     sys.path.insert(0, str(folder))

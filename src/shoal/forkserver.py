@@ -443,8 +443,11 @@ class Forks:
         poll = select.poll()
         for file in (self._requests.fileno(), self._wakes):
             poll.register(file, select.POLLIN)
-        self._answer("ready", 0, int(_can_fork()))
-        while os.getppid() == self._parent:  # whoever has inherited the socket's other end
+        can_fork = _can_fork()
+        self._answer("ready", 0, int(can_fork))
+        while (
+            can_fork and os.getppid() == self._parent
+        ):  # whoever has inherited the socket's other end
             ready = {file for file, _ in poll.poll(LOOKS_S * 1000)}
             if self._wakes in ready:
                 os.read(self._wakes, 4096)

@@ -259,10 +259,12 @@ class _Process(NamedTuple):
 
 
 def workers_of(parent: int) -> set[int]:
-    """What a process's server has forked, as the system sees them."""
+    """Whom its server has forked, or beside a GPU it has started, as the system sees them."""
     found = _processes()
-    servers = {pid for pid, one in found.items() if one.parent == parent and SERVER in one.words}
-    return {pid for pid, one in found.items() if one.parent in servers}
+    children = {pid: one.words for pid, one in found.items() if one.parent == parent}
+    servers = {pid for pid, words in children.items() if SERVER in words}
+    forked = {pid for pid, one in found.items() if one.parent in servers}
+    return forked | {pid for pid, words in children.items() if words.count(".worker ")}
 
 
 def _processes() -> dict[int, _Process]:

@@ -19,6 +19,10 @@ from shoal import forkserver
 from shoal.forkserver import ForkServer
 from shoal.workerenv import worker_environment
 
+pytestmark = pytest.mark.skipif(
+    any(map(os.path.exists, forkserver.DRIVERS)), reason="beside a GPU nothing is forked"
+)
+
 WORKER = """
 import os, resource, sys
 from multiprocessing.connection import Connection
