@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import ctypes
 import errno
 import gc
 import importlib
@@ -34,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from shoal.workerenv import die_with_parent, ignore_interrupts, start_worker, warm_up
+from shoal.workerenv import LIBC, die_with_parent, ignore_interrupts, start_worker, warm_up
 
 HOW = "SHOAL_WORKERS"
 """``spawn`` in this variable has every worker start for itself, as beside a GPU."""
@@ -45,17 +44,8 @@ THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS")
 AT_LOADING = (
     *("AOT", "ATEN_", "BLIS_", "CUBLAS", "CUDA", "CUDNN", "CXX", "DNNL_", "GLIBC_", "GOMP_"),
     *("GOTO_", "INDUCTOR_", "KMP_", "LD_", "MALLOC_", "MKL_", "NCCL_", "NPY_", "NUMEXPR_"),
-    *(
-        "NUMPY_",
-        "NVIDIA_",
-        "OMP_",
-        "ONEDNN_",
-        "OPENBLAS_",
-        "PYTHON",
-        "PYTORCH_",
-        "SYMPY_",
-        "TORCH",
-    ),
+    *("NUMPY_", "NVIDIA_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHON", "PYTORCH_", "SYMPY_"),
+    "TORCH",
 )
 """How variables begin that libraries read once, when they are loaded."""
 ANY_TIME = (
@@ -107,9 +97,7 @@ class ForkServer:
         with self._lock:
             if self._server is None or self._server.is_over:
                 self._server = _Server(self._modules, environment)
-            if self._server.serves(environment):
-                return self._server.start(module, inherited, environment)
-        return start_worker(module, inherited, environment)
+            return self._server.start(module, list(inherited), environment)
 
     def close(self) -> None:
         """End the server, and all workers that it started."""
@@ -230,19 +218,18 @@ class _Kept:
     """A request's own copies of its descriptors."""
 
     def __init__(
-        self, module: str, descriptors: Iterable[int], environment: Mapping[str, str]
+        self, module: str, descriptors: list[int], environment: Mapping[str, str]
     ) -> None:
-        self.module, self.environment = module, environment
-        self.names = list(descriptors)  # by which the worker knows them
-        self.copies = [os.dup(number) for number in self.names]
+        self._module, self._environment = module, environment
+        self._copies = [os.dup(number) for number in descriptors]
 
     def start(self) -> subprocess.Popen[bytes]:
         """In this process, and its thread."""
-        return start_worker(self.module, self.copies, self.environment)
+        return start_worker(self._module, self._copies, self._environment)
 
     def close(self) -> None:
-        while self.copies:
-            os.close(self.copies.pop())
+        while self._copies:
+            os.close(self._copies.pop())
 
 
 class _Server:
@@ -263,10 +250,6 @@ class _Server:
         ours.sendall(pickle.dumps((tuple(modules), os.getpid())))
         threading.Thread(target=self._listen, name="forks", daemon=True).start()
 
-    def serves(self, environment: Mapping[str, str]) -> bool:
-        """Whether a worker with this environment may be forked, as far as is known."""
-        return self._forks and not any(map(_is_read_at_loading, self._changed(environment)))
-
     def _changed(self, environment: Mapping[str, str]) -> dict[str, str | None]:
         known = self._environment
         return {
@@ -276,16 +259,18 @@ class _Server:
         }
 
     def start(
-        self, module: str, inherited: Iterable[int], environment: Mapping[str, str]
+        self, module: str, descriptors: list[int], environment: Mapping[str, str]
     ) -> WorkerProcess:
-        """Ask for one.
+        """Ask for one; what cannot be forked starts here.
 
         Raises:
             OSError: no request could be made; nobody was asked for.
         """
-        descriptors = list(inherited)
-        request = _Request(module, self._changed(environment), _Now.of_this_process())
+        changed = self._changed(environment)
+        request = _Request(module, changed, _Now.of_this_process())
         with self._lock:
+            if self.is_over or not self._forks or any(map(_is_read_at_loading, changed)):
+                return start_worker(module, descriptors, environment)
             forked = _Forked(self, _Kept(module, descriptors, environment))
             self._number += 1
             self._asked[self._number] = forked
@@ -333,10 +318,10 @@ class _Server:
 
     def close(self) -> None:
         with self._lock:
-            is_ready, live = self._is_ready, list(self._live.values())
-        for worker in live if is_ready else ():
+            live = list(self._live.values())
+        for worker in live:
             worker.kill()
-        for worker in live if is_ready else ():  # all of them are gone then, not only told
+        for worker in live:  # all of them are gone then, not only told
             worker.wait()
         self._process.kill()
         self._process.wait()
@@ -376,12 +361,13 @@ class _Server:
         elif what == "ended":
             if (worker := self._live.pop(number, None)) is not None:
                 worker.ended(value)
-        elif (forked := self._forget(number)) is None:  # an interrupted request came through
-            os.kill(value, signal.SIGKILL)
         elif what == "began":
+            if (forked := self._forget(number)) is None:  # an interrupted request came through
+                os.kill(value, signal.SIGKILL)
+                return
             self._live[value] = forked
             forked.begun(value)
-        else:
+        elif (forked := self._forget(number)) is not None:
             forked.ended(1)
 
     def _start_them(self) -> None:
@@ -390,10 +376,9 @@ class _Server:
         They end with this thread, which waits for ``close``.
         """
         with self._lock:
-            asked = [(one, one.kept) for one in self._asked.values()]
-            for forked, kept in asked:
+            for forked in self._asked.values():
                 try:
-                    process = kept.start()
+                    process = forked.kept.start()
                 except OSError:
                     forked.ended(1)
                     continue
@@ -445,9 +430,8 @@ class Forks:
             poll.register(file, select.POLLIN)
         can_fork = _can_fork()
         self._answer("ready", 0, int(can_fork))
-        while (
-            can_fork and os.getppid() == self._parent
-        ):  # whoever has inherited the socket's other end
+        # Whoever has inherited the socket's other end keeps it open, and is not the parent.
+        while can_fork and os.getppid() == self._parent:
             ready = {file for file, _ in poll.poll(LOOKS_S * 1000)}
             if self._wakes in ready:
                 os.read(self._wakes, 4096)
@@ -518,7 +502,7 @@ def _become(request: _Request, folder: int, errors: int, inherited: list[int]) -
     try:
         for sent in (signal.SIGCHLD, *SENT_TO_ALL):
             signal.signal(sent, signal.SIG_DFL)
-        ctypes.CDLL(None).prctl(PR_SET_NAME, NAME)
+        LIBC.prctl(PR_SET_NAME, NAME)
         os.dup2(errors, 1)
         os.dup2(errors, 2)
         os.fchdir(folder)

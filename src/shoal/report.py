@@ -305,8 +305,8 @@ class Report:
         if pruned:
             others = (
                 f" {counted(pruned, 'trial')} did not finish since the pruner ended them; their "
-                "metrics and checkpoints are in report.trials, and `shoal export STUDY NUMBER` "
-                "takes one."
+                "metrics and checkpoints are in report.trials, and `shoal export STUDY NUMBER "
+                "DIR` takes one."
             )
         return (
             f"study {self.study!r} has no best trial: {finished} of "

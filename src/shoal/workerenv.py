@@ -20,7 +20,7 @@ MAPPED_BYTES = 32 * MIB
 LEAST_BYTES, KEPT_BYTES, KEPT_SHARE = 64 * MIB, 1024 * MIB, 16
 HUGE_PAGES = "glibc.malloc.hugetlb"
 PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
+LIBC = ctypes.CDLL(None)
 
 
 def worker_environment(given: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -75,7 +75,7 @@ def ignore_interrupts() -> None:
 def die_with_parent(parent: int | None = None) -> None:
     """Have the kernel end this process when its parent's thread ends, however it does."""
     parent = os.getppid() if parent is None else parent
-    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
 

@@ -273,6 +273,29 @@ def test_a_server_outlives_the_thread_that_began_it(folder):
     server.close()
 
 
+def test_an_answer_that_nobody_waits_for_ends_only_what_it_names(server, folder, monkeypatch):
+    Worker(server, folder).tell()
+    killed = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
+    server._server._hear("failed", 10**6, 11)  # an errno is no process
+    server._server._hear("ended", 10**6, 0)
+    assert killed == []
+    server._server._hear("began", 10**6, 4242)  # of a request that was interrupted
+    assert killed == [4242]
+
+
+def test_one_that_is_asked_for_as_the_server_ends_starts_for_itself(folder):
+    server = ForkServer()
+    Worker(server, folder).tell()
+    ending = server._server
+    os.kill(ending._process.pid, signal.SIGKILL)
+    _until(lambda: ending.is_over)
+    worker = Worker(ending, folder)
+    assert isinstance(worker.process, subprocess.Popen)
+    assert worker.exit(3) == 3
+    server.close()
+
+
 def test_a_killed_process_leaves_no_server_and_no_worker(folder):
     code = f"""
         import os, sys, time

@@ -51,7 +51,8 @@ class Stepped(NamedTuple):
     named: Mapping[int, Mapping[str, float]] = MappingProxyType({})  # of a step of one's own
 
 
-def _given(batches: Sequence[Any] | Callable[[], Sequence[Any]]) -> Sequence[Any]:
+def read_now(batches: Sequence[Any] | Callable[[], Sequence[Any]]) -> Sequence[Any]:
+    """The batches of a micro-batch by slot, from what reads them when its pass is due."""
     return batches() if callable(batches) else batches
 
 
@@ -213,10 +214,10 @@ class Array:
         self.fill_empty_slots()
         if self._own is not None:
             (batches,) = micro_batches
-            return self._step_their_own(self._own, _given(batches))
+            return self._step_their_own(self._own, read_now(batches))
         self._finisher.drop_gradients(self.occupied)
         tally = _Tally(self.width)
-        for batches in map(_given, micro_batches):
+        for batches in map(read_now, micro_batches):
             active = self._taking_part(batches, tally.failures)
             if any(active):
                 self._train(batches, active, tally)

@@ -20,6 +20,7 @@ from torch import Tensor
 from shoal.bound import clip_limit
 from shoal.core.errors import TrialError
 from shoal.core.plan import Job
+from shoal.fusion.array import read_now
 from shoal.fusion.finish import clip_stacked_factor, scale_stacked, stacked_norm
 from shoal.fusion.fused import is_out_of_memory
 from shoal.fusion.unplaced import Unplaced
@@ -200,8 +201,7 @@ class StackedSession:
 
     def fetch(self, task: Task, micro: int) -> list[Any]:
         """The batches of one micro-batch, on the device; read now, if they are not yet."""
-        given = self._rows[micro]
-        row = given() if callable(given) else given
+        row = read_now(self._rows[micro])
         self._with_batch |= {slot for slot, batch in enumerate(row) if batch is not None}
         return [self._fetched(slot, batch) for slot, batch in enumerate(row)]
 
