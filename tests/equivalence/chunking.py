@@ -1,4 +1,4 @@
-"""Chunked steps on the host for tests: recipes, and an optimizer that meets with an accident.
+"""Chunked steps on the host for tests: recipes, a slow optimizer, one that meets with an accident.
 
 Imported by tests and, by this name, by worker processes.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,18 @@ class Accidental(torch.optim.AdamW):
 def accidental(named_parameters: Any, hp: Any) -> torch.optim.Optimizer:
     parameters = [parameter for _, parameter in named_parameters]
     return Accidental(parameters, hp["accident"], hp["flag"], hp["lr"])
+
+
+class Slow(torch.optim.AdamW):
+    """Takes its time over every tensor, as a step of a large one does."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        time.sleep(sum(2e-3 for group in self.param_groups for _ in group["params"]))
+        return super().step(closure)
+
+
+def slow(named_parameters: Any, hp: Any) -> torch.optim.Optimizer:
+    return Slow([parameter for _, parameter in named_parameters], lr=hp["lr"])
 
 
 def chain(hp: Any) -> nn.Module:
