@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.core.errors import SpecError
+from shoal.core.errors import SpecError, last_words
 from shoal.core.spec import HyperParameters, Scalar
 from shoal.core.studyfiles import DATABASE
 from shoal.core.units import counted, format_bytes, format_seconds
 from shoal.named import Origin
 from shoal.observe import jsonl
 from shoal.observe.reader import read_events
-from shoal.observe.rows import TrialRow, TrialState, last_line, metric_rank
+from shoal.observe.rows import TrialRow, TrialState, metric_rank
 from shoal.observe.snapshot import Snapshot
 from shoal.recipe import Recipe
 
@@ -141,8 +141,8 @@ class TrialResult:
 
     @property
     def error_line(self) -> str:
-        """The last line of the traceback."""
-        return last_line(self.error)
+        """What went wrong, in a line."""
+        return last_words(self.error)
 
     def _checkpoint(self) -> Path:
         if self.checkpoint is None:

@@ -15,13 +15,14 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import shoal
+from shoal.core.seats import epochs_of
 from shoal.core.spec import PassKind
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
 from shoal.planning import array_kind, array_place, recorded_width
 from shoal.recipe import Recipe
 from shoal.testing import array_loop, assert_same, plain_loop
-from shoal.verify import read_losses
+from shoal.verify import read_losses, verify_trials
 
 WORDS, INSIDE, CLASSES = 19, 6, 3
 
@@ -398,9 +399,17 @@ def slots_of(report) -> dict[int, tuple[int, int]]:
 
 
 def widths(report) -> list[int]:
-    """How wide the array of each trial was; 1 for those that were in none."""
-    trials = Snapshot.of(read_outline(report.directory)).trials
-    return [recorded_width(row.numerics) for row in trials]
+    """How wide the array of each trial was; 1 for those that were in none, or left it for good."""
+    keys = [row.numerics for row in Snapshot.of(read_outline(report.directory)).trials]
+    left = [any(epoch.for_good for epoch in epochs_of(key)) for key in keys]
+    return [1 if gone else recorded_width(key) for key, gone in zip(keys, left, strict=True)]
+
+
+def assert_verified(report, recipe: Recipe) -> None:
+    """All trials are what ``verify`` trains again from what is on record, bit for bit."""
+    rows = Snapshot.of(read_outline(report.directory)).trials
+    verdicts = list(verify_trials(report.directory, rows, recipe=recipe))
+    assert [verdict.first_difference for verdict in verdicts] == [""] * len(rows)
 
 
 def kinds(report) -> list[str]:

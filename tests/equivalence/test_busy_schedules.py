@@ -189,6 +189,7 @@ def test_in_an_array_too_or_it_leaves_it(name, optimizer, run):
             assert torch.allclose(state["model"][key], tensor, rtol=0, atol=1e-12), key
         assert torch.equal(state["rng"].torch, alone.rng.torch)
         assert state["rng"].python == alone.rng.python
+    squads.assert_verified(report, of)
 
 
 def test_shards_are_not_for_them(run):

@@ -9,10 +9,7 @@ import torch
 
 import shoal
 from shoal.core.plan import Plan
-from shoal.observe import read_outline
-from shoal.observe.snapshot import Snapshot
 from shoal.testing import plain_loop
-from shoal.verify import verify_trials
 
 SCHEDULED = ("temperature", "mode", "global")
 
@@ -58,13 +55,12 @@ def test_what_passes_read_and_others_change_keeps_trials_from_arrays(
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("odd", ["temperature", "mode", "optimizer", "hook"])
-def test_a_trial_whose_schedule_or_optimizer_changes_its_model_leaves_the_array(
-    odd, run_study, assert_alone
-):
+def test_a_trial_whose_schedule_or_optimizer_changes_its_model_leaves_the_array(odd, run_study):
     recipe = meddlers.recipe(schedule=meddlers.schedule)
     report = run_study(recipe, space(odd), steps=8, eval_every=4, fuse=3)
     assert squads.widths(report) == [1] * 3
-    assert_alone(report, report.trials, recipe, steps=8, eval_every=4)
+    assert_close(report, recipe, steps=8, eval_every=4)
+    squads.assert_verified(report, recipe)
 
 
 def test_a_buffer_that_a_schedule_assigns_stays_in_the_array(run_study):
@@ -82,9 +78,7 @@ def test_data_and_model_draw_in_turn_where_gradients_add_up(technique, accumulat
     report = run_study(recipe, space("noise"), epochs=2, fuse=3, technique=technique)
     assert squads.widths(report) == [3] * 3
     assert_close(report, recipe, epochs=2)
-    rows = Snapshot.of(read_outline(report.directory)).trials
-    verdicts = list(verify_trials(report.directory, rows, recipe=recipe))
-    assert [verdict.first_difference for verdict in verdicts] == [""] * 3
+    squads.assert_verified(report, recipe)
 
 
 def test_an_evaluation_that_raises_ends_its_own_trial_alone(run_study):

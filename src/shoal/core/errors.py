@@ -87,9 +87,14 @@ class StorageError(ShoalError):
 
 
 def last_words(error: str) -> str:
-    """What a traceback says in the end; of an error of shoal's own without its kind."""
-    last = error.strip().rpartition("\n")[2]
-    return _OWN_KIND.sub("", last, count=1)
+    """What the last error of a traceback says, in a line; without the kind of shoal's own.
+
+    Of a message of several lines the first, which says what happened.
+    """
+    lines = error.strip().splitlines() or [""]
+    said = next(filter(_KIND.match, reversed(lines)), lines[-1])
+    return _OWN_KIND.sub("", said.strip(), count=1)
 
 
+_KIND = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Declined|NotCuttable): ")
 _OWN_KIND = re.compile(r"^shoal(?:\.\w+)+: ")

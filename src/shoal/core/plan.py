@@ -52,6 +52,7 @@ class LoneNeed:
     step_s: Seconds
     technique: Spilled | None = None
     shards: tuple[ShardSpec, ...] = ()
+    waiting_bytes: Bytes = NO_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,8 @@ class ArrayRoom:
     """An array of ``width`` that a trial may come to: whom it shares it with, and what it takes.
 
     It is for the last ``most`` trials of their generation; None: for any number. ``step_s`` are of
-    one trial.
+    one trial. Of an array that is spilled, to which a trial that left it may have to go back, also
+    how.
     """
 
     group: str
@@ -71,6 +73,9 @@ class ArrayRoom:
     step_s: Seconds
     most: int | None = None
     captures: bool = True
+    technique: Spilled | None = None
+    shards: tuple[ShardSpec, ...] = ()
+    waiting_bytes: Bytes = NO_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,14 +172,6 @@ OWN_DIRECTORY = "."
 """For ``Plan.spill_dir``: the study's own directory, wherever that is."""
 ARRAY_KEYS = frozenset(("array", "array_pass", "array_floats", "array_widths"))
 """What a numerics key says of a trial's array."""
-NO_ARRAY = "none since step"
-"""How the numerics key of a trial begins that left its array for good, with the step."""
-
-
-def left_array(key: Mapping[str, Scalar] | None) -> dict[str, Scalar]:
-    """What of a numerics key says that its trial left its array for good, if it did."""
-    words = str((key or {}).get("array", ""))
-    return {"array": words} if words.startswith(NO_ARRAY) else {}
 
 
 def with_seats(key: Mapping[str, Scalar], epochs: Sequence[Epoch]) -> dict[str, Scalar]:
@@ -187,37 +184,13 @@ def with_seats(key: Mapping[str, Scalar], epochs: Sequence[Epoch]) -> dict[str, 
 def of_its_arrays(job: Job) -> dict[str, Scalar]:
     """What the key of a trial that is in no array says of those in which it was."""
     key, epochs = job.numerics, epochs_of(job.numerics)
-    if job.array is None and job.began is None and epochs and epochs[-1].width == ALONE:
+    if job.array is None and epochs and epochs[-1].width == ALONE:
         return {name: key[name] for name in (*ARRAY_KEYS, "array_company") if name in key}
-    return left_array(key)
+    return {}
 
 
 BITWISE = "bitwise in the pilot"
 """How a numerics key says that a chain was compared with its module, and equal."""
-
-
-def alone(job: Job, step: int, why: str) -> Job:
-    """The job of a trial that leaves its array after ``step`` steps and trains by itself."""
-    place = job.array or job.began
-    assert place is not None
-    need = place.alone
-    key = {k: v for k, v in job.numerics.items() if k not in ARRAY_KEYS}
-    waiting = job.waiting_bytes if need.technique else NO_BYTES
-    return replace(
-        job,
-        array=None,
-        began=None,
-        technique=need.technique or job.technique,
-        shards=need.shards or job.shards,
-        waiting_bytes=Bytes(job.waiting_bytes - waiting),
-        host_bytes=Bytes(job.host_bytes - waiting),
-        held_bytes=need.held_bytes,
-        unit_bytes=need.unit_bytes,
-        peak_bytes=need.peak_bytes,
-        step_s=need.step_s,
-        why=(*job.why, why),
-        numerics={**key, "array": f"{NO_ARRAY} {step}"} if step else key,
-    )
 
 
 def seated(job: Job, epochs: Sequence[Epoch]) -> Job:
@@ -228,7 +201,8 @@ def seated(job: Job, epochs: Sequence[Epoch]) -> Job:
     """
     first, last = job.began or job.array, epochs[-1]
     assert first is not None
-    key = {**job.numerics, "array": told(epochs)}
+    if not first.rooms:
+        first = replace(first, rooms=(room_of(job),))
     takes: LoneNeed | ArrayRoom = first.alone
     place = None
     if last.width != ALONE:
@@ -241,15 +215,40 @@ def seated(job: Job, epochs: Sequence[Epoch]) -> Job:
             kind=room.kind,
             captures=room.captures,
         )
+    waiting = takes.waiting_bytes if takes.technique else job.waiting_bytes
     return replace(
         job,
         array=place,
         began=first if len(epochs) > 1 else None,
+        technique=takes.technique or job.technique,
+        shards=takes.shards or job.shards,
+        waiting_bytes=waiting,
+        host_bytes=Bytes(job.host_bytes - job.waiting_bytes + waiting),
         held_bytes=takes.held_bytes,
         unit_bytes=takes.unit_bytes,
         peak_bytes=takes.peak_bytes,
         step_s=takes.step_s,
-        numerics=key,
+        numerics=with_seats(job.numerics, epochs),
+    )
+
+
+def room_of(job: Job) -> ArrayRoom:
+    """What a job takes in the array that it is in."""
+    place = job.array
+    assert place is not None
+    spilled = isinstance(job.technique, Spilled)
+    return ArrayRoom(
+        group=place.group,
+        width=place.width,
+        kind=place.kind,
+        held_bytes=job.held_bytes,
+        unit_bytes=job.unit_bytes,
+        peak_bytes=job.peak_bytes,
+        step_s=job.step_s,
+        captures=place.captures,
+        technique=job.technique if isinstance(job.technique, Spilled) else None,
+        shards=job.shards if spilled else (),
+        waiting_bytes=job.waiting_bytes if spilled else NO_BYTES,
     )
 
 
@@ -555,8 +554,16 @@ def _shard_from(record: Mapping[str, Any]) -> ShardSpec:
 
 
 def _array_from(record: Mapping[str, Any]) -> ArrayPlace:
-    alone = dict(record["alone"])
-    alone["technique"] = Spilled(**alone["technique"]) if alone.get("technique") else None
-    alone["shards"] = _shards_from(alone.get("shards", ()))
-    rooms = tuple(ArrayRoom(**room) for room in record.get("rooms", ()))
-    return ArrayPlace(**{**record, "alone": LoneNeed(**alone), "rooms": rooms})
+    alone = LoneNeed(**_need_from(record["alone"]))
+    rooms = tuple(ArrayRoom(**_need_from(room)) for room in record.get("rooms", ()))
+    return ArrayPlace(**{**record, "alone": alone, "rooms": rooms})
+
+
+def _need_from(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What a trial takes alone or in an array; how, where that is in shards."""
+    technique, shards = record.get("technique"), record.get("shards", ())
+    return {
+        **record,
+        "technique": Spilled(**technique) if technique else None,
+        "shards": _shards_from(shards),
+    }

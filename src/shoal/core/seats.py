@@ -10,6 +10,10 @@ Each part is an epoch: it holds for the steps after the one that it names, until
 So does one that a user asked for when the study was resumed (``fuse=4, accept_numerics=True``):
 
     slot 3 of 16; as asked from step 75 slot 1 of 4
+
+A trial that its array cannot train any further leaves it for good, at the step up to which it did:
+
+    slot 3 of 16; for good from step 7 alone
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ ALONE = 1
 OTHERS_PRUNED = "others were pruned"
 """Why a trial gets another seat; no reason to say anything of it."""
 _PART = re.compile(
-    r"(?:(?P<asked>as asked )?from step (?P<step>\d+) )?"
+    r"(?:(?P<since>as asked |for good )?from step (?P<step>\d+) )?"
     r"(?:slot (?P<slot>\d+) of (?P<width>\d+)|alone)"
 )
 
@@ -31,29 +35,34 @@ _PART = re.compile(
 class Epoch(NamedTuple):
     """After ``step`` steps the trial is in this slot of an array of ``width``, or by itself.
 
-    ``asked``: not since others were pruned, but by a user's wish.
+    ``asked``: not since others were pruned, but by a user's wish. ``for_good``: since its array
+    could not train it any further.
     """
 
     step: int
     slot: int
     width: int
     asked: bool = False
+    for_good: bool = False
 
     def __str__(self) -> str:
         where = "alone" if self.width == ALONE else f"slot {self.slot} of {self.width}"
         since = f"from step {self.step} {where}" if self.step else where
-        return f"as asked {since}" if self.asked and self.step else since
+        if not self.step:
+            return since
+        return f"{'as asked ' * self.asked}{'for good ' * self.for_good}{since}"
 
 
 def epochs_of(numerics: Mapping[str, object]) -> tuple[Epoch, ...]:
-    """What a numerics key tells; none of a trial that was in no array, or left it unplanned."""
+    """What a numerics key tells; none of a trial that was in no array."""
     found = []
     for part in str(numerics.get("array", "")).split("; "):
         if (told := _PART.fullmatch(part)) is None:
             return ()
         step, slot = int(told["step"] or 0), int(told["slot"] or 0)
         width = int(told["width"] or ALONE)
-        found.append(Epoch(step, slot, width, bool(told["asked"])))
+        since = told["since"] or ""
+        found.append(Epoch(step, slot, width, since == "as asked ", since == "for good "))
     return tuple(found)
 
 

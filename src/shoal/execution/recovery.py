@@ -76,14 +76,15 @@ class Recovery:
         if isinstance(cause, StorageError) and state.restore:
             self._read_again(state, reply)
         elif state.job.array is not None and _leaves_array(reply):
+            step = _last_step_there(state)
             self._set_back(state, "it cannot train in its array")
-            leave_array(self._floor, state, last_words(reply.error))
+            leave_array(self._floor, state, step, last_words(reply.error))
             self._begin(state)
         elif is_out_of_memory(reply.error):
             growth = cause.growth if isinstance(cause, CapacityError) else 1.0
             self._set_back(state, "it ran out of memory")
             if state.job.array is not None or state.job.began is not None:
-                leave_array(self._floor, state, "by itself it ran out of memory")
+                leave_array(self._floor, state, state.step, "by itself it ran out of memory")
             if reply.trial in self._floor.open:
                 self._replanning.make_smaller(state, reply.error, growth)
         elif isinstance(cause, NarrowError):
@@ -204,9 +205,10 @@ class Recovery:
                 continue
             if min(seated) in ends:  # whom an array's pass counts as
                 state.deaths = 0
-                leave_array(self._floor, state, "its array ended its worker")
+                leave_array(self._floor, state, state.step, "its array ended its worker")
             elif trial in ends:
-                leave_array(self._floor, state, "its own code ended its array's worker")
+                why = "its own code ended its array's worker"
+                leave_array(self._floor, state, state.step, why)
 
     def _replace_later(self, device: DeviceSpec) -> None:
         name, now = device.name, time.monotonic()
@@ -312,3 +314,11 @@ class Recovery:
 def _leaves_array(reply: Refused) -> bool:
     """Whether what failed is the array, and the trial may do alone."""
     return isinstance(reply.cause, Declined) or is_out_of_memory(reply.error)
+
+
+def _last_step_there(state: TrialRun) -> int:
+    """Up to which step its array could train a trial that it cannot train any further.
+
+    Where it was known, it could not be evaluated after it.
+    """
+    return state.step - state.leaves_now

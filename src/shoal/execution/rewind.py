@@ -1,4 +1,13 @@
-"""Back to the newest generation: what becomes of a trial whose region may hold half a step."""
+"""Back to the newest generation: what becomes of a trial whose region may hold half a step.
+
+[Note: leaving an array]
+A trial that its array cannot train any further (code of its own froze parameters, memory lacks)
+leaves it for good, after the last step that the array did. It goes there once more from its
+newest generation, so that its bits do not depend on when that was written:
+
+    saved at 5 | steps 6, 7 in the array, 8 fails
+                 steps 6, 7 in the array, saved | 8, 9, ... alone
+"""
 
 from __future__ import annotations
 
@@ -7,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from shoal.core import event as events
-from shoal.core.plan import alone, seated_at, with_seats
-from shoal.core.seats import base_of, rebased
+from shoal.core.plan import seated, seated_at, with_seats
+from shoal.core.seats import ALONE, Epoch, base_of, rebased, until, with_epoch
 from shoal.core.studyfiles import generation_name
 from shoal.execution.floor import Floor
 from shoal.execution.trial import TrialRun
@@ -53,8 +62,12 @@ def _unseat(floor: Floor, state: TrialRun) -> None:
         state.seats = seats
         known = replace(state.job, numerics=with_seats(state.job.numerics, seats))
         floor.tell_replanned(known, state.step, f"a seat that was asked for: {base_of(seats)}")
-    later = [epoch.step for epoch in state.seats if epoch.step > state.step]
-    if later and (state.job.array or state.job.began):
+    if not (state.job.array or state.job.began):
+        if until(state.seats, state.step) != state.seats:
+            leave_array(floor, state, state.step, "its array is not there any more")
+        return
+    later = [e.step for e in state.seats if e.step > state.step and not e.for_good]
+    if later:
         state.halt = min(later)
 
 
@@ -64,8 +77,32 @@ def damaged(floor: Floor, trial: int, path: Path, why: str) -> None:
     floor.tell(events.CheckpointDamaged(time=time.time(), trial=trial, path=where, reason=why))
 
 
-def leave_array(floor: Floor, state: TrialRun, reason: str) -> None:
-    """The trial trains alone from its newest generation on; its numerics key says since when."""
-    state.seats = ()
-    state.rejob(alone(state.job, state.step, reason), state.layout)
-    floor.tell_replanned(state.job, state.step, reason)
+def leave_array(floor: Floor, state: TrialRun, step: int, reason: str) -> None:
+    """The trial trains alone from ``step`` on; its numerics key says so.
+
+    It has fallen back, and has to come there again in its array first: how many of its steps are
+    an array's does not depend on when it was saved. One that has left it already stays as it is.
+    """
+    if state.job.array is None and any(epoch.for_good for epoch in until(state.seats, state.step)):
+        return
+    epochs = with_epoch(state.seats, Epoch(max(step, state.step), 0, ALONE, for_good=True))
+    state.seats = epochs
+    left = replace(state.job, why=(*state.job.why, reason))
+    if left.array or left.began:
+        left = seated(left, epochs)
+    else:
+        left = replace(left, numerics=with_seats(left.numerics, epochs))
+    if state.step >= epochs[-1].step:
+        state.rejob(left, state.layout)
+    floor.tell_replanned(left, epochs[-1].step, reason)
+
+
+def leave_now(floor: Floor, state: TrialRun) -> None:
+    """A trial that came to the step at which it leaves its array, and is saved, goes on alone."""
+    if state.job.trial not in floor.open or not state.leaves_now:
+        return  # it ended, or lost what it had
+    floor.forget(state)
+    state.leave_home()
+    state.job = seated(state.job, state.seats)
+    floor.leave(state)
+    floor.begin(state)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from shoal.core import event as events
@@ -27,6 +28,7 @@ from shoal.execution.hunt import Hunt
 from shoal.execution.pausing import Pausing
 from shoal.execution.recovery import Recovery
 from shoal.execution.replanning import Replanning
+from shoal.execution.rewind import leave_now
 from shoal.execution.searching import Searching
 from shoal.execution.trial import Start, TrialRun, total_steps
 from shoal.execution.watchdog import Backoff, Watchdog
@@ -394,6 +396,9 @@ class Execution:
         state.parked_at = state.device
         if reply.ended:
             self._endings.last_step_done(state, reply)
+        elif state.leaves_now:
+            state.after_save.append(partial(leave_now, self._floor, state))
+            self._parked(state)
         elif state.is_halted:
             self._wait_for_others(state)
         elif state.steps_left == 0:

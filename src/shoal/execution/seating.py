@@ -96,4 +96,5 @@ def _first(job: Job) -> ArrayPlace | None:
     """The array in which it began, of a trial that may get other seats."""
     first = job.began or job.array
     may_move = first is not None and bool(first.rooms) and "array_widths" in job.numerics
-    return first if may_move else None
+    has_left = any(epoch.for_good for epoch in epochs_of(job.numerics))
+    return first if may_move and not has_left else None

@@ -53,7 +53,7 @@ class TrialRun:
     progress: Progress | None = None
     restore: str = ""
     warm: bool = False
-    seats: tuple[Epoch, ...] = ()  # that it had, or will have again, of those on record
+    seats: tuple[Epoch, ...] = ()  # that it had, or will have (again), of those on record
     inherits: Mapping[int, Exploit] = field(default_factory=dict)  # by step, as is on record
     inherited_at: int = -1  # the step at which its state became another one's
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -83,8 +83,9 @@ class TrialRun:
 
     @property
     def steps_left(self) -> int | None:
-        """Steps to its end, or to where it waits."""
-        end = self.total if self.halt is None else self.halt
+        """Steps to its end, or to where it waits or leaves its array."""
+        stops = [step for step in (self.halt, self.leaves_at) if step is not None]
+        end = min(stops, default=self.total)
         return None if end is None else max(0, end - self.step)
 
     @property
@@ -92,9 +93,20 @@ class TrialRun:
         """Whether it came to where it waits for its generation."""
         return self.halt is not None and self.step >= self.halt
 
+    @property
+    def leaves_at(self) -> int | None:
+        """The step at which it leaves its array for good; None: no such step is to come."""
+        leaves = self.job.array is not None and bool(self.seats) and self.seats[-1].for_good
+        return self.seats[-1].step if leaves else None
+
+    @property
+    def leaves_now(self) -> bool:
+        """Whether it came to where it leaves its array for good."""
+        return self.leaves_at is not None and self.step >= self.leaves_at
+
     def before_halt(self, step: int) -> int:
-        """``step``, or where it waits if that comes first."""
-        return step if self.halt is None else min(step, self.halt)
+        """``step``, or where it waits or leaves its array if that comes first."""
+        return min(s for s in (step, self.halt, self.leaves_at) if s is not None)
 
     @property
     def lost_step(self) -> int | None:

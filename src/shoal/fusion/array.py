@@ -238,7 +238,7 @@ class Array:
             member = self._crew.members[slot]
             try:
                 refuse_nonfinite(member.recipe, losses, member.step + 1)
-                advance_schedule(self._crew, slot)
+                advance_schedule(self._crew, slot, may_freeze=isinstance(own, LoneSteps))
                 member.step += 1
             except (Exception, SystemExit) as error:
                 failures[slot] = error

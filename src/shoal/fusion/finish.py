@@ -12,7 +12,7 @@ from shoal.bound import clip_limit
 from shoal.fusion.crew import ArrayBackend, Crew
 from shoal.fusion.declined import Declined
 from shoal.fusion.likeness import Snapshot
-from shoal.fusion.loop import torch_streams_of
+from shoal.fusion.loop import LoopBackend, torch_streams_of
 from shoal.fusion.member import Member
 from shoal.fusion.optim import FusedSteps
 from shoal.habits import kept_in_place, trained
@@ -27,6 +27,7 @@ class Finisher:
 
     def __init__(self, crew: Crew, backend: ArrayBackend, names_held: Sequence[str]) -> None:
         self._crew, self._backend = crew, backend
+        self._runs_copies = type(backend) is not LoopBackend
         self._fused = FusedSteps(backend.steps)
         self._names_held = names_held
         self._handed_out = True  # whether parameters may have gradients of their own
@@ -81,9 +82,9 @@ class Finisher:
                     member.optimizer.step()
                 if member.schedule and member.habits.touches:
                     with self._code_kept(slot):
-                        advance_schedule(self._crew, slot)
+                        self._advance_schedule(slot)
                 else:
-                    advance_schedule(self._crew, slot)
+                    self._advance_schedule(slot)
                 member.step += 1
             except (Exception, SystemExit) as error:
                 failures[slot] = error
@@ -92,8 +93,12 @@ class Finisher:
     def _step_theirs(self, slot: int) -> None:
         """Step an optimizer of the user's, which may draw, and give parameters other data."""
         streams = torch_streams_of(self._crew, slot)
-        with self._code_kept(slot), _held(self._crew, slot), streams:
+        held = _held(self._crew, slot, may_freeze=not self._runs_copies)
+        with self._code_kept(slot), held, streams:
             self._crew.members[slot].optimizer.step()
+
+    def _advance_schedule(self, slot: int) -> None:
+        advance_schedule(self._crew, slot, may_freeze=not self._runs_copies)
 
     @contextmanager
     def _code_kept(self, slot: int) -> Iterator[None]:
@@ -102,6 +107,9 @@ class Finisher:
         Raises:
             Declined: an attribute, a part, a hook or a mode of the model is another one.
         """
+        if not self._runs_copies:
+            yield
+            return
         module = self._crew.members[slot].module
         known, code = self._codes.get(slot, (None, None))
         if known is not module or code is None or code.change():
@@ -132,36 +140,38 @@ class Finisher:
         self._fused.let_go(member.optimizer)
 
 
-def advance_schedule(crew: Crew, slot: int) -> None:
+def advance_schedule(crew: Crew, slot: int, *, may_freeze: bool) -> None:
     """Step a slot's schedule, as it does alone.
 
+    ``may_freeze``: each slot's passes are its own module's.
+
     Raises:
-        Declined: it froze parameters, or unfroze some.
+        Declined: it froze parameters, or unfroze some, and may not.
     """
     member = crew.members[slot]
     if not member.schedule:
         return
     with ExitStack() as inside:
         if member.habits.touches:
-            inside.enter_context(_held(crew, slot))
+            inside.enter_context(_held(crew, slot, may_freeze=may_freeze))
         if member.habits.draws:
             inside.enter_context(torch_streams_of(crew, slot))
         member.schedule.step()
 
 
 @contextmanager
-def _held(crew: Crew, slot: int) -> Iterator[None]:
+def _held(crew: Crew, slot: int, *, may_freeze: bool) -> Iterator[None]:
     """Code of the user's may give parameters other data: their rows have it then.
 
     Raises:
-        Declined: it froze parameters, or unfroze some.
+        Declined: it froze parameters, or unfroze some, and may not.
     """
     module = crew.members[slot].module
     before = trained(module)
     with kept_in_place(dict(module.named_parameters())):
         yield
     crew.stacked.put_buffers(slot, module)
-    if trained(module) != before:
+    if not may_freeze and trained(module) != before:
         raise Declined(
             "parameters were frozen or unfrozen while it trained, and those of an array are "
             "trained in all slots or in none"

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from shoal.core import event as events
 from shoal.core.errors import SpecError, StorageError
-from shoal.core.plan import NO_ARRAY, Plan
+from shoal.core.plan import Plan
 from shoal.core.seats import epochs_of, is_continued
 from shoal.core.spec import Scalar
 from shoal.core.studyfiles import generation_name
@@ -267,10 +267,8 @@ def asked_seats(plan: Plan, recorded: Mapping[int, Mapping[str, Scalar]]) -> lis
 
 
 def _is_on_record(then: Scalar, now: Scalar) -> bool:
-    """Whether what a trial's array has become is told already: it left it, or has another seat."""
-    if then == ALONE["array"]:
-        then = "alone"
-    return str(now).startswith(NO_ARRAY) or is_continued(then, now)
+    """Whether what a trial's array has become is told already: it has another seat."""
+    return is_continued("alone" if then == ALONE["array"] else then, now)
 
 
 def refuse_numerics(changes: list[str]) -> None:

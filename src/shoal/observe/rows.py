@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from shoal.core.errors import last_words
 from shoal.core.event import WorkerStalled
 from shoal.core.spec import Scalar
 
@@ -22,15 +22,6 @@ class TrialState(StrEnum):
     FAILED = "FAILED"
     STOPPED = "STOPPED"  # ended by hand or by a limit; can be extended
     PRUNED = "PRUNED"  # ended by the study's pruner, as others did better
-
-
-_OURS = re.compile(r"^shoal\.core\.errors\.\w+: ")
-
-
-def last_line(error: str) -> str:
-    """Of a traceback what went wrong, without the name of one of shoal's own errors."""
-    lines = error.strip().splitlines()
-    return _OURS.sub("", lines[-1].strip()) if lines else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +120,8 @@ class TrialRow:
 
     @property
     def error_line(self) -> str:
-        """The last line of the traceback: what a table has room for."""
-        return last_line(self.error)
+        """What went wrong, in a line: what a table has room for."""
+        return last_words(self.error)
 
     @property
     def is_done(self) -> bool:

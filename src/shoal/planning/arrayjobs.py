@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from shoal.core.plan import ARRAY_KEYS, ArrayPlace, ArrayRoom, Job, LoneNeed, seated
+from shoal.core.plan import ARRAY_KEYS, ArrayPlace, ArrayRoom, Job, LoneNeed, room_of, seated
 from shoal.core.seats import ALONE, Epoch, epochs_of
 from shoal.core.spec import NO_SECONDS, PassKind, Scalar, WidthMeasure
 from shoal.core.technique import as_they_travel, kept_shards
@@ -102,16 +102,7 @@ def with_rooms(
     company it goes on to say the same. An array in shards is of one width: its trials' homes are.
     """
     assert job.array is not None
-    own = ArrayRoom(
-        group=job.array.group,
-        width=job.array.width,
-        kind=job.array.kind,
-        held_bytes=job.held_bytes,
-        unit_bytes=job.unit_bytes,
-        peak_bytes=job.peak_bytes,
-        step_s=job.step_s,
-        captures=job.array.captures,
-    )
+    own = room_of(job)
     others = [_room(alone, place, f, most=m, captures=later.captures) for f, m in later.found]
     array = replace(
         job.array,
@@ -173,7 +164,7 @@ def as_recorded(
     if job.array is None:
         return job
     needed = {epoch.width for epoch in epochs if epoch not in there[:-1]}
-    if not needed <= {ALONE, *(room.width for room in job.array.rooms)}:
+    if not needed <= {ALONE, job.array.width, *(room.width for room in job.array.rooms)}:
         return job
     return seated(job, epochs)
 

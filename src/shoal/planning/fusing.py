@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 
-from shoal.core.plan import Job, left_array
+from shoal.core.plan import Job
 from shoal.core.seats import ALONE, Epoch, epochs_of, longer
 from shoal.core.spec import (
     NO_BYTES,
@@ -458,12 +458,12 @@ class Fusing:
         before = self._recorded.get(job.trial)
         seat = None if before is None else recorded_seat(before)
         width = shape.width if seat is None else seat.width
-        key = {**job.numerics, **left_array(before), "array_group": shape.group}
+        key = {**job.numerics, "array_group": shape.group}
         if before and "array_company" in before:  # with whom it began, also where it left them
             key["array_company"] = before["array_company"]
         job = replace(job, numerics=key)
         there = self._there(job.trial, before)
-        if width == ALONE:
+        if width == ALONE or (there and there[-1].for_good):
             job = replace(job, why=(*job.why, *shape.why))
             return as_recorded(job, before or {}, there)
         kind = self._kind(shape, before, told[job.trial])

@@ -107,7 +107,7 @@ class Reseating:
         now = so_far[-1]
         if width in (now.width, base_of(so_far).width):  # or it got where it is by that wish
             return key, ""
-        if why_not := self._why_not(key, width):
+        if why_not := self._why_not(key, now, width):
             return key, f"{_it_stays(now)}: {why_not}"
         if not self._accepts:
             way = "--accept-numerics (accept_numerics=True)"
@@ -123,8 +123,8 @@ class Reseating:
         """What there is to say of a seat that cannot be had."""
         return f"{_it_stays(until(_seats(key), self._steps[trial])[-1])}: {why_not}"
 
-    def _why_not(self, key: Key, width: int) -> str:
-        if "array" in key and not epochs_of(key):
+    def _why_not(self, key: Key, now: Epoch, width: int) -> str:
+        if now.for_good:
             return "it left its array for good"
         odd = next((kind for kind in (array_kind(key), self._kind) if kind in ONE_WIDTH), None)
         if odd is None or width == ALONE:

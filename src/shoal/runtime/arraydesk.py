@@ -156,7 +156,7 @@ class ArrayDesk:
     # -- stepping -------------------------------------------------------------------------
 
     def step(self, array: ArraySeat) -> None:
-        """A round of its trials."""
+        """A round of its trials. Where all of them failed nobody comes into what is left of it."""
         self._stepping = array.number
         self._record(self._stepping)
         try:
@@ -167,6 +167,7 @@ class ArrayDesk:
         finally:
             self._stepping = None
             self._record(None)
+        self._close_if_empty(array)
 
     def _guard(self, trial: int, work: Callable[[], None]) -> None:
         """Run a trial's own code; what it raises ends that trial and no other."""

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from shoal.core.errors import SpecError
 from shoal.core.event import TrialPlanned
-from shoal.core.plan import NO_ARRAY
 from shoal.observe.reader import read_outline
 from shoal.observe.rows import TrialRow, TrialState, metric_rank
 from shoal.observe.snapshot import Snapshot
@@ -91,9 +90,6 @@ def skip_reason(row: TrialRow, warm: Collection[int], gone: Collection[int] = ()
             f"it began from the state of trial {row.parent}, which the plain loop does not have; "
             f"verify trial {row.parent}"
         )
-    if (array := str(row.numerics.get("array", ""))).startswith(NO_ARRAY):
-        step = array.rpartition(" ")[2]
-        return f"it trained in an array up to step {step} and alone from there on"
     if row.state is TrialState.FAILED:
         return f"it failed at step {row.step}: {row.error_line}"
     if not row.is_done:

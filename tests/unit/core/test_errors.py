@@ -14,6 +14,12 @@ from shoal.core.errors import last_words
         ("Traceback ...\nValueError: 3: too many\n", "ValueError: 3: too many"),
         ("mine.shoal.Error: no", "mine.shoal.Error: no"),
         ("", ""),
+        (
+            "  File x\nshoal.core.errors.CapacityError: no room for 5 MiB.\nCut it, or wait.",
+            "no room for 5 MiB.",
+        ),
+        ("  File x\nRuntimeError: no\n\nPlanError: planned again\n", "PlanError: planned again"),
+        ("  File x\nmine.Odd: no\nand more", "and more"),
     ],
 )
 def test_the_kind_of_an_error_is_said_but_for_those_of_shoals_own(error, words):

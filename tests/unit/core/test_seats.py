@@ -21,6 +21,7 @@ from shoal.core.seats import (
     until,
     with_epoch,
 )
+from shoal.core.technique import Spilled
 from shoal.testing import make_job
 
 WIDTHS = (4, 2, ALONE)
@@ -33,6 +34,8 @@ def histories(draw):
     for step in [0, *steps]:
         width = draw(st.sampled_from(WIDTHS if step else WIDTHS[:1]))
         seats.append(Epoch(step, draw(st.integers(0, width - 1)), width))
+    if draw(st.booleans()):
+        seats.append(Epoch(max(steps, default=0) + 5, 0, ALONE, for_good=True))
     return tuple(seats)
 
 
@@ -98,6 +101,24 @@ def test_the_seat_that_others_follow_from():
 def test_words():
     history = (Epoch(0, 3, 16), Epoch(120, 0, 4), Epoch(360, 0, ALONE))
     assert told(history) == "slot 3 of 16; from step 120 slot 0 of 4; from step 360 alone"
+    left = (Epoch(0, 3, 16), Epoch(7, 0, ALONE, for_good=True))
+    assert told(left) == "slot 3 of 16; for good from step 7 alone"
+    assert told([Epoch(0, 0, ALONE, for_good=True)]) == "alone"
+
+
+def test_a_job_in_shards_that_leaves_its_array_is_in_others_and_goes_back_to_them():
+    job = make()
+    alone, shards = Spilled(optimizer="host"), (replace(job.shards[0], owned_bytes=7),)
+    need = replace(job.array.alone, technique=alone, shards=shards)
+    place = replace(job.array, alone=need, rooms=())
+    job = replace(
+        job, array=place, technique=Spilled(shards=1, keep=(0,)), waiting_bytes=3, host_bytes=90
+    )
+    left = seated(job, (Epoch(0, 3, 4), Epoch(7, 0, ALONE, for_good=True)))
+    assert (left.array, left.technique, left.shards) == (None, alone, shards)
+    assert (left.waiting_bytes, left.host_bytes, left.held_bytes) == (0, 87, 10)
+    back = seated_at(left, 6)
+    assert replace(back, array=place) == job
 
 
 @given(histories(), st.integers(0, 60))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.core.plan import NO_ARRAY, left_array
+from shoal.core.plan import of_its_arrays
 from shoal.core.spec import LayerMeasure, ShardSpec
 from shoal.core.technique import Captured, Pipelined, Resident, Spilled
 from shoal.core.units import Bytes, Seconds
@@ -305,7 +305,8 @@ def test_an_order_that_was_rehearsed_for_other_shards_is_open_in_every_rung():
 
 
 def test_having_left_an_array_is_carried_into_the_next_job():
-    before, after = {"precision": "fp32", "array": f"{NO_ARRAY} 5"}, {"precision": "fp32"}
-    assert not same_bits(before, after)
-    assert same_bits(before, after | left_array(before))
-    assert left_array({"array": "slot 1 of 4"}) == left_array({}) == left_array(None) == {}
+    key = {"precision": "fp32", "array": "slot 1 of 4; for good from step 5 alone"}
+    before, after = replace(make_job(0), numerics=key), {"precision": "fp32"}
+    assert not same_bits(key, after)
+    assert same_bits(key, after | of_its_arrays(before))
+    assert of_its_arrays(make_job(0)) == {}

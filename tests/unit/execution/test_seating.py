@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal.core.plan import ArrayPlace, ArrayRoom, LoneNeed, alone, seated_at
-from shoal.core.seats import epochs_of
+from shoal.core.plan import ArrayPlace, ArrayRoom, LoneNeed, seated, seated_at
+from shoal.core.seats import ALONE, Epoch, epochs_of
 from shoal.execution.seating import Seating
 from shoal.execution.trial import TrialRun
 from shoal.search import Search
@@ -34,16 +34,24 @@ def job_of(trial: int):
     return replace(make_job(trial), array=place, numerics=key)
 
 
+def left(job, step):
+    """The job of a trial that left its array for good."""
+    return seated(job, (*epochs_of(job.numerics), Epoch(step, 0, ALONE, for_good=True)))
+
+
 class Study:
     """A search and its trials as a run sees them, without devices."""
 
     def __init__(self, trials: int, size: int, keys=None, gone=()) -> None:
         self.search = Search(size, Halving("min"))
         self.told = []
-        self.floor = SimpleNamespace(states={}, tell=self.told.append)
+        self.floor = SimpleNamespace(states={}, tell_replanned=self._replanned)
         self.keys = keys or {}
         self.grow(trials, gone)
         self.seating = Seating(self.search, self.floor, self.keys)
+
+    def _replanned(self, job, step, reason) -> None:
+        self.told.append(SimpleNamespace(trial=job.trial, step=step))
 
     def grow(self, to: int, gone=()) -> None:
         for trial in range(len(self.search._facts), to):
@@ -96,15 +104,40 @@ def test_a_trial_that_left_its_array_counts_as_before(restarted):
     study.come_to(1, range(6))
     if restarted:  # an earlier run's trials are known by their keys alone
         keys = {t: job_of(t).numerics for t in range(6)}
-        keys[1] = alone(job_of(1), 6, "it cannot").numerics
+        keys[1] = left(job_of(1), 6).numerics
         study = Study(12, size=6, keys=keys, gone=range(6))
         study.come_to(1, range(6))
     else:
-        study.floor.states[1].job = alone(study.floor.states[1].job, 6, "it cannot")
+        study.floor.states[1].job = left(study.floor.states[1].job, 6)
     study.come_to(1, range(6, 12))
     going = [t for t in range(12) if study.search.goes_on_after(t, 1)]
     ranks = {t: study.seating._ranks.after(t, 1) for t in going if t >= 6}
     assert [rank.place for rank in ranks.values()] == [going.index(t) for t in ranks]
+
+
+def test_a_trial_that_left_its_array_for_good_gets_no_other_seat():
+    study = Study(6, size=6)
+    study.come_to(1, range(6))
+    study.come_to(3, range(2))
+    state = study.floor.states[0]
+    assert study.take(0) == "slot 0 of 2; from step 12 alone"
+    state.job = left(job_of(0), 3)
+    state.seats = epochs_of(state.job.numerics)
+    assert study.take(0) == "slot 0 of 2; for good from step 3 alone"
+    assert study.seating.next_rung(state, EVERY, None) is None
+
+
+def test_a_trial_stops_where_it_is_to_leave_its_array():
+    state = TrialRun(job=job_of(1), layout=None, total=36, halt=8)
+    seats = (*epochs_of(state.job.numerics), Epoch(5, 0, ALONE, for_good=True))
+    assert (state.leaves_at, state.steps_left, state.before_halt(20)) == (None, 8, 8)
+    state.seats = seats
+    assert (state.leaves_at, state.steps_left, state.before_halt(20)) == (5, 5, 5)
+    assert not state.leaves_now
+    state.step = 5
+    assert state.leaves_now
+    state.job = seated(state.job, seats)
+    assert (state.leaves_at, state.steps_left, state.leaves_now) == (None, 3, False)
 
 
 def test_a_trial_that_fails_after_its_rung_is_the_same_in_the_next_run():

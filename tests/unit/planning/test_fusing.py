@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from shoal.core.errors import SpecError
-from shoal.core.plan import ArrayPlace, LoneNeed, Plan, alone, plan_from_dict
+from shoal.core.plan import ArrayPlace, LoneNeed, Plan, plan_from_dict, seated, seated_at
+from shoal.core.seats import Epoch, epochs_of
 from shoal.core.spec import TrialSpec
 from shoal.core.technique import Captured, Resident, Spilled
 from shoal.core.units import Bytes, Seconds
@@ -84,16 +85,24 @@ def place(
     fusing=None,
     constants=NONE,
     techniques=None,
+    steps=None,
 ):
     """The jobs of trials with these numbers."""
     specs = [TrialSpec(number=n, hp={"lr": 0.1}, seed=n) for n in numbers]
-    fusing = fusing or Fusing(wish, [make_device(memory=memory)], recorded or {})
+    devices = [make_device(memory=memory)]
+    fusing = fusing or Fusing(wish, devices, recorded or {}, steps=steps or {})
     facts = facts or dict.fromkeys(numbers, ONE)
     jobs = [
         replace(make_job(n), technique=techniques[n]) if techniques else make_job(n)
         for n in numbers
     ]
     return fusing.places(jobs, specs, facts, asked or Asked(), constants=constants)
+
+
+def left(job, step):
+    """The job of a trial that left its array for good."""
+    seats = (*epochs_of(job.numerics), Epoch(step, 0, ALONE, for_good=True))
+    return seated(job, seats if step else seats[-1:])
 
 
 def widths(jobs):
@@ -266,14 +275,26 @@ def test_another_shape_does_not_take_over_a_width():
 
 def test_a_trial_that_leaves_its_array_says_since_when_and_stays_out():
     (job,) = place(2, [0])
-    lone = alone(job, 7, "it is odd")
+    lone = left(job, 7)
     assert lone.array is None
     assert (lone.held_bytes, lone.step_s) == (make_job(0).held_bytes, make_job(0).step_s)
-    assert lone.numerics["array"] == "none since step 7"
-    (again,) = place(2, [0], recorded={0: lone.numerics})
-    assert again.array is None
-    assert again.numerics["array"] == "none since step 7"
-    assert "array" not in alone(job, 0, "it is odd").numerics
+    assert lone.numerics["array"] == "slot 0 of 2; for good from step 7 alone"
+    for step in (7, 12):
+        asked = Asked()
+        (again,) = place(2, [0], recorded={0: lone.numerics}, asked=asked, steps={0: step})
+        assert again.array is again.began is None
+        assert again.numerics["array"] == lone.numerics["array"]
+        assert not asked.orders  # nobody needs an array
+    assert "array" not in left(job, 0).numerics
+
+
+def test_one_that_leaves_its_array_later_than_it_goes_on_comes_there_in_it():
+    (job,) = place(2, [0])
+    (again,) = place(2, [0], recorded={0: left(job, 7).numerics}, steps={0: 5})
+    there = seated_at(again, 5)
+    assert (there.array.slot, there.array.width) == (0, 2)
+    assert there.numerics["array"] == "slot 0 of 2"
+    assert seated_at(again, 7).array is None
 
 
 # ------------------------------------------------------------------ how passes run
@@ -312,7 +333,8 @@ def test_a_graph_is_on_record_and_a_compiler_in_the_numerics_key():
     assert job.numerics["array"] == "slot 0 of 4"
     assert array_kind(job.numerics) == "compiled"
     assert array_kind({"array": "slot 0 of 4"}) == "eager"  # of a study of old
-    assert "array_pass" not in alone(job, 3, "it is odd").numerics
+    assert left(job, 3).numerics["array_pass"] == "compiled, g++ 1"
+    assert "array_pass" not in left(job, 0).numerics
 
 
 def test_what_cannot_be_compiled_trains_alone_and_says_so():

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.core.plan import alone
+from shoal.core.plan import seated
+from shoal.core.seats import ALONE, Epoch, epochs_of
 from shoal.core.spec import JobMeasure, LayerMeasure, TrialSpec
 from shoal.core.technique import Pipelined, Resident, Spilled
 from shoal.core.units import Bytes, Seconds
@@ -187,12 +188,12 @@ def test_a_trial_of_an_array_that_does_not_fit_is_spilled_with_it():
 
 def test_one_that_leaves_it_trains_alone_in_the_same_shards():
     _, jobs = placed(Found(request=REQUEST, speeds=SPEEDS, budget=Bytes(100)))
-    job = alone(jobs[0], 5, "it had to")
+    job = seated(jobs[0], (*epochs_of(jobs[0].numerics), Epoch(5, 0, ALONE, for_good=True)))
     assert job.array is None
     assert job.technique == PLAN.lone_technique
     assert (job.held_bytes, job.unit_bytes, job.waiting_bytes) == (20, 10, 0)
     assert job.host_bytes == jobs[0].host_bytes - 640
-    assert job.numerics["array"] == "none since step 5"
+    assert job.numerics["array"] == "slot 0 of 2; for good from step 5 alone"
 
 
 def test_without_shards_it_trains_alone_and_says_why():
@@ -216,4 +217,4 @@ def test_a_trial_that_would_draw_ahead_alone_does_not_in_an_array_in_shards_nor_
     )
     inside = in_spilled_array(job, ArraySlot("g", 0, ""), made, 2, ())
     assert not inside.foretells
-    assert not alone(inside, 5, "it left").foretells
+    assert not seated(inside, (Epoch(5, 0, ALONE, for_good=True),)).foretells

@@ -24,7 +24,12 @@ Events = Callable[..., Iterator[Event]]
         ("Spilled", 3, "slot 1 of 2", "spilled, slot 1 of an array of 2, 3 shards, predicted"),
         ("Captured", 1, "slot 7 of 8; from step 9 slot 1 of 2", "slot 1 of an array of 2, pred"),
         ("Captured", 1, "slot 7 of 8; from step 9 alone", "captured, 1 shard, predicted peak"),
-        ("Resident", 1, "none since step 5", "resident, 1 shard, predicted peak"),
+        (
+            "Resident",
+            1,
+            "slot 3 of 4; for good from step 5 alone",
+            "resident, 1 shard, predicted peak",
+        ),
         ("Spilled", 3, None, "spilled, 3 shards, predicted peak"),
     ],
 )

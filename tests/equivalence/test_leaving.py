@@ -1,0 +1,117 @@
+"""Trials that their array cannot train any further: after which step they leave it, and how."""
+
+from __future__ import annotations
+
+import pytest
+import squads
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
+
+import shoal
+from shoal.observe import read_outline
+from shoal.observe.snapshot import Snapshot
+
+STEPS = 12
+WAYS = ("saved each step", "never saved", "stopped before")
+
+
+@pytest.fixture
+def check(tmp_path, warm_workers):
+    """Three trials as one array, until a step at which they leave it."""
+
+    def run(recipe, way, leaves, *, memory="64MiB", technique=None):
+        def go_to(steps):
+            study = shoal.Study(
+                *("leaving", recipe),
+                space=shoal.grid(lr=[0.03, 0.01, 0.003]),
+                steps=steps,
+                checkpoint_every=None if way == "never saved" else 0,
+                directory=tmp_path,
+            )
+            hardware = shoal.Hardware.virtual(devices=1, memory=memory)
+            options = {"technique": technique, "workers": warm_workers, "progress": False}
+            return study.run(hardware=hardware, fuse=3, **options)
+
+        if way == "stopped before":
+            go_to(leaves - 1)
+        report = go_to(STEPS)
+        rows = Snapshot.of(read_outline(report.directory)).trials
+        words = [f"slot {n} of 3; for good from step {leaves} alone" for n in range(3)]
+        assert [row.numerics["array"] for row in rows] == words
+        squads.assert_verified(report, recipe)
+        return rows
+
+    return run
+
+
+class Turns(LambdaLR):
+    """Freezes the first layer after some step, or unfreezes it."""
+
+    def __init__(self, optimizer, at):
+        self.at = at
+        super().__init__(optimizer, lambda epoch: 1.0)
+
+    def step(self):
+        super().step()
+        if self.last_epoch == self.at:
+            for parameter in self.optimizer.param_groups[0]["params"][:2]:
+                parameter.requires_grad_(not parameter.requires_grad)
+
+
+def small(hp):
+    layers = (nn.Linear(8, 12), nn.ReLU(), nn.Dropout(0.2), nn.Linear(12, 2))
+    return nn.Sequential(*layers).double()
+
+
+def frozen(hp):
+    made = small(hp)
+    made[0].requires_grad_(False)
+    return made
+
+
+def few(hp):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 16, 8, generator=generator, dtype=torch.float64)
+    return [(one, (one.sum(1) > 0).long()) for one in x], None
+
+
+def loss(output, batch):
+    return F.cross_entropy(output, batch[1])
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(("model", "after"), [(frozen, 9), (small, 5)])
+@pytest.mark.parametrize("way", WAYS)
+def test_when_it_was_saved_is_no_matter_where_a_schedule_freezes_layers(way, model, after, check):
+    """It leaves before the step after which the schedule did so."""
+    recipe = shoal.Recipe(
+        model=model, data=few, loss=loss, schedule=lambda optimizer, hp: Turns(optimizer, after)
+    )
+    check(recipe, way, after - 1)
+
+
+def tall(hp):
+    blocks = [nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(4)]
+    return nn.Sequential(*blocks, nn.Linear(256, 4))
+
+
+def uneven(hp):
+    """The sixth batch is 125 times as large as the others."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [8] * 5 + [1000] + [8] * (STEPS - 6)
+    xs = [torch.randn(size, 256, generator=generator) for size in sizes]
+    return [(x, (x.sum(1) > 0).long()) for x in xs], None
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    ("technique", "memory"), [(None, "16MiB"), (shoal.Spilled(shards=4), "9MiB")]
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_nor_where_memory_lacks_for_a_batch(way, technique, memory, check):
+    """In shards they go on in those that a trial alone has."""
+    recipe = shoal.Recipe(model=tall, data=uneven, loss=loss)
+    rows = check(recipe, way, 5, memory=memory, technique=technique)
+    assert all("cannot reserve" in row.replans[0].reason for row in rows)
