@@ -236,8 +236,8 @@ class Study:
                 way too: they go on in arrays of that width, or by themselves.
             timeline: Record every action for ``shoal trace``.
             fuse: ``"auto"`` trains trials of one shape as arrays, as wide as was measured to
-                be quickest; a number is that width; False is none. ``"16 compiled"`` also says
-                how passes run: eager, traced, compiled or branches (each slot's own kernels).
+                be quickest; a number is that width; ``"off"`` is none. ``"16-compiled"`` also
+                says how passes run: eager, traced, compiled or branches (each slot's own kernels).
                 ``"16/4/1"``: where a pruner leaves 4 trials of a generation or fewer, they go
                 on in arrays of 4, and the last one by itself.
                 Trials that trained before stay what they were (see ``accept_numerics``). None:

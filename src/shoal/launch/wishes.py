@@ -84,17 +84,20 @@ def wish_of(fuse: str | bool | int | None, technique: Technique | None) -> Wish:
     """
     if fuse is None or fuse == "auto":
         return fuse
-    if fuse is False:
+    if fuse is False or fuse == "off":
         return 0
+    wish = fuse
+    if isinstance(fuse, str):  # as on a command line
+        wish = int(fuse) if fuse.isdecimal() else fuse.replace("-", " ", 1)
     try:
-        width, kind, _ = width_wished(fuse) or WidthWish(0)
+        width, kind, _ = width_wished(wish) or WidthWish(0)
     except (SpecError, AttributeError):
         width, kind = 0, None
     if isinstance(fuse, bool) or not 1 <= width <= MOST:
         raise SpecError(
-            f"fuse is 'auto', False, or the width of arrays from 1 to {MOST}, which may say how "
-            f"passes run ('16 compiled') and to what widths those go on that a pruner leaves "
-            f"('16/4/1'), got {fuse!r}. {_instead(fuse)}"
+            f"fuse is 'auto', 'off' (False), or the width of arrays from 1 to {MOST}, which may "
+            "say how passes run ('16-compiled') and to what widths those go on that a pruner "
+            f"leaves ('16/4/1'), got {fuse!r}. {_instead(wish)}"
         )
     if width > 1 and isinstance(technique, Spilled):
         _refuse_spilled(fuse, technique, kind)
@@ -103,18 +106,16 @@ def wish_of(fuse: str | bool | int | None, technique: Technique | None) -> Wish:
             raise PlanError(
                 f"fuse={fuse} with {words}: what trains as an array {why}. Leave one of them out."
             )
-    return fuse
+    return wish
 
 
-def _instead(fuse: object) -> str:
+def _instead(wish: object) -> str:
     """What to write for a width that is none."""
-    if fuse is True:
-        return "Write fuse='auto' to have arrays measured."
-    if isinstance(fuse, str) and fuse.isdecimal():
-        return f"A width alone is a number, not text: write fuse={min(max(int(fuse), 1), MOST)}."
-    if fuse == "off" or (isinstance(fuse, int) and fuse < 1):
-        return "Write fuse=False for no arrays."
-    return f"Write fuse={MOST}." if isinstance(fuse, int) else "Write one of these."
+    if wish is True:
+        return "Write auto to have arrays measured."
+    if isinstance(wish, int):
+        return "Write off for no arrays." if wish < 1 else f"Write {MOST}."
+    return "Write one of these."
 
 
 def _refuse_spilled(fuse: str | int, technique: Spilled, kind: str | None) -> None:

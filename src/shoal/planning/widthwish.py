@@ -44,7 +44,7 @@ def width_wished(wish: Wish) -> WidthWish | None:
     is_number = len(widths) == 1 and not blank
     if min(widths) < 1 or not falls or is_number or bool(blank) != (kind in KINDS):
         raise SpecError(
-            f"fuse is 'auto', False, a width, '16 compiled', or widths that fall as trials are "
+            f"fuse is 'auto', 'off', a width, '16-compiled', or widths that fall as trials are "
             f"pruned ('16/4/1'), got {wish!r}."
         )
     if len(widths) > 1 and kind in ONE_WIDTH:

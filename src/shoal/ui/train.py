@@ -17,7 +17,6 @@ from shoal.hardware import Hardware
 from shoal.observe import jsonl, read_outline
 from shoal.observe.rows import TrialState
 from shoal.observe.snapshot import Snapshot
-from shoal.planner.width import MOST
 from shoal.runtime.pool import WorkerPool
 from shoal.source import load_recorded, load_study, reading_for
 from shoal.study import Study
@@ -57,7 +56,7 @@ def run_file(
             hardware=hardware,
             overwrite=overwrite,
             technique=technique,
-            fuse=parse_fuse(fuse),
+            fuse=fuse,
             exact=exact,
             plan=followed,
             accept_numerics=accept_numerics,
@@ -65,29 +64,6 @@ def run_file(
             workers=workers,
         )
     return tell_ending(study.directory, as_json=as_json, runs=runs)
-
-
-def parse_fuse(text: str | None) -> str | bool | int | None:
-    """``--fuse`` as ``Study.run`` takes it: auto, off, 16, 16-compiled, or 16/4/1.
-
-    Raises:
-        SpecError: it is none of these.
-    """
-    if text is None or text == "auto":
-        return text
-    if text == "off":
-        return False
-    width, dash, kind = text.partition("-")
-    widths = width.split("/")
-    is_plain = all(map(str.isdecimal, widths)) and bool(dash) == bool(kind)
-    if not is_plain or not all(1 <= int(one) <= MOST for one in widths):
-        raise SpecError(
-            f"--fuse is auto, off, or the width of arrays, 1 to {MOST} (16, 16-compiled, or "
-            f"16/4/1 where trials are pruned), got {text!r}."
-        )
-    if kind:
-        return f"{width} {kind}"
-    return width if len(widths) > 1 else int(width)
 
 
 def resume_study(
@@ -115,7 +91,7 @@ def resume_study(
     }
     more = {name: value for name, value in wanted.items() if value}
     if fuse is not None:
-        more["fuse"] = parse_fuse(fuse)
+        more["fuse"] = fuse
     if (extend or clones) and sys.stderr.isatty():  # where there is none, lines say it
         more["callbacks"] = [_tell_changes]
     runs = _runs(study.directory)
@@ -193,7 +169,7 @@ def plan_file(
     study = open_study(file)
     hardware = _hardware(flags)
     print("measuring each distinct model once ...", file=sys.stderr)
-    wishes: dict[str, Any] = {"technique": technique, "fuse": parse_fuse(fuse), "exact": exact}
+    wishes: dict[str, Any] = {"technique": technique, "fuse": fuse, "exact": exact}
     plan = study.plan(hardware=hardware, **wishes)
     print(plan.to_json() if as_json else plan.explain())
     return ExitCode.DONE
