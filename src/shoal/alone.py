@@ -342,7 +342,7 @@ def evaluate(
     for a recipe that evaluates itself, or whose loss or metrics take them.
 
     Raises:
-        TrialError: there is no batch.
+        SpecError: there is no batch.
     """
     model.eval()
     recipe = bound(recipe, hp)
@@ -352,7 +352,10 @@ def evaluate(
             for fetched in valid
         ]
     if not found:
-        raise TrialError("validation data has no batches. Return None for it if there is none.")
+        raise SpecError(
+            "the validation data yielded no batch. Recipe(data=...) must return a source that "
+            "yields at least one batch each time it is read, or None."
+        )
     return means_of(found)
 
 

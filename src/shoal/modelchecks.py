@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +19,80 @@ from shoal.core.units import counted
 def check_model(model: nn.Module) -> None:
     """Look at every parameter and buffer of a model that was just made.
 
+    Parameters in the memory of somebody else's tensor get memory of their own.
+
     Raises:
-        SpecError: one has no shape yet, is no plain memory, is of a type that no file holds, or
-            lies in the memory of another one.
+        SpecError: one has no shape yet, is no plain memory, is of a type that no file holds,
+            lies in the memory of another one, or is an earlier model's.
     """
     _refuse_shapeless(model)
     _refuse_odd(model)
     _refuse_overlaps(model)
+    _refuse_used(model)
+    _have_own_memory(model)
+
+
+_MADE: dict[int, weakref.ref[nn.Parameter]] = {}
+"""The parameters of models that were made in this process and are there, by identity."""
+
+
+def _refuse_used(model: nn.Module) -> None:
+    """Raises SpecError for a parameter that a model had which was made before.
+
+    It would train in both, and have what the other trial's end left in it.
+    """
+    for name, parameter in model.named_parameters():
+        number = id(parameter)
+        if number in _MADE and _MADE[number]() is parameter:
+            where = name.rpartition(".")[0] or "the model itself"
+            raise SpecError(
+                f"Recipe(model=...) returned a model whose parameter {name!r} an earlier call "
+                f"returned too ({where!r} is kept from one call to the next). Each trial trains a "
+                "model of its own: make that part in the function, or return a copy of it, "
+                "copy.deepcopy(part)."
+            )
+        _MADE[number] = weakref.ref(parameter, functools.partial(_forget, number))
+
+
+def _forget(number: int, _: object) -> None:
+    _MADE.pop(number, None)
+
+
+def _have_own_memory(model: nn.Module) -> None:
+    """Copy the parameters whose memory is held from outside of the model.
+
+    Over a tensor of the user's (``nn.Parameter(table)``, ``Embedding.from_pretrained``) steps
+    would write into that, and the next model would be made of it.
+    """
+    inside: dict[int, set[int]] = {}
+    for parameter in model.parameters():
+        if type(parameter) is not nn.Parameter or parameter.device.type == "meta":
+            continue
+        storage = parameter.untyped_storage()
+        holders = torch._C._storage_Use_Count(storage._cdata) - 1  # one is ``storage``
+        if holders == 1:
+            continue
+        inside = inside or _tensors_by_storage(model)
+        if holders > len(inside[storage.data_ptr()]):
+            parameter.data = parameter.detach().clone()
+
+
+def _tensors_by_storage(model: nn.Module) -> dict[int, set[int]]:
+    """Parameters, buffers and attributes of a model by the memory that they are in."""
+    found: dict[int, set[int]] = defaultdict(set)
+    for tensor in (*model.parameters(), *model.buffers(), *_attributes(model)):
+        if tensor.layout == torch.strided:
+            there = found[tensor.untyped_storage().data_ptr()]
+            there |= {id(tensor)} if tensor._base is None else {id(tensor), id(tensor._base)}
+    return found
+
+
+def _attributes(model: nn.Module) -> Iterator[Tensor]:
+    for module in model.modules():
+        for value in vars(module).values():
+            some = value.values() if isinstance(value, dict) else value
+            several = isinstance(value, dict | list | tuple)
+            yield from (one for one in (some if several else (value,)) if isinstance(one, Tensor))
 
 
 def _refuse_shapeless(model: nn.Module) -> None:

@@ -25,6 +25,7 @@ from shoal.core.stale import Stale
 from shoal.core.values import as_number, flag, is_number, one_of, optional_whole, plain, whole
 from shoal.frames import line_of
 from shoal.modelchecks import check_model
+from shoal.recipechecks import check_functions, check_metrics
 from shoal.rounding import Rounding
 from shoal.rowwise import LossByRows
 from shoal.several import (
@@ -129,12 +130,8 @@ class Recipe:
     stale: Stale | None = None
 
     def __post_init__(self) -> None:
-        for name in ("model", "data"):
-            _require_callable(name, getattr(self, name))
-        for name in ("loss", "inputs", "optimizer", "schedule", "step", "evaluate"):
-            if getattr(self, name) is not None:
-                _require_callable(name, getattr(self, name))
-        _check_metrics(self.metrics)
+        check_functions(vars(self))
+        check_metrics(self.metrics)
         self._set("accumulate", whole("accumulate", self.accumulate, 1))
         self._set("clip_grad_norm", _norm(self.clip_grad_norm))
         known = ("fp32", "bf16", rounding.NAME)
@@ -183,17 +180,6 @@ class Recipe:
             )
 
 
-def _check_metrics(metrics: object) -> None:
-    if not isinstance(metrics, Mapping):
-        raise SpecError(
-            f"Recipe(metrics=...) is a dict, as in {{'accuracy': function}}, got {metrics!r}."
-        )
-    for name, metric in metrics.items():
-        if not isinstance(name, str) or not name:
-            raise SpecError(f"a metric's name is a string that is not empty, got {name!r}.")
-        _require_callable(f"metrics[{name!r}]", metric)
-
-
 def _norm(asked: object) -> float | Callable[[HP], float | None] | None:
     """The largest norm of a gradient that is not clipped, or what says it of a trial."""
     if callable(asked):
@@ -205,11 +191,6 @@ def _norm(asked: object) -> float | Callable[[HP], float | None] | None:
             "function (hp) -> norm or None."
         )
     return norm
-
-
-def _require_callable(name: str, value: object) -> None:
-    if not callable(value):
-        raise SpecError(f"Recipe({name}=...) is a callable, got {type(value).__name__}: {value!r}")
 
 
 def build_model(recipe: Recipe, hp: HP) -> nn.Module:
@@ -449,7 +430,10 @@ def compute_loss(recipe: Recipe, output: Output, batch: Batch) -> Tensor:
         kind = type(loss).__name__
         found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else kind
         where = line_of(recipe.loss)
-        raise SpecError(f"the loss{where} must be a scalar, got {found}. Reduce it, e.g. .mean().")
+        way = "Reduce it, e.g. .mean()." if isinstance(loss, Tensor) else "Return the tensor."
+        if isinstance(loss, int | float):
+            way = "Return the tensor itself, without .item() or float()."
+        raise SpecError(f"the loss{where} must be a scalar, got {found}. {way}")
     return loss
 
 

@@ -1,5 +1,6 @@
 """What people get wrong, and the three parts of the answer: asked, found, what to do."""
 
+import copy
 import re
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import shoal
 from shoal.core.event import StudyPlanned
 from shoal.observe import read_events
 from shoal.recipe import HyperParameters
-from shoal.testing import plain_loop
+from shoal.testing import assert_same, plain_loop
 
 
 class Bag:
@@ -64,6 +65,21 @@ def data(hp):
 
 def loss(output, batch):
     return F.cross_entropy(output, batch[1])
+
+
+BACKBONE = nn.Linear(6, 8)
+
+
+def around_one_that_is_there(hp):
+    return nn.Sequential(BACKBONE, nn.ReLU(), nn.Linear(8, 3))
+
+
+def no_valid_batches(hp):
+    return data(hp)[0], []
+
+
+def number_loss(output, batch):
+    return F.cross_entropy(output, batch[1]).item()
 
 
 def asks_for_momentum(hp):
@@ -180,7 +196,15 @@ WRONG = {
         {"data": held_bags},
         r"there is no rule to move a batch of type Bag to cpu\. Yield tensors",
     ),
+    "a loss that is a number": (
+        {"loss": number_loss},
+        r"must be a scalar, got float\. Return the tensor itself, without \.item\(\)",
+    ),
     "no batches": ({"data": no_batches}, "train.* data .*no batch"),
+    "no validation batches": (
+        {"data": no_valid_batches},
+        "valid.* data yielded no batch.*or None",
+    ),
     "a factory that makes no optimizer": (
         {"optimizer": no_optimizer},
         r"Recipe\(optimizer=\.\.\.\) returned list; return one torch\.optim\.Optimizer",
@@ -228,6 +252,81 @@ def test_the_plain_loop_says_what_is_wrong_with_a_recipe(changes, words):
 def test_a_study_says_what_is_wrong_with_its_recipe(changes, words, make_study, warm_workers):
     with pytest.raises(shoal.SpecError, match=words):
         make_study(make_recipe(**changes)).run(hardware=one_device(), workers=warm_workers)
+
+
+@pytest.mark.parametrize("fuse", [None, 2])
+def test_a_part_that_trials_share_is_refused_before_it_trains(fuse, make_study, warm_workers):
+    recipe = make_recipe(model=around_one_that_is_there)
+    study = make_study(recipe, space=shoal.grid(lr=[0.1, 0.2]))
+    words = (
+        r"whose parameter '0\.weight' an earlier call returned too \('0' is kept .*\)\. Each "
+        r"trial trains a model of its own: make that part in the function, or return a copy of it"
+    )
+    with pytest.raises(shoal.SpecError, match=words):
+        study.run(hardware=one_device(), workers=warm_workers, fuse=fuse)
+    copied = make_recipe(model=lambda hp: copy.deepcopy(nn.Sequential(BACKBONE, nn.Linear(8, 3))))
+    for seed in (0, 0):
+        plain_loop(copied, {"lr": 0.1}, seed, steps=1)
+
+
+TABLE = torch.ones(8, 6)
+
+
+def over_a_table(hp):
+    model = build(hp)
+    model[0].weight = nn.Parameter(TABLE)
+    return model
+
+
+def test_a_parameter_over_somebodys_tensor_trains_in_memory_of_its_own(make_study, warm_workers):
+    recipe = make_recipe(model=over_a_table)
+    report = make_study(recipe, space=shoal.grid(lr=[0.1, 0.2])).run(
+        hardware=one_device(), workers=warm_workers
+    )
+    for trial in report.trials:
+        assert_same(plain_loop(recipe, trial.hp, trial.seed, steps=2), trial)
+    assert torch.equal(TABLE, torch.ones(8, 6))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"model": nn.Linear(6, 3)},
+            r"got a Linear that is made already\. Write model=lambda hp: ",
+        ),
+        (
+            {"optimizer": torch.optim.Adam},
+            r"got the class Adam\. Write optimizer=lambda named, hp",
+        ),
+        ({"metrics": {"loss": vector_loss}}, r"one called 'loss', and valid_loss is the mean of"),
+    ],
+)
+def test_what_is_called_with_other_arguments_is_refused_with_what_to_write(changes, words):
+    with pytest.raises(shoal.SpecError, match=words):
+        make_recipe(**changes)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (nn.CrossEntropyLoss(), r"got CrossEntropyLoss\(\), which takes an output and a target"),
+        (F.cross_entropy, r"is a tuple\. Write loss=lambda output, batch: F\.cross_entropy\(outp"),
+    ],
+)
+def test_a_loss_of_torchs_has_to_be_told_the_target(given, words, make_study, warm_workers):
+    with pytest.raises(shoal.SpecError, match=words):
+        make_study(make_recipe(loss=given)).run(hardware=one_device(), workers=warm_workers)
+
+
+def test_a_batch_that_is_a_tensor_may_be_the_target_itself(make_study, warm_workers):
+    functions = {
+        "model": lambda hp: nn.Linear(6, 6),
+        "data": lambda hp: ([torch.ones(2, 6)], None),
+    }
+    recipe = make_recipe(**functions, loss=F.mse_loss)
+    report = make_study(recipe).run(hardware=one_device(), workers=warm_workers)
+    assert [trial.error for trial in report.trials] == [""]
 
 
 WHERE = {  # a mistake can come to light

@@ -293,7 +293,7 @@ def test_one_end_is_asked_for():
         plain_loop(make_recipe(), HP, 0, steps=1, epochs=1)
     with pytest.raises(SpecError, match="at least one step"):
         plain_loop(make_recipe(), HP, 0, steps=0)
-    with pytest.raises(TrialError, match="validation data has no batches"):
+    with pytest.raises(SpecError, match="validation data yielded no batch"):
         plain_loop(make_recipe(data=lambda hp: (batches(), [])), HP, 0, steps=1)
     with pytest.raises(SpecError, match="train data has no batches in epoch 1"):
         plain_loop(make_recipe(data=lambda hp: ([], None)), HP, 0, steps=1)

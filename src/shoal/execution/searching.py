@@ -178,7 +178,8 @@ class Searching:
     def _prune(self, state: TrialRun, rung: int) -> None:
         """Save it as it stands; where no worker has it any more, one takes it up again first."""
         metric = self._hunt.metric
-        reason = f"others did better in {metric} at evaluation {rung}"
+        assert isinstance(self._search, Search)
+        reason = f"{self._search.why} {metric} at evaluation {rung}"
         if math.isnan(state.metrics.get(metric, 0.0)):
             reason = f"its {metric} was not a number at evaluation {rung}"
 

@@ -23,6 +23,7 @@ from shoal.fusion.loop import lone_pass
 from shoal.fusion.member import Member, in_streams
 from shoal.fusion.signature import described
 from shoal.recipe import tensors_of
+from shoal.source import MODULE_NAME
 
 
 def first_side_effect(
@@ -94,9 +95,10 @@ def _change(member: Member, batch: Any, device: torch.device, what: str) -> str:
     after = _settings(member)
     changed = sorted(n for n in before.keys() | after.keys() if before.get(n) != after.get(n))
     if changed:
+        name = changed[0].replace(f"{MODULE_NAME}.", "")  # of the study's own file
         return (
-            f"{what} or its loss changes {changed[0]}, which would change once for all slots. "
-            "Make it a buffer of the model."
+            f"{what} or its loss changes {name}, which would change once for all slots. "
+            "Make it a buffer of the model, or let the loss do without it."
         )
     return ""
 

@@ -23,6 +23,7 @@ from shoal.fusion.constants import constants_of
 from shoal.fusion.globals import configuration
 from shoal.pystate import ambient
 from shoal.recipe import Batch, Recipe, build_model, build_optimizer_of, read_data
+from shoal.recipechecks import check_loss
 from shoal.rng import seed_all
 from shoal.runtime.messages import Describe, Described, Noticed
 from shoal.runtime.unread import Code, Reading, read_schedule
@@ -86,6 +87,7 @@ def _one(recipe: Recipe, trial: TrialSpec, code: Code, *, arrays: bool) -> _One:
     ambient.here().settle()
     settings = configuration(found.recipe, found.model)
     found.batch = first_batch(found.train)  # no part of making a trial
+    check_loss(found.recipe.loss, found.batch)
     signature, array, constants = _cost_signature(found), None, ""
     if arrays:
         facts = signature_of(found.recipe, found.model, found.optimizer, found.batch).facts
@@ -179,17 +181,17 @@ def hollow_model(recipe: Recipe, hp: HyperParameters, seed: int) -> nn.Module | 
         return None
 
 
-def first_batch(train: Any) -> Batch:
+def first_batch(source: Any, what: str = "training") -> Batch:
     """The first batch of a source.
 
     Raises:
         SpecError: there is none.
     """
-    batch = next(iter(train), None)
+    batch = next(iter(source), None)
     if batch is None:
         raise SpecError(
-            "the training data yielded no batch. Recipe(data=...) must return a source that "
-            "yields at least one batch each time it is read."
+            f"the {what} data yielded no batch. Recipe(data=...) must return a source that "
+            f"yields at least one batch each time it is read{', or None' * (what != 'training')}."
         )
     return batch
 

@@ -264,7 +264,9 @@ class Measurer:
         refuse_sparse_norm(self._recipe, model)
         made = ambient.here().settle()  # a batch is no part of making a trial
         batch = to_device(first_batch(train), self._here)
-        first_valid = to_device(next(iter(() if valid is None else valid), None), self._here)
+        first_valid = None
+        if valid is not None:
+            first_valid = to_device(first_batch(valid, "validation"), self._here)
         modes.train()
         self._key = key_of(model, self._recipe, batch)
         return Built(

@@ -18,7 +18,10 @@ import copy
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from shoal.core.errors import SpecError
+from shoal.core.units import counted
 from shoal.search.facts import Facts
 from shoal.search.library import distributions_of, load_optuna, new_study
 from shoal.search.space import Distribution
@@ -39,6 +42,7 @@ class Judge:
         self, pruner: Any, mode: str, name: str, space: Mapping[str, Distribution]
     ) -> None:
         self._pruner, self._mode, self._name, self._space = pruner, mode, name, space
+        self.why = f"the pruner {type(pruner).__name__} ended it by"
         self._notes: dict[int, list[tuple[int, Notes]]] = {}  # by trial: after which rung, what
 
     def is_rung(self, trial: int, rung: int) -> bool:
@@ -65,14 +69,20 @@ class Judge:
         for trial in sorted(asked):
             frozen = study.get_trials(deepcopy=False)[trial]
             try:
-                if pruner.prune(study, frozen):
-                    pruned.add(trial)
+                ends = pruner.prune(study, frozen)
             except Exception as error:
                 raise SpecError(
                     f"the pruner {type(pruner).__name__} raised {type(error).__name__} for trial "
-                    f"{trial} after {rung} evaluations: {error}. shoal's own are pruner='asha', "
-                    "'hyperband' and 'median'."
+                    f"{trial} after {counted(rung, 'evaluation')}: {error}. shoal's own are "
+                    "pruner='asha', 'hyperband' and 'median'."
                 ) from error
+            if not isinstance(ends, bool | np.bool_):
+                raise SpecError(
+                    f"the pruner {type(pruner).__name__} said {ends!r} of trial {trial} after "
+                    f"{counted(rung, 'evaluation')}. prune(study, trial) returns True or False."
+                )
+            if ends:
+                pruned.add(trial)
         after = study.get_trials(deepcopy=False)
         for trial in asked:
             self._notes.setdefault(trial, []).append((rung, after[trial].system_attrs))

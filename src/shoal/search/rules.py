@@ -34,7 +34,11 @@ class Rule(Protocol):
     """Decides at rungs.
 
     ``needs_ends``: a generation is decided only when all but the one before it have ended.
+    ``why``: what is to say of a trial that it ends; the metric follows.
     """
+
+    @property
+    def why(self) -> str: ...
 
     @property
     def needs_ends(self) -> bool: ...
@@ -70,6 +74,7 @@ class Halving:
     mode: str
     brackets: int = 1
     needs_ends: bool = False
+    why: str = "others did better in"
 
     def cohort(self, trial: int) -> int:
         """Each bracket's share of the trials is Hyperband's, in every beginning of them."""
@@ -100,6 +105,7 @@ class Median:
 
     mode: str
     needs_ends: bool = False
+    why: str = "others did better in"
 
     def is_rung(self, trial: int, rung: int) -> bool:
         return True

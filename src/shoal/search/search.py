@@ -143,6 +143,11 @@ class Search:
         facts = self._of(number)
         return None if facts is None else facts.pruned_at
 
+    @property
+    def why(self) -> str:
+        """What is to say of a trial that is pruned; the metric follows."""
+        return self._rule.why if self._rule is not None else ""
+
     def next_rung(self, number: int, least: int = 1) -> int | None:
         """The rung from ``least`` on where a trial is to wait; None: it trains to its end."""
         place = self._places.get(number)

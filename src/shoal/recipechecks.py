@@ -1,0 +1,99 @@
+"""What the functions of a recipe may not be: told before any of them is called."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.nn.modules import loss as losses
+
+from shoal.core.errors import SpecError
+
+_OPTIONAL = ("loss", "inputs", "optimizer", "schedule", "step", "evaluate")
+
+
+def check_functions(given: Mapping[str, object]) -> None:
+    """Look at a recipe's functions by the names of its arguments.
+
+    Raises:
+        SpecError: one is no function, or one that is called with other arguments than it gets.
+    """
+    for name in ("model", "data"):
+        _require_callable(name, given[name])
+    for name in _OPTIONAL:
+        if given[name] is not None:
+            _require_callable(name, given[name])
+    _refuse_made_model(given["model"])
+    _refuse_class_of_optimizers(given["optimizer"])
+
+
+def check_metrics(metrics: object) -> None:
+    """Look at a recipe's metrics.
+
+    Raises:
+        SpecError: they are no functions by name, or one is called as the loss is.
+    """
+    if not isinstance(metrics, Mapping):
+        raise SpecError(
+            f"Recipe(metrics=...) is a dict, as in {{'accuracy': function}}, got {metrics!r}."
+        )
+    for name, metric in metrics.items():
+        if not isinstance(name, str) or not name:
+            raise SpecError(f"a metric's name is a string that is not empty, got {name!r}.")
+        if name == "loss":
+            raise SpecError(
+                "Recipe(metrics=...) has one called 'loss', and valid_loss is the mean of the "
+                "recipe's loss over the validation batches. Give it another name."
+            )
+        _require_callable(f"metrics[{name!r}]", metric)
+
+
+def _require_callable(name: str, value: object) -> None:
+    if not callable(value):
+        raise SpecError(f"Recipe({name}=...) is a callable, got {type(value).__name__}: {value!r}")
+
+
+def _refuse_made_model(model: object) -> None:
+    if isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise SpecError(
+            f"Recipe(model=...) is a function (hp) -> nn.Module that makes a model for each "
+            f"trial, got a {kind} that is made already. Write model=lambda hp: {kind}(...)."
+        )
+
+
+def _refuse_class_of_optimizers(optimizer: object) -> None:
+    kind = optimizer.func if isinstance(optimizer, functools.partial) else optimizer
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
+        raise SpecError(
+            f"Recipe(optimizer=...) is a function (named_parameters, hp) -> Optimizer, got the "
+            f"class {kind.__name__}. Write optimizer=lambda named, hp: "
+            f"{kind.__name__}([p for _, p in named], lr=hp['lr'])."
+        )
+
+
+def check_loss(loss: object, batch: object) -> None:
+    """Look at a recipe's loss beside a batch of its data.
+
+    Torch's own losses take an output and a target: a batch that is one tensor, or nobody has said
+    which part of it that is.
+
+    Raises:
+        SpecError: it is such a loss, and the batch is no tensor.
+    """
+    name = ""
+    if isinstance(batch, torch.Tensor):
+        return
+    if isinstance(loss, nn.Module) and type(loss).__module__ == losses.__name__:
+        name = f"{type(loss).__name__}()"
+    elif getattr(loss, "__module__", "") == nn.functional.__name__:
+        name = f"F.{getattr(loss, '__name__', 'loss')}"
+    if name:
+        raise SpecError(
+            f"Recipe(loss=...) is a function of the model's output and the whole batch, got "
+            f"{name}, which takes an output and a target, and a batch is a "
+            f"{type(batch).__name__}. Write loss=lambda output, batch: "
+            f"{name}(output, batch[1]), if the target is the batch's second item."
+        )
