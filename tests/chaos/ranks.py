@@ -83,7 +83,7 @@ def alone(lr: float, seed: int, steps: int, told: str):
     epochs, hp, loop = epochs_of({"array": told}), {"lr": lr}, {"eval_every": EVERY}
     if not epochs:
         return plain_loop(recipe(), hp, seed, steps=steps, **loop)
-    (_, slot, width, _), *later = epochs
+    (_, slot, width, *_), *later = epochs
     seat = {"slot": slot, "width": width, "later": later}
     return array_loop(recipe(), hp, seed, steps=steps, **seat, **loop)
 

@@ -143,7 +143,7 @@ def test_where_its_newest_generation_is_damaged_the_seat_holds_from_the_one_befo
     assert told(place)[0] == (Epoch(0, 0, 4), Epoch(9, 0, 2, asked=True))
     first, asked = told(place)[1]
     assert first == Epoch(0, 1, 4)
-    assert asked[1:] == (1, 2, True)
+    assert asked[1:] == (1, 2, True, False)
     assert asked.step == 5
     ranks.check_seats(place)
 
@@ -166,6 +166,29 @@ def test_an_array_that_cannot_be_had_leaves_trials_where_they_are(tmp_path, warm
     plan = (study.directory / "plan.json").read_text()
     assert "it stays in slot 0 of 2: unfused: 8 of them do not fit" in plan
     assert "as was asked" not in plan
+    ranks.check_seats(study.directory)
+
+
+def test_trials_whose_array_has_no_room_any_more_go_on_alone_where_that_is_accepted(
+    tmp_path, warm_workers
+):
+    options = {"trials": 8, "pruner": None, "generation": None}
+    study = ranks.make(tmp_path, steps=6, **options)
+    studies.run(study, warm_workers, fuse=8)
+    need = {job.array.width: job.peak_bytes for job in study.plan(fuse=8).jobs}[8]
+    small = shoal.Hardware.virtual(devices=1, memory=need * 3 // 4)
+    how = {"hardware": small, "workers": warm_workers, "technique": "resident", "progress": False}
+    longer = ranks.make(tmp_path, steps=12, **options)
+    words = r"array of trial 0 was 'slot 0 of 8' and is 'none' \(unfused: 8 of them do not fit"
+    with pytest.raises(shoal.SpecError, match=words):
+        longer.run(**how)
+    longer.run(**how, accept_numerics=True)
+    alone = (Epoch(6, 0, ALONE, asked=True),)
+    assert told(study.directory) == [(Epoch(0, slot, 8), *alone) for slot in range(8)]
+    ranks.check_seats(study.directory)
+    go_on(tmp_path, warm_workers, 15, 8, **options)
+    for slot, epochs in enumerate(told(study.directory)):
+        assert epochs == (Epoch(0, slot, 8), *alone, Epoch(12, slot, 8, asked=True))
     ranks.check_seats(study.directory)
 
 

@@ -220,6 +220,8 @@ def _damaged(found: Restart, path: Path, why: str) -> None:
     )
 
 
+UNFUSED = "unfused: "
+"""How a plan says why a trial is in no array."""
 ALONE: Mapping[str, Scalar] = {
     "array": "none",
     "compiled modules": 0,
@@ -250,8 +252,10 @@ def check_numerics(plan: Plan, before: Mapping[int, Mapping[str, Scalar]]) -> li
             if name == "array" and _is_on_record(then[name], now[name]):
                 continue
             if then[name] != now[name]:
+                why = next((why for why in job.why if why.startswith(UNFUSED)), "")
                 sentences.append(
                     f"{name} of trial {job.trial} was {then[name]!r} and is {now[name]!r}"
+                    f"{f' ({why})' if name == 'array' and why else ''}"
                 )
     return sentences
 

@@ -6,8 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from shoal.core.plan import ARRAY_KEYS, ArrayPlace, ArrayRoom, Job, LoneNeed, room_of, seated
-from shoal.core.seats import ALONE, Epoch, epochs_of
+from shoal.core.plan import (
+    ARRAY_KEYS,
+    ArrayPlace,
+    ArrayRoom,
+    Job,
+    LoneNeed,
+    room_of,
+    seated,
+    with_seats,
+)
+from shoal.core.seats import ALONE, Epoch, epochs_of, until, with_epoch
 from shoal.core.spec import NO_SECONDS, PassKind, Scalar, WidthMeasure
 from shoal.core.technique import as_they_travel, kept_shards
 from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_seconds
@@ -167,6 +176,23 @@ def as_recorded(
     if not needed <= {ALONE, job.array.width, *(room.width for room in job.array.rooms)}:
         return job
     return seated(job, epochs)
+
+
+def elsewhere(job: Job, before: Mapping[str, Scalar], there: Sequence[Epoch], step: int) -> Job:
+    """A job after ``step`` steps, where its trial is not in the seat that it had: that is told.
+
+    ``there`` are those that it had so far, and ``before`` the key that tells of them. A job that
+    has its seat, or will have it again, is as it was.
+    """
+    if job.array is None and job.began is None:
+        now, key = Epoch(step, 0, ALONE, asked=True), {**job.numerics}
+        key |= {name: value for name, value in before.items() if name in ARRAY_KEYS}
+    else:
+        last = until(epochs_of(job.numerics), step)[-1]
+        now, key = last._replace(step=step, asked=True), {**job.numerics}
+    if there[-1][1:3] == now[1:3]:
+        return job
+    return replace(job, numerics=with_seats(key, with_epoch(there, now)))
 
 
 def in_spilled_array(

@@ -8,7 +8,6 @@ they become does not depend on when they were asked for.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +29,7 @@ from shoal.core.technique import Resident, Spilled
 from shoal.core.units import Bytes, Seconds
 from shoal.fusion.match import Signature, groups
 from shoal.memory.layout import TrialLayout
-from shoal.planner.lanes import Load, shortened
+from shoal.planner.lanes import Load
 from shoal.planner.narrower import Narrower, from_key, narrower
 from shoal.planner.width import (
     Candidate,
@@ -48,6 +47,7 @@ from shoal.planning.arrayjobs import (
     ArraySlot,
     Later,
     as_recorded,
+    elsewhere,
     held_bytes,
     in_array,
     in_spilled_array,
@@ -73,8 +73,6 @@ from shoal.planning.trying import BRIEFLY, Room, try_arrays
 from shoal.planning.widthwish import ONE_WIDTH, UNCUT, Wish, width_wished
 
 MOST_SPILLED = 2  # widths for which shards are looked for
-LIKELY = 1000
-"""Steps that a trial is taken to have, where nobody can say."""
 NOTHING: Mapping[int, str] = MappingProxyType({})
 
 
@@ -165,14 +163,15 @@ class Fusing:
         kinds = Resident if spilling is None else Resident | Spilled
         able = {j.trial: j for j in jobs if isinstance(j.technique, kinds) and j.trial in facts}
         specs = [trial for trial in trials if trial.number in able]
-        done = {job.trial: job for job in jobs}
+        done, before = {job.trial: job for job in jobs}, dict(self._recorded)
         for members in groups([facts[trial.number] for trial in specs]):
             some = [specs[index] for index in members]
             signature = facts[some[0].number]
             shape = self._shapes.setdefault(signature, _Shape(signature, _digest(signature)))
             mine = [able[trial.number] for trial in some]
             varies = len({constants.get(trial.number) for trial in some}) > 1
-            load = self._load(mine, num_batches, varies)
+            fresh = [job for job in mine if job.trial not in self._recorded] or mine
+            load = self._times.load(fresh, num_batches, self._devices, varies=varies)
             shape.lone = lone_way(mine)
             self._settle(shape, some, mine[0], asking, load, constants)
             told = {trial.number: constants.get(trial.number, "") for trial in some}
@@ -180,34 +179,12 @@ class Fusing:
                 job = self._place(able[trial.number], shape, some, asking, told)
                 self._recorded[trial.number] = job.numerics
                 done[trial.number] = job
-        return tuple(done[job.trial] for job in jobs)
+        return tuple(self._accounted(done[j.trial], before.get(j.trial)) for j in jobs)
 
-    def _load(
-        self, jobs: Sequence[Job], num_batches: Mapping[int, int | None], varies: bool
-    ) -> Load:
-        """What the trials of a shape that have none yet are to train."""
-        fresh = [job for job in jobs if job.trial not in self._recorded] or list(jobs)
-        times, each = self._times, fresh[0].micro_batches
-        batches = [num_batches.get(job.trial) for job in fresh]
-        totals = [times.total(count, each) for count in batches]
-        every = times.eval_every
-        if every is None and times.by_epochs and batches[0]:
-            every = -(-batches[0] // each)
-        steps = tuple(total or LIKELY for total in totals)
-        closes_ranks = bool(times.eta) and len(set(steps)) == 1
-        if times.eta and closes_ranks:
-            steps = shortened(steps[0], len(steps), every, times.eta)
-        is_known = all(total is not None for total in totals)
-        return Load(
-            steps=steps,
-            devices=self._devices,
-            every=every,
-            is_known=is_known,
-            closes_ranks=closes_ranks,
-            generation=times.generation,
-            varies=varies or times.changes is not None,
-            step_s=fresh[0].step_s or math.inf,
-        )
+    def _accounted(self, job: Job, before: Mapping[str, Scalar] | None) -> Job:
+        """A trial under way that cannot have its seat: what it has from here on, if accepted."""
+        step, there = self._reseating.accepted(job.trial), self._there(job.trial, before)
+        return elsewhere(job, before, there, step) if before and there and step else job
 
     # -- one shape --------------------------------------------------------------------
 
@@ -444,7 +421,10 @@ class Fusing:
                 return placed
             said = self._reseating.stays(job.trial, before, placed.why[-1])
             self._recorded[job.trial] = before
-        return seated(replace(job, why=(*job.why, said)) if said else job)
+        placed = seated(replace(job, why=(*job.why, said)) if said else job)
+        if placed.array or placed.began or not epochs_of(before):
+            return placed
+        return replace(placed, why=tuple(why for why in placed.why if why != said))
 
     def _seated(
         self,

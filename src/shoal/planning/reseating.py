@@ -85,6 +85,10 @@ class Reseating:
         """Whether trials under way are to change seats."""
         return self._accepts and self._width is not None
 
+    def accepted(self, trial: int) -> int:
+        """Where a trial under way goes on, if it may do so in another seat; else 0."""
+        return self._steps.get(trial, 0) if self._accepts else 0
+
     def begins(self, trial: int) -> bool:
         """Whether a trial that was planned has done no step, and may begin elsewhere."""
         return self.is_asked and self._steps.get(trial) == 0

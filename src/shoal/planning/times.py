@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from shoal.core.plan import Job
+from shoal.planner.lanes import Load, shortened
 from shoal.planning.changing import Changes
+
+LIKELY = 1000
+"""Steps that a trial is taken to have, where nobody can say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,3 +31,33 @@ class Times:
     prunes: bool = False
     generation: int = 0
     changes: Changes | None = None
+
+    def load(
+        self,
+        jobs: Sequence[Job],
+        num_batches: Mapping[int, int | None],
+        devices: int,
+        *,
+        varies: bool,
+    ) -> Load:
+        """What these jobs' trials, of one shape, are to train."""
+        each = jobs[0].micro_batches
+        batches = [num_batches.get(job.trial) for job in jobs]
+        totals = [self.total(count, each) for count in batches]
+        every = self.eval_every
+        if every is None and self.by_epochs and batches[0]:
+            every = -(-batches[0] // each)
+        steps = tuple(total or LIKELY for total in totals)
+        closes_ranks = bool(self.eta) and len(set(steps)) == 1
+        if self.eta and closes_ranks:
+            steps = shortened(steps[0], len(steps), every, self.eta)
+        return Load(
+            steps=steps,
+            devices=devices,
+            every=every,
+            is_known=all(total is not None for total in totals),
+            closes_ranks=closes_ranks,
+            generation=self.generation,
+            varies=varies or self.changes is not None,
+            step_s=jobs[0].step_s or math.inf,
+        )
