@@ -333,10 +333,16 @@ def test_what_cannot_be_compiled_is_declined_and_nothing_is_changed():
     assert_same_bits(before, after)
 
 
-def test_without_a_compiler_there_is_none_to_name(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "value"), [("PATH", "/nowhere"), ("CXX", ""), ("CXX", "no-such")]
+)
+def test_without_a_compiler_there_is_none_to_name(name, value, monkeypatch):
     compiler.cache_clear()
-    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv(name, value)
     assert compiler() == ""
+    array, made = make("mlp", CompiledBackend())
+    with pytest.raises(Declined, match=r"there is no C\+\+ compiler: install g"):
+        fusing.step(array, made)
     compiler.cache_clear()
 
 

@@ -43,6 +43,8 @@ def test_an_array_of_spilled_trials_may_be_asked_for(technique):
         ("0", r"got '0'\. Write off for no arrays\.$"),
         (True, r"got True\. Write auto to have arrays measured\.$"),
         ("4 quick", r"got '4 quick'\. Write one of these\.$"),
+        ("4/4", r"got '4/4'\. Widths fall: those that go on are fewer\.$"),
+        ("4/1-compiled", r"^passes that are compiled are of one width, got fuse='4/1 compiled'"),
     ],
 )
 def test_a_refused_width_is_answered_with_what_to_write(fuse, words):

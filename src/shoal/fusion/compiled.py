@@ -145,8 +145,10 @@ def _compiled(graph: Graph, inputs: Inputs) -> Graph:
     One process compiles, since those of a pool would outlive a study in a worker's name.
     """
     options = {"compile_threads": 1}
+    some: Any = inputs.copied().flat()
+    if all(x.device.type == "cpu" for x in some if isinstance(x, Tensor)) and not compiler():
+        raise Untraceable("there is no C++ compiler: install g++, or let CXX name one")
     try:
-        some: Any = inputs.copied().flat()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch about itself
             import torch._inductor as inductor  # seconds that nobody else need spend
@@ -166,11 +168,10 @@ def _compiled(graph: Graph, inputs: Inputs) -> Graph:
 def compiler() -> str:
     """What compiles for the CPU of this machine, in words; empty if nothing does.
 
-    As Inductor looks for it: what CXX names comes first.
+    As Inductor looks for it: what CXX names, or g++.
     """
-    named = (os.environ.get("CXX", ""), "g++", "clang++")
-    command = next((name for name in named if name and shutil.which(name)), "")
-    if not command:
+    command = os.environ.get("CXX", "g++")
+    if not command or not shutil.which(command):
         return ""
     try:
         told = subprocess.run(

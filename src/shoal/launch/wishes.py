@@ -14,7 +14,7 @@ from shoal.core.technique import (
 )
 from shoal.core.values import one_of
 from shoal.planner.width import MOST
-from shoal.planning import UNCUT, WidthWish, Wish, asked_of, width_wished
+from shoal.planning import UNCUT, WidthWish, Wish, asked_of, refusal, width_wished
 from shoal.recipe import Recipe
 
 _TECHNIQUES: dict[object, Technique] = {
@@ -89,16 +89,11 @@ def wish_of(fuse: str | bool | int | None, technique: Technique | None) -> Wish:
     wish = fuse
     if isinstance(fuse, str):  # as on a command line
         wish = int(fuse) if fuse.isdecimal() else fuse.replace("-", " ", 1)
-    try:
-        width, kind, _ = width_wished(wish) or WidthWish(0)
-    except (SpecError, AttributeError):
-        width, kind = 0, None
-    if isinstance(fuse, bool) or not 1 <= width <= MOST:
-        raise SpecError(
-            f"fuse is 'auto', 'off' (False), or the width of arrays from 1 to {MOST}, which may "
-            "say how passes run ('16-compiled') and to what widths those go on that a pruner "
-            f"leaves ('16/4/1'), got {fuse!r}. {_instead(wish)}"
-        )
+    if isinstance(wish, bool) or not isinstance(wish, int | str):
+        raise refusal(fuse, "Write auto to have arrays measured.")
+    width, kind, _ = width_wished(wish) or WidthWish(0)
+    if not 1 <= width <= MOST:
+        raise refusal(fuse, "Write off for no arrays." if width < 1 else f"Write {MOST}.")
     if width > 1 and isinstance(technique, Spilled):
         _refuse_spilled(fuse, technique, kind)
     for other, words, why in _NO_ARRAYS:
@@ -107,15 +102,6 @@ def wish_of(fuse: str | bool | int | None, technique: Technique | None) -> Wish:
                 f"fuse={fuse} with {words}: what trains as an array {why}. Leave one of them out."
             )
     return wish
-
-
-def _instead(wish: object) -> str:
-    """What to write for a width that is none."""
-    if wish is True:
-        return "Write auto to have arrays measured."
-    if isinstance(wish, int):
-        return "Write off for no arrays." if wish < 1 else f"Write {MOST}."
-    return "Write one of these."
 
 
 def _refuse_spilled(fuse: str | int, technique: Spilled, kind: str | None) -> None:

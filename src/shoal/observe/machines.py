@@ -295,7 +295,10 @@ class DeviceFold:
 
     def describe(self, spec: Mapping[str, Any]) -> None:
         self.kind = str(spec.get("kind", ""))
-        self.budget_bytes = int(spec.get("memory", 0))
+        memory = int(spec.get("memory", 0))
+        if memory != self.budget_bytes:  # what an earlier run held says nothing of this one
+            self.peak_bytes = self.predicted_bytes = 0
+        self.budget_bytes = memory
 
     def add_action(self, event: ActionFinished) -> None:
         if event.stream == "compute":

@@ -15,7 +15,7 @@ from shoal.planning.reseating import array_kind, array_place, recorded_width
 from shoal.planning.spilling import asked_of
 from shoal.planning.staleness import agree_on_weights
 from shoal.planning.times import Times
-from shoal.planning.widthwish import UNCUT, WidthWish, Wish, width_wished
+from shoal.planning.widthwish import UNCUT, WidthWish, Wish, refusal, width_wished
 
 __all__ = [
     "BY_SHARDS",
@@ -36,6 +36,7 @@ __all__ = [
     "changes_of",
     "early",
     "recorded_width",
+    "refusal",
     "technique_on_record",
     "width_wished",
     "with_homes_in_files",

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from shoal.core.errors import SpecError
 from shoal.core.spec import PassKind
 from shoal.planner.narrower import Narrower
+from shoal.planner.width import MOST
 
 Wish = str | int | None
 """``"auto"`` measures, a number is a width, 0 is none; None is what the study has on record.
@@ -28,6 +29,15 @@ class WidthWish(NamedTuple):
     rest: tuple[Narrower, ...] = ()
 
 
+def refusal(wish: object, instead: str) -> SpecError:
+    """Of words that are no wish; ``instead`` is what to write."""
+    return SpecError(
+        f"fuse is 'auto', 'off' (False), or the width of arrays from 1 to {MOST}, which may say "
+        f"how passes run ('16-compiled') and to what widths those go on that a pruner leaves "
+        f"('16/4/1'), got {wish!r}. {instead}"
+    )
+
+
 def width_wished(wish: Wish) -> WidthWish | None:
     """The width that was asked for; None if none was.
 
@@ -40,13 +50,11 @@ def width_wished(wish: Wish) -> WidthWish | None:
         return WidthWish(wish)
     told, blank, kind = wish.partition(" ")
     widths = [int(width) if width.isdecimal() else 0 for width in told.split("/")]
-    falls = all(wide > less for wide, less in pairwise(widths))
     is_number = len(widths) == 1 and not blank
-    if min(widths) < 1 or not falls or is_number or bool(blank) != (kind in KINDS):
-        raise SpecError(
-            f"fuse is 'auto', 'off', a width, '16-compiled', or widths that fall as trials are "
-            f"pruned ('16/4/1'), got {wish!r}."
-        )
+    if min(widths) < 1 or is_number or bool(blank) != (kind in KINDS):
+        raise refusal(wish, "Write one of these.")
+    if any(wide <= less for wide, less in pairwise(widths)):
+        raise refusal(wish, "Widths fall: those that go on are fewer.")
     if len(widths) > 1 and kind in ONE_WIDTH:
         raise SpecError(f"passes that are {kind} are of one width, got fuse={wish!r}.")
     known = next((known for known in KINDS if known == kind), None)

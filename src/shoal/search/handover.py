@@ -87,7 +87,7 @@ def _fill(
 
 
 def _frozen(optuna: Any, trial: HandedOver, space: Mapping[str, Distribution]) -> Any:
-    has_value = trial.value is not None and not math.isnan(trial.value)
+    has_value = trial.value is not None and math.isfinite(trial.value)  # Optuna takes infinities
     state = "FAIL" if trial.state == "COMPLETE" and not has_value else trial.state
     frozen = optuna.trial.create_trial(
         state=optuna.trial.TrialState[state],
@@ -97,8 +97,9 @@ def _frozen(optuna: Any, trial: HandedOver, space: Mapping[str, Distribution]) -
         intermediate_values=dict(trial.curve),
         user_attrs=dict(trial.attributes),
     )
-    if trial.began is not None and state != "WAITING":
-        frozen.datetime_start = datetime.fromtimestamp(trial.began)
+    began = trial.ended if trial.began is None else trial.began  # it failed as it was made
+    if began is not None and state != "WAITING":
+        frozen.datetime_start = datetime.fromtimestamp(began)
     if trial.ended is not None and frozen.datetime_complete is not None:
         frozen.datetime_complete = datetime.fromtimestamp(trial.ended)
     return frozen

@@ -310,7 +310,7 @@ def test_words_for_a_width_may_say_how_passes_run():
     assert width_wished("16/4/1 traced") == (16, "traced", ((4, 4), (1, 1)))
     assert width_wished("auto") is None
     for odd in ("16 quick", "compiled", "", "16", "16 ", "4/16", "16//4"):
-        with pytest.raises(SpecError, match="a width"):
+        with pytest.raises(SpecError, match="the width of arrays"):
             width_wished(odd)
     with pytest.raises(SpecError, match="of one width"):
         width_wished("16/4 compiled")

@@ -118,11 +118,15 @@ def test_a_clone_outside_the_space_and_values_that_are_no_numbers_are_handed_ove
         HandedOver(point=spec.hp, state="COMPLETE", value=math.nan, **rest),
         HandedOver(point={"lr": 0.01, "kind": "a"}, state="COMPLETE", value=1.0, **rest),
         HandedOver(point={"lr": -1.0, "kind": "a"}, state="WAITING", value=None, **rest),
+        HandedOver(point=spec.hp, state="COMPLETE", value=math.inf, **rest),
+        HandedOver(point=spec.hp, state="FAIL", value=None, **(rest | {"began": None})),
     ]
     path = tmp_path / "o.db"
     write_optuna(path, "s", mode="max", metric="acc", space=space, trials=trials)
 
     study = optuna.load_study(study_name="s", storage=f"sqlite:///{path}")
-    assert [trial.state.name for trial in study.trials] == ["FAIL", "COMPLETE", "WAITING"]
+    states = [trial.state.name for trial in study.trials]
+    assert states == ["FAIL", "COMPLETE", "WAITING", "FAIL", "FAIL"]
+    assert [trial.duration.total_seconds() for trial in study.trials[3:]] == [1.0, 0.0]
     assert study.trials[0].params == {"lr": 1.0, "kind": "c"}
     assert study.best_value == 1.0
