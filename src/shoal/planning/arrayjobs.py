@@ -53,6 +53,15 @@ def held_bytes(job: Job, width: int) -> Bytes:
     return Bytes(width * (each + batches))
 
 
+def seats_taken(trials: int, devices: int, width: int) -> float:
+    """How many slots of an array are taken on average, where trials are dealt to devices in turn.
+
+    Those that no trial is for cost as much as the others.
+    """
+    rounds = -(-trials // (devices * width))
+    return max(1.0, trials / (devices * rounds))
+
+
 def in_array(
     job: Job,
     place: ArraySlot,
@@ -61,8 +70,9 @@ def in_array(
     compiler: str,
     *,
     captures: bool = True,
+    taken: float | None = None,
 ) -> Job:
-    """In an array that is on its device as a whole."""
+    """In an array that is on its device as a whole; of its slots ``taken`` have a trial."""
     width = found.width
     alone = LoneNeed(
         held_bytes=job.held_bytes,
@@ -76,7 +86,7 @@ def in_array(
         key["array_pass"] = found.kind
     if found.kind == "compiled":
         key |= {"array_pass": f"compiled, {compiler}", "array_floats": constants}
-    own = _room(job, place, found, captures=captures)
+    own = _room(job, place, found, captures=captures, taken=taken)
     return replace(
         job,
         array=ArrayPlace(
@@ -134,6 +144,7 @@ def _room(
     *,
     most: int | None = None,
     captures: bool = True,
+    taken: float | None = None,
 ) -> ArrayRoom:
     """What a whole array takes, and who shares it."""
     group = f"{place.group}x{found.width}"
@@ -149,7 +160,7 @@ def _room(
         held_bytes=held,
         unit_bytes=found.unit_bytes,
         peak_bytes=Bytes(held + found.unit_bytes),
-        step_s=Seconds(found.step_s / found.width),
+        step_s=Seconds(found.step_s / (taken or found.width)),
         most=most,
         captures=captures,
     )
@@ -202,6 +213,7 @@ def in_spilled_array(
     width: int,
     why: tuple[str, ...],
     passes: PassKind = "eager",
+    taken: float | None = None,
 ) -> Job:
     """In an array in shards. Its passes are eager; a key that says traced means the same bits."""
     rows = plan.host_bytes
@@ -231,7 +243,7 @@ def in_spilled_array(
         peak_bytes=plan.need.peak,
         waiting_bytes=rows,
         host_bytes=Bytes(job.host_bytes - job.waiting_bytes + rows),
-        step_s=Seconds(plan.step_s / width),
+        step_s=Seconds(plan.step_s / (taken or width)),
         moves_s=NO_SECONDS,
         why=(*job.why, *why),
         numerics={**job.numerics, **key},

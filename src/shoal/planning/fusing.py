@@ -51,6 +51,7 @@ from shoal.planning.arrayjobs import (
     held_bytes,
     in_array,
     in_spilled_array,
+    seats_taken,
     why_spilled,
     with_rooms,
 )
@@ -482,12 +483,13 @@ class Fusing:
         )
         if found.declined:
             return replace(job, why=(*job.why, f"unfused: {found.declined}")), None
+        taken = seats_taken(len(trials), self._devices, width)
         fits = self._fits(job, found) and not found.shards
         if fits and not (self._spilling and self._spilling.is_forced):
             why = shape.why or (praise(found, shape.notes, len(trials)),)
             later = self._later(shape, trials, before, kind, asking, job)
-            placed = in_array(job, place, found, why, shape.compiler, captures=captures)
-            return placed, later
+            args = (job, place, found, why, shape.compiler)
+            return in_array(*args, captures=captures, taken=taken), later
         words = "shards were asked for" if fits else f"{width} of them do not fit the device"
         if self._spilling is None:
             return replace(job, why=(*job.why, f"unfused: {words}")), None
@@ -508,7 +510,7 @@ class Fusing:
         passes = kind if before is not None and kind else "eager"
         closes = shape.closes if before is None else "array_widths" in before
         later = Later(from_key(before or {})) if closes else None
-        return in_spilled_array(job, place, spilled, width, why, passes), later
+        return in_spilled_array(job, place, spilled, width, why, passes, taken), later
 
     def _found(
         self,

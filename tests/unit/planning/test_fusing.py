@@ -6,6 +6,8 @@ import json
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shoal.core.errors import SpecError
 from shoal.core.plan import ArrayPlace, LoneNeed, Plan, plan_from_dict, seated, seated_at
@@ -14,6 +16,7 @@ from shoal.core.spec import TrialSpec
 from shoal.core.technique import Captured, Resident, Spilled
 from shoal.core.units import Bytes, Seconds
 from shoal.fusion.match import Signature
+from shoal.planning.arrayjobs import seats_taken
 from shoal.planning.fusing import ALONE, Fusing, width_wished
 from shoal.planning.reseating import array_kind, array_place, recorded_width
 from shoal.planning.times import Times
@@ -295,6 +298,22 @@ def test_one_that_leaves_its_array_later_than_it_goes_on_comes_there_in_it():
     assert (there.array.slot, there.array.width) == (0, 2)
     assert there.numerics["array"] == "slot 0 of 2"
     assert seated_at(again, 7).array is None
+
+
+@given(st.integers(1, 200), st.integers(1, 8), st.integers(2, 64))
+def test_slots_that_no_trial_is_for_cost_as_much_as_the_others(trials, devices, width):
+    """So many steps of an array as there are rounds of trials on each device."""
+    taken = seats_taken(trials, devices, width)
+    assert 1 <= taken <= width
+    rounds = -(-trials // (devices * width))
+    if trials >= devices:
+        assert trials / taken / devices == pytest.approx(rounds)
+
+
+def test_a_trials_part_of_a_step_is_by_those_that_share_it():
+    asked = Asked()
+    few, all_of_them = place(4, [0, 1], asked=asked), place(4, range(4), asked=asked)
+    assert few[0].step_s == 2 * all_of_them[0].step_s
 
 
 # ------------------------------------------------------------------ how passes run
