@@ -71,7 +71,8 @@ class TrialFold:
         self.seconds = 0.0
         self.recent: deque[float] = deque(maxlen=_RECENT_STEPS)
         self.step_s: float | None = None
-        self.error = self.saved = ""  # the newest generation of its state
+        self.error = self.ended = ""
+        self.saved = ""  # the newest generation of its state
         self.cached: TrialRow | None = None
 
     @property
@@ -81,7 +82,8 @@ class TrialFold:
     def reopen(self) -> None:
         """It was planned to go on: a trial that had ended waits again."""
         if self.is_done:
-            self.state, self.device, self.error = TrialState.PENDING, "", ""
+            self.state, self.device = TrialState.PENDING, ""
+            self.error = self.ended = ""
 
     def replan(self, event: TrialReplanned) -> None:
         if not event.reason.startswith(OTHERS_PRUNED):
@@ -105,7 +107,8 @@ class TrialFold:
         return other
 
     def lease(self, device: str, now: float) -> None:
-        self.state, self.device, self.error = TrialState.RUNNING, device, ""
+        self.state, self.device = TrialState.RUNNING, device
+        self.error = self.ended = ""
         self.recent.clear()
         if self.began is None:
             self.began = now - self.seconds  # of earlier runs
@@ -190,6 +193,7 @@ class TrialFold:
             self.add_row(event.step, self.epoch, event.metrics, aim)
             self._see(event.metrics, aim)
         self.state, self.saved = state, event.checkpoint
+        self.ended = "" if isinstance(event, TrialFinished) else event.reason
         self.seconds = max(self.seconds, event.seconds)  # the event knows of this run alone
 
     def row(self) -> TrialRow:
@@ -213,6 +217,7 @@ class TrialFold:
             seconds=self.seconds,
             restarts=self.restarts,
             error=self.error,
+            ended=self.ended,
             checkpoint=self.saved,
             parent=plan.parent if plan else None,
             history=tuple(self.history),

@@ -89,7 +89,8 @@ class TrialRow:
     the latest values, ``best`` the study's metric at its best so far. ``speed`` is
     optimizer steps per second of late, neighbours' time included. ``hp`` are those it has
     now; ``inherited`` is where it took over another trial's state, in order of steps; ``replans``
-    where it turned out that it cannot train as it was planned to.
+    where it turned out that it cannot train as it was planned to; ``ended`` is why a trial that
+    was stopped or pruned was.
     """
 
     number: int
@@ -112,6 +113,7 @@ class TrialRow:
     seconds: float = 0.0
     restarts: int = 0
     error: str = ""
+    ended: str = ""
     checkpoint: str = ""  # the newest generation, relative to the study's directory
     parent: int | None = None
     history: tuple[HistoryRow, ...] = ()

@@ -454,7 +454,7 @@ def stop(
     directory: Directory = "runs",
     json: AsJson = False,
 ) -> None:
-    """Save a running study and end it, or one of its trials; it can be resumed."""
+    """Save a running study and end it until `resume`; or one of its trials, which is kept."""
     from shoal.ui.control import stop_study
 
     place = Path(directory)

@@ -440,6 +440,8 @@ def describe_trial(snapshot: Snapshot, row: TrialRow, place: Path) -> str:
         for one in row.replans
     ]
     lines += [_inheritance_line(one) for one in row.inherited]
+    if row.ended:
+        lines.append(f"{row.state.lower()}: {row.ended}")
     if row.checkpoint:
         lines.append(f"weights: {_inside(place, row.checkpoint)}")
     if row.history:
@@ -533,7 +535,9 @@ def study_record(place: Path, snapshot: Snapshot) -> dict[str, Any]:
 
 def trial_record(row: TrialRow) -> dict[str, Any]:
     """A trial as JSON-ready values, without its history."""
-    names = "number seed technique shards step steps seconds device restarts error checkpoint"
+    names = (
+        "number seed technique shards step steps seconds device restarts error ended checkpoint"
+    )
     record: dict[str, Any] = {name: getattr(row, name) for name in names.split()}
     return record | {
         "hp": dict(row.hp),

@@ -78,7 +78,7 @@ def test_a_failed_trial_keeps_its_traceback_and_shows_its_last_line(tell):
 
 def test_a_trial_that_was_stopped_between_two_evaluations_has_no_row_there(tell):
     stopped = TrialStopped(
-        time=tell.time, trial=0, step=3, reason="", checkpoint="trials/0000/step-00000003",
+        time=tell.time, trial=0, step=3, reason="enough", checkpoint="trials/0000/step-00000003",
         metrics={"valid_loss": 1.0}, seconds=7.0,
     )  # fmt: skip
     first = {"train_loss": 3.0, "valid_loss": 1.0}
@@ -93,11 +93,12 @@ def test_a_trial_that_was_stopped_between_two_evaluations_has_no_row_there(tell)
     row = snapshot.trial(0)
     assert (row.state, row.step, row.checkpoint[-1]) == (TrialState.STOPPED, 3, "3")
     assert rows(snapshot) == [(2, first)]
-    assert row.metrics == first
+    assert (row.metrics, row.ended) == (first, "enough")
 
     goes_on = [tell.planned(0), tell.step(0, 4, loss=2.0), tell.evaluated(0, 4, valid_loss=0.5)]
     snapshot = fold(snapshot, *goes_on)
     assert rows(snapshot) == [(2, first), (4, {"train_loss": 1.5, "valid_loss": 0.5})]
+    assert snapshot.trial(0).ended == ""
 
 
 def test_a_row_has_the_mean_loss_of_the_steps_since_the_row_before(tell):
