@@ -243,8 +243,16 @@ class Report:
         return ranked[0]
 
     def ranking(self) -> list[TrialResult]:
-        """The trials, best first; then those without a finite metric, then the unfinished."""
-        return sorted(self.trials, key=lambda t: (self._rank(t), _ORDER[t.state], t.number))
+        """The trials, best first; then those without a finite metric, then the unfinished.
+
+        Those too by the metric as it was measured last.
+        """
+
+        def rank(trial: TrialResult) -> tuple[float, int, float, int]:
+            last = metric_rank(trial.metrics.get(self.metric), self.mode)
+            return self._rank(trial), _ORDER[trial.state], last, trial.number
+
+        return sorted(self.trials, key=rank)
 
     def count(self, state: TrialState | str) -> int:
         """How many trials are in ``state``."""

@@ -110,7 +110,10 @@ class Study:
     ) -> None:
         check_name(name)
         if not isinstance(recipe, Recipe):
-            raise SpecError(f"recipe is a shoal.Recipe, got {type(recipe).__name__}")
+            raise SpecError(
+                f"recipe is a shoal.Recipe(model=..., data=..., loss=...), got "
+                f"{type(recipe).__name__}."
+            )
         epochs, steps, eval_every = check_length(epochs, steps, eval_every)
         check_metric(recipe, metric, mode)
         self.name, self.recipe, self.space = name, recipe, space
@@ -300,7 +303,10 @@ class Study:
     def _hardware(self, hardware: Hardware | None) -> Hardware:
         chosen = Hardware.detect() if hardware is None else hardware
         if not isinstance(chosen, Hardware):
-            raise SpecError(f"hardware is a shoal.Hardware, got {type(chosen).__name__}")
+            raise SpecError(
+                f"hardware is a shoal.Hardware, got {type(chosen).__name__}. Write "
+                "shoal.Hardware.detect(), or shoal.Hardware.virtual(devices=2, memory='2GiB')."
+            )
         return chosen.with_host_limit()
 
     def limits(self) -> Limits:

@@ -282,6 +282,8 @@ def _is_pruner(value: object) -> bool:
 
 
 def _unknown(what: str, value: object, names: str) -> str:
+    if isinstance(value, type):
+        return f"{what}={value.__name__} is a class. Give an object of it: {value.__name__}(...)."
     kind = "" if isinstance(value, str) else f", a {type(value).__name__}"
     return (
         f"{what}={value!r}{kind} is not known: {what} is None, {names}, or an object of "

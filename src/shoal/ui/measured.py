@@ -3,7 +3,7 @@
 [Note: what is compared]
 Of the last run that made a plan. A step is the seconds from the step before it on its device,
 shared with the trials that are there too: the median, which leaves out a validation pass now and
-then. Of an array it is a slot's share, and a larger one where slots are idle. The study is the
+then. Of an array it is a share of its trials', idle slots being theirs too. The study is the
 plan's own rule (the work over the devices, or the longest trial) with the seconds of all steps
 that ran, beside the plan's for as many; so pauses and waits are left out, and validation is not.
 A device's peak stands beside what was predicted for the trials that it had.
@@ -194,7 +194,8 @@ def describe(record: Mapping[str, Any], place: Path) -> str:
     pair = ("planned", "measured", "times")
     later = counted(record["later_trials"], "trial")
     whole = [
-        "'all steps' is their work, spread over the devices. With waits and pauses the first step "
+        "'all steps' is their work, validation between them included, spread over the devices; "
+        "'a step' is a median. With waits and pauses the first step "
         f"to the last took {_seconds(record['steps_lasted_s'])}, and the run, with starting and "
         f"planning, {_seconds(record['run_lasted_s'])}."
     ]
