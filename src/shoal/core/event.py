@@ -67,6 +67,7 @@ class TrialPlanned:
     numerics: Mapping[str, Scalar]
     parent: int | None = None  # the trial it is a clone of
     warm: bool = False  # and whether it began from its parent's state
+    why: tuple[str, ...] = ()  # it trains so
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,7 @@ def _planned(
         numerics=dict(job.numerics) if job else {},
         parent=trial.parent,
         warm=trial.warm,
+        why=job.why if job else (),
     )
 
 

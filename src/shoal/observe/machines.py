@@ -235,6 +235,7 @@ class TrialFold:
             steps=plan.steps,
             predicted_bytes=plan.peak_bytes,
             numerics=plan.numerics,
+            why=plan.why,
         )
 
     def _train_loss(self, step: int) -> dict[str, float]:

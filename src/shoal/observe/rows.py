@@ -101,6 +101,7 @@ class TrialRow:
     shards: int = 0
     predicted_bytes: int = 0
     numerics: Mapping[str, Scalar] = field(default_factory=dict)
+    why: tuple[str, ...] = ()  # it was planned so
     device: str = ""
     step: int = 0
     steps: int | None = None

@@ -434,7 +434,8 @@ def describe_trial(snapshot: Snapshot, row: TrialRow, place: Path) -> str:
         f"{format_seconds(row.seconds)}, {counted(row.restarts, 'restart')}",
         "numerics: " + ", ".join(f"{name}={value}" for name, value in row.numerics.items()),
     ]
-    lines += [f"- {why}" for why in planned_reasons(place).get(row.number, ())]
+    reasons = row.why or planned_reasons(place).get(row.number, ())  # of a record of old
+    lines += [f"- {why}" for why in reasons]
     lines += [
         f"after step {one.step} it was planned again: {plain_reason(one.reason)}"
         for one in row.replans

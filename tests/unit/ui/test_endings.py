@@ -246,3 +246,14 @@ def test_a_difference_is_said_with_the_first_tensor() -> None:
     assert text.startswith("DIFFERENT  trial 3")
     assert text.endswith("\n           first: model 'w': 1 of 16 elements differ")
     assert describe_verdicts([verdict, _verdict()]) == "1 of 2 trials differ from training alone"
+
+
+def test_a_trial_says_why_it_trains_so_whatever_was_planned_since(
+    tmp_path: Path, study_events: Events
+) -> None:
+    events = [
+        replace(event, why=("it fits",)) if isinstance(event, TrialPlanned) else event
+        for event in study_events()
+    ]
+    snapshot = Snapshot.of(events)
+    assert "- it fits" in describe_trial(snapshot, snapshot.trial(0), tmp_path)
