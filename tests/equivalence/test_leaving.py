@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from signal import SIGTERM, raise_signal
+
 import pytest
 import squads
 import torch
@@ -10,11 +12,26 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 import shoal
+from shoal.core.event import TrialReplanned
+from shoal.core.seats import epochs_of
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
+from shoal.verify import read_losses
 
 STEPS = 12
-WAYS = ("saved each step", "never saved", "stopped before")
+WAYS = ("saved each step", "never saved", "stopped before", "stopped on the way back")
+
+
+class StopWhereAllLeave:
+    """Once it is known of all of them; those for whom memory lacks would leave others room."""
+
+    def __init__(self):
+        self.left = 0
+
+    def __call__(self, event):
+        self.left += isinstance(event, TrialReplanned)
+        if self.left == 3:
+            raise_signal(SIGTERM)
 
 
 @pytest.fixture
@@ -22,20 +39,23 @@ def check(tmp_path, warm_workers):
     """Three trials as one array, until a step at which they leave it."""
 
     def run(recipe, way, leaves, *, memory="64MiB", technique=None):
-        def go_to(steps):
+        def go_to(steps, **more):
             study = shoal.Study(
                 *("leaving", recipe),
                 space=shoal.grid(lr=[0.03, 0.01, 0.003]),
                 steps=steps,
-                checkpoint_every=None if way == "never saved" else 0,
+                checkpoint_every=0 if way in ("saved each step", "stopped before") else None,
                 directory=tmp_path,
             )
             hardware = shoal.Hardware.virtual(devices=1, memory=memory)
             options = {"technique": technique, "workers": warm_workers, "progress": False}
-            return study.run(hardware=hardware, fuse=3, **options)
+            return study.run(hardware=hardware, fuse=3, **options, **more)
 
         if way == "stopped before":
             go_to(leaves - 1)
+        if way == "stopped on the way back":
+            with pytest.raises(SystemExit):
+                go_to(STEPS, callbacks=[StopWhereAllLeave()])
         report = go_to(STEPS)
         rows = Snapshot.of(read_outline(report.directory)).trials
         words = [f"slot {n} of 3; for good from step {leaves} alone" for n in range(3)]
@@ -115,3 +135,40 @@ def test_nor_where_memory_lacks_for_a_batch(way, technique, memory, check):
     recipe = shoal.Recipe(model=tall, data=uneven, loss=loss)
     rows = check(recipe, way, 5, memory=memory, technique=technique)
     assert all("cannot reserve" in row.replans[0].reason for row in rows)
+
+
+def shuffled(hp):
+    x, labels = zip(*few(hp)[0], strict=True)
+    rows = torch.utils.data.TensorDataset(torch.cat(x), torch.cat(labels))
+    return torch.utils.data.DataLoader(rows, 16, shuffle=True), few(hp)[0]
+
+
+def test_in_a_population_who_leaves_and_takes_over_follows_from_values(tmp_path, warm_workers):
+    """Some take over what is frozen already, and leave as they do."""
+    recipe = shoal.Recipe(
+        model=small,
+        data=shuffled,
+        loss=loss,
+        schedule=lambda optimizer, hp: Turns(optimizer, hp["at"]),
+    )
+    space = {"lr": shoal.log_uniform(1e-3, 1e-1), "at": shoal.choice(9.0, 14.0, 1000.0)}
+    outcomes = []
+    for devices in (1, 2):
+        study = shoal.Study(
+            *("population", recipe),
+            space=space,
+            trials=8,
+            epochs=7,
+            seed=1,
+            pruner=shoal.PBT(interval=2, quantile=0.25),
+            directory=tmp_path / str(devices),
+        )
+        hardware = shoal.Hardware.virtual(devices=devices, memory="64MiB")
+        report = study.run(hardware=hardware, fuse=4, workers=warm_workers, progress=False)
+        squads.assert_verified(report, recipe)
+        rows = Snapshot.of(read_outline(report.directory)).trials
+        losses = read_losses(report.directory)
+        outcomes.append([(row.numerics["array"], losses[row.number]) for row in rows])
+    assert outcomes[0] == outcomes[1]
+    left = [epochs_of({"array": told})[-1] for told, _ in outcomes[0]]
+    assert {8, 16} <= {epoch.step for epoch in left if epoch.for_good}

@@ -18,6 +18,11 @@ from shoal.fusion.optim import FusedSteps
 from shoal.habits import kept_in_place, trained
 from shoal.kernelstep import is_torchs
 
+FROZEN = (
+    "parameters were frozen or unfrozen while it trained, and those of an array are trained in "
+    "all slots or in none"
+)
+
 
 class Finisher:
     """Steps the slots of one crew. What it does for a slot never depends on another one.
@@ -172,10 +177,7 @@ def _held(crew: Crew, slot: int, *, may_freeze: bool) -> Iterator[None]:
         yield
     crew.stacked.put_buffers(slot, module)
     if not may_freeze and trained(module) != before:
-        raise Declined(
-            "parameters were frozen or unfrozen while it trained, and those of an array are "
-            "trained in all slots or in none"
-        )
+        raise Declined(FROZEN)
 
 
 def clip_alone(member: Member) -> None:

@@ -183,7 +183,13 @@ class _Loop:
             step=done,
             modes=modes,
         )
-        self.array.refill(self._slot, member)
+        epoch = self._later.get(done)
+        if epoch is not None:
+            self._slot, self._width = epoch.slot, epoch.width
+        if epoch is not None or self._width == ALONE:  # what is frozen is another shape
+            self.array = self._seat(member)
+        else:
+            self.array.refill(self._slot, member)
 
     def kept(self) -> Mapping[str, Any]:
         """What the trial keeps in Python now."""

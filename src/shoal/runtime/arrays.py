@@ -35,6 +35,9 @@ from shoal.device import Device
 from shoal.fusion import Array, Member
 from shoal.fusion.batches import layout_of
 from shoal.fusion.crew import ArrayBackend
+from shoal.fusion.declined import Declined
+from shoal.fusion.finish import FROZEN
+from shoal.habits import trained
 from shoal.memory.ledger import Ledger
 from shoal.partition.track import AllocationTracker
 from shoal.program.ir import Op
@@ -62,6 +65,7 @@ class Seated:
     last: Task | None = None  # the one before
     is_inside: bool = False  # whether the process's random streams are the trial's
     leaving: bool = False  # its tasks are through
+    is_seen_out: bool = False  # the others have waited for it to go
     is_out: bool = False  # its slot is empty again
     over: LeaseOver | None = None  # it is out of the array and in its region; what to say of it
 
@@ -150,9 +154,12 @@ class ArraySeat:
         """Take a trial up whose state is in its host region.
 
         Raises:
-            Declined: it has another signature than those that are here.
+            Declined: it has another signature than those that are here, or than it was made with:
+                the first one that comes must not decide for the others.
         """
         assert session.job.array is not None
+        if trained(session.model) != session.trains:
+            raise Declined(FROZEN)
         slot = session.job.array.slot
         if not self._spills:
             _bring(session)
@@ -266,6 +273,8 @@ class ArraySeat:
         for seated in self.active:
             if seated.task is None:
                 self._guard(seated.trial, lambda seated=seated: self._next(seated))  # type: ignore[misc]
+        if self._spills and self._lets_go():
+            return
         ready = [seated for seated in self.active if seated.task is not None]
         evaluating = [s for s in ready if s.task is not None and s.task.kind == "evaluation"]
         training = [s for s in ready if s not in evaluating]
@@ -276,6 +285,16 @@ class ArraySeat:
         elif training:
             self._held += bool(evaluating)
             self._train(training)
+
+    def _lets_go(self) -> bool:
+        """Whether trials leave first: of a step that fails in shards their rows may not be whole.
+
+        Once each, since one may have to wait until it is written.
+        """
+        going = [s for s in self.leaving if not (s.is_out or s.is_seen_out)]
+        for seated in going:
+            seated.is_seen_out = True
+        return bool(going)
 
     def _is_held(self, evaluating: Sequence[Seated], training: Sequence[Seated]) -> bool:
         """Whether those that want to be evaluated wait until others are as far.

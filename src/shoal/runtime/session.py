@@ -21,7 +21,7 @@ from shoal.core.spec import HyperParameters
 from shoal.core.technique import Captured, Spilled, kept_shards, steps_on_host
 from shoal.data import Feed
 from shoal.device.losses import Losses, readback_of
-from shoal.habits import habits_of
+from shoal.habits import habits_of, trained
 from shoal.memory.chunks import chunk_names
 from shoal.memory.layout import TrialLayout, lenders
 from shoal.memory.split import write_params
@@ -73,9 +73,9 @@ from shoal.spill.generate import route_of
 
 
 class Session:
-    """A trial admitted to a device. Built inside the trial's own random streams.
+    """A trial admitted to a device. Built inside its own random streams, as the plain loop does.
 
-    The order of construction is the plain loop's: seed, model, data, optimizer, schedule.
+    ``trains``: the parameters that were not frozen then.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Session:
         self.optimizer = build_optimizer_of(recipe, self.model, self.hp)
         self.schedule = build_schedule(recipe, self.optimizer, self.hp)
         self.python = PythonState(self.model, self.optimizer, self.schedule)
-        self.habits = habits_of(self.schedule)
+        self.habits, self.trains = habits_of(self.schedule), trained(self.model)
         self.rng = capture_rng(device)
         self.feed = self._feed(before_data, "training")
         self.valid_feed = self._feed(before_data, "validation") if self.valid is not None else None
