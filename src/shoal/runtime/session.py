@@ -351,13 +351,13 @@ class Session:
         self.tally = Tally() if warm else Tally.unpack(progress.tally)
         self.binding.require_shapes(self.layout)
         give_extra_state(self.model, progress.extra)
+        if warm:  # what the other one kept holds, as in the plain loop
+            catch_up(self.schedule, progress.step)
         self.python.give(progress.python, self.device, warm=warm)
         self.binding.restore(progress.scalars, progress.stored, self._step_places())
-        if warm:
-            catch_up(self.schedule, progress.step)
-            if self.settings.varied:  # it was evaluated there, before it took this state over
-                self.evaluated_at = progress.step
-        else:
+        if warm and self.settings.varied:  # it was evaluated before it took this state over
+            self.evaluated_at = progress.step
+        if not warm:
             self.binding.restore_groups(progress.groups)
             if self.schedule and progress.schedule is not None:
                 self.schedule.load_state_dict(progress.schedule)
