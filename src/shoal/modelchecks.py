@@ -41,7 +41,11 @@ def _refuse_used(model: nn.Module) -> None:
 
     It would train in both, and have what the other trial's end left in it.
     """
+    if torch.__future__.get_swap_module_params_on_conversion():
+        return  # what is referred to cannot be swapped
     for name, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter:
+            continue
         number = id(parameter)
         if number in _MADE and _MADE[number]() is parameter:
             where = name.rpartition(".")[0] or "the model itself"
@@ -61,8 +65,9 @@ def _forget(number: int, _: object) -> None:
 def _have_own_memory(model: nn.Module) -> None:
     """Copy the parameters whose memory is held from outside of the model.
 
-    Over a tensor of the user's (``nn.Parameter(table)``, ``Embedding.from_pretrained``) steps
-    would write into that, and the next model would be made of it.
+    Over a tensor or a NumPy array of the user's (``nn.Parameter(table)``,
+    ``Embedding.from_pretrained``) steps would write into that, and the next model would be made
+    of it.
     """
     inside: dict[int, set[int]] = {}
     for parameter in model.parameters():
@@ -70,10 +75,11 @@ def _have_own_memory(model: nn.Module) -> None:
             continue
         storage = parameter.untyped_storage()
         holders = torch._C._storage_Use_Count(storage._cdata) - 1  # one is ``storage``
-        if holders == 1:
-            continue
-        inside = inside or _tensors_by_storage(model)
-        if holders > len(inside[storage.data_ptr()]):
+        is_own = storage.resizable()  # and not NumPy's or a file's
+        if is_own and holders > 1:
+            inside = inside or _tensors_by_storage(model)
+            is_own = holders <= len(inside[storage.data_ptr()])
+        if not is_own:
             parameter.data = parameter.detach().clone()
 
 

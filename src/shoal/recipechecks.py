@@ -66,11 +66,12 @@ def _refuse_made_model(model: object) -> None:
 
 def _refuse_class_of_optimizers(optimizer: object) -> None:
     kind = optimizer.func if isinstance(optimizer, functools.partial) else optimizer
-    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
+    name = getattr(kind, "__name__", "")
+    if name and getattr(torch.optim, name, None) is kind:
         raise SpecError(
             f"Recipe(optimizer=...) is a function (named_parameters, hp) -> Optimizer, got the "
-            f"class {kind.__name__}. Write optimizer=lambda named, hp: "
-            f"{kind.__name__}([p for _, p in named], lr=hp['lr'])."
+            f"class {name}. Write optimizer=lambda named, hp: "
+            f"{name}([p for _, p in named], lr=hp['lr'])."
         )
 
 
@@ -88,8 +89,9 @@ def check_loss(loss: object, batch: object) -> None:
         return
     if isinstance(loss, nn.Module) and type(loss).__module__ == losses.__name__:
         name = f"{type(loss).__name__}()"
-    elif getattr(loss, "__module__", "") == nn.functional.__name__:
-        name = f"F.{getattr(loss, '__name__', 'loss')}"
+    called = getattr(loss, "__name__", "")
+    if called and getattr(nn.functional, called, None) is loss:
+        name = f"F.{called}"
     if name:
         raise SpecError(
             f"Recipe(loss=...) is a function of the model's output and the whole batch, got "

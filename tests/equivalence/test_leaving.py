@@ -172,3 +172,27 @@ def test_in_a_population_who_leaves_and_takes_over_follows_from_values(tmp_path,
     assert outcomes[0] == outcomes[1]
     left = [epochs_of({"array": told})[-1] for told, _ in outcomes[0]]
     assert {8, 16} <= {epoch.step for epoch in left if epoch.for_good}
+
+
+def test_a_trial_may_leave_its_array_at_a_rung(tmp_path, warm_workers):
+    """It fell back past where it closed ranks, so that it stops at each rung again."""
+    functions = {"data": lambda hp: (few(hp)[0],) * 2, "schedule": lambda o, hp: Turns(o, 7)}
+    recipe = shoal.Recipe(model=small, loss=loss, **functions)
+    study = shoal.Study(
+        *("rungs", recipe),
+        space=shoal.grid(lr=[0.03 * 0.8**n for n in range(18)]),
+        steps=10,
+        eval_every=2,
+        pruner="asha",
+        checkpoint_every=None,
+        time_limit=120,
+        directory=tmp_path,
+    )
+    hardware = shoal.Hardware.virtual(devices=1, memory="64MiB")
+    report = study.run(hardware=hardware, fuse="18/6/2", workers=warm_workers, progress=False)
+    assert {str(trial.state) for trial in report.trials} == {"FINISHED", "PRUNED"}
+    rows = Snapshot.of(read_outline(report.directory)).trials
+    left = [row for row in rows if epochs_of(row.numerics)[-1].for_good]
+    assert {row.step for row in left} == {10}
+    assert {epochs_of(row.numerics)[-1].step for row in left} == {6}
+    squads.assert_verified(report, recipe)

@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -272,9 +273,12 @@ def test_a_part_that_trials_share_is_refused_before_it_trains(fuse, make_study, 
 TABLE = torch.ones(8, 6)
 
 
+ARRAY = np.ones((8, 6), np.float32)
+
+
 def over_a_table(hp):
     model = build(hp)
-    model[0].weight = nn.Parameter(TABLE)
+    model[0].weight = nn.Parameter(TABLE if hp["lr"] < 0.15 else torch.from_numpy(ARRAY))
     return model
 
 
@@ -286,6 +290,7 @@ def test_a_parameter_over_somebodys_tensor_trains_in_memory_of_its_own(make_stud
     for trial in report.trials:
         assert_same(plain_loop(recipe, trial.hp, trial.seed, steps=2), trial)
     assert torch.equal(TABLE, torch.ones(8, 6))
+    assert (ARRAY == 1).all()
 
 
 @pytest.mark.parametrize(
@@ -305,6 +310,15 @@ def test_a_parameter_over_somebodys_tensor_trains_in_memory_of_its_own(make_stud
 def test_what_is_called_with_other_arguments_is_refused_with_what_to_write(changes, words):
     with pytest.raises(shoal.SpecError, match=words):
         make_recipe(**changes)
+
+
+class OfItsOwn(torch.optim.SGD):
+    def __init__(self, named, hp):
+        super().__init__([p for _, p in named], lr=hp["lr"])
+
+
+def test_a_class_of_optimizers_that_takes_what_it_gets_is_a_function():
+    assert plain_loop(make_recipe(optimizer=OfItsOwn), {"lr": 0.1}, 0, steps=1).losses
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ numbers. Every class has a section in docs/errors.md.
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 
 class ShoalError(Exception):
@@ -91,10 +92,15 @@ def last_words(error: str) -> str:
 
     Of a message of several lines the first, which says what happened.
     """
-    lines = error.strip().splitlines() or [""]
-    said = next(filter(_KIND.match, reversed(lines)), lines[-1])
-    return _OWN_KIND.sub("", said.strip(), count=1)
+    lines = error.rstrip().splitlines()
+    begins = [at for at, line in enumerate(lines) if line.startswith(_IN_A_TRACEBACK)]
+    rest = lines[begins[-1] + 1 :] if begins else lines
+    said = [line for line in rest if line[:1].strip()][:1]
+    for blank, line in pairwise(rest):  # what was made of it, in a paragraph of its own
+        said += [line] * bool(not blank and _KIND.match(line))
+    return _OWN_KIND.sub("", said[-1] if said else "", count=1)
 
 
+_IN_A_TRACEBACK = ("Traceback (most recent call last)", "  File ")
 _KIND = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Declined|NotCuttable): ")
 _OWN_KIND = re.compile(r"^shoal(?:\.\w+)+: ")

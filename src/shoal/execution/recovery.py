@@ -201,8 +201,8 @@ class Recovery:
         for state in held:
             trial, group = state.job.trial, arrays.get(state.job.trial)
             seated = {other for other, of in arrays.items() if of == group}
-            if group is None or state.deaths >= MAX_DEATHS:
-                continue
+            if group is None or state.is_parked or state.deaths >= MAX_DEATHS:
+                continue  # one that stood at a step boundary has what it had
             if min(seated) in ends:  # whom an array's pass counts as
                 state.deaths = 0
                 leave_array(self._floor, state, state.step, "its array ended its worker")

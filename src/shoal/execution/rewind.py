@@ -98,11 +98,10 @@ def leave_array(floor: Floor, state: TrialRun, step: int, reason: str) -> None:
 
 
 def leave_now(floor: Floor, state: TrialRun) -> None:
-    """A trial that came to the step at which it leaves its array, and is saved, goes on alone."""
-    if state.job.trial not in floor.open or not state.leaves_now:
-        return  # it ended, or lost what it had
+    """A trial that came to the step at which it leaves its array has the job that it has alone.
+
+    It is on no device; all of it is in its region.
+    """
     floor.forget(state)
     state.leave_home()
     state.job = seated(state.job, state.seats)
-    floor.leave(state)
-    floor.begin(state)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from shoal.core import event as events
@@ -121,6 +120,7 @@ class Execution:
         )
         self._began = time.monotonic()
         self._later: list[Callable[[], None]] = []  # what waits until a plan is made
+        self._leaving: dict[int, bool] = {}  # by trial whether it was to be saved
         self._enroll(planned, starts or {})
         for trial, error in planned.failures.items():
             self._endings.never_began(trial, error)
@@ -272,9 +272,30 @@ class Execution:
         for work in later:
             self.when_free(work)
         self._searching.tick()
+        self._let_leave()
         if self._searching.is_asking and self.state == "running":
             self.when_free(self._searching.ask)
         self._keep_house()
+
+    def _let_leave(self) -> None:
+        """Have trials go on alone that stand where they leave their arrays and are saved."""
+        for trial, is_saved in list(self._leaving.items()):
+            state = self._floor.states[trial]
+            if trial not in self._floor.open or not state.leaves_now:
+                del self._leaving[trial]  # it ended, or lost what it had and will come here again
+            elif state.device or state.after_save or self.state != "running":
+                continue
+            elif state.is_dirty and not is_saved:
+                self._leaving[trial] = True  # as far as can be; its region is whole
+                self._pausing.save_then(state, lambda: None)
+            else:
+                del self._leaving[trial]
+                leave_now(self._floor, state)
+                if state.is_halted:
+                    self._searching.arrived(state)
+                else:
+                    self._floor.leave(state)
+                    self._floor.begin(state)
 
     def _keep_house(self) -> None:
         self._recovery.tick()
@@ -397,8 +418,8 @@ class Execution:
         if reply.ended:
             self._endings.last_step_done(state, reply)
         elif state.leaves_now:
-            state.after_save.append(partial(leave_now, self._floor, state))
             self._parked(state)
+            self._leaving[state.job.trial] = False
         elif state.is_halted:
             self._wait_for_others(state)
         elif state.steps_left == 0:

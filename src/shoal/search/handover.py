@@ -87,7 +87,7 @@ def _fill(
 
 
 def _frozen(optuna: Any, trial: HandedOver, space: Mapping[str, Distribution]) -> Any:
-    has_value = trial.value is not None and math.isfinite(trial.value)  # Optuna takes infinities
+    has_value = trial.value is not None and math.isfinite(trial.value)
     state = "FAIL" if trial.state == "COMPLETE" and not has_value else trial.state
     frozen = optuna.trial.create_trial(
         state=optuna.trial.TrialState[state],

@@ -11,7 +11,10 @@ from shoal.core.errors import last_words
     ("error", "words"),
     [
         ("Traceback ...\n  File x\nshoal.fusion.declined.Declined: it draws", "it draws"),
-        ("Traceback ...\nValueError: 3: too many\n", "ValueError: 3: too many"),
+        (
+            "Traceback (most recent call last):\nValueError: 3: too many\n",
+            "ValueError: 3: too many",
+        ),
         ("mine.shoal.Error: no", "mine.shoal.Error: no"),
         ("", ""),
         (
@@ -19,7 +22,12 @@ from shoal.core.errors import last_words
             "no room for 5 MiB.",
         ),
         ("  File x\nRuntimeError: no\n\nPlanError: planned again\n", "PlanError: planned again"),
-        ("  File x\nmine.Odd: no\nand more", "and more"),
+        ("  File x\nmine.Odd: no\nand more", "mine.Odd: no"),
+        (
+            "Traceback (most recent call last):\n  File x\nKeyError: 'a'\n\nDuring ...:\n\n"
+            "Traceback (most recent call last):\n  File x\nAssertionError",
+            "AssertionError",
+        ),
     ],
 )
 def test_the_kind_of_an_error_is_said_but_for_those_of_shoals_own(error, words):
