@@ -25,6 +25,7 @@ from shoal.program.ir import Action
 from shoal.rng import capture_rng, restore_rng
 from shoal.runtime.gangs import GangSession, Scalars, Stored
 from shoal.runtime.messages import Progress
+from shoal.runtime.outgrown import no_room
 from shoal.runtime.task import Issued
 
 CONTROL, NOTE = 16, 17  # kinds of messages that are no action's
@@ -265,8 +266,7 @@ class GangSeat(ABC):
             outgrown = CapacityError(
                 f"{self.called} of trial {self.trial} took {format_bytes(Bytes(peak))} "
                 f"on {self.device.spec.name}, {format_bytes(Bytes(planned))} were reserved for "
-                f"it, and there is no room for the rest: {error} Where batches differ in size, "
-                "let the first one be the largest: it is the one that is measured."
+                f"it, and {no_room(error)}"
             )
             outgrown.growth = peak / planned
             raise outgrown from None

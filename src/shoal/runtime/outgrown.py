@@ -32,8 +32,14 @@ def outgrown(
     )
     return (
         f"{what} allocated {format_bytes(peak)} on {device}{inside}, {format_bytes(reserved)} "
-        f"were reserved for it, and there is no room for the rest: {error} {LARGEST_FIRST}"
+        f"were reserved for it, and {no_room(error)}"
     )
+
+
+def no_room(error: CapacityError) -> str:
+    """What to do, and why; in this order, as a table has the first line alone."""
+    why = str(error)
+    return f"there is no room for the rest. {LARGEST_FIRST} {why[:1].upper()}{why[1:]}"
 
 
 def growth_of(job: Job, action: Action, peak: Bytes, region: int, *, evaluates: bool) -> float:
