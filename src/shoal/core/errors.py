@@ -101,6 +101,6 @@ def last_words(error: str) -> str:
     return _OWN_KIND.sub("", said[-1] if said else "", count=1)
 
 
-_IN_A_TRACEBACK = ("Traceback (most recent call last)", "  File ")
+_IN_A_TRACEBACK = ("Traceback", "  File ")
 _KIND = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Declined|NotCuttable): ")
 _OWN_KIND = re.compile(r"^shoal(?:\.\w+)+: ")

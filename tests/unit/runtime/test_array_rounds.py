@@ -17,7 +17,7 @@ class Seat(ArraySeat):
         self.as_one = as_one
         self.steps, self.every, self.seated = dict(enumerate(steps)), every, {}
         self.valid, self._held, self.rounds = valid, 0, []
-        self._has_evaluated = False
+        self._has_evaluated = self._spills = False
         feed = SimpleNamespace(num_batches=valid)
         for trial in self.steps:
             settings = SimpleNamespace(eval_every=every)
