@@ -627,7 +627,7 @@ def test_a_pipeline_that_fits_in_no_way_fails_with_the_bytes_it_needs(memory, tr
 
 @pytest.mark.full
 def test_a_pipeline_that_outgrows_a_device_goes_on_with_recomputing(train, heard):
-    study = train(lr=[1e-2], width=[staged.OUTGROWN], memory=240_000)
+    study = train(lr=[1e-2], width=[staged.OUTGROWN], memory=170_000)
     (replanned,) = heard.of(TrialReplanned)
     assert replanned.technique == "Pipelined"
     staged.check_alone(study.directory)
