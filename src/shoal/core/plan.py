@@ -236,7 +236,7 @@ def room_of(job: Job) -> ArrayRoom:
     """What a job takes in the array that it is in."""
     place = job.array
     assert place is not None
-    spilled = isinstance(job.technique, Spilled)
+    spilled = job.technique if isinstance(job.technique, Spilled) else None
     return ArrayRoom(
         group=place.group,
         width=place.width,
@@ -246,7 +246,7 @@ def room_of(job: Job) -> ArrayRoom:
         peak_bytes=job.peak_bytes,
         step_s=job.step_s,
         captures=place.captures,
-        technique=job.technique if isinstance(job.technique, Spilled) else None,
+        technique=spilled,
         shards=job.shards if spilled else (),
         waiting_bytes=job.waiting_bytes if spilled else NO_BYTES,
     )

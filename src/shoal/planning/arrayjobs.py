@@ -195,12 +195,12 @@ def elsewhere(job: Job, before: Mapping[str, Scalar], there: Sequence[Epoch], st
     ``there`` are those that it had so far, and ``before`` the key that tells of them. A job that
     has its seat, or will have it again, is as it was.
     """
+    key = dict(job.numerics)
     if job.array is None and job.began is None:
-        now, key = Epoch(step, 0, ALONE, asked=True), {**job.numerics}
+        now = Epoch(step, 0, ALONE, asked=True)
         key |= {name: value for name, value in before.items() if name in ARRAY_KEYS}
     else:
-        last = until(epochs_of(job.numerics), step)[-1]
-        now, key = last._replace(step=step, asked=True), {**job.numerics}
+        now = until(epochs_of(key), step)[-1]._replace(step=step, asked=True)
     if there[-1][1:3] == now[1:3]:
         return job
     return replace(job, numerics=with_seats(key, with_epoch(there, now)))
