@@ -110,6 +110,8 @@ def explain(asked: Pipelined, stale: shoal.Stale | None = None) -> str:
     job = make_pipeline_job(TRIAL, *args)
     plan = Plan(study="s", devices=tuple(devices), jobs=(job,), active=1, seconds=Seconds(9.0))
     assert Plan.from_json(plan.to_json()) == plan
+    assert repr(plan) == "<Plan of study s: 1 trial on 2 devices; print it to read it>"
+    assert str(plan) == plan.explain()
     return plan.explain()
 
 

@@ -287,6 +287,15 @@ class Plan:
         widest = max((place.width for place in places if place), default=1)
         return len(self.devices) * self.active * widest
 
+    def __str__(self) -> str:
+        """What ``print`` shows: the plan in words."""
+        return self.explain()
+
+    def __repr__(self) -> str:
+        """What a notebook shows of it; ``to_json`` has all."""
+        jobs, devices = counted(len(self.jobs), "trial"), counted(len(self.devices), "device")
+        return f"<Plan of study {self.study}: {jobs} on {devices}; print it to read it>"
+
     def explain(self) -> str:
         """The plan in words: per trial the technique, the shards, bytes by name, and why."""
         order = f", {self.rule}" if self.rule != DEFAULT else ""
@@ -324,12 +333,6 @@ class Plan:
                 f"this is no plan that Plan.to_json or shoal plan --json wrote, or one of another "
                 f"version of shoal ({type(error).__name__}: {error}). Plan again."
             ) from error
-
-
-def predict_seconds(plan: Plan, totals: Mapping[int, int | None]) -> float:
-    """A bound on the study's duration, for so many steps of each trial."""
-    taken = {job.trial: float(job.takes_s) * (totals[job.trial] or 0) for job in plan.jobs}
-    return seconds_of_work(plan, taken)
 
 
 def seconds_of_work(plan: Plan, taken: Mapping[int, float]) -> float:

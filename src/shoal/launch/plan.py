@@ -8,11 +8,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 from shoal.core.errors import PlanError
-from shoal.core.plan import OWN_DIRECTORY, Job, Plan, predict_seconds
+from shoal.core.plan import OWN_DIRECTORY, Job, Plan
 from shoal.core.spec import NO_BYTES, DeviceSpec, Place, Scalar, TrialSpec
 from shoal.core.technique import Spilled, Technique
 from shoal.core.units import Bytes, counted, format_bytes, list_some
-from shoal.execution.announce import steps_of
 from shoal.execution.firstplan import FirstPlan
 from shoal.execution.floor import Sink
 from shoal.execution.rungs import check_population, check_rungs, check_validated
@@ -20,6 +19,7 @@ from shoal.execution.trial import total_steps
 from shoal.hardware import Hardware, is_in_memory
 from shoal.kernelchoice import KernelChoice
 from shoal.launch.checks import doubt_of_mode
+from shoal.launch.duration import foretold_s
 from shoal.launch.following import NO_PINS, Pins, require_followed
 from shoal.launch.packing import pack_recipe
 from shoal.launch.policy import generation_bytes
@@ -94,7 +94,7 @@ def plan_study(
         total=lambda batches, each: total_steps(settings, batches, each),
         eval_every=settings.eval_every,
         by_epochs=settings.epochs is not None,
-        eta=ETA if study.search.pruner in ("asha", "hyperband") else None,
+        eta=ETA if study.search.halves else None,
         prunes=study.search.pruner is not None and not study.search.varied,
         generation=study.search.generation,
         changes=changes_of(study.search.varied_space) if study.search.varied else None,
@@ -134,7 +134,8 @@ def plan_study(
     planned = with_less_in_memory(planner, planned, hardware, study.directory)
     planned = with_fewer_at_once(planned, hardware.host_memory)
     check_host_memory(planned.plan, hardware.host_memory, may_wait=may_wait)
-    seconds = predict_seconds(planned.plan, steps_of(planned, settings))
+    there = {*recorded, *(trial.number for trial in trials)}
+    seconds = foretold_s(planned, settings, study.search, steps, len(there))
     return planner, replace(planned, plan=with_seconds(planned.plan, seconds))
 
 

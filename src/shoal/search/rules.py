@@ -136,6 +136,22 @@ def bracket_weights(brackets: int) -> tuple[int, ...]:
     return tuple(-(-brackets * ETA ** (most - b) // (most - b + 1)) for b in range(brackets))
 
 
+def likely_part(evaluations: int, brackets: int) -> float:
+    """What part of so many evaluations a trial makes on average, where one of ETA goes on."""
+    weights = bracket_weights(brackets)
+    made = sum(w * _likely(evaluations, ETA**b) for b, w in enumerate(weights))
+    return made / sum(weights) / evaluations
+
+
+def _likely(evaluations: int, rung: int) -> float:
+    """Evaluations of a trial that is first compared after ``rung`` of them."""
+    part, made, before = 1.0, 0.0, 0
+    while rung < evaluations:
+        made += part * (rung - before)
+        part, before, rung = part / ETA, rung, rung * ETA
+    return made + part * (evaluations - before)
+
+
 @cache
 def _share(index: int, weights: tuple[int, ...]) -> int:
     """Whose turn number ``index`` is, where turns are dealt out evenly by weight."""

@@ -15,7 +15,7 @@ from shoal.search.library import is_of, load_optuna
 from shoal.search.parameters import parameters_of
 from shoal.search.pbt import PBT, check_size, num_copies, varied
 from shoal.search.population import Population
-from shoal.search.rules import Halving, Median, Rule, num_brackets
+from shoal.search.rules import ETA, Halving, Median, Rule, likely_part, num_brackets
 from shoal.search.sampler import check_trials, specs_of, trials_of
 from shoal.search.search import Search
 from shoal.search.space import Distribution, check_space, is_finite, size
@@ -112,7 +112,7 @@ class Wanted:
                 f"  search: {_name(self.sampler)}; {known} of "
                 f"{counted(self.trials or 0, 'trial is', 'trials are')} known now, the others "
                 f"come in generations of {self.generation}, each when all but the one before it "
-                "have ended"
+                "have ended; predicted as if they were like these"
             )
         if isinstance(self.pruner, PBT):
             lines.append(
@@ -124,9 +124,22 @@ class Wanted:
         elif self.pruner is not None:
             lines.append(
                 f"  pruning: {_name(self.pruner)}; {self._rungs()} a trial waits for its "
-                f"generation of {self.generation}, and may end there"
+                f"generation of {self.generation}, and may end there; predicted as if "
+                f"{f'one of {ETA} went on' if self.halves else 'all went on'}"
             )
         return tuple(lines)
+
+    @property
+    def halves(self) -> bool:
+        """Whether it is known how many trials go on at rungs."""
+        return self.pruner in ("asha", "hyperband")
+
+    def likely_part(self, evaluations: int) -> float:
+        """What part of so many evaluations a trial makes on average, as far as that is known."""
+        if not self.halves:
+            return 1.0
+        brackets = num_brackets(evaluations) if self.pruner == "hyperband" else 1
+        return likely_part(evaluations, brackets)
 
     @property
     def population(self) -> int:

@@ -1,13 +1,20 @@
 """Who goes on after a rung."""
 
 import math
+import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.search.facts import Facts
-from shoal.search.rules import Halving, Median, bracket_weights, num_brackets
+from shoal.search.rules import (
+    Halving,
+    Median,
+    bracket_weights,
+    likely_part,
+    num_brackets,
+)
 
 
 def trials(*curves):
@@ -94,3 +101,26 @@ def test_whoever_goes_on_is_no_worse_than_who_ends(values, mode):
         assert on
         for value in (values[t] for t in ended):
             assert value >= max(on) if mode == "min" else value <= min(on)
+
+
+@pytest.mark.parametrize("brackets", [1, 2, 3])
+def test_a_trial_makes_the_likely_part_of_its_evaluations_on_average(brackets):
+    rule, last, dealt = Halving("min", brackets), 27, sum(bracket_weights(brackets))
+    values = list(range(81 * dealt))
+    random.Random(0).shuffle(values)
+    facts = trials(*([value] * last for value in values))
+    going, made = set(range(len(values))), 0
+    for evaluation in range(1, last + 1):
+        made += len(going)
+        there = {t for t in going if rule.is_rung(t, evaluation) and evaluation < last}
+        going -= rule.prune(evaluation, _reached(facts, going, evaluation), there, 0)
+    assert likely_part(last, brackets) == pytest.approx(made / len(values) / last, rel=1e-3)
+
+
+def test_a_trial_that_is_evaluated_once_is_not_compared():
+    assert likely_part(1, 1) == 1.0
+
+
+def _reached(facts, going, evaluation):
+    """Of those that ended before, what was known there."""
+    return [facts[t] if t in going else Facts({}) for t in range(len(facts))]
