@@ -43,7 +43,7 @@ def test_two_trials_whose_inputs_wait_on_the_host_have_the_plain_bits(place, loo
         assert all(e.bytes > 0 for e in events if not e.action.startswith("DROP"))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model", sorted(forms.LAYERS))
 def test_whatever_passes_between_shards_has_the_plain_bits(model, train):
     recipe = forms.recipe(clip=0.5, accumulate=3, precision="bf16", schedule=True)

@@ -212,6 +212,7 @@ def technique(spills):
     )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("spills", "poison"), [(SPILLS, True), (SPILLS, False), ((), True)], ids=str
 )

@@ -24,6 +24,7 @@ def left(report):
     return [e for e in read_outline(report.directory) if isinstance(e, TrialReplanned)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("fuse", "kind", "name"),
     [

@@ -54,7 +54,7 @@ def run_case(run_study):
     return run
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "devices"), ROWS)
 def test_every_trial_ends_on_the_bits_of_its_slot(name, devices, run_case):
     case = squads.CASES[name]

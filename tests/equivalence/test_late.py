@@ -31,7 +31,7 @@ def train(watch):
     return run
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("lookahead", "lookbehind"), [(0, 0), FULL_1_1, FULL_2_0])
 @pytest.mark.parametrize(
     ("model", "precision"), [*((model, "fp32") for model in zoo.MODELS), ("gpt", "bf16")]

@@ -206,9 +206,9 @@ def test_training_by_rows_learns_as_the_uncut_loss_does():
 
 
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.full)])
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.full), "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 def test_the_last_unit_needs_the_logits_of_some_rows_only(tied, precision):
-    words, length, rows = 16_384, 512, 32
+    words, length, rows = 8_192, 512, 32
     text = torch.randint(words, (1, length + 1), generator=torch.Generator().manual_seed(0))
     batch = (text[:, :-1], text[:, 1:])
     peaks = {}

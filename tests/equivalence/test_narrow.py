@@ -31,6 +31,7 @@ def narrow(**settings):
     return shoal.Spilled(transfer="bf16", **settings)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -43,7 +44,7 @@ def test_two_trials_whose_weights_travel_narrow_have_the_plain_bits(
     assert all(job.technique.transfer == "bf16" for job in jobs)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("keep", [(1,), (0, 2)])
 @pytest.mark.parametrize("model", zoo.MODELS)
 def test_every_model_beside_shards_that_stay(model, keep, train):

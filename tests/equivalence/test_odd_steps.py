@@ -237,6 +237,6 @@ class Counts(nn.Linear):
 
 def test_what_modules_add_to_their_state_goes_on_with_the_trial(run, tmp_path, assert_alone):
     of = recipe(MaxNorm, lambda *layers: Counts())
-    run(of, False, time_limit=0.25, checkpoint_every=0, epochs=40)
-    report = run(of, False, checkpoint_every=0, epochs=40)
-    assert_alone(report, report.trials, of, epochs=40)
+    run(of, False, time_limit=0.1, checkpoint_every=0, epochs=8)
+    report = run(of, False, checkpoint_every=0, epochs=8)
+    assert_alone(report, report.trials, of, epochs=8)

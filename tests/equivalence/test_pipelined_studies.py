@@ -99,7 +99,7 @@ def models():
             yield pytest.param(model, schedule, marks=marks, id=f"{model.__name__}, {schedule}")
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("model", "schedule"), list(models()))
 def test_models_that_break_a_careless_engine(model, schedule, run_staged):
     """Batches of two sizes; an epoch's last step is short."""
@@ -108,7 +108,7 @@ def test_models_that_break_a_careless_engine(model, schedule, run_staged):
     run_staged(recipe, Pipelined(stages=stages, schedule=schedule))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("model", "stages", "schedule"),
     [
@@ -156,6 +156,7 @@ def test_optimizers_of_torch(name, schedule, run_staged):
 # -- data ---------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("data", "model", "schedule"),
     [
@@ -260,9 +261,9 @@ def test_a_trial_that_waits_holds_no_memory_of_the_device(schedule, run_staged, 
         Pipelined(stages=2, schedule=schedule),
         shoal.grid(lr=[0.01, 0.003, 0.001]),
         options={"callbacks": [heard]},
-        epochs=4,
+        epochs=3,
     )
-    assert len(heard.of(TrialParked)) >= 6
+    assert len(heard.of(TrialParked)) >= 3
 
 
 @pytest.mark.parametrize("schedule", ["flush", "2bw"])
@@ -334,7 +335,7 @@ RESUMES = [
 ]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("technique", "then"), RESUMES, ids=str)
 def test_an_interrupted_study_goes_on_to_the_same_bits(technique, then, interrupted):
     recipe = staging.rich(splittable=True)

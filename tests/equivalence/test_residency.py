@@ -95,7 +95,7 @@ BY_SHARD = [
 ]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("keep", "place", "clip", "precision"), BY_SHARD)
 def test_shards_may_run_all_micro_batches_while_they_are_there(
     keep, place, clip, precision, check

@@ -84,6 +84,7 @@ def test_a_search_over_smoothing_and_clipping_ends_on_the_bits_of_the_loop(way, 
     assert [verdict.equal for verdict in verdicts] == [True] * 4
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "technique",
     [

@@ -76,7 +76,7 @@ def techniques(report):
     return [row.technique for row in rows]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "way"), list(rows()))
 def test_every_trial_ends_on_the_bits_of_its_slot(name, way, run_case):
     case = squads.DEEP[name]

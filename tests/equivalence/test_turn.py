@@ -21,6 +21,7 @@ def train(watch):
     return run
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 @pytest.mark.parametrize("model", zoo.MODELS)
 def test_of_every_model_with_a_neighbour_under_poison(model, lookahead, train):
