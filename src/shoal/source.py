@@ -6,7 +6,9 @@ imported again when it is needed; what was pickled is never read back from a fil
 [Note: files that run their study] A script need not hide its ``study.run()`` under
 ``if __name__ == "__main__"``. Where it is imported for a study that is on record, it is
 imported up to the point where it would run that one: what made the study stands above. Another
-study that it runs before is not trained, but read: what comes after may need its report.
+study that it runs before is not trained, but read: what comes after may need its report. Where
+it is imported for a study that is asked for (``shoal plan FILE.py``), it is imported up to the
+point where it would run that one, or the first one if none is named.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -42,28 +45,60 @@ class _Reached(BaseException):
     """A file that is read for a study has come to where it runs it."""
 
 
-_reading: list[str] = []  # the names of the studies that files are being read for
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A study that is on record by its name."""
+
+    name: str
+
+    def __call__(self, study: Any) -> bool:
+        return bool(study.name == self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A study that is asked for by its attribute, or not by that either."""
+
+    module: str
+    attribute: str
+
+    def __call__(self, study: Any) -> bool:
+        if not self.attribute:
+            return True
+        module = sys.modules.get(self.module)
+        return module is not None and vars(module).get(self.attribute) is study
+
+
+_reading: list[_Recorded | _Asked] = []  # which studies files are being read for
 
 
 @contextmanager
 def reading_for(study: str) -> Iterator[None]:
     """Files that are imported inside are read for the study of that name."""
-    _reading.append(study)
+    with _reading_for(_Recorded(study)):
+        yield
+
+
+@contextmanager
+def _reading_for(wanted: _Recorded | _Asked) -> Iterator[None]:
+    _reading.append(wanted)
     try:
         yield
     finally:
         _reading.pop()
 
 
-def stop_reading(study: str) -> bool:
-    """What a study's ``run`` says first. See [Note: files that run their study].
+def stop_reading(study: Any) -> bool:
+    """What a ``shoal.Study`` says first that is to run. See [Note: files that run their study].
 
     Returns:
-        Whether a file is being read for another study: then nothing is to be trained.
+        Whether a file is being read for another one that is on record: nothing is to be trained.
     """
-    if study in _reading[-1:]:
-        raise _Reached(study)
-    return bool(_reading)
+    if not _reading:
+        return False
+    if _reading[-1](study):
+        raise _Reached(study.name)
+    return isinstance(_reading[-1], _Recorded)
 
 
 def cached(function: Callable[..., Any], parameters: Mapping[str, Any]) -> Callable[..., Any]:
@@ -79,14 +114,17 @@ def load_study(source: str) -> LoadedStudy:
     """Import the study that ``FILE.py[:attribute]`` or ``module:attribute`` names.
 
     The file's directory goes to the front of ``sys.path``, as if Python ran the file;
-    what stands under ``if __name__ == "__main__"`` does not run.
+    what stands under ``if __name__ == "__main__"`` does not run, nor what comes after the point
+    where it would run the study.
 
     Raises:
         SpecError: no such file or attribute, several studies to choose from, or the
             file itself failed; its traceback is in the message.
     """
     place, attribute = _split(source)
-    module = _import_file(place) if _is_file(place) else _import_module(place)
+    asked = _Asked(MODULE_NAME if _is_file(place) else place, attribute)
+    with nullcontext() if _reading else _reading_for(asked):
+        module = _import_file(place) if _is_file(place) else _import_module(place)
     studies = {name: value for name, value in vars(module).items() if is_study(value)}
     name = _choose(place, attribute, studies)
     return LoadedStudy(studies[name], f"{_lasting(place)}:{name}")

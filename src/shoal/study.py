@@ -264,7 +264,7 @@ class Study:
             SystemExit: code 75, on Ctrl-C and SIGTERM, when all trials are saved; at a prompt
                 and in a notebook Ctrl-C raises KeyboardInterrupt instead.
         """
-        if stop_reading(self.name):
+        if stop_reading(self):
             return read_report(self.directory, recipe=self.recipe)
         if plan is not None:
             require_its_plan(self, plan, {"technique=": technique, "fuse=": fuse})

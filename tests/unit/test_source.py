@@ -161,3 +161,33 @@ def test_a_module_that_runs_its_study_where_it_is_imported_says_so(tmp_path, mon
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(SpecError, match=r"the module runs study 'mine' where it is imported"):
         load_recorded("runs_itself:study", tmp_path / "copied", "mine")
+
+
+TWO = """import shoal
+recipe = shoal.Recipe(model=len, data=len, loss=len)
+first = shoal.Study('one', recipe, space=shoal.grid(a=[1]), steps=1)
+FIRST
+second = shoal.Study('two', recipe, space=shoal.grid(a=[1]), steps=1)
+SECOND
+"""
+
+
+def test_a_file_that_runs_its_study_is_read_up_to_there(tmp_path: Path) -> None:
+    path = _write(tmp_path, TWO.replace("FIRST", "first.run()\nraise SystemExit('it was run')"))
+    assert load_study(f"{path}:first").study.name == "one"
+    assert load_study(path).study.name == "one"
+
+
+def test_a_study_that_is_run_before_the_one_that_is_asked_for_is_run(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr("shoal.study.Run.run", lambda self: ran.append(self._study.name))
+    monkeypatch.setattr("shoal.study.read_report", lambda place, recipe: None)
+    path = _write(tmp_path, TWO.replace("FIRST", "first.run()").replace("SECOND", "second.run()"))
+    assert load_study(f"{path}:second").study.name == "two"
+    assert ran == ["one"]
+
+
+def test_a_study_that_nobody_runs_has_to_be_named_among_several(tmp_path: Path) -> None:
+    path = _write(tmp_path, TWO.replace("FIRST", "").replace("SECOND", ""))
+    with pytest.raises(SpecError, match="several studies: first, second"):
+        load_study(path)
