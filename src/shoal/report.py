@@ -308,8 +308,9 @@ class Report:
         finished, pruned = map(self.count, (TrialState.FINISHED, TrialState.PRUNED))
         known = sorted({name for trial in self.trials for name in trial.metrics})
         failed = next((t for t in self.trials if t.state is TrialState.FAILED), None)
-        reason = f" Trial {failed.number} failed: {failed.error_line}." if failed else ""
-        others = ""
+        reason = others = ""
+        if failed:
+            reason = f" Trial {failed.number} failed: {failed.error_line.rstrip('.')}."
         if pruned:
             others = (
                 f" {counted(pruned, 'trial')} did not finish since the pruner ended them; their "

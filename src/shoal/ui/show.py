@@ -402,7 +402,7 @@ def failure_lines(snapshot: Snapshot, place: Path) -> list[str]:
     if len(failed) > _FAILED:
         lines.append(f"... and {len(failed) - _FAILED} more failed")
     if failed:
-        lines.append(f"the whole traceback: shoal show {place} --trial {failed[0].number}")
+        lines.append(f"the error in full: shoal show {place} --trial {failed[0].number}")
     return lines
 
 
