@@ -12,7 +12,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,8 +59,11 @@ def export_trial(
     directory: str | os.PathLike[str],
     *,
     overwrite: bool = False,
+    changed: Sequence[str] = (),
 ) -> Exported:
     """Write a trial's model and what is known of it into ``directory``.
+
+    ``changed`` names what of the recipe is not what it was when the trial was trained.
 
     The weights of a plain module are ``model.safetensors``, under the module's own names, a
     shared tensor once. A Hugging Face model is the folder that ``from_pretrained`` reads. Of
@@ -84,9 +87,12 @@ def export_trial(
         _write(scratch / HYPERPARAMETERS, dict(trial.hp))
         _write(scratch / METRICS, _metrics(trial, report, history, step))
         origin = Snapshot.of(read_trial(report.directory, trial.number))
-        (scratch / README).write_text(_readme(trial, origin, call), encoding="utf-8")
+        readme = _readme(trial, origin, call, changed)
+        (scratch / README).write_text(readme, encoding="utf-8")
         digests = {name: digest(path) for name, path in _files(scratch).items()}
         provenance = _provenance(trial, origin, step) | {"kind": kind, "sha256": digests}
+        if changed:
+            provenance["recipe_changed"] = list(changed)
         _write(scratch / PROVENANCE, provenance)
         files = {name: path.stat().st_size for name, path in _files(scratch).items()}
     return Exported(directory=target, trial=trial.number, step=step, kind=kind, files=files)
@@ -237,13 +243,14 @@ def import_of_build(origin: Snapshot) -> str:
     return f"from {file.stem} import {name}  # in {file.parent}\nbuild = {name}.recipe.model"
 
 
-def _readme(trial: TrialResult, origin: Snapshot, call: str) -> str:
+def _readme(trial: TrialResult, origin: Snapshot, call: str, changed: Sequence[str]) -> str:
     if "build(hp)" in call:
         call = f"{import_of_build(origin)}\n{call}"
     settings = ", ".join(f"{name}={value!r}" for name, value in trial.hp.items())
+    since = f" Since it was trained the recipe changed: {', '.join(changed)}." if changed else ""
     return (
         f"Trial {trial.number} of study {origin.study} ({settings}; seed {trial.seed}), "
-        f"{str(trial.state).lower()}; {origin.source or 'an interactive study'}.\n\n"
+        f"{str(trial.state).lower()}; {origin.source or 'an interactive study'}.{since}\n\n"
         f"```python\n{call}\n```\n\n"
         f"`{METRICS}` has its learning curve, `{PROVENANCE}` where it comes from and the SHA-256 "
         "of each file.\n"

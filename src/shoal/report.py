@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from shoal.observe.reader import read_events
 from shoal.observe.rows import TrialRow, TrialState, metric_rank
 from shoal.observe.snapshot import Snapshot
 from shoal.recipe import Recipe
+from shoal.resume.since import changed_since, changed_words
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -176,6 +178,11 @@ class TrialResult:
                 "interactively, or of functions without a name in a file, so that none is on "
                 "record. Pass it: "
                 "shoal.open(path, recipe=recipe)."
+            )
+        if changed := changed_since(self._checkpoint().parents[2], found):
+            warnings.warn(
+                f"trial {self.number}: {changed_words(changed)}: shoal.open(path, recipe=...).",
+                stacklevel=4,
             )
         return found
 

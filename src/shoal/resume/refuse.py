@@ -147,7 +147,7 @@ def weights_only(recorded: StudyRecord, asked: StudyRecord, trials: Sequence[int
 
 def another_recipe(recorded: StudyRecord, asked: StudyRecord, trained: Sequence[int]) -> None:
     """The recipe is not the one that trials were trained with."""
-    names, lines = _differences(recorded.recipe, asked.recipe)
+    names, lines = differences(recorded.recipe, asked.recipe)
     shown = lines[:MAX_DIFF_LINES]
     if len(lines) > MAX_DIFF_LINES:
         shown.append(f"... and {len(lines) - MAX_DIFF_LINES} more lines")
@@ -192,7 +192,7 @@ def _renamed(hp: Mapping[str, Scalar], asked: StudyRecord) -> str:
     return f" The space {' and '.join(parts)}." if parts else ""
 
 
-def _differences(old: RecipeRecord, now: RecipeRecord) -> tuple[list[str], list[str]]:
+def differences(old: RecipeRecord, now: RecipeRecord) -> tuple[list[str], list[str]]:
     """The names of what changed, and a unified diff of it."""
     names = list(_changed(old.sources, now.sources))
     lines: list[str] = []

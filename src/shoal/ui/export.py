@@ -12,6 +12,7 @@ from shoal.export import Exported, export_trial
 from shoal.observe import jsonl, read_outline
 from shoal.observe.snapshot import Snapshot
 from shoal.report import Report, TrialResult, read_report
+from shoal.resume.since import changed_since, changed_words
 from shoal.ui.failures import ExitCode
 from shoal.ui.studies import find_recorded
 from shoal.verify import recorded_recipe
@@ -53,7 +54,12 @@ def export_model(
     with contextlib.redirect_stdout(sys.stderr):  # what a model prints is no answer
         recipe, _ = recorded_recipe(place, Snapshot.of(read_outline(place)), file)
         report = read_report(place, recipe=recipe)
-        done = export_trial(choose_trial(report, which), report, target, overwrite=overwrite)
+        changed = changed_since(place, recipe)
+        done = export_trial(
+            choose_trial(report, which), report, target, overwrite=overwrite, changed=changed
+        )
+    if changed:
+        print(f"WARNING: {changed_words(changed)}: --file FILE.py[:STUDY].", file=sys.stderr)
     print(jsonl.dumps(_record(report, done), indent=2) if as_json else describe(report, done))
     return ExitCode.DONE
 

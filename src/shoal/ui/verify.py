@@ -129,7 +129,9 @@ def describe_verdicts(verdicts: Sequence[TrialVerdict]) -> str:
     different = sum(not verdict.equal for verdict in done)
     if different:
         trials = counted(len(done), "trial differs", "trials differ")
-        return f"{different} of {trials} from training alone"
+        changed = any("has changed since" in note for verdict in done for note in verdict.notes)
+        why = ", with a recipe that has changed since" if changed else ""
+        return f"{different} of {trials} from training alone{why}"
     has_rule = any("by the rule of" in note for verdict in done for note in verdict.notes)
     has_array = any(note.startswith("in its array") for verdict in done for note in verdict.notes)
     alone = "training alone" + ", by the rule in the notes" * has_rule

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from shoal.planning import BY_SHARDS, array_kind, array_place
 from shoal.pystate import ambient
 from shoal.recipe import Recipe
 from shoal.report import TrialResult, read_report
+from shoal.resume.since import changed_since, changed_words
 from shoal.runtime.pipelined import without_versions
 from shoal.testing import PlainResult, PlainTrial, compare, plain_population
 from shoal.verify.choose import skip_reason, warm_clones, without_state
@@ -76,8 +77,10 @@ def verify_trials(
     """
     by_epochs = False
     snapshot = Snapshot.of(read_outline(place))
+    imported = recipe is None
     if recipe is None:
         recipe, by_epochs = recorded_recipe(place, snapshot, file)
+    changed = changed_since(place, recipe) if imported else ()
     results = {trial.number: trial for trial in read_report(place, recipe).trials}
     population = {r.number: _as_plain(r) for r in snapshot.trials}
     warm, gone = warm_clones(place), without_state(place, snapshot)
@@ -89,7 +92,11 @@ def verify_trials(
         case = _Case(
             row, results[row.number], recipe, read_curve(place, row), by_epochs, population
         )
-        yield case.verdict()
+        verdict = case.verdict()
+        if changed:
+            words = f"{changed_words(changed)}: --file FILE.py[:STUDY]"
+            verdict = replace(verdict, notes=(words, *verdict.notes))
+        yield verdict
 
 
 @dataclass(frozen=True, slots=True)

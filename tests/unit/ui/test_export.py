@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -96,6 +98,35 @@ def test_a_trial_that_failed_has_nothing_to_export(place: Path, tmp_path: Path) 
         _invoke("export", "steep", "2", str(tmp_path / "two"), *words)
 
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def edited(place: Path) -> Iterator[Path]:
+    """The same study, after another rate of dropout came into its file."""
+    file = place / "steep.py"
+    text = file.read_text()
+    file.write_text(text.replace("Dropout(0.5)", "Dropout(0.25)"))
+    yield place
+    file.write_text(text)
+
+
+def test_a_recipe_that_changed_since_is_told_wherever_it_is_used(edited, tmp_path, capsys):
+    words = ("--directory", str(edited / "runs"))
+    told = r"the recipe has changed since it trained \(build\)"
+
+    with pytest.warns(UserWarning, match=told):
+        shoal.open(edited / "runs" / "steep").best.load()
+    result = CliRunner().invoke(app, ["export", "steep", "best", str(tmp_path / "m"), *words])
+    assert result.exit_code == 0
+    assert re.search(told, result.stderr)
+    assert "the recipe changed: build." in (tmp_path / "m" / "README.md").read_text()
+    provenance = json.loads((tmp_path / "m" / "provenance.json").read_text())
+    assert provenance["recipe_changed"] == ["build"]
+
+    code, text = _invoke("verify", "steep", *words, "--trials", "1")
+    assert code == 1
+    assert re.search(f"note: {told}", text)
+    assert "1 of 1 trial differs from training alone, with a recipe that has changed" in text
 
 
 def test_a_trial_that_is_not_there_is_named(place: Path) -> None:
