@@ -14,6 +14,7 @@ from shoal.search import Search, choice, integer, log_uniform, uniform
 from shoal.search.wanted import Wanted, check_search
 
 LENGTH = 9  # evaluations of a trial
+EVERY = 10  # steps from one to the next
 SPACE = {
     "x": uniform(-5, 5),
     "kind": choice(
@@ -85,7 +86,7 @@ class World:
             length = LENGTH if point["x"] < 3 else 7  # not all are as long
             self.trials.append(Trial(point, length))
             self.search.enroll(len(self.trials) - 1, point)
-            self.search.ends_at(len(self.trials) - 1, length)
+            self.search.ends_at(len(self.trials) - 1, length, every=EVERY)
 
     def kill(self) -> None:
         """All is forgotten but what is on record."""
@@ -93,11 +94,12 @@ class World:
         for number, trial in enumerate(self.trials):
             search.enroll(number, trial.point)
             for rung, value in enumerate(trial.values, start=1):
-                search.report(number, rung * 10, value)
+                search.report(number, rung * EVERY, value)
             if trial.how:
                 search.end(number, trial.how, trial.values[-1] if trial.values else None)
             else:
-                search.ends_at(number, trial.length)
+                done = EVERY * len(trial.values) + self.draw.randrange(EVERY)
+                search.ends_at(number, trial.length, every=EVERY, done=done)
         new = search.more()
         assert search.differs_from is None
         self.add(new)
@@ -141,7 +143,7 @@ class World:
             search.end(number, "finished", trial.values[-1])
         else:
             trial.values.append(measure(trial))
-            search.report(number, len(trial.values) * 10, trial.values[-1])
+            search.report(number, len(trial.values) * EVERY, trial.values[-1])
 
 
 @functools.cache

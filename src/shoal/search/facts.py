@@ -60,7 +60,7 @@ class Facts:
         """Whether it came to a rung and had more to do."""
         is_end = self.how == "finished" and rung >= max(self.until(), default=0)
         has_more = not is_end and (self.last is None or rung < self.last)
-        return self.at(rung) is not None and has_more and rung >= self.passed
+        return self.at(rung) is not None and has_more
 
     def went_on(self, rung: int) -> bool:
         """Whether it is known that it trained on after a rung."""
