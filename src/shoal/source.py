@@ -242,7 +242,8 @@ def _choose(place: str, attribute: str, studies: dict[str, Any]) -> str:
     if attribute:
         if attribute not in studies:
             raise SpecError(
-                f"{place} defines no study named {attribute!r}; the studies there: {found}."
+                f"{place} defines no study named {attribute!r}; the studies there: {found}. One "
+                "that a function makes has no name: make it at the file's top level."
             )
         return attribute
     distinct = {id(study): name for name, study in reversed(studies.items())}

@@ -36,7 +36,15 @@ from shoal.core.technique import (
     waiting_gradients,
 )
 from shoal.core.turns import DEFAULT
-from shoal.core.units import Bytes, Seconds, counted, format_bytes, format_seconds, format_value
+from shoal.core.units import (
+    Bytes,
+    Seconds,
+    counted,
+    format_bytes,
+    format_foretold,
+    format_seconds,
+    format_value,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,7 +311,7 @@ class Plan:
             f"study {self.study}: {counted(len(self.jobs), 'trial')} on "
             f"{counted(len(self.devices), 'device')}, up to {self.active} at a time on each"
             f"{' (an array as one)' * any(job.array for job in self.jobs)}{order}"
-            f"; predicted {format_seconds(self.seconds)}"
+            f"; predicted {format_foretold(self.seconds, len(self.jobs))}"
         ]
         lines += [f"  device {d.name}: {_explain_memory(d)}" for d in self.devices]
         first: dict[object, int] = {}

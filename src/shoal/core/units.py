@@ -117,6 +117,13 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 _RUNS = 12
 
 
+def format_foretold(seconds: float, trials: int) -> str:
+    """The same, of what so many trials will take: none at all is what nobody can say."""
+    if trials and not seconds:
+        return "no time: how long trials are is not known"
+    return format_seconds(seconds)
+
+
 def list_some(numbers: Iterable[int]) -> str:
     """``"0 to 3, 7, 9 to 11, ..."``: runs of numbers, not more than ``_RUNS`` of them."""
     runs: list[list[int]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from pathlib import Path
@@ -64,9 +65,12 @@ def check_metric(recipe: Recipe, metric: str, mode: str) -> None:
     known = {"train_loss", "valid_loss", *(f"valid_{name}" for name in recipe.metrics)}
     its_own = recipe.step is not None and metric.startswith(("train_", "valid_"))
     if metric not in known and not its_own:  # a step names its losses when it runs
+        close = difflib.get_close_matches(f"valid_{metric}", known, 1, 0.8)
+        close = close or difflib.get_close_matches(metric, known, 1, 0.8)
+        what = f"Did you mean {close[0]!r}?" if close else "Add it to Recipe(metrics=...)."
         raise SpecError(
             f"metric={metric!r} is not measured by this recipe; it has "
-            f"{', '.join(sorted(known))}. Add it to Recipe(metrics=...)."
+            f"{', '.join(sorted(known))} (of validation data is what begins with valid_). {what}"
         )
 
 

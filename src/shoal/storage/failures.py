@@ -28,6 +28,11 @@ _ADVICE = {
     errno.ELOOP: "Replace the symbolic link by what it points to.",
     errno.EFBIG: "Raise the limit of file sizes: ulimit -f.",
 }
+_NO_PLACE = {
+    errno.ENOENT: "No directory can be made there: choose another place.",
+    errno.EEXIST: "A file of that name is there: move it away, or choose another place.",
+}
+"""Where a directory was to be made."""
 
 
 class FileError(StorageError):
@@ -86,8 +91,9 @@ def _translated(action: str, path: Path, error: OSError, needed: int) -> FileErr
         numbers += "free space is unknown" if free is None else f"{format_bytes(free)} are free"
         advice = "Free space there, or move the study; what was complete is unchanged."
         return DiskFull(f"{found}; {numbers}. {advice}", number, Bytes(needed), free)
-    default = "Check the disk, the path and its permissions."
-    return FileError(f"{found}. {_ADVICE.get(number or 0, default)}", number)
+    known = _ADVICE | _NO_PLACE if action.startswith("make") else _ADVICE
+    advice = known.get(number or 0, "Check the disk, the path and its permissions.")
+    return FileError(f"{found}. {advice}", number)
 
 
 def free_bytes(path: Path) -> Bytes:

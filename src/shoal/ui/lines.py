@@ -35,7 +35,7 @@ from shoal.core.event import (
     WorkerStalled,
 )
 from shoal.core.seats import OTHERS_PRUNED
-from shoal.core.units import Seconds, counted, format_seconds
+from shoal.core.units import Seconds, counted, format_foretold, format_seconds
 from shoal.observe.rows import TrialRow, TrialState, changes
 from shoal.observe.snapshot import Folder, Snapshot
 from shoal.ui.text import (
@@ -185,8 +185,8 @@ def describe(event: Event) -> str:
             names = ", ".join(str(device.get("name", "")) for device in event.devices)
             return f"{event.study}: {counted(event.trials, 'trial')} on {names}"
         case StudyPlanned():
-            seconds = format_seconds(Seconds(event.seconds))
-            return f"planned {counted(event.trials, 'trial')}: predicted {seconds}"
+            foretold = format_foretold(event.seconds, event.trials)
+            return f"planned {counted(event.trials, 'trial')}: predicted {foretold}"
         case Evaluated():
             return f"trial {event.trial} step {event.step}{_metrics(event.metrics)}"
         case TrialFinished():

@@ -297,3 +297,11 @@ def test_a_reserve_for_which_there_is_no_room_leaves_nothing(tmp_path, failing):
     with pytest.raises(DiskFull, match="cannot set space aside in"):
         reserve.take()
     assert not (tmp_path / "reserve").exists()
+
+
+def test_where_no_directory_can_be_made_another_place_is_to_be_chosen(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(FileError, match="A file of that name is there: move it away"):
+        files.make_directory(tmp_path / "file")
+    with pytest.raises(FileError, match="No directory can be made there: choose another place"):
+        files.make_new_directory(tmp_path / "missing" / "deeper")
