@@ -1,0 +1,96 @@
+"""What a module's code asks of its own floats."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import shoal
+from shoal.fusion.asked import answers, questions
+from shoal.fusion.match import first_difference
+from shoal.fusion.signature import signature_of
+
+
+class Asks(nn.Module):
+    def __init__(self, rate=0.1, scale=1.0):
+        super().__init__()
+        self.rate, self.scale, self.plain = rate, scale, rate
+
+    def helper(self):
+        return 1 if not self.scale else 2
+
+    def forward(self, x):
+        if self.rate > 0:
+            x = F.dropout(x, self.rate, self.training)
+        if 0.25 < self.rate < 1 and self.scale != 3:
+            x = x * 2
+        return x * self.plain * self.helper()
+
+
+class Inherits(Asks):
+    pass
+
+
+class Rates(nn.Module):
+    """Hands its rate to an operation that has a rule, and asks nothing."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x):
+        return F.dropout(x, self.rate, self.training)
+
+
+@pytest.mark.parametrize("kind", [Asks, Inherits])
+def test_comparisons_and_truth_of_attributes_are_questions(kind):
+    found = {name: set(asked) for name, asked in questions(kind).items() if name != "training"}
+    assert found == {
+        "rate": {(">", 0.0), (">", 0.25), ("<", 1.0)},
+        "scale": {("!=", 3.0), ("is true", 0.0)},
+    }
+
+
+def test_answers_are_told_and_no_number():
+    assert answers(Asks(), "rate", 0.1) == "< 1, > 0, not > 0.25"
+    assert answers(Asks(), "plain", 0.1) == ""
+    assert answers(nn.MultiheadAttention(4, 2), "dropout", 0.0) == "not > 0"
+    assert answers(nn.Dropout(), "p", 0.0) == ""
+
+
+RECIPE = shoal.Recipe(model=len, data=len, loss=len)
+
+
+def difference(one, other):
+    return first_difference(signature_of(RECIPE, one), signature_of(RECIPE, other))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "words"),
+    [
+        (Asks(0.1), Asks(0.2), ""),
+        (Asks(0.1), Asks(0.3), "not > 0.25"),
+        (Asks(0.1), Asks(0.0), "not > 0"),
+        (Asks(0.1, 1.0), Asks(0.1, 2.0), ""),
+        (Asks(0.1, 1.0), Asks(0.1, 0.0), "not is true"),
+        (nn.MultiheadAttention(4, 2, 0.1), nn.MultiheadAttention(4, 2, 0.3), ""),
+        (nn.MultiheadAttention(4, 2, 0.1), nn.MultiheadAttention(4, 2, 0), "not > 0"),
+        (nn.Dropout(0.1), nn.Dropout(0), ""),
+        (Rates(0.1), Rates(0.0), ""),
+        (nn.LSTM(2, 2, 2, dropout=0.1), nn.LSTM(2, 2, 2, dropout=0.0), ""),
+    ],
+)
+def test_who_answers_otherwise_is_of_another_shape(one, other, words):
+    found = difference(one, other)
+    assert bool(found) == bool(words)
+    assert words in found
+
+
+def test_asking_tensors_is_no_question_of_this_kind():
+    class Tensors(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else -x
+
+    assert not questions(Tensors)
+    assert not questions(nn.Linear)
+    assert torch.is_tensor(Tensors()(torch.ones(1)))
