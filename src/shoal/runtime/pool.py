@@ -207,8 +207,6 @@ class WorkerPool:
         """A new process for a device whose worker is gone; it serves the same study."""
         self.drop(device.name)
         self._forget_dead()
-        if not self._idle:
-            self._idle.append(Worker(self._starts, self._inbox))
         return self._open(device)
 
     def _forget_dead(self) -> None:
@@ -220,7 +218,7 @@ class WorkerPool:
     def _open(self, device: DeviceSpec) -> Worker:
         assert self._study is not None
         recipe, settings, kernels = self._study
-        worker = self._idle.pop()
+        worker = self._idle.pop() if self._idle else Worker(self._starts, self._inbox)
         self._serial += 1
         worker.device, worker.serial, worker.has_begun = device, self._serial, False
         worker.library_bytes = NO_BYTES
