@@ -32,8 +32,8 @@ from shoal.ui.lines import (
     counts_of,
     describe_behind,
     describe_stall,
+    describe_stop,
     describe_wait,
-    first_line,
     total_steps,
 )
 from shoal.ui.text import (
@@ -340,7 +340,7 @@ def _footer(snapshot: Snapshot) -> Text:
 
 def _end(snapshot: Snapshot) -> str:
     if snapshot.stopped:
-        return f"stopped: {first_line(snapshot.stopped)}"
+        return describe_stop(snapshot.stopped)
     if snapshot.is_finished:
         return "done"
     if snapshot.is_paused:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
@@ -50,6 +51,7 @@ from shoal.ui.text import (
 NO_METRICS = ": no metrics"
 PLAIN_S = 5.0
 PLAIN_EVALUATIONS = 12  # of so many in ``PLAIN_S`` there is a line; of more, how many there were
+_SIGNAL = re.compile(r"SIG[A-Z]+ was received")
 _WORKS = {"build": "built", "measure": "measured"}
 
 
@@ -220,13 +222,19 @@ def describe(event: Event) -> str:
         case PlanningWaited():
             return describe_wait(event)
         case StudyFinished():
-            stopped = f"; stopped: {first_line(event.stopped)}" if event.stopped else ""
+            stopped = f"; {describe_stop(event.stopped)}" if event.stopped else ""
             pruned = f", {event.pruned} pruned" if event.pruned else ""
             return (
                 f"{counted(event.finished, 'trial')} finished{pruned}, {event.failed} failed, in "
                 f"{format_seconds(event.seconds)}{stopped}"
             )
     return _describe_durability(event)
+
+
+def describe_stop(reason: str) -> str:
+    """Why a study ended before its time; after a signal, what to do."""
+    goes_on = "; the same command goes on" if _SIGNAL.fullmatch(reason) else ""
+    return f"stopped: {first_line(reason)}{goes_on}"
 
 
 def describe_wait(event: PlanningWaited) -> str:

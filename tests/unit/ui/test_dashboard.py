@@ -446,3 +446,22 @@ def test_the_lines_of_a_log_end_with_it(study_events) -> None:
     assert behind.startswith("cpu:0 compute fell behind the emulated times by")
     assert "emulate a slower device" in advice
     assert end.startswith("1 trial finished")
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("SIGINT was received", "; stopped: SIGINT was received; the same command goes on"),
+        ("no step for 9 s\nand more", "; stopped: no step for 9 s"),
+        ("", ""),
+    ],
+)
+def test_a_study_that_was_interrupted_says_how_it_goes_on(reason: str, words: str) -> None:
+    event = StudyFinished(time=2e9, finished=1, failed=0, seconds=9.0, stopped=reason)
+    assert describe(event) == f"1 trial finished, 0 failed, in 9.0 s{words}"
+
+
+def test_no_time_is_foretold_where_nobody_knows_how_long_trials_are() -> None:
+    planned = StudyPlanned(time=2e9, trials=2, seconds=0.0, warnings=())
+    assert describe(planned).endswith("predicted no time: how long trials are is not known")
+    assert describe(replace(planned, seconds=9.0)).endswith("predicted 9.0 s")
