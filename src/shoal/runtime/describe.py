@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -194,6 +195,17 @@ def first_batch(source: Any, what: str = "training") -> Batch:
             f"yields at least one batch each time it is read{', or None' * (what != 'training')}."
         )
     return batch
+
+
+def read_one(source: Any) -> tuple[Batch, float]:
+    """The first batch, and the seconds of reading it; none where other processes read ahead.
+
+    Raises:
+        SpecError: there is none.
+    """
+    began = time.perf_counter()
+    batch = first_batch(source)
+    return batch, 0.0 if getattr(source, "num_workers", 0) else time.perf_counter() - began
 
 
 def rows_of(batch: Batch) -> int | None:

@@ -76,7 +76,7 @@ from shoal.runtime.counting import (
     with_step_seconds,
 )
 from shoal.runtime.coupling import Coupling, coupling_of, step_peaks, step_seconds
-from shoal.runtime.describe import FEW_ROWS, first_batch, first_rows, own_error, rows_of
+from shoal.runtime.describe import FEW_ROWS, first_batch, first_rows, own_error, read_one, rows_of
 from shoal.runtime.describe import describe as describe_trials
 from shoal.runtime.drawing import with_draws
 from shoal.runtime.layouts import grads_of, layout_of
@@ -263,7 +263,8 @@ class Measurer:
         refuse_forgotten(self._recipe, model, optimizer)
         refuse_sparse_norm(self._recipe, model)
         made = ambient.here().settle()  # a batch is no part of making a trial
-        batch = to_device(first_batch(train), self._here)
+        first, read_s = read_one(train)
+        batch = to_device(first, self._here)
         first_valid = None
         if valid is not None:
             first_valid = to_device(first_batch(valid, "validation"), self._here)
@@ -278,6 +279,7 @@ class Measurer:
             valid=first_valid,
             num_batches=epoch_length(train),
             data=str(rule_of(train)),
+            read_s=read_s,
             loader_bytes=host_bytes(train, batch),
             modes=modes,
             attributes=Attributes(model, optimizer, schedule),
@@ -336,7 +338,7 @@ class Measurer:
             optimizer=optimizer_name(built.optimizer),
             cuttable=self._recipe.step is None,
             bitwise=False,
-            data=built.data,
+            data=built.about_data(costs.backward_s + costs.step_s),
             loader_bytes=built.loader_bytes,
             draws=costs.draws,
             draws_evaluating=costs.draws_evaluating,

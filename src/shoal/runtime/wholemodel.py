@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shoal.core.errors import SpecError
 from shoal.core.spec import NO_BYTES, HyperParameters, TrialSpec
-from shoal.core.units import Bytes, Seconds
+from shoal.core.units import Bytes, Seconds, format_seconds
 from shoal.fusion.sideeffects import attributes_of, in_words
 from shoal.habits import Habits
 from shoal.memory.layout import TensorSpec
@@ -38,6 +38,9 @@ from shoal.runtime.counting import fill_missing_gradients
 from shoal.runtime.settling import changed_attributes
 from shoal.runtime.stepmeasure import OWN_STEP, StepMeasure
 
+SLOW_READ_S = 0.05
+"""A batch that is read in less is not told of: it may be the first use of something."""
+
 
 class Built(NamedTuple):
     """A trial's objects, for measuring only."""
@@ -50,11 +53,22 @@ class Built(NamedTuple):
     valid: Batch | None
     num_batches: int | None
     data: str  # how it is led to a position
+    read_s: float  # of its first batch
     loader_bytes: Bytes
     modes: Modes
     attributes: Attributes
     globals: Notes
     habits: Habits
+
+    def about_data(self, step_s: float) -> str:
+        """How it is led to a position, and that reading is slow beside a step of so long."""
+        if self.read_s < max(SLOW_READ_S, 2 * step_s):
+            return self.data
+        return (
+            f"{self.data}; its first batch took {format_seconds(self.read_s)} to read, and a step "
+            f"takes {format_seconds(step_s)}: if others take as long, devices wait for data, and "
+            "no prediction counts that (a DataLoader with num_workers reads ahead)"
+        )
 
     def lost(self) -> tuple[str, ...]:
         """What steps since then changed that no checkpoint can hold, in words."""
