@@ -5,8 +5,9 @@ Code of one array runs once for all slots, so that slots have to answer alike: w
 the part around the question runs slot by slot, and then a trial's bits would depend on who is
 beside it. So what trials answer is in their signature, and those that answer otherwise are in
 another array. The questions are read from the bytecode of the module's class: an attribute of
-``self`` that is compared with a constant, or taken for true or false. torch's own modules ask
-none that no rule answers, but for attention that returns its weights.
+``self``, of what it has, or a local name for one, that is compared with a constant, or taken for
+true or false. torch's own modules ask none that no rule answers, but for attention that returns
+its weights.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any
 
 from torch import nn
 
+Path = tuple[str, ...]
+"""Names of attributes, one of another."""
 Question = tuple[str, float]
 """A comparison, such as (">", 0.0); ("is true", 0.0)."""
 
@@ -34,18 +37,25 @@ _ANSWERS: dict[str, Callable[[float, float], bool]] = {
     TRUE: lambda value, _: bool(value),
 }
 _SWAPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
-_OF_TORCH: dict[type, dict[str, Question]] = {nn.MultiheadAttention: {"dropout": (">", 0.0)}}
+_OF_TORCH: dict[type, dict[Path, Question]] = {
+    nn.MultiheadAttention: {("dropout",): (">", 0.0)},
+}
 _SKIPPED = {"CACHE", "EXTENDED_ARG", "PRECALL", "NOP", "SWAP", "COPY"}
 
 
-def answers(module: nn.Module, name: str, value: float) -> str:
-    """What a module's code is told that asks of its float ``name``; empty where none does."""
+def answers(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """What a module's code is told that asks of its floats, by the name of each."""
     kind: Any = type(module)
-    asked = questions(kind).get(name, ())
-    return ", ".join(
-        f"{'' if _ANSWERS[sign](value, than) else 'not '}{_words(sign, than)}"
-        for sign, than in asked
-    )
+    for path, asked in questions(kind).items():
+        value: Any = module
+        for name in path:
+            value = getattr(value, "__dict__", {}).get(name)
+        if type(value) in (int, float):
+            told = [
+                f"{'' if _ANSWERS[sign](value, than) else 'not '}{_words(sign, than)}"
+                for sign, than in asked
+            ]
+            yield ".".join(path), ", ".join(told)
 
 
 def _words(sign: str, than: float) -> str:
@@ -53,42 +63,63 @@ def _words(sign: str, than: float) -> str:
 
 
 @functools.cache
-def questions(kind: type) -> Mapping[str, tuple[Question, ...]]:
+def questions(kind: type) -> Mapping[Path, tuple[Question, ...]]:
     """By attribute what the code of a class, and of those that it is made of, asks."""
-    found: dict[str, set[Question]] = {}
+    found: dict[Path, set[Question]] = {}
     for base in kind.__mro__:
-        for name, question in _OF_TORCH.get(base, {}).items():
-            found.setdefault(name, set()).add(question)
+        for path, question in _OF_TORCH.get(base, {}).items():
+            found.setdefault(path, set()).add(question)
         if base.__module__.split(".")[0] in ("torch", "builtins"):
             continue
         for function in vars(base).values():
-            if isinstance(function, FunctionType):
-                for name, question in _asked_by(function):
-                    found.setdefault(name, set()).add(question)
-    return MappingProxyType({name: tuple(sorted(asked)) for name, asked in found.items()})
+            if isinstance(function, FunctionType) and function.__code__.co_argcount:
+                for path, question in _asked_by(function):
+                    found.setdefault(path, set()).add(question)
+    return MappingProxyType({path: tuple(sorted(asked)) for path, asked in found.items()})
 
 
-def _asked_by(function: FunctionType) -> Iterator[tuple[str, Question]]:
+def _asked_by(function: FunctionType) -> Iterator[tuple[Path, Question]]:
     code = [one for one in dis.get_instructions(function) if one.opname not in _SKIPPED]
-    for at, load in enumerate(code):
-        if load.opname != "LOAD_ATTR":
+    known: dict[str, Path] = {function.__code__.co_varnames[0]: ()}  # local names
+    at = 0
+    while at < len(code):
+        first, one = at, code[at]
+        at += 1
+        if one.opname == "STORE_FAST":
+            known.pop(one.argval, None)
+        if not one.opname.startswith("LOAD_FAST") or one.argval not in known:
             continue
-        before, after = code[max(0, at - 2)], code[at + 1 : at + 5]
-        if _takes_for_true(after[0]):
-            yield load.argval, (TRUE, 0.0)
-        elif sign := _sign(after[0]):  # 0 < self.rate, and maybe < 1
-            if _is_number(before):
-                yield load.argval, (_SWAPPED[sign], float(before.argval))
-            if len(after) == 4 and _takes_for_true(after[1]):
-                yield from _compared(load.argval, after[2:])
-        else:
-            yield from _compared(load.argval, after)
+        path = known[one.argval]
+        while at < len(code) and code[at].opname == "LOAD_ATTR":
+            path = (*path, code[at].argval)
+            at += 1
+        if not path or at >= len(code):
+            continue
+        if code[at].opname == "STORE_FAST":  # rate = self.rate
+            known[code[at].argval] = path
+            at += 1
+            continue
+        for question in _asked_at(code[max(0, first - 1)], code[at : at + 4]):
+            yield path, question
 
 
-def _compared(name: str, code: Sequence[dis.Instruction]) -> Iterator[tuple[str, Question]]:
+def _asked_at(before: dis.Instruction, after: Sequence[dis.Instruction]) -> Iterator[Question]:
+    """The questions of a number that was loaded just now."""
+    if _takes_for_true(after[0]):
+        yield TRUE, 0.0
+    elif sign := _sign(after[0]):  # 0 < self.rate, and maybe < 1
+        if _is_number(before):
+            yield _SWAPPED[sign], float(before.argval)
+        if len(after) == 4 and _takes_for_true(after[1]):
+            yield from _compared(after[2:])
+    else:
+        yield from _compared(after)
+
+
+def _compared(code: Sequence[dis.Instruction]) -> Iterator[Question]:
     """The question of code that begins with a number and compares with it."""
     if len(code) > 1 and _is_number(code[0]) and (sign := _sign(code[1])):
-        yield name, (sign, float(code[0].argval))
+        yield sign, float(code[0].argval)
 
 
 def _sign(one: dis.Instruction) -> str:

@@ -85,15 +85,16 @@ def _module_facts(module: nn.Module) -> Iterator[tuple[str, str]]:
         anew = made_anew(child)  # no array takes it, whatever it is now
         for name, value in vars(child).items():
             if name not in HIDDEN and name not in anew:
-                yield f"{name!r} of {subject}", _setting(child, name, value)
+                yield f"{name!r} of {subject}", _setting(name, value)
+        for name, told in answers(child):
+            yield f"{name!r} of {subject}, as its code asks", told
 
 
-def _setting(module: nn.Module, name: str, value: Any) -> str:
+def _setting(name: str, value: Any) -> str:
     if name.endswith("_hooks"):  # by numbers that the process gives out
         return described(list(value.values()))
-    if isinstance(value, float) or (name in NUMBERS and type(value) is int):
-        told = answers(module, name, value)
-        return f"a float that is {told}" if told else "a float"
+    if name in NUMBERS and type(value) is int:
+        return "a float"
     return described(value)
 
 

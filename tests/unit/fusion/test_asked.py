@@ -1,5 +1,7 @@
 """What a module's code asks of its own floats."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -15,9 +17,13 @@ class Asks(nn.Module):
     def __init__(self, rate=0.1, scale=1.0):
         super().__init__()
         self.rate, self.scale, self.plain = rate, scale, rate
+        self.of = SimpleNamespace(scale=scale)
 
     def helper(self):
-        return 1 if not self.scale else 2
+        plain = self.rate
+        plain = 2 * plain  # no attribute any more
+        scale = self.scale
+        return 1 if not scale or plain > 7 or self.of.scale >= 2 else 2
 
     def forward(self, x):
         if self.rate > 0:
@@ -44,18 +50,21 @@ class Rates(nn.Module):
 
 @pytest.mark.parametrize("kind", [Asks, Inherits])
 def test_comparisons_and_truth_of_attributes_are_questions(kind):
-    found = {name: set(asked) for name, asked in questions(kind).items() if name != "training"}
-    assert found == {
-        "rate": {(">", 0.0), (">", 0.25), ("<", 1.0)},
-        "scale": {("!=", 3.0), ("is true", 0.0)},
+    assert {path: set(asked) for path, asked in questions(kind).items()} == {
+        ("rate",): {(">", 0.0), (">", 0.25), ("<", 1.0)},
+        ("scale",): {("!=", 3.0), ("is true", 0.0)},
+        ("of", "scale"): {(">=", 2.0)},
     }
 
 
 def test_answers_are_told_and_no_number():
-    assert answers(Asks(), "rate", 0.1) == "< 1, > 0, not > 0.25"
-    assert answers(Asks(), "plain", 0.1) == ""
-    assert answers(nn.MultiheadAttention(4, 2), "dropout", 0.0) == "not > 0"
-    assert answers(nn.Dropout(), "p", 0.0) == ""
+    assert dict(answers(Asks())) == {
+        "rate": "< 1, > 0, not > 0.25",
+        "scale": "!= 3, is true",
+        "of.scale": "not >= 2",
+    }
+    assert dict(answers(nn.MultiheadAttention(4, 2))) == {"dropout": "not > 0"}
+    assert not dict(answers(nn.Dropout()))
 
 
 RECIPE = shoal.Recipe(model=len, data=len, loss=len)
@@ -71,7 +80,8 @@ def difference(one, other):
         (Asks(0.1), Asks(0.2), ""),
         (Asks(0.1), Asks(0.3), "not > 0.25"),
         (Asks(0.1), Asks(0.0), "not > 0"),
-        (Asks(0.1, 1.0), Asks(0.1, 2.0), ""),
+        (Asks(0.1, 1.0), Asks(0.1, 1.5), ""),
+        (Asks(0.1, 1.0), Asks(0.1, 2.0), "'of.scale' of the model, as its code asks: not >= 2"),
         (Asks(0.1, 1.0), Asks(0.1, 0.0), "not is true"),
         (nn.MultiheadAttention(4, 2, 0.1), nn.MultiheadAttention(4, 2, 0.3), ""),
         (nn.MultiheadAttention(4, 2, 0.1), nn.MultiheadAttention(4, 2, 0), "not > 0"),
