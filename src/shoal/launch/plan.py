@@ -311,6 +311,8 @@ def check_host_memory(plan: Plan, budget: int | None, *, may_wait: bool = False)
     some = sorted(job.trial for job in smallest[:fitting])
     largest, least = smallest[-1], _host_bytes(smallest[:1], crowd)
     fits = f"Together fit trials {list_some(some)}. "
+    if len(some) == 1:
+        fits = f"Only one fits at a time, trial {some[0]} for example. "
     if not some:
         fits = f"Not even the smallest fits, which needs {format_bytes(least)} with its copy. "
     where = "" if plan.spill_dir else ", or spill_dir= (--spill-dir), a directory on a disk"
