@@ -86,18 +86,20 @@ def plan(tmp_path, warm_workers):
         used = replace(hardware, devices=hardware.devices[: 1 if idle else devices])
         rest = hardware.devices[1:] if idle else ()
         asked = Pipelined() if technique == "pipelined" else technique
-        _, planned = plan_study(
-            study,
-            warm_workers,
-            used,
-            asked,
-            trials=study.trials,
-            settings=settings_of(study, timeline=False),
-            sink=lambda happened: None,
-            recorded=keys or {},
-            idle=rest,
-        )
-        warm_workers.release()
+        try:
+            _, planned = plan_study(
+                study,
+                warm_workers,
+                used,
+                asked,
+                trials=study.trials,
+                settings=settings_of(study, timeline=False),
+                sink=lambda happened: None,
+                recorded=keys or {},
+                idle=rest,
+            )
+        finally:
+            warm_workers.release()
         return planned.plan.jobs
 
     return make
