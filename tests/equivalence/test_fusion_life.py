@@ -2,6 +2,7 @@
 
 import copy
 import math
+import operator
 
 import fusing
 import pytest
@@ -348,7 +349,7 @@ def test_all_trials_leave_with_the_bits_they_came_with():
 
 
 class Gated(torch.nn.Module):
-    """Code that asks its own setting what to do, as a whole."""
+    """Code that asks its own setting what to do, as a whole, and not where one reads it."""
 
     def __init__(self, scale):
         super().__init__()
@@ -356,7 +357,7 @@ class Gated(torch.nn.Module):
 
     def forward(self, x):
         x = self.into(x)
-        return self.out(x * self.scale if self.scale > 1.5 else x)
+        return self.out(x * self.scale if operator.gt(self.scale, 1.5) else x)
 
 
 def gated(scale, seed):
