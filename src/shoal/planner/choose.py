@@ -88,6 +88,8 @@ def choices(
         if not second:
             yield from ranked(plain)
             continue
+        if not plain and not phase:  # it has room where its inputs wait on the host
+            plain = priced(first[0], phases[first[0]][1])
         least_s = _least_by_shard(measure, request, plain)
         if _least_s(plain) <= ALIKE * least_s:
             yield from (replace(one, other_s=least_s, other_least=True) for one in ranked(plain))

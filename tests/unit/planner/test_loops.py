@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shoal.core.technique import Spilled, kept_heads, kept_shards, kept_weights
@@ -205,6 +205,8 @@ def test_several_trials_at_a_time_go_by_shard_where_that_is_quicker_for_them():
     st.integers(2, 5),
     st.integers(1, 2),
 )
+@example(3.125, 1e5, False, 2, 2)  # the plain one has room where its inputs wait on the host
+@example(3.125, 300.0, True, 2, 2)
 @settings(max_examples=8, deadline=None)
 def test_the_order_that_is_taken_costs_no_more_than_the_plain_one(
     share, rate, clip, micros, active
