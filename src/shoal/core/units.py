@@ -104,6 +104,13 @@ def format_seconds(seconds: float) -> str:
     return f"{hours}h {minutes:02d}m"
 
 
+def format_foretold(seconds: float, trials: int) -> str:
+    """The same, of what so many trials will take: none at all is what nobody can say."""
+    if trials and not seconds:
+        return "no time: how long trials are is not known"
+    return format_seconds(seconds)
+
+
 def format_value(value: object) -> str:
     """A hyperparameter: at most four digits of a float."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -115,13 +122,6 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 
 _RUNS = 12
-
-
-def format_foretold(seconds: float, trials: int) -> str:
-    """The same, of what so many trials will take: none at all is what nobody can say."""
-    if trials and not seconds:
-        return "no time: how long trials are is not known"
-    return format_seconds(seconds)
 
 
 def list_some(numbers: Iterable[int]) -> str:

@@ -47,15 +47,19 @@ def answers(module: nn.Module) -> Iterator[tuple[str, str]]:
     """What a module's code is told that asks of its floats, by the name of each."""
     kind: Any = type(module)
     for path, asked in questions(kind).items():
-        value: Any = module
-        for name in path:
-            value = getattr(value, "__dict__", {}).get(name)
-        if type(value) in (int, float):
+        value = functools.reduce(_part, path, module)
+        if isinstance(value, int | float) and not isinstance(value, bool):
             told = [
                 f"{'' if _ANSWERS[sign](value, than) else 'not '}{_words(sign, than)}"
                 for sign, than in asked
             ]
             yield ".".join(path), ", ".join(told)
+
+
+def _part(value: Any, name: str) -> Any:
+    """An attribute, or a module within a module; None where there is none."""
+    there = getattr(value, "__dict__", {})
+    return there.get(name, there.get("_modules", {}).get(name))
 
 
 def _words(sign: str, than: float) -> str:

@@ -75,12 +75,11 @@ def verify_trials(
     Raises:
         SpecError: there is no such file, or what it defines is of another study.
     """
-    by_epochs = False
+    by_epochs, changed = False, tuple[str, ...]()
     snapshot = Snapshot.of(read_outline(place))
-    imported = recipe is None
     if recipe is None:
         recipe, by_epochs = recorded_recipe(place, snapshot, file)
-    changed = changed_since(place, recipe) if imported else ()
+        changed = changed_since(place, recipe)
     results = {trial.number: trial for trial in read_report(place, recipe).trials}
     population = {r.number: _as_plain(r) for r in snapshot.trials}
     warm, gone = warm_clones(place), without_state(place, snapshot)

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -35,6 +36,17 @@ class Asks(nn.Module):
 
 class Inherits(Asks):
     pass
+
+
+class AsksAnother(nn.Module):
+    """Asks what a module within it has, a number of NumPy's maybe."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.drop = nn.Dropout(rate)
+
+    def forward(self, x):
+        return self.drop(x) if self.drop.p > 0 else x
 
 
 class Rates(nn.Module):
@@ -86,6 +98,8 @@ def difference(one, other):
         (nn.MultiheadAttention(4, 2, 0.1), nn.MultiheadAttention(4, 2, 0.3), ""),
         (nn.MultiheadAttention(4, 2, 0.1), nn.MultiheadAttention(4, 2, 0), "not > 0"),
         (nn.Dropout(0.1), nn.Dropout(0), ""),
+        (AsksAnother(0.1), AsksAnother(0.0), "'drop.p' of the model, as its code asks: > 0"),
+        (AsksAnother(np.float64(0.1)), AsksAnother(np.float64(0.0)), "'drop.p' of the model"),
         (Rates(0.1), Rates(0.0), ""),
         (nn.LSTM(2, 2, 2, dropout=0.1), nn.LSTM(2, 2, 2, dropout=0.0), ""),
     ],
