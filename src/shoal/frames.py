@@ -12,6 +12,13 @@ _LIBRARIES = tuple(
     {os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib", "platlib")}
 )
 
+_PLUMBING = ("_wrapped_call_impl", "_call_impl")
+"""What stands between any two modules in a traceback."""
+_TORCHS_OWN = tuple(
+    os.path.join("torch", *path)
+    for path in (("_dynamo", ""), ("_compile.py",), ("_ops.py",), ("utils", "_contextlib.py"))
+)
+
 WRAPPED = ("__wrapped__", "func", "function")
 """Where decorators, partials and functions with a trial's hyperparameters keep the one within."""
 
@@ -19,13 +26,24 @@ WRAPPED = ("__wrapped__", "func", "function")
 def own_traceback(error: BaseException) -> str:
     """The traceback from the first frame on that is neither shoal's nor a library's.
 
-    All of it where there is none: then the error is shoal's own, or of what it was given.
+    Where there is none and a library raised it, what that library's modules were doing. All of it
+    where shoal did: then the error is its own, or of what it was given.
     """
     frames = error.__traceback__
     while frames is not None and not is_users(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
-    found = frames or error.__traceback__
-    return "".join(traceback.format_exception(type(error), error, found))
+    found = traceback.TracebackException(type(error), error, frames or error.__traceback__)
+    if frames is None and found.stack and not _is_shoals(found.stack[-1].filename):
+        some = [one for one in found.stack if not (_is_shoals(one.filename) or _is_plumbing(one))]
+        found.stack = traceback.StackSummary.from_list(some or found.stack[-1:])
+    return "".join(found.format())
+
+
+def raised(text: str) -> str:
+    """What a traceback in words ends with: the exception's type, its message, and its notes."""
+    lines = text.rpartition("Traceback (most recent call last):\n")[2].strip("\n").split("\n")
+    at = next((i for i, line in enumerate(lines) if line and not line.startswith(" ")), 0)
+    return "\n".join(lines[at:])
 
 
 def user_line(error: BaseException) -> str:
@@ -52,6 +70,14 @@ def _near(filename: str) -> str:
     """A file as it is called from here, if it lies below."""
     near = os.path.relpath(filename)
     return filename if near.startswith(os.pardir) else near
+
+
+def _is_plumbing(frame: traceback.FrameSummary) -> bool:
+    return frame.name in _PLUMBING or any(part in frame.filename for part in _TORCHS_OWN)
+
+
+def _is_shoals(filename: str) -> bool:
+    return filename.startswith(_HERE)
 
 
 def is_users(filename: str) -> bool:

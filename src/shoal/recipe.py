@@ -268,12 +268,15 @@ def build_optimizer_of(recipe: Recipe, model: nn.Module, hp: HP) -> torch.optim.
 
 
 def _default_optimizer(parameters: list[nn.Parameter], hp: HP) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        parameters,
-        lr=hp["lr"],  # type: ignore[arg-type]  # a float by the recipe's contract
-        weight_decay=hp.get("weight_decay", 0.01),  # type: ignore[arg-type]
-        fused=True,
-    )
+    rates = {"lr": hp["lr"], "weight_decay": hp.get("weight_decay", 0.01)}
+    for name, rate in rates.items():
+        if not isinstance(rate, int | float):
+            raise SpecError(
+                f"hp[{name!r}] is {rate!r}, {type(rate).__name__}, and AdamW, which trains where "
+                "there is no Recipe(optimizer=...), takes a number. Give numbers in the space, or "
+                "make the optimizer with Recipe(optimizer=...)."
+            )
+    return torch.optim.AdamW(parameters, **rates, fused=True)  # type: ignore[arg-type]
 
 
 def build_schedule(recipe: Recipe, optimizer: torch.optim.Optimizer, hp: HP) -> Any:

@@ -343,6 +343,35 @@ def test_a_batch_that_is_a_tensor_may_be_the_target_itself(make_study, warm_work
     assert [trial.error for trial in report.trials] == [""]
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"data": lambda hp: ([{"x": torch.ones(2, 6), "n": 3}], None)},
+            r"\nThe forward got x=float32 \[2, 6\], n=int: each item of the batch by its name, "
+            r"since there is no Recipe\(inputs=...\), which says what the forward gets\.$",
+        ),
+        (
+            {"model": lambda hp: nn.Linear(6, 3).double(), "inputs": lambda batch: (batch[0],)},
+            r"\nThe forward got float32 \[.*\]: as Recipe\(inputs=...\) says\. Its parameters are "
+            r"float64\.$",
+        ),
+    ],
+)
+def test_a_forward_that_fails_outside_the_users_code_tells_what_it_was_given(
+    changes, words, make_study, warm_workers
+):
+    with pytest.raises(shoal.TrialError, match=words) as caught:
+        make_study(make_recipe(**changes)).run(hardware=one_device(), workers=warm_workers)
+    assert "shoal/runtime" not in str(caught.value)
+
+
+def test_a_rate_that_is_text_is_told_of_by_its_name(make_study, warm_workers):
+    study = make_study(make_recipe(optimizer=None), space=shoal.grid(lr=["1e-3"]))
+    with pytest.raises(shoal.SpecError, match=r"hp\['lr'\] is '1e-3', str, and AdamW, which"):
+        study.run(hardware=one_device(), workers=warm_workers)
+
+
 WHERE = {  # a mistake can come to light
     "build": "unknown hyperparameter",
     "data": "no batches",

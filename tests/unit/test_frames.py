@@ -11,7 +11,7 @@ from torch import nn
 from shoal.bound import bound
 from shoal.core.errors import SpecError
 from shoal.core.spec import HyperParameters
-from shoal.frames import line_of, own_traceback
+from shoal.frames import line_of, own_traceback, raised
 from shoal.recipe import Recipe, build_model
 
 
@@ -63,3 +63,30 @@ def test_an_error_of_what_a_user_gave_keeps_all_frames():
         HyperParameters({})["lr"]
     caught.value.__traceback__ = caught.value.__traceback__.tb_next
     assert "core/spec.py" in own_traceback(caught.value)
+
+
+def test_an_error_within_a_library_shows_what_its_modules_did_and_nothing_between():
+    code = compile("build = lambda hp: model(rows)", torch.__file__, "exec")
+    names = {"model": nn.Sequential(nn.Linear(2, 2).double()), "rows": torch.zeros(1, 2)}
+    exec(code, names)
+    text = error_of(names["build"], {})
+    assert [line.split("in ")[-1] for line in text.split("\n") if "File " in line] == [
+        "<lambda>",
+        "forward",
+        "forward",
+    ]
+    assert raised(text).startswith("RuntimeError: mat1 and mat2 must have the same dtype")
+
+
+def test_what_was_raised_is_found_behind_any_chain_of_tracebacks_and_in_a_bare_message():
+    try:
+        try:
+            Bad(0)
+        except ZeroDivisionError as error:
+            error.add_note("of no note")
+            raise ValueError("first\nsecond") from error
+    except ValueError as error:
+        error.add_note("of note")
+        text = own_traceback(error)
+    assert raised(text) == "ValueError: first\nsecond\nof note"
+    assert raised("worker 0 died\n") == "worker 0 died"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 
+from shoal.frames import raised
+
 SAME_FAILURES = 3
 """When the first so many trials fail in the same way and none did a step, the study stops."""
 
-_HEAD = "Traceback (most recent call last):\n"
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 _NO_ROOM = re.compile(
     r"torch\.(cuda\.)?OutOfMemoryError$|shoal\.core\.errors\.CapacityError$|MemoryError$"
@@ -36,9 +37,7 @@ def is_out_of_memory(error: str) -> bool:
 
 def _raised(error: str) -> tuple[str, str]:
     """The type and the message of the exception that a traceback ends with."""
-    last = error.rpartition(_HEAD)[2].split("\n")
-    at = next((i for i, line in enumerate(last) if line and not line.startswith(" ")), 0)
-    kind, _, message = "\n".join(last[at:]).partition(":")
+    kind, _, message = raised(error).partition(":")
     return kind.strip(), message
 
 

@@ -13,6 +13,7 @@ from shoal.core.spec import DeviceSpec, Place, Scalar, TrialSpec
 from shoal.core.technique import Technique, asks_by_shard
 from shoal.core.turns import DEFAULT
 from shoal.core.units import Seconds
+from shoal.frames import raised
 from shoal.fusion.match import told_of
 from shoal.pipeline.stops import Stops
 from shoal.planning.asking import Asking, Receive
@@ -275,7 +276,7 @@ class Planner:
         rule: str,
         failures: Mapping[int, str],
     ) -> Planned:
-        last_lines = {n: error.strip().splitlines()[-1] for n, error in failures.items()}
+        last_lines = {n: raised(error).partition("\n")[0] for n, error in failures.items()}
         plan = Plan(
             study=self._name,
             devices=self._devices,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shoal.core.errors import SpecError
 from shoal.core.spec import NO_BYTES, HyperParameters, TrialSpec
 from shoal.core.units import Bytes, Seconds, format_seconds
+from shoal.frames import user_line
 from shoal.fusion.sideeffects import attributes_of, in_words
 from shoal.habits import Habits
 from shoal.memory.layout import TensorSpec
@@ -203,8 +204,43 @@ class WholeModel:
         (loss / self._recipe.accumulate).backward()
 
     def _loss(self) -> Tensor:
-        args, kwargs = model_inputs(self._recipe, self._built.batch)
-        return compute_loss(self._recipe, self._built.model(*args, **kwargs), self._built.batch)
+        batch, model = self._built.batch, self._built.model
+        args, kwargs = model_inputs(self._recipe, batch)
+        try:
+            output = model(*args, **kwargs)
+        except (TypeError, ValueError, RuntimeError) as error:
+            if not user_line(error):
+                error.add_note(_given(self._recipe, model, args, kwargs))
+            raise
+        return compute_loss(self._recipe, output, batch)
+
+
+def _given(
+    recipe: Recipe, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> str:
+    """What a model's forward got of a batch and by which rule, for who reads that it failed."""
+    parts = [_in_brief(one) for one in args]
+    parts += [f"{name}={_in_brief(one)}" for name, one in kwargs.items()]
+    rule = "as Recipe(inputs=...) says"
+    if recipe.inputs is None:
+        items = "each item of the batch by its name" if kwargs else "the first item of the batch"
+        rule = f"{items}, since there is no Recipe(inputs=...), which says what the forward gets"
+    kinds = {p.dtype for p in model.parameters() if p.dtype.is_floating_point}
+    given = {one.dtype for one in (*args, *kwargs.values()) if isinstance(one, Tensor)}
+    floats = {dtype for dtype in given if dtype.is_floating_point}
+    told = ", ".join(sorted(map(_dtype_name, kinds)))
+    weights = f" Its parameters are {told}." if floats and floats != kinds else ""
+    return f"The forward got {', '.join(parts)}: {rule}.{weights}"
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _in_brief(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{_dtype_name(value.dtype)} {list(value.shape)}"
+    return type(value).__name__
 
 
 def draws_in_cudnn(model: nn.Module) -> str:
