@@ -50,6 +50,7 @@ class StudyPlanned:
     trials: int
     seconds: float  # predicted, for all of them together
     warnings: tuple[str, ...] = ()  # what its user has probably not meant
+    part: float = 1.0  # of its steps that a trial does on average, where a rule ends some
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

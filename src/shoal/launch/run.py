@@ -35,6 +35,7 @@ from shoal.launch.case import Case, more_points, refuse_early, take_up
 from shoal.launch.cloning import refuse_idle
 from shoal.launch.commands import Commands, Door
 from shoal.launch.directory import StudyDirectory
+from shoal.launch.duration import likely_part
 from shoal.launch.following import pins_of
 from shoal.launch.keeping import Keeper
 from shoal.launch.plan import check_disk, check_host_memory, fits_host, plan_study, spill_place
@@ -220,6 +221,7 @@ class Run:
                 trials=len(plan.jobs),
                 seconds=float(plan.seconds),
                 warnings=plan.warnings,
+                part=likely_part(planned, self._settings, self._study.search),
             )
         )
         said += planned_events(planned, case.todo, steps_of(planned, self._settings))

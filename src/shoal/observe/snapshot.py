@@ -88,6 +88,7 @@ class Snapshot:
     waits: tuple[PlanningWaited, ...] = ()  # the newest of each device, while it is planned
     emulated: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()  # of its last run
+    part: float = 1.0  # of its steps that a trial does on average
     is_finished: bool = False
     is_paused: bool = False
     stopped: str = ""
@@ -249,7 +250,7 @@ class Folder:
             self._head = replace(self._head, waits=left)
 
     def _study_planned(self, event: StudyPlanned) -> None:
-        self._head = replace(self._head, warnings=event.warnings)
+        self._head = replace(self._head, warnings=event.warnings, part=event.part)
 
     def _state_left_out(self, event: StateLeftOut) -> None:
         told = self._head.warnings
@@ -406,7 +407,11 @@ _FOLDS: dict[type[Any], Callable[[Folder, Any], None]] = {
 def _eta(
     head: Snapshot, trials: tuple[TrialRow, ...], devices: tuple[DeviceRow, ...]
 ) -> float | None:
-    """Steps left over the speed of the devices at work; unplanned trials count the mean."""
+    """Steps left over the speed of the devices at work; unplanned trials count the mean.
+
+    Where a rule ends trials early, a trial's count by the part that one does on average, and by
+    more the more it has done: who is far on goes to the end.
+    """
     if head.is_finished:
         return 0.0
     speed = sum(device.speed or 0.0 for device in devices if device.trials)
@@ -414,9 +419,10 @@ def _eta(
     if not speed or not known:
         return None
     usual = sum(known) / len(known)
-    left = sum(
-        max(0.0, (usual if row.steps is None else row.steps) - row.step)
-        for row in trials
-        if not row.is_done
-    )
-    return (left + usual * max(0, head.total - len(trials))) / speed
+    totals = ((usual if r.steps is None else r.steps, r.step) for r in trials if not r.is_done)
+    left = sum(_likely(total, done, head.part) for total, done in totals if total > done)
+    return (left + _likely(usual, 0, head.part) * max(0, head.total - len(trials))) / speed
+
+
+def _likely(total: float, done: int, part: float) -> float:
+    return (total - done) * (part + (1 - part) * done / total)

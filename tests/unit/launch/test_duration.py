@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from shoal.launch import duration
 from shoal.launch.duration import foretold_s
 from shoal.search.rules import likely_part
 
@@ -42,6 +43,14 @@ def test_where_it_is_known_how_many_go_on_so_many_are_taken_to():
     assert foretold_s(planned([0.1] * 9), SETTINGS, halving, {}, 9) == pytest.approx(
         max(9 * (1 + 2 / 3 + 6 / 9) / 2, 9.0)
     )
+
+
+def test_the_part_that_trials_do_is_a_mean_and_all_where_nobody_knows():
+    halving = search(lambda evaluations: likely_part(evaluations, 1))
+    part = duration.likely_part(planned([0.1] * 3), SETTINGS, halving)
+    assert part == pytest.approx((1 + 2 / 3 + 6 / 9) / 9)
+    assert duration.likely_part(planned([0.1], batches=None), SETTINGS, halving) == 1.0
+    assert duration.likely_part(planned([]), SETTINGS, halving) == 1.0
 
 
 def test_trials_that_are_suggested_later_are_taken_to_be_like_these():

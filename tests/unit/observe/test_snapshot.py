@@ -9,10 +9,12 @@ import pytest
 from shoal.core.event import (
     PeakMeasured,
     StudyFinished,
+    StudyPlanned,
     TrialExploited,
     TrialFailed,
     TrialFinished,
     TrialMoved,
+    TrialPruned,
     TrialRestarted,
     TrialStopped,
     WorkerDied,
@@ -273,6 +275,19 @@ def test_the_eta_is_the_steps_left_over_the_devices_speed(tell):
     assert snapshot.eta_seconds == pytest.approx((1 + 10 + 7) / 2.0)  # 7: the mean of 4 and 10
     done = StudyFinished(time=tell.time, finished=3, failed=0, seconds=1.0)
     assert fold(snapshot, done).eta_seconds == 0.0
+
+
+def test_where_a_rule_ends_trials_the_eta_counts_what_they_do_on_average(tell):
+    events = [tell.study(trials=9)]
+    events += [StudyPlanned(time=tell.time, trials=9, seconds=1.0, part=0.25)]
+    events += [tell.planned(number, steps=8) for number in range(9)]
+    events += [tell.started(0), *(tell.step(0, n, seconds=0.5) for n in (1, 2))]
+    left = 6 * (0.25 + 0.75 * 2 / 8) + 8 * 8 * 0.25  # who is further on is likelier to go on
+    assert Snapshot.of(events).eta_seconds == pytest.approx(left / 2.0)
+    events += [*(tell.step(0, n, seconds=0.5) for n in range(3, 8))]
+    end = {"step": 2, "reason": "rung", "checkpoint": "", "metrics": {}, "seconds": 1.0}
+    events += [TrialPruned(time=tell.time, trial=n, **end) for n in range(1, 9)]
+    assert Snapshot.of(events).eta_seconds == pytest.approx((0.25 + 0.75 * 7 / 8) / 2.0)
 
 
 def test_the_best_trial_follows_the_mode_and_ignores_what_is_not_finite(tell):
