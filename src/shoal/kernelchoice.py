@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.dispatched import run_operation
+
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 EXACT, STRICT = "exact", "strict"
 """What a numerics key says where a study asked for deterministic kernels alone."""
@@ -148,15 +150,15 @@ class _StrictAttention(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if not func._schema.name.endswith(self.OF):
-            return func(*args, **(kwargs or {}))
+            return run_operation(func, args, kwargs)
         torch.use_deterministic_algorithms(True)
         try:
-            return func(*args, **(kwargs or {}))
+            return run_operation(func, args, kwargs)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:  # there is none
             torch.use_deterministic_algorithms(True, warn_only=True)
-            return func(*args, **(kwargs or {}))
+            return run_operation(func, args, kwargs)
         finally:
             torch.use_deterministic_algorithms(True, warn_only=True)
 

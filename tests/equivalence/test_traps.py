@@ -259,3 +259,37 @@ def test_when_one_evaluates_changes_nothing(shards, check):
 
 def test_computation_between_blocks_is_a_layer_of_its_own(check):
     check(make_recipe(traps.Glue), shards=9)  # four blocks, three joints, and the two ends
+
+
+# ------------------------------------------------------------------ kernels that call others
+
+
+class FusedWhenEvaluated(nn.Module):
+    """torch has one kernel for such a layer, which it takes in evaluation alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(3)
+        )
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean(1))
+
+
+def sequences(hp):
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(4, 6, 8, generator=generator) for _ in range(6)]
+    batches = [(x, x[:, 0].argmax(-1) % 4) for x in rows]
+    return batches, batches[:3]
+
+
+def test_an_evaluation_that_is_counted_casts_within_fused_kernels_as_any_other(check):
+    """The first one of a trial on a device is counted, operation by operation."""
+    recipe = make_recipe(FusedWhenEvaluated, data=sequences, precision="bf16")
+    check(recipe, shards=0, epochs=2)
+    with pytest.raises(PlanError, match=r"'layers\.0' .* an output is no torch\.float32 tensor"):
+        check(recipe, epochs=2)  # it leaves bfloat16 where it evaluates

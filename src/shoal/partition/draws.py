@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.dispatched import run_operation
 from shoal.recipe import Batch
 from shoal.rng import capture_rng, same_rng
 
@@ -79,10 +80,10 @@ class DrawRecorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator"):
-            return func(*args, **kwargs)
+            return run_operation(func, args, kwargs)
         drawn = Draw(func, *pytree.tree_map(_likeness, (args, kwargs)))
         before = capture_rng(self._device)
-        made = func(*args, **kwargs)
+        made = run_operation(func, args, kwargs)
         if not same_rng(before, capture_rng(self._device)):
             self.draws.append(drawn)
         return made

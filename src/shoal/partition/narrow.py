@@ -31,6 +31,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.dispatched import run_operation
 from shoal.partition.build import clone_batch
 from shoal.partition.chain import Chain
 from shoal.partition.drive import every_layer, sharded_backward, sharded_evaluation
@@ -90,7 +91,7 @@ class CastWatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = run_operation(func, args, kwargs)
         operator = func._schema.name.removeprefix("aten::")
         for tensor in tensors_in((args, kwargs)):
             key = storage_key(tensor)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.dispatched import run_operation
 from shoal.partition.record import Record
 from shoal.partition.wires import storage_key, tensors_in
 
@@ -53,7 +54,7 @@ class UseRecorder(TorchDispatchMode):
                     self.uses.add((self.layer, name))
                     if func.name() == "aten::_to_copy":
                         self.casts.add((self.layer, name))
-        return func(*args, **(kwargs or {}))
+        return run_operation(func, args, kwargs)
 
 
 def find_owners(model: nn.Module, record: Record, recorder: UseRecorder) -> Owners:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.dispatched import run_operation
 from shoal.partition.wires import storage_key, tensors_in
 from shoal.rng import capture_rng, restore_rng
 
@@ -77,7 +78,7 @@ class _WriteGuard(TorchDispatchMode):
                 parameter = self._parameters.pop(storage_key(tensor), None)
                 if parameter is not None:
                     self._saved.append((parameter, parameter.detach().clone()))
-        return func(*args, **(kwargs or {}))
+        return run_operation(func, args, kwargs)
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.dispatched import run_operation
 from shoal.partition.wires import Wire, storage_key, tensors_in
 
 _READS = ("aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::is_nonzero")
@@ -89,12 +90,12 @@ class Taint(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if self.paused:
-            return func(*args, **(kwargs or {}))
+            return run_operation(func, args, kwargs)
         sources = self.of_all(tensors_in((args, kwargs)))
         self.read |= sources
         if func.name() in _READS:
             self.looked_at |= sources
-        output = func(*args, **(kwargs or {}))
+        output = run_operation(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             sources |= {CHANCE}
         if sources:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.core.units import Bytes
 from shoal.device.allocator import allocator_here
+from shoal.dispatched import run_operation
 
 _FRESH = ("aten::lift_fresh", "aten::lift_fresh_copy")  # how torch.tensor(...) shows itself
 
@@ -46,11 +47,11 @@ class AllocationTracker(TorchDispatchMode):
             _note_storages(args, before)
             _note_storages(kwargs, before)
         if (allocator := self._allocator) is None or (given := allocator.before()) is None:
-            output = func(*args, **(kwargs or {}))
+            output = run_operation(func, args, kwargs)
             self._see(output, before)
             return output
         current = self.current_bytes
-        output = func(*args, **(kwargs or {}))
+        output = run_operation(func, args, kwargs)
         most = current + allocator.rise(given)
         self._see(output, before)
         self._see_inside(most)

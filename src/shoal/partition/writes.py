@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.dispatched import run_operation
 from shoal.partition.wires import storage_key, tensors_in
 
 
@@ -48,7 +49,7 @@ class WriteWatch(TorchDispatchMode):
             for argument in func._schema.arguments:
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     self._note(tensors_in(given.get(argument.name)))
-        return func(*args, **(kwargs or {}))
+        return run_operation(func, args, kwargs)
 
     def _note(self, written: Iterable[Tensor]) -> None:
         for key in map(storage_key, written):

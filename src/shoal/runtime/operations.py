@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.dispatched import run_operation
 from shoal.runtime.replay import Found, Pass, Untraceable, in_words
 
 Place = tuple[str, str]  # "parameter" or "buffer", and its name
@@ -56,7 +57,7 @@ class NoNumbers(TorchDispatchMode):
         """One operation, before it is traced."""
         if torch.Tag.data_dependent_output in func.tags:
             raise Untraceable("its code makes a Python value of a tensor")
-        return func(*args, **(kwargs or {}))
+        return run_operation(func, args, kwargs)
 
 
 @dataclass(frozen=True, slots=True)
