@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from shoal.fusion.declined import Untraceable
+from shoal.fusion.tracing import trace
 
 Run = Callable[..., Sequence[Tensor]]
 Code = Callable[[Mapping[str, Tensor], Sequence[Tensor], Sequence[Tensor]], "Left"]
@@ -136,7 +136,7 @@ def capture(code: Code, inputs: Inputs) -> Graph:
     versions = {name: block._version for name, block in given.buffers.items()}
     try:
         with torch.set_grad_enabled(inputs.weights is not None):
-            module = make_fx(traced)(*[t.detach() for t in given.flat()])
+            module = trace(traced, *[t.detach() for t in given.flat()])
     except Untraceable:
         raise
     except Exception as error:

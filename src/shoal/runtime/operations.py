@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.dispatched import run_operation
+from shoal.fusion.tracing import trace
 from shoal.runtime.replay import Found, Pass, Untraceable, in_words
 
 Place = tuple[str, str]  # "parameter" or "buffer", and its name
@@ -137,7 +137,7 @@ def list_operations(what: Pass, leaves: Sequence[Tensor]) -> OperationList:
         return [loss.detach(), *gradients]
 
     with in_words(), torch.enable_grad(), NoValues():
-        module = make_fx(traced)(*[leaf.detach() for leaf in leaves])
+        module = trace(traced, *[leaf.detach() for leaf in leaves])
     _require_known(module.graph)
     _tidy(module.graph)
     lifted = _lifted(module, what)
