@@ -398,3 +398,19 @@ def test_an_empty_slot_has_the_settings_of_a_trial_that_is_there_and_its_own_row
         assert crew.members[slot].module[2].p == made[2].hp["drop"]
         weight = crew.members[slot].module[0].weight
         assert weight.data_ptr() == crew.stacked.parameters["0.weight"][slot].data_ptr()
+
+
+def test_a_norm_that_counts_its_batches_has_its_bits_whoever_has_counted_as_far():
+    recipe = fusing.recipe("cnn")
+    found = []
+    for refilled in (False, True):
+        mine = fusing.trials(recipe, fusing.hps("cnn", 4))
+        array = Array([trial.member for trial in mine[:3]], backend=StackedBackend())
+        run(array, mine[:3], steps=2)
+        if refilled:
+            array.retire(1)
+            array.refill(1, mine[3].member)
+            mine[1] = mine[3]
+        run(array, mine[:3], steps=3)
+        found.append(bits(array, 0))
+    assert_same_bits(*found)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from shoal.frames import user_line
 from shoal.fusion.batches import combined
@@ -54,6 +54,20 @@ class Learnt:
         return replace(self, looped=list(self.looped), notes=list(self.notes))
 
 
+def _known_before(module: nn.Module) -> Learnt:
+    """That a norm without a rate counts its batches in Python, whoever is in the other slots.
+
+    Slots that have counted as far agree on the number, and others come to them later.
+    """
+    learnt = Learnt()
+    for path, child in module.named_modules() if module.training else ():
+        counts = isinstance(child, _BatchNorm) and child.track_running_stats
+        if path and counts and child.momentum is None:
+            learnt.looped.append(path)
+            learnt.notes.append(f"{path!r} runs slot by slot: it counts its batches in Python")
+    return learnt
+
+
 class StackedBackend:
     """Runs all slots as one, and loops the parts that cannot."""
 
@@ -85,7 +99,10 @@ class StackedBackend:
         return crew.members[0].module.training
 
     def _known_of(self, crew: Crew) -> Learnt:
-        return self._learnt.setdefault(self._kind(crew), Learnt())
+        kind = self._kind(crew)
+        if kind not in self._learnt:
+            self._learnt[kind] = _known_before(crew.members[0].module)
+        return self._learnt[kind]
 
     def _current(self, crew: Crew) -> Template:
         looped = tuple(self._known_of(crew).looped)
