@@ -118,6 +118,7 @@ def saved_step(report, number):
 # -- the study --------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("technique", TECHNIQUES)
 def test_a_stopped_study_is_saved_at_its_last_steps_and_goes_on_to_the_same_bits(technique, bench):
     bench.orders.at(at_step(0, 20), StopStudy(reason="enough"), "stop")

@@ -231,6 +231,7 @@ def test_tensors_and_weights_that_several_shards_read(name, train):
     assert train(recipe, {"lr": 1e-2}, technique, poison=True)
 
 
+@pytest.mark.full
 def test_tied_weights_that_one_shard_lends_and_another_borrows(train):
     space = shoal.grid(model=["gpt"], optimizer=["adamw"], lr=[1e-2, 3e-3])
     for keep in ((), (0,)):  # of both: what the lender saved is found where it is then

@@ -69,7 +69,7 @@ def test_a_trial_is_seated_once_a_rung_and_that_is_told(undisturbed):
     assert all(event.reason.startswith("others were pruned: from step") for event in told)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fuse", ["4/2", "4/1", 4, "3/2", "4/2/1 traced", "4/2/1 eager"])
 def test_other_widths(fuse, tmp_path, warm_workers):
     place = run(ranks.make(tmp_path), warm_workers, fuse=fuse)
@@ -100,6 +100,7 @@ def test_other_searches(search, tmp_path, warm_workers):
     assert ranks.outcome(place) == ranks.outcome(again)
 
 
+@pytest.mark.full
 def test_widths_that_were_measured_are_on_record_and_stay(tmp_path, warm_workers, monkeypatch):
     told = (Narrower(2, 4), Narrower(1, 1))
     monkeypatch.setattr(fusing, "narrower", lambda *_: told)

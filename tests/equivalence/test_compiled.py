@@ -161,7 +161,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "where", "precision"), CASES)
 def test_every_call_of_what_is_compiled_is_compiled(kind, where, precision, tmp_path, check):
     runs = tmp_path / "runs"

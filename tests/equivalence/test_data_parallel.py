@@ -187,6 +187,7 @@ def models():
             yield pytest.param(kind, technique, marks=marks, id=f"{kind.__name__}, {name}")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("kind", "technique"), list(models()))
 def test_models_that_break_a_careless_engine(kind, technique, run_replicas):
     data = traps.image_data if kind is traps.ChannelsLast else staging.even

@@ -75,7 +75,7 @@ CASES = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("study", "how"), CASES.values(), ids=CASES)
 def test_trials_train_as_in_the_plan_wherever_it_comes_from(study, how, make, warm_workers):
     how = {**how, "workers": warm_workers}

@@ -60,7 +60,18 @@ def test_branches_run_each_slots_own_pass_and_are_verified(name, run_study):
 
 
 @compiles
-@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_compiled_array_ends_on_the_bits_of_its_slots_and_is_verified(run_study):
+    recipe, space = FLOATS["recipe"], shoal.grid(lr=[0.01, 0.003], drop=[0.2])
+    report = run_study(recipe, space, epochs=1, fuse="2 compiled", devices=1)
+    assert squads.kinds(report) == ["compiled"] * 2
+    squads.assert_arrayed(report, report.trials[:1], recipe, 2, "compiled", epochs=1)
+    (verdict,) = verify_trials(report.directory, rows(report)[1:2], recipe=recipe)
+    assert verdict.equal, verdict
+
+
+@pytest.mark.full
+@compiles
+@pytest.mark.parametrize("devices", [1, 2])
 def test_compiled_trials_end_on_the_bits_of_their_slots_and_are_verified(devices, run_study):
     """Of several rates of dropout, with a short last batch, and more trials than slots."""
     recipe = FLOATS["recipe"]

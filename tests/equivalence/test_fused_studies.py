@@ -54,7 +54,7 @@ def run_case(run_study):
     return run
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "devices"), ROWS)
 def test_every_trial_ends_on_the_bits_of_its_slot(name, devices, run_case):
     case = squads.CASES[name]
@@ -63,6 +63,7 @@ def test_every_trial_ends_on_the_bits_of_its_slot(name, devices, run_case):
     squads.assert_near(report.trials, case.recipe, case.near, **case.loop)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("width", [2, 3, 7])
 def test_more_trials_than_slots_or_fewer_train_to_the_same_bits(width, run_case):
     case = squads.CASES["mlp"]
@@ -97,6 +98,7 @@ def test_trials_of_two_shapes_train_in_two_arrays(devices, run_case):
     squads.assert_arrayed(report, report.trials, case.recipe, 3, **case.loop)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("devices", DEVICES)
 def test_a_spilled_array_trains_beside_one_that_fits(devices, run_study):
     """Half of the trials fit no device, not even one at a time."""

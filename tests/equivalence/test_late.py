@@ -98,6 +98,7 @@ def test_late_state_of_which_several_shards_share_what_travels(lookahead, train,
     assert late == [f"LOAD s{shard} state late" for shard in (2, 1, 0)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("order", "precision"), [("micro", "fp32"), ("shard", "fp32"), ("shard", "bf16")]
 )
@@ -206,6 +207,7 @@ def test_some_tensors_of_a_shard_may_stay(model, of, clip, precision, train, hea
     train(recipe, space, technique, poison=True)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("accumulate", "clip"), [(1, 0.5), (3, 0.5), (3, None)])
 @pytest.mark.parametrize("shard", [0, 1, 2, 3])
 def test_with_a_head_the_rest_may_stay_in_its_slot_for_what_comes_next(

@@ -101,7 +101,7 @@ def loss(output, batch):
     return F.cross_entropy(output, batch[1])
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("model", "after"), [(frozen, 9), (small, 5)])
 @pytest.mark.parametrize("way", WAYS)
 def test_when_it_was_saved_is_no_matter_where_a_schedule_freezes_layers(way, model, after, check):
@@ -125,7 +125,7 @@ def uneven(hp):
     return [(x, (x.sum(1) > 0).long()) for x in xs], None
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("technique", "memory"), [(None, "16MiB"), (shoal.Spilled(shards=4), "9MiB")]
 )

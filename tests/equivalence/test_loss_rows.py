@@ -122,7 +122,7 @@ TECHNIQUES = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("technique", TECHNIQUES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_trial_ends_on_the_bits_of_the_plain_loop(technique, precision, run_study, assert_alone):
@@ -138,6 +138,7 @@ def test_a_trial_ends_on_the_bits_of_the_plain_loop(technique, precision, run_st
     assert_alone(report, report.trials, by_rows, steps=STEPS)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_other_weights_may_travel_as_bfloat16_beside_a_head_by_rows(
     accumulate, run_study, assert_alone
@@ -205,6 +206,7 @@ def test_training_by_rows_learns_as_the_uncut_loss_does():
     assert by_rows.metrics == pytest.approx(whole.metrics, rel=1e-3, abs=0.1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 def test_the_last_unit_needs_the_logits_of_some_rows_only(tied, precision):

@@ -31,7 +31,7 @@ def narrow(**settings):
     return shoal.Spilled(transfer="bf16", **settings)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -44,7 +44,7 @@ def test_two_trials_whose_weights_travel_narrow_have_the_plain_bits(
     assert all(job.technique.transfer == "bf16" for job in jobs)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("keep", [(1,), (0, 2)])
 @pytest.mark.parametrize("model", zoo.MODELS)
 def test_every_model_beside_shards_that_stay(model, keep, train):
@@ -66,6 +66,7 @@ def test_they_are_verified(run_study):
         assert verdict.equal, verdict
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_half_the_bytes_of_a_model_of_products_move(accumulate, train):
     recipe = recipe_of(products, accumulate=accumulate)
@@ -89,12 +90,14 @@ def test_the_order_by_shards(train):
     assert all(job.technique.transfer == "bf16" for job in jobs)
 
 
+@pytest.mark.full
 def test_shards_next_to_the_turn_that_keep_their_activations(train):
     recipe = zoo.recipe(precision="bf16", clip=0.5)
     technique = narrow(shards=5, lookahead=2, keep=(1,), keep_activations=(1, 2, 3))
     train(recipe, space_of("gpt"), technique, poison=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("asked", "found"),
     [
@@ -203,6 +206,7 @@ def recipe_of(model, **more):
 SPACE = shoal.grid(lr=[1e-2, 3e-3])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_weights_that_something_else_reads_travel_whole(accumulate, train):
     technique = narrow(shards=8, keep=())
@@ -290,6 +294,7 @@ def test_a_weight_whose_gradient_or_type_somebody_looks_at_travels_whole(kind, t
     assert whole == [2]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [_Later, _ByRate])
 @pytest.mark.parametrize("asked", ["bf16", None])
 def test_who_reads_otherwise_than_the_measured_one_goes_on_with_whole_weights(

@@ -113,6 +113,7 @@ ODD = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fuse", [False, 4])
 @pytest.mark.parametrize("of", ODD.values(), ids=ODD)
 def test_what_is_saved_is_what_was_trained_and_as_alone(of, fuse, run):

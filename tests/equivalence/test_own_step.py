@@ -68,6 +68,7 @@ def with_short_leases(monkeypatch) -> None:
     monkeypatch.setattr(leases, "should_leave", lambda roster, *args: bool(roster.waiting))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["gan", "target"])
 def test_taken_up_from_a_checkpoint_of_any_step(kind, tmp_path, warm_workers):
     """What was saved is all there is: the trial had ended, and is asked for more."""
@@ -92,6 +93,7 @@ def test_killed_and_run_again(kind, tmp_path):
         assert_same(plain, trial, losses=losses[trial.number])
 
 
+@pytest.mark.full
 def test_a_population_of_gans_copies_all_their_models(tmp_path, warm_workers):
     recipe = ownsteps.recipe("gan")
     space = {"lr": shoal.log_uniform(1e-3, 1e-1), "dropout": shoal.choice(0.1, 0.3)}

@@ -51,6 +51,7 @@ def train(run_study):
 # -- bits ---------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", SOME)
 def test_each_slot_ends_on_its_own_bits(kind, train):
     heard = Heard()

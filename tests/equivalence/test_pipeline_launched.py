@@ -42,6 +42,7 @@ def test_every_rank_has_the_plain_bits(ranks, stages, width, schedule, way):
     assert ended.stdout.count("EQUAL") == ranks
 
 
+@pytest.mark.full
 def test_another_number_of_ranks_is_refused():
     ended = launch(2, 3, 1, "flush", "host")
     assert ended.returncode

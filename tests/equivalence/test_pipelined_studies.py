@@ -36,7 +36,7 @@ LR = {"lr": 1e-2}
 # -- schedules ----------------------------------------------------------------------------
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "technique",
     [
@@ -99,7 +99,7 @@ def models():
             yield pytest.param(model, schedule, marks=marks, id=f"{model.__name__}, {schedule}")
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("model", "schedule"), list(models()))
 def test_models_that_break_a_careless_engine(model, schedule, run_staged):
     """Batches of two sizes; an epoch's last step is short."""
@@ -108,7 +108,7 @@ def test_models_that_break_a_careless_engine(model, schedule, run_staged):
     run_staged(recipe, Pipelined(stages=stages, schedule=schedule))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("model", "stages", "schedule"),
     [
@@ -128,6 +128,7 @@ def test_the_zoo(model, stages, schedule, precision, run_staged):
     run_staged(recipe, Pipelined(stages=stages, schedule=schedule), space)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("optimizer", "schedule"),
     [
@@ -156,7 +157,7 @@ def test_optimizers_of_torch(name, schedule, run_staged):
 # -- data ---------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("data", "model", "schedule"),
     [
@@ -217,7 +218,7 @@ STAYS = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("technique", "devices", "every"), STAYS, ids=str)
 def test_trials_that_leave_and_come_back_end_on_the_same_bits(
     technique, devices, every, run_staged, restless
@@ -237,6 +238,7 @@ def test_trials_that_leave_and_come_back_end_on_the_same_bits(
         assert {event.step for event in heard.of(CheckpointWritten)} == set(range(1, 9))
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["zb-h1", "2bw"])
 def test_ties_and_buffers_come_along_to_other_devices(schedule, run_staged, restless):
@@ -252,6 +254,7 @@ def test_ties_and_buffers_come_along_to_other_devices(schedule, run_staged, rest
     assert heard.of(TrialMoved)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["flush", pytest.param("2bw", marks=pytest.mark.full)])
 def test_a_trial_that_waits_holds_no_memory_of_the_device(schedule, run_staged, impatient):
     """The data count the stages that are there, whose memory it is, and refuse more than one."""
@@ -282,6 +285,7 @@ def test_every_generation_is_of_one_step(schedule, run_study):
         assert found.equal, f"step {step}: {found.first_difference}"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["flush", "2bw"])
 def test_pipelines_that_share_devices_take_turns(schedule, run_staged):
     technique = Pipelined(stages=2, schedule=schedule)
@@ -335,7 +339,7 @@ RESUMES = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("technique", "then"), RESUMES, ids=str)
 def test_an_interrupted_study_goes_on_to_the_same_bits(technique, then, interrupted):
     recipe = staging.rich(splittable=True)
@@ -345,6 +349,7 @@ def test_an_interrupted_study_goes_on_to_the_same_bits(technique, then, interrup
     staging.assert_staged(report, recipe, defined, epochs=epochs)
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "precision"), [("gpt", "fp32"), ("resnet", "fp32"), ("gpt", "bf16")]
@@ -358,6 +363,7 @@ def test_ties_and_buffers_go_on_too(schedule, model, precision, interrupted):
     staging.assert_staged(report, recipe, technique, epochs=6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["flush", "2bw"])
 def test_trials_that_are_added_train_as_the_others_did(schedule, interrupted):
     recipe, technique = staging.rich(), Pipelined(stages=2, schedule=schedule)
@@ -369,6 +375,7 @@ def test_trials_that_are_added_train_as_the_others_did(schedule, interrupted):
     staging.assert_staged(report, recipe, technique, epochs=6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["flush", "2bw"])
 def test_a_warm_clone_goes_on_from_its_parents_weights(schedule, interrupted):
     """It ends where its parent would with the clone's rate from there on."""
@@ -379,6 +386,7 @@ def test_a_warm_clone_goes_on_from_its_parents_weights(schedule, interrupted):
     staging.assert_staged(report, recipe, technique, [report.trials[0]], epochs=6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["flush", "2bw"])
 def test_a_pruner_ends_trials_at_their_rungs(schedule, tmp_path, warm_workers):
     recipe, technique = staging.rich(), Pipelined(stages=2, schedule=schedule)
@@ -417,6 +425,7 @@ SAID = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("technique", "said"), SAID, ids=str)
 def test_the_record_says_what_changes_bits_and_verify_repeats_it(technique, said, run_study):
     recipe = staging.rich(splittable=True)
@@ -436,6 +445,7 @@ def test_the_record_says_what_changes_bits_and_verify_repeats_it(technique, said
 # -- bytes --------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("schedule", "recompute"),
     [("flush", False), ("gpipe", True), ("zb-h1", False), ("2bw", False)],
@@ -477,6 +487,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("retries", [0, 1])
 @pytest.mark.parametrize("schedule", ["flush", "2bw"])
 @pytest.mark.parametrize("what", FAILURES)

@@ -97,7 +97,7 @@ CASES = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("length", ["steps", pytest.param("epochs", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", CASES)
 def test_every_trial_is_its_lineage_in_plain_loops(name, length, tmp_path, warm_workers):

@@ -440,7 +440,7 @@ KEPT = ATTRIBUTES | {
 SHARED = GLOBALS | {name: ATTRIBUTES[name] for name in list(ATTRIBUTES)[:2]}
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("of", KEPT.values(), ids=KEPT)
 def test_a_trial_that_goes_on_in_another_process_ends_as_alone(of, tmp_path, warm_workers):
     space = shoal.grid(lr=[0.03, 0.1], flag=[str(tmp_path / "flag")])
@@ -456,7 +456,7 @@ def test_a_trial_that_goes_on_in_another_process_ends_as_alone(of, tmp_path, war
         assert_alone(of, trial)
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("of", SHARED.values(), ids=SHARED)
 def test_trials_that_alternate_and_are_parked_end_as_alone(of, tmp_path, warm_workers):
     study = shoal.Study(

@@ -35,7 +35,7 @@ def told(place):
     return [epochs_of(row.numerics) for row in ranks.rows_of(place)]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("at", [IN_AN_EPOCH, AT_AN_EVALUATION, AT_THE_END_OF_AN_EPOCH])
 @pytest.mark.parametrize(
     ("before", "after"),
@@ -58,6 +58,7 @@ def _width(fuse) -> int:
     return int(str(fuse or ALONE).partition(" ")[0].partition("/")[0])
 
 
+@pytest.mark.full
 def test_what_was_asked_for_once_stays(tmp_path, warm_workers):
     go_on(tmp_path, warm_workers, 5, 4)
     go_on(tmp_path, warm_workers, 9, 2)
@@ -70,6 +71,7 @@ def test_what_was_asked_for_once_stays(tmp_path, warm_workers):
     ranks.check_seats(place)
 
 
+@pytest.mark.full
 def test_trials_that_come_later_have_the_width_of_those_that_went_on(tmp_path, warm_workers):
     go_on(tmp_path, warm_workers, 5, 4)
     go_on(tmp_path, warm_workers, 9, 2)
@@ -108,6 +110,7 @@ def test_that_it_was_asked_for_is_on_record(tmp_path, warm_workers):
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("before", "after"), [("4 branches", 2), (4, "2 branches")])
 def test_passes_of_their_own_bits_stay(before, after, tmp_path, warm_workers):
     place = go_on(tmp_path, warm_workers, 6, before)
@@ -117,6 +120,7 @@ def test_passes_of_their_own_bits_stay(before, after, tmp_path, warm_workers):
     ranks.check_seats(place)
 
 
+@pytest.mark.full
 def test_a_narrower_array_where_the_wider_one_has_no_room(tmp_path, warm_workers):
     """The reason to ask: the study goes on on a smaller device."""
     study = ranks.make(tmp_path, steps=6, trials=8, pruner=None, generation=None)
@@ -129,6 +133,7 @@ def test_a_narrower_array_where_the_wider_one_has_no_room(tmp_path, warm_workers
     ranks.check_seats(study.directory)
 
 
+@pytest.mark.full
 def test_where_its_newest_generation_is_damaged_the_seat_holds_from_the_one_before(
     tmp_path, warm_workers
 ):
@@ -148,6 +153,7 @@ def test_where_its_newest_generation_is_damaged_the_seat_holds_from_the_one_befo
     ranks.check_seats(place)
 
 
+@pytest.mark.full
 def test_an_array_that_cannot_be_had_leaves_trials_where_they_are(tmp_path, warm_workers):
     study = ranks.make(tmp_path, steps=6, trials=8, pruner=None, generation=None)
     studies.run(study, warm_workers, fuse=2)
@@ -169,6 +175,7 @@ def test_an_array_that_cannot_be_had_leaves_trials_where_they_are(tmp_path, warm
     ranks.check_seats(study.directory)
 
 
+@pytest.mark.full
 def test_trials_whose_array_has_no_room_any_more_go_on_alone_where_that_is_accepted(
     tmp_path, warm_workers
 ):
@@ -192,6 +199,7 @@ def test_trials_whose_array_has_no_room_any_more_go_on_alone_where_that_is_accep
     ranks.check_seats(study.directory)
 
 
+@pytest.mark.full
 def test_the_same_wish_again_changes_nothing(tmp_path, warm_workers):
     """Who always accepts other numbers trains to the same bits, wherever the study stopped."""
     options = {"trials": 12, "generation": 12, "pruner": "asha"}
@@ -214,6 +222,7 @@ def test_the_same_wish_again_changes_nothing(tmp_path, warm_workers):
     ranks.check(study.directory)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("before", "after"), [(False, 4), pytest.param(4, False, marks=pytest.mark.full)]
 )

@@ -95,7 +95,7 @@ BY_SHARD = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("keep", "place", "clip", "precision"), BY_SHARD)
 def test_shards_may_run_all_micro_batches_while_they_are_there(
     keep, place, clip, precision, check
@@ -104,12 +104,14 @@ def test_shards_may_run_all_micro_batches_while_they_are_there(
     check(recipe(clip_grad_norm=clip, precision=precision), technique)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", ["device", "host"])
 def test_the_same_under_poison_and_delays_with_two_trials_on_a_device(place, check):
     technique = shoal.Spilled(shards=5, optimizer=place, keep=(1, 3), order="shard")
     check(recipe(), technique, poison=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 @pytest.mark.parametrize("place", ["device", "host"])
 def test_what_stays_at_the_turn_has_the_plain_bits_under_poison(place, lookahead, check):
@@ -117,6 +119,7 @@ def test_what_stays_at_the_turn_has_the_plain_bits_under_poison(place, lookahead
     check(recipe(accumulate=2), technique, poison=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_schedule_acts_on_kept_shards_and_on_those_that_step_on_the_host(precision, check):
     technique = shoal.Spilled(shards=4, optimizer="host", keep=(0, 2))
@@ -156,6 +159,7 @@ def test_all_shards_may_stay(check):
         check(chain, shoal.Spilled(shards=3, optimizer=place, keep=(0, 1, 2)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_trial_with_kept_shards_goes_on_from_its_generation(precision, check):
     technique = shoal.Spilled(shards=4, optimizer="host", keep=(0, 2))
@@ -236,6 +240,7 @@ class NoisyEvaluation(Silent):
         return x if self.training else x + torch.randn_like(x)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("order", ["micro", "shard"])
 def test_a_source_that_fills_one_buffer_may_be_held_a_step_long(order, check):
     silent = recipe(model=traps.Build(Silent), data=one_buffer, loss=traps.loss)

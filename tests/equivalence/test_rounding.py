@@ -32,13 +32,14 @@ def train(run_study, assert_alone):
     return run
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("technique", ["resident", "spilled"])
 @pytest.mark.parametrize("model", zoo.MODELS)
 def test_every_model_has_the_plain_bits(model, technique, train):
     train(zoo.recipe(precision="bf16-sr", clip=0.5), technique, model=model)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", ["device", "host"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])

@@ -24,7 +24,7 @@ def train(watch):
     return run
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", zoo.MODELS)
 def test_shards_that_stay_and_the_one_before_the_turn_do_not_recompute(model, precision, train):
@@ -56,7 +56,7 @@ def test_beside_shards_that_travel_and_inputs_that_wait(lookahead, place, train)
     assert "STORE s1 m0 boundary" not in actions
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.full), "bf16"])
 @pytest.mark.parametrize("model", sorted(forms.LAYERS))
 def test_every_form_of_model(model, precision, train):

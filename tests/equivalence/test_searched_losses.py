@@ -71,7 +71,7 @@ def test_the_plain_loop_does_what_anyone_would_write(point):
     assert {name: plain.metrics[name] for name in metrics} == metrics
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_search_over_smoothing_and_clipping_ends_on_the_bits_of_the_loop(way, run_study):
     """Trials that are clipped beside others that are not."""
@@ -84,7 +84,7 @@ def test_a_search_over_smoothing_and_clipping_ends_on_the_bits_of_the_loop(way, 
     assert [verdict.equal for verdict in verdicts] == [True] * 4
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "technique",
     [
@@ -109,6 +109,7 @@ def test_stages_without_a_study_are_told_too(point, width, stage_processes):
     assert found.equal, found.first_difference
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shard", [False, True])
 def test_replicas_clip_by_the_trials_own_norm(shard, run_study):
     technique = shoal.DataParallel(width=2, shard=shard)
@@ -135,6 +136,7 @@ def test_a_study_that_goes_on_has_the_same_loss(tmp_path, warm_workers):
     searched.assert_by_hand(study.run(hardware=hardware, **shown))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fuse", [None, 4])
 def test_a_population_that_changes_them_is_what_plain_loops_do(fuse, tmp_path, warm_workers):
     recipe = searched.recipe()
@@ -290,6 +292,7 @@ def test_a_study_in_arrays_ends_on_the_bits_of_its_slots(fuse, kind, run_study):
     assert [verdict.equal for verdict in verdicts] == [True] * 8
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", ["host", "device"])
 def test_an_array_in_shards_has_a_loss_and_a_limit_for_each_slot(way, run_study):
     recipe = searched.recipe()

@@ -52,6 +52,7 @@ def make(factory, **changes) -> Recipe:
     return Recipe(**settings, **changes)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "factory", [muon_and_adamw, pytest.param(in_a_list, marks=pytest.mark.full)]
 )
@@ -73,6 +74,7 @@ def test_in_stages(schedule, run_study):
     staging.assert_staged(report, recipe, technique, epochs=2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("factory", [muon_and_adamw, in_a_list])
 def test_in_an_array(factory, run_study):
     recipe = make(factory)

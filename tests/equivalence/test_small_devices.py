@@ -43,6 +43,7 @@ def loss(output, batch):
     return nn.functional.cross_entropy(output, batch[1])
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("place", "times", "blocks", "precision"),
@@ -89,6 +90,7 @@ def views(hp):
     ), None
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("technique", [None, shoal.Spilled(shards=4), shoal.Spilled(shards=8)])
 def test_batches_that_are_views_of_a_large_data_set(technique, run_study, assert_alone):
     recipe = shoal.Recipe(model=tower, data=views, loss=loss)
@@ -112,6 +114,7 @@ def many_rows(hp):
     return [(torch.randn(64, WIDTH, generator=generator), labels) for _ in range(STEPS)], None
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "technique",
     [

@@ -76,7 +76,7 @@ def techniques(report):
     return [row.technique for row in rows]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "way"), list(rows()))
 def test_every_trial_ends_on_the_bits_of_its_slot(name, way, run_case):
     case = squads.DEEP[name]
@@ -114,7 +114,7 @@ def test_an_array_that_does_not_fit_as_a_whole_is_spilled_within_the_budget(run_
     assert all(event.peak_bytes <= event.predicted_bytes for event in peaks)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mishap", ["nan", "inside", "target", "loss"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_mishap_fails_its_trial_alone(mishap, accumulate, run_study):

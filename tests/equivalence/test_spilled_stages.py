@@ -63,6 +63,7 @@ def settings():
         yield pytest.param(*one, marks=marks)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("stages", "schedule", "place", "clips"), list(settings()))
 def test_dropout_clipping_a_falling_rate_and_validation(
     stages, schedule, place, clips, run_staged
@@ -92,6 +93,7 @@ QUICK = (0, 3, 5, 9)
 HOW = [pytest.param(t, marks=() if n in QUICK else pytest.mark.full) for n, t in enumerate(HOW)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("technique", HOW, ids=str)
 def test_what_stays_and_what_comes_ahead_changes_no_bit(technique, run_staged):
     run_staged(staging.rich(), technique)
@@ -211,6 +213,7 @@ def test_optimizers_with_and_without_a_state(optimizer, place, run_staged):
     run_staged(recipe, Pipelined(stages=2, shards=4, optimizer=place, keep=()))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "data", ["reusing", "shuffled", pytest.param("quiet", marks=pytest.mark.full)]
 )
@@ -279,6 +282,7 @@ def test_two_spilled_pipelines_fill_each_others_bubbles(run_staged):
 # -- bytes --------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("technique", "memory"),
     [
@@ -305,6 +309,7 @@ def test_a_model_whose_stages_fit_no_device_trains_over_two(
     assert all(peak.predicted_bytes <= peak.budget_bytes for peak in peaks.values())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("schedule", ["flush", pytest.param("gpipe", marks=pytest.mark.full)])
 def test_a_model_that_draws_and_is_larger_than_its_device_is_never_there_as_a_whole(
@@ -352,6 +357,7 @@ RESUMES = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("technique", "then"), RESUMES, ids=str)
 def test_an_interrupted_study_goes_on_to_the_same_bits(technique, then, interrupted):
     """How a model is cut, and what of it is where, is placement."""
@@ -370,6 +376,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "what",
     [pytest.param(w, marks=pytest.mark.full if w in ("data", "metric") else ()) for w in FAILURES],

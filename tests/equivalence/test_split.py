@@ -22,6 +22,7 @@ def split(**settings):
     return shoal.Spilled(transfer="bf16", optimizer="host", master="split", **settings)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -31,6 +32,7 @@ def test_two_trials_have_the_plain_bits(accumulate, clip, optimizer, watch, jobs
     assert all(job.technique.master == "split" for job in jobs)
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("model", zoo.MODELS)
 def test_every_model_beside_a_shard_that_stays(model, watch):
@@ -160,6 +162,7 @@ def host_needs(found):
     return bisect_left(sizes, True, key=lambda size: fits_host(found.jobs, found, size))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("transfer", ["bf16", None])
 def test_between_the_two_sizes_the_host_splits_and_says_why(
     transfer, tmp_path, warm_workers, assert_alone

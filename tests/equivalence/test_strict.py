@@ -91,6 +91,7 @@ def test_trials_that_began_so_go_on_so(make, warm_workers):
     assert {key[EXACT] for key in keys(study)} == {STRICT}
 
 
+@pytest.mark.full
 def test_what_began_otherwise_does_not_become_strict_in_silence(make, warm_workers):
     how = {"hardware": HARDWARE, "workers": warm_workers}
     loose = {"epochs": None, "steps": 600, "checkpoint_every": 0}

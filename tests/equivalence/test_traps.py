@@ -58,6 +58,7 @@ def test_a_boundary_read_by_several_shards_gets_its_gradient_in_the_plain_order(
     check(make_recipe(model))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", ["device", "host"])
 def test_a_tied_weight_with_accumulation_adds_head_and_embedding_first(place, check):
     space = shoal.grid(model=["gpt"], optimizer=["sgd", "adamw"])
@@ -231,6 +232,7 @@ def test_statistics_of_a_forward_are_counted_once(check):
     assert int(state["blocks.0.1.num_batches_tracked"]) == 5
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shards", [None, 3])
 @pytest.mark.parametrize(
     "source",
@@ -246,6 +248,7 @@ def test_a_data_source_draws_from_its_trials_streams_in_turn(source, shards, che
     check(recipe, space=shoal.grid(lr=[0.01, 0.02]), steps=7, shards=shards)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shards", [None, 3])
 def test_when_one_evaluates_changes_nothing(shards, check):
     recipe = make_recipe(traps.Normalized, data=traps.random_valid_data)

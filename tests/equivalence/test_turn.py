@@ -21,7 +21,7 @@ def train(watch):
     return run
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
 @pytest.mark.parametrize("model", zoo.MODELS)
 def test_of_every_model_with_a_neighbour_under_poison(model, lookahead, train):
@@ -55,6 +55,7 @@ def test_with_several_micro_batches_in_either_order(order, clip, train):
     train(chain(accumulate=3, clip_grad_norm=clip), rates(), technique, poison=True)
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 def test_tied_weights_and_weights_that_travel_narrow(model, train):

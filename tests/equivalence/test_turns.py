@@ -68,7 +68,7 @@ def train(run_study, assert_alone, monkeypatch):
     return run
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_mix_trains_to_the_plain_bits_by_every_rule(rule, train):
     train(rule, poison=True)
@@ -107,6 +107,7 @@ def _loss(output, batch):
     return nn.functional.mse_loss(output, batch[1])
 
 
+@pytest.mark.full
 def test_the_planner_names_the_rule_that_its_replay_finds_best(
     tmp_path, warm_workers, assert_alone
 ):

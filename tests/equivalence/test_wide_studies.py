@@ -29,6 +29,7 @@ def wide(stages=2, **how):
     return Pipelined(**({"stages": stages, "width": 2} | how))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "technique",
     [
@@ -62,6 +63,7 @@ def test_models_that_break_a_careless_engine(model, schedule, run_staged):
     run_staged(recipe, wide(schedule=schedule))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "schedule", "precision"),
     [
@@ -190,6 +192,7 @@ RESUMES = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("technique", "then"), RESUMES, ids=str)
 def test_an_interrupted_study_goes_on_to_the_same_bits(
     technique, then, tmp_path, warm_workers, monkeypatch

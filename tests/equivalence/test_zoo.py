@@ -66,7 +66,7 @@ def train(run_study, assert_alone):
     return run
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("row", NORMAL, ids=map(name_of, NORMAL))
 def test_a_model_of_another_form_trains_in_shards_as_alone(row, train):
     train(*row)
@@ -93,6 +93,7 @@ def test_a_model_that_skips_blocks_by_chance_trains_in_one_piece_and_the_plan_sa
     assert_alone(report, report.trials, recipe, steps=STEPS)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("model", zoo.MODELS)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_two_lone_runs_agree_and_learn(model, optimizer):

@@ -154,6 +154,7 @@ def undisturbed(name: str, generation: int, trials: int):
     return world.run(kills=0.0)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", SEARCHES)
 @settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 10**6), generation=st.sampled_from([1, 3, 4, 9]))
@@ -162,6 +163,7 @@ def test_results_do_not_depend_on_who_is_quicker(name, seed, generation):
     assert world.run(kills=0.0) == undisturbed(name, generation, 20)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", SEARCHES)
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 10**6))

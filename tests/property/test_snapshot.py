@@ -85,7 +85,7 @@ def study(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_every_event_comes_back_from_the_database_as_it_was(study, kind, data):
     events = data.draw(st.lists(strategy(kind), min_size=1, max_size=4))

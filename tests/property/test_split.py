@@ -68,6 +68,7 @@ def test_every_special_value_in_every_place_of_a_word():
             check(floats(bits))
 
 
+@pytest.mark.full
 def test_every_exponent_and_every_last_bits_of_a_high_half():
     lows = torch.arange(1 << 16)
     for high in range(0, 1 << 16, 113):  # an exponent is 128 of them

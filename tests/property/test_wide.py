@@ -210,6 +210,7 @@ def test_a_validation_batch_goes_through_all_stages_of_one_copy_alone(stages, wi
 # -- what is refused --------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @settings(max_examples=25, deadline=None)
 @given(small)
 def test_copies_without_one_action_are_refused(pipeline):

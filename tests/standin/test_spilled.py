@@ -40,6 +40,7 @@ def run(place, budget, memory, program="spilled.py"):
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+@pytest.mark.full
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("place", "budget"), [("device", "64MiB"), ("host", "48MiB")])
 def test_trials_larger_than_their_budget_have_the_plain_bits_and_stay_within_it(place, budget):

@@ -424,18 +424,21 @@ def test_an_unknown_hyperparameter_lists_the_known_ones():
         HyperParameters({})["depth"]
 
 
-def test_a_hyperparameter_that_no_code_reads_is_told_of_before_anything_trains(make_study):
+def test_a_hyperparameter_that_no_code_reads_is_told_of_before_anything_trains(
+    make_study, warm_workers
+):
+    how = {"hardware": one_device(), "workers": warm_workers}
     study = make_study(space={"lr": 0.1, "weight_decya": shoal.choice(0.0, 0.1)}, trials=2)
     words = (
         "no code of the recipe seems to read the hyperparameter 'weight_decya', so trials that "
         "differ in it alone differ in their seeds alone. Did you mean 'weight_decay', which is "
         "read if a study has it?"
     )
-    plan = study.plan(hardware=one_device())
+    plan = study.plan(**how)
     assert words in plan.warnings
     assert f"WARNING: {words}" in plan.explain()
     assert shoal.Plan.from_json(plan.to_json()) == plan
-    study.run(hardware=one_device())
+    study.run(**how)
     (planned,) = (e for e in read_events(study.directory) if isinstance(e, StudyPlanned))
     assert words in planned.warnings
     assert planned.trials == 2
@@ -481,8 +484,8 @@ def test_a_study_needs_a_name_that_is_no_path(name, make_study):
         make_study(name=name)
 
 
-def test_a_directory_of_another_study_is_left_alone(make_study, tmp_path):
-    make_study(name="mine").run(hardware=one_device())
+def test_a_directory_of_another_study_is_left_alone(make_study, tmp_path, warm_workers):
+    make_study(name="mine").run(hardware=one_device(), workers=warm_workers)
 
     def content():
         """What counts: the lock's text and the database's header say who looked last."""
@@ -522,9 +525,12 @@ def wide(hp):
     return nn.Sequential(nn.Linear(6, 512), nn.Linear(512, 4096), nn.Linear(4096, 3))
 
 
-def test_a_shard_larger_than_the_budget_says_the_bytes_and_what_would_fit(make_study):
+def test_a_shard_larger_than_the_budget_says_the_bytes_and_what_would_fit(
+    make_study, warm_workers
+):
+    how = {"hardware": one_device("4MiB"), "workers": warm_workers}
     with pytest.raises(shoal.PlanError, match=r"(?s)[0-9.]+ MiB.*[0-9.]+ MiB.*(memory|smaller)"):
-        make_study(make_recipe(model=wide)).run(hardware=one_device("4MiB"))
+        make_study(make_recipe(model=wide)).run(**how)
 
 
 SCRIPT = """
@@ -567,6 +573,7 @@ def run_script(code, *arguments):
     return answer.stdout
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("guarded", [False, True], ids=["unguarded", "guarded"])
 def test_a_recipe_defined_in_a_script_works_with_and_without_a_main_guard(guarded, tmp_path):
     run = "\nif __name__ == '__main__':" + textwrap.indent(RUN, "    ") if guarded else RUN

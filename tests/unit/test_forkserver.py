@@ -173,6 +173,7 @@ def test_where_nothing_can_be_forked_workers_start_in_this_process(folder, tmp_p
     server.close()
 
 
+@pytest.mark.full
 def test_a_process_with_many_descriptors_and_variables_has_workers(folder):
     held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     try:
@@ -228,6 +229,7 @@ def test_signals_reach_it_only_while_it_lives(server, folder):
     worker.process.kill()
 
 
+@pytest.mark.full
 def test_one_that_is_not_wanted_any_more_never_begins(folder):
     server = ForkServer()
     worker = Worker(server, folder)
@@ -262,6 +264,7 @@ def test_closing_ends_all_of_them(folder):
     assert [worker.process.poll() for worker in workers] == [-signal.SIGKILL] * 3
 
 
+@pytest.mark.full
 def test_a_server_outlives_the_thread_that_began_it(folder):
     server, found = ForkServer(), []
     thread = threading.Thread(target=lambda: found.append(Worker(server, folder)))
@@ -284,6 +287,7 @@ def test_an_answer_that_nobody_waits_for_ends_only_what_it_names(server, folder,
     assert killed == [4242]
 
 
+@pytest.mark.full
 def test_one_that_is_asked_for_as_the_server_ends_starts_for_itself(folder):
     server = ForkServer()
     Worker(server, folder).tell()

@@ -52,6 +52,7 @@ def test_a_storage_that_grows_and_shrinks_back_passes_with_what_it_grew():
     assert found == held.Held(total=80, outliving=8, passing=72)
 
 
+@pytest.mark.full
 def test_a_watched_step_counts_what_was_there_what_came_and_what_went():
     weight = torch.zeros(1000)
 
@@ -67,6 +68,7 @@ def test_a_watched_step_counts_what_was_there_what_came_and_what_went():
     assert found.total >= found.outliving
 
 
+@pytest.mark.full
 def test_a_watched_storage_may_be_resized_behind_the_operators():
     weight = torch.zeros(1000)
 

@@ -145,6 +145,7 @@ def moved(costs, to):
     return costs
 
 
+@pytest.mark.full
 @settings(max_examples=20, deadline=None)
 @given(steps(most=3))
 def test_the_solver_finds_what_every_policy_over_many_steps_comes_to(step):
@@ -163,6 +164,7 @@ def test_no_policy_moves_less_than_the_bound_and_no_pool_less_than_the_best(step
     assert best <= rules.lru(step)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("clip", [False, True])
 def test_the_bound_is_state_minus_budget_for_many_small_shards(place, clip):

@@ -94,6 +94,7 @@ def test_more_memory_never_moves_more_with_the_step_on_the_device(clip, layers):
     assert moved[-1] < moved[0] / 4
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("clip", "layers"), [(True, 12), DEEP, DEEP_CLIPPED])
 def test_more_memory_hardly_ever_moves_more_with_the_step_on_the_host(clip, layers):
     """Another number of shards may be as quick and move more: what is chosen by is time."""
@@ -304,6 +305,7 @@ def test_as_many_stay_as_there_is_room_for(layers, share, clip, micros, place, l
         assert not works((), kept_of(layers, len(chosen.keep_weights) + 1))
 
 
+@pytest.mark.full
 def test_by_shard_a_load_is_paid_once_for_all_micro_batches():
     found = measure(16, draws=False, num_batches=100)
     budget, asked = state_of(found) / 4, Spilled(order="shard")
@@ -414,6 +416,7 @@ def test_the_step_is_taken_where_it_costs_the_device_less(host_step, place):
     assert chosen.technique.optimizer == place
 
 
+@pytest.mark.full
 def test_as_many_trials_share_a_device_as_make_a_step_cheapest():
     found = measure(32)
     speeds = Speeds(up_bytes_per_s=1e12, down_bytes_per_s=1e12)

@@ -86,6 +86,7 @@ def taken(found, speeds_, asked=None, share=4.0, actives=(1,)):
     raise AssertionError("nothing fits")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("place", ["host", "device"])
 def test_where_loads_take_the_time_a_shard_runs_all_micro_batches_in_one_visit(place, clip):
@@ -133,6 +134,7 @@ def test_large_inputs_of_all_micro_batches_have_no_room_and_the_order_is_the_pla
     assert words.endswith("there is no room for all their inputs")
 
 
+@pytest.mark.full
 def test_inputs_of_all_micro_batches_may_wait_on_the_host():
     found = measure(10, boundary=MIB // 4)
     asked = request(Spilled(order="shard"), micro_batches=8)

@@ -169,6 +169,7 @@ def test_a_loss_that_is_nearly_a_mean_is_said(plan):
     assert "not quite a mean over rows" in words
 
 
+@pytest.mark.full
 def test_compiled_models_are_refused(plan):
     import torch
 

@@ -186,6 +186,7 @@ def test_a_shard_that_is_not_cut_is_one_piece():
     ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_what_lets_go_refers_to_no_memory_that_it_stepped_in(kind):
     """A step notes where it left every tensor; a trial that waits has to forget it."""

@@ -313,6 +313,7 @@ def test_a_capture_is_on_a_stream_of_its_own(graphs):
     assert graphs.log[-1] == "replay"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("apart", [False, True])
 def test_when_a_graph_goes_all_of_its_stream_go_unless_they_are_apart(graphs, apart):
     made = CudaGraphs(torch.device("cuda"), apart=apart)
@@ -348,6 +349,7 @@ def test_parts_begin_after_what_was_before_and_what_follows_waits_for_all(
     assert where == [f"side {number % streams}" for number in range(many)] * 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fails", [True, False], ids=["and is invalidated", "and is not"])
 def test_a_capture_that_fails_leaves_streams_and_allocator_as_they_were(graphs, fails):
     def work():
@@ -364,6 +366,7 @@ def test_a_capture_that_fails_leaves_streams_and_allocator_as_they_were(graphs, 
     ]
 
 
+@pytest.mark.full
 def test_when_a_graph_goes_all_of_its_stream_go(graphs):
     one, other = (graphs.of.capture(lambda: None) for _ in range(2))
     assert one.is_live

@@ -115,6 +115,7 @@ def test_copies_share_what_was_shared_and_lie_as_it_lay():
 # -- whole arrays -------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["eager", "branches", "traced"])
 def test_an_array_that_fits_is_timed_within_the_budget(kind):
     found = (here := bench(400 * KIB)).build(MeasureArray(TRIALS, WIDTH, kind))
@@ -124,6 +125,7 @@ def test_an_array_that_fits_is_timed_within_the_budget(kind):
     assert 0 < here.meter.peak_bytes <= 400 * KIB
 
 
+@pytest.mark.full
 def test_slots_own_passes_are_captured_and_their_comparing_has_room():
     here = bench(400 * KIB)
     eager = here.build(MeasureArray(TRIALS, WIDTH, "eager")).unit_bytes
@@ -140,6 +142,7 @@ def test_slots_own_passes_are_captured_and_their_comparing_has_room():
     assert here._pool_bytes(array, found.unit_bytes) == WIDTH * lone_bytes
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("captures", [True, False])
 def test_a_trial_alone_is_timed_as_it_would_train(captures):
     device = open_device(dataclasses.replace(make_device(), memory=Bytes(400 * KIB)))
@@ -203,6 +206,7 @@ def test_a_trial_that_has_no_room_itself_is_not_timed():
     assert here.meter.peak_bytes <= 30 * KIB
 
 
+@pytest.mark.full
 def test_a_trial_that_has_no_room_beside_the_array_is_timed_before_it():
     ample = bench(400 * KIB)
     ample.build(MeasureArray(TRIALS, WIDTH, "eager"))
