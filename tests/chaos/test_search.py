@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -29,6 +30,7 @@ from shoal.core.event import (
 )
 from shoal.execution import floor
 from shoal.execution.trial import TrialRun
+from shoal.launch.keeping import Keeper
 from shoal.memory.store import create_region
 from shoal.observe import read_events
 from shoal.runtime import checkpoint
@@ -350,6 +352,19 @@ def test_a_study_that_keeps_the_best_keeps_no_state_of_the_pruned(tmp_path, warm
     for event in pruned:
         assert not checkpoint.generations(study.directory, event.trial).all()
     assert os.listdir(study.directory)
+
+
+def test_what_a_killed_run_had_not_let_go_of_the_next_one_does(
+    tmp_path, warm_workers, monkeypatch
+):
+    heard, made = Heard(), functools.partial(searches.make, tmp_path, keep_finished="best:1")
+    with monkeypatch.context() as patch:
+        patch.setattr(Keeper, "see", lambda keeper, event: None)
+        studies.run(made(), warm_workers, callbacks=[heard])
+    places = [checkpoint.generations(made().directory, e.trial) for e in heard.of(TrialPruned)]
+    assert all(place.all() for place in places)
+    studies.run(made(), warm_workers)
+    assert not any(place.all() for place in places)
 
 
 # -- what is on record counts -----------------------------------------------------------------

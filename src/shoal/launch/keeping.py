@@ -40,9 +40,9 @@ class Keeper:
         if isinstance(event, TrialFinished):
             self.finished(event.trial, event.metrics)
         elif isinstance(event, TrialPruned):
-            self._pruned(event.trial)
+            self.pruned(event.trial)
         elif isinstance(event, TrialFailed):
-            checkpoint.generations(self._directory, event.trial, self._keep).collect()
+            self.failed(event.trial)
 
     def finished(self, number: int, metrics: Mapping[str, float]) -> None:
         """A trial has finished, and that is on record."""
@@ -56,7 +56,7 @@ class Keeper:
         for worse in ranked[self._best :] if self._best is not None else ():
             self._remove(checkpoint.generations(self._directory, worse).all())
 
-    def _pruned(self, number: int) -> None:
+    def pruned(self, number: int) -> None:
         """Where only the best stay, it is none of them; of its state the last generation stays."""
         place = checkpoint.generations(self._directory, number, self._keep)
         if self._best is not None:
@@ -65,6 +65,10 @@ class Keeper:
             self._remove(place.all()[:-1])
         else:
             place.collect()
+
+    def failed(self, number: int) -> None:
+        """Of its state as many generations stay as of one that trains."""
+        checkpoint.generations(self._directory, number, self._keep).collect()
 
     def _rank(self, number: int) -> float:
         return metric_rank(self._values[number], self._mode)

@@ -273,7 +273,10 @@ class Run:
         return tally
 
     def _keeper(self, case: Case) -> Keeper:
-        """What lets go of finished trials, told of those that finished before."""
+        """What lets go of trials that ended, told of those that did so before.
+
+        A run that was killed may have had that on record and not let go of them.
+        """
         study = self._study
         keeper = Keeper(
             case.place.path,
@@ -283,9 +286,14 @@ class Run:
             metric=study.metric,
             mode=study.mode,
         )
-        for row in case.before.trials:
-            if row.state is TrialState.FINISHED and row.number not in case.found.starts:
+        goes_on = {*case.found.starts, *(trial.number for trial in case.todo)}
+        for row in (row for row in case.before.trials if row.number not in goes_on):
+            if row.state is TrialState.FINISHED:
                 keeper.finished(row.number, row.metrics)
+            elif row.state is TrialState.PRUNED:
+                keeper.pruned(row.number)
+            elif row.state is TrialState.FAILED:
+                keeper.failed(row.number)
         for event in case.found.finished:
             keeper.see(event)
         return keeper
