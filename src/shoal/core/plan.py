@@ -123,8 +123,9 @@ class Job:
     it is a pipeline, of the stage that needs most, and ``shards`` are its stages, or those of its
     spilled stages; where there are replicas of it, of the one that needs most, and the only shard
     is what a replica of it computes. ``moves_s`` are a step's seconds with all that moves in it,
-    beside as many trials as share the device. ``disk_bytes`` are those of the trial's home where
-    that is a file; they are not in ``host_bytes`` then.
+    beside as many trials as share the device, and ``reads_s`` those of reading its batches, for
+    which the device waits. ``disk_bytes`` are those of the trial's home where that is a file; they
+    are not in ``host_bytes`` then.
     """
 
     trial: int
@@ -146,13 +147,14 @@ class Job:
     began: ArrayPlace | None = None
     waiting_bytes: Bytes = NO_BYTES
     moves_s: Seconds = NO_SECONDS
+    reads_s: Seconds = NO_SECONDS
     disk_bytes: Bytes = NO_BYTES
     foretells: bool = False  # its micro-batches overlap, and what each one draws is drawn ahead
 
     @property
     def takes_s(self) -> Seconds:
-        """Predicted seconds of the device for a step, with what moves in it."""
-        return max(self.step_s, self.moves_s)
+        """Predicted seconds of the device for a step, with what moves in it and what is read."""
+        return Seconds(max(self.step_s, self.moves_s) + self.reads_s)
 
     @property
     def runs_on(self) -> bool:

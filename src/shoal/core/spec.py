@@ -395,6 +395,7 @@ class JobMeasure:
     bitwise: bool  # was the chain compared with the module, and equal bit for bit?
     notes: tuple[str, ...] = field(default=())
     data: str = ""  # how the trial finds its place in the data again
+    read_s: Seconds = NO_SECONDS  # of a batch, where no other process reads ahead
     loader_bytes: Bytes = NO_BYTES  # of batches that loader processes hold in host memory
     draws: bool = True  # whether the model draws random numbers while it trains
     foretold: bool = False  # whether how many it draws follows from the form of its batch

@@ -525,6 +525,10 @@ class Deciding:
 
     def job(self, trial: TrialSpec, settled: Settled) -> Job:
         """The job of a trial of a signature that is settled."""
+        reads_s = Seconds(self._recipe.accumulate * settled.measure.read_s)
+        return replace(self._job(trial, settled), reads_s=reads_s)
+
+    def _job(self, trial: TrialSpec, settled: Settled) -> Job:
         start = (trial, settled.measure, settled.layout)
         end = (self._request, settled.why, self._numerics(settled))
         if settled.replicated is not None:

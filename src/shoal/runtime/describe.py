@@ -182,6 +182,10 @@ def hollow_model(recipe: Recipe, hp: HyperParameters, seed: int) -> nn.Module | 
         return None
 
 
+LONG_READ_S = 1.0
+"""Who waited so long for a batch waits for no other one to know how long."""
+
+
 def first_batch(source: Any, what: str = "training") -> Batch:
     """The first batch of a source.
 
@@ -198,14 +202,21 @@ def first_batch(source: Any, what: str = "training") -> Batch:
 
 
 def read_one(source: Any) -> tuple[Batch, float]:
-    """The first batch, and the seconds of reading it; none where other processes read ahead.
+    """The first batch, and the seconds of reading one; none where other processes read ahead.
+
+    They are the second one's, if there is another: the first may be the first use of something.
 
     Raises:
         SpecError: there is none.
     """
+    batches, seconds = iter(source), 0.0
     began = time.perf_counter()
-    batch = first_batch(source)
-    return batch, 0.0 if getattr(source, "num_workers", 0) else time.perf_counter() - began
+    batch = first_batch(batches)
+    if not getattr(source, "num_workers", 0):
+        seconds, began = time.perf_counter() - began, time.perf_counter()
+        if seconds < LONG_READ_S and next(batches, None) is not None:
+            seconds = time.perf_counter() - began
+    return batch, seconds
 
 
 def rows_of(batch: Batch) -> int | None:

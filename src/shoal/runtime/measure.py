@@ -339,6 +339,7 @@ class Measurer:
             cuttable=self._recipe.step is None,
             bitwise=False,
             data=built.about_data(costs.backward_s + costs.step_s),
+            read_s=Seconds(built.read_s),
             loader_bytes=built.loader_bytes,
             draws=costs.draws,
             draws_evaluating=costs.draws_evaluating,
@@ -579,9 +580,8 @@ class Measurer:
         assert self._chain is not None
         assert self._built is not None
         with eagerly():
-            spans = list(itertools.pairwise(bounds))
-            here, device = self._here, self._device.torch_device
-            return rehearse_orders(self._chain, self._built.train, spans, here, device)
+            spans, device = list(itertools.pairwise(bounds)), self._device.torch_device
+            return rehearse_orders(self._chain, self._built.train, spans, self._here, device)
 
     def _draws(self, built: Built) -> str:
         """Whether the optimizer's step draws random numbers; why that cannot be spilled."""

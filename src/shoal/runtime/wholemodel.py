@@ -39,8 +39,8 @@ from shoal.runtime.counting import fill_missing_gradients
 from shoal.runtime.settling import changed_attributes
 from shoal.runtime.stepmeasure import OWN_STEP, StepMeasure
 
-SLOW_READ_S = 0.05
-"""A batch that is read in less is not told of: it may be the first use of something."""
+SLOW_READ_S = 0.01
+"""A batch that is read in less is not told of."""
 
 
 class Built(NamedTuple):
@@ -54,7 +54,7 @@ class Built(NamedTuple):
     valid: Batch | None
     num_batches: int | None
     data: str  # how it is led to a position
-    read_s: float  # of its first batch
+    read_s: float  # of a batch
     loader_bytes: Bytes
     modes: Modes
     attributes: Attributes
@@ -66,9 +66,9 @@ class Built(NamedTuple):
         if self.read_s < max(SLOW_READ_S, 2 * step_s):
             return self.data
         return (
-            f"{self.data}; its first batch took {format_seconds(self.read_s)} to read, and a step "
-            f"takes {format_seconds(step_s)}: if others take as long, devices wait for data, and "
-            "no prediction counts that (a DataLoader with num_workers reads ahead)"
+            f"{self.data}; a batch took {format_seconds(self.read_s)} to read, and a step takes "
+            f"{format_seconds(step_s)}: devices wait for data (a DataLoader with num_workers "
+            "reads ahead)"
         )
 
     def lost(self) -> tuple[str, ...]:

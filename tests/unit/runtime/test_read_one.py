@@ -1,4 +1,4 @@
-"""How long the first batch took to read, and when a plan says so."""
+"""How long a batch took to read, and when a plan says so."""
 
 import time
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from shoal.runtime import describe
 from shoal.runtime.describe import read_one
 from shoal.runtime.wholemodel import SLOW_READ_S, Built
 
@@ -16,15 +17,22 @@ def built(read_s):
     )
 
 
-def slow():
-    time.sleep(0.02)
-    yield "a batch"
+def slow(*waits):
+    for number, wait in enumerate(waits):
+        time.sleep(wait)
+        yield number
 
 
-def test_the_first_batch_comes_with_the_time_of_reading_it():
-    batch, seconds = read_one(slow())
-    assert batch == "a batch"
-    assert seconds >= 0.02
+@pytest.mark.parametrize("waits", [(0.02,), (0.2, 0.02), (0.0, 0.02, 0.2)])
+def test_the_first_batch_comes_with_the_time_of_reading_the_second_if_there_is_one(waits):
+    batch, seconds = read_one(slow(*waits))
+    assert batch == 0
+    assert 0.02 <= seconds < 0.2
+
+
+def test_who_waited_long_for_a_batch_waits_for_no_other_one(monkeypatch):
+    monkeypatch.setattr(describe, "LONG_READ_S", 0.01)
+    assert read_one(slow(0.02, 10.0))[0] == 0
 
 
 def test_processes_that_read_ahead_are_not_timed():
