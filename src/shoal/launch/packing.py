@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import io
 import sys
 import warnings
 from collections import ChainMap
 from collections.abc import Iterator
 from contextlib import suppress
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar
 
 import cloudpickle
@@ -72,13 +73,25 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it has no typ
     """Code keeps the name of its file, so that tracebacks and warnings show the user's lines.
 
     Functions with ``lru_cache`` around them go as functions do, which cloudpickle by itself sends
-    by name.
+    by name. Modules of a class of their own (``torch.backends.cudnn``) go by name as others do.
     """
 
     dispatch_table: ClassVar[Any] = ChainMap(
         {CodeType: _reduce_code, functools._lru_cache_wrapper: _reduce_cached},
         cloudpickle.CloudPickler.dispatch_table,
     )
+
+    def reducer_override(self, value: Any) -> Any:
+        """Asked before the table, which knows exact types only."""
+        if _is_special_module(value):
+            return importlib.import_module, (value.__name__,)
+        return super().reducer_override(value)
+
+
+def _is_special_module(value: object) -> bool:
+    if not isinstance(value, ModuleType) or type(value) is ModuleType:
+        return False
+    return sys.modules.get(value.__name__) is value
 
 
 def _register_source_module() -> None:

@@ -7,9 +7,11 @@ import pickle
 import threading
 import traceback
 from pathlib import Path
+from types import ModuleType
 
 import cloudpickle
 import pytest
+import torch
 
 import shoal
 from shoal.launch import packing
@@ -50,6 +52,26 @@ def test_what_cannot_travel_is_named() -> None:
 
 @functools.lru_cache
 def of_this_module() -> None: ...
+
+
+def test_modules_of_a_class_of_their_own_travel_by_name() -> None:
+    def seed_everything() -> object:
+        torch.backends.cudnn.deterministic = True
+        return torch.backends, torch.backends.mkldnn, torch.ops
+
+    packed = packing._dumps((seed_everything, torch.backends.cudnn, torch.utils.deterministic))
+    assert len(packed) < 2000
+    there, cudnn, deterministic = cloudpickle.loads(packed)
+    assert there() == (torch.backends, torch.backends.mkldnn, torch.ops)
+    assert cudnn is torch.backends.cudnn
+    assert deterministic is torch.utils.deterministic
+
+
+def test_a_module_that_is_made_on_the_way_does_not_travel_by_a_name_of_another() -> None:
+    class Own(ModuleType): ...
+
+    with pytest.raises(TypeError, match="cannot pickle"):
+        packing._dumps(Own("math"))
 
 
 def test_code_keeps_the_name_of_its_file_and_tracebacks_show_its_lines(tmp_path: Path) -> None:
