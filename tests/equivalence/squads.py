@@ -409,7 +409,7 @@ def assert_verified(report, recipe: Recipe) -> None:
     """All trials are what ``verify`` trains again from what is on record, bit for bit."""
     rows = Snapshot.of(read_outline(report.directory)).trials
     verdicts = list(verify_trials(report.directory, rows, recipe=recipe))
-    found = [verdict.first_difference or verdict.skipped for verdict in verdicts]
+    found = [v.first_difference or v.failure or v.skipped for v in verdicts]
     assert found == [""] * len(rows), found
 
 

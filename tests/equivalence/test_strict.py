@@ -79,7 +79,7 @@ def test_trials_train_with_deterministic_kernels_and_are_verified_with_them(
     assert KernelChoice.here() == before
     rows = Snapshot.of(read_outline(study.directory)).trials
     verdicts = list(verify_trials(study.directory, rows, recipe=study.recipe))
-    assert [(v.first_difference, v.notes) for v in verdicts] == [("", ())] * 2
+    assert [(v.equal, v.notes) for v in verdicts] == [(True, ())] * 2
 
 
 def test_trials_that_began_so_go_on_so(make, warm_workers):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -421,13 +422,33 @@ def _raise(error: Exception) -> Any:
     raise error
 
 
-def test_a_trial_that_cannot_be_trained_alone_is_different(study: _Study) -> None:
+def test_a_trial_that_cannot_be_trained_alone_does_not_differ_and_is_not_equal(
+    study: _Study,
+) -> None:
     def broken(hp: Mapping[str, Any]) -> Any:
-        raise FileNotFoundError("data.bin")
+        raise ValueError("no such data")
 
     (verdict,) = study.verdicts(0, recipe=replace(RECIPE, data=broken))
 
-    assert verdict.first_difference == ("training it alone failed: FileNotFoundError: data.bin")
+    assert re.match(r"ValueError: no such data \(at \S*test_verify.py:\d+\)", verdict.failure)
+    assert not verdict.first_difference
+    assert not verdict.equal
+    assert not verdict.notes
+
+
+def test_a_relative_path_that_is_not_found_is_told_where_it_was_looked_for(
+    study: _Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def notes(path: str) -> str:
+        recipe = replace(RECIPE, data=lambda hp: torch.load(path))
+        (verdict,) = study.verdicts(0, recipe=recipe)
+        assert verdict.failure.startswith("FileNotFoundError: ")
+        return " ".join(verdict.notes)
+
+    assert f"where the study ran, and this is {tmp_path}: verify from there" in notes("data/d.pt")
+    assert not notes(f"{tmp_path}/d.pt")
 
 
 def test_a_recipe_of_another_study_is_refused(study: _Study) -> None:
@@ -561,6 +582,20 @@ def test_the_exit_code_says_whether_any_bit_differs(
     assert "the same bits as training alone" in out
     assert different == ExitCode.TRIALS_FAILED
     assert "DIFFERENT  trial 2" in capsys.readouterr().out
+
+
+def test_the_exit_code_says_that_a_trial_could_not_be_trained(
+    recorded: _Study, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = replace(RECIPE, data=lambda hp: torch.load("data/d.pt"))
+    found = (broken, False)
+    monkeypatch.setattr(shoal.verify.compare, "recorded_recipe", lambda *recorded: found)
+
+    assert verify_study(str(recorded.place), recorded.place, trials=[2], as_json=True) == 1
+    (verdict,) = json.loads(capsys.readouterr().out)
+
+    assert verdict["failure"].startswith("FileNotFoundError")
+    assert (verdict["equal"], verdict["first_difference"]) == (False, "")
 
 
 def test_nothing_to_compare_is_bad_usage(recorded: _Study) -> None:

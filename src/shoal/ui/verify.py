@@ -46,7 +46,7 @@ def verify_study(
     file: str | None = None,
     as_json: bool = False,
 ) -> int:
-    """Retrain finished trials alone; the exit code is 1 if any bit differs.
+    """Retrain finished trials alone; the exit code is 1 if any bit differs, or one cannot train.
 
     ``trials`` are chosen by number, and ``count`` more: the best one and others at random.
     """
@@ -69,8 +69,8 @@ def verify_study(
         raise SpecError(_nothing(verdicts))
     if not as_json:
         print(describe_verdicts(verdicts))
-    differ = any(verdict.first_difference for verdict in verdicts)
-    return ExitCode.TRIALS_FAILED if differ else ExitCode.DONE
+    is_proof = all(verdict.equal or verdict.skipped for verdict in verdicts)
+    return ExitCode.DONE if is_proof else ExitCode.TRIALS_FAILED
 
 
 def _rows(
@@ -110,6 +110,10 @@ def describe_verdict(verdict: TrialVerdict, settings: str) -> str:
     trial = f"trial {verdict.number} ({settings})" if settings else f"trial {verdict.number}"
     if verdict.skipped:
         return f"SKIPPED    {trial}: {verdict.skipped}"
+    notes = [f"           note: {note}" for note in verdict.notes]
+    if verdict.failure:
+        why = f"FAILED     {trial}: it could not be trained alone: {verdict.failure}"
+        return "\n".join([why, *notes])
     word = "EQUAL" if verdict.equal else "DIFFERENT"
     random = ", random numbers" if "random numbers" in verdict.compared else ""
     lines = [
@@ -120,18 +124,16 @@ def describe_verdict(verdict: TrialVerdict, settings: str) -> str:
     ]
     if not verdict.equal:
         lines.append(f"           first: {verdict.first_difference}")
-    return "\n".join([*lines, *(f"           note: {note}" for note in verdict.notes)])
+    return "\n".join([*lines, *notes])
 
 
 def describe_verdicts(verdicts: Sequence[TrialVerdict]) -> str:
     """What all of it says."""
     done = [verdict for verdict in verdicts if not verdict.skipped]
-    different = sum(not verdict.equal for verdict in done)
-    if different:
-        trials = counted(len(done), "trial differs", "trials differ")
+    if wrong := _wrong(done):
         changed = any("has changed since" in note for verdict in done for note in verdict.notes)
         why = ", with a recipe that has changed since" if changed else ""
-        return f"{different} of {trials} from training alone{why}"
+        return f"{wrong}{why}"
     has_rule = any("by the rule of" in note for verdict in done for note in verdict.notes)
     has_array = any(note.startswith("in its array") for verdict in done for note in verdict.notes)
     alone = "training alone" + ", by the rule in the notes" * has_rule
@@ -143,6 +145,19 @@ def describe_verdicts(verdicts: Sequence[TrialVerdict]) -> str:
             f"the same bits as {alone}"
         )
     return f"{', '.join(common)}: the same bits as {alone}"
+
+
+def _wrong(done: Sequence[TrialVerdict]) -> str:
+    """How many trials are not proved, and why; empty if all are."""
+    different = sum(bool(verdict.first_difference) for verdict in done)
+    failed = sum(bool(verdict.failure) for verdict in done)
+    words = []
+    if different:
+        trials = counted(len(done), "trial differs", "trials differ")
+        words.append(f"{different} of {trials} from training alone")
+    if failed:
+        words.append(f"{failed} of {counted(len(done), 'trial')} could not be trained alone")
+    return "; ".join(words)
 
 
 def _nothing(verdicts: Sequence[TrialVerdict]) -> str:

@@ -7,6 +7,7 @@ own from pass to pass.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ import torch
 
 from shoal.core.errors import ShoalError, SpecError, StorageError
 from shoal.core.seats import epochs_of
+from shoal.frames import user_line
 from shoal.kernelchoice import EXACT, STRICT, TOLD, KernelChoice, only_deterministic
 from shoal.observe.reader import read_outline
 from shoal.observe.rows import TrialRow, TrialState
@@ -40,7 +42,8 @@ class TrialVerdict:
 
     ``tensors``, ``losses`` and ``metrics`` are how many were compared, ``compared`` names
     what of the trial was; ``first_difference`` is in words, empty when there is none.
-    ``skipped`` says why nothing was compared, ``notes`` what a reader should know.
+    ``failure`` says why it could not be trained alone, ``skipped`` why nobody tried to, and
+    ``notes`` what a reader should know.
     """
 
     number: int
@@ -53,11 +56,12 @@ class TrialVerdict:
     compared: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     skipped: str = ""
+    failure: str = ""
 
     @property
     def equal(self) -> bool:
         """Whether it was compared, and nothing differed."""
-        return not self.first_difference and not self.skipped
+        return not (self.first_difference or self.skipped or self.failure)
 
 
 def verify_trials(
@@ -110,7 +114,7 @@ class _Case:
     population: Mapping[int, PlainTrial]  # of which it is one, all trials as they began
 
     def verdict(self) -> TrialVerdict:
-        """What came of it; an error of the trial's own is a difference."""
+        """What came of it; an error of the trial's own is a failure, and no difference."""
         with only_deterministic(self.row.numerics.get(EXACT) == STRICT):
             return self._verdict()
 
@@ -139,8 +143,8 @@ class _Case:
         except SpecError:  # of another study's recipe
             raise
         except Exception as error:
-            alone = f"training it alone failed: {type(error).__name__}: {error}"
-            return TrialVerdict(number=number, steps=steps, first_difference=alone, notes=notes)
+            failure, notes = _failure(error), notes + _wrong_place(error)
+            return TrialVerdict(number=number, steps=steps, failure=failure, notes=notes)
         return self._judge(plain, state, time.monotonic() - started, notes)
 
     def _load(self) -> dict[str, Any]:
@@ -199,6 +203,21 @@ class _Case:
                         "found"
                     )
         return count, first
+
+
+def _failure(error: Exception) -> str:
+    line = user_line(error)
+    return f"{type(error).__name__}: {error}" + f" (at {line})" * bool(line)
+
+
+def _wrong_place(error: Exception) -> tuple[str, ...]:
+    """Why a file may not be found that was there when the study trained."""
+    if not isinstance(error, FileNotFoundError) or os.path.isabs(str(error.filename or "")):
+        return ()
+    return (
+        f"a relative path holds in the directory where the study ran, and this is {Path.cwd()}: "
+        "verify from there, or make the path an absolute one",
+    )
 
 
 def _as_plain(row: TrialRow) -> PlainTrial:

@@ -39,7 +39,7 @@ from shoal.verify import TrialVerdict
 Events = Callable[..., Iterator[Event]]
 
 
-def _verdict(number: int = 3, first_difference: str = "") -> TrialVerdict:
+def _verdict(number: int = 3, first_difference: str = "", failure: str = "") -> TrialVerdict:
     return TrialVerdict(
         number=number,
         steps=100,
@@ -48,6 +48,7 @@ def _verdict(number: int = 3, first_difference: str = "") -> TrialVerdict:
         metrics=1,
         first_difference=first_difference,
         plain_s=9.0,
+        failure=failure,
     )
 
 
@@ -246,6 +247,20 @@ def test_a_difference_is_said_with_the_first_tensor() -> None:
     assert text.startswith("DIFFERENT  trial 3")
     assert text.endswith("\n           first: model 'w': 1 of 16 elements differ")
     assert describe_verdicts([verdict, _verdict()]) == "1 of 2 trials differ from training alone"
+
+
+def test_a_trial_that_cannot_be_trained_alone_is_not_called_different() -> None:
+    verdict = replace(_verdict(failure="ValueError: no"), notes=("look there",))
+    different = _verdict(first_difference="model 'w': 1 of 16 elements differ")
+
+    assert describe_verdict(verdict, "lr=0.1") == (
+        "FAILED     trial 3 (lr=0.1): it could not be trained alone: ValueError: no\n"
+        "           note: look there"
+    )
+    assert describe_verdicts([verdict, _verdict()]) == "1 of 2 trials could not be trained alone"
+    assert describe_verdicts([verdict, different]) == (
+        "1 of 2 trials differ from training alone; 1 of 2 trials could not be trained alone"
+    )
 
 
 def test_a_trial_says_why_it_trains_so_whatever_was_planned_since(
