@@ -314,7 +314,7 @@ def read_data(recipe: Recipe, hp: HP) -> tuple[Iterable[Batch], Iterable[Batch] 
     """The training and validation batches.
 
     Raises:
-        SpecError: not a pair, or a source that can be read only once.
+        SpecError: not a pair, a data set without a loader, or a source that can be read only once.
     """
     data = recipe.data(hp)
     if not isinstance(data, tuple | list) or len(data) != 2:
@@ -326,7 +326,7 @@ def read_data(recipe: Recipe, hp: HP) -> tuple[Iterable[Batch], Iterable[Batch] 
         if source is None and name == "valid":
             continue
         if not isinstance(source, Iterable):
-            raise SpecError(f"{name} data is {type(source).__name__}, which is no iterable.")
+            raise SpecError(_no_batches(name, source))
         if isinstance(source, Iterator):
             raise SpecError(
                 f"{name} data is a {type(source).__name__}, which can be read only once; an epoch "
@@ -334,6 +334,19 @@ def read_data(recipe: Recipe, hp: HP) -> tuple[Iterable[Batch], Iterable[Batch] 
                 "whose __iter__ makes a new iterator."
             )
     return data[0], data[1]
+
+
+def _no_batches(name: str, source: Any) -> str:
+    if not hasattr(source, "__getitem__"):
+        return (
+            f"{name} data is {type(source).__name__}, which is no iterable. Return a DataLoader, "
+            "a list of batches, or an object whose __iter__ makes a new iterator."
+        )
+    shuffle = ", shuffle=True" * (name == "train")
+    return (
+        f"{name} data is {type(source).__name__}, a data set of single examples; training needs "
+        f"batches. Wrap it: torch.utils.data.DataLoader(dataset, batch_size=32{shuffle})."
+    )
 
 
 def with_fixed_data(recipe: Recipe, varied: Iterable[str]) -> Recipe:

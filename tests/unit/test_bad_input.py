@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.core.event import StudyPlanned
 from shoal.observe import read_events
-from shoal.recipe import HyperParameters
+from shoal.recipe import HyperParameters, read_data
 from shoal.testing import assert_same, plain_loop
 
 
@@ -319,6 +319,27 @@ class OfItsOwn(torch.optim.SGD):
 
 def test_a_class_of_optimizers_that_takes_what_it_gets_is_a_function():
     assert plain_loop(make_recipe(optimizer=OfItsOwn), {"lr": 0.1}, 0, steps=1).losses
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            (torch.utils.data.TensorDataset(torch.ones(2, 6)), None),
+            r"^train data is TensorDataset, a data set of single examples; training needs "
+            r"batches\. Wrap it: torch\.utils\.data\.DataLoader\(dataset, batch_size=32, "
+            r"shuffle=True\)\.$",
+        ),
+        (
+            ([], torch.utils.data.TensorDataset(torch.ones(2, 6))),
+            r"^valid data is .*Wrap it: torch\.utils\.data\.DataLoader\(dataset, batch_size=32\)",
+        ),
+        ((3, None), r"^train data is int, which is no iterable\. Return a DataLoader, a list of"),
+    ],
+)
+def test_data_that_yields_no_batches_is_told_what_does(given, words):
+    with pytest.raises(shoal.SpecError, match=words):
+        read_data(make_recipe(data=lambda hp: given), HyperParameters({}))
 
 
 @pytest.mark.parametrize(
