@@ -465,6 +465,35 @@ def test_a_hyperparameter_that_no_code_reads_is_told_of_before_anything_trains(
     assert planned.trials == 2
 
 
+def one_cycle(optimizer, hp):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, hp["lr"], total_steps=hp["cycle"])
+
+
+def test_a_schedule_that_ends_before_its_trial_is_refused_and_others_train(
+    make_study, warm_workers
+):
+    how = {"hardware": one_device(), "workers": warm_workers}
+    recipe, words = make_recipe(schedule=one_cycle), "can be stepped 1 time, and the trial trains"
+    study = make_study(recipe, space={"lr": 0.1, "cycle": shoal.grid(cycle=[2, 1])["cycle"]})
+    whole, short = study.run(**how).trials
+    assert (str(whole.state), str(short.state)) == ("FINISHED", "FAILED")
+    assert words in short.error
+    with pytest.raises(shoal.SpecError, match=rf"^the schedule of trial 0 .*{words} for 2 steps"):
+        make_study(recipe, "short", space={"lr": 0.1, "cycle": 1}).run(**how)
+
+
+def test_a_schedule_that_seems_to_count_epochs_is_warned_of(make_study, warm_workers):
+    def cosine(optimizer, hp):
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
+
+    recipe = make_recipe(data=lambda hp: (data(hp)[0] * 3, data(hp)[0]), schedule=cosine)
+    how = {"hardware": one_device(), "workers": warm_workers}
+    (warning,) = make_study(recipe, steps=None, epochs=4).plan(**how).warnings
+    assert "CosineAnnealingLR(T_max=4), and it is stepped after each step" in warning
+    assert warning.endswith("T_max=4 * 3.")
+    assert not make_study(recipe, steps=12).plan(**how).warnings
+
+
 def test_without_validation_data_trials_are_not_ranked_and_not_compared(make_study, warm_workers):
     how = {"hardware": one_device(), "workers": warm_workers}
     words = r"metric='valid_loss' is measured on validation batches, .* for 1 trial: 0, so "

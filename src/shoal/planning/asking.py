@@ -119,6 +119,26 @@ class Asking:
             raise self._none_can_run(trials)
         return reply
 
+    def refuse(self, described: Described, refused: Mapping[int, str]) -> Described:
+        """Without the trials that are refused for what was described of them; they have failed.
+
+        Raises:
+            SpecError: no other is left.
+        """
+        if not refused:
+            return described
+        if described.signatures.keys() <= refused.keys():
+            raise SpecError(refused[min(refused)])
+        self.failures |= {n: f"{SpecError.__name__}: {words}" for n, words in refused.items()}
+        return Described(
+            signatures={n: s for n, s in described.signatures.items() if n not in refused},
+            errors=described.errors,
+            cause=described.cause,
+            arrays={n: s for n, s in described.arrays.items() if n not in refused},
+            constants={n: s for n, s in described.constants.items() if n not in refused},
+            noticed={n: w for n, w in described.noticed.items() if n not in refused},
+        )
+
     def measure_arrays(
         self, order: MeasureArray | TimeArray, count: int, only: Iterable[Worker] = ()
     ) -> dict[Worker, object]:

@@ -20,6 +20,7 @@ from shoal.planning.asking import Asking, Receive
 from shoal.planning.capturing import Total
 from shoal.planning.deciding import Deciding
 from shoal.planning.fusing import Fusing
+from shoal.planning.paced import Length, length_of, pace_warnings, too_short
 from shoal.planning.pipelining import Question, early
 from shoal.planning.planned import Planned, Settled, with_homes_in_files, with_split_masters
 from shoal.planning.staleness import ALIKE, OPEN, Staleness, Way
@@ -95,7 +96,7 @@ class Planner:
         may_be_stale = recipe.stale is not None
         self._staleness = Staleness(technique, keys, may_be_stale=may_be_stale)
         self._idle, self._others = tuple(idle), 0
-        self._growth, self._steps, self._stops = growth, steps, stops
+        self._growth, self._steps, self._stops, self._total = growth, steps, stops, total
         self._fusing = fusing or Fusing(0, devices, {})
         self._asking: Asking | None = None  # while it plans
 
@@ -156,6 +157,8 @@ class Planner:
 
     def _plan(self, trials: Sequence[TrialSpec], asking: Asking) -> Planned:
         described = asking.describe(trials, arrays=self._fusing.is_wanted)
+        lengths = self._lengths(described.noticed)
+        described = asking.refuse(described, too_short(described.noticed, lengths))
         kinds, ways = self._kinds(trials, described.signatures)
         decide = self._deciding_of(next(iter(ways.values()), OPEN))
         alike: dict[str, list[TrialSpec]] = {}
@@ -191,7 +194,8 @@ class Planner:
         shared = set_by_factories(self._noticed)
         lost = lost_warnings(one.measure for one in settled.values())
         others = global_warnings(shared, self._noticed)
-        warnings = (*unread_warnings(trials, noticed), *others, *lost)
+        meant = (*unread_warnings(trials, noticed), *pace_warnings(noticed, lengths))
+        warnings = (*meant, *others, *lost)
         planned = replace(
             planned,
             plan=replace(planned.plan, warnings=warnings),
@@ -217,6 +221,14 @@ class Planner:
         plan = replace(planned.plan, jobs=jobs, notes=notes)
         layouts = {**planned.layouts, **self._fusing.layouts}
         return replace(planned, plan=plan, layouts={j.trial: layouts[j.trial] for j in jobs})
+
+    def _lengths(self, noticed: Mapping[int, Noticed]) -> dict[int, Length]:
+        """How long trials are, by number, as far as it is known before they are measured."""
+        each = self._recipe.accumulate
+        return {
+            number: length_of(one.batches, each, self._steps, self._total(one.batches, each))
+            for number, one in noticed.items()
+        }
 
     def _kinds(
         self, trials: Sequence[TrialSpec], signatures: Mapping[int, str]

@@ -27,6 +27,7 @@ from shoal.recipe import Batch, Recipe, build_model, build_optimizer_of, read_da
 from shoal.recipechecks import check_loss
 from shoal.rng import seed_all
 from shoal.runtime.messages import Describe, Described, Noticed
+from shoal.runtime.paces import paces_of
 from shoal.runtime.unread import Code, Reading, read_schedule
 from shoal.several import each_kind
 
@@ -96,9 +97,14 @@ def _one(recipe: Recipe, trial: TrialSpec, code: Code, *, arrays: bool) -> _One:
         array = Signature((*facts, ("the length of the data", length)))
         constants = constants_of(found.recipe, found.model)
     noticed = reading.end(code)  # while what keeps them is there
-    del schedule
-    shared = frozenset(name for name in settings if not ambient.here().has(name))
-    noticed = replace(noticed, validates=found.valid is not None, globals=settings, shared=shared)
+    noticed = replace(
+        noticed,
+        validates=found.valid is not None,
+        globals=settings,
+        shared=frozenset(name for name in settings if not ambient.here().has(name)),
+        paces=paces_of(schedule),
+        batches=epoch_length(found.train),
+    )
     return _One(signature, noticed, array, constants)
 
 

@@ -286,15 +286,28 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
+class Pace:
+    """What a schedule of torch's counts its steps by: ``option`` is ``count``, of milestones the
+    last one. ``gamma``: what the rate is multiplied by then, if it is."""
+
+    kind: str
+    option: str
+    count: float
+    gamma: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Noticed:
     """What may not be meant: of a trial's hyperparameters those that no code reads, and what code
-    asked for in vain; and whether there are batches to validate with."""
+    asked for in vain; whether there are batches to validate with; and what schedules count."""
 
     unread: frozenset[str] = frozenset()
     missing: frozenset[str] = frozenset()
     validates: bool = True
     globals: Mapping[str, str] = field(default_factory=dict)  # that its step finds, once made
     shared: frozenset[str] = frozenset()  # those of them that are not a trial's own
+    paces: tuple[Pace, ...] = ()
+    batches: int | None = None  # of an epoch, where that is known
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,100 @@
+"""Schedules that count steps where epochs were meant."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from shoal.planning.paced import Length, length_of, pace_warnings, too_short
+from shoal.runtime.messages import Noticed, Pace
+from shoal.runtime.paces import paces_of
+from shoal.several import as_one_schedule
+
+EIGHT = Length(80, 8, 10)
+"""Epochs of ten steps."""
+
+
+def optimizer():
+    return torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+
+
+def noticed(*paces):
+    return {0: Noticed(paces=paces)}
+
+
+def warned(pace, length=EIGHT):
+    return " ".join(pace_warnings(noticed(pace), {0: length}))
+
+
+def test_what_torchs_schedules_count_is_seen_where_they_are_stepped_each_step():
+    sgd = optimizer()
+    cosine = lr_scheduler.CosineAnnealingLR(sgd, T_max=8)
+    stairs = lr_scheduler.MultiStepLR(sgd, [3, 6])
+    inside = lr_scheduler.SequentialLR(sgd, [lr_scheduler.StepLR(sgd, 2), cosine], [4])
+    found = [Pace("CosineAnnealingLR", "T_max", 8), Pace("MultiStepLR", "milestones", 6, 0.1)]
+    assert list(paces_of(lr_scheduler.ChainedScheduler([cosine, stairs]))) == found
+    assert list(paces_of(as_one_schedule([cosine, stairs]))) == found
+    assert paces_of(lr_scheduler.StepLR(sgd, 3)) == (Pace("StepLR", "step_size", 3, 0.1),)
+    assert paces_of(inside) == paces_of(None) == paces_of(object()) == ()
+    (cycle,) = paces_of(lr_scheduler.OneCycleLR(sgd, 0.1, epochs=2, steps_per_epoch=4))
+    assert cycle == Pace("OneCycleLR", "total_steps", 8)
+    assert paces_of(lr_scheduler.StepLR(sgd, "3")) == ()
+
+
+def test_how_long_a_trial_is():
+    assert length_of(19, 2, None, 80) == EIGHT
+    assert length_of(19, 2, 50, 50) == Length(50, 0, 0)
+    assert length_of(None, 1, None, None) == Length(0, 0, 0)
+
+
+def test_a_schedule_that_ends_before_the_trial_is_refused_with_the_numbers():
+    one = noticed(Pace("OneCycleLR", "total_steps", 8))
+    assert too_short(one, {0: EIGHT}) == {
+        0: "the schedule of trial 0 is OneCycleLR(total_steps=8), which can be stepped 8 times, "
+        "and the trial trains for 80 steps, 8 epochs of 10. A schedule is stepped after each "
+        "step, not after each epoch. Make it with total_steps=80."
+    }
+    assert "trains for 9 steps. A" in too_short(one, {0: Length(9, 0, 0)})[0]
+    assert not too_short(one, {0: Length(8, 0, 0)})
+    assert not too_short(one, {0: Length(0, 0, 0)})
+    assert not too_short(noticed(Pace("CosineAnnealingLR", "T_max", 8)), {0: EIGHT})
+
+
+def test_a_count_of_epochs_is_warned_of_with_what_to_write():
+    assert warned(Pace("CosineAnnealingLR", "T_max", 8)) == (
+        "the schedule of trial 0 is CosineAnnealingLR(T_max=8), and it is stepped after each "
+        "step, not after each epoch: the trial trains for 80 steps, 8 epochs of 10. If T_max "
+        "counts epochs, multiply by the steps of one: T_max=8 * 10."
+    )
+    assert "steps of one: step_size=3 * 10." in warned(Pace("StepLR", "step_size", 3, 0.1))
+    stairs = warned(Pace("MultiStepLR", "milestones", 6, 0.1))
+    assert "MultiStepLR(milestones=[..., 6])" in stairs
+    assert stairs.endswith("milestones=[10 * epoch for epoch in ...].")
+
+
+def test_trials_that_are_alike_in_that_are_warned_of_once():
+    pace, shorter = Pace("StepLR", "step_size", 3, 0.1), Pace("StepLR", "step_size", 2, 0.1)
+    found = {1: Noticed(paces=(shorter,)), 0: Noticed(paces=(pace,))}
+    (line,) = pace_warnings(found, dict.fromkeys(found, EIGHT))
+    assert line.startswith("the schedule of trial 0 is StepLR(step_size=3)")
+
+
+@pytest.mark.parametrize(
+    ("pace", "length"),
+    [
+        (Pace("CosineAnnealingLR", "T_max", 80), EIGHT),
+        (Pace("CosineAnnealingLR", "T_max", 9), EIGHT),
+        (Pace("CosineAnnealingLR", "T_max", 8), Length(80, 0, 0)),
+        (Pace("CosineAnnealingLR", "T_max", 8), Length(16, 8, 2)),
+        (Pace("StepLR", "step_size", 30, 0.1), EIGHT),
+        (Pace("StepLR", "step_size", 1, 0.99), EIGHT),
+        (Pace("StepLR", "step_size", 1, 1.05), EIGHT),
+        (Pace("MultiStepLR", "milestones", 60, 0.1), EIGHT),
+        (Pace("MultiStepLR", "milestones", 5, 10.0), EIGHT),
+        (Pace("MultiStepLR", "milestones", 0, 0.1), EIGHT),
+    ],
+)
+def test_what_may_well_count_steps_is_no_matter(pace, length):
+    assert not warned(pace, length)
