@@ -575,6 +575,25 @@ def wide(hp):
     return nn.Sequential(nn.Linear(6, 512), nn.Linear(512, 4096), nn.Linear(4096, 3))
 
 
+def vast(hp):
+    if torch.get_default_device().type != "meta":
+        raise MemoryError("nobody has this much")
+    return nn.Sequential(nn.Linear(6, 100_000), nn.Linear(100_000, hp["width"]))
+
+
+def test_a_model_larger_than_the_host_is_refused_before_it_is_built(make_study, warm_workers):
+    hardware = shoal.Hardware.virtual(devices=1, memory="4MiB", host_memory="8GiB")
+    how = {"hardware": hardware, "workers": warm_workers}
+    space = {"lr": 0.1, "width": shoal.grid(width=[100_000, 50_000])["width"]}
+    words = (
+        r"^trial 0 needs 149\.\d GiB or more on the host for its parameters, gradients and "
+        r"optimizer state, of 8\.0 GiB that may be used there\. Train a smaller model, or give "
+        r"host_memory= more.*\. 2 trials do not fit: 0, 1\.$"
+    )
+    with pytest.raises(shoal.PlanError, match=words):
+        make_study(make_recipe(model=vast), space=space).run(**how)
+
+
 def test_a_shard_larger_than_the_budget_says_the_bytes_and_what_would_fit(
     make_study, warm_workers
 ):

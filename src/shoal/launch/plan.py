@@ -16,7 +16,7 @@ from shoal.execution.firstplan import FirstPlan
 from shoal.execution.floor import Sink
 from shoal.execution.rungs import check_population, check_rungs, check_validated
 from shoal.execution.trial import total_steps
-from shoal.hardware import Hardware, is_in_memory
+from shoal.hardware import Hardware, free_memory, is_in_memory
 from shoal.kernelchoice import KernelChoice
 from shoal.launch.checks import doubt_of_mode
 from shoal.launch.duration import foretold_s
@@ -27,6 +27,7 @@ from shoal.launch.request import Asked
 from shoal.pipeline.stops import Stops
 from shoal.planning import (
     Fusing,
+    HomeRoom,
     Planned,
     Planner,
     Times,
@@ -111,6 +112,11 @@ def plan_study(
         keys={**recorded, **before},
         total=times.total,
         pins=pins.techniques,
+        home_room=HomeRoom(
+            hardware.host_memory if hardware.spill_dir is None else None,
+            free=free_memory(),
+            each_alone=not study.search.is_plain,
+        ),
     )
     limits = study.limits()
     planner.in_files = asks_for_files(technique, pins)

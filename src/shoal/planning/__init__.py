@@ -8,6 +8,7 @@ from shoal.planning.asking import MAX_DEATHS, Abandoned, Receive
 from shoal.planning.changing import changes_of
 from shoal.planning.fusing import Fusing
 from shoal.planning.gangs import early, technique_on_record
+from shoal.planning.homes import HomeRoom
 from shoal.planning.planned import Planned, with_homes_in_files, with_seconds, with_split_masters
 from shoal.planning.planner import Planner
 from shoal.planning.replicating import BY_SHARDS
@@ -23,6 +24,7 @@ __all__ = [
     "UNCUT",
     "Abandoned",
     "Fusing",
+    "HomeRoom",
     "Planned",
     "Planner",
     "Receive",

@@ -119,17 +119,22 @@ class Asking:
             raise self._none_can_run(trials)
         return reply
 
-    def refuse(self, described: Described, refused: Mapping[int, str]) -> Described:
+    def refuse(
+        self,
+        described: Described,
+        refused: Mapping[int, str],
+        kind: type[SpecError | TooLarge] = SpecError,
+    ) -> Described:
         """Without the trials that are refused for what was described of them; they have failed.
 
         Raises:
-            SpecError: no other is left.
+            SpecError, TooLarge: no other is left; of that ``kind``.
         """
         if not refused:
             return described
         if described.signatures.keys() <= refused.keys():
-            raise SpecError(refused[min(refused)])
-        self.failures |= {n: f"{SpecError.__name__}: {words}" for n, words in refused.items()}
+            raise kind(refused[min(refused)])
+        self.failures |= {n: f"{kind.__name__}: {words}" for n, words in refused.items()}
         return Described(
             signatures={n: s for n, s in described.signatures.items() if n not in refused},
             errors=described.errors,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
-from shoal.core.errors import PlanError
+from shoal.core.errors import PlanError, TooLarge
 from shoal.core.plan import Plan
 from shoal.core.spec import DeviceSpec, Place, Scalar, TrialSpec
 from shoal.core.technique import Technique, asks_by_shard
@@ -20,6 +20,7 @@ from shoal.planning.asking import Asking, Receive
 from shoal.planning.capturing import Total
 from shoal.planning.deciding import Deciding
 from shoal.planning.fusing import Fusing
+from shoal.planning.homes import ANY_ROOM, HomeRoom
 from shoal.planning.paced import Length, length_of, pace_warnings, too_short
 from shoal.planning.pipelining import Question, early
 from shoal.planning.planned import Planned, Settled, with_homes_in_files, with_split_masters
@@ -51,6 +52,7 @@ class Planner:
         keys: The numerics keys of all trials that were planned before.
         total: Steps of a trial, of the batches of an epoch and those of a step.
         pins: As what trials are to train, by number; the others: as ``technique``, or chosen.
+        home_room: What a trial may have of the host that is not at home in a file.
 
     Attributes:
         why_split: Why the host keeps the float32 of what travels as bfloat16 in two parts, from
@@ -76,7 +78,9 @@ class Planner:
         keys: Mapping[int, Mapping[str, Scalar]] = MappingProxyType({}),
         total: Total = lambda batches, each: None,
         pins: Mapping[int, Technique] = MappingProxyType({}),
+        home_room: HomeRoom = ANY_ROOM,
     ) -> None:
+        self._home_room = home_room
         self._pins, self._noticed = pins, dict[int, Noticed]()  # of all that were described
         self._host_memory, self.why_split, self.in_files = host_memory, "", False
         self._name, self._pool, self._devices, self._recipe = name, pool, tuple(devices), recipe
@@ -159,6 +163,9 @@ class Planner:
         described = asking.describe(trials, arrays=self._fusing.is_wanted)
         lengths = self._lengths(described.noticed)
         described = asking.refuse(described, too_short(described.noticed, lengths))
+        if not self.in_files:
+            large = self._home_room.refused(described.noticed)
+            described = asking.refuse(described, large, TooLarge)
         kinds, ways = self._kinds(trials, described.signatures)
         decide = self._deciding_of(next(iter(ways.values()), OPEN))
         alike: dict[str, list[TrialSpec]] = {}

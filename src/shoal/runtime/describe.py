@@ -29,10 +29,13 @@ from shoal.rng import seed_all
 from shoal.runtime.messages import Describe, Described, Noticed
 from shoal.runtime.paces import paces_of
 from shoal.runtime.unread import Code, Reading, read_schedule
-from shoal.several import each_kind
+from shoal.several import each_kind, members_of
 
 FEW_ROWS = 2
 """Of a batch, where a GPU's model is looked at on the CPU; with one BatchNorm refuses."""
+
+_WITH_MOMENTS = (torch.optim.Adam, torch.optim.AdamW)
+"""Optimizers that keep two tensors for each parameter."""
 
 _RATE = re.compile(r"(Dropout\w*\()p=([\d.e-]+)")
 
@@ -104,6 +107,7 @@ def _one(recipe: Recipe, trial: TrialSpec, code: Code, *, arrays: bool) -> _One:
         shared=frozenset(name for name in settings if not ambient.here().has(name)),
         paces=paces_of(schedule),
         batches=epoch_length(found.train),
+        state_bytes=_least_state(found.model, found.optimizer),
     )
     return _One(signature, noticed, array, constants)
 
@@ -147,6 +151,17 @@ def _cost_signature(found: _Described) -> str:
     ]
     parts += [found.choices] if found.choices else []
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _least_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes that training keeps of a model at least: what other optimizers keep is not counted."""
+    stepped: dict[int, int] = {}  # by parameter the tensors beside it, of its size
+    for each in members_of(optimizer):
+        count = 3 if type(each) in _WITH_MOMENTS else 1
+        stepped |= {id(p): count for group in each.param_groups for p in group["params"]}
+    return sum(
+        p.nbytes * (1 + stepped.get(id(p), 0) * p.requires_grad) for p in model.parameters()
+    )
 
 
 def _choices(recipe: Recipe, hp: HyperParameters) -> dict[str, Any]:

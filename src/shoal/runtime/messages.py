@@ -308,6 +308,7 @@ class Noticed:
     shared: frozenset[str] = frozenset()  # those of them that are not a trial's own
     paces: tuple[Pace, ...] = ()
     batches: int | None = None  # of an epoch, where that is known
+    state_bytes: int = 0  # of its parameters, gradients and optimizer state, or less
 
 
 @dataclass(frozen=True, slots=True)
