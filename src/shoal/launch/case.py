@@ -18,6 +18,7 @@ from shoal.hardware import Hardware
 from shoal.launch.cloning import begin_warm, clear
 from shoal.launch.directory import StudyDirectory
 from shoal.launch.growing import grow, of_today
+from shoal.launch.onrecord import Keys, keys_to_follow, threads_to_follow
 from shoal.launch.packing import pack_recipe
 from shoal.launch.request import Asked, Request
 from shoal.launch.searching import begin_hunt, more_trials
@@ -39,6 +40,7 @@ class Case:
         before: Of the runs before.
         found: Where trials go on.
         todo: The trials that have not ended.
+        keys: The numerics keys, by trial, that say how they train.
         hardware: For so many, and those that a search will come to.
         hunt: The study's search as it stands.
         technique: What is asked for, or what the bits of those that go on ask for; None where
@@ -51,6 +53,7 @@ class Case:
     merged: Merged
     found: Restart
     todo: list[TrialSpec]
+    keys: Keys
     hardware: Hardware
     hunt: Hunt
     technique: Technique | None
@@ -104,14 +107,27 @@ def take_up(study: Asked, request: Request, place: StudyDirectory) -> Case:
     hunt.keys = {row.number: row.numerics for row in before.trials}
     merged = more_trials(hunt, place, merged, found)
     todo = [_as_it_is(trial, found) for trial in merged.trials if trial.number in found.starts]
+    numbers = {trial.number for trial in todo}
+    rows = before.trials if _count_plans(request, place, merged) else ()
+    keys = keys_to_follow(found.numerics, rows, numbers)
     on_record, differs = _on_record(study, before, found, todo)
     technique = request.technique or on_record
-    hardware = _hardware_for(request, technique, len(todo) + _to_come(hunt), found)
+    hardware = _hardware_for(request, technique, len(todo) + _to_come(hunt), keys)
     if request.technique is None and differs:
         technique = None  # the planner has it trial by trial
     sinks = Sinks(place.database, request.callbacks, check=place.check)
     sinks.look_back(before)
-    return Case(place, sinks, before, merged, found, todo, hardware, hunt, technique)
+    return Case(place, sinks, before, merged, found, todo, keys, hardware, hunt, technique)
+
+
+def _count_plans(request: Request, place: StudyDirectory, merged: Merged) -> bool:
+    """Whether what trials were planned as holds, though they have saved nothing.
+
+    Not where another plan is to be followed, or the recipe is another one.
+    """
+    recorded = place.recorded
+    is_same = recorded is not None and recorded.recipe.is_same(merged.record.recipe)
+    return is_same and request.plan is None
 
 
 def _on_record(
@@ -259,13 +275,13 @@ def _restart(
 
 
 def _hardware_for(
-    request: Request, technique: Technique | None, trials: int, found: Restart
+    request: Request, technique: Technique | None, trials: int, keys: Keys
 ) -> Hardware:
-    """The devices for so many trials; as wide as those that began them, where that is open."""
+    """The devices for so many trials; as wide as those of the ``keys``, where that is open."""
     hardware = request.hardware
     if request.plan is not None:
         return hardware
-    threads = {key["threads"] for key in found.numerics.values() if "threads" in key}
-    if hardware.shared_cores is not None and len(threads) == 1:
-        return hardware.with_threads(int(threads.pop() or 1), max(1, trials), technique)
+    threads = threads_to_follow(keys, hardware.devices[0])
+    if hardware.shared_cores is not None and threads is not None:
+        return hardware.with_threads(threads, max(1, trials), technique)
     return hardware.fewer_trials(max(1, trials), technique)

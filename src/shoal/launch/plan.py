@@ -43,7 +43,6 @@ from shoal.runtime.pool import WorkerPool
 from shoal.search.rules import ETA
 from shoal.storage.files import free_bytes
 
-PLACES: tuple[Place, ...] = ("device", "host")
 NOTHING: Mapping[int, Mapping[str, Scalar]] = {}
 
 
@@ -57,6 +56,7 @@ def plan_study(
     settings: Settings,
     sink: Sink,
     before: Mapping[int, Mapping[str, Scalar]] = NOTHING,
+    place: Place | None = None,
     fuse: Wish = None,
     recorded: Mapping[int, Mapping[str, Scalar]] = NOTHING,
     steps: Mapping[int, int] = MappingProxyType({}),
@@ -68,6 +68,7 @@ def plan_study(
 
     Args:
         before: The numerics keys of trials that go on.
+        place: Where the optimizer steps, as is on record.
         fuse: How wide arrays are to be.
         recorded: The numerics keys of all trials that were planned before.
         steps: Where trials that were planned before go on.
@@ -85,8 +86,6 @@ def plan_study(
     served = pack_recipe(study.recipe), settings, KernelChoice.here()
     pool.configure(hardware.devices, *served)
     hardware, idle = without_libraries(hardware, idle, pool.library_bytes())
-    places = {key.get("optimizer_place") for key in before.values()}
-    place = next((p for p in PLACES if places == {p}), None)
     recipe = study.recipe
     if study.search.varied:  # who goes on from another's state would need its versions too
         recipe = replace(recipe, stale=None)

@@ -38,6 +38,7 @@ from shoal.launch.directory import StudyDirectory
 from shoal.launch.duration import likely_part
 from shoal.launch.following import pins_of
 from shoal.launch.keeping import Keeper
+from shoal.launch.onrecord import keys_to_keep, place_to_follow
 from shoal.launch.plan import check_disk, check_host_memory, fits_host, plan_study, spill_place
 from shoal.launch.policy import bytes_on_disk
 from shoal.launch.request import Asked, Request, settings_of
@@ -162,6 +163,7 @@ class Run:
             settings=self._settings,
             sink=case.sinks.write,
             before=case.found.numerics,
+            place=place_to_follow(case.keys, {trial.number for trial in case.todo}),
             fuse=self._request.fuse,
             recorded=_recorded(case),
             steps=_steps(case),
@@ -196,7 +198,8 @@ class Run:
             theirs=bytes_on_disk(case.place.path, sorted(todo)),
             others=bytes_on_disk(case.place.path, others),
         )
-        changes = check_numerics(planned.plan, case.found.numerics)
+        kept = keys_to_keep(case.found.numerics, case.before.trials, todo)
+        changes = check_numerics(planned.plan, kept)
         if not self._request.accept_numerics:
             refuse_numerics(changes)
         return changes + asked_seats(planned.plan, _recorded(case))

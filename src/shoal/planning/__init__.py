@@ -12,7 +12,7 @@ from shoal.planning.homes import HomeRoom
 from shoal.planning.planned import Planned, with_homes_in_files, with_seconds, with_split_masters
 from shoal.planning.planner import Planner
 from shoal.planning.replicating import BY_SHARDS
-from shoal.planning.reseating import array_kind, array_place, recorded_width
+from shoal.planning.reseating import array_kind, array_place, recorded_width, where_it_is
 from shoal.planning.spilling import asked_of
 from shoal.planning.staleness import agree_on_weights
 from shoal.planning.times import Times
@@ -40,6 +40,7 @@ __all__ = [
     "recorded_width",
     "refusal",
     "technique_on_record",
+    "where_it_is",
     "width_wished",
     "with_homes_in_files",
     "with_seconds",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import studies
 from studies import written
 
 import shoal
 from shoal.core.errors import SpecError, StorageError
-from shoal.core.event import StepFinished, StudyChanged, TrialFinished
+from shoal.core.event import StepFinished, StudyChanged, TrialFinished, TrialPlanned
 from shoal.launch import starts
 from shoal.observe import read_events
 from shoal.runtime import checkpoint
@@ -181,3 +183,18 @@ def test_overwrite_whose_plan_fails_gives_the_study_back(tmp_path, run, monkeypa
 
     studies.check_alone(study.directory, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["k"]
+
+
+def test_trials_that_are_left_have_as_many_threads_as_those_that_have_ended(
+    tmp_path, run, monkeypatch
+):
+    """One trial would have both cores, if it were all of the study."""
+    hardware = replace(studies.hardware(2), shared_cores=2)
+    monkeypatch.setattr(studies, "hardware", lambda devices: hardware)
+    run(make(tmp_path, lr=[1e-2, 3e-3]))
+
+    run(make(tmp_path, lr=[1e-2, 3e-3, 1e-3]))
+
+    planned = written(make(tmp_path), TrialPlanned)
+    assert [event.numerics["threads"] for event in planned] == [1, 1, 1]
+    studies.check_alone(tmp_path / "k", 1)
