@@ -422,6 +422,15 @@ def test_who_goes_on_without_saying_how_has_as_many_replicas_as_before(go_on):
     twins.assert_replicated(go_on(recipe, None, 2), recipe, FSDP, epochs=2)
 
 
+def test_so_has_one_that_was_planned_and_has_saved_nothing(go_on, monkeypatch):
+    recipe = twins.rich()
+    with monkeypatch.context() as patch:
+        patch.setattr("shoal.launch.run.Execution", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            go_on(recipe, FSDP, 2)
+    twins.assert_replicated(go_on(recipe, None, 2), recipe, FSDP, epochs=2)
+
+
 @pytest.mark.full
 @BOTH
 def test_trials_that_are_parked_are_saved_and_go_on(technique, tmp_path, warm_workers):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.control import CloneTrial
@@ -18,7 +18,7 @@ from shoal.hardware import Hardware
 from shoal.launch.cloning import begin_warm, clear
 from shoal.launch.directory import StudyDirectory
 from shoal.launch.growing import grow, of_today
-from shoal.launch.onrecord import Keys, keys_to_follow, threads_to_follow
+from shoal.launch.onrecord import Keys, keys_to_follow, technique_to_follow, threads_to_follow
 from shoal.launch.packing import pack_recipe
 from shoal.launch.request import Asked, Request
 from shoal.launch.searching import begin_hunt, more_trials
@@ -27,7 +27,7 @@ from shoal.launch.starts import Restart, progress_of, restart
 from shoal.observe.reader import read_events
 from shoal.observe.rows import TrialState
 from shoal.observe.snapshot import Folder, Snapshot
-from shoal.planning import agree_on_weights, technique_on_record
+from shoal.planning import agree_on_weights
 from shoal.resume import Merged, StudyRecord, describe_study, merge, with_points
 from shoal.search.sampler import sample
 
@@ -43,8 +43,8 @@ class Case:
         keys: The numerics keys, by trial, that say how they train.
         hardware: For so many, and those that a search will come to.
         hunt: The study's search as it stands.
-        technique: What is asked for, or what the bits of those that go on ask for; None where
-            it is chosen, or that of each trial.
+        technique: What is asked for, or what is on record; None where it is chosen, or that of
+            each trial.
     """
 
     place: StudyDirectory
@@ -110,7 +110,7 @@ def take_up(study: Asked, request: Request, place: StudyDirectory) -> Case:
     numbers = {trial.number for trial in todo}
     rows = before.trials if _count_plans(request, place, merged) else ()
     keys = keys_to_follow(found.numerics, rows, numbers)
-    on_record, differs = _on_record(study, before, found, todo)
+    on_record, differs = _on_record(study, before, keys, numbers)
     technique = request.technique or on_record
     hardware = _hardware_for(request, technique, len(todo) + _to_come(hunt), keys)
     if request.technique is None and differs:
@@ -131,20 +131,19 @@ def _count_plans(request: Request, place: StudyDirectory, merged: Merged) -> boo
 
 
 def _on_record(
-    study: Asked, before: Snapshot, found: Restart, todo: Sequence[TrialSpec]
+    study: Asked, before: Snapshot, keys: Keys, numbers: Collection[int]
 ) -> tuple[Technique | None, bool]:
-    """What the bits of those that go on ask for; whether it may be another of each trial.
+    """What trials train as that go on or come beside others; whether it may be another of each.
 
-    Where a recipe allows stale weights the first plan of a trial counts, though it has saved
-    nothing yet.
+    Where a recipe allows stale weights the first plan of each trial counts beside the ``keys``
+    that are followed.
     """
-    keys = dict(found.numerics)
+    technique, known = technique_to_follow(keys, numbers), list(keys.values())
     chosen = study.recipe.stale is not None
     if chosen:
-        numbers = {trial.number for trial in todo}
-        keys = {r.number: r.numerics for r in before.trials if r.number in numbers} | keys
-    known = [key for key in keys.values() if key]
-    technique = technique_on_record(known)
+        more = {row.number: row.numerics for row in before.trials if row.number in numbers}
+        both = {number: key for number, key in (more | dict(keys)).items() if key}
+        technique, known = technique_to_follow(both, numbers), list(both.values())
     is_stale = isinstance(technique, Pipelined) and technique.is_stale
     return technique, (chosen and is_stale) or not agree_on_weights(known)
 

@@ -18,8 +18,9 @@ from collections.abc import Collection, Iterable, Mapping
 from shoal.core.plan import with_seats
 from shoal.core.seats import epochs_of, until
 from shoal.core.spec import DeviceSpec, Place, Scalar
+from shoal.core.technique import Technique
 from shoal.observe.rows import TrialRow, TrialState
-from shoal.planning import where_it_is
+from shoal.planning import technique_on_record, where_it_is
 
 PLACES: tuple[Place, ...] = ("device", "host")
 Key = Mapping[str, Scalar]
@@ -39,6 +40,17 @@ def keys_to_follow(
         or {number: key for number, key in planned.items() if number in todo}
         or planned
     )
+
+
+def technique_to_follow(keys: Keys, todo: Collection[int]) -> Technique | None:
+    """What these keys have trials train as; None where that is open.
+
+    Of trials that have all ended nobody's bits depend on it: they count where they agree.
+    """
+    if any(number in todo for number in keys):
+        return technique_on_record(keys.values())
+    found = {technique_on_record([key]) for key in keys.values()}
+    return found.pop() if len(found) == 1 else None
 
 
 def threads_to_follow(keys: Keys, device: DeviceSpec) -> int | None:

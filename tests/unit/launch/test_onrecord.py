@@ -7,18 +7,20 @@ from dataclasses import replace
 import pytest
 
 from shoal.core.plan import Plan
+from shoal.core.technique import DataParallel, Pipelined
 from shoal.core.units import Seconds
 from shoal.launch.onrecord import (
     keys_to_follow,
     keys_to_keep,
     place_to_follow,
+    technique_to_follow,
     threads_to_follow,
 )
 from shoal.launch.starts import check_numerics
 from shoal.observe.rows import TrialRow, TrialState
 from shoal.testing import make_device, make_job
 
-ALONE = {"threads": 1}
+ALONE, TWO = {"threads": 1}, {"threads": 1, "replicas": 2}
 CPU = make_device()
 
 
@@ -58,6 +60,27 @@ def test_threads_of_another_kind_of_device_or_of_several_widths_say_nothing():
     assert threads_to_follow(keys, gpu) == 2
     assert threads_to_follow({0: {"threads": 1}, 1: {"threads": 2}}, CPU) is None
     assert threads_to_follow({}, CPU) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "technique"),
+    [
+        (TWO, DataParallel(width=2)),
+        ({"micro_batches": 4}, Pipelined(micro_batches=4)),
+        ({"copies": 2}, Pipelined(width=2)),
+        ({"weights": "one step old"}, Pipelined(schedule="2bw")),
+        (ALONE, None),
+    ],
+)
+@pytest.mark.parametrize("todo", [{0, 1}, {2}], ids=["planned", "all ended"])
+def test_a_technique_holds_for_trials_that_have_saved_nothing(key, technique, todo):
+    keys = keys_to_follow({}, rows(key, key), todo)
+
+    assert technique_to_follow(keys, todo) == technique
+
+
+def test_trials_that_have_ended_count_where_they_agree():
+    assert technique_to_follow({0: TWO, 1: ALONE}, {2}) is None
 
 
 @pytest.mark.parametrize("place", ["device", "host"])
