@@ -244,8 +244,8 @@ class Study:
                 ``"16/4/1"``: where a pruner leaves 4 trials of a generation or fewer, they go
                 on in arrays of 4, and the last one by itself.
                 Trials that trained before stay what they were (see ``accept_numerics``). None:
-                as the study did before, and a new one not at all, since an array's kernels
-                round in other ways than a trial's alone.
+                as was asked of the study last, and a new one not at all, since an array's
+                kernels round in other ways than a trial's alone.
             plan: One that ``plan`` made, here or elsewhere (``shoal.Plan.from_json``), to be
                 followed: on its devices, each trial as there. What was chosen then is measured
                 again, and nothing else. Trials that have begun go on as they are; those that a

@@ -154,6 +154,26 @@ def test_a_trial_that_is_added_later_trains_as_the_others_did(tmp_path, warm_wor
     assert squads.widths(again) == [4] * 6
 
 
+def test_a_shape_that_comes_later_trains_as_was_asked_of_the_study(tmp_path, warm_workers):
+    """Its own trials have nothing on record."""
+    recipe, drop = squads.recipe(), 0.1
+    shown = {"progress": False, "timeline": False, "workers": warm_workers}
+    hardware = shoal.Hardware.virtual(devices=1, memory="64MiB")
+
+    def run(sizes, **options):
+        space = shoal.grid(lr=[1e-2, 3e-3], width=sizes, drop=[drop])
+        study = shoal.Study("k", recipe, space=space, epochs=1, directory=tmp_path)
+        return study.run(hardware=hardware, **shown, **options)
+
+    run([8], fuse=2)
+    report = run([8, 12])
+    assert squads.widths(report) == [2] * 4
+    squads.assert_arrayed(report, report.trials, recipe, 2, epochs=1)
+    again = run([8, 12, 16], fuse="off")
+    assert squads.widths(again) == [2] * 4 + [1] * 2
+    assert squads.widths(run([8, 12, 16, 20])) == [2] * 4 + [1] * 4
+
+
 def test_a_study_without_arrays_goes_on_without(tmp_path, warm_workers, assert_alone):
     recipe, space = squads.recipe(), {"lr": shoal.log_uniform(1e-3, 1e-2), "drop": 0.1}
     shown = {"progress": False, "timeline": False, "workers": warm_workers}

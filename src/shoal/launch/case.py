@@ -99,7 +99,7 @@ def take_up(study: Asked, request: Request, place: StudyDirectory) -> Case:
             "to replace it, or choose another name."
         )
     before, worked_s = _read(place)
-    merged = _grown(study, request, _merge(study, place, before), before)
+    merged = _grown(study, request, _merge(study, request, place, before), before)
     again = _again(merged, before, retry_failed=request.retry_failed)
     varies = bool(study.search.varied)
     found = _restart(place, before, merged, worked_s, again, varies=varies)
@@ -189,8 +189,8 @@ def _read(place: StudyDirectory) -> tuple[Snapshot, dict[int, float]]:
     return folder.snapshot(), dict(worked_s)
 
 
-def _merge(study: Asked, place: StudyDirectory, before: Snapshot) -> Merged:
-    asked = describe_study(study, study.policy.record(), study.search.words())
+def _merge(study: Asked, request: Request, place: StudyDirectory, before: Snapshot) -> Merged:
+    asked = describe_study(study, study.policy.record(), study.search.words(), request.fuse)
     if place.recorded is not None:
         progress = progress_of(place.path, before, place.recorded.unit)
         return merge(place.recorded, progress, asked)

@@ -58,6 +58,7 @@ def plan_study(
     before: Mapping[int, Mapping[str, Scalar]] = NOTHING,
     place: Place | None = None,
     fuse: Wish = None,
+    fused: Wish = None,
     recorded: Mapping[int, Mapping[str, Scalar]] = NOTHING,
     steps: Mapping[int, int] = MappingProxyType({}),
     reseats: bool = False,
@@ -70,6 +71,7 @@ def plan_study(
         before: The numerics keys of trials that go on.
         place: Where the optimizer steps, as is on record.
         fuse: How wide arrays are to be.
+        fused: The same as it was asked for before; it holds where nothing else is asked for.
         recorded: The numerics keys of all trials that were planned before.
         steps: Where trials that were planned before go on.
         reseats: Whether ``fuse`` holds for those under way too, though their bits change.
@@ -100,7 +102,8 @@ def plan_study(
         changes=changes_of(study.search.varied_space) if study.search.varied else None,
     )
     known = {**pins.keys, **recorded}
-    fusing = Fusing(fuse, hardware.devices, known, times, before, steps, reseats=reseats)
+    seated = (known, times, before, steps)
+    fusing = Fusing(fuse, hardware.devices, *seated, on_record=fused, reseats=reseats)
     planner = Planner(
         *args,
         steps=settings.steps,

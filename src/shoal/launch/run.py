@@ -45,10 +45,10 @@ from shoal.launch.request import Asked, Request, settings_of
 from shoal.launch.saving import interval_of, with_interval
 from shoal.launch.signals import Interrupted, Interrupts
 from shoal.launch.starts import asked_seats, check_numerics, refuse_numerics, remove_strays
-from shoal.launch.wishes import refuse_inexact
+from shoal.launch.wishes import refuse_inexact, wish_beside
 from shoal.named import name_recipe
 from shoal.observe.rows import TrialState
-from shoal.planning import Planned, Planner
+from shoal.planning import Planned, Planner, Wish
 from shoal.resume import StudyRecord
 from shoal.runtime.pool import WorkerPool
 from shoal.storage.files import Reserve, free_bytes, replace_file
@@ -165,6 +165,7 @@ class Run:
             before=case.found.numerics,
             place=place_to_follow(case.keys, {trial.number for trial in case.todo}),
             fuse=self._request.fuse,
+            fused=self._fused(case),
             recorded=_recorded(case),
             steps=_steps(case),
             reseats=self._request.accept_numerics,
@@ -175,6 +176,12 @@ class Run:
         self._settings = replace(self._settings, checkpoint_every_s=float(decided.every_s))
         self._about_disk = (decided.why,) if decided.why else ()
         return planner, replace(planned, plan=with_interval(planned.plan, decided))
+
+    def _fused(self, case: Case) -> Wish:
+        """What was asked of arrays before, unless something else says how trials train now."""
+        if self._request.plan is not None:
+            return None
+        return wish_beside(case.merged.record.fuse, self._request.technique)
 
     def _idle(self, case: Case) -> tuple[DeviceSpec, ...]:
         """Devices that no trial of a study that begins would have."""

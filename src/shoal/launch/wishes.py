@@ -104,6 +104,18 @@ def wish_of(fuse: str | bool | int | None, technique: Technique | None) -> Wish:
     return wish
 
 
+def wish_beside(recorded: Wish, technique: Technique | None) -> Wish:
+    """A wish on record, where the technique that is asked for now leaves room for it.
+
+    Raises:
+        SpecError: the record's words are none.
+    """
+    try:
+        return wish_of(recorded, technique) if recorded else recorded
+    except PlanError:
+        return None
+
+
 def _refuse_spilled(fuse: str | int, technique: Spilled, kind: str | None) -> None:
     if named := asked_of(technique)[1]:
         raise PlanError(f"fuse={fuse} with a technique that {named}. Leave one of them out.")

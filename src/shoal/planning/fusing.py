@@ -101,6 +101,8 @@ class Fusing:
 
     Args:
         wish: See ``Wish``.
+        on_record: The wish of an earlier run, for trials that have no place yet: it holds where
+            there is none now, and moves nobody who is under way.
         recorded: The numerics keys of all trials that were planned before.
         times: How long trials are; None: nobody knows.
         now, steps: The numerics keys of trials that go on, and the steps from which they do.
@@ -119,11 +121,13 @@ class Fusing:
         now: Mapping[int, Mapping[str, Scalar]] = MappingProxyType({}),
         steps: Mapping[int, int] = MappingProxyType({}),
         *,
+        on_record: Wish = None,
         reseats: bool = False,
     ) -> None:
-        self._wish, self._now, self._devices = wish, dict(now), len(devices)
-        self._wished, self._times = width_wished(wish), times or Times()
-        self._reseating = Reseating(self._wished, steps, accepts=reseats)
+        self._wish = on_record if wish is None else wish
+        self._now, self._devices = dict(now), len(devices)
+        self._wished, self._times = width_wished(self._wish), times or Times()
+        self._reseating = Reseating(width_wished(wish), steps, accepts=reseats)
         self._recorded = {**now, **recorded}
         for trial, key in now.items():  # of which more may be on record than the study knows
             self._recorded[trial] = longer(self._recorded[trial], key)

@@ -1,9 +1,10 @@
 """A study's record as JSON: what stands in ``study.json``, and what is believed of it.
 
-    {"kind": "shoal.study", "format": 3, "name": "sweep", ..., "trials": [{"number": 0, ...}]}
+    {"kind": "shoal.study", "format": 4, "name": "sweep", ..., "trials": [{"number": 0, ...}]}
 
 A format that this version does not know is left alone: a newer shoal wrote it. Format 1 had
-no ``additions``, format 2 no ``search``: they are read, and what is written next is of this one.
+no ``additions``, format 2 no ``search``, format 3 no ``fuse``: they are read, and what is written
+next is of this one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from shoal.observe import jsonl
 from shoal.resume.recipe import record_of
 from shoal.resume.record import Addition, StudyRecord, TrialRecord
 
-KIND, FORMAT = "shoal.study", 3
+KIND, FORMAT = "shoal.study", 4
 
 
 def record_to_json(record: StudyRecord) -> str:
@@ -44,6 +45,8 @@ def record_from_json(text: str, where: str = RECORD) -> StudyRecord:
         values["additions"] = []
     if written < 3:
         values["search"] = {}
+    if written < 4:
+        values["fuse"] = None
     try:
         return _record(values)
     except ValueError as error:
@@ -148,6 +151,10 @@ def _are_numbers(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(_is_number, value))
 
 
+def _is_wish(value: Any) -> bool:
+    return value is None or _is_text(value) or _is_number(value)
+
+
 def _is_time(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
@@ -176,6 +183,7 @@ _STUDY: dict[str, Callable[[Any], bool]] = {
     "checkpoint": _are_scalars,
     "additions": lambda value: isinstance(value, list),
     "search": _are_texts,
+    "fuse": _is_wish,
 }
 _ADDITION: dict[str, Callable[[Any], bool]] = {"time": _is_time, "trials": _are_numbers}
 _RECIPE: dict[str, Callable[[Any], bool]] = {

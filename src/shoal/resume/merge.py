@@ -79,6 +79,7 @@ def merge(recorded: StudyRecord, progress: Progress, asked: StudyRecord) -> Merg
         asked,
         trials=recorded.trials + new,
         additions=recorded.additions,
+        fuse=recorded.fuse if asked.fuse is None else asked.fuse,
         recipe=recorded.recipe.allowing(asked.recipe) if is_same_recipe else asked.recipe,
     )
     ended = tuple(_ended(recorded.trials, progress, longer, may_retry=not is_same_recipe))
@@ -195,6 +196,8 @@ def _changes(recorded: StudyRecord, merged: StudyRecord, longer: tuple[int, ...]
             f"seed {merged.seed}, before {recorded.seed}: every trial has a seed of its own among "
             "its hyperparameters, and keeps it."
         )
+    if recorded.fuse not in (None, merged.fuse):
+        yield f"fuse={merged.fuse or 'off'}; it was {recorded.fuse or 'off'}."
     yield from _checkpoint_changes(recorded, merged)
 
 

@@ -58,6 +58,7 @@ class StudyRecord:
     ``checkpoint`` is what is saved and what is kept, by name; it changes no bit.
     ``additions`` are what an order that is repeated is held against, the oldest first.
     ``search`` is which sampler and pruner, where trials depend on results; else empty.
+    ``fuse`` is what was asked of arrays last, as ``planning.Wish``; None: nothing was.
     """
 
     name: str
@@ -73,6 +74,7 @@ class StudyRecord:
     checkpoint: Mapping[str, Scalar] = field(default_factory=dict)
     additions: tuple[Addition, ...] = ()
     search: Mapping[str, str] = field(default_factory=dict)
+    fuse: str | int | None = None
 
     @property
     def length(self) -> int:
@@ -141,6 +143,7 @@ def describe_study(
     study: Asked,
     checkpoint: Mapping[str, Scalar] | None = None,
     search: Mapping[str, str] | None = None,
+    fuse: str | int | None = None,
 ) -> StudyRecord:
     """The record of a study as it is asked for now."""
     return StudyRecord(
@@ -156,6 +159,7 @@ def describe_study(
         recipe=describe_recipe(study.recipe),
         checkpoint=dict(checkpoint or {}),
         search=dict(search or {}),
+        fuse=fuse,
     )
 
 

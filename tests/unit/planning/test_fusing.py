@@ -182,6 +182,30 @@ def test_trials_that_come_later_train_as_those_before_them(wish, width):
     ]
 
 
+@pytest.mark.parametrize("accepts", [False, True])
+@pytest.mark.parametrize(("wish", "before", "new"), [(2, 3, 2), (0, ALONE, ALONE), ("auto", 3, 3)])
+def test_a_wish_on_record_is_for_trials_that_begin_and_moves_none(wish, before, new, accepts):
+    """Trials 0 and 1 are under way, 2 and 3 are of their shape, and the others of a new one."""
+    recorded = {0: key(0, 3), 1: key(1, 3)}
+    steps = {0: 5, 1: 5}
+    facts = dict.fromkeys(range(4), ONE) | dict.fromkeys(range(4, 7), OTHER)
+    fusing = Fusing(
+        *(None, [make_device()], recorded),
+        now=recorded,
+        steps=steps,
+        on_record=wish,
+        reseats=accepts,
+    )
+    assert fusing.is_wanted
+    jobs = place(None, range(7), facts=facts, fusing=fusing)
+    assert widths(jobs) == [3, 3, before, before, new, new, new]
+
+
+def test_a_wish_goes_before_the_one_on_record():
+    fusing = Fusing(2, [make_device()], {}, on_record=4)
+    assert widths(place(None, range(3), fusing=fusing)) == [2] * 3
+
+
 def test_what_was_settled_holds_for_trials_that_come_in_the_same_run():
     fusing, asked = Fusing("auto", [make_device()], {}), Asked()
     first = place("auto", range(3), fusing=fusing, asked=asked)

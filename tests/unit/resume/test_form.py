@@ -68,6 +68,7 @@ RECORDS = st.builds(
     recipe=RECIPES,
     checkpoint=POINTS,
     search=st.dictionaries(TEXT, TEXT, max_size=3),
+    fuse=st.none() | TEXT | st.integers(0),
 ).flatmap(
     lambda record: st.lists(_additions(record), max_size=3 if record.trials else 0).map(
         lambda additions: replace(record, additions=tuple(additions))
@@ -98,7 +99,7 @@ def test_a_record_survives_its_text(record: StudyRecord) -> None:
 def test_the_text_can_be_read_by_anybody() -> None:
     values = json.loads(record_to_json(SMALL))
 
-    assert (values["kind"], values["format"], values["name"]) == ("shoal.study", 3, "sweep")
+    assert (values["kind"], values["format"], values["name"]) == ("shoal.study", 4, "sweep")
     assert values["trials"][0]["hp"] == {"lr": 0.1}
 
 
@@ -131,10 +132,10 @@ def test_what_shoal_did_not_write_is_told_so(text: str) -> None:
 
 
 def test_a_newer_format_is_left_alone() -> None:
-    text = record_to_json(SMALL).replace('"format": 3', '"format": 4').replace('"seed"', '"new"')
+    text = record_to_json(SMALL).replace('"format": 4', '"format": 5').replace('"seed"', '"new"')
 
     with pytest.raises(
-        StorageError, match=r"has format 4, .* formats up to 3: a newer one .* Update"
+        StorageError, match=r"has format 5, .* formats up to 4: a newer one .* Update"
     ):
         record_from_json(text)
 
@@ -148,6 +149,15 @@ def test_a_record_of_the_first_format_is_read_and_written_on_as_this_one() -> No
 
     assert record == replace(SMALL, additions=())
     assert record_from_json(record_to_json(record)) == record
+
+
+def test_a_record_before_wishes_for_arrays_says_nothing_of_them() -> None:
+    values = json.loads(record_to_json(replace(SMALL, fuse="auto")))
+    assert values["fuse"] == "auto"
+    values["format"] = 3
+    del values["fuse"]
+
+    assert record_from_json(json.dumps(values)) == SMALL
 
 
 def test_a_torn_record_is_damaged() -> None:
@@ -181,6 +191,8 @@ def _with(**changes: Any) -> Callable[[dict[str, Any]], Any]:
         (_with(checkpoint={"keep": []}), "checkpoint is {'keep': "),
         (lambda values: values["trials"].append(values["trials"][0]), "two trials have one numb"),
         (lambda values: values["trials"][0].update(number=-1), "number is -1"),
+        (_with(fuse=True), "fuse is True"),
+        (_with(fuse=-1), "fuse is -1"),
         (_with(additions={}), "additions is {}"),
         (_with(additions=[{"time": 0.0}]), "these names are missing or unknown: trials"),
         (_with(additions=[{"time": True, "trials": [0]}]), "time is True"),

@@ -89,6 +89,29 @@ def test_the_same_study_goes_on_where_it_was() -> None:
     assert merged.trials[1] == TrialSpec(number=1, hp={"lr": 0.2}, seed=1)
 
 
+@pytest.mark.parametrize(
+    ("before", "asked", "then", "words"),
+    [
+        (None, None, None, ()),
+        (2, None, 2, ()),
+        (None, 2, 2, ()),
+        (2, 2, 2, ()),
+        (2, "auto", "auto", ("fuse=auto; it was 2.",)),
+        ("16/4/1", 0, 0, ("fuse=off; it was 16/4/1.",)),
+        (0, None, 0, ()),
+    ],
+)
+def test_what_was_asked_of_arrays_holds_until_something_else_is(
+    before, asked, then, words
+) -> None:
+    recorded = study(points(2), fuse=before)
+
+    merged = merge(recorded, {0: RUNNING}, study(points(2), fuse=asked))
+
+    assert merged.record.fuse == then
+    assert merged.changes == words
+
+
 SEARCH = {"sampler": "tpe", "pruner": "asha", "generation": "9"}
 
 
