@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -192,10 +193,15 @@ def _skeleton(recipe: Recipe, hp: HyperParameters, seed: int) -> nn.Module:
 
 
 def hollow_model(recipe: Recipe, hp: HyperParameters, seed: int) -> nn.Module | None:
-    """The model without memory; None where it cannot be built so. Leaves random state changed."""
+    """The model without memory; None where it cannot be built so. Leaves random state changed.
+
+    What it warns of is said when it is built with memory: of weights that are loaded here torch
+    says that they are not.
+    """
     seed_all(seed)
     try:
-        with ambient.tried(), torch.device("meta"):
+        with ambient.tried(), warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")
             return build_model(recipe, hp)
     except ShoalError:
         raise

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shoal.core.spec import TrialSpec
+from shoal.core.spec import HyperParameters, TrialSpec
 from shoal.recipe import Recipe
+from shoal.runtime import describe
 from shoal.runtime.describe import signature
 
 
@@ -65,3 +66,17 @@ def test_of_what_a_loss_reads_choices_count_and_whether_a_number_is_zero():
 def test_whether_anything_is_clipped_counts():
     assert told() == told(clip=2.0)
     assert told() != told(clip=None)
+
+
+def test_weights_that_are_loaded_as_a_model_is_described_warn_of_nothing():
+    weights = nn.Linear(2, 2).state_dict()
+
+    def tuned(hp):
+        model = nn.Linear(2, 2)
+        model.load_state_dict(weights)
+        return model
+
+    recipe = Recipe(model=tuned, data=lambda hp: ([], None))
+    hollow = describe.hollow_model(recipe, HyperParameters({}), 0)
+    assert hollow is not None
+    assert hollow.weight.device.type == "meta"
