@@ -42,7 +42,9 @@ PAUSE_S = 0.5
 
 def lay(folder: Path, point: str, pid: int, what: str, nth: int = 1) -> None:
     """Have something happen to a process when it comes to a point for the nth time from now."""
-    (folder / f"{point}-{pid}").write_text(f"{what}@{nth}")
+    beside = folder / f"laying-{point}-{pid}"
+    beside.write_text(f"{what}@{nth}")
+    beside.rename(folder / f"{point}-{pid}")  # whole: the process may look at any moment
 
 
 def step_on(point: str) -> None:
