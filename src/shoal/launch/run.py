@@ -296,8 +296,7 @@ class Run:
             metric=study.metric,
             mode=study.mode,
         )
-        goes_on = {*case.found.starts, *(trial.number for trial in case.todo)}
-        for row in (row for row in case.before.trials if row.number not in goes_on):
+        for row in (row for row in case.before.trials if row.number not in case.found.starts):
             if row.state is TrialState.FINISHED:
                 keeper.finished(row.number, row.metrics)
             elif row.state is TrialState.PRUNED:
