@@ -46,12 +46,17 @@ class StandIn:
         return found
 
 
+def steps_by(cuda):
+    """Where no capture takes longer than it saves, however loaded the machine is."""
+    return CapturedSteps(cuda, lambda: 0.0)
+
+
 class InPlace(ByCode):
     """Gradients stay where they are from step to step, as those of a captured pass do."""
 
     def __init__(self, cuda):
         super().__init__(CPU)
-        self.steps = CapturedSteps(cuda)
+        self.steps = steps_by(cuda)
 
     def of_steps(self):
         return self.steps
@@ -224,7 +229,7 @@ def test_of_other_optimizers_torchs_sgd_is_captured(optimizer, is_captured):
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_first_step_is_torchs_which_makes_the_state(momentum):
     cuda = StandIn()
-    fused = FusedSteps(CapturedSteps(cuda))
+    fused = FusedSteps(steps_by(cuda))
     one, other = (
         Array(members([3], optimizer=partial(sgd, momentum=momentum)), backend=backend_of("eager"))
         for _ in range(2)
@@ -246,7 +251,7 @@ def test_a_first_step_is_torchs_which_makes_the_state(momentum):
 def test_slots_with_gradients_of_their_own_are_launched_among_the_others():
     cuda = StandIn()
     one, other = (Array(members([3, 4]), backend=backend_of("eager")) for _ in range(2))
-    fused = FusedSteps(CapturedSteps(cuda))
+    fused = FusedSteps(steps_by(cuda))
     for array in (one, other):
         step(array, 1)  # torch makes the state
         for slot in range(2):
@@ -305,7 +310,7 @@ def test_a_graph_that_took_longer_than_it_saved_is_made_later_next_time(alike, c
 
 def test_a_graph_that_was_freed_is_made_again():
     cuda, done, made = StandIn(), [], []
-    steps, capture = CapturedSteps(cuda), cuda.capture
+    steps, capture = steps_by(cuda), cuda.capture
     cuda.capture = lambda work, **how: made.append(capture(work, **how)) or made[-1]
     for _ in range(4):
         steps("same", lambda: [lambda: done.append(1)])
@@ -330,7 +335,7 @@ def test_steps_that_cannot_be_captured_are_called(error, words):
             raise error
 
     cuda, done = Failing(), []
-    steps = CapturedSteps(cuda)
+    steps = steps_by(cuda)
     for _ in range(9):
         steps("same", lambda: [lambda: done.append(1)])
     assert len(done) == 9
