@@ -37,7 +37,6 @@ from shoal.recipe import (
     Recipe,
     autocast,
     build_model,
-    build_schedule,
     chunks,
     compute_loss,
     evaluate_metrics,
@@ -48,7 +47,7 @@ from shoal.recipe import (
 )
 from shoal.replicas import Replicas
 from shoal.rng import RngState, capture_rng, restore_rng, seed_all
-from shoal.several import catch_up, state_of_schedule
+from shoal.schedules import build_schedule, catch_up, state_of_schedule
 from shoal.steppers import Stepper, WhichWeights, copy_model, copy_state, make_stepper, versions_of
 
 
@@ -119,12 +118,12 @@ class Asked:
 class _Learner:
     """A model and all that takes its steps: gradients, optimizer, schedule."""
 
-    def __init__(self, asked: Asked, hp: HP, model: nn.Module) -> None:
+    def __init__(self, asked: Asked, hp: HP, model: nn.Module, train: Iterable[Batch]) -> None:
         recipe = bound(asked.recipe, hp)
         asked = replace(asked, recipe=recipe)
         self.hp, self.model, self.modes = hp, model, Modes(recipe, model)
         self.stepper = make_stepper(recipe, model, hp, asked.place)
-        self.schedule = build_schedule(recipe, self.stepper.optimizer, hp)
+        self.schedule = build_schedule(recipe, self.stepper.optimizer, hp, train)
         self._recipe, self._device = recipe, asked.device
         self._ignores_nonfinite = asked.ignores_nonfinite
         self._rounding = rounding_of(recipe, self.stepper.parameters, asked.seed)
@@ -188,7 +187,7 @@ class Training:
         model = build_model(self._recipe, hp).to(asked.device)
         self._train, self._valid = read_data(self._recipe, hp)
         require_evaluation(self._recipe, model, self._valid)
-        self._learner = _Learner(asked, hp, model)
+        self._learner = _Learner(asked, hp, model, self._train)
         self._tally = Tally()
         self._losses: list[float] = []
         self._history: list[dict[str, Any]] = []
@@ -255,7 +254,7 @@ class Training:
             seed_all(self._asked.seed)
             model = build_model(self._recipe, source.hp).to(self._asked.device)
             copy_model(source.result.model, model)
-            self._learner = _Learner(self._asked, source.hp, model)
+            self._learner = _Learner(self._asked, source.hp, model, self._train)
         self._learner.take_over(source.result, len(self._losses))
         self._learner.modes.train()
 

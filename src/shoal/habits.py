@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from shoal.kernelstep import put_back
-from shoal.several import each_schedule
+from shoal.schedules import each_schedule
 from shoal.spelled import is_library, spelled_by
 
 _TORCHS = (

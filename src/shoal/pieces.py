@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shoal.core.errors import TrialError
-from shoal.recipe import HP, Batch, Recipe
+from shoal.recipe import HP, Batch, Recipe, epoch_length
 
 
 def in_pieces(recipe: Recipe, count: int) -> Recipe:
@@ -38,6 +38,12 @@ class _Cut:
     def __iter__(self) -> Iterator[Batch]:
         for batch in self.batches:
             yield from cut_rows(batch, self.count)
+
+    def __len__(self) -> int:
+        length = epoch_length(self.batches)
+        if length is None:
+            raise TypeError("the length of the data is not known")
+        return length * self.count
 
 
 def cut_rows(batch: Batch, count: int) -> list[Batch]:

@@ -6,7 +6,6 @@ loop (``shoal.testing.plain_loop``) and the workers call the same ones.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, IterableDataset
 
 from shoal import rounding
 from shoal.core.errors import SpecError
@@ -31,10 +31,7 @@ from shoal.rowwise import LossByRows
 from shoal.several import (
     Models,
     as_one_optimizer,
-    as_one_schedule,
-    each_schedule,
     held_by_several,
-    optimizers_of,
 )
 
 Batch = Any
@@ -70,6 +67,8 @@ class Recipe:
             one for each module that has something to train, by its name.
         schedule: ``(optimizer, hp) -> LRScheduler``, stepped once per optimizer step; gets what
             ``optimizer`` returned, and may return several too.
+        schedule_interval: ``"epoch"`` steps the schedule after the last step of each epoch
+            instead, as ``StepLR(optimizer, 30)`` is mostly meant; the training data has a length.
         metrics: name -> ``(output, batch) -> float``, averaged over the validation batches; with a
             parameter called ``hp`` as in ``loss``.
         clip_grad_norm: the largest global gradient norm, or None; or ``(hp) -> norm or None``, for
@@ -128,6 +127,7 @@ class Recipe:
     splittable: bool = False
     share_data: bool = False
     stale: Stale | None = None
+    schedule_interval: str = "step"
 
     def __post_init__(self) -> None:
         check_functions(vars(self))
@@ -138,6 +138,10 @@ class Recipe:
         self._set("precision", one_of("precision", self.precision, known))
         self._set("loss_rows", optional_whole("loss_rows", self.loss_rows, 1))
         self._set("on_nonfinite", one_of("on_nonfinite", self.on_nonfinite, ("fail", "ignore")))
+        asked = one_of("schedule_interval", self.schedule_interval, ("step", "epoch"))
+        self._set("schedule_interval", asked)
+        if asked == "epoch" and self.schedule is None:
+            raise SpecError("Recipe(schedule_interval='epoch') has no schedule: give schedule=.")
         for name in ("splittable", "share_data"):
             self._set(name, flag(f"Recipe({name}=...)", getattr(self, name)))
         if self.stale is not None and not isinstance(self.stale, Stale):
@@ -277,37 +281,6 @@ def _default_optimizer(parameters: list[nn.Parameter], hp: HP) -> torch.optim.Op
                 "make the optimizer with Recipe(optimizer=...)."
             )
     return torch.optim.AdamW(parameters, **rates, fused=True)  # type: ignore[arg-type]
-
-
-def build_schedule(recipe: Recipe, optimizer: torch.optim.Optimizer, hp: HP) -> Any:
-    """The recipe's schedule over ``optimizer``, several as one; or None.
-
-    Raises:
-        SpecError: one wants to be told something at each step.
-    """
-    if recipe.schedule is None:
-        return None
-    made = as_one_schedule(recipe.schedule(optimizers_of(optimizer), hp))
-    for one in each_schedule(made):
-        _refuse_asking(one)
-    return made
-
-
-def _refuse_asking(schedule: Any) -> None:
-    """Raises SpecError for a schedule whose ``step`` needs an argument."""
-    try:
-        parameters = inspect.signature(schedule.step).parameters.values()
-    except (AttributeError, TypeError, ValueError):  # of no schedule, or without a signature
-        return
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
-    if needed:
-        raise SpecError(
-            f"Recipe(schedule=...) returned a {type(schedule).__name__}, whose step() needs "
-            f"{needed[0]!r}. Schedules are stepped after each optimizer step and are told "
-            "nothing, no metric either. Return one that goes by steps, such as "
-            "CosineAnnealingLR; trials that do not improve are a pruner's."
-        )
 
 
 def read_data(recipe: Recipe, hp: HP) -> tuple[Iterable[Batch], Iterable[Batch] | None]:
@@ -572,6 +545,16 @@ class _Both:
             self._by_rows.__exit__(kind, error, trace)
         finally:
             self._cast.__exit__(kind, error, trace)
+
+
+def epoch_length(source: Iterable[Batch]) -> int | None:
+    """Batches per epoch, or None where the source does not know or only guesses."""
+    if isinstance(source, DataLoader) and isinstance(source.dataset, IterableDataset):
+        return None
+    try:
+        return len(source)  # type: ignore[arg-type]  # a TypeError is an answer
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def chunks(batches: Iterable[Batch], size: int) -> Iterator[Iterator[Batch]]:

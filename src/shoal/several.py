@@ -1,22 +1,21 @@
-"""Several models, optimizers or schedules that stand for one, each under its own name.
+"""Several models or optimizers that stand for one, each under its own name.
 
 What a recipe's functions return for a GAN, or for Muon beside AdamW. The rest of shoal sees one
-module, one optimizer and one schedule; the recipe's own functions get back what they returned.
+module and one optimizer (and schedule, ``shoal.schedules``); the recipe's own functions get back
+what they returned.
 """
 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from shoal.core.errors import SpecError, TrialError
+from shoal.core.errors import SpecError
 
 V = TypeVar("V")
 
@@ -257,7 +256,7 @@ def as_one_optimizer(given: Any) -> torch.optim.Optimizer:
     """
     if isinstance(given, torch.optim.Optimizer):
         return given
-    named = _named(given)
+    named = by_name(given)
     if not named or not all(isinstance(o, torch.optim.Optimizer) for o in named.values()):
         some = any(isinstance(o, torch.optim.Optimizer) for o in named.values())
         held = ", ".join(type(o).__name__ for o in named.values()) if some else ""
@@ -303,120 +302,7 @@ def held_by_several(
     return tuple(name for name, p in named.items() if counts[id(p)] > 1)
 
 
-# ---------------------------------------------------------------- schedules
-
-
-class Schedules:
-    """Several schedules that step together."""
-
-    def __init__(self, members: Mapping[str, Any]) -> None:
-        self.members = dict(members)
-
-    def step(self) -> None:
-        """Each member's own, in order."""
-        for member in self.members.values():
-            member.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """By name."""
-        return {name: member.state_dict() for name, member in self.members.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What ``state_dict`` gave."""
-        for name, member in self.members.items():
-            member.load_state_dict(state[name])
-
-
-def each_schedule(schedule: Any) -> Iterator[Any]:
-    """A schedule and those that it is made of."""
-    if schedule is None:
-        return
-    if isinstance(schedule, Schedules):
-        inside: Any = schedule.members.values()
-    else:
-        yield schedule
-        inside = vars(schedule).get("_schedulers", ()) if hasattr(schedule, "__dict__") else ()
-    for one in inside:
-        yield from each_schedule(one)
-
-
-def state_of_schedule(schedule: Any, model: nn.Module) -> dict[str, Any] | None:
-    """Its state dict, without what is the model's: one that was built anew has its own of that.
-
-    torch's schedules give all of their attributes; one that freezes layers keeps some of these.
-    """
-    if not schedule:
-        return None
-    state, known = schedule.state_dict(), _of_model(model)
-    if isinstance(schedule, Schedules):
-        return {name: _without(one, known) for name, one in state.items()}
-    return _without(state, known)
-
-
-def kept_of_model(schedule: Any, model: nn.Module) -> frozenset[str]:
-    """The attributes of a schedule that its state lacks: the model is in them."""
-    known, named = _of_model(model), getattr(schedule, "__dict__", {})
-    ours = {name: value for name, value in named.items() if name not in ("optimizer", _INSIDE)}
-    return frozenset(ours.keys() - _without(ours, known).keys())
-
-
-_INSIDE = "_schedulers"  # where torch's schedules have those that they are made of
-
-
-def _of_model(model: nn.Module) -> frozenset[int]:
-    return frozenset(map(id, (*model.parameters(), *model.buffers(), *model.modules())))
-
-
-def _without(state: Mapping[str, Any], known: frozenset[int]) -> dict[str, Any]:
-    """A state dict without the values that something known is in; in its members' states too."""
-    kept = {}
-    for key, value in state.items():
-        if key == _INSIDE and all(isinstance(one, dict) for one in value):
-            kept[key] = [_without(one, known) for one in value]
-        elif key == "lr_lambdas" or known.isdisjoint(map(id, (value, *tree_leaves(value)))):
-            kept[key] = value
-    return kept
-
-
-def catch_up(schedule: Any, steps: int) -> None:
-    """Bring a new schedule, if there is one, to where it is after ``steps``.
-
-    Raises:
-        TrialError: it changes parameters, which hold another trial's weights by then.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's advice on the order of the two steps
-        try:
-            for _ in range(steps if schedule else 0):
-                schedule.step()
-        except RuntimeError as error:
-            raise TrialError(
-                f"the schedule could not be brought to step {steps} for the weights that this "
-                f"trial took over from another one: {str(error).rstrip('.')}. One that changes "
-                "parameters when it steps cannot go on from another trial's: pruner=shoal.PBT(...)"
-                " and warm clones need a schedule that sets numbers."
-            ) from error
-
-
-def as_one_schedule(given: Any) -> Any:
-    """What a schedule factory returned, as one schedule; None is none.
-
-    Raises:
-        SpecError: something in a list, tuple or mapping cannot step.
-    """
-    if given is None or not isinstance(given, Mapping | list | tuple):
-        return given
-    named = {name: member for name, member in _named(given).items() if member is not None}
-    for name, member in named.items():
-        if not callable(getattr(member, "step", None)):
-            raise SpecError(
-                f"Recipe(schedule=...) returned {type(member).__name__} under {name!r}; return a "
-                "schedule, or a list, tuple or mapping of some."
-            )
-    return Schedules(named) if named else None
-
-
-def _named(given: Any) -> dict[str, Any]:
+def by_name(given: Any) -> dict[str, Any]:
     """The members of a list, tuple or mapping by name; of something else none."""
     if isinstance(given, Mapping):
         return {str(name): member for name, member in given.items()}

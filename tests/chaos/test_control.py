@@ -37,8 +37,9 @@ from shoal.core.event import (
     TrialStopped,
 )
 from shoal.execution import floor
-from shoal.recipe import build_optimizer, build_schedule
+from shoal.recipe import build_optimizer
 from shoal.rng import seed_all
+from shoal.schedules import build_schedule
 from shoal.testing import assert_same, plain_loop
 from shoal.ui.control import (
     clone_command,
@@ -330,7 +331,7 @@ def _train_warm(recipe, parent, hp, at, steps):
     model = recipe.model(parent.hp)
     train, _ = recipe.data(parent.hp)
     optimizer = build_optimizer(recipe, model.named_parameters(), parent.hp)
-    schedule = build_schedule(recipe, optimizer, parent.hp)
+    schedule = build_schedule(recipe, optimizer, parent.hp, train)
     losses = []
     model.train()
     for step in range(steps):
@@ -338,7 +339,7 @@ def _train_warm(recipe, parent, hp, at, steps):
             moments = {p: copy.deepcopy(optimizer.state[p]) for p in model.parameters()}
             optimizer = build_optimizer(recipe, model.named_parameters(), hp)
             optimizer.state.update(moments)
-            schedule = build_schedule(recipe, optimizer, hp)
+            schedule = build_schedule(recipe, optimizer, hp, train)
             for _ in range(at):
                 schedule.step()
         batch = train[step % len(train)]

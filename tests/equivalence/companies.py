@@ -20,9 +20,10 @@ from shoal.core.spec import HyperParameters
 from shoal.fusion import Array, Member, backend_of
 from shoal.fusion.batches import layout_of
 from shoal.ownstep import Modes
-from shoal.recipe import Recipe, build_model, build_optimizer_of, build_schedule, read_data
+from shoal.recipe import Recipe, build_model, build_optimizer_of, read_data
 from shoal.rng import capture_rng, restore_rng, seed_all
 from shoal.runtime.captures import Captures
+from shoal.schedules import build_schedule
 from shoal.testing import array_loop, compare
 
 INSIDE, CLASSES, ROWS = 3, 3, 4
@@ -162,7 +163,7 @@ def member_of(recipe: Recipe, hp: dict[str, Any], seed: int) -> Member:
         hp=hp,
         module=model,
         optimizer=optimizer,
-        schedule=build_schedule(recipe, optimizer, hp),
+        schedule=build_schedule(recipe, optimizer, hp, ()),
         rng=capture_rng(),
         modes=Modes(recipe, model) if recipe.step else None,
     )

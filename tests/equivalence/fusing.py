@@ -20,11 +20,11 @@ from shoal.recipe import (
     Recipe,
     build_model,
     build_optimizer,
-    build_schedule,
     chunks,
     read_data,
 )
 from shoal.rng import capture_rng, restore_rng, seed_all
+from shoal.schedules import build_schedule
 from shoal.testing import plain_loop
 
 WORDS = 37
@@ -435,7 +435,7 @@ class Trial:
         module = build_model(recipe, hp)
         train, _ = read_data(recipe, hp)
         stepper = build_optimizer(recipe, module.named_parameters(), hp)
-        plan = build_schedule(recipe, stepper, hp)
+        plan = build_schedule(recipe, stepper, hp, train)
         self.member = Member(
             recipe=recipe,
             hp=hp,

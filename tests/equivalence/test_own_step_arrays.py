@@ -22,8 +22,9 @@ from shoal.core.event import PeakMeasured, TrialParked, TrialReplanned
 from shoal.core.spec import HyperParameters
 from shoal.fusion import Array, Declined, Member, dry_run
 from shoal.ownstep import Modes, OwnStep
-from shoal.recipe import build_model, build_optimizer_of, build_schedule, read_data
+from shoal.recipe import build_model, build_optimizer_of, read_data
 from shoal.rng import capture_rng, seed_all
+from shoal.schedules import build_schedule
 from shoal.testing import array_loop, plain_loop, same_bits
 
 KINDS = (*ownsteps.KINDS, "penalty")
@@ -263,7 +264,8 @@ def members_of(recipe, count=2):
         optimizer = build_optimizer_of(recipe, model, hp)
         member = Member(
             recipe=recipe, hp=hp, module=model, optimizer=optimizer, modes=modes,
-            schedule=build_schedule(recipe, optimizer, hp), rng=capture_rng(torch.device("cpu")),
+            schedule=build_schedule(recipe, optimizer, hp, train),
+            rng=capture_rng(torch.device("cpu")),
         )  # fmt: skip
         members.append(member)
         batches.append(next(iter(train)))

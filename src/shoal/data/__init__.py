@@ -4,12 +4,11 @@ from shoal.data.feed import Feed
 from shoal.data.loaders import reader_of
 from shoal.data.position import Position
 from shoal.data.shared import with_shared_data
-from shoal.data.sources import epoch_length, host_bytes, rule_of
+from shoal.data.sources import host_bytes, rule_of
 
 __all__ = [
     "Feed",
     "Position",
-    "epoch_length",
     "host_bytes",
     "reader_of",
     "rule_of",

@@ -20,13 +20,12 @@ from shoal.data.reading import END
 from shoal.data.sources import (
     Rule,
     draws_at_start_only,
-    epoch_length,
     name_of,
     replay_rule,
     rule_of,
     starts_as_new,
 )
-from shoal.recipe import Batch
+from shoal.recipe import Batch, epoch_length
 
 RESTARTS = 3
 

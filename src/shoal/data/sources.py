@@ -182,16 +182,6 @@ def starts_as_new(source: Iterable[Batch]) -> bool:
     )
 
 
-def epoch_length(source: Iterable[Batch]) -> int | None:
-    """Batches per epoch, or None where the source does not know or only guesses."""
-    if isinstance(source, DataLoader) and isinstance(source.dataset, IterableDataset):
-        return None
-    try:
-        return len(source)  # type: ignore[arg-type]  # a TypeError is an answer
-    except (TypeError, NotImplementedError):
-        return None
-
-
 def name_of(source: Iterable[Batch]) -> str:
     """What to call a source in a message."""
     kind = type(source).__name__

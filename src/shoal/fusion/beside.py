@@ -24,6 +24,7 @@ from shoal.kernelstep import is_torchs
 from shoal.pystate import ambient
 from shoal.recipe import Batch, read_data
 from shoal.rng import capture_rng, restore_rng
+from shoal.schedules import turn
 
 HOST = torch.device("cpu")
 
@@ -75,7 +76,7 @@ def _first_change(member: Member, batch: Batch) -> str:
     if words := read.change("the optimizer's step"):
         return words
     for _ in range(2 if member.schedule else 0):
-        member.schedule.step()
+        turn(member.schedule)
     return read.change("the schedule's step")
 
 

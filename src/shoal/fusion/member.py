@@ -15,7 +15,7 @@ from shoal.habits import Habits, habits_of
 from shoal.ownstep import Modes
 from shoal.recipe import HP, Recipe
 from shoal.rng import RngState, capture_rng, restore_rng
-from shoal.several import state_of_schedule
+from shoal.schedules import state_of_schedule
 
 
 @dataclass(slots=True, kw_only=True)

@@ -29,13 +29,12 @@ from shoal.recipe import (
     Recipe,
     build_model,
     build_optimizer_of,
-    build_schedule,
     chunks,
     read_data,
     to_device,
 )
 from shoal.rng import capture_rng, restore_rng, seed_all
-from shoal.several import catch_up
+from shoal.schedules import build_schedule, catch_up
 
 
 class Trained(NamedTuple):
@@ -97,7 +96,7 @@ class _Loop:
             hp=hp,
             module=model,
             optimizer=optimizer,
-            schedule=build_schedule(recipe, optimizer, hp),
+            schedule=build_schedule(recipe, optimizer, hp, self._train),
             rng=capture_rng(device),
             modes=modes,
         )
@@ -168,7 +167,7 @@ class _Loop:
         modes = Modes(self._recipe, model) if self._recipe.step else None
         optimizer = build_optimizer_of(self._recipe, model, hp)
         source.take_over(model, optimizer)
-        schedule = build_schedule(self._recipe, optimizer, hp)
+        schedule = build_schedule(self._recipe, optimizer, hp, self._train)
         restore_rng(outer, self._device)
         self._attributes = Attributes(model, optimizer, schedule)
         catch_up(schedule, done)

@@ -228,6 +228,7 @@ ALONE: Mapping[str, Scalar] = {
     "copies": 1,
     "loss_rows": "all at once",
     "replicas": 1,
+    "schedule": "each step",
     "sums": "in order",
     "use_cache": "as it is",
     "weights": "newest",

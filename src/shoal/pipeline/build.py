@@ -32,13 +32,13 @@ from shoal.recipe import (
     autocast,
     build_model,
     build_optimizer_of,
-    build_schedule,
     compute_loss,
     model_inputs,
     read_data,
     to_device,
 )
 from shoal.rng import capture_rng, restore_rng, same_rng, seed_all
+from shoal.schedules import build_schedule
 
 _TICKS_PER_S = 10**9
 
@@ -102,7 +102,7 @@ def build(training: Training, stage: int, device: torch.device) -> tuple[Built, 
     model = build_model(recipe, hp).to(device).train()
     train, _ = read_data(recipe, hp)
     optimizer = build_optimizer_of(recipe, model, hp)
-    schedule = build_schedule(recipe, optimizer, hp)
+    schedule = build_schedule(recipe, optimizer, hp, train)
     groups: tuple[int, ...] = ()
     feed = None
     if stage == 0:

@@ -7,8 +7,7 @@ from itertools import chain, cycle, islice
 from typing import Any
 
 from shoal.core.errors import SpecError, TrialError
-from shoal.data.sources import epoch_length
-from shoal.recipe import Batch
+from shoal.recipe import Batch, epoch_length
 
 
 def group_sizes(train: Iterable[Any], accumulate: int, steps: int) -> tuple[int, ...]:

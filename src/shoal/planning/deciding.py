@@ -77,6 +77,7 @@ from shoal.planning.speeds import corrected, speeds_of, why_priced
 from shoal.planning.spilling import Spilling, asked_of
 from shoal.recipe import Recipe
 from shoal.runtime.messages import Measure, Measured, MeasureShards, Order
+from shoal.schedules import schedule_numerics
 
 ENDLESS = Bytes(2**63)
 MOST_ACTIVE = 3
@@ -561,6 +562,7 @@ class Deciding:
             "matmul": kernels.matmul,
             **kernels.told(on_gpu=device.kind == "cuda"),
             "accumulate": self._recipe.accumulate,
+            **schedule_numerics(self._recipe),
             "cut": BITWISE if settled.measure.bitwise else "none",
             **pipeline_numerics(technique, self._recipe.accumulate),
             **replica_numerics(technique, settled.measure, self._request),

@@ -15,21 +15,36 @@ _NOTHING = 1e-6
 
 
 class Length(NamedTuple):
-    """The steps of a trial; ``epochs`` of so many steps ``each``, 0 where it is told in steps."""
+    """The steps of a trial; ``epochs`` of so many steps ``each``, 0 where it is told in steps.
+
+    ``by_epochs``: its schedule is stepped after each epoch.
+    """
 
     steps: int
     epochs: int
     each: int
+    by_epochs: bool = False
+
+    @property
+    def turns(self) -> int:
+        """How often its schedule is stepped."""
+        return self.epochs if self.by_epochs else self.steps
 
 
 def length_of(
-    batches: int | None, accumulate: int, steps: int | None, total: int | None
+    batches: int | None,
+    accumulate: int,
+    steps: int | None,
+    total: int | None,
+    *,
+    by_epochs: bool = False,
 ) -> Length:
     """Of a trial whose epochs have so many ``batches``; ``steps``: as it was told, if in steps."""
-    if steps is not None or not batches or total is None:
-        return Length(steps or total or 0, 0, 0)
+    is_told_in_steps = steps is not None and not by_epochs
+    if is_told_in_steps or not batches or total is None:
+        return Length(steps or total or 0, 0, 0, by_epochs)
     each = -(-batches // accumulate)
-    return Length(total, total // each, each)
+    return Length(total, total // each, each, by_epochs)
 
 
 def too_short(noticed: Mapping[int, Noticed], lengths: Mapping[int, Length]) -> dict[int, str]:
@@ -37,7 +52,7 @@ def too_short(noticed: Mapping[int, Noticed], lengths: Mapping[int, Length]) -> 
     found = {}
     for number, one in noticed.items():
         for pace in one.paces:
-            if pace.option == "total_steps" and pace.count < lengths[number].steps:
+            if pace.option == "total_steps" and pace.count < lengths[number].turns:
                 found[number] = _refusal(number, pace, lengths[number])
     return found
 
@@ -45,12 +60,15 @@ def too_short(noticed: Mapping[int, Noticed], lengths: Mapping[int, Length]) -> 
 def pace_warnings(
     noticed: Mapping[int, Noticed], lengths: Mapping[int, Length]
 ) -> tuple[str, ...]:
-    """A line for each kind of schedule that seems to count epochs, of the first trial with it."""
+    """A line for each kind of schedule that seems to count epochs where it is stepped after each
+    step, or steps where it is after each epoch, of the first trial with it."""
     found: dict[tuple[str, str], str] = {}
     for number, one in sorted(noticed.items()):
         for pace in one.paces:
-            if _means_epochs(pace, lengths[number]):
-                words = _warning(number, pace, lengths[number])
+            length = lengths[number]
+            means_others = _means_steps if length.by_epochs else _means_epochs
+            if means_others(pace, length):
+                words = _warning(number, pace, length)
                 found.setdefault((pace.kind, pace.option), words)
     return tuple(found.values())
 
@@ -64,25 +82,41 @@ def _means_epochs(pace: Pace, length: Length) -> bool:
     return pace.option == "T_max" or (pace.gamma is not None and pace.gamma < 1)
 
 
+def _means_steps(pace: Pace, length: Length) -> bool:
+    return length.epochs < length.steps <= pace.count and pace.option != "step_size"
+
+
 def _refusal(number: int, pace: Pace, length: Length) -> str:
+    when = "epoch" if length.by_epochs else "step, not after each epoch"
     return (
         f"the schedule of trial {number} is {_called(pace)}, which can be stepped "
         f"{counted(int(pace.count), 'time')}, and the trial trains for "
         f"{counted(length.steps, 'step')}{_epochs(length)}. A schedule is stepped after each "
-        f"step, not after each epoch. Make it with {pace.option}={length.steps}."
+        f"{when}. Make it with {pace.option}={length.turns}{_or_epochs(length)}."
     )
 
 
 def _warning(number: int, pace: Pace, length: Length) -> str:
+    if length.by_epochs:
+        return (
+            f"the schedule of trial {number} is {_called(pace)}, and it is stepped after each "
+            f"epoch, {counted(length.epochs, 'time')}: {pace.option} seems to count steps. Count "
+            "epochs, or leave out schedule_interval='epoch'."
+        )
     in_steps = f"{pace.option}={pace.count} * {length.each}"
     if pace.option == "milestones":
         in_steps = f"milestones=[{length.each} * epoch for epoch in ...]"
     return (
         f"the schedule of trial {number} is {_called(pace)}, and it is stepped after each step, "
         f"not after each epoch: the trial trains for {counted(length.steps, 'step')}"
-        f"{_epochs(length)}. If {pace.option} counts epochs, multiply by the steps of one: "
-        f"{in_steps}."
+        f"{_epochs(length)}. If {pace.option} counts epochs, say so with "
+        f"Recipe(schedule_interval='epoch'), or multiply by the steps of one: {in_steps}."
     )
+
+
+def _or_epochs(length: Length) -> str:
+    is_in_epochs = length.epochs and not length.by_epochs
+    return ", or say that it counts epochs, with schedule_interval='epoch'" * bool(is_in_epochs)
 
 
 def _called(pace: Pace) -> str:

@@ -231,9 +231,15 @@ class Planner:
 
     def _lengths(self, noticed: Mapping[int, Noticed]) -> dict[int, Length]:
         """How long trials are, by number, as far as it is known before they are measured."""
-        each = self._recipe.accumulate
+        each, by_epochs = self._recipe.accumulate, self._recipe.schedule_interval == "epoch"
         return {
-            number: length_of(one.batches, each, self._steps, self._total(one.batches, each))
+            number: length_of(
+                one.batches,
+                each,
+                self._steps,
+                self._total(one.batches, each),
+                by_epochs=by_epochs,
+            )
             for number, one in noticed.items()
         }
 

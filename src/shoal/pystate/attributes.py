@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 from shoal.pystate.packing import Giving, Known, Unkept, pack
 from shoal.pystate.parts import Shown, hidden_of, hooks, hooks_of
 from shoal.pystate.values import NOTHING, Look, Note, look_at
-from shoal.several import each_schedule, kept_of_model, members_of
+from shoal.schedules import each_schedule, kept_of_model
+from shoal.several import members_of
 from shoal.spelled import is_library
 
 STEPPED = frozenset(("state", "param_groups", "defaults", "step"))  # a schedule wraps the last

@@ -18,12 +18,11 @@ from shoal.recipe import (
     Recipe,
     build_model,
     build_optimizer_of,
-    build_schedule,
     read_data,
 )
 from shoal.rng import capture_rng, seed_all
 from shoal.runtime.describe import first_batch
-from shoal.several import Schedules
+from shoal.schedules import Schedules, build_schedule
 
 
 class Crowd:
@@ -47,7 +46,7 @@ class Crowd:
             modes = Modes(self._recipe, model) if self._recipe.step else None
             train, valid = read_data(self._recipe, hp)
             optimizer = build_optimizer_of(self._recipe, model, hp)
-            schedule = build_schedule(self._recipe, optimizer, hp)
+            schedule = build_schedule(self._recipe, optimizer, hp, train)
             self.members.append(
                 Member(
                     recipe=self._recipe,

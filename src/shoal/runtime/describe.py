@@ -18,14 +18,13 @@ from torch.nn.modules.dropout import _DropoutNd
 from shoal.bound import LimitOfTrial, OfTrial, bound
 from shoal.core.errors import ShoalError, SpecError
 from shoal.core.spec import HyperParameters, TrialSpec
-from shoal.data import epoch_length
 from shoal.frames import own_traceback, user_line
 from shoal.fusion import Signature, signature_of
 from shoal.fusion.batches import leaves_of, rebuilt
 from shoal.fusion.constants import constants_of
 from shoal.fusion.globals import configuration
 from shoal.pystate import ambient
-from shoal.recipe import Batch, Recipe, build_model, build_optimizer_of, read_data
+from shoal.recipe import Batch, Recipe, build_model, build_optimizer_of, epoch_length, read_data
 from shoal.recipechecks import check_loss
 from shoal.rng import seed_all
 from shoal.runtime.messages import Describe, Described, Noticed
@@ -90,7 +89,7 @@ def _one(recipe: Recipe, trial: TrialSpec, code: Code, *, arrays: bool) -> _One:
     else:
         model = _skeleton(recipe, reading.hp, trial.seed)
     found = _Described(recipe, HyperParameters(trial.hp), reading.hp, model)
-    schedule = read_schedule(recipe, found.optimizer, reading.hp)
+    schedule = read_schedule(recipe, found.optimizer, reading.hp, found.train)
     ambient.here().settle()
     settings = configuration(found.recipe, found.model)
     found.batch = first_batch(found.train)  # no part of making a trial

@@ -27,7 +27,7 @@ from shoal.core.spec import (
     TrialSpec,
 )
 from shoal.core.units import Bytes, Seconds, round_up
-from shoal.data import epoch_length, host_bytes, rule_of
+from shoal.data import host_bytes, rule_of
 from shoal.data.sources import batch_bytes
 from shoal.device import Device
 from shoal.device.allocator import allocator_here
@@ -58,7 +58,7 @@ from shoal.recipe import (
     Recipe,
     build_model,
     build_optimizer_of,
-    build_schedule,
+    epoch_length,
     read_data,
     to_device,
 )
@@ -101,9 +101,9 @@ from shoal.runtime.meter import free_bytes, rest_on_host
 from shoal.runtime.settling import why_changes_matter
 from shoal.runtime.wholemodel import Built, WholeModel, draws_in_cudnn, step_once
 from shoal.runtime.widths import ArrayBench
+from shoal.schedules import build_schedule
 
 T = TypeVar("T")
-
 
 BENCH_S = 120.0
 """An array that was built to be timed is kept so long, though trials come to the device."""
@@ -259,7 +259,7 @@ class Measurer:
         train, valid = read_data(self._recipe, hp)
         require_evaluation(self._recipe, model, valid)
         optimizer = build_optimizer_of(self._recipe, model, hp)
-        schedule = build_schedule(self._recipe, optimizer, hp)
+        schedule = build_schedule(self._recipe, optimizer, hp, train)
         refuse_forgotten(self._recipe, model, optimizer)
         refuse_sparse_norm(self._recipe, model)
         made = ambient.here().settle()  # a batch is no part of making a trial

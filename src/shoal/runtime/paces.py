@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import (
 
 from shoal.core.values import is_number
 from shoal.runtime.messages import Pace
-from shoal.several import Schedules
+from shoal.schedules import Schedules
 
 _COUNTS = {
     CosineAnnealingLR: "T_max",

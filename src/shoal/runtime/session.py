@@ -44,7 +44,6 @@ from shoal.recipe import (
     Recipe,
     build_model,
     build_optimizer_of,
-    build_schedule,
     read_data,
     rounding_of,
     to_device,
@@ -68,7 +67,7 @@ from shoal.runtime.units import (
     get,
     locate,
 )
-from shoal.several import catch_up, state_of_schedule
+from shoal.schedules import build_schedule, catch_up, state_of_schedule
 from shoal.spill.generate import route_of
 
 
@@ -97,7 +96,7 @@ class Session:
         self.train, self.valid = read_data(recipe, self.hp)
         require_evaluation(recipe, self.model, self.valid)
         self.optimizer = build_optimizer_of(recipe, self.model, self.hp)
-        self.schedule = build_schedule(recipe, self.optimizer, self.hp)
+        self.schedule = build_schedule(recipe, self.optimizer, self.hp, self.train)
         self.python = PythonState(self.model, self.optimizer, self.schedule)
         self.habits, self.trains = habits_of(self.schedule), trained(self.model)
         self.rng = capture_rng(device)

@@ -16,8 +16,9 @@ from typing import Any
 from shoal.bound import takes_hp
 from shoal.core.reads import Reads
 from shoal.core.spec import HyperParameters, Scalar
-from shoal.recipe import Recipe, build_schedule
+from shoal.recipe import Recipe
 from shoal.runtime.messages import Noticed
+from shoal.schedules import build_schedule
 from shoal.spelled import Spelled, spelled_by
 
 SEED = "seed"  # shoal's own
@@ -87,10 +88,10 @@ def _has_part(name: str, spelled: Iterable[str]) -> bool:
     return any(one and (name.startswith(one) or name.endswith(one)) for one in spelled)
 
 
-def read_schedule(recipe: Recipe, optimizer: Any, hp: HyperParameters) -> Any:
+def read_schedule(recipe: Recipe, optimizer: Any, hp: HyperParameters, train: Any) -> Any:
     """The schedule, where it can be made; all counts as read by one that cannot."""
     try:
-        return build_schedule(recipe, optimizer, hp)
+        return build_schedule(recipe, optimizer, hp, train)
     except Exception:  # it is told of when the trial trains
         list(hp)
         return None

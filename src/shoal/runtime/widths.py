@@ -25,7 +25,6 @@ import torch
 
 from shoal.core.spec import NO_SECONDS, HyperParameters, PassKind, ShardSpec, TrialSpec
 from shoal.core.units import Bytes, Seconds
-from shoal.data import epoch_length
 from shoal.device import Device
 from shoal.fusion import Array, Declined, Member, backend_of, dry_run
 from shoal.fusion.beside import first_change
@@ -42,6 +41,7 @@ from shoal.partition.compiled import compiles
 from shoal.partition.track import AllocationTracker
 from shoal.recipe import (
     Recipe,
+    epoch_length,
     read_data,
     to_device,
 )

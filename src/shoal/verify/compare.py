@@ -29,6 +29,7 @@ from shoal.recipe import Recipe
 from shoal.report import TrialResult, read_report
 from shoal.resume.since import changed_since, changed_words
 from shoal.runtime.pipelined import without_versions
+from shoal.schedules import schedule_numerics
 from shoal.testing import PlainResult, PlainTrial, compare, plain_population
 from shoal.verify.choose import skip_reason, warm_clones, without_state
 from shoal.verify.record import Curve, read_curve, recorded_recipe
@@ -262,6 +263,7 @@ def environment_notes(numerics: Mapping[str, Any], recipe: Recipe) -> tuple[str,
         "precision": recipe.precision,
         "accumulate": recipe.accumulate,
         "loss_rows": recipe.loss_rows,
+        **schedule_numerics(recipe),
     }
     changed = [
         f"{name} {numerics[name]} then, {value} now"

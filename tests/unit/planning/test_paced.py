@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler
 from shoal.planning.paced import Length, length_of, pace_warnings, too_short
 from shoal.runtime.messages import Noticed, Pace
 from shoal.runtime.paces import paces_of
-from shoal.several import as_one_schedule
+from shoal.schedules import as_one_schedule
 
 EIGHT = Length(80, 8, 10)
 """Epochs of ten steps."""
@@ -54,7 +54,8 @@ def test_a_schedule_that_ends_before_the_trial_is_refused_with_the_numbers():
     assert too_short(one, {0: EIGHT}) == {
         0: "the schedule of trial 0 is OneCycleLR(total_steps=8), which can be stepped 8 times, "
         "and the trial trains for 80 steps, 8 epochs of 10. A schedule is stepped after each "
-        "step, not after each epoch. Make it with total_steps=80."
+        "step, not after each epoch. Make it with total_steps=80, or say that it counts "
+        "epochs, with schedule_interval='epoch'."
     }
     assert "trains for 9 steps. A" in too_short(one, {0: Length(9, 0, 0)})[0]
     assert not too_short(one, {0: Length(8, 0, 0)})
@@ -62,11 +63,27 @@ def test_a_schedule_that_ends_before_the_trial_is_refused_with_the_numbers():
     assert not too_short(noticed(Pace("CosineAnnealingLR", "T_max", 8)), {0: EIGHT})
 
 
+def test_what_goes_by_epochs_is_held_against_those():
+    length = length_of(19, 2, None, 80, by_epochs=True)
+    assert length == length_of(19, 2, 80, 80, by_epochs=True) == Length(80, 8, 10, by_epochs=True)
+    assert not too_short(noticed(Pace("OneCycleLR", "total_steps", 8)), {0: length})
+    refusal = too_short(noticed(Pace("OneCycleLR", "total_steps", 7)), {0: length})[0]
+    assert refusal.endswith("is stepped after each epoch. Make it with total_steps=8.")
+    assert not warned(Pace("CosineAnnealingLR", "T_max", 8), length)
+    assert not warned(Pace("StepLR", "step_size", 80, 0.1), length)
+    assert warned(Pace("CosineAnnealingLR", "T_max", 80), length) == (
+        "the schedule of trial 0 is CosineAnnealingLR(T_max=80), and it is stepped after each "
+        "epoch, 8 times: T_max seems to count steps. Count epochs, or leave out "
+        "schedule_interval='epoch'."
+    )
+
+
 def test_a_count_of_epochs_is_warned_of_with_what_to_write():
     assert warned(Pace("CosineAnnealingLR", "T_max", 8)) == (
         "the schedule of trial 0 is CosineAnnealingLR(T_max=8), and it is stepped after each "
         "step, not after each epoch: the trial trains for 80 steps, 8 epochs of 10. If T_max "
-        "counts epochs, multiply by the steps of one: T_max=8 * 10."
+        "counts epochs, say so with Recipe(schedule_interval='epoch'), or multiply by the steps "
+        "of one: T_max=8 * 10."
     )
     assert "steps of one: step_size=3 * 10." in warned(Pace("StepLR", "step_size", 3, 0.1))
     stairs = warned(Pace("MultiStepLR", "milestones", 6, 0.1))

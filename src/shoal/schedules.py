@@ -1,0 +1,209 @@
+"""Learning-rate schedules: the recipe's, several as one, by steps or by epochs."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from shoal.core.errors import SpecError, TrialError
+from shoal.core.spec import Scalar
+from shoal.recipe import HP, Batch, Recipe, epoch_length
+from shoal.several import by_name, optimizers_of
+
+
+def build_schedule(
+    recipe: Recipe, optimizer: torch.optim.Optimizer, hp: HP, train: Iterable[Batch]
+) -> Any:
+    """The recipe's schedule over ``optimizer``, several as one; or None.
+
+    Its ``step`` is called after each step of the trial, whose batches are those of ``train``.
+
+    Raises:
+        SpecError: one wants to be told something at each step, or goes by epochs whose length is
+            not known.
+    """
+    if recipe.schedule is None:
+        return None
+    made = as_one_schedule(recipe.schedule(optimizers_of(optimizer), hp))
+    for one in each_schedule(made):
+        _refuse_asking(one)
+    if made is None or recipe.schedule_interval == "step":
+        return made
+    batches = epoch_length(train)
+    if not batches:
+        raise SpecError(
+            "Recipe(schedule_interval='epoch') needs to know how many batches an epoch has, and "
+            f"the training data, {type(train).__name__}, does not say: len() of it is not known. "
+            "Give a loader over a data set with a length, or a schedule that goes by steps."
+        )
+    return EachEpoch(made, -(-batches // recipe.accumulate))
+
+
+def schedule_numerics(recipe: Recipe) -> dict[str, Scalar]:
+    """What a numerics key says of the schedule; nothing where it is stepped after each step."""
+    return {"schedule": "each epoch"} if recipe.schedule_interval == "epoch" else {}
+
+
+def _refuse_asking(schedule: Any) -> None:
+    """Raises SpecError for a schedule whose ``step`` needs an argument."""
+    try:
+        parameters = inspect.signature(schedule.step).parameters.values()
+    except (AttributeError, TypeError, ValueError):  # of no schedule, or without a signature
+        return
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
+    if needed:
+        raise SpecError(
+            f"Recipe(schedule=...) returned a {type(schedule).__name__}, whose step() needs "
+            f"{needed[0]!r}. Schedules are stepped after each optimizer step, or each epoch, and "
+            "are told nothing, no metric either. Return one that goes by steps or epochs, such as "
+            "CosineAnnealingLR; trials that do not improve are a pruner's."
+        )
+
+
+class Schedules:
+    """Several schedules that step together."""
+
+    def __init__(self, members: Mapping[str, Any]) -> None:
+        self.members = dict(members)
+
+    def step(self) -> None:
+        """Each member's own, in order."""
+        for member in self.members.values():
+            member.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """By name."""
+        return {name: member.state_dict() for name, member in self.members.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What ``state_dict`` gave."""
+        for name, member in self.members.items():
+            member.load_state_dict(state[name])
+
+
+class EachEpoch(Schedules):
+    """One or several schedules that go on after every so many steps, which are an epoch."""
+
+    def __init__(self, schedule: Any, steps: int) -> None:
+        inside = schedule.members if isinstance(schedule, Schedules) else {"it": schedule}
+        super().__init__(inside)
+        self._steps, self._done = steps, 0
+
+    def step(self) -> None:
+        """Count a step; after an epoch's last one each schedule's own."""
+        self._done += 1
+        if self._done % self._steps == 0:
+            super().step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """By name, and the steps that were counted."""
+        return super().state_dict() | {_COUNT: {"steps": self._done}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What ``state_dict`` gave."""
+        super().load_state_dict(state)
+        self._done = state[_COUNT]["steps"]
+
+
+_COUNT = "steps of the trial"  # in a state, beside the names of schedules
+
+
+def turn(schedule: Any) -> None:
+    """Have it go on now, whether or not its epoch is over."""
+    Schedules.step(schedule) if isinstance(schedule, EachEpoch) else schedule.step()
+
+
+def each_schedule(schedule: Any) -> Iterator[Any]:
+    """A schedule and those that it is made of."""
+    if schedule is None:
+        return
+    if isinstance(schedule, Schedules):
+        inside: Any = schedule.members.values()
+    else:
+        yield schedule
+        inside = vars(schedule).get("_schedulers", ()) if hasattr(schedule, "__dict__") else ()
+    for one in inside:
+        yield from each_schedule(one)
+
+
+def state_of_schedule(schedule: Any, model: nn.Module) -> dict[str, Any] | None:
+    """Its state dict, without what is the model's: one that was built anew has its own of that.
+
+    torch's schedules give all of their attributes; one that freezes layers keeps some of these.
+    """
+    if not schedule:
+        return None
+    state, known = schedule.state_dict(), _of_model(model)
+    if isinstance(schedule, Schedules):
+        return {name: _without(one, known) for name, one in state.items()}
+    return _without(state, known)
+
+
+def kept_of_model(schedule: Any, model: nn.Module) -> frozenset[str]:
+    """The attributes of a schedule that its state lacks: the model is in them."""
+    known, named = _of_model(model), getattr(schedule, "__dict__", {})
+    ours = {name: value for name, value in named.items() if name not in ("optimizer", _INSIDE)}
+    return frozenset(ours.keys() - _without(ours, known).keys())
+
+
+_INSIDE = "_schedulers"  # where torch's schedules have those that they are made of
+
+
+def _of_model(model: nn.Module) -> frozenset[int]:
+    return frozenset(map(id, (*model.parameters(), *model.buffers(), *model.modules())))
+
+
+def _without(state: Mapping[str, Any], known: frozenset[int]) -> dict[str, Any]:
+    """A state dict without the values that something known is in; in its members' states too."""
+    kept = {}
+    for key, value in state.items():
+        if key == _INSIDE and all(isinstance(one, dict) for one in value):
+            kept[key] = [_without(one, known) for one in value]
+        elif key == "lr_lambdas" or known.isdisjoint(map(id, (value, *tree_leaves(value)))):
+            kept[key] = value
+    return kept
+
+
+def catch_up(schedule: Any, steps: int) -> None:
+    """Bring a new schedule, if there is one, to where it is after ``steps``.
+
+    Raises:
+        TrialError: it changes parameters, which hold another trial's weights by then.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's advice on the order of the two steps
+        try:
+            for _ in range(steps if schedule else 0):
+                schedule.step()
+        except RuntimeError as error:
+            raise TrialError(
+                f"the schedule could not be brought to step {steps} for the weights that this "
+                f"trial took over from another one: {str(error).rstrip('.')}. One that changes "
+                "parameters when it steps cannot go on from another trial's: pruner=shoal.PBT(...)"
+                " and warm clones need a schedule that sets numbers."
+            ) from error
+
+
+def as_one_schedule(given: Any) -> Any:
+    """What a schedule factory returned, as one schedule; None is none.
+
+    Raises:
+        SpecError: something in a list, tuple or mapping cannot step.
+    """
+    if given is None or not isinstance(given, Mapping | list | tuple):
+        return given
+    members = {name: one for name, one in by_name(given).items() if one is not None}
+    for name, member in members.items():
+        if not callable(getattr(member, "step", None)):
+            raise SpecError(
+                f"Recipe(schedule=...) returned {type(member).__name__} under {name!r}; return a "
+                "schedule, or a list, tuple or mapping of some."
+            )
+    return Schedules(members) if members else None
