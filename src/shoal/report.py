@@ -10,10 +10,11 @@ import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.core.aim import Aim, metric_rank
 from shoal.core.errors import SpecError, last_words
 from shoal.core.spec import HyperParameters, Scalar
 from shoal.core.studyfiles import DATABASE
@@ -21,7 +22,7 @@ from shoal.core.units import counted, format_bytes, format_seconds
 from shoal.named import Origin
 from shoal.observe import jsonl
 from shoal.observe.reader import read_events
-from shoal.observe.rows import TrialRow, TrialState, metric_rank
+from shoal.observe.rows import TrialRow, TrialState
 from shoal.observe.snapshot import Snapshot
 from shoal.recipe import Recipe
 from shoal.resume.since import changed_since, changed_words
@@ -64,6 +65,7 @@ class TrialResult:
     checkpoint: Path | None
     inherited: Sequence[Mapping[str, Any]] = ()
     _recipe: Recipe | Origin | None = field(default=None, repr=False, compare=False)
+    _is_at_best: bool = field(default=False, repr=False, compare=False)
 
     @property
     def hp_schedule(self) -> list[dict[str, Any]]:
@@ -141,12 +143,47 @@ class TrialResult:
             "inherited": [dict(one) for one in self.inherited],
         }
 
+    def at_best(self, metric: str, mode: str) -> TrialResult:
+        """The trial as its best evaluation found it; of equals the first. See ``Report.at_best``.
+
+        Without an evaluation that has a finite value of the metric it is the trial itself.
+        """
+        aim = Aim(metric, mode)
+        best = min(self.history, key=lambda row: aim.rank(row["metrics"]), default=None)
+        if best is None or aim.rank(best["metrics"]) == math.inf:
+            return self
+        before = [one["hp"] for one in self.hp_schedule if one["after"] < best["step"]]
+        return replace(
+            self,
+            hp=HyperParameters(before[-1]),
+            metrics=dict(best["metrics"]),
+            history=[row for row in self.history if row["step"] <= best["step"]],
+            _is_at_best=True,
+            checkpoint=None if self.checkpoint is None else self._saved_at(best["step"]),
+        )
+
+    def _saved_at(self, step: int) -> Path | None:
+        """Its own checkpoint of that step, not one that it took over from another trial."""
+        from shoal.runtime import checkpoint  # lazy: see ``_read_weights``
+
+        assert self.checkpoint is not None
+        found = checkpoint.generations(self.checkpoint.parents[2], self.number).all()
+        own = [one for one in found if one.step == step]
+        own = [one for one in own if not checkpoint.is_warm(one, self.number)]
+        return own[-1].path if own else None
+
     @property
     def error_line(self) -> str:
         """What went wrong, in a line."""
         return last_words(self.error)
 
     def _checkpoint(self) -> Path:
+        if self.checkpoint is None and self._is_at_best:
+            raise SpecError(
+                f"of the best evaluation of trial {self.number} there is no checkpoint: "
+                "Study(keep_best=True) keeps one from then on. The last one is that of the report "
+                "without at_best()."
+            )
         if self.checkpoint is None:
             why = f": {self.error_line}" if self.error else ""
             raise SpecError(
@@ -260,6 +297,14 @@ class Report:
             return self._rank(trial), _ORDER[trial.state], last, trial.number
 
         return sorted(self.trials, key=rank)
+
+    def at_best(self) -> Report:
+        """The same trials, each as its best evaluation by the metric found it.
+
+        Metrics, history and hyperparameters are those of then; so are the weights of ``load``,
+        ``load_state`` and ``export``, where ``Study(keep_best=True)`` kept them.
+        """
+        return replace(self, trials=[one.at_best(self.metric, self.mode) for one in self.trials])
 
     def count(self, state: TrialState | str) -> int:
         """How many trials are in ``state``."""

@@ -73,6 +73,8 @@ class Study:
         keep: Saved states of a trial that has not finished; 2 survive damage to one.
         keep_finished: What stays of a finished trial: ``"all"``, its ``"weights"``, or
             everything of the best few and nothing of the others, ``"best:3"``.
+        keep_best: Save each trial when an evaluation of it is its best by ``metric``, and keep the
+            last one of these beside the others, also while it trains on: ``report.at_best()``.
         disk_budget: Bytes that saved states may take, or ``"50GiB"``; None: what is free.
         retries: How often a trial that raised goes on from its last saved state.
         time_limit: Of a run; then every trial is saved and the study can be resumed.
@@ -103,6 +105,7 @@ class Study:
         checkpoint_every: float | str | None = None,
         keep: int = 2,
         keep_finished: str = "all",
+        keep_best: bool = False,
         disk_budget: int | str | None = None,
         retries: int = 0,
         time_limit: float | str | None = None,
@@ -128,6 +131,7 @@ class Study:
             is_named=checkpoint_every is not None,
             keep=keep,
             keep_finished=keep_finished,
+            keep_best=keep_best,
             disk_budget=None if disk_budget is None else parse_bytes(disk_budget),
         )
         self.source = ""  # FILE.py:attribute, set by whoever loaded the study from a file

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shoal.core import event as events
+from shoal.core.aim import Aim
 from shoal.core.spec import Scalar
-from shoal.observe.machines import Aim, TrialFold
+from shoal.observe.machines import TrialFold
 from shoal.search import Exploit, Population, Search
 
 Grow = Callable[[Sequence[dict[str, Scalar]]], None]

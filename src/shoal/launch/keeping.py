@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from shoal.core.aim import Aim
 from shoal.core.event import Event, TrialFailed, TrialFinished, TrialPruned
-from shoal.observe.rows import metric_rank
 from shoal.runtime import checkpoint
 from shoal.storage.generations import Generation, Generations
 
@@ -18,6 +18,8 @@ class Keeper:
         keep: Generations that stay of each.
         only_weights: The last generation is all that stays of each.
         best: How many trials keep theirs; None for all.
+        aim: The study's, by which they are ranked.
+        keep_best: Whether of each its best evaluation's stays too.
     """
 
     def __init__(
@@ -27,13 +29,13 @@ class Keeper:
         keep: int,
         only_weights: bool,
         best: int | None,
-        metric: str,
-        mode: str,
+        aim: Aim,
+        keep_best: bool = False,
     ) -> None:
-        self._keep = keep
+        self._keep, self._kept_best = keep, aim if keep_best else None
         self._directory, self._only_weights, self._best = directory, only_weights, best
-        self._metric, self._mode = metric, mode
-        self._values: dict[int, float | None] = {}
+        self._aim = aim
+        self._ranks: dict[int, float] = {}
 
     def see(self, event: Event) -> None:
         """Note the trials that end; that they did is on record."""
@@ -46,32 +48,34 @@ class Keeper:
 
     def finished(self, number: int, metrics: Mapping[str, float]) -> None:
         """A trial has finished, and that is on record."""
-        self._values[number] = metrics.get(self._metric)
-        place = checkpoint.generations(self._directory, number, self._keep)
-        if self._only_weights:
-            self._remove(place.all()[:-1])
-        else:
-            place.collect()
-        ranked = sorted(self._values, key=lambda n: (self._rank(n), n))
+        self._ranks[number] = self._aim.rank(metrics)
+        self._let_go(number)
+        ranked = sorted(self._ranks, key=lambda n: (self._ranks[n], n))
         for worse in ranked[self._best :] if self._best is not None else ():
-            self._remove(checkpoint.generations(self._directory, worse).all())
+            self._remove(self._place(worse).all())
 
     def pruned(self, number: int) -> None:
         """Where only the best stay, it is none of them; of its state the last generation stays."""
-        place = checkpoint.generations(self._directory, number, self._keep)
         if self._best is not None:
-            self._remove(place.all())
-        elif self._only_weights:
-            self._remove(place.all()[:-1])
+            self._remove(self._place(number).all())
         else:
-            place.collect()
+            self._let_go(number)
 
     def failed(self, number: int) -> None:
         """Of its state as many generations stay as of one that trains."""
-        checkpoint.generations(self._directory, number, self._keep).collect()
+        self._place(number).collect()
 
-    def _rank(self, number: int) -> float:
-        return metric_rank(self._values[number], self._mode)
+    def _let_go(self, number: int) -> None:
+        """Of what was saved on the way."""
+        place = self._place(number)
+        if self._only_weights:
+            best = place.best()
+            self._remove(found for found in place.all()[:-1] if found != best)
+        else:
+            place.collect()
+
+    def _place(self, number: int) -> Generations:
+        return checkpoint.generations(self._directory, number, self._keep, self._kept_best)
 
     def _remove(self, generations: Iterable[Generation]) -> None:
         for generation in generations:

@@ -12,7 +12,7 @@ from shoal.core.errors import PlanError, SpecError
 from shoal.core.plan import Job, Plan
 from shoal.core.spec import Scalar
 from shoal.core.units import Bytes, Seconds, format_bytes
-from shoal.core.values import whole
+from shoal.core.values import flag, whole
 from shoal.runtime import checkpoint
 
 _BEST = re.compile(r"best:([1-9][0-9]{0,6})")
@@ -31,6 +31,7 @@ class CheckpointPolicy:
         keep: Generations of a trial that has not finished.
         keep_finished: ``"all"`` state of a finished trial's end, its ``"weights"``, or
             everything of the best N trials and nothing of the others: ``"best:N"``.
+        keep_best: Whether the state of each trial's best evaluation stays beside those.
         disk_budget: Bytes that generations may take; None for what is free.
     """
 
@@ -39,10 +40,12 @@ class CheckpointPolicy:
     keep_finished: str
     disk_budget: Bytes | None
     is_named: bool = True
+    keep_best: bool = False
 
     def __post_init__(self) -> None:
         what = "keep, how many generations of a trial stay (2 survive damage to one),"
         object.__setattr__(self, "keep", whole(what, self.keep, 1))
+        object.__setattr__(self, "keep_best", flag("Study(keep_best=...)", self.keep_best))
         if self.keep_finished not in ("all", "weights") and self.best is None:
             raise SpecError(
                 "keep_finished is 'all', 'weights' or 'best:N' for a number of trials, got "
@@ -61,23 +64,26 @@ class CheckpointPolicy:
             "checkpoint_every_s": float(self.every_s),
             "keep": self.keep,
             "keep_finished": self.keep_finished,
+            **({"keep_best": True} if self.keep_best else {}),
             "disk_budget": self.disk_budget,
         }
 
     def running_bytes(self, plan: Plan) -> Bytes:
         """Generations of the trials that train at one time, with one being written each.
 
-        The newest one on record stays until a newer one is: with ``keep=1``, one more.
+        The newest one on record stays until a newer one is: with ``keep=1``, one more. Of the best
+        evaluation there is one too.
         """
         at_once = plan.at_once
         largest = sorted((generation_bytes(job) for job in plan.jobs), reverse=True)[:at_once]
-        return Bytes((max(self.keep, 2) + 1) * sum(largest))
+        return Bytes((max(self.keep, 2) + 1 + self.keep_best) * sum(largest))
 
     def finished_bytes(self, plan: Plan) -> Bytes:
         """What stays when every trial has finished."""
         only_weights = self.keep_finished == "weights"
         sizes = [
-            _weight_bytes(job) if only_weights else self.keep * generation_bytes(job)
+            (_weight_bytes(job) if only_weights else self.keep * generation_bytes(job))
+            + self.keep_best * generation_bytes(job)
             for job in plan.jobs
         ]
         return Bytes(sum(sorted(sizes, reverse=True)[: self.best]))

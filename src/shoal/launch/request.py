@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shoal.control import CloneTrial, ExtendTrials
+from shoal.core.aim import Aim
 from shoal.core.errors import SpecError
 from shoal.core.plan import Plan
 from shoal.core.spec import TrialSpec
@@ -120,4 +121,5 @@ def settings_of(study: Asked, *, timeline: bool) -> Settings:
         keep_finished="weights" if policy.keep_finished == "weights" else "all",
         varied=study.search.varied,
         metric=study.metric,
+        best=Aim(study.metric, study.mode) if policy.keep_best else None,
     )

@@ -21,6 +21,7 @@ import torch
 
 from shoal.control import ControlServer
 from shoal.core import event as events
+from shoal.core.aim import Aim
 from shoal.core.errors import StorageError
 from shoal.core.plan import Plan
 from shoal.core.spec import DeviceSpec, Scalar, TrialSpec, record_of
@@ -293,8 +294,8 @@ class Run:
             keep=study.policy.keep,
             only_weights=study.policy.keep_finished == "weights",
             best=study.policy.best,
-            metric=study.metric,
-            mode=study.mode,
+            aim=Aim(study.metric, study.mode),
+            keep_best=study.policy.keep_best,
         )
         for row in (row for row in case.before.trials if row.number not in case.found.starts):
             if row.state is TrialState.FINISHED:

@@ -13,8 +13,9 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
+from shoal.core.aim import Aim, metric_rank
 from shoal.core.event import (
     ActionFinished,
     Evaluated,
@@ -36,18 +37,10 @@ from shoal.observe.rows import (
     Replan,
     TrialRow,
     TrialState,
-    metric_rank,
 )
 
 _RECENT_STEPS = 64  # speeds are over so many steps
 _SMOOTHING = 0.9  # of the exponential mean of the loss
-
-
-class Aim(NamedTuple):
-    """What the study looks for: a metric's name, and ``min`` or ``max``."""
-
-    metric: str
-    mode: str
 
 
 class TrialFold:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -150,10 +149,3 @@ class DeviceRow:
     speed: float | None = None
     restarts: int = 0
     stalled: WorkerStalled | None = None  # while it gets nothing done
-
-
-def metric_rank(value: float | None, mode: str) -> float:
-    """A sort key for a metric: smaller is better, what is no finite number comes last."""
-    if value is None or not math.isfinite(value):
-        return math.inf
-    return value if mode == "min" else -value

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shoal.core.aim import Aim, metric_rank
 from shoal.core.event import (
     ActionFinished,
     CheckpointDamaged,
@@ -59,8 +60,8 @@ from shoal.core.event import (
     left_out_words,
 )
 from shoal.core.profile import TOLERANCE
-from shoal.observe.machines import Aim, DeviceFold, TrialFold, WorkFold
-from shoal.observe.rows import DeviceRow, TrialRow, TrialState, metric_rank
+from shoal.observe.machines import DeviceFold, TrialFold, WorkFold
+from shoal.observe.rows import DeviceRow, TrialRow, TrialState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,7 +101,7 @@ class ArrayDesk:
             self._close_if_empty(array)
         session.until = grant.until
         session.on_step = lambda loss: self._report_step(array, seated, loss)
-        session.on_evaluated = lambda metrics: self._reports.evaluation(session, metrics)
+        session.on_evaluated = lambda found: self._reports.evaluation(session, found, self._saver)
         session.on_boundary = lambda: self._boundary(array, seated)
         self._reports.hear(session)
 

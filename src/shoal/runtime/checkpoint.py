@@ -12,6 +12,8 @@ its weights were kept, and nothing can train on from it.
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.core.aim import Aim
 from shoal.core.errors import StorageError
 from shoal.core.plan import Job
 from shoal.core.studyfiles import trial_directory
@@ -62,9 +65,21 @@ class Content:
         return sum(t.nbytes for tensors in self.files.values() for t in tensors.values())
 
 
-def generations(study: str | os.PathLike[str], trial: int, keep: int = 2) -> Generations:
-    """A trial's generations."""
-    return Generations(trial_directory(study, trial), keep, inside=study)
+def generations(
+    study: str | os.PathLike[str], trial: int, keep: int = 2, best: Aim | None = None
+) -> Generations:
+    """A trial's generations; that of its ``best`` evaluation stays, if one is."""
+    rank = None if best is None else functools.partial(rank_of, trial=trial, aim=best)
+    return Generations(trial_directory(study, trial), keep, inside=study, rank=rank)
+
+
+def rank_of(generation: Generation, trial: int, aim: Aim) -> float:
+    """How good the evaluation of a trial was that the generation was written after; less is
+    better. It is infinite where there was none, or where another trial went on from there."""
+    meta = generation.manifest.meta
+    if not meta.get("evaluated") or is_warm(generation, trial):
+        return math.inf
+    return aim.rank(meta["metrics"])
 
 
 def latest(
@@ -104,6 +119,7 @@ def content(
         "ended": session.ended,
         "length": session.settings.steps or session.settings.epochs,
         "metrics": dict(session.metrics),
+        "evaluated": session.evaluated_at == session.step,
     }
     files = {WEIGHTS: weights, STATE: tensors}
     if session.ended and session.settings.keep_finished == "weights":

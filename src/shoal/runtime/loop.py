@@ -254,7 +254,7 @@ class DeviceLoop:
         self._saver.expect(trial, grant.save_in_s)
         stay = Stay(seat, session.tasks())
         session.on_step = lambda loss: self._report_step(stay, loss)
-        session.on_evaluated = lambda metrics: self._reports.evaluation(session, metrics)
+        session.on_evaluated = lambda found: self._reports.evaluation(session, found, self._saver)
         session.on_boundary = lambda: self._boundary(stay)
         self._reports.hear(session)
         seat.reserve_units = self._reserve_largest_unit

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from shoal.core.aim import Aim
 from shoal.core.event import Event, Packed, unpack_event
 from shoal.core.plan import Job
 from shoal.core.spec import (
@@ -48,6 +49,7 @@ class Settings:
     keep_finished: str = "all"  # or "weights"
     varied: tuple[str, ...] = ()  # hyperparameters that change while a trial trains
     metric: str = ""  # the study's
+    best: Aim | None = None  # of which each trial's best evaluation is kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ from shoal.runtime.actionrows import ActionRows, Row
 from shoal.runtime.arrays import ArraySeat
 from shoal.runtime.interpret import Seat
 from shoal.runtime.messages import Happened, Refused, Reply
+from shoal.runtime.saver import Saver
 from shoal.runtime.session import Session
 from shoal.runtime.task import Issued
 
@@ -96,8 +97,8 @@ class Reports:
         else:
             self.issued.append(issued)
 
-    def evaluation(self, session: Session, metrics: dict[str, float]) -> None:
-        """A validation pass ended."""
+    def evaluation(self, session: Session, metrics: dict[str, float], saver: Saver) -> bool:
+        """A validation pass ended; whether it is the trial's best yet, and to be kept."""
         self.tell(
             Evaluated(
                 time=time.time(),
@@ -107,6 +108,7 @@ class Reports:
                 metrics=metrics,
             )
         )
+        return saver.is_best(session.job.trial, metrics)
 
     def hear(self, session: Session) -> None:
         """Tell of what a session says by itself."""

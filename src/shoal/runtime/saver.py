@@ -14,9 +14,10 @@ second.
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -77,6 +78,8 @@ class Saver:
         self._writing: dict[int, Future[Outcome]] = {}
         self._copied: Future[Outcome] | None = None  # the last one of a copy
         self._due: dict[int, float] = {}  # trial -> on the monotonic clock
+        self._best: dict[int, float] = {}  # trial -> rank of its best evaluation
+        self._wanted: set[int] = set()  # trials whose best evaluation is to be saved
 
     def expect(self, trial: int, in_s: float) -> None:
         """The trial came to this device; its next generation is due ``in_s`` from now."""
@@ -85,13 +88,31 @@ class Saver:
     def is_due(self, trial: int, *, copies: bool = False) -> bool:
         """Whether it is time, and the last one is written; with an interval of 0, always.
 
-        Where it ``copies`` the state, the last copy of any trial too.
+        Where it ``copies`` the state, the last copy of any trial too. What was evaluated best is
+        due at once.
         """
-        if not self._settings.checkpoint_every_s:
+        if not self._settings.checkpoint_every_s or trial in self._wanted:
             return True
         if copies and self._copied is not None and not self._copied.done():
             return False
         return not self.is_writing(trial) and time.monotonic() >= self._due[trial]
+
+    def is_best(self, trial: int, metrics: Mapping[str, float]) -> bool:
+        """Whether a trial's evaluation now is the best yet and to be kept: then it is due."""
+        aim = self._settings.best
+        if aim is None:
+            return False
+        if trial not in self._best:  # it may have been evaluated elsewhere
+            found = self._place(trial).best()
+            self._best[trial] = (
+                math.inf if found is None else checkpoint.rank_of(found, trial, aim)
+            )
+        rank = aim.rank(metrics)
+        if not rank < self._best[trial]:
+            return False
+        self._best[trial] = rank
+        self._wanted.add(trial)
+        return True
 
     def is_writing(self, trial: int) -> bool:
         """Whether the trial's last generation is not written yet."""
@@ -109,6 +130,7 @@ class Saver:
         if copies and self._copied is not None:
             self._sit_out(self._copied)
         what = take()
+        self._wanted.discard(what.trial)
         self.wait(what.trial)
         writing = self._thread.submit(self._write, what, began)
         self._writing[what.trial] = writing
@@ -137,17 +159,18 @@ class Saver:
         with suppress(Exception):  # that it could not be written is why, or matters no more
             self.wait(trial)
         self._writing.pop(trial, None)
-        self._due.pop(trial, None)
+        for known in (self._due, self._best):
+            known.pop(trial, None)
+        self._wanted.discard(trial)
 
     def close(self) -> None:
         """Finish what was taken."""
         self._thread.shutdown()
 
     def _write(self, what: Content, began: float) -> Outcome:
-        settings = self._settings
-        place = checkpoint.generations(settings.directory, what.trial, settings.keep)
+        place = self._place(what.trial)
         try:
-            _check_is_there(settings.directory)
+            _check_is_there(self._settings.directory)
             self._collect(what.trial, place)
             written = checkpoint.write(what, place)
             unheard = self._unheard.setdefault(what.trial, {})
@@ -172,6 +195,10 @@ class Saver:
         )
         unheard[written.path.name] = self._said()
         return Outcome(what.step, path)
+
+    def _place(self, trial: int) -> Generations:
+        settings = self._settings
+        return checkpoint.generations(settings.directory, trial, settings.keep, settings.best)
 
     def _collect(self, trial: int, place: Generations) -> None:
         """Let older generations go, but for the newest one that is on record."""

@@ -102,7 +102,7 @@ class Session:
         self.rng = capture_rng(device)
         self.feed = self._feed(before_data, "training")
         self.valid_feed = self._feed(before_data, "validation") if self.valid is not None else None
-        self.step = 0
+        self.step, self.evaluated_at, self.is_best = 0, -1, False
         self.until: int | None = 0
         self._readback = readback_of(device, recipe.accumulate)
         self.begin_losses()
@@ -110,9 +110,8 @@ class Session:
         self.on_step: Callable[[float], None] = lambda loss: None
         self.on_boundary: Callable[[], None] = lambda: None
         self.on_loader_lost: Callable[[str], None] = lambda reason: None
-        self.on_evaluated: Callable[[dict[str, float]], None] = lambda metrics: None
+        self.on_evaluated: Callable[[dict[str, float]], bool] = lambda metrics: False
         self.counted: Counted = lambda work, what: work()
-        self.evaluated_at = -1
         self.metrics: dict[str, float] = {}  # of the last evaluation
         self.epoch_number = 1  # of the last batch that was trained on, counted from 1
         self.units: Any = None  # Units, once placed
@@ -311,7 +310,7 @@ class Session:
         self.on_step = lambda loss: None
         self.on_boundary = lambda: None
         self.on_loader_lost = lambda reason: None
-        self.on_evaluated = lambda metrics: None
+        self.on_evaluated = lambda metrics: False
         self.counted = lambda work, what: work()
 
     def progress(self) -> Progress:
@@ -450,9 +449,10 @@ class Session:
         return self.until is None or self.step < self.until
 
     def _end_epoch(self) -> Iterator[Task]:
-        each_epoch = self.settings.eval_every is None
-        if each_epoch and self.evaluated_at != self.step:
+        if self.settings.eval_every is None and self.evaluated_at != self.step:
             yield from self._evaluate()
+            if self.is_best and not self.ended:  # as it is now
+                yield from self._boundary()
 
     def _evaluation_is_due(self) -> bool:
         every = self.settings.eval_every
@@ -596,4 +596,4 @@ class Session:
         self.metrics = {**self.tally.take(), **means_of(found)}
         if self.recipe.step is not None:
             require_metric(self.settings.metric, self.metrics, has_valid=bool(self.valid_feed))
-        self.on_evaluated(self.metrics)
+        self.is_best = self.on_evaluated(self.metrics)

@@ -151,7 +151,7 @@ class StageDesk:
         self._saver.expect(trial, grant.save_in_s)
         self._step_began[trial] = time.perf_counter()
         session.on_step = lambda loss: self._report_step(session, loss)
-        session.on_evaluated = lambda metrics: self._reports.evaluation(session, metrics)
+        session.on_evaluated = lambda found: self._reports.evaluation(session, found, self._saver)
         self._reports.hear(session)
         session.save_is_due = lambda: self._saver.is_due(trial, copies=True)
         seat.save = lambda: self._save(session)

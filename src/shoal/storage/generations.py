@@ -11,6 +11,7 @@ name, ``step-00000800.1``. What has another kind of name, or is a link, is not o
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -91,7 +92,9 @@ class Generations:
     """The generations of one trial, in a directory of its own that one process writes.
 
     Belongs to one thread; readers may come at any time, from anywhere. ``inside`` is the
-    directory above it that must be there: it is never made again once it is gone.
+    directory above it that must be there: it is never made again once it is gone. ``rank`` says
+    of a generation that verifies how good it is: the one of the least, of equals the earliest,
+    stays whatever is collected; infinite is none.
     """
 
     def __init__(
@@ -99,11 +102,13 @@ class Generations:
         directory: str | os.PathLike[str],
         keep: int = 2,
         inside: str | os.PathLike[str] | None = None,
+        rank: Callable[[Generation], float] | None = None,
     ) -> None:
         assert keep >= 1, f"a trial keeps at least one generation, not {keep}"
         self.directory = Path(directory)
         self.keep = keep
         self._inside = None if inside is None else Path(inside)
+        self._rank = rank
 
     def begin(self, step: int) -> Draft:
         """A generation to fill; removes what a crash left of earlier ones."""
@@ -151,12 +156,21 @@ class Generations:
                 on_damage(generation.path, reason)
         return None
 
+    def best(self) -> Generation | None:
+        """The one of the least ``rank`` that verifies by manifest and size, if there is one."""
+        if self._rank is None:
+            return None
+        whole = [found for found in self.all() if _damage(found, quick=True) is None]
+        ranked = [(self._rank(found), found) for found in whole]
+        least = min((rank for rank, _ in ranked), default=math.inf)
+        return next((found for rank, found in ranked if rank == least < math.inf), None)
+
     def collect(self, unrecorded: Collection[str] = ()) -> list[Path]:
         """Remove the oldest, until ``keep`` remain that verify by manifest and size.
 
         Returns what was removed. Damaged ones do not count, and go when they are older than
         those that stay. Of those that verify, the newest one whose name is not ``unrecorded``
-        stays in any case.
+        stays in any case, and the best one.
 
         Raises:
             StorageError: one has a newer format, and nothing was removed; or the disk refuses.
@@ -165,11 +179,12 @@ class Generations:
         if len(found) <= self.keep:
             return []
         files.sync_directory(self.directory)  # who published the newest may have died too early
-        verified, old, has_recorded = 0, [], False
+        verified, old, has_recorded, best = 0, [], False, self.best()
         for generation in reversed(found):
             is_whole = _damage(generation, quick=True) is None
             is_recorded = is_whole and generation.path.name not in unrecorded
-            if verified >= self.keep and (has_recorded or not is_recorded):
+            is_spare = verified >= self.keep and (has_recorded or not is_recorded)
+            if is_spare and generation != best:
                 old.append(generation.path)
             verified += is_whole
             has_recorded |= is_recorded

@@ -388,6 +388,10 @@ def export(
         str | None,
         typer.Option(metavar="FILE.db", help="All trials instead, for Optuna's dashboard."),
     ] = None,
+    at_best: Annotated[
+        bool,
+        typer.Option("--at-best", help="As its best evaluation found it: Study(keep_best=True)."),
+    ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace what an earlier export left there.")
     ] = False,
@@ -408,7 +412,16 @@ def export(
         )
     trial, target = check_target(trial, target)
     raise typer.Exit(
-        export_model(study, trial, target, place, overwrite=overwrite, file=file, as_json=json)
+        export_model(
+            study,
+            trial,
+            target,
+            place,
+            overwrite=overwrite,
+            file=file,
+            at_best=at_best,
+            as_json=json,
+        )
     )
 
 

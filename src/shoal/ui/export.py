@@ -47,13 +47,18 @@ def export_model(
     *,
     overwrite: bool = False,
     file: str | None = None,
+    at_best: bool = False,
     as_json: bool = False,
 ) -> int:
-    """Write the best trial's model, or that of a number, and say what is where."""
+    """Write the best trial's model, or that of a number, and say what is where.
+
+    ``at_best``: as its best evaluation found it, and the best trial by that.
+    """
     place = find_recorded(name, directory)
     with contextlib.redirect_stdout(sys.stderr):  # what a model prints is no answer
         recipe, _ = recorded_recipe(place, Snapshot.of(read_outline(place)), file)
         report = read_report(place, recipe=recipe)
+        report = report.at_best() if at_best else report
         changed = changed_since(place, recipe)
         done = export_trial(
             choose_trial(report, which), report, target, overwrite=overwrite, changed=changed

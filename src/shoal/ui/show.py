@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shoal.core.aim import metric_rank
 from shoal.core.errors import SpecError, StorageError
 from shoal.core.seats import ALONE, epochs_of
 from shoal.core.studyfiles import DATABASE, PLAN
@@ -26,7 +27,7 @@ from shoal.observe import (
     write_gantt,
     write_trace,
 )
-from shoal.observe.rows import DeviceRow, Inherited, TrialRow, TrialState, metric_rank
+from shoal.observe.rows import DeviceRow, Inherited, TrialRow, TrialState
 from shoal.observe.snapshot import Folder, Snapshot
 from shoal.ui.failures import ExitCode
 from shoal.ui.studies import find_recorded, last_written, study_directories

@@ -6,10 +6,11 @@ import random
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from shoal.core.aim import metric_rank
 from shoal.core.errors import SpecError
 from shoal.core.event import TrialPlanned
 from shoal.observe.reader import read_outline
-from shoal.observe.rows import TrialRow, TrialState, metric_rank
+from shoal.observe.rows import TrialRow, TrialState
 from shoal.observe.snapshot import Snapshot
 
 ENDED_EARLY = TrialState.PRUNED, TrialState.STOPPED

@@ -7,14 +7,14 @@ import math
 import pytest
 from generating import generate, steps
 
+from shoal.core.aim import Aim
 from shoal.core.event import TrialFailed, TrialFinished, TrialPruned
 from shoal.launch.keeping import Keeper
 
 
 def keeper(study, *, keep=2, only_weights=False, best=None, mode="min") -> Keeper:
-    return Keeper(
-        study, keep=keep, only_weights=only_weights, best=best, metric="valid_loss", mode=mode
-    )
+    aim = Aim("valid_loss", mode)
+    return Keeper(study, keep=keep, only_weights=only_weights, best=best, aim=aim)
 
 
 def finish(place, values: dict[int, float | None], study) -> set[int]:

@@ -310,3 +310,33 @@ def test_what_cannot_be_listed_is_an_error(tmp_path):
 
     with pytest.raises(FileError, match="cannot list"):
         Generations(tmp_path / "file").all()
+
+
+def loss_of(generation):
+    return generation.manifest.meta["loss"]
+
+
+def ranked(generations, keep=1):
+    return Generations(generations.directory, keep, rank=loss_of)
+
+
+def test_collect_spares_the_best_of_equals_the_earliest(generations):
+    for step, loss in enumerate([3.0, 1.0, 1.0, 2.0, float("inf")]):
+        commit(generations, step, loss=loss)
+    place = ranked(generations)
+    assert place.best().step == 1
+    place.collect()
+    assert [found.step for found in place.all()] == [1, 4]
+    commit(place, 5, loss=0.5)
+    place.collect()
+    assert [found.step for found in place.all()] == [5]
+
+
+def test_the_best_is_one_that_verifies_and_has_a_rank(generations):
+    assert ranked(generations).best() is None
+    commit(generations, 0, loss=float("inf"))
+    assert ranked(generations).best() is None
+    assert generations.best() is None
+    damaged, _ = commit(generations, 1, loss=1.0), commit(generations, 2, loss=2.0)
+    (damaged.path / "weights.safetensors").write_bytes(b"")
+    assert ranked(generations).best().step == 2

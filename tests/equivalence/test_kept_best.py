@@ -1,0 +1,192 @@
+"""The state of a trial's best evaluation: kept wherever it trains, and that of training alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+from shoal.core.errors import SpecError
+from shoal.testing import assert_same, plain_loop
+
+EPOCHS = 8
+
+
+def model(hp):
+    layers = (nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    return nn.Sequential(*layers)
+
+
+def data(hp):
+    draws = torch.Generator().manual_seed(0)
+    rows = [
+        TensorDataset(
+            torch.randn(40, 6, generator=draws), torch.randint(3, (40,), generator=draws)
+        )
+        for _ in range(2)
+    ]
+    return DataLoader(rows[0], 8, shuffle=True), DataLoader(rows[1], 8)
+
+
+def loss(output, batch):
+    return F.cross_entropy(output, batch[1])
+
+
+RECIPE = shoal.Recipe(model=model, data=data, loss=loss, splittable=True)
+SPACE = shoal.grid(lr=[1e-3, 1e-2, 1e-1])
+
+
+@pytest.fixture
+def run(tmp_path, warm_workers):
+    def runs(devices=1, of=RECIPE, study=None, **options):
+        asked = {"space": SPACE, "epochs": EPOCHS, "keep_best": True, **(study or {})}
+        made = shoal.Study("it", of, directory=tmp_path, **asked)
+        hardware = shoal.Hardware.virtual(devices=devices, memory="64MiB")
+        return made.run(hardware=hardware, workers=warm_workers, **options)
+
+    return runs
+
+
+def rows_of(trial):
+    return {row["step"]: row["metrics"]["valid_loss"] for row in trial.history}
+
+
+def assert_kept(report, of=RECIPE, **loop):
+    for last, best in zip(report.trials, report.at_best().trials, strict=True):
+        rows = rows_of(last)
+        step = min(rows, key=rows.get)
+        assert best.metrics["valid_loss"] == rows[step]
+        assert best.history[-1]["step"] == step
+        alone = plain_loop(of, last.hp, last.seed, steps=step, **loop)
+        assert_same(alone, best)
+        for name, tensor in alone.model.state_dict().items():
+            assert torch.equal(best.load().state_dict()[name], tensor)
+    assert any(
+        best.history[-1]["step"] < last.history[-1]["step"]
+        for last, best in zip(report.trials, report.at_best().trials, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"technique": shoal.Spilled(shards=2)},
+        {"technique": shoal.Spilled(shards=2, optimizer="host")},
+        {"technique": shoal.Pipelined(schedule="flush", stages=2), "devices": 2},
+    ],
+    ids=["resident", "spilled", "on the host", "pipelined"],
+)
+def test_it_is_that_of_training_alone(options, run):
+    assert_kept(run(**options))
+
+
+def test_by_steps_too(run):
+    report = run(study={"epochs": None, "steps": 33, "eval_every": 4})
+    assert_kept(report, eval_every=4)
+
+
+@pytest.mark.parametrize("fuse", [3, "2/1"])
+def test_in_arrays_it_is_its_slots(fuse, run, tmp_path):
+    report = run(fuse=fuse)
+    for last, best in zip(report.trials, report.at_best().trials, strict=True):
+        rows = rows_of(last)
+        assert best.history[-1]["step"] == min(rows, key=rows.get)
+        assert best.load_state()["step"] == best.history[-1]["step"]
+        alone = plain_loop(RECIPE, last.hp, last.seed, steps=best.load_state()["step"])
+        for name, tensor in alone.model.state_dict().items():
+            assert torch.allclose(best.load().state_dict()[name], tensor, atol=1e-4)
+
+
+def test_replicas_save_it_once(run):
+    report = run(devices=2, technique=shoal.DataParallel(width=2))
+    for best in report.at_best().trials:
+        assert best.load_state()["step"] == best.history[-1]["step"]
+
+
+@pytest.mark.parametrize("keep_finished", ["weights", "all"])
+def test_it_stays_beside_what_is_kept_of_a_finished_trial(keep_finished, run):
+    report = run(study={"keep": 1, "keep_finished": keep_finished, "checkpoint_every": 0})
+    for last, best in zip(report.trials, report.at_best().trials, strict=True):
+        kept = {int(path.name[5:13]) for path in last.checkpoint.parent.glob("step-*")}
+        assert kept == {last.history[-1]["step"], best.history[-1]["step"]}
+        assert best.load_state()["optimizer"] is not None or keep_finished == "weights"
+
+
+def test_where_it_was_not_kept_that_is_said(run):
+    report = run(study={"keep_best": False})
+    best = report.at_best().best
+    assert best.metrics["valid_loss"] < report.best.metrics["valid_loss"]
+    with pytest.raises(SpecError, match=r"no checkpoint: Study\(keep_best=True\) keeps one"):
+        best.load()
+
+
+def test_a_trial_that_goes_on_keeps_a_better_one_alone(run):
+    run(study={"epochs": 3})
+    assert_kept(run())
+
+
+def test_in_a_population_it_is_ones_own(run):
+    space = {"lr": shoal.log_uniform(1e-3, 0.3)}
+    pruner = shoal.PBT(interval=2, quantile=0.25)
+    report = run(study={"space": space, "trials": 4, "pruner": pruner})
+    assert any(trial.inherited for trial in report.trials)
+    for last, best in zip(report.trials, report.at_best().trials, strict=True):
+        step = best.history[-1]["step"]
+        had = [one["hp"] for one in last.hp_schedule if one["after"] < step]
+        assert best.hp == had[-1]
+        found = valid_loss(best.load())
+        assert found == pytest.approx(best.metrics["valid_loss"], abs=1e-6)
+
+
+def valid_loss(net):
+    with torch.no_grad():
+        found = [float(loss(net(batch[0]), batch)) for batch in data({})[1]]
+    return sum(found) / len(found)
+
+
+SCRIPT = """
+    import os, signal, sys
+    sys.path.insert(0, {here!r})
+    import shoal
+    from test_kept_best import RECIPE, SPACE
+
+    study = shoal.Study("it", RECIPE, space=SPACE, epochs=8, directory={place!r}, keep_best=True)
+    left = [int(sys.argv[1])]
+
+    class Kills:
+        def __call__(self, event):
+            left[0] -= type(event).__name__ == "Evaluated"
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    if __name__ == "__main__":
+        hardware = shoal.Hardware.virtual(devices=1, memory="64MiB")
+        study.run(hardware=hardware, callbacks=[Kills()], fuse={fuse!r})
+"""
+
+
+@pytest.mark.parametrize("fuse", [False, 3])
+def test_after_kills_it_is_the_same(fuse, tmp_path):
+    here = str(Path(__file__).parent)
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT.format(here=here, place=str(tmp_path), fuse=fuse)))
+    for evaluations in (2, 7, 10**6):
+        done = subprocess.run([sys.executable, script, str(evaluations)], env=os.environ)
+        assert done.returncode in (0, -signal.SIGKILL)
+    assert done.returncode == 0
+    report = shoal.open(tmp_path / "it", recipe=RECIPE)
+    if not fuse:
+        assert_kept(report)
+    for best in report.at_best().trials:
+        assert valid_loss(best.load()) == pytest.approx(best.metrics["valid_loss"], abs=1e-6)
