@@ -108,6 +108,8 @@ def content(
     if copy:
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     packer = Packer(tensors)
+    evaluated = session.evaluated_at == session.step
+    ended = session.ended and evaluated  # it is to be evaluated where it goes on, if it was not
     meta: dict[str, Any] = {
         "trial": session.job.trial,
         "hp": dict(session.job.hp),
@@ -116,13 +118,13 @@ def content(
         "ties": ties,
         "extra": packer.pack(extra_state(session.model)),
         "progress": packer.pack(progress_record(session.progress())),
-        "ended": session.ended,
+        "ended": ended,
         "length": session.settings.steps or session.settings.epochs,
         "metrics": dict(session.metrics),
-        "evaluated": session.evaluated_at == session.step,
+        "evaluated": evaluated,
     }
     files = {WEIGHTS: weights, STATE: tensors}
-    if session.ended and session.settings.keep_finished == "weights":
+    if ended and session.settings.keep_finished == "weights":
         files = {WEIGHTS: weights} | _packed_only(meta["extra"], tensors)
     return Content(session.job.trial, session.step, files, meta)
 
