@@ -87,12 +87,15 @@ def export_trial(
         _write(scratch / HYPERPARAMETERS, dict(trial.hp))
         _write(scratch / METRICS, _metrics(trial, report, history, step))
         origin = Snapshot.of(read_trial(report.directory, trial.number))
-        readme = _readme(trial, origin, call, changed)
+        left = trial.kept_in_python()
+        readme = _readme(trial, origin, call, changed, left)
         (scratch / README).write_text(readme, encoding="utf-8")
         digests = {name: digest(path) for name, path in _files(scratch).items()}
         provenance = _provenance(trial, origin, step) | {"kind": kind, "sha256": digests}
         if changed:
             provenance["recipe_changed"] = list(changed)
+        if left:
+            provenance["left_out"] = left
         _write(scratch / PROVENANCE, provenance)
         files = {name: path.stat().st_size for name, path in _files(scratch).items()}
     return Exported(directory=target, trial=trial.number, step=step, kind=kind, files=files)
@@ -243,15 +246,25 @@ def import_of_build(origin: Snapshot) -> str:
     return f"from {file.stem} import {name}  # in {file.parent}\nbuild = {name}.recipe.model"
 
 
-def _readme(trial: TrialResult, origin: Snapshot, call: str, changed: Sequence[str]) -> str:
+def _readme(
+    trial: TrialResult,
+    origin: Snapshot,
+    call: str,
+    changed: Sequence[str],
+    left: Sequence[str],
+) -> str:
     if "build(hp)" in call:
         call = f"{import_of_build(origin)}\n{call}"
     settings = ", ".join(f"{name}={value!r}" for name, value in trial.hp.items())
     since = f" Since it was trained the recipe changed: {', '.join(changed)}." if changed else ""
+    lacks = (
+        f"These files lack what the model keeps in Python: {', '.join(left)}. It is as it is when "
+        "the model is built; `shoal.open(DIRECTORY).best.load()` has it as it was.\n\n"
+    ) * bool(left)
     return (
         f"Trial {trial.number} of study {origin.study} ({settings}; seed {trial.seed}), "
         f"{str(trial.state).lower()}; {origin.source or 'an interactive study'}.{since}\n\n"
-        f"```python\n{call}\n```\n\n"
+        f"```python\n{call}\n```\n\n{lacks}"
         f"`{METRICS}` has its learning curve, `{PROVENANCE}` where it comes from and the SHA-256 "
         "of each file.\n"
     )

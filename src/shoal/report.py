@@ -51,7 +51,8 @@ class TrialResult:
     epoch, seconds, metrics), ``error`` the traceback of a failure or empty.
     ``checkpoint`` is the directory of the last step's state, None if there is none. ``hp`` are
     the hyperparameters of the last step; of a trial of a population ``inherited`` is a list of
-    dicts that say where it went on from another trial: step, source, before, hp.
+    dicts that say where it went on from another trial: step, source, before, hp. ``is_at_best``:
+    it is the trial as of its best evaluation (``Report.at_best``).
     """
 
     number: int
@@ -64,8 +65,8 @@ class TrialResult:
     error: str
     checkpoint: Path | None
     inherited: Sequence[Mapping[str, Any]] = ()
+    is_at_best: bool = False
     _recipe: Recipe | Origin | None = field(default=None, repr=False, compare=False)
-    _is_at_best: bool = field(default=False, repr=False, compare=False)
 
     @property
     def hp_schedule(self) -> list[dict[str, Any]]:
@@ -81,9 +82,11 @@ class TrialResult:
     def load(self) -> Any:
         """The user's own module with the weights of the last step, on CPU in eval mode.
 
-        A dict of modules, where ``Recipe(model=...)`` returned a mapping.
-        The process's random streams are left as they were. In a study that was opened
-        from its directory this imports the file that defined the study.
+        What it keeps in attributes (a count of steps, a hidden state) is as it was then, but of a
+        trial of which only the ``"weights"`` were kept. A dict of modules, where
+        ``Recipe(model=...)`` returned a mapping. The process's random streams are left as they
+        were. In a study that was opened from its directory this imports the file that defined the
+        study.
 
         Raises:
             SpecError: no checkpoint, no recipe, or a recipe whose model has other weights.
@@ -95,8 +98,14 @@ class TrialResult:
 
     def _load_whole(self) -> nn.Module:
         """As one module, also of a mapping of several."""
+        import torch  # lazy: see ``_read_weights``
+
+        from shoal.pystate import Attributes
+        from shoal.runtime import checkpoint
+
         weights = _read_weights(self._checkpoint())
         model = _build_model(self._find_recipe(), self.hp, self.seed)
+        attributes = Attributes(model, None, None)
         try:
             model.load_state_dict(weights, strict=True)
         except RuntimeError as error:
@@ -105,6 +114,8 @@ class TrialResult:
                 f"{self.checkpoint}: {error}\nOpen the study with the recipe that trained it: "
                 "shoal.open(path, recipe=...)."
             ) from error
+        kept = checkpoint.read_attributes(self._checkpoint())
+        attributes.give(kept, torch.device("cpu"))
         return model.eval()
 
     def load_state(self) -> dict[str, Any]:
@@ -116,6 +127,17 @@ class TrialResult:
         from shoal.runtime import checkpoint  # lazy: see ``_read_weights``
 
         return checkpoint.read_state(self._checkpoint())
+
+    def kept_in_python(self) -> list[str]:
+        """Which attributes of the model changed as it trained, in words: "'calls' of the model".
+
+        ``load`` gives them back; a file of weights has no place for them.
+        """
+        from shoal.pystate.attributes import in_words  # lazy: see ``_read_weights``
+        from shoal.runtime import checkpoint
+
+        places = checkpoint.read_attributes(self._checkpoint())
+        return [in_words(one) for one in places if one.startswith(("the model", "module "))]
 
     def export(self, directory: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
         """Write the trained model, and where it comes from, into ``directory``; returns it.
@@ -158,7 +180,7 @@ class TrialResult:
             hp=HyperParameters(before[-1]),
             metrics=dict(best["metrics"]),
             history=[row for row in self.history if row["step"] <= best["step"]],
-            _is_at_best=True,
+            is_at_best=True,
             checkpoint=None if self.checkpoint is None else self._saved_at(best["step"]),
         )
 
@@ -178,7 +200,7 @@ class TrialResult:
         return last_words(self.error)
 
     def _checkpoint(self) -> Path:
-        if self.checkpoint is None and self._is_at_best:
+        if self.checkpoint is None and self.is_at_best:
             raise SpecError(
                 f"of the best evaluation of trial {self.number} there is no checkpoint: "
                 "Study(keep_best=True) keeps one from then on. The last one is that of the report "
@@ -276,7 +298,7 @@ class Report:
 
     @property
     def best(self) -> TrialResult:
-        """The FINISHED trial with the best metric; of equals the first.
+        """The FINISHED trial with the best metric; of equals the first. Of ``at_best`` any trial.
 
         Raises:
             SpecError: no trial finished with a finite value of the metric.
@@ -302,7 +324,9 @@ class Report:
         """The same trials, each as its best evaluation by the metric found it.
 
         Metrics, history and hyperparameters are those of then; so are the weights of ``load``,
-        ``load_state`` and ``export``, where ``Study(keep_best=True)`` kept them.
+        ``load_state`` and ``export``, where ``Study(keep_best=True)`` kept them. ``best`` is the
+        trial with the best of them, whether it finished or was pruned, stopped early or failed
+        since.
         """
         return replace(self, trials=[one.at_best(self.metric, self.mode) for one in self.trials])
 
@@ -352,7 +376,7 @@ class Report:
         return leaderboard(self)
 
     def _rank(self, trial: TrialResult) -> float:
-        if trial.state is not TrialState.FINISHED:
+        if trial.state is not TrialState.FINISHED and not trial.is_at_best:
             return math.inf
         return metric_rank(trial.metrics.get(self.metric), self.mode)
 

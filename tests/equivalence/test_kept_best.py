@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 
 import pytest
@@ -190,3 +191,15 @@ def test_after_kills_it_is_the_same(fuse, tmp_path):
         assert_kept(report)
     for best in report.at_best().trials:
         assert valid_loss(best.load()) == pytest.approx(best.metrics["valid_loss"], abs=1e-6)
+
+
+def test_one_that_was_stopped_early_may_be_the_best(run):
+    optuna = pytest.importorskip("optuna")
+    with warnings.catch_warnings(action="ignore"):  # that it is experimental
+        patient = optuna.pruners.PatientPruner(None, patience=1)
+    report = run(study={"pruner": patient, "generation": 3})
+    assert report.count("PRUNED")
+    best = report.at_best().best
+    values = {trial.number: min(rows_of(trial).values()) for trial in report.trials}
+    assert best.number == min(values, key=values.get)
+    assert best.load_state()["step"] == best.history[-1]["step"]

@@ -511,3 +511,38 @@ def test_what_cannot_be_kept_is_told_of_once(after, tmp_path, warm_workers, caps
     assert capsys.readouterr().err.count(warning) == 1
     for trial in report.trials:
         assert_alone(of, trial)
+
+
+class Anneals(nn.Module):
+    """Its loss depends on how often it was called; and it keeps its last hidden state."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 6), nn.Linear(6, 2)
+        self.calls, self.hidden, self.seen = 0, None, {}
+
+    def forward(self, x):
+        hidden = self.first(x).tanh()
+        if self.training:
+            self.calls += 1
+            self.hidden = hidden.detach().mean(0)
+            self.seen["rows"] = self.seen.get("rows", 0) + len(x)
+        kept = 0.0 if self.hidden is None else self.hidden
+        return self.last(hidden + min(1.0, self.calls / 50) * kept)
+
+
+@pytest.mark.parametrize("keep_finished", ["all", "weights"])
+def test_a_model_that_is_loaded_keeps_what_it_kept(keep_finished, run_study, tmp_path):
+    recipe = shoal.Recipe(model=lambda hp: Anneals(), data=data, loss=loss)
+    report = run_study(recipe, {"lr": 0.01}, epochs=2, keep_finished=keep_finished)
+    alone = plain_loop(recipe, {"lr": 0.01}, 0, epochs=2).model
+    loaded = report.best.load()
+    if keep_finished == "weights":
+        assert (loaded.calls, loaded.hidden, loaded.seen) == (0, None, {})
+        return
+    assert (loaded.calls, loaded.seen) == (alone.calls, alone.seen) == (16, {"rows": 128})
+    assert torch.equal(loaded.hidden, alone.hidden)
+    rows = torch.ones(3, 8)
+    assert torch.equal(loaded(rows), alone.eval()(rows))
+    text = (report.best.export(tmp_path / "out") / "README.md").read_text()
+    assert "'calls' of the model, 'hidden' of the model, 'seen' of the model" in text

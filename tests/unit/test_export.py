@@ -41,6 +41,9 @@ class Trained(TrialResult):
         model: Any = self._recipe
         return model  # type: ignore[no-any-return]
 
+    def kept_in_python(self) -> list[str]:
+        return []
+
     def load_state(self) -> dict[str, Any]:
         return {"step": 5}
 

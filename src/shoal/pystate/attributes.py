@@ -8,7 +8,7 @@ may go on in another one, so what of them changed since they were built is a par
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from types import FunctionType
 from typing import Any
@@ -37,10 +37,13 @@ ROOM = 64 * 2**20
 class Attributes:
     """What the modules, the optimizers and the schedule of one trial keep.
 
-    Made when all are built, and nothing has run. Owns copies of small tensors.
+    Made when all are built, and nothing has run. Owns copies of small tensors. A model that is
+    not to train has neither optimizer nor schedule.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, schedule: Any
+    ) -> None:
         self._model, self._optimizer, self._schedule = model, optimizer, schedule
         self._before = self._notes(self.fixed())
 
@@ -109,10 +112,13 @@ class Attributes:
         yield from ((one, f"module {name!r}") for name, one in model.named_modules())
         yield from ((one, f"tensor {name!r}") for name, one in model.named_parameters())
         yield from ((one, f"tensor {name!r}") for name, one in model.named_buffers())
-        for number, one in enumerate(members_of(self._optimizer)):
+        for number, one in enumerate(self._optimizers()):
             yield one, f"optimizer {number}"
         yield self._optimizer, "the optimizer"
         yield self._schedule, "the schedule"
+
+    def _optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        return () if self._optimizer is None else members_of(self._optimizer)
 
     def _holders(self) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
         """Attributes by what has them. A name may come to hold something else by assignment."""
@@ -123,7 +129,7 @@ class Attributes:
         for path, parameter in self._model.named_parameters():
             yield from _hooks(f"parameter {path!r}", parameter)
         yield "whether it is trained", _Flags(self._model)
-        for number, optimizer in enumerate(members_of(self._optimizer)):
+        for number, optimizer in enumerate(self._optimizers()):
             where = f"optimizer {number}" if number else "the optimizer"
             yield where, _ShownOf(optimizer, STEPPED | hooks(), is_torchs=False)
             yield from _hooks(where, optimizer)

@@ -169,6 +169,16 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     return found | extra
 
 
+def read_attributes(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a trial's model kept in attributes that changed as it trained, packed, by place.
+
+    Nothing of a finished trial whose weights alone were kept.
+    """
+    generation = at(path)
+    found = read_progress(generation).python if has_state(generation) else {}
+    return dict(found.get("attributes", {}))
+
+
 def read_state(path: str | os.PathLike[str]) -> dict[str, Any]:
     """``{"model", "optimizer", "schedule", "rng", "step"}`` by parameter name.
 

@@ -64,6 +64,7 @@ def with_checkpoint(make_dir, trained, monkeypatch):
         states = {place: {"model": trained.state_dict(), "step": 10}}
         monkeypatch.setattr(checkpoint, "read_weights", found.__getitem__)
         monkeypatch.setattr(checkpoint, "read_state", states.__getitem__)
+        monkeypatch.setattr(checkpoint, "read_attributes", lambda path: {})
         return directory
 
     return make
