@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from shoal.search.pbt import PBT
     from shoal.search.space import choice, grid, integer, log_uniform, uniform
     from shoal.study import Study, open
+    from shoal.wholeset import WholeSet
 
 __version__ = "0.1.0"
 
@@ -56,6 +57,7 @@ __all__ = [
     "TransitionError",
     "TrialError",
     "TrialResult",
+    "WholeSet",
     "WorkerError",
     "choice",
     "errors",
@@ -78,6 +80,7 @@ _HOMES = {
     "shoal.search.pbt": ("PBT",),
     "shoal.search.space": ("choice", "grid", "integer", "log_uniform", "uniform"),
     "shoal.study": ("Study", "open"),
+    "shoal.wholeset": ("WholeSet",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -24,10 +24,10 @@ from shoal.ownstep import (
     Modes,
     OwnStep,
     Tally,
-    means_of,
     own_evaluation,
     refuse_nonfinite,
     require_evaluation,
+    summed_up,
 )
 from shoal.pipeline.sums import CopiesInTurn
 from shoal.pystate import Attributes, ambient
@@ -355,7 +355,7 @@ def evaluate(
             "the validation data yielded no batch. Recipe(data=...) must return a source that "
             "yields at least one batch each time it is read, or None."
         )
-    return means_of(found)
+    return summed_up(recipe, found)
 
 
 def _evaluate_batch(

@@ -28,6 +28,7 @@ from shoal.core.spec import HyperParameters, Scalar
 from shoal.core.values import is_number, plain
 from shoal.recipe import HP, Recipe
 from shoal.spelled import spelled
+from shoal.wholeset import WholeSet
 
 NAME = "hp"
 """What the parameter of a function is called that takes the trial's hyperparameters."""
@@ -152,8 +153,8 @@ class OfTrial:
     def __init__(self, function: Callable[..., Any], hp: Told) -> None:
         self.function, self.hp = function, hp
 
-    def __call__(self, output: Any, batch: Any) -> Any:
-        return self.function(output, batch, hp=self.hp)
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return self.function(*given, **named, hp=self.hp)
 
 
 def code_of(function: Any) -> Any:
@@ -163,6 +164,10 @@ def code_of(function: Any) -> Any:
 
 def _of_trial(function: Any, hp: HP) -> Any:
     """A recipe's function with these hyperparameters, if it takes them."""
+    if isinstance(function, WholeSet):
+        collect, compute = _of_trial(function.collect, hp), _of_trial(function.compute, hp)
+        is_as_it_was = collect is function.collect and compute is function.compute
+        return function if is_as_it_was else WholeSet(collect, compute)
     if isinstance(function, OfTrial):
         if function.hp.is_of(hp):
             return function

@@ -18,8 +18,10 @@ from typing import Any
 from shoal.core.errors import SpecError
 from shoal.recipe import Recipe
 from shoal.source import import_recorded, load_recorded
+from shoal.wholeset import WholeSet
 
 _NAME = "name"  # of a record that is one, and no value
+_WHOLE_SET = "whole set"  # of a record of two, which are a shoal.WholeSet
 _SCRIPT = "script"  # beside a recipe's fields: the file that made it, for the modules next to it
 
 
@@ -53,6 +55,8 @@ def recall_recipe(
     def recall(value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
+        if value.keys() == {_WHOLE_SET}:
+            return WholeSet(*map(recall, value[_WHOLE_SET]))
         if value.keys() != {_NAME}:
             return {key: recall(item) for key, item in value.items()}
         place, _, name = str(value[_NAME]).rpartition(":")
@@ -97,6 +101,8 @@ class _Nameless(Exception):
 def _name_of(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, WholeSet):
+        return {_WHOLE_SET: [_name_of(value.collect), _name_of(value.compute)]}
     if isinstance(value, Mapping):
         return {str(key): _name_of(item) for key, item in value.items()}
     if not isinstance(value, FunctionType | type):

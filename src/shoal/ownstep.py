@@ -25,8 +25,10 @@ from torch import Tensor, nn
 from shoal.core.errors import SpecError, TrialError
 from shoal.core.values import as_number
 from shoal.kernelstep import steps_by_kernel
-from shoal.recipe import HP, Batch, Recipe
+from shoal.recipe import HP, Batch, Found, Recipe
+from shoal.rng import seeded_host
 from shoal.several import Models, members_of, models_of, optimizers_of
+from shoal.wholeset import Part, WholeSet
 
 LOSS = "loss"
 
@@ -193,13 +195,24 @@ class Tally:
 # ---------------------------------------------------------------- evaluation
 
 
-def means_of(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of the metrics of validation batches, unweighted."""
-    sums: dict[str, float] = {}
-    for metrics in found:
-        for name, value in metrics.items():
-            sums[name] = sums.get(name, 0.0) + value
-    return {name: total / len(found) for name, total in sums.items()}
+def summed_up(recipe: Recipe, found: Sequence[Found]) -> dict[str, float]:
+    """What an evaluation found, of what it found of each batch: unweighted means, and the metrics
+    of the whole set. The random streams of this process are left as they were."""
+    values: dict[str, float] = {}
+    for name in dict.fromkeys(name for one in found for name in one):
+        metric = recipe.metrics.get(name.removeprefix("valid_"))
+        of = [one[name] for one in found if name in one]
+        if isinstance(metric, WholeSet) and isinstance(of[0], Part):
+            values[name] = _of_whole(metric, of, name.removeprefix("valid_"))
+        else:
+            values[name] = sum(of) / len(found)
+    return values
+
+
+def _of_whole(metric: WholeSet, parts: Sequence[Any], name: str) -> float:
+    with seeded_host(0), torch.no_grad():
+        value = metric.of(parts, name)
+    return as_number(f"Recipe(metrics[{name!r}]=shoal.WholeSet(compute=...))", value)
 
 
 def require_evaluation(recipe: Recipe, model: nn.Module, valid: Iterable[Batch] | None) -> None:

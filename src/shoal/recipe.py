@@ -33,10 +33,13 @@ from shoal.several import (
     as_one_optimizer,
     held_by_several,
 )
+from shoal.wholeset import WholeSet
 
 Batch = Any
 Output = Any
 HP = Mapping[str, Scalar]
+Found = dict[str, Any]
+"""Of a validation batch, by name: numbers, and parts of what is computed of all batches."""
 
 NO_LSTM = (
     "this CPU cannot run an nn.LSTM in bfloat16 under autocast: oneDNN, which torch hands it to, "
@@ -70,7 +73,8 @@ class Recipe:
         schedule_interval: ``"epoch"`` steps the schedule after the last step of each epoch
             instead, as ``StepLR(optimizer, 30)`` is mostly meant; the training data has a length.
         metrics: name -> ``(output, batch) -> float``, averaged over the validation batches; with a
-            parameter called ``hp`` as in ``loss``.
+            parameter called ``hp`` as in ``loss``. Or a ``shoal.WholeSet``, which is computed once
+            of all batches: AUC, F1, a mean that weighs a short last batch less.
         clip_grad_norm: the largest global gradient norm, or None; or ``(hp) -> norm or None``, for
             each trial its own. A trial for which it says None is not clipped, but is planned as
             one that is: a spilled one begins no step before the whole backward is done.
@@ -149,6 +153,14 @@ class Recipe:
                 f"Recipe(stale=...) is shoal.Stale(efficiency=...) or None, got {self.stale!r}"
             )
         self._check_step()
+
+    def metric_functions(self) -> Iterator[tuple[str, Callable[..., Any]]]:
+        """The functions that metrics consist of, each under its metric's name."""
+        for name, metric in self.metrics.items():
+            if isinstance(metric, WholeSet):
+                yield from ((name, metric.collect), (name, metric.compute))
+            else:
+                yield name, metric
 
     def _set(self, name: str, value: object) -> None:
         """What was given, as it is kept."""
@@ -362,13 +374,15 @@ class _Guarded(HyperParameters):
             )
 
 
-def evaluate_metrics(recipe: Recipe, loss: Tensor, output: Any, batch: Any) -> dict[str, float]:
-    """The names and values of one validation batch."""
-    values = {
-        f"valid_{name}": as_number(f"Recipe(metrics[{name!r}]=...)", metric(output, batch))
-        for name, metric in recipe.metrics.items()
-    }
-    return {"valid_loss": float(loss), **values}
+def evaluate_metrics(recipe: Recipe, loss: Tensor, output: Any, batch: Any) -> Found:
+    """The names and values of one validation batch; of a metric of the whole set its part."""
+    values: Found = {"valid_loss": float(loss)}
+    for name, metric in recipe.metrics.items():
+        found = metric(output, batch)
+        is_part = isinstance(metric, WholeSet)
+        what = f"Recipe(metrics[{name!r}]=...)"
+        values[f"valid_{name}"] = found if is_part else as_number(what, found)
+    return values
 
 
 def model_inputs(recipe: Recipe, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +35,19 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
+
+
+@contextmanager
+def seeded_host(seed: int) -> Iterator[None]:
+    """The host's streams from a seed inside, and as they were afterwards."""
+    before = capture_rng()
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        restore_rng(before)
 
 
 WORDS_BYTES = 624 * 4 + 4  # of NumPy's legacy generator, and where among them it is

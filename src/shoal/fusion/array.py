@@ -355,13 +355,13 @@ class Array:
             found = self.backend.evaluate(self._crew, moved, taking)
             for slot in (s for s, is_taking in enumerate(taking) if is_taking):
                 recipe = self._crew.members[slot].recipe
-                values = {"valid_loss": float(found.losses[slot])}
-                if recipe.metrics:
-                    with torch.no_grad(), torch_streams_of(self._crew, slot):
-                        for name, metric in recipe.metrics.items():
-                            value = metric(found.outputs[slot], moved[slot])
-                            values[f"valid_{name}"] = float(value)
-                results[slot] = values
+                loss = found.losses[slot]
+                if not recipe.metrics:
+                    results[slot] = {"valid_loss": float(loss)}
+                    continue
+                with torch.no_grad(), torch_streams_of(self._crew, slot):
+                    output, batch = found.outputs[slot], moved[slot]
+                    results[slot] = evaluate_metrics(recipe, loss, output, batch)
         return results
 
     def evaluate_by_itself(self, slot: int, batch: Any) -> dict[str, float]:

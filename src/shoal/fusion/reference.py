@@ -22,10 +22,11 @@ from shoal.fusion.batches import layout_of
 from shoal.fusion.kinds import backend_of
 from shoal.fusion.loop import LoopBackend
 from shoal.fusion.member import Member
-from shoal.ownstep import Modes, Tally, require_evaluation
+from shoal.ownstep import Modes, Tally, require_evaluation, summed_up
 from shoal.pystate import Attributes, ambient
 from shoal.recipe import (
     HP,
+    Found,
     Recipe,
     build_model,
     build_optimizer_of,
@@ -227,16 +228,14 @@ class _Loop:
         self.history.append({"step": len(self.losses), "epoch": epoch, "metrics": metrics})
 
     def _evaluate(self) -> dict[str, float]:
-        sums: dict[str, float] = {}
-        count = 0
+        if self._valid is None:
+            return {}
         with self.array.evaluating():
-            for batch in self._read(self._valid) if self._valid is not None else ():
-                found = self._evaluated(batch)
-                sums = {name: sums.get(name, 0.0) + value for name, value in found.items()}
-                count += 1
-        return {name: value / count for name, value in sums.items()}
+            found = [self._evaluated(batch) for batch in self._read(self._valid)]
+        recipe = self.array.member(self._slot).recipe
+        return summed_up(recipe, found)
 
-    def _evaluated(self, batch: Any) -> dict[str, float]:
+    def _evaluated(self, batch: Any) -> Found:
         before = self.array.drawn_until_now([self._slot])
         try:
             return self.array.evaluate(self._alone(batch))[self._slot] or {}

@@ -72,7 +72,7 @@ def _recipe_facts(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield "the recipe's inputs", described(recipe.inputs)
     for name in ("step", "evaluate") if recipe.step is not None else ():
         yield f"the recipe's {name}", described(getattr(recipe, name))
-    for name, metric in recipe.metrics.items():
+    for name, metric in recipe.metric_functions():
         yield f"the recipe's metric {name!r}", described(code_of(metric))
     for name in ("accumulate", "precision", "loss_rows"):
         yield f"the recipe's {name}", repr(getattr(recipe, name))

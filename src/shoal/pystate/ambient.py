@@ -337,7 +337,7 @@ def _owners(recipe: Recipe, all_code: bool) -> Iterator[tuple[str, MutableMappin
 def _given(recipe: Recipe) -> Iterator[Any]:
     """All code that the recipe's user gave."""
     yield from (value for value in vars(recipe).values() if callable(value))
-    yield from recipe.metrics.values()
+    yield from (function for _, function in recipe.metric_functions())
 
 
 def _steps(recipe: Recipe) -> Iterator[tuple[str, Any]]:
@@ -345,7 +345,7 @@ def _steps(recipe: Recipe) -> Iterator[tuple[str, Any]]:
     for name in ("loss", "inputs", "step", "evaluate"):
         if (value := getattr(recipe, name)) is not None:
             yield name, code_of(value)
-    for name, metric in recipe.metrics.items():
+    for name, metric in recipe.metric_functions():
         yield f"metric {name!r}", code_of(metric)
 
 

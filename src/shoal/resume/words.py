@@ -43,13 +43,19 @@ def version_of(value: Any) -> str:
 
 
 def attributes_of(value: Any, *, with_all: bool) -> dict[str, Any]:
-    """An object's attributes by name; of a library's object the plain public ones."""
-    if is_dataclass(value) and not isinstance(value, type):
+    """An object's attributes by name; of a library's object the plain public ones, and of its
+    records functions too."""
+    is_record = is_dataclass(value) and not isinstance(value, type)
+    if is_record:
         found = {field.name: getattr(value, field.name, None) for field in fields(value)}
     else:
         found = dict(getattr(value, "__dict__", {}))
     if not with_all:
-        found = {name: item for name, item in found.items() if _is_telling(name, item)}
+        found = {
+            name: item
+            for name, item in found.items()
+            if _is_telling(name, item) or (is_record and callable(item))
+        }
     return dict(sorted(found.items()))
 
 

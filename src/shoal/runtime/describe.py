@@ -174,7 +174,7 @@ def _choices(recipe: Recipe, hp: HyperParameters) -> dict[str, Any]:
     if recipe.step is not None:
         kinds = (bool, int, str)
         found |= {name: hp[name] for name in hp if type(hp[name]) in kinds and name != "seed"}
-    for function in (recipe.loss, *recipe.metrics.values()):
+    for function in (recipe.loss, *(one for _, one in recipe.metric_functions())):
         if isinstance(function, OfTrial):  # a term of weight 0 may be left out
             values = function.hp.spelled.items()
             found |= {name: bool(v) if isinstance(v, float) else v for name, v in values}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,16 +31,17 @@ from shoal.ownstep import (
     Modes,
     OwnStep,
     Tally,
-    means_of,
     refuse_nonfinite,
     require_evaluation,
     require_metric,
+    summed_up,
 )
 from shoal.partition.build import clone_batch
 from shoal.partition.chain import Chain
 from shoal.partition.compiled import compiles
 from shoal.partition.narrow import UseWatch, has_hooks
 from shoal.recipe import (
+    Found,
     Recipe,
     build_model,
     build_optimizer_of,
@@ -591,9 +592,9 @@ class Session:
         restore_rng(saved, self.device)
         self._evaluated(found)
 
-    def _evaluated(self, found: Sequence[Mapping[str, float]]) -> None:
+    def _evaluated(self, found: Sequence[Found]) -> None:
         """A validation pass found these metrics, one mapping a batch."""
-        self.metrics = {**self.tally.take(), **means_of(found)}
+        self.metrics = {**self.tally.take(), **summed_up(self.recipe, found)}
         if self.recipe.step is not None:
             require_metric(self.settings.metric, self.metrics, has_valid=bool(self.valid_feed))
         self.is_best = self.on_evaluated(self.metrics)

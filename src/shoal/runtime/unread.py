@@ -78,7 +78,7 @@ class Code:
     @property
     def _told(self) -> list[Any]:
         recipe = self._recipe
-        of_batches = (recipe.loss, *recipe.metrics.values())
+        of_batches = (recipe.loss, *(function for _, function in recipe.metric_functions()))
         told: list[Any] = [one for one in of_batches if one is not None and takes_hp(one)]
         told += [one for one in (recipe.step, recipe.evaluate) if one is not None]
         return told + [recipe.clip_grad_norm] * callable(recipe.clip_grad_norm)
