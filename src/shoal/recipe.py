@@ -25,7 +25,7 @@ from shoal.core.stale import Stale
 from shoal.core.values import as_number, flag, is_number, one_of, optional_whole, plain, whole
 from shoal.frames import line_of
 from shoal.modelchecks import check_model
-from shoal.recipechecks import check_functions, check_metrics
+from shoal.recipechecks import check_functions, check_metrics, check_schedule
 from shoal.rounding import Rounding
 from shoal.rowwise import LossByRows
 from shoal.several import (
@@ -72,6 +72,9 @@ class Recipe:
             ``optimizer`` returned, and may return several too.
         schedule_interval: ``"epoch"`` steps the schedule after the last step of each epoch
             instead, as ``StepLR(optimizer, 30)`` is mostly meant; the training data has a length.
+            ``"evaluation"`` steps it after each evaluation, with ``schedule_metric`` if its
+            ``step`` takes one, as that of ``ReduceLROnPlateau``; on one device.
+        schedule_metric: what an evaluation found, for such a schedule.
         metrics: name -> ``(output, batch) -> float``, averaged over the validation batches; with a
             parameter called ``hp`` as in ``loss``. Or a ``shoal.WholeSet``, which is computed once
             of all batches: AUC, F1, a mean that weighs a short last batch less.
@@ -132,6 +135,7 @@ class Recipe:
     share_data: bool = False
     stale: Stale | None = None
     schedule_interval: str = "step"
+    schedule_metric: str = "valid_loss"
 
     def __post_init__(self) -> None:
         check_functions(vars(self))
@@ -142,10 +146,10 @@ class Recipe:
         self._set("precision", one_of("precision", self.precision, known))
         self._set("loss_rows", optional_whole("loss_rows", self.loss_rows, 1))
         self._set("on_nonfinite", one_of("on_nonfinite", self.on_nonfinite, ("fail", "ignore")))
-        asked = one_of("schedule_interval", self.schedule_interval, ("step", "epoch"))
+        intervals = ("step", "epoch", "evaluation")
+        asked = one_of("schedule_interval", self.schedule_interval, intervals)
         self._set("schedule_interval", asked)
-        if asked == "epoch" and self.schedule is None:
-            raise SpecError("Recipe(schedule_interval='epoch') has no schedule: give schedule=.")
+        check_schedule(vars(self))
         for name in ("splittable", "share_data"):
             self._set(name, flag(f"Recipe({name}=...)", getattr(self, name)))
         if self.stale is not None and not isinstance(self.stale, Stale):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,6 +49,28 @@ def check_metrics(metrics: object) -> None:
                 "recipe's loss over the validation batches. Give it another name."
             )
         _require_callable(f"metrics[{name!r}]", metric)
+
+
+def check_schedule(given: Mapping[str, Any]) -> None:
+    """Look at when a recipe's schedule is stepped, by the names of its arguments.
+
+    Raises:
+        SpecError: there is none, or a metric that it does not go by, or that nobody measures.
+    """
+    interval, metric = given["schedule_interval"], given["schedule_metric"]
+    if interval != "step" and given["schedule"] is None:
+        raise SpecError(f"Recipe(schedule_interval={interval!r}) has no schedule: give schedule=.")
+    if interval != "evaluation" and metric != "valid_loss":
+        raise SpecError(
+            f"Recipe(schedule_metric={metric!r}) is for a schedule that goes by evaluations. Give "
+            "schedule_interval='evaluation' too."
+        )
+    known = ["valid_loss", *(f"valid_{name}" for name in given["metrics"])]
+    if interval == "evaluation" and given["step"] is None and metric not in known:
+        raise SpecError(
+            f"Recipe(schedule_metric={metric!r}) is none of what evaluations find: "
+            f"{', '.join(known)}."
+        )
 
 
 def _require_callable(name: str, value: object) -> None:

@@ -31,6 +31,8 @@ def build_schedule(
     if recipe.schedule is None:
         return None
     made = as_one_schedule(recipe.schedule(optimizers_of(optimizer), hp))
+    if made is not None and recipe.schedule_interval == "evaluation":
+        return EachEvaluation(made, recipe.schedule_metric)
     for one in each_schedule(made):
         _refuse_asking(one)
     if made is None or recipe.schedule_interval == "step":
@@ -47,23 +49,39 @@ def build_schedule(
 
 def schedule_numerics(recipe: Recipe) -> dict[str, Scalar]:
     """What a numerics key says of the schedule; nothing where it is stepped after each step."""
-    return {"schedule": "each epoch"} if recipe.schedule_interval == "epoch" else {}
+    interval = recipe.schedule_interval
+    return {} if interval == "step" else {"schedule": f"each {interval}"}
+
+
+def by_evaluations(recipe: Recipe) -> str:
+    """Why a schedule cannot be stepped on several devices; empty where it can."""
+    if recipe.schedule_interval != "evaluation":
+        return ""
+    return (
+        "schedule_interval='evaluation' steps the schedule where the trial is evaluated, and of "
+        "several devices each steps one of its own, which hears of no metric. Train on one device "
+        "(technique='resident' or 'spilled'), or with a schedule that goes by steps or epochs."
+    )
+
+
+def _asks(schedule: Any) -> str:
+    """The argument that a schedule's ``step`` needs; empty if none."""
+    try:
+        parameters = inspect.signature(schedule.step).parameters.values()
+    except (AttributeError, TypeError, ValueError):  # of no schedule, or without a signature
+        return ""
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return next((p.name for p in parameters if p.default is p.empty and p.kind not in kinds), "")
 
 
 def _refuse_asking(schedule: Any) -> None:
     """Raises SpecError for a schedule whose ``step`` needs an argument."""
-    try:
-        parameters = inspect.signature(schedule.step).parameters.values()
-    except (AttributeError, TypeError, ValueError):  # of no schedule, or without a signature
-        return
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
-    if needed:
+    if needed := _asks(schedule):
         raise SpecError(
             f"Recipe(schedule=...) returned a {type(schedule).__name__}, whose step() needs "
-            f"{needed[0]!r}. Schedules are stepped after each optimizer step, or each epoch, and "
-            "are told nothing, no metric either. Return one that goes by steps or epochs, such as "
-            "CosineAnnealingLR; trials that do not improve are a pruner's."
+            f"{needed!r}. Schedules are stepped after each optimizer step, or each epoch, and "
+            "told nothing. One that goes by a metric is stepped with it after each evaluation: "
+            "Recipe(schedule_interval='evaluation', schedule_metric='valid_loss')."
         )
 
 
@@ -112,12 +130,54 @@ class EachEpoch(Schedules):
         self._done = state[_COUNT]["steps"]
 
 
+class EachEvaluation(Schedules):
+    """One or several schedules that go on after each evaluation, told what it found.
+
+    One that takes over another trial's weights begins anew: nobody knows what it would have seen.
+    """
+
+    def __init__(self, schedule: Any, metric: str) -> None:
+        super().__init__(schedule.members if isinstance(schedule, Schedules) else {"it": schedule})
+        self.metric = metric
+
+    def step(self) -> None:
+        """Nothing: a step is no evaluation."""
+
+    def measured(self, found: Mapping[str, float]) -> None:
+        """Go on, with the metric where ``step`` asks for it.
+
+        Raises:
+            SpecError: it was not measured.
+        """
+        if self.metric not in found:
+            raise SpecError(
+                f"the schedule goes by {self.metric!r}, Recipe(schedule_metric=...), and the "
+                f"evaluation found {', '.join(sorted(found)) or 'nothing'}. Name one of these, or "
+                "return validation data from Recipe(data=...)."
+            )
+        for member in self.members.values():
+            member.step(*[found[self.metric]] * bool(_asks(member)))
+
+
+def advance(schedule: Any, found: Mapping[str, float] | None = None) -> None:
+    """After a step; or after an evaluation that ``found`` these metrics."""
+    if found is None:
+        schedule.step()
+    elif isinstance(schedule, EachEvaluation):
+        schedule.measured(found)
+
+
 _COUNT = "steps of the trial"  # in a state, beside the names of schedules
 
 
 def turn(schedule: Any) -> None:
-    """Have it go on now, whether or not its epoch is over."""
-    Schedules.step(schedule) if isinstance(schedule, EachEpoch) else schedule.step()
+    """Have it go on now, whether or not its epoch is over, or something was measured."""
+    if isinstance(schedule, EachEvaluation):
+        schedule.measured({schedule.metric: 0.0})
+    elif isinstance(schedule, EachEpoch):
+        Schedules.step(schedule)
+    else:
+        schedule.step()
 
 
 def each_schedule(schedule: Any) -> Iterator[Any]:

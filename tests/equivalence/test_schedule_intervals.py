@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
-from shoal.core.errors import SpecError
+from shoal.core.errors import PlanError, SpecError
 from shoal.schedules import EachEpoch
 from shoal.testing import assert_same, plain_loop
 
@@ -207,3 +207,99 @@ def test_a_state_has_the_steps_that_were_counted():
         other.step()
     assert one.state_dict() == other.state_dict()
     assert one.members["it"].last_epoch == 3
+
+
+def plateau(optimizer, hp):
+    return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.05)
+
+
+def by_evaluations(**options):
+    how = {"model": model, "data": data, "loss": loss, "optimizer": sgd, "schedule": plateau}
+    return shoal.Recipe(**{**how, "schedule_interval": "evaluation", **options})
+
+
+def test_a_plateau_in_the_plain_loop_is_that_by_hand():
+    found = plain_loop(by_evaluations(), {"lr": 0.1}, 3, epochs=EPOCHS)
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    net, (train, valid) = model({}), data({})
+    made = sgd(net.named_parameters(), {"lr": 0.1})
+    plan = plateau(made, {})
+    for _ in range(EPOCHS):
+        for batch in train:
+            net.zero_grad()
+            loss(net(batch[0]), batch).backward()
+            made.step()
+        before = torch.get_rng_state()
+        with torch.no_grad():
+            values = [float(loss(net(batch[0]), batch)) for batch in valid]
+        torch.set_rng_state(before)
+        plan.step(sum(values) / len(values))
+    torch.set_rng_state(state)
+    assert found.optimizer.param_groups[0]["lr"] == made.param_groups[0]["lr"] < 0.1
+    for mine, theirs in zip(found.model.parameters(), net.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("way", ["resident", "spilled", "on the host"])
+@pytest.mark.parametrize("every", [None, 3])
+def test_a_plateau_is_the_trials_own(way, every, run):
+    of = by_evaluations()
+    how = {**WAYS, "on the host": {"technique": shoal.Spilled(shards=2, optimizer="host")}}[way]
+    for trial in run(of, study={"eval_every": every}, **how).trials:
+        assert not trial.error
+        alone = plain_loop(of, trial.hp, trial.seed, epochs=EPOCHS, eval_every=every)
+        assert alone.optimizer.param_groups[0]["lr"] < trial.hp["lr"]
+        assert_same(alone, trial)
+
+
+def test_a_plateau_in_arrays(run):
+    def accuracy(output, batch):
+        return float((output.argmax(-1) == batch[1]).float().mean())
+
+    def highest(optimizer, hp):
+        return lr_scheduler.ReduceLROnPlateau(optimizer, "max", factor=0.5, patience=0)
+
+    of = by_evaluations(
+        metrics={"accuracy": accuracy}, schedule=highest, schedule_metric="valid_accuracy"
+    )
+    report = run(of, fuse=2, lrs=(0.1, 0.05, 0.2))
+    assert set(squads.widths(report)) == {2}
+    groups = [trial.load_state()["optimizer"]["groups"][0] for trial in report.trials]
+    rates = [trial.hp["lr"] for trial in report.trials]
+    assert any(group["lr"] < rate for group, rate in zip(groups, rates, strict=True))
+    squads.assert_verified(report, of)
+
+
+@pytest.mark.parametrize("fuse", [False, 2])
+def test_a_plateau_goes_on_where_it_was(fuse, run):
+    of = by_evaluations()
+    for epochs in (2, 3, EPOCHS):
+        report = run(of, fuse=fuse, study={"epochs": epochs})
+    squads.assert_verified(report, of)
+
+
+def test_a_plateau_begins_anew_in_a_population(run):
+    of, pruner = by_evaluations(), shoal.PBT(interval=1, quantile=0.25)
+    space = {"lr": shoal.log_uniform(0.01, 0.3)}
+    report = run(of, study={"space": space, "trials": 4, "pruner": pruner})
+    assert any(trial.inherited for trial in report.trials)
+    squads.assert_verified(report, of)
+
+
+@pytest.mark.parametrize("technique", [shoal.Pipelined(stages=2), shoal.DataParallel(width=2)])
+def test_several_devices_are_refused_with_a_plateau(technique, run):
+    with pytest.raises(PlanError, match="each steps one of its own, which hears of no metric"):
+        run(by_evaluations(splittable=True), devices=2, technique=technique)
+
+
+def test_what_a_plateau_goes_by_is_checked(run):
+    with pytest.raises(SpecError, match="is none of what evaluations find: valid_loss"):
+        by_evaluations(schedule_metric="valid_acc")
+    with pytest.raises(SpecError, match="schedule_interval='evaluation' too"):
+        recipe(schedule_metric="valid_acc")
+    with pytest.raises(SpecError, match=r"step\(\) needs 'metrics'.*schedule_interval='evalua"):
+        plain_loop(recipe(plateau), {"lr": 0.1}, 0, epochs=1)
+    of = by_evaluations(data=lambda hp: (data(hp)[0], None))
+    with pytest.raises(SpecError, match=r"goes by 'valid_loss'.*the evaluation found train_loss"):
+        plain_loop(of, {"lr": 0.1}, 0, epochs=1)

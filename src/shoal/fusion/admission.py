@@ -25,6 +25,8 @@ def shared_signature(members: Sequence[Member]) -> Signature:
         raise Declined("precision='bf16-sr' rounds each trial's weights by itself.")
     if recipe.loss_rows is not None:
         raise Declined("loss_rows computes a trial's loss in pieces of its own.")
+    if recipe.schedule_interval == "evaluation" and any(m.habits.touches for m in members):
+        raise Declined("the schedule goes by evaluations, and its code touches parameters.")
     first = _signature(members[0])
     for member in members:
         require_signature(first, member)

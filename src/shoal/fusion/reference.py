@@ -35,7 +35,7 @@ from shoal.recipe import (
     to_device,
 )
 from shoal.rng import capture_rng, restore_rng, seed_all
-from shoal.schedules import build_schedule, catch_up
+from shoal.schedules import advance, build_schedule, catch_up
 
 
 class Trained(NamedTuple):
@@ -225,6 +225,7 @@ class _Loop:
         some = self.losses[since:]
         named = self._tally.take()
         metrics = {"train_loss": sum(some) / len(some), **named, **self._evaluate()}
+        advance(self.array.member(self._slot).schedule, metrics)
         self.history.append({"step": len(self.losses), "epoch": epoch, "metrics": metrics})
 
     def _evaluate(self) -> dict[str, float]:

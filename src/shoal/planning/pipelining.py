@@ -53,6 +53,7 @@ from shoal.planning.widening import (
 )
 from shoal.recipe import Recipe
 from shoal.runtime.messages import Measure, Measured, MeasureShards, Order
+from shoal.schedules import by_evaluations
 
 Question = Generator[Order, Measured, Settled]
 """Orders to measure, one after the other; it is sent the answer to each, and returns the end."""
@@ -88,6 +89,8 @@ def early(technique: Technique | None, recipe: Recipe, devices: Sequence[DeviceS
             f"precision={rounding.NAME!r} cannot be pipelined: its steps round weights by chance, "
             "which no test holds to the plain loop over stages yet. Use 'bf16' or 'fp32'."
         )
+    if words := by_evaluations(recipe):
+        raise PlanError(words)
     _refuse_micro_batches(technique, recipe)
 
 
@@ -471,6 +474,8 @@ class Pipelining:
 
     def _impossible(self, measure: JobMeasure, asked: Pipelined) -> str:
         """Why a model that was measured cannot be a pipeline as asked; empty if it can."""
+        if words := by_evaluations(self._recipe):
+            return words
         if self._recipe.precision == rounding.NAME:
             return f"its weights are rounded by chance ({rounding.NAME}). Use 'bf16' or 'fp32'."
         if not measure.cuttable:

@@ -20,6 +20,7 @@ from shoal.planning.pipelining import Question
 from shoal.planning.planned import Settled
 from shoal.recipe import Recipe
 from shoal.runtime.messages import Measure, Measured, MeasureReplica
+from shoal.schedules import by_evaluations
 
 BY_SHARDS = "by shards"
 ROUNDING = {"fp32": 1e-4}
@@ -56,6 +57,8 @@ def early(technique: Technique | None, recipe: Recipe, devices: Sequence[DeviceS
             "chance, which no test holds to the plain loop over replicas yet. Use 'bf16' or "
             "'fp32'."
         )
+    if words := by_evaluations(recipe):
+        raise PlanError(words)
     if recipe.loss_rows is not None and technique.shard:
         raise PlanError(
             f"loss_rows={recipe.loss_rows} with shoal.DataParallel(shard=True): the last "

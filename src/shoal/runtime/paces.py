@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import (
 
 from shoal.core.values import is_number
 from shoal.runtime.messages import Pace
-from shoal.schedules import Schedules
+from shoal.schedules import EachEvaluation, Schedules
 
 _COUNTS = {
     CosineAnnealingLR: "T_max",
@@ -33,6 +33,8 @@ def paces_of(schedule: Any) -> tuple[Pace, ...]:
 def _stepped(schedule: Any) -> Iterator[Any]:
     """Those that go by all steps; of a SequentialLR each goes by some."""
     inside: Any = ()
+    if isinstance(schedule, EachEvaluation):
+        return
     if isinstance(schedule, Schedules):
         inside = schedule.members.values()
     elif type(schedule) is ChainedScheduler:

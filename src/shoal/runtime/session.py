@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ from shoal.runtime.units import (
     get,
     locate,
 )
-from shoal.schedules import build_schedule, catch_up, state_of_schedule
+from shoal.schedules import advance, build_schedule, catch_up, state_of_schedule
 from shoal.spill.generate import route_of
 
 
@@ -389,9 +389,8 @@ class Session:
     @property
     def steps_per_epoch(self) -> int | None:
         """Optimizer steps of one epoch, where the data's length is known."""
-        if self.feed.num_batches is None:
-            return None
-        return math.ceil(self.feed.num_batches / self.recipe.accumulate)
+        count = self.feed.num_batches
+        return None if count is None else math.ceil(count / self.recipe.accumulate)
 
     @property
     def steps_left(self) -> int:
@@ -570,10 +569,10 @@ class Session:
         self.tally.add(losses.named)
         self.losses.add(losses.total)
 
-    def advance_schedule(self) -> None:
-        if self.schedule:
+    def advance_schedule(self, found: Mapping[str, float] | None = None) -> None:
+        if self.schedule and (found is None or self.recipe.schedule_interval == "evaluation"):
             with self.binding.around_schedule():
-                self.schedule.step()
+                advance(self.schedule, found)
 
     def _evaluate(self) -> Iterator[Task]:
         """A validation pass; whatever it draws is undone."""
@@ -597,4 +596,5 @@ class Session:
         self.metrics = {**self.tally.take(), **summed_up(self.recipe, found)}
         if self.recipe.step is not None:
             require_metric(self.settings.metric, self.metrics, has_valid=bool(self.valid_feed))
+        self.advance_schedule(self.metrics)
         self.is_best = self.on_evaluated(self.metrics)
