@@ -18,7 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.core.errors import SpecError
+from shoal.observe.reader import read_trial
+from shoal.observe.snapshot import Snapshot
 from shoal.testing import assert_same, plain_loop
+from shoal.ui.show import describe_trial
 
 EPOCHS = 8
 
@@ -203,3 +206,12 @@ def test_one_that_was_stopped_early_may_be_the_best(run):
     values = {trial.number: min(rows_of(trial).values()) for trial in report.trials}
     assert best.number == min(values, key=values.get)
     assert best.load_state()["step"] == best.history[-1]["step"]
+
+
+def test_show_says_where_it_is(run):
+    report = run()
+    snapshot = Snapshot.of(read_trial(report.directory, 2))
+    best = report.at_best().trials[2]
+    step = best.history[-1]["step"]
+    text = describe_trial(snapshot, snapshot.trial(2), report.directory)
+    assert f"at step {step}, epoch {step // 5}; weights: {best.checkpoint}" in text

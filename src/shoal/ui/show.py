@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.core.aim import metric_rank
+from shoal.core.aim import Aim, metric_rank
 from shoal.core.errors import SpecError, StorageError
 from shoal.core.seats import ALONE, epochs_of
-from shoal.core.studyfiles import DATABASE, PLAN
+from shoal.core.studyfiles import DATABASE, PLAN, trial_directory
 from shoal.core.units import counted, format_bytes, format_seconds, format_value
 from shoal.observe import (
     is_running,
@@ -446,11 +446,25 @@ def describe_trial(snapshot: Snapshot, row: TrialRow, place: Path) -> str:
         lines.append(f"{row.state.lower()}: {row.ended}")
     if row.checkpoint:
         lines.append(f"weights: {_inside(place, row.checkpoint)}")
+    lines += _best_lines(snapshot, row, place)
     if row.history:
         lines += ["", _history_table(row)]
     if row.error:
         lines += ["", row.error.rstrip()]
     return "\n".join(lines)
+
+
+def _best_lines(snapshot: Snapshot, row: TrialRow, place: Path) -> list[str]:
+    """Its best evaluation, where that is not the last one; and whether its state was kept."""
+    aim = Aim(snapshot.metric, snapshot.mode)
+    best = min(row.history, key=lambda entry: aim.rank(entry.metrics), default=None)
+    if best is None or best is row.history[-1] or aim.rank(best.metrics) == math.inf:
+        return []
+    found = trial_directory(place, row.number).glob(f"step-{best.step:08d}*")
+    kept = [path for path in found if path.suffix != ".tmp"]
+    where = f"; weights: {kept[-1]}" if kept else "; kept with Study(keep_best=True)"
+    value = format_metric(best.metrics[snapshot.metric])
+    return [f"best: {snapshot.metric} {value} at step {best.step}, epoch {best.epoch}{where}"]
 
 
 def _inheritance_line(taken: Inherited) -> str:
