@@ -18,6 +18,8 @@ from shoal.schedules import EachEpoch
 from shoal.testing import assert_same, plain_loop
 
 EPOCHS, BATCHES = 5, 5
+TWO_BW = shoal.Pipelined(schedule="2bw", stages=2)
+SHARDED = shoal.DataParallel(width=2, shard=True)
 
 
 def model(hp):
@@ -303,3 +305,41 @@ def test_what_a_plateau_goes_by_is_checked(run):
     of = by_evaluations(data=lambda hp: (data(hp)[0], None))
     with pytest.raises(SpecError, match=r"goes by 'valid_loss'.*the evaluation found train_loss"):
         plain_loop(of, {"lr": 0.1}, 0, epochs=1)
+
+
+def own_step(models, batch, optimizers, hp):
+    optimizers.zero_grad()
+    found = loss(models(batch[0]), batch)
+    found.backward()
+    optimizers.step()
+    return found
+
+
+def own_evaluation(models, batch, hp):
+    return {"loss": loss(models(batch[0]), batch)}
+
+
+def even(hp):
+    train, valid = data(hp)
+    return list(train)[:4], valid
+
+
+OWN = {"loss": None, "step": own_step, "evaluate": own_evaluation}
+
+
+@pytest.mark.parametrize(
+    ("of", "options"),
+    [
+        (by_evaluations(**OWN), {"fuse": 2}),
+        (recipe(**OWN), {"fuse": 2}),
+        (by_evaluations(), {"fuse": 2, "technique": shoal.Spilled(shards=2)}),
+        (by_evaluations(), {"fuse": "2-branches"}),
+        (recipe(accumulate=2, data=even), {"devices": 2, "technique": TWO_BW}),
+        (recipe(splittable=True), {"devices": 2, "technique": SHARDED}),
+    ],
+    ids=["own step", "own step by epochs", "spilled array", "branches", "2bw", "fsdp"],
+)
+def test_verification_comes_to_the_same(of, options, run):
+    report = run(of, **options)
+    assert not any(trial.error for trial in report.trials)
+    squads.assert_verified(report, of)
