@@ -171,7 +171,7 @@ class Study:
         forced = technique_of(technique)
         refuse_useless(forced, self.recipe)
         given = self._hardware(hardware)
-        used = given.fewer_trials(self.search.trials or len(self.trials), forced)
+        used = given.fewer_trials(self.search.total or len(self.trials), forced)
         strict = strictly(exact, forced, fuse, self.recipe)
         with ExitStack() as stack:
             stack.enter_context(only_deterministic(strict))

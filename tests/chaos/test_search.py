@@ -19,6 +19,7 @@ import shoal
 from shoal.control import CloneTrial, Continue, Pause, StopTrial
 from shoal.core.errors import CapacityError, SpecError, StorageError
 from shoal.core.event import (
+    SamplerEnded,
     StepFinished,
     StudyChanged,
     StudyPaused,
@@ -33,8 +34,10 @@ from shoal.execution.trial import TrialRun
 from shoal.launch.keeping import Keeper
 from shoal.memory.store import create_region
 from shoal.observe import read_events
+from shoal.observe.snapshot import Snapshot
 from shoal.runtime import checkpoint
 from shoal.runtime.pool import WorkerPool
+from shoal.search import wanted
 from shoal.testing import assert_same, plain_loop
 from shoal.verify import read_losses
 
@@ -365,6 +368,65 @@ def test_what_a_killed_run_had_not_let_go_of_the_next_one_does(
     assert all(place.all() for place in places)
     studies.run(made(), warm_workers)
     assert not any(place.all() for place in places)
+
+
+# -- no more points ---------------------------------------------------------------------------
+
+
+class Ends(optuna.samplers.RandomSampler):
+    """Has the study stop when it is told of the fifth trial."""
+
+    def __init__(self) -> None:
+        super().__init__(seed=1)
+
+    def after_trial(self, study, trial, state, values):
+        if trial.number == 4:
+            study.stop()
+
+
+GRID = optuna.samplers.GridSampler({"lr": [0.01, 0.02, 0.03, 0.04, 0.05]}, seed=1)
+
+
+@pytest.mark.parametrize(("sampler", "count"), [(Ends(), 8), (GRID, 5)])
+def test_a_study_whose_sampler_has_no_more_points_ends_with_those_there_are(
+    tmp_path, warm_workers, sampler, count
+):
+    def study(trials):
+        space = {"lr": shoal.uniform(0.001, 0.1), "norm": True}
+        return searches.make(
+            tmp_path, space=space, trials=trials, generation=2, sampler=sampler, epochs=2
+        )
+
+    heard = Heard()
+    report = studies.run(study(20), warm_workers, callbacks=[heard])
+    assert {"PRUNED", "FINISHED"} >= set(states(report))
+    assert len(report.trials) == count
+    assert not report.stopped
+    (ended,) = heard.of(SamplerEnded)
+    assert (ended.sampler, ended.trials, ended.asked) == (type(sampler).__name__, count, 20)
+    before = Snapshot.of(read_events(report.directory))
+    assert (before.total, before.is_finished) == (count, True)
+    assert f"there are {count} of the 20" in before.warnings[0]
+
+    known = list(read_events(report.directory))
+    studies.run(study(20), warm_workers)
+    assert list(read_events(report.directory)) == known
+    again = studies.run(study(30), warm_workers)  # none comes of that, and it says so
+    assert len(again.trials) == count
+    assert "of the 30" in Snapshot.of(read_events(report.directory)).warnings[0]
+
+
+def test_what_was_tried_again_before_a_sampler_ran_out_stays(tmp_path, warm_workers, monkeypatch):
+    def study():
+        space = {"lr": shoal.uniform(0.001, 0.1), "norm": True}
+        options = {"space": space, "trials": 7, "generation": 7, "sampler": GRID, "epochs": 1}
+        return searches.make(tmp_path, pruner=None, **options)
+
+    with monkeypatch.context() as patch:  # as it was on record before points were counted
+        patch.setattr(wanted, "num_points", lambda sampler, space: None)
+        first = studies.run(study(), warm_workers)
+    assert len(first.trials) == 7
+    assert states(studies.run(study(), warm_workers)) == ["FINISHED"] * 7
 
 
 # -- what is on record counts -----------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import warnings
 from dataclasses import dataclass, field
 
 import pytest
@@ -22,7 +23,36 @@ SPACE = {
     ),
     "constant": 3,
 }
+FINITE = {
+    "x": integer(-2, 2),
+    "kind": choice("a", "b", when={"a": {"y": choice(0.1, 0.2)}}),
+    "constant": 3,
+}  # 15 points
 optuna = pytest.importorskip("optuna")
+
+
+def brute_force(**options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is experimental in Optuna 5
+        return optuna.samplers.BruteForceSampler(seed=1, **options)
+
+
+class Ends(optuna.samplers.RandomSampler):
+    """Has the study stop when it was told of so many trials, or asked for so many."""
+
+    def __init__(self, told: int = 99, asked: int = 99) -> None:
+        super().__init__(seed=1)
+        self.told, self.asked = told, asked
+
+    def before_trial(self, study, trial):
+        if trial.number + 1 == self.asked:
+            study.stop()
+
+    def after_trial(self, study, trial, state, values):
+        if trial.number + 1 == self.told:
+            study.stop()
+
+
 SEARCHES = {
     "tpe": {"sampler": "tpe"},
     "tpe, asha": {"sampler": "tpe", "pruner": "asha"},
@@ -37,6 +67,14 @@ SEARCHES = {
     "tpe, their median": {
         "sampler": "tpe",
         "pruner": optuna.pruners.MedianPruner(n_startup_trials=2),
+    },
+    "ends when told": {"sampler": Ends(told=6), "pruner": "asha"},
+    "ends when asked": {"sampler": Ends(asked=11)},
+    "brute force": {"sampler": brute_force(), "space": FINITE},
+    "brute force again": {
+        "sampler": brute_force(avoid_premature_stop=True),
+        "space": FINITE,
+        "pruner": "median",
     },
 }
 
@@ -54,14 +92,13 @@ class Trial:
 def wanted(name: str, generation: int, trials: int) -> Wanted:
     return check_search(
         name="s",
-        space=SPACE,
         generation=generation,
         trials=trials,
         seed=1,
         mode="min",
         metric="valid_loss",
         evaluations=LENGTH,
-        **{"sampler": None, "pruner": None, **SEARCHES[name]},
+        **{"sampler": None, "pruner": None, "space": SPACE, **SEARCHES[name]},
     )
 
 
@@ -186,6 +223,29 @@ def test_a_pruned_study_finishes_fewer_trials_and_keeps_a_good_one():
     best = sorted(range(20), key=lambda n: points[n]["x"] ** 2)[:3]
     assert set(finished) & set(best)
     assert sum(how == "pruned" for how, _ in ends) > 10
+
+
+@pytest.mark.parametrize(
+    ("name", "generation", "trials"),
+    [
+        ("ends when told", 1, 7),  # the next one trains when the sixth is told of
+        ("ends when told", 4, 12),  # two generations are told of where the fourth is asked for
+        ("ends when asked", 4, 11),
+        ("brute force", 9, 15),
+    ],
+)
+def test_a_search_ends_with_the_trials_that_its_sampler_has_points_for(name, generation, trials):
+    points, ends = undisturbed(name, generation, 40)
+    assert len(points) == trials
+    assert all(how for how, _ in ends)
+    assert undisturbed(name, generation, trials - 1)[0] == points[:-1]
+
+
+def test_every_point_is_tried_where_some_are_tried_again():
+    points, _ = undisturbed("brute force again", 3, 60)
+    distinct = {(point["x"], point.get("y")) for point in points}
+    assert len(distinct) == 15
+    assert 15 <= len(points) < 60
 
 
 def test_a_search_without_pruner_never_has_a_trial_wait():

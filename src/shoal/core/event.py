@@ -246,6 +246,24 @@ class StudyChanged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerEnded:
+    """The sampler has no more points: there are fewer ``trials`` than were ``asked`` for."""
+
+    time: float
+    sampler: str
+    trials: int
+    asked: int
+
+
+def ended_words(event: SamplerEnded) -> str:
+    """Why there are fewer trials than were asked for."""
+    return (
+        f"the sampler {event.sampler} has no more points: there are {event.trials} of the "
+        f"{event.asked} trials asked for"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepFinished:
     """One optimizer step: the mean loss of its micro-batches, and the seconds it took."""
 
@@ -435,6 +453,7 @@ Event = (
     | StudyPaused
     | StudyContinued
     | StudyChanged
+    | SamplerEnded
     | StepFinished
     | Evaluated
     | TrialFinished

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -83,6 +84,16 @@ class Hunt:
     """The numerics keys of trials that were planned in earlier runs."""
     grow: Grow = lambda points: None
     """Makes points trials of the study and runs them."""
+
+    def ran_out(self) -> tuple[events.SamplerEnded, ...]:
+        """That the sampler has points for fewer trials than were asked for, if so."""
+        search = self.search
+        if not isinstance(search, Search) or search.expected >= search.asked:
+            return ()
+        ended = events.SamplerEnded(
+            time=time.time(), sampler=search.sampler, trials=search.expected, asked=search.asked
+        )
+        return (ended,)
 
     def hp_now(self, number: int) -> Mapping[str, Scalar] | None:
         """What a trial of a population has changed to; None where it has changed nothing."""

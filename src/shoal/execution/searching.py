@@ -62,7 +62,7 @@ class Searching:
 
     @property
     def is_asking(self) -> bool:
-        """Whether trials are to come that nobody has asked for yet, and could."""
+        """Whether trials may come that nobody has asked for yet, and could."""
         idle = not (self._is_busy or self._has_failed)
         return self._search is not None and idle and self._search.can_ask
 
@@ -101,11 +101,15 @@ class Searching:
     def ask(self) -> None:
         """Have the trials that can be asked for now become part of the study."""
         search = self._search
-        if search is None or not self.is_asking:
+        if not isinstance(search, Search) or not self.is_asking:
             return
-        self._is_busy = True
+        self._is_busy, expected = True, search.expected
         try:
-            self._hunt.grow(search.more())
+            if points := search.more():
+                self._hunt.grow(points)
+            if search.expected < expected:
+                for event in self._hunt.ran_out():
+                    self._floor.tell(event)
         except ShoalError as error:
             self._has_failed = True
             if self._pausing.state != "stopping":

@@ -26,7 +26,7 @@ def foretold_s(
         seconds = float(job.takes_s) * max(0, (totals[job.trial] or 0) - steps.get(job.trial, 0))
         whole[job.trial] = seconds
         likely[job.trial] = seconds * _part(job, planned, settings, search, totals[job.trial])
-    later = max(0, (search.trials or 0) - known) if search.is_adaptive else 0
+    later = max(0, (search.total or 0) - known) if search.is_adaptive else 0
     more = 1 + later / max(1, len(whole))
     work = seconds_of_work(planned.plan, {trial: more * s for trial, s in likely.items()})
     return max(work, max(whole.values(), default=0.0))

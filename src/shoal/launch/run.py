@@ -101,7 +101,7 @@ class Run:
         """
         study, request = self._study, self._request
         if not (study.directory / RECORD).exists():
-            trials = max(1, study.search.trials or len(study.trials))
+            trials = max(1, study.search.total or len(study.trials))
             used = request.hardware
             if request.plan is None:
                 used = used.fewer_trials(trials, request.technique)
@@ -121,9 +121,11 @@ class Run:
         if changes:
             case.place.settle(case.merged.record)
             said.append(events.StudyChanged(time=self._began, changes=changes))
-        if finished or case.before.stopped or not case.before.is_finished:
+        ended = case.hunt.ran_out()
+        news = [one for one in ended if events.ended_words(one) not in case.before.warnings]
+        if finished or news or case.before.stopped or not case.before.is_finished:
             started = self._started(case)
-            said = [started, *said, self._over(Tally(finished=len(finished)))]
+            said = [started, *said, *ended, self._over(Tally(finished=len(finished)))]
         case.sinks.write(said)
         self._keeper(case)
 
@@ -236,6 +238,7 @@ class Run:
             )
         )
         said += planned_events(planned, case.todo, steps_of(planned, self._settings))
+        said += case.hunt.ran_out()
         return [*said, *case.found.happened, *case.found.finished]
 
     def _execute(

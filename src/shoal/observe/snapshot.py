@@ -32,6 +32,7 @@ from shoal.core.event import (
     LoaderRestarted,
     PeakMeasured,
     PlanningWaited,
+    SamplerEnded,
     StateLeftOut,
     StepFinished,
     StorageFailed,
@@ -57,6 +58,7 @@ from shoal.core.event import (
     WorkerDied,
     WorkerStalled,
     WorkerStarted,
+    ended_words,
     left_out_words,
 )
 from shoal.core.profile import TOLERANCE
@@ -253,6 +255,11 @@ class Folder:
     def _study_planned(self, event: StudyPlanned) -> None:
         self._head = replace(self._head, warnings=event.warnings, part=event.part)
 
+    def _sampler_ended(self, event: SamplerEnded) -> None:
+        total = min(self._head.total, max(len(self._trials), event.trials))
+        warnings = (*self._head.warnings, ended_words(event))
+        self._head = replace(self._head, total=total, warnings=warnings)
+
     def _state_left_out(self, event: StateLeftOut) -> None:
         told = self._head.warnings
         if new := [place for place in event.places if not any(place in one for one in told)]:
@@ -391,6 +398,7 @@ _FOLDS: dict[type[Any], Callable[[Folder, Any], None]] = {
     StudyPaused: Folder._study_paused,
     StudyContinued: Folder._study_continued,
     StudyChanged: Folder._noted,
+    SamplerEnded: Folder._sampler_ended,
     StepFinished: Folder._step_finished,
     Evaluated: Folder._evaluated,
     TrialFinished: Folder._trial_finished,

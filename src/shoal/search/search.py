@@ -9,6 +9,10 @@ the seed, the space and values, not on who was quicker:
     known to the sampler     -    -    0   0,1  0,1,2
     generation asked         0    1    2    3    4
 
+Some samplers have no more points at some time (Optuna's ``study.stop()``): then nobody is asked
+for, and the search comes to fewer trials. A sampler says so when it is told of trials or asked for
+points, which is in the same order whatever happened, so it is at the same trial each time.
+
 [Note: rungs]
 Rung r is a trial's evaluation number r. A trial waits at a rung until its generation is decided
 there, which is when every trial of it has come so far or has ended, and all generations before
@@ -41,6 +45,7 @@ class Search:
         rule: Who goes on at a rung; None where all do.
         suggester: Where points come from; None where all are known.
         total: How many trials it is to come to.
+        asked: How many its user asked for, where the sampler has points for ``total`` alone.
     """
 
     def __init__(
@@ -49,9 +54,12 @@ class Search:
         rule: Rule | None,
         suggester: Suggester | None = None,
         total: int = 0,
+        asked: int | None = None,
     ) -> None:
         self._size, self._rule = generation, rule
         self._suggester, self._total = suggester, total
+        self.asked = total if asked is None else asked
+        self.sampler = "" if suggester is None else suggester.name
         self._facts: list[Facts] = []  # in the order of numbers
         self._places: dict[int, int] = {}  # by number
         self._num_ended = 0  # from the first one on
@@ -102,11 +110,18 @@ class Search:
     @property
     def to_come(self) -> int:
         """Trials that nobody knows yet."""
+        if self._suggester is not None and self._suggester.is_over:
+            return 0
         return max(0, self._total - len(self._facts))
 
     @property
+    def expected(self) -> int:
+        """How many trials there are to be, those that are known among them."""
+        return len(self._facts) + self.to_come
+
+    @property
     def can_ask(self) -> bool:
-        """Whether ``more`` would give points."""
+        """Whether ``more`` would give points, or find that there are none."""
         return self.to_come > 0 and self._may_ask(len(self._facts))
 
     def more(self) -> list[Point]:
@@ -120,7 +135,10 @@ class Search:
         while suggester is not None and self._may_ask(place := len(suggester)):
             if place >= self._total:
                 break
-            point = self._ask(suggester, place)
+            self._tell(suggester, place)
+            if suggester.is_over:
+                break
+            point = suggester.suggest()
             if place >= len(self._facts):
                 points.append(point)
             elif not _is_same(point, self._facts[place].point):
@@ -224,13 +242,13 @@ class Search:
             self._num_ended += 1
         return (generation + 1) * self._size <= self._num_ended
 
-    def _ask(self, suggester: Suggester, place: int) -> Point:
+    def _tell(self, suggester: Suggester, place: int) -> None:
+        """Tell all that counts for the point of the trial at ``place``."""
         while self._told <= place // self._size - LAG - 1:
             first = self._told * self._size
             for index in range(first, first + self._size):
                 suggester.tell(index, self._facts[index])
             self._told += 1
-        return suggester.suggest()
 
     # -- rungs --------------------------------------------------------------------------------
 

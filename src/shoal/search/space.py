@@ -237,12 +237,14 @@ def entries(space: Space) -> Iterable[tuple[str, Distribution | Scalar]]:
 
 
 def size(space: Space) -> int:
-    """How many points a finite space has; constants count one."""
-    return math.prod(ways(e) for e in space.values() if isinstance(e, Choice))
+    """How many points a space without ``Uniform`` has; constants count one."""
+    return math.prod(ways(e) for e in space.values() if isinstance(e, Choice | Integer))
 
 
-def ways(entry: Choice) -> int:
-    """How many points a choice has with all that comes with its values."""
+def ways(entry: Choice | Integer) -> int:
+    """How many points an entry has with all that comes with its values."""
+    if isinstance(entry, Integer):
+        return entry.hi - entry.lo + 1
     return sum(map(size, entry.branches)) if entry.branches else len(entry.values)
 
 

@@ -17,21 +17,37 @@ from typing import Any
 from shoal.core.errors import SpecError
 from shoal.core.spec import Scalar
 from shoal.search.facts import Facts
-from shoal.search.library import distributions_of, load_optuna, new_study, suggest
-from shoal.search.space import Choice, Distribution, Point, entries, to_scalar, walk
+from shoal.search.library import distributions_of, is_of, load_optuna, new_study, suggest
+from shoal.search.space import (
+    Choice,
+    Distribution,
+    Point,
+    Uniform,
+    entries,
+    size,
+    to_scalar,
+    walk,
+)
 
 _PROBES = 3
 
 
 class Suggester:
-    """Asks a copy of ``sampler``; points come in the order of trials."""
+    """Asks a copy of ``sampler``; points come in the order of trials.
+
+    Attributes:
+        name: The sampler's class.
+        is_over: The sampler had the study stop: it has no more points.
+    """
 
     def __init__(self, sampler: Any, space: Mapping[str, Distribution], mode: str) -> None:
         self._optuna = load_optuna("this sampler")
-        self._name = type(sampler).__name__
+        self.name = type(sampler).__name__
+        self.is_over = False
         _require_package(sampler)
         self._space = space
         self._study = new_study(self._optuna, mode, sampler=copy.deepcopy(sampler))
+        self._study.stop = self._stop  # Optuna's own works in ``optimize`` alone
         self._trials: list[Any] = []
 
     def __len__(self) -> int:
@@ -52,7 +68,7 @@ class Suggester:
         unknown = sorted(relative.keys() - known.keys())
         if unknown:
             raise SpecError(
-                f"the sampler {self._name} suggests {unknown[0]!r}, which is no name of the "
+                f"the sampler {self.name} suggests {unknown[0]!r}, which is no name of the "
                 f"space; it has {', '.join(sorted(known))}. Give the sampler the names of the "
                 "space."
             )
@@ -89,6 +105,9 @@ class Suggester:
         else:
             self._quietly(lambda: self._study.tell(trial, state=states.FAIL))
 
+    def _stop(self) -> None:
+        self.is_over = True
+
     def _ask(self) -> Any:
         return self._quietly(self._study.ask)
 
@@ -100,7 +119,7 @@ class Suggester:
 
     def _not_there(self, name: str, value: Any, of: Distribution | Scalar) -> SpecError:
         return SpecError(
-            f"the sampler {self._name} suggests {name}={value!r}, which is not in {of!r}. "
+            f"the sampler {self.name} suggests {name}={value!r}, which is not in {of!r}. "
             "Give the sampler the space of the study, or use another one."
         )
 
@@ -116,7 +135,7 @@ class Suggester:
                 return work()
         except Exception as error:
             raise SpecError(
-                f"the sampler {self._name} cannot serve this space: {type(error).__name__}: "
+                f"the sampler {self.name} cannot serve this space: {type(error).__name__}: "
                 f"{str(error).rstrip('.')}. shoal's own are sampler='grid', 'random' and 'tpe'."
             ) from error
 
@@ -137,6 +156,28 @@ def check_repeats(sampler: Any, space: Mapping[str, Distribution], mode: str) ->
             f"the sampler {name} draws otherwise each time, so that no run could be repeated or "
             f"resumed. Give it a seed: {name}(seed=0)."
         )
+
+
+def num_points(sampler: Any, space: Mapping[str, Distribution]) -> int | None:
+    """How many points a sampler of Optuna's has that tries each once; None of any other.
+
+    One that tries points again while they train (``avoid_premature_stop``) says itself when it
+    has tried all of them.
+
+    Raises:
+        SpecError: it tries all points of a space that is not finite.
+    """
+    if is_of(sampler, "samplers", "GridSampler"):
+        return len(known) if (known := getattr(sampler, "_all_grids", None)) is not None else None
+    if not is_of(sampler, "samplers", "BruteForceSampler"):
+        return None
+    kind = type(sampler).__name__
+    if endless := [name for name, entry in entries(space) if isinstance(entry, Uniform)]:
+        raise SpecError(
+            f"the sampler {kind} tries every point of a space, and {endless[0]!r} is Uniform, "
+            "which has no end of them. Use choice(...) or integer(...) there, or another sampler."
+        )
+    return None if getattr(sampler, "_avoid_premature_stop", False) else size(space)
 
 
 _PACKAGES = {"CmaEsSampler": "cmaes", "GPSampler": "scipy", "QMCSampler": "scipy"}

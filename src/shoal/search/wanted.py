@@ -19,7 +19,7 @@ from shoal.search.rules import ETA, Halving, Median, Rule, likely_part, num_brac
 from shoal.search.sampler import check_trials, specs_of, trials_of
 from shoal.search.search import Search
 from shoal.search.space import Distribution, check_space, is_finite, size
-from shoal.search.suggest import Suggester, check_repeats
+from shoal.search.suggest import Suggester, check_repeats, num_points
 
 GENERATION = 9
 """Trials that are decided about together; a number of three's powers halves without a rest."""
@@ -65,6 +65,15 @@ class Wanted:
         """The same, each with what it is drawn from."""
         return varied(self.pruner, self.space) if isinstance(self.pruner, PBT) else {}
 
+    @property
+    def total(self) -> int | None:
+        """How many trials there are to be at most; None where all of a grid are.
+
+        A sampler that tries each point once may have fewer of them than trials are asked for.
+        """
+        points = num_points(self.sampler, self.space) if self.is_adaptive else None
+        return min((n for n in (self.trials, points) if n is not None), default=None)
+
     def begin(self) -> Search | Population | None:
         """The search at its start, no trial known yet; None for a plain one."""
         if self.is_plain:
@@ -75,14 +84,14 @@ class Wanted:
         if not self.is_adaptive:
             return Search(self.generation, rule)
         suggester = Suggester(self._make_sampler(), self.space, self.mode)
-        assert self.trials is not None
-        return Search(self.generation, rule, suggester, self.trials)
+        assert self.total is not None
+        return Search(self.generation, rule, suggester, self.total, self.trials)
 
     def first_trials(self) -> tuple[TrialSpec, ...]:
         """The trials that depend on no result.
 
         Raises:
-            SpecError: more trials than points, or the sampler cannot serve the space.
+            SpecError: more trials than points of a grid, or the sampler cannot serve the space.
         """
         if not self.is_adaptive:
             return trials_of(self.space, self.trials, self.seed, self.sampler)
@@ -110,9 +119,9 @@ class Wanted:
         if self.is_adaptive:
             lines.append(
                 f"  search: {_name(self.sampler)}; {known} of "
-                f"{counted(self.trials or 0, 'trial is', 'trials are')} known now, the others "
-                f"come in generations of {self.generation}, each when all but the one before it "
-                "have ended; predicted as if they were like these"
+                f"{counted(self.total or 0, 'trial is', 'trials are')} known now{self._fewer()}, "
+                f"the others come in generations of {self.generation}, each when all but the one "
+                "before it have ended; predicted as if they were like these"
             )
         if isinstance(self.pruner, PBT):
             lines.append(
@@ -145,6 +154,10 @@ class Wanted:
     def population(self) -> int:
         """How many trials there are, where all are known from the start."""
         return size(self.space) if self.trials is None else self.trials
+
+    def _fewer(self) -> str:
+        is_less = self.trials is not None and self.total != self.trials
+        return f" ({self.trials} were asked for, and it has no more points)" * is_less
 
     def _rungs(self) -> str:
         return "after 1, 3, 9, ... evaluations" if self.pruner == "asha" else "after evaluations"
@@ -219,7 +232,7 @@ def check_search(
 
 def _check_adaptive(wanted: Wanted) -> None:
     check_trials(wanted.trials)
-    if wanted.trials is None:
+    if wanted.total is None:
         raise SpecError(
             f"how many trials? sampler={_name(wanted.sampler)!r} goes on for ever: give trials=N."
         )

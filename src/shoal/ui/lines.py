@@ -15,6 +15,7 @@ from shoal.core.event import (
     Event,
     LoaderRestarted,
     PlanningWaited,
+    SamplerEnded,
     StateLeftOut,
     StepFinished,
     StorageFailed,
@@ -123,7 +124,7 @@ class PlainLines:
         if isinstance(event, Evaluated | TrialFinished) and not event.metrics:
             line = line.removesuffix(NO_METRICS) + self._loss_of(event.trial)
         lines = [line] if line else []
-        if isinstance(event, StudyPlanned | StateLeftOut):
+        if isinstance(event, StudyPlanned | SamplerEnded | StateLeftOut):
             warnings = self._folder.snapshot().warnings
             lines += [f"WARNING: {one}" for one in warnings if one not in self._warned]
             self._warned = warnings

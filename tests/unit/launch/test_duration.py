@@ -20,7 +20,7 @@ def planned(seconds, devices=2, batches=10):
 
 
 def search(part=lambda evaluations: 1.0, trials=None, is_adaptive=False):
-    return SimpleNamespace(likely_part=part, trials=trials, is_adaptive=is_adaptive)
+    return SimpleNamespace(likely_part=part, total=trials, is_adaptive=is_adaptive)
 
 
 def test_all_steps_of_all_trials_over_the_devices():

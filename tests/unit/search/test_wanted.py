@@ -4,6 +4,7 @@ import builtins
 import importlib.util
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -64,6 +65,31 @@ def test_a_study_says_in_its_plan_how_trials_come_and_end():
     }
 
 
+@pytest.mark.parametrize("trials", [3, 8, None])
+def test_a_sampler_that_tries_each_point_once_is_asked_for_no_more_than_it_has(trials):
+    grid = optuna.samplers.GridSampler({"lr": [0.1, 0.2, 0.3]}, seed=1)
+    wanted = ask({"lr": uniform(0, 1)}, sampler=grid, trials=trials, generation=1)
+    assert wanted.total == 3
+    assert ("8 were asked for" in wanted.explain(2)[0]) == (trials == 8)
+    assert len({trial.hp["lr"] for trial in wanted.first_trials()}) == 2
+    assert ask({"lr": uniform(0, 1)}, sampler=grid, trials=2).total == 2
+
+
+def brute_force(**options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is experimental in Optuna 5
+        return optuna.samplers.BruteForceSampler(seed=1, **options)
+
+
+def test_all_points_of_a_space_are_counted_by_branch():
+    inner = {"a": {"k": integer(1, 3), "m": choice(0, 1)}}
+    space = {"kind": choice("a", "b", when=inner), "n": integer(1, 2)}
+    assert ask(space, sampler=brute_force(), trials=99).total == 14
+    found = points(space=space, sampler=brute_force(), trials=99, generation=20)
+    assert len({tuple(point.items()) for point in found}) == len(found) == 14
+    assert ask(space, sampler=brute_force(avoid_premature_stop=True), trials=99).total == 99
+
+
 # -- what is not ------------------------------------------------------------------------------
 
 
@@ -90,6 +116,12 @@ def test_a_sampler_without_end_needs_a_number_of_trials():
         ask(sampler="tpe", trials=None)
     with pytest.raises(SpecError, match="nothing to choose"):
         ask({}, sampler="tpe")
+
+
+def test_trying_every_point_of_a_space_without_end_is_refused_before_anything_trains():
+    space = {"a": choice(1, 2, when={2: {"lr": uniform(0, 1)}})}
+    with pytest.raises(SpecError, match=r"BruteForceSampler tries every point.*'lr' is Uniform"):
+        ask(space, sampler=brute_force())
 
 
 def test_a_sampler_that_draws_otherwise_each_time_needs_a_seed():

@@ -16,6 +16,7 @@ from shoal.core.event import (
     Event,
     LoaderRestarted,
     PlanningWaited,
+    SamplerEnded,
     StateLeftOut,
     StepFinished,
     StorageFailed,
@@ -24,6 +25,7 @@ from shoal.core.event import (
     StudyFinished,
     StudyPaused,
     StudyPlanned,
+    StudyStarted,
     TrialExploited,
     TrialPruned,
     TrialStopped,
@@ -343,6 +345,18 @@ def test_a_worker_that_died_is_reported_with_its_trials(a_worker_death: WorkerDi
 )
 def test_what_befalls_a_durable_study_is_told_in_a_line(event: Event, line: str) -> None:
     assert describe(event) == line
+
+
+def test_a_sampler_without_more_points_is_told_of_once_and_counted() -> None:
+    ended = SamplerEnded(time=1.0, sampler="GridSampler", trials=3, asked=8)
+    of = {"study": "s", "metric": "m", "mode": "min", "devices": (), "source": "", "versions": {}}
+    started = StudyStarted(time=0.0, trials=8, **of)
+    stream = io.StringIO()
+    lines = PlainLines(stream)
+    for event in (started, ended, StateLeftOut(time=2.0, trial=0, step=1, places=("a",))):
+        lines(event)
+    assert stream.getvalue().count("GridSampler has no more points: there are 3 of the 8") == 1
+    assert Snapshot.of([started, ended]).total == 3
 
 
 def test_a_warning_is_told_with_the_plan_and_stays_on_the_screen(study_events: Events) -> None:
