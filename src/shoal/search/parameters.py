@@ -3,12 +3,18 @@
 Optuna's samplers and pruners do not say what they were given, so their attributes are read, one
 name each. Another version of the library may have others: whoever compares looks at those that
 are in both.
+
+[Note: what is inside]
+A value with parts has an entry of its own, which says what it is, beside those of its parts:
+``wrapped_pruner`` is ``None`` or ``MedianPruner``, ``x0`` is ``None`` or ``dict of lr``. Classes
+that a library keeps to itself have none, since it may rename them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -38,9 +44,23 @@ def _walk(name: str, value: Any, depth: int) -> Iterator[tuple[str, str]]:
         yield name, hashlib.sha256(keys.tobytes() + repr(rest).encode()).hexdigest()[:12]
     elif callable(value) and hasattr(value, "__qualname__"):
         yield name, value.__qualname__
-    elif depth and (inside := _inside(value)) is not None:
-        for part, own in inside.items():
+    else:
+        if name and (kind := _kind(value)):
+            yield name, kind
+        for part, own in (_inside(value) or {}).items() if depth else ():
             yield from _walk(f"{name}.{part}".strip("."), own, depth - 1)
+
+
+def _kind(value: Any) -> str:
+    """What a value with parts is; nothing of a class that its library does not export."""
+    kind = type(value)
+    if isinstance(value, Mapping):
+        return f"{kind.__name__} of {', '.join(sorted(map(str, value))) or 'nothing'}"
+    if kind in (list, tuple):
+        return f"{kind.__name__} of {len(value)}"
+    public, *private = kind.__module__.split("._")
+    is_known = not private or getattr(sys.modules.get(public), kind.__name__, None) is kind
+    return kind.__qualname__ if is_known else ""
 
 
 def _inside(value: Any) -> Mapping[str, Any] | None:

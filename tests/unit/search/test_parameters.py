@@ -8,6 +8,9 @@ from shoal.search.parameters import first_difference, parameters_of
 
 optuna = pytest.importorskip("optuna")
 samplers, pruners = optuna.samplers, optuna.pruners
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::optuna.exceptions.ExperimentalWarning", "ignore:`x0` has been deprecated"
+)
 
 
 @pytest.mark.parametrize(
@@ -25,6 +28,66 @@ def test_equal_objects_have_equal_texts_and_others_name_what_differs(make, name)
     found, was, now = first_difference(parameters_of(make(1)), parameters_of(make(2)))
     assert name in found
     assert was != now
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "told"),
+    [
+        (
+            lambda: pruners.PatientPruner(None, 2),
+            lambda: pruners.PatientPruner(pruners.ThresholdPruner(upper=0.1), 2),
+            ("wrapped_pruner", "None", "ThresholdPruner"),
+        ),
+        (
+            lambda: pruners.PatientPruner(pruners.NopPruner(), 2),
+            lambda: pruners.PatientPruner(pruners.MedianPruner(), 2),
+            ("wrapped_pruner", "NopPruner", "MedianPruner"),
+        ),
+        (
+            lambda: samplers.QMCSampler(seed=1),
+            lambda: samplers.QMCSampler(seed=1, independent_sampler=samplers.TPESampler(seed=1)),
+            ("independent_sampler", "RandomSampler", "TPESampler"),
+        ),
+        (
+            lambda: samplers.CmaEsSampler(seed=1),
+            lambda: samplers.CmaEsSampler(seed=1, x0={"lr": 0.1}),
+            ("x0", "None", "dict of lr"),
+        ),
+        (
+            lambda: samplers.CmaEsSampler(seed=1, x0={"lr": 0.1}),
+            lambda: samplers.CmaEsSampler(seed=1, x0={"lr": 0.1, "momentum": 0.9}),
+            ("x0", "dict of lr", "dict of lr, momentum"),
+        ),
+        (
+            lambda: samplers.NSGAIISampler(seed=1),
+            lambda: samplers.NSGAIISampler(seed=1, crossover=samplers.nsgaii.BLXAlphaCrossover()),
+            ("child_generation_strategy.crossover", "UniformCrossover", "BLXAlphaCrossover"),
+        ),
+    ],
+)
+def test_what_is_inside_an_object_is_told_by_its_class(one, other, told):
+    assert first_difference(parameters_of(one()), parameters_of(other())) == told
+    assert first_difference(parameters_of(one()), parameters_of(one())) is None
+
+
+def test_a_record_from_before_classes_were_told_goes_on_and_has_none_where_there_was_nothing():
+    def old(value):
+        known = json.loads(parameters_of(value))
+        return json.dumps({name: of for name, of in known.items() if "Pruner" not in of})
+
+    before = pruners.PatientPruner(pruners.MedianPruner(), 2)
+    assert first_difference(old(before), parameters_of(before)) is None
+    now = pruners.PatientPruner(pruners.PercentilePruner(25.0), 2)
+    assert first_difference(old(before), parameters_of(now)) is not None  # percentile
+    found = first_difference(old(pruners.PatientPruner(None, 2)), parameters_of(before))
+    assert found == ("wrapped_pruner", "None", "MedianPruner")
+
+
+def test_classes_that_a_library_keeps_to_itself_may_be_renamed():
+    known = json.loads(parameters_of(samplers.TPESampler(seed=1)))
+    assert "rng" not in known
+    assert "parzen_estimator_parameters" not in known
+    assert known["random_sampler"] == "RandomSampler"
 
 
 def test_a_text_holds_no_address_and_ends_where_objects_hold_each_other():
