@@ -385,6 +385,10 @@ class Report:
         known = sorted({name for trial in self.trials for name in trial.metrics})
         failed = next((t for t in self.trials if t.state is TrialState.FAILED), None)
         reason = others = ""
+        count = counted(len(self.trials), "trial")
+        words = f"{finished} of {count} finished, and none with a finite {self.metric!r}"
+        if not finished:
+            words = f"none of its {count} finished" if self.trials else "it has no trials yet"
         if failed:
             reason = f" Trial {failed.number} failed: {failed.error_line.rstrip('.')}."
         if pruned:
@@ -394,9 +398,7 @@ class Report:
                 "DIR` takes one."
             )
         return (
-            f"study {self.study!r} has no best trial: {finished} of "
-            f"{counted(len(self.trials), 'trial')} finished, and none with a finite "
-            f"{self.metric!r}. Metrics there are: "
+            f"study {self.study!r} has no best trial: {words}. Metrics there are: "
             f"{', '.join(known) or 'none'}.{others}{reason}"
         )
 

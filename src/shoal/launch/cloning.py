@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from shoal.core.errors import SpecError
 from shoal.core.spec import TrialSpec
 from shoal.execution.trial import Start
+from shoal.observe.reader import read_outline
+from shoal.observe.snapshot import Snapshot
 from shoal.runtime import checkpoint
 
 
@@ -49,7 +51,7 @@ def begin_warm(directory: str | os.PathLike[str], parent: int, clone: int) -> St
     """
     found = checkpoint.latest(directory, parent)
     if found is None or not checkpoint.has_state(found):
-        what = "only its weights were kept" if found else "it has saved none yet"
+        what = "only its weights were kept" if found else _why_nothing(directory, parent)
         raise SpecError(
             f"trial {parent} has no state that a clone could begin from: {what}. Clone it cold "
             "(--cold, warm=False), or another trial."
@@ -62,3 +64,11 @@ def begin_warm(directory: str | os.PathLike[str], parent: int, clone: int) -> St
             draft.link(found, name)
         written = draft.commit(**{**manifest.meta, "ended": False})
     return Start(step=written.step, restore=str(written.path), warm=True)
+
+
+def _why_nothing(directory: str | os.PathLike[str], trial: int) -> str:
+    """Why a trial has no generation that could be read: by what is on record of it."""
+    rows = Snapshot.of(read_outline(directory)).trials
+    if any(row.checkpoint for row in rows if row.number == trial):
+        return "what it saved was not kept (keep_finished=), or is damaged or gone"
+    return "it has saved none yet"

@@ -21,7 +21,10 @@ State = Literal["COMPLETE", "PRUNED", "FAIL", "RUNNING", "WAITING"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandedOver:
-    """One trial; ``curve`` is the metric by step, times are Unix seconds."""
+    """One trial; ``curve`` is the metric by step, times are Unix seconds.
+
+    ``value`` counts where it is COMPLETE; PRUNED it has the last of its curve, as Optuna's own.
+    """
 
     point: Mapping[str, Scalar]
     state: State
@@ -89,9 +92,10 @@ def _fill(
 def _frozen(optuna: Any, trial: HandedOver, space: Mapping[str, Distribution]) -> Any:
     has_value = trial.value is not None and math.isfinite(trial.value)
     state = "FAIL" if trial.state == "COMPLETE" and not has_value else trial.state
+    value = trial.value if state == "COMPLETE" else None
     frozen = optuna.trial.create_trial(
         state=optuna.trial.TrialState[state],
-        value=trial.value if state == "COMPLETE" else None,
+        value=_last_value(trial) if state == "PRUNED" else value,
         params=dict(trial.point),
         distributions={name: to_optuna(optuna, space[name]) for name in trial.point},
         intermediate_values=dict(trial.curve),
@@ -103,6 +107,12 @@ def _frozen(optuna: Any, trial: HandedOver, space: Mapping[str, Distribution]) -
     if trial.ended is not None and frozen.datetime_complete is not None:
         frozen.datetime_complete = datetime.fromtimestamp(trial.ended)
     return frozen
+
+
+def _last_value(trial: HandedOver) -> float | None:
+    """The last of a trial's curve, if it is a number."""
+    last = trial.curve[max(trial.curve)] if trial.curve else math.nan
+    return None if math.isnan(last) else last
 
 
 def _wide_enough(

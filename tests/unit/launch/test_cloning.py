@@ -8,8 +8,10 @@ import pytest
 from generating import generate, planned, steps
 
 from shoal.core.errors import SpecError
+from shoal.core.event import TrialFinished
 from shoal.launch.cloning import begin_warm, clear
 from shoal.launch.starts import restart
+from shoal.observe import Database
 from shoal.observe.snapshot import Snapshot
 from shoal.runtime import checkpoint
 
@@ -53,6 +55,19 @@ def test_a_parent_without_state_is_refused_with_the_way_out(tmp_path, state):
 
     with pytest.raises(SpecError, match="Clone it cold"):
         begin_warm(tmp_path, 0, 3)
+
+
+def test_a_parent_whose_state_was_let_go_of_is_told_so(tmp_path):
+    ended = TrialFinished(
+        time=1.0, trial=0, step=4, seconds=1.0, metrics={}, checkpoint="trials/0000/step-00000004"
+    )
+    with Database(tmp_path) as database:
+        database.write([planned(0), ended, planned(1)])
+
+    with pytest.raises(SpecError, match=r"trial 0 has no state.*was not kept \(keep_finished=\)"):
+        begin_warm(tmp_path, 0, 3)
+    with pytest.raises(SpecError, match=r"trial 1 has no state.*it has saved none yet"):
+        begin_warm(tmp_path, 1, 3)
 
 
 def test_a_clone_outlives_its_parents_generations(tmp_path):

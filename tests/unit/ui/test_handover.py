@@ -76,8 +76,9 @@ def test_optuna_reads_trials_parameters_curves_and_states(place, tmp_path):
         assert trial.distributions["lr"].choices == (0.1, 0.01, 1e-7, 10.0)
         steps = {"COMPLETE": [3, 6, 9], "PRUNED": [3], "FAIL": []}[trial.state.name]
         assert list(trial.intermediate_values) == steps
+        if steps:  # as Optuna tells of those that are pruned
+            assert trial.value == trial.intermediate_values[steps[-1]]
         if steps == [3, 6, 9]:
-            assert trial.value == trial.intermediate_values[9]
             assert trial.datetime_complete >= trial.datetime_start
     assert study.direction.name == "MINIMIZE"
     assert study.best_trial.user_attrs["state"] == "FINISHED"
@@ -120,13 +121,18 @@ def test_a_clone_outside_the_space_and_values_that_are_no_numbers_are_handed_ove
         HandedOver(point={"lr": -1.0, "kind": "a"}, state="WAITING", value=None, **rest),
         HandedOver(point=spec.hp, state="COMPLETE", value=math.inf, **rest),
         HandedOver(point=spec.hp, state="FAIL", value=None, **(rest | {"began": None})),
+        *(
+            HandedOver(point=spec.hp, state="PRUNED", value=9.0, **(rest | {"curve": curve}))
+            for curve in ({2: 0.5, 1: 0.25}, {1: math.nan}, {})
+        ),
     ]
     path = tmp_path / "o.db"
     write_optuna(path, "s", mode="max", metric="acc", space=space, trials=trials)
 
     study = optuna.load_study(study_name="s", storage=f"sqlite:///{path}")
     states = [trial.state.name for trial in study.trials]
-    assert states == ["FAIL", "COMPLETE", "WAITING", "FAIL", "FAIL"]
-    assert [trial.duration.total_seconds() for trial in study.trials[3:]] == [1.0, 0.0]
+    assert states == ["FAIL", "COMPLETE", "WAITING", "FAIL", "FAIL", *["PRUNED"] * 3]
+    assert [trial.duration.total_seconds() for trial in study.trials[3:5]] == [1.0, 0.0]
+    assert [trial.value for trial in study.trials[5:]] == [0.5, None, None]
     assert study.trials[0].params == {"lr": 1.0, "kind": "c"}
     assert study.best_value == 1.0
