@@ -7,10 +7,12 @@ import os
 import random
 import signal
 import sys
+from dataclasses import replace
 
 import populations
 import pytest
 import studies
+import torch
 from listening import Heard, Orders
 from processes import Runner
 
@@ -290,6 +292,10 @@ def test_a_population_goes_on_by_its_own_rules_only(tmp_path, warm_workers):
         studies.run(populations.make(tmp_path), warm_workers, extend=2)
 
 
+def _narrow(hp):
+    return populations.nn.Linear(6, 3)
+
+
 def _wide(hp):
     return populations.nn.Linear(6, hp["width"])
 
@@ -300,7 +306,31 @@ def test_trials_of_several_shapes_are_refused_with_what_differs(tmp_path, warm_w
     study = shoal.Study(
         *("k", recipe), space=space, trials=6, epochs=3, directory=tmp_path, pruner=shoal.PBT()
     )
-    with pytest.raises(PlanError, match=r"'parameter .*differ in lr, width.*for each value of it"):
+    with pytest.raises(
+        PlanError, match=r"'parameter .*differ in width \(\d there.*each value of it"
+    ):
+        studies.run(study, warm_workers)
+    assert not (tmp_path / "k").exists()
+
+
+def _either(named, hp):
+    parameters = [parameter for _, parameter in named]
+    if hp["kind"] == "adam":
+        return torch.optim.Adam(parameters, lr=hp["lr"])
+    return torch.optim.SGD(parameters, lr=hp["lr"])
+
+
+def test_trials_of_several_optimizers_are_refused_with_the_name_that_tells_them_apart(
+    tmp_path, warm_workers
+):
+    recipe = replace(populations.searches.recipe(), optimizer=_either, model=_narrow)
+    kinds = shoal.choice("sgd", "adam", when={"sgd": {"clip": shoal.uniform(0.1, 0.9)}})
+    space = {"lr": shoal.log_uniform(1e-4, 1e-1), "kind": kinds}
+    study = shoal.Study(
+        *("k", recipe), space=space, trials=6, epochs=3, directory=tmp_path, pruner=shoal.PBT()
+    )
+    words = r"'state .*optimizer of another kind.*differ in kind \('\w+' there and '\w+' here\)\. "
+    with pytest.raises(PlanError, match=words):
         studies.run(study, warm_workers)
     assert not (tmp_path / "k").exists()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from shoal.core.errors import PlanError
@@ -61,26 +62,50 @@ def check_population(planned: Planned, settings: Settings) -> None:
                 "trial that goes on from another's state would have to take over the weights of "
                 "the step before too, and no loop says how. Use a synchronous schedule."
             )
-    for job in jobs[1:]:
-        difference = _difference(*(_shapes(planned.layouts[j.trial]) for j in (jobs[0], job)))
-        steps = [
-            steps_between(settings, planned.num_batches[j.trial], j.micro_batches)
-            for j in (jobs[0], job)
-        ]
-        if not difference and steps[0] != steps[1]:
-            difference = f"evaluations are {steps[0]} steps apart there and {steps[1]} here"
-        if difference:
-            _refuse(jobs[0], job, difference)
+    shapes = [_shapes(planned.layouts[job.trial]) for job in jobs]
+    steps = [
+        steps_between(settings, planned.num_batches[job.trial], job.micro_batches) for job in jobs
+    ]
+    for place in range(1, len(jobs)):
+        if difference := _difference(shapes[0], shapes[place]):
+            _refuse(jobs, place, difference, shapes)
+        if steps[0] != steps[place]:
+            words = f"evaluations are {steps[0]} steps apart there and {steps[place]} here"
+            _refuse(jobs, place, words, steps)
 
 
-def _refuse(first: Job, job: Job, difference: str) -> None:
-    changed = ", ".join(name for name in job.hp if first.hp.get(name) != job.hp[name])
+def _refuse(jobs: Sequence[Job], place: int, difference: str, kinds: Sequence[object]) -> None:
+    first, job = jobs[0], jobs[place]
+    changed = [n for n in {**first.hp, **job.hp} if first.hp.get(n) != job.hp.get(n)]
+    names = [
+        f"{name} ({first.hp.get(name)!r} there and {job.hp.get(name)!r} here)"
+        for name in _telling(changed, jobs, kinds) or changed
+    ]
+    why = "; an optimizer of another kind or with other options keeps other state"
+    why *= difference.startswith("'state ")
     raise PlanError(
         f"trial {job.trial} cannot go on from the state of trial {first.trial}, as trials of a "
-        f"population do: {difference}. Their hyperparameters differ in {changed or 'nothing'}. "
-        "Have the space leave out what changes shapes or lengths, and run a study for each value "
-        "of it."
+        f"population do: {difference}{why}. Their hyperparameters differ in "
+        f"{', '.join(names) or 'nothing'}. Have the space leave out what changes shapes or "
+        "lengths, and run a study for each value of it."
     )
+
+
+def _telling(names: Sequence[str], jobs: Sequence[Job], kinds: Sequence[object]) -> list[str]:
+    """Of ``names`` those whose value says of which kind a trial is, with the fewest values.
+
+    A rate that is another one in each trial says so too, and is not what makes them differ.
+    """
+    counts = {}
+    for name in names:
+        of: dict[str, object] = {}
+        values = [repr(job.hp.get(name)) for job in jobs]
+        says = [
+            of.setdefault(value, kind) == kind for value, kind in zip(values, kinds, strict=True)
+        ]
+        if all(says):
+            counts[name] = len(of)
+    return [name for name in counts if counts[name] == min(counts.values())]
 
 
 Shapes = dict[str, tuple[tuple[int, ...], str]]
