@@ -51,7 +51,9 @@ class TrialResult:
     epoch, seconds, metrics), ``error`` the traceback of a failure or empty.
     ``checkpoint`` is the directory of the last step's state, None if there is none. ``hp`` are
     the hyperparameters of the last step; of a trial of a population ``inherited`` is a list of
-    dicts that say where it went on from another trial: step, source, before, hp. ``is_at_best``:
+    dicts that say where it went on from another trial: step, source, before, hp. ``recipes`` is
+    a list of dicts (step, recipe): which of the study's recipes, numbered from 0, it trained with
+    after which step; more than one where another was accepted. ``is_at_best``:
     it is the trial as of its best evaluation (``Report.at_best``).
     """
 
@@ -65,6 +67,7 @@ class TrialResult:
     error: str
     checkpoint: Path | None
     inherited: Sequence[Mapping[str, Any]] = ()
+    recipes: Sequence[Mapping[str, int]] = ()
     is_at_best: bool = False
     _recipe: Recipe | Origin | None = field(default=None, repr=False, compare=False)
 
@@ -150,6 +153,11 @@ class TrialResult:
         report = read_report(self._checkpoint().parents[2])
         return export_trial(self, report, directory, overwrite=overwrite).directory
 
+    @property
+    def recipe_number(self) -> int | None:
+        """Which of the study's recipes its weights are of; None where that is not on record."""
+        return self.recipes[-1]["recipe"] if self.recipes else None
+
     def to_dict(self) -> dict[str, Any]:
         """Plain containers of all fields."""
         return {
@@ -163,6 +171,7 @@ class TrialResult:
             "error": self.error,
             "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
             "inherited": [dict(one) for one in self.inherited],
+            "recipes": [dict(one) for one in self.recipes],
         }
 
     def at_best(self, metric: str, mode: str) -> TrialResult:
@@ -175,11 +184,13 @@ class TrialResult:
         if best is None or aim.rank(best["metrics"]) == math.inf:
             return self
         before = [one["hp"] for one in self.hp_schedule if one["after"] < best["step"]]
+        recipes = [one for one in self.recipes if one["step"] < best["step"]]
         return replace(
             self,
             hp=HyperParameters(before[-1]),
             metrics=dict(best["metrics"]),
             history=[row for row in self.history if row["step"] <= best["step"]],
+            recipes=recipes,
             is_at_best=True,
             checkpoint=None if self.checkpoint is None else self._saved_at(best["step"]),
         )
@@ -238,7 +249,8 @@ class TrialResult:
                 "record. Pass it: "
                 "shoal.open(path, recipe=recipe)."
             )
-        if changed := changed_since(self._checkpoint().parents[2], found):
+        place = self._checkpoint().parents[2]
+        if changed := changed_since(place, found, self.recipe_number):
             warnings.warn(
                 f"trial {self.number}: {changed_words(changed)}: shoal.open(path, recipe=...).",
                 stacklevel=4,
@@ -451,6 +463,7 @@ def _result(row: TrialRow, directory: Path, recipe: Recipe | Origin) -> TrialRes
         error=row.error,
         checkpoint=directory / row.checkpoint if row.checkpoint else None,
         inherited=[one.to_dict() for one in row.inherited],
+        recipes=[one._asdict() for one in row.recipes],
         _recipe=recipe,
     )
 

@@ -208,6 +208,7 @@ class Study:
         clones: Sequence[CloneTrial] = (),
         retry_failed: bool = False,
         accept_numerics: bool = False,
+        accept_recipe: bool = False,
         timeline: bool = True,
         plan: Plan | None = None,
         fuse: str | bool | int | None = None,
@@ -241,6 +242,12 @@ class Study:
             accept_numerics: Go on though the software or the devices are others than before,
                 to other bits; the change is recorded. With it ``fuse`` holds for trials under
                 way too: they go on in arrays of that width, or by themselves.
+            accept_recipe: Go on with the recipe as it is now, though trials trained with another
+                one: after a mistake in a metric or a loss was mended. Trials that have not ended
+                train on from their last state, failed ones with ``retry_failed``; those that
+                ended keep what they have. Each trial's record says with which recipe it trained
+                since which step; one that trained with two cannot be verified. Once on record
+                the recipe stays, without this option.
             timeline: Record every action for ``shoal trace``.
             fuse: ``"auto"`` trains trials of one shape as arrays, as wide as was measured to
                 be quickest; a number is that width; ``"off"`` is none. ``"16-compiled"`` also
@@ -290,6 +297,7 @@ class Study:
                 clones=clones,
                 retry_failed=retry_failed,
                 accept_numerics=accept_numerics,
+                accept_recipe=accept_recipe,
                 timeline=timeline,
                 fuse=wish_of(fuse, forced),
                 versions={"shoal": shoal.__version__},

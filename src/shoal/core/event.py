@@ -69,6 +69,7 @@ class TrialPlanned:
     parent: int | None = None  # the trial it is a clone of
     warm: bool = False  # and whether it began from its parent's state
     why: tuple[str, ...] = ()  # it trains so
+    recipe: int = 0  # which of the study's, counted from its first: another one was accepted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,15 +14,22 @@ from shoal.runtime.messages import Settings
 
 
 def planned_events(
-    planned: Planned, trials: Iterable[TrialSpec], totals: Mapping[int, int | None]
+    planned: Planned,
+    trials: Iterable[TrialSpec],
+    totals: Mapping[int, int | None],
+    *,
+    recipe: int = 0,
 ) -> list[events.Event]:
-    """One TrialPlanned for each trial, also for those that cannot be built."""
+    """One TrialPlanned for each trial, also for those that cannot be built.
+
+    ``recipe``: which of the study's recipes it goes on with.
+    """
     jobs = {job.trial: job for job in planned.plan.jobs}
-    return [_planned(trial, jobs.get(trial.number), totals) for trial in trials]
+    return [_planned(trial, jobs.get(trial.number), totals, recipe) for trial in trials]
 
 
 def _planned(
-    trial: TrialSpec, job: Job | None, totals: Mapping[int, int | None]
+    trial: TrialSpec, job: Job | None, totals: Mapping[int, int | None], recipe: int
 ) -> events.TrialPlanned:
     return events.TrialPlanned(
         time=time.time(),
@@ -37,6 +44,7 @@ def _planned(
         parent=trial.parent,
         warm=trial.warm,
         why=job.why if job else (),
+        recipe=recipe,
     )
 
 

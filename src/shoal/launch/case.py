@@ -123,11 +123,13 @@ def take_up(study: Asked, request: Request, place: StudyDirectory) -> Case:
 def _count_plans(request: Request, place: StudyDirectory, merged: Merged) -> bool:
     """Whether what trials were planned as holds, though they have saved nothing.
 
-    Not where another plan is to be followed, or the recipe is another one.
+    Not where another plan is to be followed, or the recipe is another one that nothing trained
+    with; one that was accepted is of the same trials.
     """
-    recorded = place.recorded
-    is_same = recorded is not None and recorded.recipe.is_same(merged.record.recipe)
-    return is_same and request.plan is None
+    recorded, now = place.recorded, merged.record
+    if recorded is None or request.plan is not None:
+        return False
+    return recorded.recipe.is_same(now.recipe) or len(recorded.older) < len(now.older)
 
 
 def _on_record(
@@ -193,7 +195,7 @@ def _merge(study: Asked, request: Request, place: StudyDirectory, before: Snapsh
     asked = describe_study(study, study.policy.record(), study.search.words(), request.fuse)
     if place.recorded is not None:
         progress = progress_of(place.path, before, place.recorded.unit)
-        return merge(place.recorded, progress, asked)
+        return merge(place.recorded, progress, asked, accept_recipe=request.accept_recipe)
     return Merged(
         trials=tuple(t.to_spec() for t in asked.trials),
         ended=(),

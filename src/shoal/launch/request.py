@@ -60,6 +60,7 @@ class Request:
     clones: Sequence[CloneTrial] = ()
     retry_failed: bool = False
     accept_numerics: bool = False
+    accept_recipe: bool = False
     timeline: bool = True
     fuse: Wish = None
     plan: Plan | None = None  # to be followed
@@ -67,7 +68,8 @@ class Request:
     versions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("overwrite", "retry_failed", "accept_numerics", "timeline"):
+        flags = ("overwrite", "retry_failed", "accept_numerics", "accept_recipe", "timeline")
+        for name in flags:
             object.__setattr__(self, name, flag(name, getattr(self, name)))
         object.__setattr__(self, "resume", optional_flag("resume", self.resume))
         for name, example, is_one in (

@@ -237,7 +237,8 @@ class Run:
                 part=likely_part(planned, self._settings, self._study.search),
             )
         )
-        said += planned_events(planned, case.todo, steps_of(planned, self._settings))
+        recipe, totals = case.merged.record.recipe_number, steps_of(planned, self._settings)
+        said += planned_events(planned, case.todo, totals, recipe=recipe)
         said += case.hunt.ran_out()
         return [*said, *case.found.happened, *case.found.finished]
 
@@ -341,7 +342,7 @@ class Run:
         case.place.settle(record)
         if words := tuple(f"trial {number} was added" for number in by_hand):
             case.sinks.write([events.StudyChanged(time=time.time(), changes=words)])
-        case.sinks.write(planned_events(planned, specs, totals))
+        case.sinks.write(planned_events(planned, specs, totals, recipe=record.recipe_number))
 
     def _started(self, case: Case) -> events.StudyStarted:
         study = self._study

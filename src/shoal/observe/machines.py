@@ -35,6 +35,7 @@ from shoal.observe.rows import (
     HistoryRow,
     Inherited,
     Replan,
+    TrainedWith,
     TrialRow,
     TrialState,
 )
@@ -57,6 +58,7 @@ class TrialFold:
         self.history: list[HistoryRow] = []
         self.inherited: list[Inherited] = []
         self.replans: list[Replan] = []
+        self.recipes: list[TrainedWith] = []
         self.evaluations: list[int] = []  # their steps; while there are none, rows are by epoch
         self.metrics: dict[str, float] = {}
         self.best: float | None = None
@@ -78,6 +80,19 @@ class TrialFold:
             self.state, self.device = TrialState.PENDING, ""
             self.error = self.ended = ""
 
+    def plan_as(self, event: TrialPlanned) -> None:
+        self.plan = event
+        if not self.recipes or self.recipes[-1].recipe != event.recipe:
+            self.recipes.append(TrainedWith(self.step, event.recipe))
+            self._forget_recipes(self.step)
+        self.reopen()
+
+    def _forget_recipes(self, step: int) -> None:
+        """What is done after ``step`` is done with the recipe that it has now."""
+        if self.recipes and self.recipes[-1].step >= step:
+            before = [one for one in self.recipes[:-1] if one.step < step]
+            self.recipes = [*before, self.recipes[-1]._replace(step=step)]
+
     def replan(self, event: TrialReplanned) -> None:
         if not event.reason.startswith(OTHERS_PRUNED):
             self.replans.append(Replan(event.step, event.reason))
@@ -95,6 +110,7 @@ class TrialFold:
         other.steps, other.losses = self.steps[:], self.losses[:]
         other.history, other.metrics = self.history[:], dict(self.metrics)
         other.inherited, other.replans = self.inherited[:], self.replans[:]
+        other.recipes = self.recipes[:]
         other.evaluations = self.evaluations[:]
         other.recent = self.recent.copy()
         return other
@@ -138,6 +154,7 @@ class TrialFold:
         self.evaluations = [at for at in self.evaluations if at <= step]
         self.step, self.smooth_loss = min(self.step, step), None
         self._disinherit(step)
+        self._forget_recipes(step)
         self._keep_rows([row for row in self.history if row.step <= step], aim)
 
     def inherit(self, event: TrialExploited) -> None:
@@ -216,6 +233,7 @@ class TrialFold:
             history=tuple(self.history),
             inherited=tuple(self.inherited),
             replans=tuple(self.replans),
+            recipes=tuple(self.recipes),
         )
         if plan is None:
             return row

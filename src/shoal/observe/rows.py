@@ -80,6 +80,13 @@ class Replan(NamedTuple):
     reason: str
 
 
+class TrainedWith(NamedTuple):
+    """After ``step`` steps a trial trained with the study's recipe of this number, from 0."""
+
+    step: int
+    recipe: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRow:
     """One trial as a screen shows it.
@@ -89,7 +96,8 @@ class TrialRow:
     optimizer steps per second of late, neighbours' time included. ``hp`` are those it has
     now; ``inherited`` is where it took over another trial's state, in order of steps; ``replans``
     where it turned out that it cannot train as it was planned to; ``ended`` is why a trial that
-    was stopped or pruned was.
+    was stopped or pruned was; ``recipes`` which of the study's recipes it trained with, where
+    another one was accepted.
     """
 
     number: int
@@ -119,6 +127,7 @@ class TrialRow:
     history: tuple[HistoryRow, ...] = ()
     inherited: tuple[Inherited, ...] = ()
     replans: tuple[Replan, ...] = ()
+    recipes: tuple[TrainedWith, ...] = ()
 
     @property
     def error_line(self) -> str:

@@ -266,9 +266,7 @@ class Folder:
             self._head = replace(self._head, warnings=(*told, left_out_words(new)))
 
     def _trial_planned(self, event: TrialPlanned) -> None:
-        trial = self._trial(event.trial)
-        trial.plan = event
-        trial.reopen()
+        self._trial(event.trial).plan_as(event)
         if self._head.waits:
             self._head = replace(self._head, waits=())
         if len(self._trials) > self._head.total:  # it was added while the study runs

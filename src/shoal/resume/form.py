@@ -1,10 +1,10 @@
 """A study's record as JSON: what stands in ``study.json``, and what is believed of it.
 
-    {"kind": "shoal.study", "format": 4, "name": "sweep", ..., "trials": [{"number": 0, ...}]}
+    {"kind": "shoal.study", "format": 5, "name": "sweep", ..., "trials": [{"number": 0, ...}]}
 
 A format that this version does not know is left alone: a newer shoal wrote it. Format 1 had
-no ``additions``, format 2 no ``search``, format 3 no ``fuse``: they are read, and what is written
-next is of this one.
+no ``additions``, format 2 no ``search``, format 3 no ``fuse``, format 4 no ``older``: they are
+read, and what is written next is of this one.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from typing import Any
 from shoal.core.errors import SpecError, StorageError
 from shoal.core.studyfiles import RECORD
 from shoal.observe import jsonl
-from shoal.resume.recipe import record_of
+from shoal.resume.recipe import RecipeRecord, record_of
 from shoal.resume.record import Addition, StudyRecord, TrialRecord
 
-KIND, FORMAT = "shoal.study", 4
+KIND, FORMAT = "shoal.study", 5
 
 
 def record_to_json(record: StudyRecord) -> str:
     """The text of ``study.json``, for a reader at night too."""
     values: dict[str, Any] = {"kind": KIND, "format": FORMAT, **_fields(record)}
     values["recipe"] = _fields(record.recipe)
+    values["older"] = [_fields(recipe) for recipe in record.older]
     values["trials"] = [_fields(trial) for trial in record.trials]
     values["additions"] = [_fields(addition) for addition in record.additions]
     return jsonl.dumps(values, indent=2) + "\n"
@@ -47,6 +48,8 @@ def record_from_json(text: str, where: str = RECORD) -> StudyRecord:
         values["search"] = {}
     if written < 4:
         values["fuse"] = None
+    if written < 5:
+        values["older"] = []
     try:
         return _record(values)
     except ValueError as error:
@@ -100,15 +103,21 @@ def _record(values: dict[str, Any]) -> StudyRecord:
     checked = _checked(values, _STUDY)
     if (checked["epochs"] is None) == (checked["steps"] is None):
         raise ValueError("it has not exactly one of epochs and steps")
-    recipe = _checked(checked.pop("recipe"), _RECIPE)
-    described = record_of(recipe["fields"], recipe["sources"])
-    if described.digest != recipe["digest"]:
-        raise ValueError("the recipe's digest is another one")
+    recipe = _recipe(checked.pop("recipe"))
+    older = tuple(map(_recipe, checked.pop("older")))
     trials = tuple(TrialRecord(**_checked(v, _TRIAL)) for v in checked.pop("trials"))
     if len({trial.number for trial in trials}) != len(trials):
         raise ValueError("two trials have one number")
     additions = tuple(_addition(v, trials) for v in checked.pop("additions"))
-    return StudyRecord(**checked, recipe=described, trials=trials, additions=additions)
+    return StudyRecord(**checked, recipe=recipe, older=older, trials=trials, additions=additions)
+
+
+def _recipe(values: Any) -> RecipeRecord:
+    checked = _checked(values, _RECIPE)
+    described = record_of(checked["fields"], checked["sources"])
+    if described.digest != checked["digest"]:
+        raise ValueError("the recipe's digest is another one")
+    return described
 
 
 def _addition(values: Any, trials: tuple[TrialRecord, ...]) -> Addition:
@@ -184,6 +193,7 @@ _STUDY: dict[str, Callable[[Any], bool]] = {
     "additions": lambda value: isinstance(value, list),
     "search": _are_texts,
     "fuse": _is_wish,
+    "older": lambda value: isinstance(value, list),
 }
 _ADDITION: dict[str, Callable[[Any], bool]] = {"time": _is_time, "trials": _are_numbers}
 _RECIPE: dict[str, Callable[[Any], bool]] = {

@@ -59,12 +59,21 @@ class Merged:
     record: StudyRecord
 
 
-def merge(recorded: StudyRecord, progress: Progress, asked: StudyRecord) -> Merged:
+def merge(
+    recorded: StudyRecord,
+    progress: Progress,
+    asked: StudyRecord,
+    *,
+    accept_recipe: bool = False,
+) -> Merged:
     """The study that is asked for, with the trials that are there.
 
     They keep their numbers and seeds whatever order a wider space has. A trial that
     failed stays failed, unless nothing was trained yet and the recipe is another one. A
     trial that was stopped goes on only where there is more to do than it was stopped from.
+
+    Args:
+        accept_recipe: Whether trials may go on with another recipe than they trained with.
 
     Raises:
         SpecError: what cannot be merged, what was found, and what to do.
@@ -72,7 +81,9 @@ def merge(recorded: StudyRecord, progress: Progress, asked: StudyRecord) -> Merg
     is_same_recipe = recorded.recipe.is_same(asked.recipe)
     pairing = _pairing(recorded, asked)
     longer = tuple(_with_more_to_do(recorded, progress, asked))
-    _refuse(recorded, progress, asked, pairing, is_same_recipe=is_same_recipe)
+    is_first = not _trained(progress)
+    accepts = is_same_recipe or is_first or accept_recipe
+    _refuse(recorded, progress, asked, pairing, accepts_recipe=accepts)
     refuse.weights_only(recorded, asked, _without_state(progress, longer))
     new = number_on(replace(asked, trials=recorded.trials), pairing.new, "asked")
     merged = replace(
@@ -81,8 +92,10 @@ def merge(recorded: StudyRecord, progress: Progress, asked: StudyRecord) -> Merg
         additions=recorded.additions,
         fuse=recorded.fuse if asked.fuse is None else asked.fuse,
         recipe=recorded.recipe.allowing(asked.recipe) if is_same_recipe else asked.recipe,
+        older=recorded.older if is_same_recipe or is_first else recorded.recipes,
     )
-    ended = tuple(_ended(recorded.trials, progress, longer, may_retry=not is_same_recipe))
+    may_retry = is_first and not is_same_recipe
+    ended = tuple(_ended(recorded.trials, progress, longer, may_retry=may_retry))
     return Merged(
         trials=tuple(trial.to_spec() for trial in merged.trials),
         ended=ended,
@@ -110,10 +123,9 @@ def _refuse(
     asked: StudyRecord,
     pairing: Pairing,
     *,
-    is_same_recipe: bool,
+    accepts_recipe: bool,
 ) -> None:
     """Say no to the first thing that cannot be merged, the most basic one first."""
-    trained = sorted(number for number, known in progress.items() if known.step)
     refuse.another_study(recorded, asked)
     refuse.another_unit(recorded, asked)
     refuse.another_search(recorded, asked)
@@ -121,8 +133,8 @@ def _refuse(
         refuse.another_space(recorded, asked)
     refuse.another_seed(recorded, asked)
     refuse.missing_trials(recorded, asked, pairing.missing)
-    if trained and not is_same_recipe:
-        refuse.another_recipe(recorded, asked, trained)
+    if not accepts_recipe:
+        refuse.another_recipe(recorded, asked, _trained(progress))
     refuse.less_training(asked, {n: _done(asked, known) for n, known in progress.items()})
 
 
@@ -143,6 +155,10 @@ def _with_more_to_do(
         has_ended = known.state in (TrialState.FINISHED, TrialState.STOPPED)
         if has_ended and asked.length > target:
             yield number
+
+
+def _trained(progress: Progress) -> list[int]:
+    return sorted(number for number, known in progress.items() if known.step)
 
 
 def _without_state(progress: Progress, numbers: Iterable[int]) -> list[int]:
@@ -169,7 +185,14 @@ def _more_trials(new: tuple[TrialRecord, ...]) -> Iterable[str]:
 
 def _changes(recorded: StudyRecord, merged: StudyRecord, longer: tuple[int, ...]) -> Iterable[str]:
     """A sentence for each difference that is accepted."""
-    if not merged.recipe.is_same(recorded.recipe):
+    if len(merged.older) > len(recorded.older):
+        names = ", ".join(refuse.differences(recorded.recipe, merged.recipe)[0])
+        yield (
+            f"goes on with another recipe, as was accepted (changed: {names}): trials that have "
+            "not ended train on with it from their last state; those that ended keep what they "
+            "have."
+        )
+    elif not merged.recipe.is_same(recorded.recipe):
         yield "another recipe: no trial had a step of the one before."
     else:
         yield from _other_permissions(recorded, merged)

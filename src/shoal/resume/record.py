@@ -59,6 +59,8 @@ class StudyRecord:
     ``additions`` are what an order that is repeated is held against, the oldest first.
     ``search`` is which sampler and pruner, where trials depend on results; else empty.
     ``fuse`` is what was asked of arrays last, as ``planning.Wish``; None: nothing was.
+    ``older`` are the recipes that trials were trained with before, the oldest first: a trial's
+    events name one by its number among these, and the recipe of now by ``recipe_number``.
     """
 
     name: str
@@ -75,6 +77,17 @@ class StudyRecord:
     additions: tuple[Addition, ...] = ()
     search: Mapping[str, str] = field(default_factory=dict)
     fuse: str | int | None = None
+    older: tuple[RecipeRecord, ...] = ()
+
+    @property
+    def recipe_number(self) -> int:
+        """How many recipes trials were trained with before this one."""
+        return len(self.older)
+
+    @property
+    def recipes(self) -> tuple[RecipeRecord, ...]:
+        """All of them by number, that of now the last."""
+        return (*self.older, self.recipe)
 
     @property
     def length(self) -> int:

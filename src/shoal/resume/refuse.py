@@ -155,7 +155,10 @@ def another_recipe(recorded: StudyRecord, asked: StudyRecord, trained: Sequence[
     raise SpecError(
         f"cannot go on with study {asked.name!r}: {_trials(trained)} trained with another recipe, "
         f"and trials of two recipes cannot be compared. Changed: {', '.join(names)}.\n{diff}\n"
-        f"Put the recipe back, {_OTHERWISE}"
+        "Put the recipe back; or accept it as it is now with accept_recipe=True "
+        "(--accept-recipe): trials that have not ended, and failed ones with retry_failed=True "
+        "(--retry-failed), go on with it from their last state, and that is recorded; "
+        f"{_OTHERWISE}"
     )
 
 

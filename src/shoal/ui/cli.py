@@ -21,6 +21,26 @@ import typer
 from shoal import __version__
 from shoal.ui.failures import run_command
 from shoal.ui.flags import HardwareFlags
+from shoal.ui.options import (
+    STUDY_HELP,
+    AcceptNumerics,
+    AcceptRecipe,
+    AddAgain,
+    AsJson,
+    DeviceMemory,
+    Devices,
+    Directory,
+    Exact,
+    File,
+    Fuse,
+    HostMemory,
+    Name,
+    NewestName,
+    RetryFailed,
+    SourceFile,
+    SpillDir,
+    TechniqueName,
+)
 
 if TYPE_CHECKING:
     from shoal.control import CloneTrial, ExtendTrials
@@ -34,81 +54,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-
-_FILE_HELP = "FILE.py or FILE.py:attribute, a file that defines a shoal.Study."
-_STUDY_HELP = "A study's name under --directory, or its own directory."
-
-File = Annotated[str, typer.Argument(metavar="FILE.py[:STUDY]", help=_FILE_HELP)]
-Devices = Annotated[
-    str | None,
-    typer.Option(
-        help="cpu:2 (two virtual devices), cpu, cuda, cuda:0,1; cuda:0,0 is two workers on one "
-        "GPU; cpu:2@h200 emulates two H200. Default: what is there."
-    ),
-]
-DeviceMemory = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Budget of each device, such as 256MiB.")
-]
-SpillDir = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DIR",
-        help="A directory on a disk for the trials' states, where host memory is too small.",
-    ),
-]
-HostMemory = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Host memory of the study, such as 8GiB.")
-]
-Directory = Annotated[str, typer.Option(help="Where studies are kept.")]
-Name = Annotated[str, typer.Argument(metavar="STUDY", help=_STUDY_HELP)]
-NewestName = Annotated[
-    str | None, typer.Argument(metavar="[STUDY]", help=_STUDY_HELP + " Default: the newest.")
-]
-SourceFile = Annotated[
-    str | None,
-    typer.Option(metavar="FILE.py[:STUDY]", help="Where the study's file is now, if it moved."),
-]
-Fuse = Annotated[
-    str | None,
-    typer.Option(
-        help="Train trials of one shape as arrays: auto (measured), off, or how wide, up to 64, "
-        "and how passes run: 16, 16-compiled, 16-branches; 16/4/1: narrower as trials are pruned.",
-        metavar="auto|off|N[/N...][-KIND]",
-    ),
-]
-Exact = Annotated[
-    str,
-    typer.Option(
-        help="strict: deterministic kernels alone, and nothing that trains to other bits than "
-        "training alone.",
-        metavar="auto|strict",
-    ),
-]
-TechniqueName = Annotated[
-    str | None,
-    typer.Option(
-        "--technique",
-        help="Have every trial train so, and not as is best: resident, captured, spilled, "
-        "pipelined, data_parallel.",
-        metavar="NAME",
-    ),
-]
-AcceptNumerics = Annotated[
-    bool,
-    typer.Option(
-        "--accept-numerics", help="Go on to other bits, where software, devices or --fuse changed."
-    ),
-]
-RetryFailed = Annotated[
-    bool, typer.Option("--retry-failed", help="Train failed trials again, from their last state.")
-]
-AddAgain = Annotated[
-    bool,
-    typer.Option(
-        "--again", help="Add, though what the same command added before has not ended yet."
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 
 
 def main() -> None:
@@ -174,6 +119,7 @@ class _Again(NamedTuple):
     file: str | None
     as_json: bool
     accept_numerics: bool = False
+    accept_recipe: bool = False
     retry_failed: bool = False
     fuse: str | None = None
 
@@ -188,6 +134,7 @@ class _Again(NamedTuple):
             "--file": self.file,
             "--fuse": self.fuse,
             "--accept-numerics": self.accept_numerics or None,
+            "--accept-recipe": self.accept_recipe or None,
             "--retry-failed": self.retry_failed or None,
         }
         return [name for name, value in values.items() if value is not None]
@@ -208,6 +155,7 @@ class _Again(NamedTuple):
                 clones=clones,
                 as_json=self.as_json,
                 accept_numerics=self.accept_numerics,
+                accept_recipe=self.accept_recipe,
                 retry_failed=self.retry_failed,
                 fuse=self.fuse,
                 workers=workers,
@@ -232,6 +180,7 @@ def run(
         typer.Option(metavar="FILE", help="Follow a plan that 'shoal plan --json' printed."),
     ] = None,
     accept_numerics: AcceptNumerics = False,
+    accept_recipe: AcceptRecipe = False,
     retry_failed: RetryFailed = False,
     json: AsJson = False,
 ) -> None:
@@ -250,6 +199,7 @@ def run(
             plan=plan,
             as_json=json,
             accept_numerics=accept_numerics,
+            accept_recipe=accept_recipe,
             retry_failed=retry_failed,
             workers=workers,
         )
@@ -443,7 +393,7 @@ def logs(
 
 @app.command(short_help="Delete studies with all they hold; asks before.")
 def rm(
-    studies: Annotated[list[str], typer.Argument(metavar="STUDY...", help=_STUDY_HELP)],
+    studies: Annotated[list[str], typer.Argument(metavar="STUDY...", help=STUDY_HELP)],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     directory: Directory = "runs",
     json: AsJson = False,
@@ -492,6 +442,7 @@ def resume(
     file: SourceFile = None,
     fuse: Fuse = None,
     accept_numerics: AcceptNumerics = False,
+    accept_recipe: AcceptRecipe = False,
     retry_failed: RetryFailed = False,
     directory: Directory = "runs",
     json: AsJson = False,
@@ -500,7 +451,8 @@ def resume(
     from shoal.ui.control import continue_study
 
     flags = HardwareFlags(devices, device_memory, host_memory, spill_dir)
-    again = _Again(study, directory, flags, file, json, accept_numerics, retry_failed, fuse)
+    more = (accept_numerics, accept_recipe, retry_failed, fuse)
+    again = _Again(study, directory, flags, file, json, *more)
     code = continue_study(study, Path(directory), again.given, as_json=json)
     raise typer.Exit(again.run() if code is None else code)
 

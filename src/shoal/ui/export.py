@@ -59,10 +59,9 @@ def export_model(
         recipe, _ = recorded_recipe(place, Snapshot.of(read_outline(place)), file)
         report = read_report(place, recipe=recipe)
         report = report.at_best() if at_best else report
-        changed = changed_since(place, recipe)
-        done = export_trial(
-            choose_trial(report, which), report, target, overwrite=overwrite, changed=changed
-        )
+        trial = choose_trial(report, which)
+        changed = changed_since(place, recipe, trial.recipe_number)
+        done = export_trial(trial, report, target, overwrite=overwrite, changed=changed)
     if changed:
         print(f"WARNING: {changed_words(changed)}: --file FILE.py[:STUDY].", file=sys.stderr)
     print(jsonl.dumps(_record(report, done), indent=2) if as_json else describe(report, done))

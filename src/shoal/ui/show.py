@@ -29,6 +29,7 @@ from shoal.observe import (
 )
 from shoal.observe.rows import DeviceRow, Inherited, TrialRow, TrialState
 from shoal.observe.snapshot import Folder, Snapshot
+from shoal.resume.since import two_recipes
 from shoal.ui.failures import ExitCode
 from shoal.ui.studies import find_recorded, last_written, study_directories
 from shoal.ui.text import (
@@ -442,6 +443,8 @@ def describe_trial(snapshot: Snapshot, row: TrialRow, place: Path) -> str:
         for one in row.replans
     ]
     lines += [_inheritance_line(one) for one in row.inherited]
+    if words := two_recipes(place, row.recipes):
+        lines.append(words)
     if row.ended:
         lines.append(f"{row.state.lower()}: {row.ended}")
     if row.checkpoint:
@@ -564,6 +567,7 @@ def trial_record(row: TrialRow) -> dict[str, Any]:
         "trains_as": _trains_as(row),
         "inherited": [taken.to_dict() for taken in row.inherited],
         "replans": [one._asdict() for one in row.replans],
+        "recipes": [one._asdict() for one in row.recipes],
     }
 
 

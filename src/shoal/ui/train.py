@@ -42,6 +42,7 @@ def run_file(
     exact: str = "auto",
     plan: str | None = None,
     accept_numerics: bool = False,
+    accept_recipe: bool = False,
     retry_failed: bool = False,
     workers: WorkerPool | None = None,
 ) -> int:
@@ -60,6 +61,7 @@ def run_file(
             exact=exact,
             plan=followed,
             accept_numerics=accept_numerics,
+            accept_recipe=accept_recipe,
             retry_failed=retry_failed,
             workers=workers,
         )
@@ -75,6 +77,7 @@ def resume_study(
     clones: Sequence[CloneTrial] = (),
     as_json: bool = False,
     accept_numerics: bool = False,
+    accept_recipe: bool = False,
     retry_failed: bool = False,
     fuse: str | None = None,
     workers: WorkerPool | None = None,
@@ -87,6 +90,7 @@ def resume_study(
         "extend": extend,
         "clones": tuple(clones),
         "accept_numerics": accept_numerics,
+        "accept_recipe": accept_recipe,
         "retry_failed": retry_failed,
     }
     more = {name: value for name, value in wanted.items() if value}

@@ -25,6 +25,7 @@ from shoal.verify import (
     named_trials,
     verify_trials,
     warm_clones,
+    with_two_recipes,
     without_state,
 )
 
@@ -85,6 +86,7 @@ def _rows(
         return named
     taken = {row.number for row in named}
     leave_out = warm_clones(place) | without_state(place, snapshot)
+    leave_out |= with_two_recipes(place, snapshot).keys()
     chosen = choose_trials(snapshot, count + len(named), leave_out=leave_out)
     return [*named, *[row for row in chosen if row.number not in taken][:count]]
 

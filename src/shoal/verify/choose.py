@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from shoal.core.aim import metric_rank
@@ -12,6 +12,7 @@ from shoal.core.event import TrialPlanned
 from shoal.observe.reader import read_outline
 from shoal.observe.rows import TrialRow, TrialState
 from shoal.observe.snapshot import Snapshot
+from shoal.resume.since import two_recipes
 
 ENDED_EARLY = TrialState.PRUNED, TrialState.STOPPED
 
@@ -79,10 +80,28 @@ def warm_clones(place: Path) -> frozenset[int]:
     return frozenset(event.trial for event in planned if event.warm)
 
 
-def skip_reason(row: TrialRow, warm: Collection[int], gone: Collection[int] = ()) -> str:
+def with_two_recipes(place: Path, snapshot: Snapshot) -> dict[int, str]:
+    """The trials that no one recipe trains again, each with what to say of it."""
+    numbers = {one.recipe for row in snapshot.trials for one in row.recipes}
+    if len(numbers) < 2:
+        return {}
+    found = {row.number: two_recipes(place, row.recipes) for row in snapshot.trials}
+    for row in snapshot.trials:
+        if row.inherited and not found[row.number]:
+            found[row.number] = "its population trained with more than one recipe"
+    return {number: words for number, words in found.items() if words}
+
+
+def skip_reason(
+    row: TrialRow,
+    warm: Collection[int],
+    gone: Collection[int] = (),
+    mixed: Mapping[int, str] | None = None,
+) -> str:
     """Why a trial cannot be compared with training alone; empty if it can.
 
-    ``warm`` are clones, ``gone`` those whose checkpoints were not kept.
+    ``warm`` are clones, ``gone`` those whose checkpoints were not kept, ``mixed`` those of two
+    recipes, with what to say of them.
     """
     if row.number in gone:
         return "its checkpoints were not kept (keep_finished='best:N', or removed by hand)"
@@ -95,4 +114,6 @@ def skip_reason(row: TrialRow, warm: Collection[int], gone: Collection[int] = ()
         return f"it failed at step {row.step}: {row.error_line}"
     if not row.is_done:
         return f"it has not finished; it is at step {row.step}"
+    if mixed and row.number in mixed:
+        return f"{mixed[row.number]}; with one recipe it cannot be trained again alone"
     return ""

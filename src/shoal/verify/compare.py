@@ -31,7 +31,7 @@ from shoal.resume.since import changed_since, changed_words
 from shoal.runtime.pipelined import without_versions
 from shoal.schedules import schedule_numerics
 from shoal.testing import PlainResult, PlainTrial, compare, plain_population
-from shoal.verify.choose import skip_reason, warm_clones, without_state
+from shoal.verify.choose import skip_reason, warm_clones, with_two_recipes, without_state
 from shoal.verify.record import Curve, read_curve, recorded_recipe
 
 STATE: tuple[str, ...] = ("weights", "optimizer state", "schedule", "random numbers")
@@ -80,16 +80,16 @@ def verify_trials(
     Raises:
         SpecError: there is no such file, or what it defines is of another study.
     """
-    by_epochs, changed = False, tuple[str, ...]()
+    by_epochs, is_given = False, recipe is not None
     snapshot = Snapshot.of(read_outline(place))
     if recipe is None:
         recipe, by_epochs = recorded_recipe(place, snapshot, file)
-        changed = changed_since(place, recipe)
     results = {trial.number: trial for trial in read_report(place, recipe).trials}
     population = {r.number: _as_plain(r) for r in snapshot.trials}
     warm, gone = warm_clones(place), without_state(place, snapshot)
+    mixed = with_two_recipes(place, snapshot)
     for row in rows:
-        reason = skip_reason(row, warm, gone)
+        reason = skip_reason(row, warm, gone, mixed)
         if reason:
             yield TrialVerdict(number=row.number, steps=row.step, skipped=reason)
             continue
@@ -97,7 +97,8 @@ def verify_trials(
             row, results[row.number], recipe, read_curve(place, row), by_epochs, population
         )
         verdict = case.verdict()
-        if changed:
+        number = row.recipes[-1].recipe if row.recipes else None
+        if not is_given and (changed := changed_since(place, recipe, number)):
             words = f"{changed_words(changed)}: --file FILE.py[:STUDY]"
             verdict = replace(verdict, notes=(words, *verdict.notes))
         yield verdict

@@ -361,3 +361,16 @@ def test_who_goes_back_to_before_it_took_over_has_what_it_had_then(tell):
     assert anew.trial(0).hp == {"lr": 0.5}
     again = fold(back, tell.step(0, 4), taken[1], taken[1])
     assert [one.step for one in again.trial(0).inherited] == [2, 4]
+
+
+def test_a_trial_shows_which_recipe_it_trained_with_since_when(tell):
+    first = [tell.study(), tell.planned(0), tell.step(0, 1), tell.step(0, 2), tell.step(0, 3)]
+    back = TrialRestarted(time=tell.time, trial=0, step=2)
+    again = [tell.study(), replace(tell.planned(0), recipe=1), back, tell.step(0, 3)]
+    snapshot = Snapshot.of([*first, *again])
+    assert snapshot.trial(0).recipes == ((0, 0), (2, 1))
+
+    assert fold(snapshot, replace(back, step=1)).trial(0).recipes == ((0, 0), (1, 1))
+    assert fold(snapshot, replace(back, step=0)).trial(0).recipes == ((0, 1),)
+    assert fold(snapshot, tell.planned(0), back).trial(0).recipes == ((0, 0), (2, 0))
+    assert snapshot.trial(0).recipes == ((0, 0), (2, 1))

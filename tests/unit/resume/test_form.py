@@ -69,6 +69,7 @@ RECORDS = st.builds(
     checkpoint=POINTS,
     search=st.dictionaries(TEXT, TEXT, max_size=3),
     fuse=st.none() | TEXT | st.integers(0),
+    older=st.lists(RECIPES, max_size=2).map(tuple),
 ).flatmap(
     lambda record: st.lists(_additions(record), max_size=3 if record.trials else 0).map(
         lambda additions: replace(record, additions=tuple(additions))
@@ -99,7 +100,7 @@ def test_a_record_survives_its_text(record: StudyRecord) -> None:
 def test_the_text_can_be_read_by_anybody() -> None:
     values = json.loads(record_to_json(SMALL))
 
-    assert (values["kind"], values["format"], values["name"]) == ("shoal.study", 4, "sweep")
+    assert (values["kind"], values["format"], values["name"]) == ("shoal.study", 5, "sweep")
     assert values["trials"][0]["hp"] == {"lr": 0.1}
 
 
@@ -132,10 +133,10 @@ def test_what_shoal_did_not_write_is_told_so(text: str) -> None:
 
 
 def test_a_newer_format_is_left_alone() -> None:
-    text = record_to_json(SMALL).replace('"format": 4', '"format": 5').replace('"seed"', '"new"')
+    text = record_to_json(SMALL).replace('"format": 5', '"format": 6').replace('"seed"', '"new"')
 
     with pytest.raises(
-        StorageError, match=r"has format 5, .* formats up to 4: a newer one .* Update"
+        StorageError, match=r"has format 6, .* formats up to 5: a newer one .* Update"
     ):
         record_from_json(text)
 
@@ -158,6 +159,14 @@ def test_a_record_before_wishes_for_arrays_says_nothing_of_them() -> None:
     del values["fuse"]
 
     assert record_from_json(json.dumps(values)) == SMALL
+
+
+def test_a_record_before_recipes_were_accepted_has_one() -> None:
+    values = json.loads(record_to_json(SMALL))
+    values["format"] = 4
+    del values["older"]
+
+    assert record_from_json(json.dumps(values)).recipes == (SMALL.recipe,)
 
 
 def test_a_torn_record_is_damaged() -> None:

@@ -416,6 +416,31 @@ def test_another_recipe_is_refused_with_the_difference() -> None:
     assert "trials 0 to 3 trained with another recipe" in said
     assert "Changed: build.\n  @@ -1,2 +1,2 @@\n   def build(hp):\n" in said
     assert "  -    return 1\n  +    return 2\n" in said
+    assert "accept_recipe=True (--accept-recipe)" in said
+
+
+def test_another_recipe_that_is_accepted_is_on_record_beside_the_one_before() -> None:
+    recorded = study(points(4))
+    progress = dict(enumerate([FINISHED, RUNNING, FAILED]))
+
+    merged = merge(recorded, progress, study(points(4), recipe=OTHER), accept_recipe=True)
+
+    assert (merged.ended, merged.continued) == ((0, 2), (1, 3))
+    assert merged.record.recipes == (RECIPE, OTHER)
+    (change,) = merged.changes
+    assert "another recipe, as was accepted (changed: build): trials that have not" in change
+    again = merge(merged.record, progress, study(points(4), recipe=OTHER))
+    assert (again.changes, again.record) == ((), merged.record)
+    back = refusal(merged.record, progress, study(points(4)))
+    assert "  -    return 2\n  +    return 1\n" in back
+
+
+def test_a_recipe_that_nothing_trained_with_needs_no_word_and_is_not_kept() -> None:
+    merged = merge(
+        study(points(1)), {0: PENDING}, study(points(1), recipe=OTHER), accept_recipe=True
+    )
+
+    assert merged.record.recipes == (OTHER,)
 
 
 def recipe(fields: Mapping[str, str] | None = None, **sources: str) -> RecipeRecord:
