@@ -70,6 +70,15 @@ class Recipe:
             one for each module that has something to train, by its name.
         schedule: ``(optimizer, hp) -> LRScheduler``, stepped once per optimizer step; gets what
             ``optimizer`` returned, and may return several too.
+            Parameters are unfrozen in a schedule, which is looked at before training begins, and
+            not in a forward, once an epoch or once a step::
+
+                class Unfreeze(torch.optim.lr_scheduler.LambdaLR):
+                    def step(self):  # Unfreeze(optimizer, lambda epoch: 1.0)
+                        super().step()
+                        for p in self.optimizer.param_groups[0]["params"]:
+                            p.requires_grad_(p.requires_grad or self.last_epoch >= 3)
+
         schedule_interval: ``"epoch"`` steps the schedule after the last step of each epoch
             instead, as ``StepLR(optimizer, 30)`` is mostly meant; the training data has a length.
             ``"evaluation"`` steps it after each evaluation, with ``schedule_metric`` if its

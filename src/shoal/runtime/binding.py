@@ -26,6 +26,7 @@ from shoal.memory.layout import ShardLayout, TensorSpec, TrialLayout
 from shoal.memory.split import SplitWeight, split_weights
 from shoal.memory.store import Region, describe, field_view, state_views, view, views
 from shoal.rounding import Rounding
+from shoal.runtime.unplaced import unplaced
 from shoal.subsets import Subsets
 
 States = Mapping[str, Mapping[str, Tensor]]
@@ -188,6 +189,7 @@ class Binding:
     ) -> None:
         self.params: dict[str, nn.Parameter] = dict(model.named_parameters())
         self._model, self.optimizer = model, optimizer
+        self._frozen = {name for name, p in self.params.items() if not p.requires_grad}
         self.stateful: dict[str, set[str]] = {}  # name -> the stored keys it has by now
         parts = list(owned)
         self.pieces: list[list[tuple[int, Sequence[str]]]] = []
@@ -478,12 +480,8 @@ class Binding:
         """
         place = places.get(key)
         if place is None or place.shape != value.shape or place.dtype != value.dtype:
-            raise TrialError(
-                f"the optimizer made state {key!r} of shape {tuple(value.shape)} for "
-                f"{name!r}, which it did not have when it was measured. State that changes "
-                "its shape cannot be kept in a flat store; nor can that of a parameter which the "
-                "model or the optimizer unfreezes later: a schedule can do that."
-            )
+            was_frozen = name in self._frozen
+            raise TrialError(unplaced(name, key, value, places, was_frozen=was_frozen))
         return place
 
     def scalars(self) -> dict[str, dict[str, Any]]:
