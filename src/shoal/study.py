@@ -16,7 +16,7 @@ from typing import Any
 import shoal
 from shoal.control import CloneTrial, ExtendTrials
 from shoal.core.errors import SpecError
-from shoal.core.event import Event
+from shoal.core.event import Event, PlanningGoesOn
 from shoal.core.plan import Plan
 from shoal.core.spec import TrialSpec
 from shoal.core.technique import Technique
@@ -363,7 +363,8 @@ def _lines(wanted: bool) -> Sink:
 
     def tell(happened: Sequence[Event]) -> None:
         for event in happened:
-            lines(event)
+            if not isinstance(event, PlanningGoesOn):  # whoever asks for a plan knows
+                lines(event)
 
     return tell
 

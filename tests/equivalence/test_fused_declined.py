@@ -7,7 +7,9 @@ import pytest
 import squads
 
 import shoal
+from shoal.core.event import StudyPlanned
 from shoal.core.plan import Plan
+from shoal.observe import read_outline
 
 
 @pytest.mark.parametrize(
@@ -25,6 +27,10 @@ def test_code_that_no_array_can_run_trains_unfused_and_the_plan_says_why(
     report = run_study(recipe, shoal.grid(lr=[0.1, 0.01, 0.03], odd=[odd]), steps=4, fuse=3)
     assert squads.widths(report) == [1] * 3
     assert words in Plan.from_json((report.directory / "plan.json").read_text()).explain()
+    (planned,) = (e for e in read_outline(report.directory) if isinstance(e, StudyPlanned))
+    (said,) = planned.unfused
+    assert said.startswith("3 trials: ")
+    assert words in said
     assert_alone(report, report.trials, recipe, steps=4)
 
 

@@ -43,6 +43,14 @@ class PlanningWaited:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanningGoesOn:
+    """A study has been planned for some seconds, and is still: said once."""
+
+    time: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StudyPlanned:
     """A run's trials were planned: those that there are when it begins."""
 
@@ -51,6 +59,7 @@ class StudyPlanned:
     seconds: float  # predicted, for all of them together
     warnings: tuple[str, ...] = ()  # what its user has probably not meant
     part: float = 1.0  # of its steps that a trial does on average, where a rule ends some
+    unfused: tuple[str, ...] = ()  # "N trials: REASON", where trials were to share arrays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -436,6 +445,7 @@ class StudyFinished:
 Event = (
     StudyStarted
     | PlanningWaited
+    | PlanningGoesOn
     | StudyPlanned
     | TrialPlanned
     | TrialStarted

@@ -20,6 +20,7 @@ from shoal.runtime.messages import Broken, Describe, Happened, Order
 from shoal.runtime.pool import Gone, Worker, WorkerPool
 
 _WAIT_S = 0.5
+_LONG_S = 3.0  # then it is worth a word that planning takes its time
 _SILENT_S = 5.0  # then it is worth looking whether anybody is left to say something
 
 
@@ -57,7 +58,8 @@ class FirstPlan:
         self._planner, self._pool, self._watchdog = planner, pool, watchdog
         self._slow_s, self._sink, self._clock = slow_s, sink, clock
         self._waits: dict[Worker, _Wait] = {}
-        self._heard = clock()  # when a message last came
+        self._heard = self._began = clock()  # when a message last came, when planning began
+        self._is_told = False  # that it takes its time
 
     def make(self, trials: Sequence[TrialSpec]) -> Planned:
         """Plan.
@@ -95,6 +97,9 @@ class FirstPlan:
 
     def _tell_slow(self, now: float) -> None:
         """Say what an order that is not answered yet is about, now and then."""
+        if now - self._began >= _LONG_S and not self._is_told:
+            self._is_told = True
+            self._sink([events.PlanningGoesOn(time=time.time(), seconds=now - self._began)])
         asked, before = self._planner.asked, self._waits
         self._waits = {
             worker: wait

@@ -27,6 +27,7 @@ from shoal.core.plan import Plan
 from shoal.core.spec import DeviceSpec, Scalar, TrialSpec, record_of
 from shoal.core.studyfiles import PLAN, RECORD, RESERVE
 from shoal.core.units import Bytes
+from shoal.core.whys import unfused_counts
 from shoal.execution.announce import planned_events, steps_of
 from shoal.execution.floor import Tally
 from shoal.execution.run import Execution
@@ -235,6 +236,7 @@ class Run:
                 seconds=float(plan.seconds),
                 warnings=plan.warnings,
                 part=likely_part(planned, self._settings, self._study.search),
+                unfused=unfused_counts(why for job in plan.jobs for why in job.why),
             )
         )
         recipe, totals = case.merged.record.recipe_number, steps_of(planned, self._settings)

@@ -28,6 +28,7 @@ from shoal.core.seats import epochs_of, is_continued
 from shoal.core.spec import Scalar
 from shoal.core.studyfiles import generation_name
 from shoal.core.units import counted
+from shoal.core.whys import UNFUSED
 from shoal.execution.ladder import bits_of
 from shoal.execution.trial import Start
 from shoal.kernelchoice import TOLD
@@ -220,8 +221,6 @@ def _damaged(found: Restart, path: Path, why: str) -> None:
     )
 
 
-UNFUSED = "unfused: "
-"""How a plan says why a trial is in no array."""
 ALONE: Mapping[str, Scalar] = {
     "array": "none",
     "compiled modules": 0,

@@ -31,6 +31,7 @@ from shoal.core.event import (
     Event,
     LoaderRestarted,
     PeakMeasured,
+    PlanningGoesOn,
     PlanningWaited,
     SamplerEnded,
     StateLeftOut,
@@ -91,6 +92,7 @@ class Snapshot:
     waits: tuple[PlanningWaited, ...] = ()  # the newest of each device, while it is planned
     emulated: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()  # of its last run
+    unfused: tuple[str, ...] = ()  # of its last run: why trials share no arrays, with how many
     part: float = 1.0  # of its steps that a trial does on average
     is_finished: bool = False
     is_paused: bool = False
@@ -230,6 +232,7 @@ class Folder:
             runs=self._head.runs + 1,
             waits=(),
             warnings=(),
+            unfused=(),
             is_finished=False,
             is_paused=False,
             stopped="",
@@ -253,7 +256,9 @@ class Folder:
             self._head = replace(self._head, waits=left)
 
     def _study_planned(self, event: StudyPlanned) -> None:
-        self._head = replace(self._head, warnings=event.warnings, part=event.part)
+        self._head = replace(
+            self._head, warnings=event.warnings, part=event.part, unfused=event.unfused
+        )
 
     def _sampler_ended(self, event: SamplerEnded) -> None:
         total = min(self._head.total, max(len(self._trials), event.trials))
@@ -376,6 +381,7 @@ class Folder:
 _FOLDS: dict[type[Any], Callable[[Folder, Any], None]] = {
     StudyStarted: Folder._study_started,
     PlanningWaited: Folder._planning_waited,
+    PlanningGoesOn: Folder._noted,
     StudyPlanned: Folder._study_planned,
     TrialPlanned: Folder._trial_planned,
     TrialStarted: Folder._trial_started,

@@ -161,6 +161,8 @@ def render(snapshot: Snapshot, width: int = 80, height: int = 24) -> RenderableT
     failures = _failure_lines(snapshot)
     late = [*describe_behind(snapshot), *(f"warning: {one}" for one in snapshot.warnings)]
     behind = [_one_line(words, "yellow") for words in late]
+    unfused = [] if snapshot.is_finished else snapshot.unfused  # then the ending has it
+    behind += [_one_line(f"unfused {words}", "dim") for words in unfused]
     waits = [_one_line(describe_wait(wait)) for wait in snapshot.waits]
     room = max(1, height - len(devices) - len(waits) - len(failures) - len(behind) - 7)
     rows = choose_rows(snapshot, room)

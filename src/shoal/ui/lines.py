@@ -14,6 +14,7 @@ from shoal.core.event import (
     Evaluated,
     Event,
     LoaderRestarted,
+    PlanningGoesOn,
     PlanningWaited,
     SamplerEnded,
     StateLeftOut,
@@ -124,6 +125,8 @@ class PlainLines:
         if isinstance(event, Evaluated | TrialFinished) and not event.metrics:
             line = line.removesuffix(NO_METRICS) + self._loss_of(event.trial)
         lines = [line] if line else []
+        if isinstance(event, StudyPlanned):
+            lines += [f"unfused {words}" for words in event.unfused]
         if isinstance(event, StudyPlanned | SamplerEnded | StateLeftOut):
             warnings = self._folder.snapshot().warnings
             lines += [f"WARNING: {one}" for one in warnings if one not in self._warned]
@@ -220,6 +223,8 @@ def describe(event: Event) -> str:
             return f"the worker of {event.device} died ({event.reason}); trials on it: {trials}"
         case WorkerStalled():
             return describe_stall(event)
+        case PlanningGoesOn():
+            return "planning: each distinct model is measured once ..."
         case PlanningWaited():
             return describe_wait(event)
         case StudyFinished():

@@ -17,6 +17,7 @@ from shoal.core.errors import SpecError, StorageError
 from shoal.core.seats import ALONE, epochs_of
 from shoal.core.studyfiles import DATABASE, PLAN, trial_directory
 from shoal.core.units import counted, format_bytes, format_seconds, format_value
+from shoal.core.whys import unfused_counts
 from shoal.observe import (
     is_running,
     jsonl,
@@ -96,7 +97,6 @@ def _ls_record(place: Path, snapshot: Snapshot | StorageError) -> dict[str, Any]
 
 
 _SAVED = re.compile(r"step-([0-9]+)")
-_UNFUSED = "unfused: "
 _REASONS, _FAILED = 3, 5  # lines at most
 _LS_HEADER = (
     *("study", "state", "trials", "pruned", "failed"),
@@ -325,12 +325,7 @@ def planned_reasons(place: Path) -> dict[int, tuple[str, ...]]:
 def unfused_lines(place: Path) -> list[str]:
     """Why trials that were to share arrays do not, a line for each reason."""
     reasons = (why for all_ in planned_reasons(place).values() for why in all_)
-    found = Counter(why for why in reasons if why.startswith(_UNFUSED))
-    lines = [
-        f"unfused   {counted(count, 'trial')}: {why.removeprefix(_UNFUSED)}"
-        for why, count in found.most_common(_REASONS)
-    ]
-    return lines + [f"... and {len(found) - _REASONS} more reasons"] * (len(found) > _REASONS)
+    return [f"unfused   {words}" for words in unfused_counts(reasons)]
 
 
 def replanned_lines(snapshot: Snapshot) -> list[str]:

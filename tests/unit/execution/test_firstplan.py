@@ -110,11 +110,18 @@ def test_an_order_that_nobody_answers_is_told_of_every_minute(table):
     assert table.waits()[0].limit_s == 1800.0
 
 
+def test_planning_that_takes_more_than_some_seconds_is_told_of_once(table):
+    table.after(2.9, step_s=2.9)
+    assert not table.told
+    table.after(30, step_s=1)
+    assert [event.seconds for event in table.told] == [pytest.approx(3.9)]
+
+
 def test_a_quick_answer_is_not_worth_a_line(table):
     for number in range(6):
         table.ask(Measure(TRIALS[number % 2], cut=bool(number // 2 % 2)))
         table.after(50)
-    assert not table.told
+    assert not table.waits()
 
 
 def test_of_many_trials_the_one_that_is_being_built_is_named_with_its_own_time(table):
@@ -161,7 +168,7 @@ def test_each_order_and_each_trial_of_one_has_the_whole_time(table):
 def test_a_worker_that_was_asked_nothing_may_idle_for_ever(table):
     table.after(10_000, step_s=100)
     assert table.worker.alive
-    assert not table.told
+    assert not table.waits()
 
 
 def test_a_worker_that_died_is_replaced_and_on_record(table):

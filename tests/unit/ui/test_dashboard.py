@@ -15,6 +15,7 @@ from shoal.core.event import (
     Evaluated,
     Event,
     LoaderRestarted,
+    PlanningGoesOn,
     PlanningWaited,
     SamplerEnded,
     StateLeftOut,
@@ -369,6 +370,31 @@ def test_a_warning_is_told_with_the_plan_and_stays_on_the_screen(study_events: E
 
     assert "WARNING: nobody reads 'q'" in stream.getvalue().splitlines()
     assert "warning: nobody reads 'q'" in map(str.strip, lines)
+
+
+def test_why_trials_share_no_array_is_told_with_the_plan(study_events: Events) -> None:
+    planned = StudyPlanned(time=1.0, trials=8, seconds=41.2, unfused=("8 trials: slots differ",))
+    stream = io.StringIO()
+    PlainLines(stream)(planned)
+
+    snapshot = Snapshot.of([*study_events(upto=50), planned])
+
+    said = stream.getvalue().splitlines()
+    assert said[0].startswith("planned 8 trials")
+    assert said[1:] == ["unfused 8 trials: slots differ"]
+    assert "unfused 8 trials: slots differ" in map(str.strip, _draw(snapshot, width=120))
+    over = Snapshot.of([*study_events(), planned, finished()])
+    assert not any("unfused" in line for line in _draw(over, width=120))
+
+
+def test_planning_that_goes_on_for_some_seconds_is_a_line() -> None:
+    line = describe(PlanningGoesOn(time=1.0, seconds=3.2))
+
+    assert line == "planning: each distinct model is measured once ..."
+
+
+def finished() -> StudyFinished:
+    return StudyFinished(time=2.0, finished=8, failed=0, seconds=1.0)
 
 
 def test_a_stopped_trial_and_a_paused_study_are_called_so(study_events: Events) -> None:
