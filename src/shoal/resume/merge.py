@@ -188,7 +188,7 @@ def _changes(recorded: StudyRecord, merged: StudyRecord, longer: tuple[int, ...]
     if len(merged.older) > len(recorded.older):
         names = ", ".join(refuse.differences(recorded.recipe, merged.recipe)[0])
         yield (
-            f"goes on with another recipe, as was accepted (changed: {names}): trials that have "
+            f"another recipe from here on, as was accepted (changed: {names}): trials that have "
             "not ended train on with it from their last state; those that ended keep what they "
             "have."
         )

@@ -11,11 +11,13 @@ from shoal.core.errors import SpecError
 from shoal.core.event import StepFinished, StudyChanged, TrialPlanned
 from shoal.launch.directory import read_record
 from shoal.observe import read_outline
+from shoal.observe.rows import Inherited, TrainedWith, TrialRow
 from shoal.observe.snapshot import Snapshot
 from shoal.report import read_report
 from shoal.resume.since import two_recipes
 from shoal.source import load_study
 from shoal.ui.cli import app
+from shoal.verify import with_two_recipes
 
 FILE = """
 import torch
@@ -105,7 +107,7 @@ def test_failed_trials_go_on_with_the_mended_recipe_and_the_finished_one_stays(l
     assert states(study) == ["FINISHED"] * 3
     assert len(written(study, StepFinished, 0)) == trained
     (change,) = studies.written(study, StudyChanged)
-    assert "another recipe, as was accepted (changed: sure)" in change.changes[0]
+    assert "another recipe from here on, as was accepted (changed: sure)" in change.changes[0]
     recipes = [trial.recipes for trial in read_report(study.directory).trials]
     assert [r[-1]["recipe"] for r in recipes] == [0, 1, 1]
     late(RIGHT)  # which is on record: nothing is said, and nothing done
@@ -172,3 +174,33 @@ def test_weights_of_the_older_recipe_are_told_from_those_of_the_one_of_now(late)
     with pytest.warns(UserWarning, match=r"has changed since it trained \(sure\)"):
         first.load()
     second.load()
+
+
+@pytest.mark.parametrize("verb", ["run", "resume"])
+def test_the_flag_is_one_of_run_and_of_resume(late, tmp_path, verb):
+    place, file = late(WRONG).directory, tmp_path / "late.py"
+    file.write_text(file.read_text().replace(WRONG, RIGHT))
+    what = str(file if verb == "run" else place)
+    words = [verb, what, "--devices", "cpu:1", "--device-memory", studies.MEMORY]
+
+    refused = CliRunner().invoke(app, [*words, "--retry-failed"])
+    assert isinstance(refused.exception, SpecError)
+    done = CliRunner().invoke(app, [*words, "--retry-failed", "--accept-recipe"])
+
+    assert done.exit_code == 0, done.output
+    assert [str(trial.state) for trial in read_report(place).trials] == ["FINISHED"] * 3
+
+
+def test_where_trials_copied_each_other_no_recipe_trains_one_again(tmp_path):
+    taken = Inherited(step=4, source=1, before={}, hp={})
+    first = TrialRow(number=0, recipes=(TrainedWith(0, 0),), inherited=(taken,))
+    second = TrialRow(number=1, recipes=(TrainedWith(0, 0), TrainedWith(8, 1)))
+    third = TrialRow(number=2, recipes=(TrainedWith(0, 1),))
+
+    found = with_two_recipes(tmp_path, Snapshot(trials=(first, second, third)))
+
+    assert found == {
+        0: "its population trained with more than one recipe",
+        1: "it trained with 2 recipes: another one after step 8",
+    }
+    assert with_two_recipes(tmp_path, Snapshot(trials=(first,))) == {}

@@ -428,7 +428,10 @@ def test_another_recipe_that_is_accepted_is_on_record_beside_the_one_before() ->
     assert (merged.ended, merged.continued) == ((0, 2), (1, 3))
     assert merged.record.recipes == (RECIPE, OTHER)
     (change,) = merged.changes
-    assert "another recipe, as was accepted (changed: build): trials that have not" in change
+    assert (
+        "another recipe from here on, as was accepted (changed: build): trials that have not"
+        in change
+    )
     again = merge(merged.record, progress, study(points(4), recipe=OTHER))
     assert (again.changes, again.record) == ((), merged.record)
     back = refusal(merged.record, progress, study(points(4)))
