@@ -305,7 +305,7 @@ def test_another_recipe_is_accepted_while_nothing_is_trained() -> None:
 
     assert merged.changes == ("another recipe: no trial had a step of the one before.",)
     assert merged.continued == (0, 1)  # what failed to build may do better now
-    assert merged.record.recipe == OTHER
+    assert merged.record.recipes == (OTHER,)
 
 
 def test_what_the_recipe_only_allows_may_change_while_trials_train() -> None:
@@ -436,14 +436,6 @@ def test_another_recipe_that_is_accepted_is_on_record_beside_the_one_before() ->
     assert (again.changes, again.record) == ((), merged.record)
     back = refusal(merged.record, progress, study(points(4)))
     assert "  -    return 2\n  +    return 1\n" in back
-
-
-def test_a_recipe_that_nothing_trained_with_needs_no_word_and_is_not_kept() -> None:
-    merged = merge(
-        study(points(1)), {0: PENDING}, study(points(1), recipe=OTHER), accept_recipe=True
-    )
-
-    assert merged.record.recipes == (OTHER,)
 
 
 def recipe(fields: Mapping[str, str] | None = None, **sources: str) -> RecipeRecord:
