@@ -13,20 +13,21 @@ import os
 import sys
 import types
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from shoal.bound import code_of
+from shoal.core.errors import TrialError
 from shoal.pystate.iterators import is_iterator
 from shoal.pystate.packing import Giving, Unkept, pack
 from shoal.pystate.parts import changing_defaults, has_attributes
-from shoal.pystate.values import NOTHING, PLAIN, STREAMS, Look, Note, look_at, put_in
+from shoal.pystate.values import NOTHING, PLAIN, STREAMS, Look, Note, look_at, put_one
 from shoal.recipe import Recipe
 from shoal.source import MAINS
 from shoal.spelled import code_met, is_library, names_in, stored_in
@@ -80,9 +81,17 @@ class Ambient:
         return {where: _look(owner, look) for where, owner in self._owners.items()}
 
     def put(self, notes: Notes) -> None:
-        """Have the globals be as they were when ``notes`` were taken."""
+        """Have the globals be as they were when ``notes`` were taken.
+
+        Raises:
+            TrialError: some cannot be; all others are.
+        """
+        stuck: list[_Stuck] = []
         for where, kept in notes.items():
-            _refill(self._owners[where], kept)
+            owner = self._owners[where]
+            stuck += [_Stuck(where, name, owner, e) for name, e in _refill(owner, kept)]
+        if stuck:
+            raise TrialError(_in_words(stuck)) from stuck[0].error
 
     def has(self, place: str) -> bool:
         """Whether a value called ``module.name`` or ``module.class.name`` is a trial's own."""
@@ -221,14 +230,48 @@ def _look(owner: Mapping[str, Any], look: Look) -> dict[str, Note]:
     return found
 
 
-def _refill(owner: MutableMapping[str, Any], notes: Mapping[str, Note]) -> None:
+def _refill(
+    owner: MutableMapping[str, Any], notes: Mapping[str, Note]
+) -> list[tuple[str, Exception]]:
+    """Have it hold what was noted; the names of what cannot be put back, and why."""
+    stuck: list[tuple[str, Exception]] = []
     for name in [name for name in owner if name not in notes]:
         value = owner[name]
-        if isinstance(value, types.FunctionType):  # that had no attributes then
-            vars(value).clear()
-        else:
-            del owner[name]
-    put_in(owner, notes)
+        try:
+            if isinstance(value, types.FunctionType):  # that had no attributes then
+                vars(value).clear()
+            else:
+                del owner[name]
+        except Exception as error:
+            stuck.append((name, error))
+    for name, note in notes.items():
+        try:
+            put_one(owner, name, note)
+        except Exception as error:
+            stuck.append((name, error))
+    return stuck
+
+
+class _Stuck(NamedTuple):
+    """A value that cannot be put back."""
+
+    where: str
+    name: str
+    owner: Mapping[str, Any]
+    error: Exception
+
+
+def _in_words(stuck: Sequence[_Stuck]) -> str:
+    where, name, owner, error = stuck[0]
+    kind = type(owner.get(name)).__qualname__
+    others = f", nor can {len(stuck) - 1} more" if len(stuck) > 1 else ""
+    return (
+        f"{name!r} of {where}, of type {kind}, cannot be given back what it held{others}: "
+        f"{type(error).__name__}: {error}. Each trial has values of its own of the globals that "
+        "steps read, and the trials of a worker would share this one. Have steps change plain "
+        "containers, tensors or attributes of your own objects there; if it is of a package, "
+        "install that: what is in site-packages is left alone."
+    )
 
 
 def _is_written(before: Note, after: Note) -> bool:

@@ -109,9 +109,11 @@ class _Object(_Named):
 
 
 def _slots(kind: type) -> dict[str, Any]:
+    """What classes name in ``__slots__``; members of types in C are no state, and often fixed."""
     return {
         name: member
         for owner in kind.__mro__
+        if "__slots__" in vars(owner)
         for name, member in vars(owner).items()
         if isinstance(member, types.MemberDescriptorType)
     }

@@ -327,9 +327,14 @@ def refill_values(held: MutableMapping[Any, Any], notes: Mapping[Any, Note]) -> 
 def put_in(held: MutableMapping[Any, Any], notes: Mapping[Any, Note]) -> None:
     """The same, and leave what else is there."""
     for key, note in notes.items():
-        value = put_back(note)
-        if value is not held.get(key, NOTHING):
-            held[key] = value
+        put_one(held, key, note)
+
+
+def put_one(held: MutableMapping[Any, Any], key: Any, note: Note) -> None:
+    """The same of one key."""
+    value = put_back(note)
+    if value is not held.get(key, NOTHING):
+        held[key] = value
 
 
 def filler_of(value: Any) -> Callable[[Any, list[Any]], None] | None:

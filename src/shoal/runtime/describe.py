@@ -54,8 +54,8 @@ def describe(recipe: Recipe, order: Describe, note: Callable[[int | None], None]
     code = Code(recipe)
     for trial in order.trials:
         note(trial.number)
-        ambient.here().begin()
         try:
+            ambient.here().begin()
             found[trial.number] = _one(recipe, trial, code, arrays=order.arrays)
         except (Exception, SystemExit) as error:
             errors[trial.number] = own_traceback(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import types
 
 import pytest
@@ -9,8 +10,12 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.core.errors import TrialError
+from shoal.core.spec import TrialSpec
 from shoal.pystate import Ambient
 from shoal.pystate.ambient import tried, watch
+from shoal.runtime.describe import describe
+from shoal.runtime.messages import Describe
 
 RATE = 1.0
 SETTINGS = {"scale": 1, "cache": None}
@@ -49,6 +54,22 @@ def data(hp):
 def loss(output, batch):
     loss.calls = getattr(loss, "calls", 0) + 1
     return output.sum() if LOADED else output.mean()
+
+
+class Sealed(dict):
+    """A table that nobody writes as usual."""
+
+    def __setitem__(self, key, value):
+        raise TypeError("this table is sealed")
+
+
+TABLE = Sealed(calls=0)
+
+
+def counting(output, batch):
+    dict.update(TABLE, calls=TABLE["calls"] + 1)
+    SETTINGS["scale"] += 1
+    return output.sum()
 
 
 @pytest.fixture
@@ -199,3 +220,66 @@ def test_code_that_came_by_value_has_globals_beside_those_of_its_module():
     made.put(before)
     assert apart.__globals__["SETTINGS"]["scale"] == 5
     assert SETTINGS["scale"] == 1
+
+
+class Span(datetime.timedelta):
+    """A type whose base, written in C, has members that nobody can write."""
+
+
+SPAN = Span(seconds=5000)
+
+
+def spanning(output, batch):
+    SPAN.calls = getattr(SPAN, "calls", 0) + SPAN.seconds
+    return output.sum()
+
+
+def test_members_of_a_type_in_c_are_left_alone_and_what_is_beside_them_is_a_trials_own():
+    made = Ambient(shoal.Recipe(model=len, data=len, loss=spanning))
+    before = made.take()
+    spanning(torch.ones(1), None)
+    assert SPAN.calls == 5000
+    made.put(before)
+    assert not vars(SPAN)
+    assert SPAN.seconds == 5000
+
+
+def sealed_trial():
+    made = Ambient(shoal.Recipe(model=len, data=len, loss=counting))
+    before = made.take()
+    counting(torch.ones(1), None)
+    return made, before
+
+
+@pytest.fixture
+def unsealed():
+    yield
+    dict.update(TABLE, calls=0)
+    SETTINGS["scale"] = 1
+
+
+@pytest.mark.usefixtures("unsealed")
+def test_what_cannot_be_put_back_is_named_and_all_else_is_put_back():
+    made, before = sealed_trial()
+    with pytest.raises(TrialError) as caught:
+        made.put(before)
+    words = str(caught.value)
+    assert f"'TABLE' of {__name__}, of type Sealed, cannot be given back what it held" in words
+    assert "TypeError: this table is sealed" in words
+    assert SETTINGS["scale"] == 1
+
+
+@pytest.mark.usefixtures("unsealed")
+def test_a_trial_that_cannot_begin_for_it_fails_alone_with_these_words():
+    recipe = shoal.Recipe(
+        model=lambda hp: nn.Linear(2, 2),
+        data=lambda hp: ([torch.ones(1, 2)], None),
+        loss=counting,
+    )
+    watch(recipe)
+    counting(torch.ones(1), None)
+    noted = []
+    found = describe(recipe, Describe((TrialSpec(number=7, hp={}, seed=0),)), noted.append)
+    assert "'TABLE' of" in found.errors[7]
+    assert isinstance(found.cause, TrialError)
+    assert noted == [7, None]
