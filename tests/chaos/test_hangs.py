@@ -151,6 +151,22 @@ def test_a_model_that_ends_its_process_when_it_is_built_fails_alone(run, heard):
     assert not heard.of(StepFinished, trial=0)
 
 
+@pytest.mark.parametrize("breaks", ["plan", "run"])
+@pytest.mark.usefixtures("hasty")
+def test_an_exception_of_shoal_s_own_in_every_trial_stops_the_study(breaks, run_study, heard):
+    space = shoal.grid(breaks=[breaks], lr=[0.01 / (1 + index) for index in range(6)])
+    with pytest.raises(WorkerError) as caught:
+        run_study(troubles.broken_recipe(), space, steps=STEPS, callbacks=[heard])
+    words = str(caught.value)
+    assert "workers, when it was the turn of trials 0" in words
+    assert "this is an error of shoal itself" in words
+    assert words.endswith("TypeError: 'NoneType' object is not callable")
+    deaths = heard.of(WorkerDied)
+    assert 3 <= len(deaths) <= 5
+    assert all("ended by an exception" in death.reason for death in deaths)
+    assert not heard.of(TrialFailed)
+
+
 @pytest.mark.full
 def test_deaths_are_forgiven_to_a_trial_that_gets_further(run, heard, monkeypatch, tmp_path):
     monkeypatch.setattr(recovery, "MAX_DEATHS", 2)

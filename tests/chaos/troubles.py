@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -18,6 +19,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from shoal.recipe import Recipe
+from shoal.runtime import describe
+from shoal.runtime.parking import Parking
 
 WIDTH, ROWS, FEATURES = 64, 4, 12
 MARK = 999.0  # the value that tells the model: now
@@ -261,3 +264,37 @@ class StuckWhenLoaded:
 
     def __call__(self, output, batch):
         return loss(output, batch)
+
+
+# -- an error of shoal's own --------------------------------------------------------------------
+
+
+def broken_recipe(**changes) -> Recipe:
+    """Of trials for whom ``hp["breaks"]`` says when shoal's own code in the worker raises."""
+    return recipe(model=build_broken, data=data_broken, **changes)
+
+
+def build_broken(hp):
+    if hp["breaks"] == "plan":
+        describe.own_traceback = None
+        raise ValueError("what shoal cannot tell of")
+    return build({**hp, "trouble": ""})
+
+
+def data_broken(hp):
+    batches, valid = data({**hp, "trouble": ""})
+    return BreaksWhenTrained(batches) if hp["breaks"] == "run" else batches, valid
+
+
+class BreaksWhenTrained(list):
+    """Batches that break the loop of the device which trains with them."""
+
+    def __iter__(self):
+        frame, callers = sys._getframe(), set()
+        while frame is not None:
+            callers.add(frame.f_code.co_name)
+            frame = frame.f_back
+        if "_guard" in callers:
+            Parking.refuse = None
+            raise ValueError("what shoal cannot tell of")
+        return super().__iter__()

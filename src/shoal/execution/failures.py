@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
+from collections.abc import Iterable
 
+from shoal.core.units import list_some
 from shoal.frames import raised
 
 SAME_FAILURES = 3
 """When the first so many trials fail in the same way and none did a step, the study stops."""
+
+SAME_ENDS = 3
+"""When one exception ended so many workers before a trial did a step, the study stops."""
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 _NO_ROOM = re.compile(
@@ -18,6 +24,8 @@ _NO_ROOM_WORDS = re.compile(  # how torch says it in a RuntimeError of its own
     r"CUDA out of memory\. Tried|CUDA error: out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED"
     r"|DefaultCPUAllocator: (can't allocate|not enough) memory"
 )
+_DEVICE_GAVE_UP = re.compile(r"CUDA error|CUDNN_STATUS|CUBLAS_STATUS|device-side assert")
+"""What a trial's own kernel may leave behind: everything raises then, until the process ends."""
 
 
 def signature(error: str) -> tuple[str, str]:
@@ -67,4 +75,41 @@ class SameFailures:
         return (
             f"the first {len(self._seen)} trials ({numbers}) failed in the same way before their "
             f"first step, so the others were not tried. The error of trial {trial}:\n{error}"
+        )
+
+
+class SameEnds:
+    """Counts workers that an exception ended, which was raised in no trial's code.
+
+    A worker that is killed, or that leaves, is a trial's own doing and does not count.
+    """
+
+    def __init__(self, most: int = SAME_ENDS) -> None:
+        self._most = most
+        self._seen: dict[tuple[str, str], list[int]] = defaultdict(list)
+
+    def passed(self) -> None:
+        """A trial did a step."""
+        self._seen.clear()
+
+    def ended(self, running: Iterable[int], error: str, *, of: int) -> str:
+        """Why the study should stop, or nothing.
+
+        Args:
+            running: The trials whose turn it was.
+            error: The traceback.
+            of: So many trials there are. One alone of several may be a trial's own trouble.
+        """
+        if not error or is_out_of_memory(error) or _DEVICE_GAVE_UP.search(_raised(error)[1]):
+            return ""
+        seen = self._seen[signature(error)]
+        seen.append(min(running, default=-1))
+        trials = sorted(set(seen) - {-1})
+        if len(seen) < self._most or len(trials) < min(2, of):
+            return ""
+        return (
+            f"the same exception ended {len(seen)} workers, when it was the turn of "
+            f"{'trials' if len(trials) > 1 else 'trial'} {list_some(trials)}, and it was not "
+            "raised in a trial's code. Nothing else is tried: this is an error of shoal itself. "
+            f"Please report it, with its traceback:\n{error.rstrip()}"
         )

@@ -8,10 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from shoal.core import event as events
 from shoal.core.errors import WorkerError
 from shoal.core.spec import TrialSpec
+from shoal.execution.failures import SameEnds
 from shoal.execution.floor import Sink
 from shoal.execution.hangs import end_if_hung
 from shoal.execution.watchdog import Watchdog
@@ -60,6 +62,8 @@ class FirstPlan:
         self._waits: dict[Worker, _Wait] = {}
         self._heard = self._began = clock()  # when a message last came, when planning began
         self._is_told = False  # that it takes its time
+        self._same_ends, self._count = SameEnds(), 0
+        self._failed: WorkerError | None = None  # why nobody is asked any more
 
     def make(self, trials: Sequence[TrialSpec]) -> Planned:
         """Plan.
@@ -68,10 +72,13 @@ class FirstPlan:
             PlanError: a trial fits in no way, or what was forced cannot be done.
             SpecError, TrialError, WorkerError: no trial can be built, or no worker can work.
         """
+        self._count = len(trials)
         return self._planner.plan(trials, receive=self._receive)
 
     def _receive(self) -> tuple[Worker, object] | None:
         """The next message of a worker; None when there was none for a moment."""
+        if self._failed is not None:
+            raise self._failed  # whoever waits for others waits in vain
         now = self._clock()
         self._watch(now)
         self._tell_slow(now)
@@ -130,12 +137,12 @@ class FirstPlan:
         """Before a study runs, only a trial's own code may end a worker.
 
         Raises:
-            WorkerError: none was running.
+            WorkerError: none was running, or one exception ends one worker after the other.
         """
         device = worker.device
         if device is None or not worker.running:
             words = worker.last_words or f"{end.reason}. Its messages are above."
-            raise WorkerError(
+            self._give_up(
                 f"the worker of {worker.name} cannot work, it died while the study was being "
                 f"planned: {words}"
             )
@@ -147,8 +154,14 @@ class FirstPlan:
             trials=(),
         )
         self._sink([died])
+        if why := self._same_ends.ended(worker.running, end.error, of=self._count):
+            self._give_up(why)
         self._watchdog.forget(device.name)
         self._pool.replace(device)
+
+    def _give_up(self, why: str) -> NoReturn:
+        self._failed = WorkerError(why)
+        raise self._failed
 
 
 def _during(trials: set[int]) -> str:

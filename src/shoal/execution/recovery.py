@@ -17,7 +17,7 @@ from shoal.core.errors import (
     last_words,
 )
 from shoal.core.spec import DeviceSpec
-from shoal.execution.failures import is_out_of_memory, signature
+from shoal.execution.failures import SameEnds, is_out_of_memory, signature
 from shoal.execution.floor import Floor
 from shoal.execution.hangs import end_if_hung
 from shoal.execution.pausing import Pausing
@@ -29,7 +29,7 @@ from shoal.execution.watchdog import Backoff, Watchdog, place_of
 from shoal.fusion import Declined
 from shoal.planning import MAX_DEATHS
 from shoal.runtime.messages import Refused
-from shoal.runtime.pool import Worker
+from shoal.runtime.pool import Gone, Worker
 from shoal.scheduler import leases
 
 MAX_ARRAY_DEATHS = 2
@@ -57,11 +57,12 @@ class Recovery:
         retries: int,
         watchdog: Watchdog,
         backoff: Backoff,
+        same_ends: SameEnds,
         give_up: Callable[[str, WorkerError], None],
     ) -> None:
         self._floor, self._pausing, self._replanning = floor, pausing, replanning
         self._retries, self._give_up = retries, give_up
-        self._watchdog, self._backoff = watchdog, backoff
+        self._watchdog, self._backoff, self._same_ends = watchdog, backoff, same_ends
         self._rejoin: dict[str, tuple[float, DeviceSpec]] = {}
         self._stillborn = 0  # workers in a row that could not begin to work
         self._stillborn_at: Counter[str] = Counter()  # the same of each device
@@ -129,9 +130,9 @@ class Recovery:
 
     # -- workers --------------------------------------------------------------------------
 
-    def worker_gone(self, worker: Worker, reason: str) -> None:
+    def worker_gone(self, worker: Worker, end: Gone) -> None:
         """A worker died; its trials go on from their last saved state."""
-        floor, device = self._floor, worker.device
+        floor, device, reason = self._floor, worker.device, end.reason
         if device is None:
             return
         words = f"{reason}\n{worker.last_words}".strip()
@@ -151,6 +152,7 @@ class Recovery:
             )
         )
         self._count_stillborn(worker, words)
+        self._count_same(worker, held, end)
         for state in held:
             if state.others:
                 floor.forget(state)  # its other stages wait for one that is gone
@@ -172,6 +174,12 @@ class Recovery:
         if self._stillborn >= MAX_STILLBORN and not any(w.has_begun for w in others):
             reason = f"{self._stillborn} workers in a row ended before they could work"
             self._give_up(reason, WorkerError(f"{reason}. The last one: {words}"))
+
+    def _count_same(self, worker: Worker, held: Sequence[TrialRun], end: Gone) -> None:
+        error = end.error if worker.has_begun else ""  # else it could not load the recipe
+        there = worker.running or {state.job.trial for state in held}
+        if why := self._same_ends.ended(there, error, of=len(self._floor.states)):
+            self._give_up("the same exception ended one worker after the other", WorkerError(why))
 
     def _bring_back(self, held: Sequence[TrialRun], worker: Worker, reason: str) -> None:
         """Blame whose code ran when it died, all that were granted when nobody's did.

@@ -21,7 +21,7 @@ from shoal.core.spec import TrialSpec
 from shoal.core.studyfiles import generation_name
 from shoal.core.units import counted
 from shoal.execution.endings import Endings
-from shoal.execution.failures import SameFailures
+from shoal.execution.failures import SameEnds, SameFailures
 from shoal.execution.floor import Floor, Sink, Tally
 from shoal.execution.hunt import Hunt
 from shoal.execution.pausing import Pausing
@@ -68,6 +68,7 @@ class Limits:
     watchdog: Watchdog = field(default_factory=Watchdog)
     backoff: Backoff = field(default_factory=Backoff)
     same_failures: SameFailures = field(default_factory=SameFailures)
+    same_ends: SameEnds = field(default_factory=SameEnds)
 
 
 class Execution:
@@ -113,6 +114,7 @@ class Execution:
             retries=limits.retries,
             watchdog=limits.watchdog,
             backoff=limits.backoff,
+            same_ends=limits.same_ends,
             give_up=self.stop,
         )
         self._searching = Searching(
@@ -335,7 +337,7 @@ class Execution:
             case Forgotten():
                 self._floor.forgotten(worker, reply.trial)
             case Gone():
-                self._recovery.worker_gone(worker, reply.reason)
+                self._recovery.worker_gone(worker, reply)
                 self._floor.lost_worker(worker)
             case Broken():
                 worker.last_words = reply.error  # its end arrives next
@@ -398,6 +400,7 @@ class Execution:
         state.step, state.is_new_there = event.step, False
         state.device_s += event.seconds
         self._limits.same_failures.passed()
+        self._limits.same_ends.passed()
         width = state.job.array.width if state.job.array else 1  # which step before work is seen
         for device in state.devices if event.device == state.device else (event.device,):
             self._limits.watchdog.step(device, event.seconds * width)

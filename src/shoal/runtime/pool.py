@@ -22,6 +22,7 @@ from shoal.forkserver import ForkServer
 from shoal.runtime.channel import Channel
 from shoal.runtime.messages import (
     RECORDER,
+    Broken,
     Configure,
     Happened,
     Opened,
@@ -41,10 +42,13 @@ _OPENS_S = 60.0  # in which a worker opens a GPU; one that takes longer is left 
 
 
 class Gone:
-    """A worker's end, as a message: it was killed, or it crashed."""
+    """A worker's end, as a message: it was killed, or it crashed.
 
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
+    ``error``: the traceback of what was raised in it, where that ended it.
+    """
+
+    def __init__(self, reason: str, error: str = "") -> None:
+        self.reason, self.error = reason, error
 
 
 class Worker:
@@ -140,11 +144,13 @@ class Worker:
         self._channel.shut()
 
     def _read(self) -> None:
+        error = ""
         while True:
             try:
                 (serial, message), _ = self._channel.receive()
             except (EOFError, OSError):
                 break
+            error = message.error if isinstance(message, Broken) else error
             if isinstance(message, Opened):
                 self._note_opened(message, serial)
             elif not isinstance(message, Ready):
@@ -152,9 +158,10 @@ class Worker:
         self.opened.set()
         self._channel.close()
         code = self._process.wait()
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        how = f"with signal {-code}" if code < 0 else f"with exit code {code}"
+        how = "by an exception" if error else how  # by its own decision: the code says nothing
         who = f"process {self.pid}" if self.pid else "its process, which had not begun yet,"
-        self._inbox.put((self, self.serial, Gone(f"{who} ended with {how}")))
+        self._inbox.put((self, self.serial, Gone(f"{who} ended {how}", error)))
 
     def _note_opened(self, message: Opened, serial: int) -> None:
         """It may have said so to an earlier study."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import IO
 
+from shoal.core.errors import last_words
 from shoal.core.event import (
     CheckpointDamaged,
     Evaluated,
@@ -220,7 +221,8 @@ def describe(event: Event) -> str:
             return f"trial {event.trial} waits at step {event.step}: {first_line(event.reason)}"
         case WorkerDied():
             trials = ", ".join(map(str, event.trials)) or "none"
-            return f"the worker of {event.device} died ({event.reason}); trials on it: {trials}"
+            why = without_traceback(event.reason)
+            return f"the worker of {event.device} died ({why}); trials on it: {trials}"
         case WorkerStalled():
             return describe_stall(event)
         case PlanningGoesOn():
@@ -235,6 +237,12 @@ def describe(event: Event) -> str:
                 f"{format_seconds(event.seconds)}{stopped}"
             )
     return _describe_durability(event)
+
+
+def without_traceback(reason: str) -> str:
+    """Of a death by an exception which it was; its traceback is on record, and told at the end."""
+    first, begins, _ = reason.partition("\nTraceback (most recent call last):\n")
+    return f"{first}: {last_words(reason)}" if begins else reason
 
 
 def describe_stop(reason: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.core.errors import CapacityError, TrialError
-from shoal.execution.failures import SameFailures, is_out_of_memory, signature
+from shoal.execution.failures import SameEnds, SameFailures, is_out_of_memory, signature
 
 ALLOCATOR = (
     "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: "
@@ -121,3 +121,36 @@ def test_one_good_step_is_enough():
     same.failed(0, error)
     same.passed()
     assert not any(same.failed(trial, error) for trial in range(1, 5))
+
+
+def test_an_exception_that_ends_three_workers_in_several_trials_stops_the_study():
+    ends, error = SameEnds(), text_of(TypeError("not callable"))
+    assert ends.ended({4}, error, of=9) == ""
+    assert ends.ended({4}, error, of=9) == ""
+    assert ends.ended({4}, error, of=9) == ""  # it may be that trial's own trouble
+    why = ends.ended({5, 7}, error, of=9)
+    assert "the same exception ended 4 workers, when it was the turn of trials 4, 5," in why
+    assert "this is an error of shoal itself" in why
+    assert why.count("TypeError: not callable") == 1
+
+
+def test_one_trial_is_enough_where_there_is_one_and_a_step_begins_the_count_anew():
+    ends, error = SameEnds(), text_of(TypeError("not callable"))
+    for _ in range(3):
+        assert not any(ends.ended({0}, error, of=1) for _ in range(2))
+        ends.passed()
+    assert not any(ends.ended({0}, error, of=1) for _ in range(2))
+    assert "the turn of trial 0" in ends.ended({0}, error, of=1)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "",
+        text_of(RuntimeError("CUDA error: device-side assert triggered")),
+        text_of(MemoryError("no room")),
+    ],
+)
+def test_a_kill_a_broken_kernel_and_a_lack_of_memory_are_no_error_of_shoals(error):
+    ends = SameEnds()
+    assert not any(ends.ended({trial}, error, of=9) for trial in range(9))

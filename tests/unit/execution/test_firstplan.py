@@ -191,6 +191,40 @@ def test_a_worker_that_died_while_no_trial_s_code_ran_cannot_work(table):
         table.after(0)
 
 
+TRACEBACK = """Traceback (most recent call last):
+  File "shoal/pystate/parts.py", line 12, in put
+AttributeError: readonly attribute
+"""
+
+
+def die(table, trial, error):
+    table.worker.running = {trial}
+    table.pool.inbox = [(table.worker, Gone("process 17 ended by an exception", error))]
+    table.after(0)
+
+
+def test_the_same_exception_of_several_trials_ends_the_planning_as_an_error_of_shoals(table):
+    table.ask(Describe(TRIALS))
+    for trial in (0, 0):
+        die(table, trial, TRACEBACK)
+    with pytest.raises(WorkerError) as caught:
+        die(table, 1, TRACEBACK)
+    assert "ended 3 workers, when it was the turn of trials 0, 1" in str(caught.value)
+    assert "an error of shoal itself" in str(caught.value)
+    assert str(caught.value).count("AttributeError: readonly attribute") == 1
+    assert len(table.told) == 3
+    assert table.pool.replaced == ["cpu:0"] * 2
+    with pytest.raises(WorkerError):  # whoever waits for the others hears of it too
+        table.planner.receive()
+
+
+def test_a_worker_that_is_killed_ends_no_planning_however_often(table):
+    table.ask(Describe(TRIALS))
+    for trial in (0, 1, 2, 3) * 3:
+        die(table, trial, "")
+    assert len(table.pool.replaced) == 12
+
+
 def test_what_happened_is_told_and_an_answer_is_handed_on(table):
     started = WorkerStarted(time=1.0, device="cpu:0", pid=17)
     answer = Described({0: "s"}, {})

@@ -283,6 +283,14 @@ def test_a_worker_that_died_is_reported_with_its_trials(a_worker_death: WorkerDi
     )
 
 
+def test_of_a_worker_s_own_exception_a_line_says_which(a_worker_death: WorkerDied) -> None:
+    words = "process 17 ended by an exception while it measured trial 2"
+    traceback = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\nKeyError: 5'
+    assert describe(replace(a_worker_death, reason=f"{words}\n{traceback}")) == (
+        f"the worker of cpu:1 died ({words}: KeyError: 5); trials on it: 1, 3"
+    )
+
+
 @pytest.mark.parametrize(
     ("event", "line"),
     [
