@@ -48,6 +48,10 @@ def test_an_interrupt_during_planning_leaves_no_trace_of_a_new_study(tmp_path):
 
     assert process.wait() == PAUSED, runner.words()
     assert list((tmp_path / "runs").iterdir()) == []
+    assert runner.words().endswith(
+        "stopped before anything was trained, so there is no study yet; the same command begins it"
+        "\n"
+    )
     process.check_nothing_left()
 
 
@@ -60,6 +64,7 @@ def test_a_terminals_interrupt_saves_every_trial_and_exits_with_75(runner):
     assert process.wait() == PAUSED, runner.words()
     check_saved(runner)
     assert "trials from where they stand: shoal resume" in runner.printed.read_text()
+    assert "stopped; what was saved stays, and the same command goes on" in runner.words()
     assert shoal.open(runner.place).stopped == "SIGINT was received"
     assert not any(isinstance(event, WorkerDied) for event in runner.events())
     process.check_nothing_left()

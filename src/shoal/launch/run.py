@@ -78,9 +78,16 @@ class Run:
             TrialError: the first trials failed in the same way.
             SystemExit, KeyboardInterrupt: it was interrupted; every trial is saved.
         """
-        study, request = self._study, self._request
-        refuse_early(study, request)
+        refuse_early(self._study, self._request)
         self._warm_up()
+        try:
+            self._run()
+        except Interrupted as ending:  # a new study that was not planned yet leaves nothing
+            ending.has_begun = (self._study.directory / RECORD).exists()
+            raise
+
+    def _run(self) -> None:
+        study, request = self._study, self._request
         with ExitStack() as stack:
             interrupts = stack.enter_context(Interrupts(self._pool))
             place = stack.enter_context(

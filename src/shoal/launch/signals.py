@@ -16,12 +16,16 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(SystemExit):
-    """The process ends since it was asked to; all that can be saved is."""
+    """The process ends since it was asked to; all that can be saved is.
+
+    ``has_begun``: whether there is a study to go on with.
+    """
 
     was_interrupted = True
 
     def __init__(self) -> None:
         super().__init__(PAUSED)
+        self.has_begun = True
 
 
 class Interrupts:

@@ -42,8 +42,9 @@ def run_command(command: Callable[[], object]) -> int:
     try:
         command()
     except (SystemExit, KeyboardInterrupt) as ending:
-        if _was_interrupted(ending):
-            print("stopped; what was saved stays, and the same command goes on", file=sys.stderr)
+        if (signal := _interrupt_in(ending)) is not None:
+            begun = getattr(signal, "has_begun", True)
+            print(_STOPPED if begun else _STOPPED_EARLY, file=sys.stderr)
             return ExitCode.PAUSED
         code = getattr(ending, "code", None)
         return code if isinstance(code, int) else ExitCode.USAGE
@@ -60,13 +61,19 @@ def run_command(command: Callable[[], object]) -> int:
     return ExitCode.DONE
 
 
-def _was_interrupted(ending: BaseException | None) -> bool:
-    """Whether a signal is at the bottom of it; the parser turns Ctrl-C into an exit of its own."""
+_STOPPED = "stopped; what was saved stays, and the same command goes on"
+_STOPPED_EARLY = (
+    "stopped before anything was trained, so there is no study yet; the same command begins it"
+)
+
+
+def _interrupt_in(ending: BaseException | None) -> BaseException | None:
+    """The signal at the bottom of it; the parser turns Ctrl-C into an exit of its own."""
     while ending is not None:
         if isinstance(ending, KeyboardInterrupt) or hasattr(ending, "was_interrupted"):
-            return True
+            return ending
         ending = ending.__cause__ or ending.__context__
-    return False
+    return None
 
 
 def exit_code(error: ShoalError) -> ExitCode:
