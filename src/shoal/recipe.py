@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
 from shoal import rounding
+from shoal.core.arguments import names_what_is_meant
 from shoal.core.errors import SpecError
 from shoal.core.spec import HyperParameters as HyperParameters
 from shoal.core.spec import Scalar
@@ -48,6 +49,7 @@ NO_LSTM = (
 )
 
 
+@names_what_is_meant
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """How to build, feed and train one model; unmodified PyTorch throughout.
@@ -270,7 +272,7 @@ def build_optimizer(
     named = list(named_parameters)
     if recipe.optimizer is None:
         return _default_optimizer([parameter for _, parameter in named], hp)
-    optimizer = as_one_optimizer(recipe.optimizer(named, hp))
+    optimizer = as_one_optimizer(_made_optimizer(recipe.optimizer, named, hp))
     twice = () if recipe.step is not None else held_by_several(optimizer, dict(named))
     if twice:
         raise SpecError(
@@ -278,6 +280,23 @@ def build_optimizer(
             f"first {twice[0]!r}: each would step it. Give each parameter to one of them."
         )
     return optimizer
+
+
+def _made_optimizer(
+    function: Callable[[Any, HP], Any], named: list[tuple[str, nn.Parameter]], hp: HP
+) -> Any:
+    """What a recipe's function makes; an error of it says what it was given."""
+    try:
+        return function(named, hp)
+    except SpecError:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:
+        pairs = f"a list of {len(named)} pairs of a name and a parameter"
+        error.add_note(
+            f"Recipe(optimizer=...) is called as (named_parameters, hp). It got {pairs}, and the "
+            f"hyperparameters {dict(hp)}, in this order."
+        )
+        raise
 
 
 def build_optimizer_of(recipe: Recipe, model: nn.Module, hp: HP) -> torch.optim.Optimizer:
@@ -297,6 +316,13 @@ def build_optimizer_of(recipe: Recipe, model: nn.Module, hp: HP) -> torch.optim.
 
 
 def _default_optimizer(parameters: list[nn.Parameter], hp: HP) -> torch.optim.Optimizer:
+    if "lr" not in hp:
+        known = ", ".join(map(repr, hp)) or "none"
+        raise SpecError(
+            f"unknown hyperparameter 'lr'; this trial has {known}. It is read by AdamW, "
+            "which trains where there is no Recipe(optimizer=...). Add lr to the study's space, "
+            "or give Recipe(optimizer=...), a function (named_parameters, hp) -> Optimizer."
+        )
     rates = {"lr": hp["lr"], "weight_decay": hp.get("weight_decay", 0.01)}
     for name, rate in rates.items():
         if not isinstance(rate, int | float):

@@ -15,6 +15,7 @@ from typing import Any
 
 import shoal
 from shoal.control import CloneTrial, ExtendTrials
+from shoal.core.arguments import names_what_is_meant
 from shoal.core.errors import SpecError
 from shoal.core.event import Event, PlanningGoesOn
 from shoal.core.plan import Plan
@@ -48,6 +49,7 @@ from shoal.search.wanted import Wanted, check_search
 from shoal.source import stop_reading
 
 
+@names_what_is_meant
 class Study:
     """Trials of one recipe over a search space; the object a user makes and runs.
 
