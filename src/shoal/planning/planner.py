@@ -7,13 +7,12 @@ from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
-from shoal.core.errors import PlanError, TooLarge
+from shoal.core.errors import PlanError, TooLarge, last_words
 from shoal.core.plan import Plan
 from shoal.core.spec import DeviceSpec, Place, Scalar, TrialSpec
 from shoal.core.technique import Technique, asks_by_shard
 from shoal.core.turns import DEFAULT
 from shoal.core.units import Seconds
-from shoal.frames import raised
 from shoal.fusion.match import told_of
 from shoal.pipeline.stops import Stops
 from shoal.planning.asking import Asking, Receive
@@ -301,7 +300,7 @@ class Planner:
         rule: str,
         failures: Mapping[int, str],
     ) -> Planned:
-        last_lines = {n: raised(error).partition("\n")[0] for n, error in failures.items()}
+        last_lines = {n: last_words(error) for n, error in failures.items()}
         plan = Plan(
             study=self._name,
             devices=self._devices,
