@@ -26,8 +26,9 @@ import common
 from shoal.core.spec import PassKind
 from shoal.fusion import Array, Declined, Member, backend_of
 from shoal.fusion.compiled import compiler
+from shoal.optimizers import build_optimizer_of
 from shoal.ownstep import Modes
-from shoal.recipe import Recipe, build_optimizer_of
+from shoal.recipe import Recipe
 from shoal.rng import capture_rng
 from shoal.runtime.captures import Captures
 from shoal.several import Models

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from shoal.core.errors import SpecError
 from shoal.core.spec import Place
-from shoal.recipe import HP, Recipe, build_optimizer, build_optimizer_of
+from shoal.optimizers import build_optimizer, build_optimizer_of
+from shoal.recipe import HP, Recipe
 
 
 class Stepper(Protocol):

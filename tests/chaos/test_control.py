@@ -37,7 +37,7 @@ from shoal.core.event import (
     TrialStopped,
 )
 from shoal.execution import floor
-from shoal.recipe import build_optimizer
+from shoal.optimizers import build_optimizer
 from shoal.rng import seed_all
 from shoal.schedules import build_schedule
 from shoal.testing import assert_same, plain_loop

@@ -19,8 +19,9 @@ from shoal.core.errors import TrialError
 from shoal.core.spec import HyperParameters
 from shoal.fusion import Array, Member, backend_of
 from shoal.fusion.batches import layout_of
+from shoal.optimizers import build_optimizer_of
 from shoal.ownstep import Modes
-from shoal.recipe import Recipe, build_model, build_optimizer_of, read_data
+from shoal.recipe import Recipe, build_model, read_data
 from shoal.rng import capture_rng, restore_rng, seed_all
 from shoal.runtime.captures import Captures
 from shoal.schedules import build_schedule

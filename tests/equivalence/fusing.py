@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from shoal.core.spec import HyperParameters
 from shoal.fusion import Array, Member
+from shoal.optimizers import build_optimizer
 from shoal.recipe import (
     Recipe,
     build_model,
-    build_optimizer,
     chunks,
     read_data,
 )

@@ -21,8 +21,9 @@ import shoal
 from shoal.core.event import PeakMeasured, TrialParked, TrialReplanned
 from shoal.core.spec import HyperParameters
 from shoal.fusion import Array, Declined, Member, dry_run
+from shoal.optimizers import build_optimizer_of
 from shoal.ownstep import Modes, OwnStep
-from shoal.recipe import build_model, build_optimizer_of, read_data
+from shoal.recipe import build_model, read_data
 from shoal.rng import capture_rng, seed_all
 from shoal.schedules import build_schedule
 from shoal.testing import array_loop, plain_loop, same_bits

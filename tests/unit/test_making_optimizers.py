@@ -10,7 +10,7 @@ import shoal
 from shoal.core.errors import SpecError
 from shoal.core.spec import HyperParameters
 from shoal.frames import own_traceback
-from shoal.recipe import build_optimizer
+from shoal.optimizers import build_optimizer
 
 
 def made(hp, **changes):

@@ -22,6 +22,7 @@ from shoal.fusion.batches import layout_of
 from shoal.fusion.kinds import backend_of
 from shoal.fusion.loop import LoopBackend
 from shoal.fusion.member import Member
+from shoal.optimizers import build_optimizer_of
 from shoal.ownstep import Modes, Tally, require_evaluation, summed_up
 from shoal.pystate import Attributes, ambient
 from shoal.recipe import (
@@ -29,7 +30,6 @@ from shoal.recipe import (
     Found,
     Recipe,
     build_model,
-    build_optimizer_of,
     chunks,
     read_data,
     to_device,

@@ -15,6 +15,7 @@ from shoal.core.errors import PlanError, SpecError
 from shoal.core.spec import HyperParameters, LayerMeasure, Scalar
 from shoal.core.technique import Schedule
 from shoal.kernelchoice import KernelChoice
+from shoal.optimizers import build_optimizer_of
 from shoal.partition.build import build_chain
 from shoal.partition.chain import Chain
 from shoal.partition.cut import cut
@@ -31,7 +32,6 @@ from shoal.recipe import (
     Recipe,
     autocast,
     build_model,
-    build_optimizer_of,
     compute_loss,
     model_inputs,
     read_data,

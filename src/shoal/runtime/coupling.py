@@ -15,9 +15,10 @@ from shoal.core.spec import HyperParameters, TrialSpec
 from shoal.core.units import Bytes
 from shoal.kernelstep import steps_as_its_class
 from shoal.memory.layout import TrialLayout
+from shoal.optimizers import build_optimizer_of
 from shoal.partition.track import peak_of
 from shoal.partition.visitors import parameters_on
-from shoal.recipe import Recipe, build_model, build_optimizer_of, rounding_of
+from shoal.recipe import Recipe, build_model, rounding_of
 from shoal.rng import seed_all
 from shoal.runtime.binding import Binding
 from shoal.runtime.counting import fill_gradients

@@ -13,11 +13,11 @@ import torch
 
 from shoal.core.spec import HyperParameters, TrialSpec
 from shoal.fusion import Member
+from shoal.optimizers import build_optimizer_of
 from shoal.ownstep import Modes
 from shoal.recipe import (
     Recipe,
     build_model,
-    build_optimizer_of,
     read_data,
 )
 from shoal.rng import capture_rng, seed_all

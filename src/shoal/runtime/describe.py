@@ -23,8 +23,9 @@ from shoal.fusion import Signature, signature_of
 from shoal.fusion.batches import leaves_of, rebuilt
 from shoal.fusion.constants import constants_of
 from shoal.fusion.globals import configuration
+from shoal.optimizers import build_optimizer_of
 from shoal.pystate import ambient
-from shoal.recipe import Batch, Recipe, build_model, build_optimizer_of, epoch_length, read_data
+from shoal.recipe import Batch, Recipe, build_model, epoch_length, read_data
 from shoal.recipechecks import check_loss
 from shoal.rng import seed_all
 from shoal.runtime.messages import Describe, Described, Noticed

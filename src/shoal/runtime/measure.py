@@ -38,6 +38,7 @@ from shoal.habits import habits_of
 from shoal.kernelchoice import repeatable
 from shoal.memory.layout import TensorSpec
 from shoal.memory.store import describe
+from shoal.optimizers import build_optimizer_of
 from shoal.ownstep import Modes, require_evaluation
 from shoal.partition.chain import Chain
 from shoal.partition.compiled import compiled_modules, compiled_notes, compiles, eagerly
@@ -57,7 +58,6 @@ from shoal.recipe import (
     Batch,
     Recipe,
     build_model,
-    build_optimizer_of,
     epoch_length,
     read_data,
     to_device,

@@ -12,13 +12,13 @@ from shoal.bound import bound, clip_limit
 from shoal.core.spec import HyperParameters, ReplicaMeasure, ShardSpec, TrialSpec
 from shoal.core.units import Bytes
 from shoal.memory.store import same_bits
+from shoal.optimizers import build_optimizer
 from shoal.partition.track import AllocationTracker, peak_of
 from shoal.recipe import (
     Batch,
     Recipe,
     autocast,
     build_model,
-    build_optimizer,
     compute_loss,
     evaluate_metrics,
     model_inputs,

@@ -26,6 +26,7 @@ from shoal.memory.chunks import chunk_names
 from shoal.memory.layout import TrialLayout, lenders
 from shoal.memory.split import write_params
 from shoal.memory.store import Region, keep, state_views, views
+from shoal.optimizers import build_optimizer_of
 from shoal.ownstep import Losses as OwnLosses
 from shoal.ownstep import (
     Modes,
@@ -44,7 +45,6 @@ from shoal.recipe import (
     Found,
     Recipe,
     build_model,
-    build_optimizer_of,
     read_data,
     rounding_of,
     to_device,

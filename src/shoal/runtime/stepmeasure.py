@@ -19,12 +19,12 @@ from shoal.core.units import Bytes, Seconds
 from shoal.fusion.fused import is_out_of_memory
 from shoal.memory.layout import TensorSpec
 from shoal.memory.store import same_bits
+from shoal.optimizers import build_optimizer_of
 from shoal.ownstep import Modes, OwnStep, own_evaluation
 from shoal.partition.track import peak_of
 from shoal.recipe import (
     Recipe,
     autocast,
-    build_optimizer_of,
     compute_loss,
     evaluate_metrics,
     model_inputs,

@@ -301,6 +301,8 @@ class Bare:
 
     @classmethod
     def around(cls, iterator, started):
+        # When it goes it would wait for a lock that a process held which was ended.
+        iterator._shutdown_workers = lambda: None
         return cls(iterator), started
 
     def __next__(self):
