@@ -68,8 +68,7 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("keep_finished", ["all", "weights"])
-@pytest.mark.parametrize("fuse", [False, 2])
+@pytest.mark.parametrize(("fuse", "keep_finished"), [(False, "all"), (2, "weights")])
 def test_its_metrics_are_those_of_its_last_step(fuse, keep_finished, tmp_path):
     script = tmp_path / "script.py"
     text = SCRIPT.format(place=str(tmp_path), fuse=fuse, keep_finished=keep_finished)

@@ -180,7 +180,7 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("fuse", [False, 3])
+@pytest.mark.parametrize("fuse", [pytest.param(False, marks=pytest.mark.full), 3])
 def test_after_kills_it_is_the_same(fuse, tmp_path):
     here = str(Path(__file__).parent)
     script = tmp_path / "script.py"
