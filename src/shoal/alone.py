@@ -47,7 +47,7 @@ from shoal.recipe import (
 )
 from shoal.replicas import Replicas
 from shoal.rng import RngState, capture_rng, restore_rng, seed_all
-from shoal.schedules import advance, build_schedule, catch_up, state_of_schedule
+from shoal.schedules import advance, build_schedule, catch_up, state_of_schedule, steps_of_epoch
 from shoal.steppers import Stepper, WhichWeights, copy_model, copy_state, make_stepper, versions_of
 
 
@@ -241,7 +241,8 @@ class Training:
             device = self._asked.device
             metrics |= evaluate(self._recipe, learner.model, self._valid, device, learner.hp)
         seconds = self._asked.clock() - self._started
-        advance(learner.schedule, metrics)
+        each = steps_of_epoch(self._recipe, self._train)
+        advance(learner.schedule, metrics, step, self._asked, each)
         row = {"step": step, "epoch": epoch, "seconds": seconds, "metrics": metrics}
         self._history.append(row)
         learner.modes.train()

@@ -82,7 +82,8 @@ class Recipe:
         schedule_interval: ``"epoch"`` steps the schedule after the last step of each epoch
             instead, as ``StepLR(optimizer, 30)`` is mostly meant; the training data has a length.
             ``"evaluation"`` steps it after each evaluation, with ``schedule_metric`` if its
-            ``step`` takes one, as that of ``ReduceLROnPlateau``; on one device.
+            ``step`` takes one, as that of ``ReduceLROnPlateau``; on one device. One at the end,
+            where no longer training would have it, does not count.
         schedule_metric: what an evaluation found, for such a schedule.
         metrics: name -> ``(output, batch) -> float``, averaged over the validation batches; with a
             parameter called ``hp`` as in ``loss``. Or a ``shoal.WholeSet``, which is computed once

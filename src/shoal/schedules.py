@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -37,14 +37,14 @@ def build_schedule(
         _refuse_asking(one)
     if made is None or recipe.schedule_interval == "step":
         return made
-    batches = epoch_length(train)
-    if not batches:
+    steps = steps_of_epoch(recipe, train)
+    if not steps:
         raise SpecError(
             "Recipe(schedule_interval='epoch') needs to know how many batches an epoch has, and "
             f"the training data, {type(train).__name__}, does not say: len() of it is not known. "
             "Give a loader over a data set with a length, or a schedule that goes by steps."
         )
-    return EachEpoch(made, -(-batches // recipe.accumulate))
+    return EachEpoch(made, steps)
 
 
 def schedule_numerics(recipe: Recipe) -> dict[str, Scalar]:
@@ -133,38 +133,85 @@ class EachEpoch(Schedules):
 class EachEvaluation(Schedules):
     """One or several schedules that go on after each evaluation, told what it found.
 
-    One that takes over another trial's weights begins anew: nobody knows what it would have seen.
+    The one at the end of a training counts if a longer one would have it too. One that takes over
+    another trial's weights begins anew: nobody knows what it would have seen.
     """
 
     def __init__(self, schedule: Any, metric: str) -> None:
         super().__init__(schedule.members if isinstance(schedule, Schedules) else {"it": schedule})
-        self.metric = metric
+        self.metric, self._at = metric, 0
 
     def step(self) -> None:
         """Nothing: a step is no evaluation."""
 
-    def measured(self, found: Mapping[str, float]) -> None:
-        """Go on, with the metric where ``step`` asks for it.
+    def state_dict(self) -> dict[str, Any]:
+        """By name, and the step of the evaluation that was counted last."""
+        return super().state_dict() | {_COUNT: {"steps": self._at}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What ``state_dict`` gave."""
+        super().load_state_dict(state)
+        self._at = state[_COUNT]["steps"]
+
+    def measured(self, found: Mapping[str, float], step: int) -> None:
+        """Go on after an evaluation at a step, with the metric where ``step`` asks for it.
 
         Raises:
             SpecError: it was not measured.
         """
-        if self.metric not in found:
+        if step == self._at:
+            return
+        self._at, asking = step, any(map(_asks, self.members.values()))
+        if asking and self.metric not in found:
             raise SpecError(
                 f"the schedule goes by {self.metric!r}, Recipe(schedule_metric=...), and the "
                 f"evaluation found {', '.join(sorted(found)) or 'nothing'}. Name one of these, or "
                 "return validation data from Recipe(data=...)."
             )
         for member in self.members.values():
-            member.step(*[found[self.metric]] * bool(_asks(member)))
+            member.step(found[self.metric]) if _asks(member) else member.step()
 
 
-def advance(schedule: Any, found: Mapping[str, float] | None = None) -> None:
-    """After a step; or after an evaluation that ``found`` these metrics."""
+class Asked(Protocol):
+    """When a trial is evaluated, and where it ends."""
+
+    @property
+    def steps(self) -> int | None: ...
+    @property
+    def eval_every(self) -> int | None: ...
+
+
+class Ends(NamedTuple):
+    """The same as values."""
+
+    steps: int | None
+    eval_every: int | None
+
+
+def advance(
+    schedule: Any, found: Mapping[str, float] | None, step: int, asked: Asked, each: int | None
+) -> None:
+    """After a step; or after an evaluation that ``found`` these metrics at a ``step``.
+
+    ``each``: the steps of an epoch, if they are known.
+    """
     if found is None:
         schedule.step()
-    elif isinstance(schedule, EachEvaluation):
-        schedule.measured(found)
+    elif isinstance(schedule, EachEvaluation) and _is_regular(step, asked, each):
+        schedule.measured(found, step)
+
+
+def _is_regular(step: int, asked: Asked, each: int | None) -> bool:
+    """Whether a longer training is evaluated after the step as well."""
+    if asked.eval_every:
+        return step % asked.eval_every == 0
+    return step != asked.steps or bool(each and step % each == 0)
+
+
+def steps_of_epoch(recipe: Recipe, train: Iterable[Batch]) -> int | None:
+    """How many an epoch has, where the data's length is known."""
+    batches = epoch_length(train)
+    return None if batches is None else -(-batches // recipe.accumulate)
 
 
 _COUNT = "steps of the trial"  # in a state, beside the names of schedules
@@ -173,7 +220,7 @@ _COUNT = "steps of the trial"  # in a state, beside the names of schedules
 def turn(schedule: Any) -> None:
     """Have it go on now, whether or not its epoch is over, or something was measured."""
     if isinstance(schedule, EachEvaluation):
-        schedule.measured({schedule.metric: 0.0})
+        schedule.measured({schedule.metric: 0.0}, -1)
     elif isinstance(schedule, EachEpoch):
         Schedules.step(schedule)
     else:

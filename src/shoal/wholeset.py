@@ -77,7 +77,7 @@ class WholeSet:
                 return np.concatenate(of)
             if all(isinstance(one, Tensor) and one.dim() for one in of):
                 return torch.cat(list(of))
-            return torch.stack([torch.as_tensor(one) for one in of])
+            return torch.stack([_as_tensor(one) for one in of])
         except (RuntimeError, TypeError, ValueError) as error:
             kinds = ", ".join(dict.fromkeys(map(_kind, of)))
             raise SpecError(
@@ -102,6 +102,11 @@ def _kept(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     return value.copy() if isinstance(value, np.ndarray) else plain(value)
+
+
+def _as_tensor(value: Any) -> Tensor:
+    """A number with all its digits."""
+    return torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
 
 def _kind(value: Any) -> str:

@@ -104,9 +104,8 @@ def run(tmp_path, warm_workers):
         ends = {"epochs": EPOCHS} if not study or "steps" not in study else {}
         made = shoal.Study(
             *("it", of),
-            metric="valid_loss",
             directory=tmp_path,
-            **{"space": shoal.grid(lr=list(lrs)), **ends, **(study or {})},
+            **{"metric": "valid_loss", "space": shoal.grid(lr=list(lrs)), **ends, **(study or {})},
         )
         hardware = shoal.Hardware.virtual(devices=devices, memory="64MiB")
         return made.run(hardware=hardware, workers=warm_workers, **options)
@@ -343,3 +342,29 @@ def test_verification_comes_to_the_same(of, options, run):
     report = run(of, **options)
     assert not any(trial.error for trial in report.trials)
     squads.assert_verified(report, of)
+
+
+@pytest.mark.parametrize("ends", [(5, 11), (7, 20), (BATCHES, 13)])
+@pytest.mark.parametrize("every", [None, 2])
+def test_an_evaluation_at_the_end_alone_is_none_of_a_longer_trainings(ends, every, run):
+    of = by_evaluations()
+    for steps in ends:
+        report = run(of, study={"steps": steps, "eval_every": every})
+    for trial in report.trials:
+        alone = plain_loop(of, trial.hp, trial.seed, steps=ends[-1], eval_every=every)
+        assert trial.load_state()["schedule"] == alone.state()["schedule"]
+        for name, tensor in alone.model.state_dict().items():
+            assert torch.equal(trial.load_state()["model"][name], tensor)
+
+
+def test_other_evaluations_would_be_another_training(run):
+    of = by_evaluations()
+    run(of, study={"steps": 4, "eval_every": 2})
+    with pytest.raises(SpecError, match="Put eval_every=2 back"):
+        run(of, study={"steps": 8, "eval_every": 4})
+
+
+def test_who_asks_for_no_metric_needs_none(run):
+    of = by_evaluations(schedule=stairs, data=lambda hp: (data(hp)[0], None))
+    for trial in run(of, study={"metric": "train_loss"}).trials:
+        assert_same(plain_loop(of, trial.hp, trial.seed, epochs=EPOCHS), trial)

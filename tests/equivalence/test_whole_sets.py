@@ -153,6 +153,7 @@ def test_what_is_collected_is_joined_in_its_first_dimension():
     assert summed(is_same, torch.ones(2, 3), torch.ones(1, 3)) == {"valid_it": 9.0}
     assert summed(is_same, np.ones(2), np.ones(4)) == {"valid_it": 6.0}
     assert summed(is_same, 1.5, torch.tensor(2)) == {"valid_it": 3.5}
+    assert summed(is_same, 100000003.0, 0.1) == {"valid_it": 100000003.1}
 
 
 def test_what_cannot_be_joined_is_told_of_by_name():

@@ -35,7 +35,7 @@ from shoal.recipe import (
     to_device,
 )
 from shoal.rng import capture_rng, restore_rng, seed_all
-from shoal.schedules import advance, build_schedule, catch_up
+from shoal.schedules import Ends, advance, build_schedule, catch_up, steps_of_epoch
 
 
 class Trained(NamedTuple):
@@ -108,6 +108,7 @@ class _Loop:
         first = next(iter(read_data(recipe, hp)[0]), None)
         self._usual = layout_of(to_device(first, device))
         self.array = self._seat(member)
+        self._ends = Ends(None, None)
         self.losses: list[float] = []
         self._tally = Tally()
         self.history: list[dict[str, Any]] = []
@@ -135,6 +136,7 @@ class _Loop:
         eval_every: int | None,
         inherits: Inherits,
     ) -> None:
+        self._ends = Ends(steps, eval_every)
         for epoch in itertools.count(1):
             before = len(self.losses)
             for group in chunks(self._read(self._train), self._recipe.accumulate):
@@ -225,7 +227,9 @@ class _Loop:
         some = self.losses[since:]
         named = self._tally.take()
         metrics = {"train_loss": sum(some) / len(some), **named, **self._evaluate()}
-        advance(self.array.member(self._slot).schedule, metrics)
+        each = steps_of_epoch(self._recipe, self._train)
+        schedule = self.array.member(self._slot).schedule
+        advance(schedule, metrics, len(self.losses), self._ends, each)
         self.history.append({"step": len(self.losses), "epoch": epoch, "metrics": metrics})
 
     def _evaluate(self) -> dict[str, float]:

@@ -46,6 +46,12 @@ class CheckpointPolicy:
         what = "keep, how many generations of a trial stay (2 survive damage to one),"
         object.__setattr__(self, "keep", whole(what, self.keep, 1))
         object.__setattr__(self, "keep_best", flag("Study(keep_best=...)", self.keep_best))
+        if self.keep_best and self.best is not None:
+            raise SpecError(
+                f"keep_best=True with keep_finished={self.keep_finished!r}, which keeps nothing "
+                "of trials whose last evaluation is none of the best: the best one of all may be "
+                "among theirs. Use keep_finished='all' or 'weights'."
+            )
         if self.keep_finished not in ("all", "weights") and self.best is None:
             raise SpecError(
                 "keep_finished is 'all', 'weights' or 'best:N' for a number of trials, got "

@@ -133,6 +133,8 @@ def _refuse(
         refuse.another_space(recorded, asked)
     refuse.another_seed(recorded, asked)
     refuse.missing_trials(recorded, asked, pairing.missing)
+    if _trained(progress):
+        refuse.another_evaluation(recorded, asked)
     if not accepts_recipe:
         refuse.another_recipe(recorded, asked, _trained(progress))
     refuse.less_training(asked, {n: _done(asked, known) for n, known in progress.items()})
@@ -192,6 +194,11 @@ def _changes(recorded: StudyRecord, merged: StudyRecord, longer: tuple[int, ...]
             "not ended train on with it from their last state; those that ended keep what they "
             "have."
         )
+        if "optimizer" in names or "schedule" in names:
+            yield (
+                "the options of optimizers and schedules are a part of that state (learning "
+                "rates among them): what changed of these holds for trials that have no step yet."
+            )
     elif not merged.recipe.is_same(recorded.recipe):
         yield "another recipe: no trial had a step of the one before."
     else:

@@ -102,6 +102,18 @@ def another_seed(recorded: StudyRecord, asked: StudyRecord) -> None:
         )
 
 
+def another_evaluation(recorded: StudyRecord, asked: StudyRecord) -> None:
+    """Evaluated at other steps, where the schedule goes by what evaluations find."""
+    goes_by_them = recorded.recipe.fields.get("schedule_interval") == "'evaluation'"
+    if goes_by_them and recorded.eval_every != asked.eval_every:
+        raise SpecError(
+            f"cannot go on with study {asked.name!r} with eval_every={asked.eval_every}: it has "
+            f"eval_every={recorded.eval_every}, and its schedule is stepped at evaluations "
+            f"(schedule_interval='evaluation'), so that it would be another training. Put "
+            f"eval_every={recorded.eval_every} back, {_OTHERWISE}"
+        )
+
+
 def missing_trials(
     recorded: StudyRecord, asked: StudyRecord, missing: Sequence[TrialRecord]
 ) -> None:

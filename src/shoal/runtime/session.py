@@ -365,6 +365,7 @@ class Session:
         self.rng = progress.rng
 
     def _seek(self, progress: Progress) -> None:
+        self.epoch_number = max(1, progress.position.epoch + bool(progress.position.batch))
         if not self.feed.is_at(progress.position):
             self.feed.seek(progress.position)
         if self.valid_feed and progress.valid and not self.valid_feed.is_at(progress.valid):
@@ -398,8 +399,7 @@ class Session:
         steps, epochs = self.settings.steps, self.settings.epochs
         if steps is None and epochs is not None and self.steps_per_epoch is not None:
             steps = epochs * self.steps_per_epoch
-        until = steps if steps is not None else self.until or self.step + 1
-        return max(0, until - self.step)
+        return max(0, (steps if steps is not None else self.until or self.step + 1) - self.step)
 
     @property
     def ended(self) -> bool:
@@ -572,7 +572,7 @@ class Session:
     def advance_schedule(self, found: Mapping[str, float] | None = None) -> None:
         if self.schedule and (found is None or self.recipe.schedule_interval == "evaluation"):
             with self.binding.around_schedule():
-                advance(self.schedule, found)
+                advance(self.schedule, found, self.step, self.settings, self.steps_per_epoch)
 
     def _evaluate(self) -> Iterator[Task]:
         """A validation pass; whatever it draws is undone."""

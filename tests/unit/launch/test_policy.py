@@ -71,6 +71,8 @@ def test_finished_trials_have_what_keep_finished_says():
     assert policy(keep=1).finished_bytes(plan(4)) == 4 * ONE
     assert policy(keep_finished="best:3").finished_bytes(plan(4)) == 6 * ONE
     assert policy(keep_finished="best:9").finished_bytes(plan(4)) == 8 * ONE
+    with pytest.raises(SpecError, match="Use keep_finished='all' or 'weights'"):
+        policy(keep_finished="best:3", keep_best=True)
     assert policy(keep=1, keep_best=True).finished_bytes(plan(4)) == 8 * ONE
     assert 4 * MIB < policy(keep_finished="weights").finished_bytes(plan(4)) < 5 * MIB
 
