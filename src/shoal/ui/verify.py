@@ -97,6 +97,9 @@ def _introduction(
     taken = {row.number for row in rows}
     left = Counter(row.state for row in snapshot.trials if row.number not in taken)
     words = [f"{left[state]} {what}" for state, what in _LEFT_OUT.items() if left[state]]
+    done = {row.number for row in snapshot.trials if row.state is TrialState.FINISHED} - taken
+    kinds = {"of two recipes": {*with_two_recipes(place, snapshot)}, "cloned": warm_clones(place)}
+    words += [f"{len(done & some)} {what}" for what, some in kinds.items() if done & some]
     left_out = f"; left out: {', '.join(words)} (--trial N takes one)" if words and chosen else ""
     how = "alone, with the plain PyTorch loop"
     if any(epochs_of(row.numerics) for row in rows):

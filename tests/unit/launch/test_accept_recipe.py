@@ -204,3 +204,10 @@ def test_where_trials_copied_each_other_no_recipe_trains_one_again(tmp_path):
         1: "it trained with 2 recipes: another one after step 8",
     }
     assert with_two_recipes(tmp_path, Snapshot(trials=(first,))) == {}
+
+
+def test_verification_says_that_it_leaves_trials_of_two_recipes_out(late):
+    late(WRONG)
+    study = late(RIGHT, retry_failed=True, accept_recipe=True)
+    result = CliRunner().invoke(app, ["verify", str(study.directory)], catch_exceptions=False)
+    assert "left out: 2 of two recipes (--trial N takes one)" in result.stderr
