@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -139,7 +140,7 @@ class EachEvaluation(Schedules):
 
     def __init__(self, schedule: Any, metric: str) -> None:
         super().__init__(schedule.members if isinstance(schedule, Schedules) else {"it": schedule})
-        self.metric, self._at = metric, 0
+        self._metric, self._at = metric, 0
 
     def step(self) -> None:
         """Nothing: a step is no evaluation."""
@@ -162,14 +163,18 @@ class EachEvaluation(Schedules):
         if step == self._at:
             return
         self._at, asking = step, any(map(_asks, self.members.values()))
-        if asking and self.metric not in found:
+        if asking and self._metric not in found:
             raise SpecError(
-                f"the schedule goes by {self.metric!r}, Recipe(schedule_metric=...), and the "
+                f"the schedule goes by {self._metric!r}, Recipe(schedule_metric=...), and the "
                 f"evaluation found {', '.join(sorted(found)) or 'nothing'}. Name one of these, or "
                 "return validation data from Recipe(data=...)."
             )
+        self.go_on(found.get(self._metric, math.nan))
+
+    def go_on(self, value: float) -> None:
+        """Each member's own step, told the metric's value if it asks."""
         for member in self.members.values():
-            member.step(found[self.metric]) if _asks(member) else member.step()
+            member.step(value) if _asks(member) else member.step()
 
 
 class Asked(Protocol):
@@ -220,7 +225,7 @@ _COUNT = "steps of the trial"  # in a state, beside the names of schedules
 def turn(schedule: Any) -> None:
     """Have it go on now, whether or not its epoch is over, or something was measured."""
     if isinstance(schedule, EachEvaluation):
-        schedule.measured({schedule.metric: 0.0}, -1)
+        schedule.go_on(0.0)
     elif isinstance(schedule, EachEpoch):
         Schedules.step(schedule)
     else:
