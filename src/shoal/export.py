@@ -259,7 +259,7 @@ def _readme(
     since = f" Since it was trained the recipe changed: {', '.join(changed)}." if changed else ""
     lacks = (
         f"These files lack what the model keeps in Python: {', '.join(left)}. It is as it is when "
-        "the model is built; `shoal.open(DIRECTORY).best.load()` has it as it was.\n\n"
+        "the model is built; `load()` of the trial of `shoal.open(DIRECTORY)` has it as then.\n\n"
     ) * bool(left)
     return (
         f"Trial {trial.number} of study {origin.study} ({settings}; seed {trial.seed}), "

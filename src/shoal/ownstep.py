@@ -13,8 +13,10 @@ state and options, random streams. So before each call
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -205,7 +207,7 @@ def summed_up(recipe: Recipe, found: Sequence[Found]) -> dict[str, float]:
         if isinstance(metric, WholeSet) and isinstance(of[0], Part):
             values[name] = _of_whole(metric, of, name.removeprefix("valid_"))
         else:
-            values[name] = sum(of) / len(found)
+            values[name] = functools.reduce(operator.add, of, 0.0) / len(found)  # one by one
     return values
 
 

@@ -136,6 +136,11 @@ class Study:
             keep_best=keep_best,
             disk_budget=None if disk_budget is None else parse_bytes(disk_budget),
         )
+        if self.policy.keep_best and metric == "train_loss":
+            raise SpecError(
+                "keep_best=True goes by what evaluations find, and train_loss is the mean of the "
+                "steps before. Rank by another metric, such as valid_loss, or leave keep_best out."
+            )
         self.source = ""  # FILE.py:attribute, set by whoever loaded the study from a file
         self.search: Wanted = check_search(
             name=name,

@@ -215,3 +215,8 @@ def test_show_says_where_it_is(run):
     step = best.history[-1]["step"]
     text = describe_trial(snapshot, snapshot.trial(2), report.directory)
     assert f"at step {step}, epoch {step // 5}; weights: {best.checkpoint}" in text
+
+
+def test_a_metric_that_no_evaluation_finds_is_refused(run):
+    with pytest.raises(SpecError, match="train_loss is the mean of the steps before"):
+        run(study={"metric": "train_loss"})

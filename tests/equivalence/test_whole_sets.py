@@ -185,3 +185,9 @@ def test_a_report_finds_it_again_by_its_names(tmp_path, warm_workers):
     hardware = shoal.Hardware.virtual(devices=1, memory="64MiB")
     study.run(hardware=hardware, workers=warm_workers)
     assert by_hand(shoal.open(tmp_path / "it").best.load())["valid_auc"] > 0
+
+
+def test_means_are_of_sums_one_by_one_in_every_python():
+    recipe = shoal.Recipe(model=model, data=data, loss=loss)
+    found = [{"valid_loss": value} for value in (1e16, 1.0, 1.0, -1e16)]
+    assert summed_up(recipe, found) == {"valid_loss": (((1e16 + 1.0) + 1.0) - 1e16) / 4}
