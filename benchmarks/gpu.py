@@ -376,7 +376,7 @@ def _passes(kind: str) -> dict[str, Any]:
     """Seconds of a forward and a backward of one trial, eager and captured."""
     import shoal
     from shoal.examples.gpt import GPT, next_byte_loss
-    from shoal.runtime.captures import Captures
+    from shoal.runtime.capture.captures import Captures
     from shoal.runtime.units import Micro, ResidentUnits
 
     device = torch.device("cuda")

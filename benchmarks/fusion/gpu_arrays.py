@@ -30,8 +30,8 @@ from workloads import WORKLOADS, Workload
 import common
 from shoal.core.spec import PassKind
 from shoal.fusion import Declined
-from shoal.runtime.captured import PROOFS
-from shoal.runtime.captures import Captures
+from shoal.runtime.capture.captured import PROOFS
+from shoal.runtime.capture.captures import Captures
 from shoal.runtime.units import Micro, ResidentUnits
 
 KINDS: tuple[PassKind, ...] = ("eager", "traced", "branches")

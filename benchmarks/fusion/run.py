@@ -30,7 +30,7 @@ from shoal.optimizers import build_optimizer_of
 from shoal.ownstep import Modes
 from shoal.recipe import Recipe
 from shoal.rng import capture_rng
-from shoal.runtime.captures import Captures
+from shoal.runtime.capture.captures import Captures
 from shoal.several import Models
 
 BEST = "serial, fused AdamW"

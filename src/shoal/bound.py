@@ -9,7 +9,7 @@ numbers that it read. So which hyperparameters a loss reads has to be known befo
 that its code spells out (``spelled.py``). These are the ``values`` of ``Told``, an object like any
 that a loss may keep: floats may differ between slots, the rest is a part of the signature. Any
 other name is looked up in ``rest``. Alone that is no matter; an array refuses it (``sealed.py``),
-and a list of operations with it is one trial's (``runtime/captures.py``).
+and a list of operations with it is one trial's (``runtime/capture/captures.py``).
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class TrialResult:
         import torch  # lazy: see ``_read_weights``
 
         from shoal.pystate import Attributes
-        from shoal.runtime import checkpoint
+        from shoal.runtime.saving import checkpoint
 
         weights = _read_weights(self._checkpoint())
         model = _build_model(self._find_recipe(), self.hp, self.seed)
@@ -127,7 +127,7 @@ class TrialResult:
         Raises:
             SpecError: the trial has no checkpoint.
         """
-        from shoal.runtime import checkpoint  # lazy: see ``_read_weights``
+        from shoal.runtime.saving import checkpoint  # lazy: see ``_read_weights``
 
         return checkpoint.read_state(self._checkpoint())
 
@@ -137,7 +137,7 @@ class TrialResult:
         ``load`` gives them back; a file of weights has no place for them.
         """
         from shoal.pystate.attributes import in_words  # lazy: see ``_read_weights``
-        from shoal.runtime import checkpoint
+        from shoal.runtime.saving import checkpoint
 
         places = checkpoint.read_attributes(self._checkpoint())
         return [in_words(one) for one in places if one.startswith(("the model", "module "))]
@@ -197,7 +197,7 @@ class TrialResult:
 
     def _saved_at(self, step: int) -> Path | None:
         """Its own checkpoint of that step, not one that it took over from another trial."""
-        from shoal.runtime import checkpoint  # lazy: see ``_read_weights``
+        from shoal.runtime.saving import checkpoint  # lazy: see ``_read_weights``
 
         assert self.checkpoint is not None
         found = checkpoint.generations(self.checkpoint.parents[2], self.number).all()
@@ -260,7 +260,7 @@ class TrialResult:
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint; its reader is imported only when there is one to read."""
-    from shoal.runtime import checkpoint
+    from shoal.runtime.saving import checkpoint
 
     return checkpoint.read_weights(path)
 

@@ -26,8 +26,11 @@ import shoal
 from shoal.core.event import WorkerStarted
 from shoal.core.technique import Schedule
 from shoal.recipe import Recipe
-from shoal.runtime import loop, replica, reports, saver, spilledstages, stage, stagedesk
-from shoal.runtime.pipelined import without_versions
+from shoal.runtime import loop, reports
+from shoal.runtime.gangs import desk as stagedesk
+from shoal.runtime.gangs import replica, spilledstages, stage
+from shoal.runtime.gangs.pipelined import without_versions
+from shoal.runtime.saving import saver
 from shoal.testing import assert_same, plain_2bw_loop, plain_loop
 from shoal.verify import read_losses
 

@@ -17,7 +17,7 @@ from shoal.core.event import (
     CheckpointDamaged,
     TrialRestarted,
 )
-from shoal.runtime import checkpoint
+from shoal.runtime.saving import checkpoint
 from shoal.testing import compare
 
 

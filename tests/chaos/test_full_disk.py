@@ -19,8 +19,8 @@ from shoal.core.event import (
 )
 from shoal.execution.run import PATIENCE
 from shoal.observe.db import Database
-from shoal.runtime import checkpoint
 from shoal.runtime.pool import WorkerPool
+from shoal.runtime.saving import checkpoint
 from shoal.storage.files import Reserve
 from shoal.ui.failures import ExitCode, exit_code
 

@@ -39,7 +39,7 @@ from shoal.execution import floor, recovery
 from shoal.execution.run import Limits
 from shoal.execution.watchdog import Backoff
 from shoal.planning.deciding import Deciding
-from shoal.runtime import checkpoint
+from shoal.runtime.saving import checkpoint
 
 OTHER_HANGS = [(0, "sleep"), (0, "stop"), (1, "stop")]
 pytestmark = [pytest.mark.timeout(120), pytest.mark.clock]

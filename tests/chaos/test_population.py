@@ -23,8 +23,8 @@ from shoal.core.event import StepFinished, StudyPaused, TrialExploited, TrialPar
 from shoal.execution import exploiting, floor
 from shoal.execution.trial import TrialRun
 from shoal.memory.store import create_region
-from shoal.runtime import checkpoint
 from shoal.runtime.pool import WorkerPool
+from shoal.runtime.saving import checkpoint
 from shoal.ui.show import describe_trial, leaderboard, read_snapshot
 from shoal.verify import verify_trials
 

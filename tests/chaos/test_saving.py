@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.runtime import checkpoint
+from shoal.runtime.saving import checkpoint
 from shoal.testing import plain_loop
 
 STEPS = 8

@@ -35,8 +35,8 @@ from shoal.launch.keeping import Keeper
 from shoal.memory.store import create_region
 from shoal.observe import read_events
 from shoal.observe.snapshot import Snapshot
-from shoal.runtime import checkpoint
 from shoal.runtime.pool import WorkerPool
+from shoal.runtime.saving import checkpoint
 from shoal.search import wanted
 from shoal.testing import assert_same, plain_loop
 from shoal.verify import read_losses

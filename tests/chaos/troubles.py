@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from shoal.recipe import Recipe
-from shoal.runtime import describe
+from shoal.runtime.measuring import describe
 from shoal.runtime.parking import Parking
 
 WIDTH, ROWS, FEATURES = 64, 4, 12

@@ -23,7 +23,7 @@ from shoal.optimizers import build_optimizer_of
 from shoal.ownstep import Modes
 from shoal.recipe import Recipe, build_model, read_data
 from shoal.rng import capture_rng, restore_rng, seed_all
-from shoal.runtime.captures import Captures
+from shoal.runtime.capture.captures import Captures
 from shoal.schedules import build_schedule
 from shoal.testing import array_loop, compare
 

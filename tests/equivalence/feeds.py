@@ -14,7 +14,7 @@ import torch
 from shoal.data import Feed, Position
 from shoal.data.sources import order_of
 from shoal.rng import RngState, capture_rng, restore_rng, seed_all
-from shoal.runtime.packing import Packer, unpack
+from shoal.runtime.saving.packing import Packer, unpack
 
 CPU = torch.device("cpu")
 END = "end of epoch"

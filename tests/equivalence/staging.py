@@ -23,10 +23,10 @@ from torch.utils import _pytree as pytree
 from shoal.observe import read_outline
 from shoal.observe.snapshot import Snapshot
 from shoal.recipe import Recipe
-from shoal.runtime.pipelined import without_versions
+from shoal.runtime.gangs.pipelined import without_versions
+from shoal.runtime.gangs.spilledstages import SpilledStage
+from shoal.runtime.gangs.stage import Stage
 from shoal.runtime.session import Session
-from shoal.runtime.spilledstages import SpilledStage
-from shoal.runtime.stage import Stage
 from shoal.testing import assert_same, plain_2bw_loop, plain_loop
 from shoal.verify import read_losses
 

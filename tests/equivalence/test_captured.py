@@ -13,7 +13,7 @@ from shoal.core.technique import Captured
 from shoal.fusion.batches import leaves_of
 from shoal.recipe import read_data
 from shoal.rng import capture_rng, restore_rng, same_rng
-from shoal.runtime.captures import Captures
+from shoal.runtime.capture.captures import Captures
 from shoal.runtime.units import Micro, ResidentUnits
 from shoal.testing import same_bits
 from shoal.verify import verify_trials

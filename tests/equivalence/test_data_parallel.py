@@ -23,9 +23,9 @@ from shoal.core.spec import ShardSpec, TrialSpec
 from shoal.core.units import Bytes
 from shoal.observe import read_timeline
 from shoal.replicas import cut_for_replicas
-from shoal.runtime.group import GangGroup, NoWays, joined
-from shoal.runtime.probe import Probe
-from shoal.runtime.wrapped import Sharded, Whole
+from shoal.runtime.gangs.group import GangGroup, NoWays, joined
+from shoal.runtime.gangs.wrapped import Sharded, Whole
+from shoal.runtime.measuring.probe import Probe
 from shoal.testing import plain_data_parallel_loop, plain_loop
 from shoal.verify import verify_trials
 

@@ -23,8 +23,8 @@ from shoal.core.event import (
     TrialPruned,
 )
 from shoal.observe import read_timeline
-from shoal.runtime.checkpoint import read_state
-from shoal.runtime.pipelined import without_versions
+from shoal.runtime.gangs.pipelined import without_versions
+from shoal.runtime.saving.checkpoint import read_state
 from shoal.scheduler import placing
 from shoal.testing import compare, same_bits
 from shoal.verify import verify_trials

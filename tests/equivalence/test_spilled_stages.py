@@ -22,7 +22,7 @@ from shoal.core.event import (
 )
 from shoal.observe import read_timeline
 from shoal.recipe import Recipe
-from shoal.runtime.checkpoint import read_state
+from shoal.runtime.saving.checkpoint import read_state
 from shoal.testing import compare
 from shoal.verify import verify_trials
 

@@ -16,8 +16,8 @@ from shoal.control import StopStudy
 from shoal.core.errors import SpecError
 from shoal.core.event import PeakMeasured, StepFinished, TrialMoved, TrialParked
 from shoal.observe import read_timeline
-from shoal.runtime.checkpoint import read_state
-from shoal.runtime.pipelined import without_versions
+from shoal.runtime.gangs.pipelined import without_versions
+from shoal.runtime.saving.checkpoint import read_state
 from shoal.scheduler import placing
 from shoal.testing import compare, plain_loop
 from shoal.verify import verify_trials

@@ -12,7 +12,7 @@ import shoal
 from shoal.fusion import Array, Member, backend_of
 from shoal.optimizers import build_optimizer_of
 from shoal.rng import capture_rng
-from shoal.runtime.captures import Captures
+from shoal.runtime.capture.captures import Captures
 
 pytestmark = [
     pytest.mark.gpu,

@@ -23,9 +23,9 @@ from shoal.device.allocator import allocator_here, held_by_libraries
 from shoal.device.losses import Losses, readback_of
 from shoal.kernelchoice import repeatable
 from shoal.partition.track import AllocationTracker
-from shoal.runtime.captured import PROOFS
-from shoal.runtime.captures import Captures
-from shoal.runtime.meter import free_bytes, reserved_bytes
+from shoal.runtime.capture.captured import PROOFS
+from shoal.runtime.capture.captures import Captures
+from shoal.runtime.measuring.meter import free_bytes, reserved_bytes
 from shoal.runtime.units import Micro, ResidentUnits
 from shoal.testing import compare, plain_loop
 

@@ -71,7 +71,7 @@ def memory(monkeypatch):
     memory = Memory()
     _MEMORIES.append(memory)
     allocator = memory.allocator = Allocator(memory)
-    for user in ("partition.track", "runtime.reports", "runtime.measure"):
+    for user in ("partition.track", "runtime.reports", "runtime.measuring.measure"):
         monkeypatch.setattr(f"shoal.{user}.allocator_here", lambda: allocator)
     yield memory
     _MEMORIES.remove(memory)

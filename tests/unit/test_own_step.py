@@ -15,7 +15,7 @@ from shoal.core.spec import DeviceSpec, TrialSpec
 from shoal.device import open_device
 from shoal.ownstep import Losses, Tally, losses_of
 from shoal.recipe import Recipe
-from shoal.runtime.measure import Measurer
+from shoal.runtime.measuring.measure import Measurer
 from shoal.runtime.messages import Measure, Measured, Refused
 from shoal.several import Models, Named, Optimizers, as_one_optimizer
 from shoal.testing import plain_loop

@@ -36,7 +36,7 @@ from shoal.memory.store import create_region
 from shoal.pipeline.stops import STEADY_S
 from shoal.runtime.messages import Extend, Grant, Settings, Stop
 from shoal.runtime.pool import Worker, WorkerPool
-from shoal.runtime.saver import interval_s
+from shoal.runtime.saving.saver import interval_s
 from shoal.scheduler import leases
 from shoal.scheduler.policy import LongestRemainingFirst
 

@@ -21,7 +21,7 @@ from shoal.core.seats import ALONE, Epoch, base_of, rebased, until, with_epoch
 from shoal.core.studyfiles import generation_name
 from shoal.execution.floor import Floor
 from shoal.execution.trial import TrialRun
-from shoal.runtime import checkpoint
+from shoal.runtime.saving import checkpoint
 
 
 def fall_back(floor: Floor, state: TrialRun, reason: str) -> None:

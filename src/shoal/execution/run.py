@@ -48,7 +48,7 @@ from shoal.runtime.messages import (
     TimedArray,
 )
 from shoal.runtime.pool import Gone, Worker, WorkerPool
-from shoal.runtime.saver import interval_s
+from shoal.runtime.saving.saver import interval_s
 from shoal.scheduler import leases
 
 PATIENCE = 4

@@ -1,6 +1,7 @@
 """Who captures an array's passes, or each slot's own, to be launched without their code.
 
-What is captured is told by a backend; how, by whoever knows the device (``runtime/captures.py``).
+What is captured is told by a backend; how, by whoever knows the device
+(``runtime/capture/captures.py``).
 """
 
 from __future__ import annotations

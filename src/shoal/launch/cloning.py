@@ -10,7 +10,7 @@ from shoal.core.spec import TrialSpec
 from shoal.execution.trial import Start
 from shoal.observe.reader import read_outline
 from shoal.observe.snapshot import Snapshot
-from shoal.runtime import checkpoint
+from shoal.runtime.saving import checkpoint
 
 
 def clear(directory: str | os.PathLike[str], trial: int) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shoal.core.aim import Aim
 from shoal.core.event import Event, TrialFailed, TrialFinished, TrialPruned
-from shoal.runtime import checkpoint
+from shoal.runtime.saving import checkpoint
 from shoal.storage.generations import Generation, Generations
 
 

@@ -341,7 +341,8 @@ def fits_host(jobs: Sequence[Job], plan: Plan, budget: int | None) -> bool:
 class _Crowd:
     """How many trials train at a time, and of how many there is a copy that is being written.
 
-    A worker has one at a time; an array's trials are written without (``runtime/saver.py``).
+    A worker has one at a time; an array's trials are written without
+    (``runtime/saving/saver.py``).
     """
 
     trains: int

@@ -13,7 +13,7 @@ from shoal.core.plan import Job, Plan
 from shoal.core.spec import Scalar
 from shoal.core.units import Bytes, Seconds, format_bytes
 from shoal.core.values import flag, whole
-from shoal.runtime import checkpoint
+from shoal.runtime.saving import checkpoint
 
 _BEST = re.compile(r"best:([1-9][0-9]{0,6})")
 _NO_BYTES = Bytes(0)

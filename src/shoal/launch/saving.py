@@ -19,7 +19,7 @@ from shoal.core.units import Bytes
 from shoal.device.pace import SystemClock
 from shoal.launch.policy import CheckpointPolicy, generation_bytes
 from shoal.planner.saving import DiskSpeed, Interval, States, interval
-from shoal.runtime.saver import SHARE
+from shoal.runtime.saving.saver import SHARE
 
 LEAST_BYTES = 64 * 2**20  # of states that train at a time
 LOOK_S = 0.1  # of which there may be two

@@ -35,7 +35,7 @@ from shoal.kernelchoice import TOLD
 from shoal.observe.rows import TrialRow, TrialState
 from shoal.observe.snapshot import Snapshot
 from shoal.resume import TrialProgress
-from shoal.runtime import checkpoint
+from shoal.runtime.saving import checkpoint
 from shoal.storage.generations import Generation, Generations
 
 _STEP = re.compile(r"step-([0-9]+)")

@@ -3,7 +3,8 @@
 [Note: two rules]
 Here, before a study runs, for all trials that train at a time: they share the disk, which is to
 be free for most of the time. While it runs, for each trial by itself: a save that took long is
-followed by a pause of so many times its length (``runtime/saver.py``), whatever was asked for.
+followed by a pause of so many times its length (``runtime/saving/saver.py``), whatever was asked
+for.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from shoal.runtime.messages import (
 )
 
 MOST_SPEAKERS = 4
-OTHER_LAYERS = "as an array the model has"  # as ``runtime.spilledarray`` words it
+OTHER_LAYERS = "as an array the model has"  # as ``runtime.arrays.spilled`` words it
 MOST_CUTS = 6
 """Cuts that are measured, each with more shards, until one fits."""
 

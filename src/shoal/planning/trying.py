@@ -1,7 +1,7 @@
 """Arrays of one shape are tried: which, ``planner/width.py`` decides; here they are asked for.
 
 All workers that the study's trials would occupy build the same array and time it at the same
-moments, since that is how it will be ([Note: all at once] in ``runtime/widths.py``).
+moments, since that is how it will be ([Note: all at once] in ``runtime/measuring/widths.py``).
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from shoal.core.seams import Candidate
 from shoal.core.units import Bytes
-from shoal.runtime.arraydesk import ArrayDesk
+from shoal.runtime.arrays.desk import ArrayDesk
+from shoal.runtime.gangs.desk import StageDesk
 from shoal.runtime.house import House
 from shoal.runtime.session import Session
-from shoal.runtime.stagedesk import StageDesk
 
 
 class Desks:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from shoal.device import Device
 from shoal.memory.ledger import Ledger
 from shoal.recipe import Recipe
-from shoal.runtime.captures import Captures
+from shoal.runtime.capture.captures import Captures
 from shoal.runtime.messages import LeaseOver, Settings
 from shoal.runtime.reports import Reports
-from shoal.runtime.saver import Saver
+from shoal.runtime.saving.saver import Saver
 from shoal.runtime.session import Session
 
 

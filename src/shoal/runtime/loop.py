@@ -23,12 +23,11 @@ from shoal.memory.layout import arena
 from shoal.memory.ledger import Ledger
 from shoal.memory.store import Region
 from shoal.recipe import Recipe
-from shoal.runtime import checkpoint
-from shoal.runtime.arrays import ArraySeat
+from shoal.runtime.arrays.seat import ArraySeat
 from shoal.runtime.desks import Desks
 from shoal.runtime.house import House
 from shoal.runtime.interpret import Seat
-from shoal.runtime.measure import Measurer
+from shoal.runtime.measuring.measure import Measurer
 from shoal.runtime.messages import (
     Extend,
     Forgotten,
@@ -48,7 +47,8 @@ from shoal.runtime.output import TrialOutput
 from shoal.runtime.parking import Parking
 from shoal.runtime.reports import Reports
 from shoal.runtime.runahead import RunAhead, seconds_of
-from shoal.runtime.saver import Saver
+from shoal.runtime.saving import checkpoint
+from shoal.runtime.saving.saver import Saver
 from shoal.runtime.score import is_sampled
 from shoal.runtime.session import Session
 from shoal.runtime.stay import Arrival, Lobby, Stay, here

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from shoal.memory.store import Regions
-from shoal.runtime import checkpoint
 from shoal.runtime.messages import Saved
 from shoal.runtime.reports import Reports
-from shoal.runtime.saver import Saver
+from shoal.runtime.saving import checkpoint
+from shoal.runtime.saving.saver import Saver
 from shoal.runtime.session import Session
 
 

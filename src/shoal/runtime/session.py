@@ -52,12 +52,12 @@ from shoal.recipe import (
 from shoal.rng import RngState, capture_rng, restore_rng, seed_all
 from shoal.runtime.ahead import Ahead, Counted
 from shoal.runtime.binding import Binding
-from shoal.runtime.captured import CapturedUnits
-from shoal.runtime.captures import Captures
-from shoal.runtime.chains import Chains, chain_of
-from shoal.runtime.extrastate import extra_state, give_extra_state
+from shoal.runtime.capture.captured import CapturedUnits
+from shoal.runtime.capture.captures import Captures
+from shoal.runtime.measuring.chains import Chains, chain_of
 from shoal.runtime.messages import Progress, Settings
-from shoal.runtime.pythonstate import PythonState
+from shoal.runtime.saving.extrastate import extra_state, give_extra_state
+from shoal.runtime.saving.pythonstate import PythonState
 from shoal.runtime.task import Task
 from shoal.runtime.units import (
     Buffer,

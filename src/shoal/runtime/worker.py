@@ -39,7 +39,7 @@ from shoal.pystate import ambient
 from shoal.recipe import Recipe, with_fixed_data
 from shoal.runtime.channel import Channel
 from shoal.runtime.loop import DeviceLoop
-from shoal.runtime.measure import Measurer
+from shoal.runtime.measuring.measure import Measurer
 from shoal.runtime.messages import (
     RECORDER,
     Broken,

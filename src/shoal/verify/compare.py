@@ -28,7 +28,7 @@ from shoal.pystate import ambient
 from shoal.recipe import Recipe
 from shoal.report import TrialResult, read_report
 from shoal.resume.since import changed_since, changed_words
-from shoal.runtime.pipelined import without_versions
+from shoal.runtime.gangs.pipelined import without_versions
 from shoal.schedules import schedule_numerics
 from shoal.testing import PlainResult, PlainTrial, compare, plain_population
 from shoal.verify.choose import skip_reason, warm_clones, with_two_recipes, without_state

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.event import TrialPlanned
-from shoal.runtime import checkpoint
+from shoal.runtime.saving import checkpoint
 from shoal.storage.generations import Generation
 
 PAIR = ("a", "F32", (2,), b"\0" * 8)

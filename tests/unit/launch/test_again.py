@@ -13,8 +13,8 @@ from shoal.core.errors import SpecError, StorageError
 from shoal.core.event import StepFinished, StudyChanged, TrialFinished, TrialPlanned
 from shoal.launch import starts
 from shoal.observe import read_events
-from shoal.runtime import checkpoint
 from shoal.runtime.pool import WorkerPool
+from shoal.runtime.saving import checkpoint
 
 
 class NoWorkers(WorkerPool):

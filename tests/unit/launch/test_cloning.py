@@ -13,7 +13,7 @@ from shoal.launch.cloning import begin_warm, clear
 from shoal.launch.starts import restart
 from shoal.observe import Database
 from shoal.observe.snapshot import Snapshot
-from shoal.runtime import checkpoint
+from shoal.runtime.saving import checkpoint
 
 
 def test_a_warm_clone_begins_with_its_parents_state(tmp_path):

@@ -8,7 +8,7 @@ from torch import nn
 
 from shoal.core.errors import TooLarge
 from shoal.planning import HomeRoom
-from shoal.runtime.describe import _least_state
+from shoal.runtime.measuring.describe import _least_state
 from shoal.runtime.messages import Noticed
 
 MIB = 2**20

@@ -8,8 +8,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from shoal.planning.paced import Length, length_of, pace_warnings, too_short
+from shoal.runtime.measuring.paces import paces_of
 from shoal.runtime.messages import Noticed, Pace
-from shoal.runtime.paces import paces_of
 from shoal.schedules import as_one_schedule
 
 EIGHT = Length(80, 8, 10)

@@ -14,7 +14,7 @@ from shoal.core.errors import TrialError
 from shoal.core.spec import TrialSpec
 from shoal.pystate import Ambient
 from shoal.pystate.ambient import tried, watch
-from shoal.runtime.describe import describe
+from shoal.runtime.measuring.describe import describe
 from shoal.runtime.messages import Describe
 
 RATE = 1.0

@@ -17,7 +17,7 @@ from shoal import Recipe, SpecError
 from shoal.observe.rows import TrialState
 from shoal.report import read_report
 from shoal.rng import capture_rng, same_rng, seed_all
-from shoal.runtime import checkpoint
+from shoal.runtime.saving import checkpoint
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "leaderboard.txt"
 

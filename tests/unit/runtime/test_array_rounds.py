@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal.runtime.arrays import STEP_BATCHES, ArraySeat
+from shoal.runtime.arrays.seat import STEP_BATCHES, ArraySeat
 from shoal.runtime.session import Session
 
 

@@ -10,8 +10,8 @@ from torch import nn
 from shoal.core.spec import TrialSpec
 from shoal.device import open_device
 from shoal.recipe import Recipe
-from shoal.runtime import measure
-from shoal.runtime.measure import Measurer
+from shoal.runtime.measuring import measure
+from shoal.runtime.measuring.measure import Measurer
 from shoal.runtime.messages import MeasureArray, Refused, TimeArray, TimedArray
 from shoal.testing import make_device
 

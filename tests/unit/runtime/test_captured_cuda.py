@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.runtime.captured import CapturedUnits
-from shoal.runtime.cudagraph import WARM_UPS, CapturedPass, CudaGraphs
+from shoal.runtime.capture.captured import CapturedUnits
+from shoal.runtime.capture.cudagraph import WARM_UPS, CapturedPass, CudaGraphs
 from shoal.runtime.units import Micro, ResidentUnits
 
 CPU = torch.device("cpu")

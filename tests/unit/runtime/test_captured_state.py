@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.runtime.captures import Captures
+from shoal.runtime.capture.captures import Captures
 from shoal.runtime.units import Micro, ResidentUnits
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from shoal.fusion import Array, backend_of
 from shoal.fusion.batches import layout_of
 from shoal.fusion.launcher import ByCode
 from shoal.fusion.optim import FusedSteps
-from shoal.runtime.cudagraph import REPEATS, CapturedSteps
+from shoal.runtime.capture.cudagraph import REPEATS, CapturedSteps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")

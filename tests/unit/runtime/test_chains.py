@@ -14,8 +14,8 @@ import shoal
 from shoal.core.spec import HyperParameters
 from shoal.partition.build import build_chain
 from shoal.partition.drive import every_layer, sharded_backward
-from shoal.runtime.chains import Chains, chain_of
-from shoal.runtime.describe import FEW_ROWS, first_rows
+from shoal.runtime.measuring.chains import Chains, chain_of
+from shoal.runtime.measuring.describe import FEW_ROWS, first_rows
 
 CPU = torch.device("cpu")
 BATCH = (torch.ones(4, 8), torch.zeros(4, dtype=torch.long))
@@ -63,7 +63,7 @@ def built(monkeypatch):
         models.append(model)
         return build_chain(model, *args, **kwargs)
 
-    monkeypatch.setattr("shoal.runtime.chains.build_chain", build)
+    monkeypatch.setattr("shoal.runtime.measuring.chains.build_chain", build)
     return models
 
 
@@ -148,7 +148,7 @@ def test_nothing_of_the_first_model_is_kept():
 def test_a_chain_that_a_few_rows_told_is_that_of_others(rows, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "shoal.runtime.chains.build_chain",
+        "shoal.runtime.measuring.chains.build_chain",
         lambda model, recipe, batch, *more, **how: (
             seen.append(len(batch[0])) or build_chain(model, recipe, batch, *more, **how)
         ),

@@ -8,7 +8,7 @@ from torch import nn
 
 from shoal.core.spec import TrialSpec
 from shoal.recipe import Recipe
-from shoal.runtime.coupling import ELEMENTWISE, Coupling, coupling_of
+from shoal.runtime.measuring.coupling import ELEMENTWISE, Coupling, coupling_of
 
 LAYERS = [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
 

@@ -7,8 +7,8 @@ from torch import nn
 
 from shoal.core.spec import HyperParameters, TrialSpec
 from shoal.recipe import Recipe
-from shoal.runtime import describe
-from shoal.runtime.describe import signature
+from shoal.runtime.measuring import describe
+from shoal.runtime.measuring.describe import signature
 
 
 def build(hp):

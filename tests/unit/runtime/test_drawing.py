@@ -11,7 +11,7 @@ from torch import nn
 from shoal.partition.build import build_chain
 from shoal.recipe import Recipe
 from shoal.rng import capture_rng, same_rng
-from shoal.runtime.drawing import with_draws
+from shoal.runtime.measuring.drawing import with_draws
 from shoal.testing import make_layer, make_measure
 
 CPU = torch.device("cpu")

@@ -15,9 +15,9 @@ from shoal.fusion import Array, backend_of, traced
 from shoal.fusion.batches import layout_of
 from shoal.fusion.launcher import ByCode, Ready
 from shoal.partition.track import AllocationTracker
-from shoal.runtime.arraydesk import MOST, ArrayDesk
-from shoal.runtime.captures import Captures
-from shoal.runtime.cudagraph import WARM_UPS, CapturedRun, Lanes
+from shoal.runtime.arrays.desk import MOST, ArrayDesk
+from shoal.runtime.capture.captures import Captures
+from shoal.runtime.capture.cudagraph import WARM_UPS, CapturedRun, Lanes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")

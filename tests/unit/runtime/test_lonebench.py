@@ -11,11 +11,11 @@ from shoal.core.spec import TrialSpec
 from shoal.core.units import Bytes
 from shoal.ownstep import OwnStep
 from shoal.recipe import Recipe
-from shoal.runtime import lonebench
-from shoal.runtime.captures import Captures
-from shoal.runtime.crowd import Crowd
-from shoal.runtime.lonebench import one_that_can
-from shoal.runtime.meter import Meter
+from shoal.runtime.capture.captures import Captures
+from shoal.runtime.measuring import lonebench
+from shoal.runtime.measuring.crowd import Crowd
+from shoal.runtime.measuring.lonebench import one_that_can
+from shoal.runtime.measuring.meter import Meter
 from shoal.testing import plain_loop
 
 CPU = torch.device("cpu")

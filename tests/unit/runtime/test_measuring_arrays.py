@@ -17,13 +17,13 @@ from shoal.fusion import backend_of
 from shoal.fusion.compiled import CompiledBackend
 from shoal.fusion.traced import TracedBackend
 from shoal.recipe import Recipe
-from shoal.runtime import stackedmeasure, widths
-from shoal.runtime.captures import Captures
-from shoal.runtime.measure import Measurer
+from shoal.runtime.capture.captures import Captures
+from shoal.runtime.measuring import stackedmeasure, widths
+from shoal.runtime.measuring.measure import Measurer
+from shoal.runtime.measuring.meter import Meter, copied_to, stored_bytes
+from shoal.runtime.measuring.stackedmeasure import StackedMeasure
+from shoal.runtime.measuring.widths import ArrayBench
 from shoal.runtime.messages import MeasureArray, MeasureArrayShards, TimeArray, TimedArray
-from shoal.runtime.meter import Meter, copied_to, stored_bytes
-from shoal.runtime.stackedmeasure import StackedMeasure
-from shoal.runtime.widths import ArrayBench
 from shoal.testing import make_device
 
 WIDTH, CUTS, KIB = 4, (3, 5), 1024
@@ -289,7 +289,7 @@ def test_shards_that_are_too_large_are_no_reason_against_smaller_ones():
 def measure(monkeypatch):
     """An array in shards that is held against its trials alone, as on a GPU."""
     monkeypatch.setattr(
-        "shoal.runtime.widths.StackedMeasure",
+        "shoal.runtime.measuring.widths.StackedMeasure",
         lambda *args, as_whole: StackedMeasure(*args, as_whole=False),
     )
     return bench(96 * KIB).shards(TRIALS, WIDTH, CUTS, NUM_LAYERS)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from shoal.runtime import describe
-from shoal.runtime.describe import read_one
-from shoal.runtime.wholemodel import SLOW_READ_S, Built
+from shoal.runtime.measuring import describe
+from shoal.runtime.measuring.describe import read_one
+from shoal.runtime.measuring.wholemodel import SLOW_READ_S, Built
 
 
 def built(read_s):

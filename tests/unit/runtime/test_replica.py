@@ -14,11 +14,11 @@ from shoal.device import open_device
 from shoal.memory.store import Region, create_region, describe
 from shoal.recipe import Recipe
 from shoal.replicas import cut_for_replicas
-from shoal.runtime.checkpoint import new_session
-from shoal.runtime.group import GangGroup, NoWays, joined
+from shoal.runtime.gangs.group import GangGroup, NoWays, joined
+from shoal.runtime.gangs.replica import Replica
 from shoal.runtime.layouts import layout_of
 from shoal.runtime.messages import Settings
-from shoal.runtime.replica import Replica
+from shoal.runtime.saving.checkpoint import new_session
 from shoal.testing import make_device, make_job
 
 CPU = torch.device("cpu")

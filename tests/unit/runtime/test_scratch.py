@@ -20,7 +20,7 @@ from shoal.memory.ledger import Ledger
 from shoal.program.ir import Action, Op
 from shoal.runtime.beside import counted
 from shoal.runtime.interpret import Seat
-from shoal.runtime.measure import Measurer
+from shoal.runtime.measuring.measure import Measurer
 from shoal.runtime.messages import Happened, Measure, Measured, Opened, Ready
 from shoal.runtime.pool import Gone, Worker, WorkerPool
 from shoal.runtime.reports import Reports

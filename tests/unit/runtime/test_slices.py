@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.runtime.slices import in_slice, waited_s
+from shoal.runtime.measuring.slices import in_slice, waited_s
 
 
 class Machine:

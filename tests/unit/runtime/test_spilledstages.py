@@ -9,8 +9,8 @@ import torch
 
 from shoal.core.errors import CapacityError
 from shoal.runtime.beside import counted
+from shoal.runtime.gangs.spilledstages import SpilledStageSeat
 from shoal.runtime.interpret import Seat
-from shoal.runtime.spilledstages import SpilledStageSeat
 from shoal.runtime.stay import Stay
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from shoal.device.virtual import VirtualDevice
 from shoal.program.ir import Action, Op, Part
+from shoal.runtime.gangs.spilledstages import SpilledStageSeat
 from shoal.runtime.interpret import Seat
-from shoal.runtime.spilledstages import SpilledStageSeat
 from shoal.testing import make_device
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from shoal.partition.pilot import PilotReport
-from shoal.runtime import measure
-from shoal.runtime.describe import FEW_ROWS
-from shoal.runtime.measure import Measurer
+from shoal.runtime.measuring import measure
+from shoal.runtime.measuring.describe import FEW_ROWS
+from shoal.runtime.measuring.measure import Measurer
 
 GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
 FOUND = PilotReport(chain=object(), bitwise=True, loss=0.0)

@@ -1,0 +1,405 @@
+"""An array whose stacked state does not fit its device: shard by shard, as a spilled trial.
+
+    home of trial 3  --row 0-->  host memory of the array  --LOAD, STORE-->  slots on the device
+    home of trial 8  --row 1-->  [N, ...], shard by shard                    [N, ...]
+
+Programs, slots, streams and copies are those of any spilled trial (``interpret.Seat``), for shards
+N times as large. Units run for all slots (``stackedunits``); every trial steps its own row with
+its own optimizer, in shards too. A trial that comes or leaves copies its row between its home and
+the array's host memory, which all of the state is in meanwhile.
+
+[Note: coming and going]
+For a trial that comes or leaves all that stays on the device goes home, and is back before the
+next program. Whoever comes or goes between two programs shares that with the others: all trials
+of an array that begin or end together move it once. One that is saved takes its row from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.bound import bound
+from shoal.core.technique import Spilled, kept_heads, kept_shards
+from shoal.device import Device
+from shoal.fusion import Array, Member
+from shoal.fusion.array import Stepped
+from shoal.fusion.batches import layout_of
+from shoal.fusion.constants import RATES
+from shoal.fusion.declined import Declined
+from shoal.fusion.sharded import ShardBackend
+from shoal.fusion.unplaced import Unplaced
+from shoal.memory.layout import arena, as_it_travels, lenders
+from shoal.memory.ledger import Ledger
+from shoal.memory.stacking import stacked_layout
+from shoal.partition.build import build_chain
+from shoal.partition.chain import Chain
+from shoal.partition.compiled import eagerly
+from shoal.partition.discover import NotCuttable
+from shoal.partition.transplant import obstacle
+from shoal.program.ir import Program
+from shoal.recipe import HP, Recipe, build_model, evaluate_metrics, read_data
+from shoal.rng import RngState, capture_rng, restore_rng, seed_all
+from shoal.runtime.arrays.spilledsession import ArrayCompute, Row, StackedSession, row_of
+from shoal.runtime.arrays.units import StackedUnits
+from shoal.runtime.binding import Placed, place_on_host
+from shoal.runtime.interpret import Seat
+from shoal.runtime.session import Session
+from shoal.runtime.stay import here
+from shoal.runtime.task import Issued, Task
+from shoal.spill.generate import arrival, departure, route_of
+
+CPU = torch.device("cpu")
+_Tensors = Mapping[str, torch.Tensor]
+_States = Mapping[str, _Tensors]
+
+
+def chain_for(recipe: Recipe, hp: HP, seed: int, device: torch.device, num_layers: int) -> Chain:
+    """The chain of a model of this code, to be used with others of it; none of its own is kept.
+
+    A dropout of 0 hands on what it is given, where others make a tensor: so every one drops some.
+
+    Raises:
+        Declined: it has none, or none that runs for all slots.
+    """
+    before, recipe = capture_rng(device), bound(recipe, hp)
+    try:
+        seed_all(seed)
+        model = build_model(recipe, hp)
+        model.train()
+        _drop_some(model)
+        batch = next(iter(read_data(recipe, hp)[0]))
+        with eagerly():
+            chain = build_chain(model, recipe, batch, CPU)
+    except NotCuttable as error:
+        raise Declined(str(error)) from error
+    finally:
+        restore_rng(before, device)
+    if words := obstacle(chain):
+        raise Declined(f"the model cannot be cut into shards as an array: {words}")
+    if chain.num_layers != num_layers:
+        raise Declined(
+            f"as an array the model has {chain.num_layers} layers, and the trial that was measured"
+            f" has {num_layers}: one hands on between its blocks what another computes."
+        )
+    model.to("meta")
+    return chain.on(device)
+
+
+def _drop_some(model: nn.Module) -> None:
+    for module in model.modules():
+        name = RATES.get(type(module))
+        if name is not None and getattr(module, name) == 0:
+            setattr(module, name, 0.5)
+
+
+class SpilledArray:
+    """Trials in their slots, trained as one, a shard at a time.
+
+    Args:
+        first: One of them, which says how the model is cut.
+        usual: The layout of batches that run together.
+        record: Called with every action that was issued.
+        room: Called when a unit needs more than was planned; raises CapacityError.
+
+    Raises:
+        CapacityError: the device, or the host, has no room for it.
+        Declined: the model cannot be cut, or not for all slots.
+    """
+
+    def __init__(
+        self,
+        first: Session,
+        device: Device,
+        ledger: Ledger,
+        *,
+        usual: Hashable,
+        record: Callable[[Issued], None],
+        room: Callable[[], None],
+    ) -> None:
+        job, recipe = first.job, first.recipe
+        assert job.array is not None
+        assert isinstance(job.technique, Spilled)
+        self._device, self._where, self._usual = device, device.torch_device, usual
+        self._technique, self._width = job.technique, job.array.width
+        num_layers = job.shards[-1].layers[1]
+        self._chain = chain_for(recipe, first.hp, job.seed, self._where, num_layers)
+        rows = stacked_layout(first.layout, self._width)
+        self._layout = as_it_travels(rows, self._technique, (), sums=False)
+        self._ledger, self._record, self._room = ledger, record, room
+        self._clip, self._accumulate = recipe.clip_grad_norm is not None, recipe.accumulate
+        self._array: Array | None = None
+        self._seat: Seat[StackedSession] | None = None
+        self._job, self._recipe = job, recipe
+        self._broken: BaseException | None = None  # why a program ended in the middle
+
+    # -- who is here ------------------------------------------------------------------
+
+    def admit(self, slot: int, session: Session, member: Member) -> None:
+        """Take a trial up whose state is in its home; its buffers are on the device."""
+        if self._array is None:
+            self._open(slot, member)
+            for empty in range(self._width):  # somebody's weights, where nobody is
+                self._fill(empty, session)
+        else:
+            self._bring_home()
+            self._array.refill(slot, member)
+        self._take(slot, session)
+
+    def _take(self, slot: int, session: Session) -> None:
+        stacked = self._session
+        stacked.trials[slot] = session
+        stacked.failures.pop(slot, None)
+        self._fill(slot, session)
+
+    def _fill(self, slot: int, session: Session) -> None:
+        """A slot's rows as a trial's home has them."""
+        for home, rows in self._rows(session, slot):
+            _copy(home.params, rows.params)
+            for name, states in home.states.items():
+                _copy(states, rows.states[name])
+
+    def _open(self, slot: int, member: Member) -> None:
+        array = Array(
+            [member],
+            device=self._where,
+            backend=ShardBackend(),
+            usual=self._usual,
+            stacking=Unplaced,
+        )
+        array.widen(slot, self._width)
+        stacked = array.crew.stacked
+        assert isinstance(stacked, Unplaced)
+        session = StackedSession(
+            self._job, self._recipe, self._layout, stacked, self._width, self._where
+        )
+        backend = array.backend
+        assert isinstance(backend, ShardBackend)
+        session.units = StackedUnits(
+            lambda: array.crew,
+            backend,
+            self._chain,
+            [shard.layers for shard in self._job.shards],
+            route_of(self._technique, len(self._job.shards), lenders(self._layout)),
+            lambda batch: layout_of(batch) == self._usual,
+        )
+        seat = Seat(
+            session,
+            self._device,
+            self._ledger,
+            arena=arena(
+                self._layout, self._technique, clip=self._clip, accumulate=self._accumulate
+            ),
+            record=self._record,
+            make_compute=ArrayCompute,
+        )
+        seat.reserve_units = self._room
+        self._array, self._seat = array, seat
+
+    def retire(self, slot: int, *, whole: bool = True) -> Member:
+        """Take a trial out; its home has all of it then, unless it is not wanted ``whole``."""
+        self._bring_home()
+        array, stacked = self.array, self._session
+        member = array.retire(slot)
+        session = stacked.trials[slot]
+        try:
+            if whole:
+                self._put_home(slot)
+        finally:
+            del stacked.trials[slot]
+            stacked.failures.pop(slot, None)
+            stacked.binding.forget(slot)
+            session.evict_everything()
+        return member
+
+    def save(self, slot: int) -> None:
+        """Bring a trial's home up to date; it trains on, and what stays on the device is there.
+
+        Raises:
+            Exception: its own optimizer or schedule, in the last step.
+        """
+        if self._broken is None:
+            self.seat.drain()
+        if kept_heads(self._technique):  # of a shard that is in two places
+            self._bring_home()
+        self._put_home(slot)
+
+    def _put_home(self, slot: int) -> None:
+        stacked = self._session
+        if self._broken is not None:  # its rows are not whole: it goes back to a generation
+            raise self._broken
+        if slot in stacked.failures:
+            raise stacked.failures[slot]
+        session = stacked.trials[slot]
+        for shard, (home, rows) in enumerate(self._rows(session, slot)):
+            params, states_now = self._current(shard, slot, rows)
+            _copy(params, home.params)
+            for name, states in home.states.items():
+                _copy(states_now[name], states)
+                entry = session.optimizer.state[session.binding.params[name]]
+                for key in session.binding.stateful.get(name, ()):
+                    entry[key] = states[key]
+        session.put_buffers_back()
+
+    def _current(self, shard: int, slot: int, rows: Placed) -> tuple[_Tensors, _States]:
+        """A slot's parameters and states of a shard, wherever they are up to date."""
+        placed = self.seat.compute.placed.get(shard)
+        if placed is None:
+            return rows.params, rows.states
+        on_device = row_of(placed, slot)
+        whole = shard in kept_shards(self._technique)
+        return on_device.params, on_device.states if whole else rows.states
+
+    def _rows(self, session: Session, slot: int) -> list[tuple[Any, Any]]:
+        """Of each shard what is in the trial's home, and its row in the array's host memory."""
+        layout = session.layout
+        return [
+            (place_on_host(session.region, layout, shard), row_of(self._session.host[shard], slot))
+            for shard in range(len(layout.shards))
+        ]
+
+    def close(self) -> None:
+        """Give all memory back; nobody is here any more."""
+        if self._seat is not None:
+            with contextlib.suppress(Exception) if self._broken else contextlib.nullcontext():
+                self._seat.drain()
+            self._seat.close()
+        self._seat = self._array = None
+
+    # -- training ---------------------------------------------------------------------
+
+    def step(self, *given: Row | Callable[[], Row]) -> Stepped:
+        """One optimizer step of all slots: for each micro-batch the batches by slot.
+
+        Or what reads them, called when the first unit of that micro-batch is to run.
+        """
+        session = self._session
+        self._begin(given)
+        self._go()
+        self.array.fill_empty_slots()
+        self._run(session.units.step_program(len(given), self._clip), "step")
+        session.stepping()
+        session.end_step()
+        self.seat.end_step()
+        return Stepped(tuple(session.means()), dict(session.failures))
+
+    def _begin(self, rows: Sequence[Row | Callable[[], Row]]) -> None:
+        """A program for these batches; the trial of the first slot stands for the array."""
+        session = self._session
+        session.begin(rows)
+        session.units.restart(len(rows))
+        first = session.trials[min(session.trials)]
+        session.step, self.seat.trial = first.step, first.job.trial
+
+    def evaluate(self, batches: Sequence[Any]) -> list[dict[str, float] | None]:
+        """Loss and metrics of one validation batch per slot, in evaluation mode."""
+        session = self._session
+        self.array.fill_empty_slots()
+        found: list[dict[str, float] | None] = [None] * self._width
+        layouts = [None if batch is None else layout_of(batch) for batch in batches]
+        usual = self._usual
+        try:
+            for layout in dict.fromkeys(one for one in layouts if one is not None):
+                mine = [
+                    b if own == layout else None for b, own in zip(batches, layouts, strict=True)
+                ]
+                self._usual = layout
+                self._begin([mine])
+                self._go()
+                self._run(session.units.evaluation_program(), "evaluation")
+                self._measure(mine, found)
+        finally:
+            self._usual = usual
+        return found
+
+    def _measure(self, batches: Sequence[Any], found: list[dict[str, float] | None]) -> None:
+        session, array = self._session, self.array
+        result = session.found
+        for slot, batch in enumerate(batches):
+            if batch is None:
+                continue
+            if slot in session.failures:
+                raise session.failures[slot]
+            assert result is not None
+            recipe, moved = array.member(slot).recipe, session.fetch_one(batch)
+            loss, output = result.losses[slot], result.outputs[slot]
+            with torch.no_grad(), array.streams(slot):
+                found[slot] = evaluate_metrics(recipe, loss, output, moved)
+
+    def _run(self, program: Program, kind: str) -> None:
+        """A program, to its last action."""
+        if self._broken is not None:
+            raise self._broken
+        try:
+            self._play(Task(program, kind))
+        except BaseException as error:
+            self._broken = error
+            raise
+
+    def _play(self, task: Task) -> None:
+        seat, device = self.seat, self._device
+        seat.start(task)
+        while True:
+            seen = device.version
+            seat.issue_copies()
+            if seat.head is None:
+                return
+            if seat.waits_for_compute and seat.startable():
+                seat.issue_compute()
+                continue
+            with device.progress:
+                if device.version == seen:
+                    device.progress.wait(timeout=1.0)
+
+    def _bring_home(self) -> None:
+        """All of the state is in host memory afterwards, and nothing is under way."""
+        if self._broken is not None:  # nobody goes on from what it left: see ``_put_home``
+            return
+        self.seat.drain()
+        stays = here(self._technique)
+        if any(stays) and self.seat.compute.placed:
+            self._run(departure(*stays), "departure")
+            self.seat.drain()
+
+    def _go(self) -> None:
+        """What stays on the device is there; it may have been home since the last program."""
+        if self._broken is not None or self.seat.compute.placed:
+            return
+        if any(stays := here(self._technique)):
+            self._run(arrival(*stays), "arrival")
+
+    # -- what an array's seat asks ----------------------------------------------------
+
+    @property
+    def array(self) -> Array:
+        """Who is in which slot, and their random streams."""
+        assert self._array is not None
+        return self._array
+
+    @property
+    def seat(self) -> Seat[StackedSession]:
+        """Its place on the device."""
+        assert self._seat is not None
+        return self._seat
+
+    @property
+    def _session(self) -> StackedSession:
+        return self.seat.session
+
+    def drawn_until_now(self, slots: Iterable[int]) -> dict[int, RngState]:
+        """As ``Array.drawn_until_now``."""
+        return self.array.drawn_until_now(slots)
+
+    def draw_again(self, states: Mapping[int, RngState]) -> None:
+        """As ``Array.draw_again``."""
+        self.array.draw_again(states)
+
+
+def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, tensor in target.items():
+            tensor.copy_(source[name])

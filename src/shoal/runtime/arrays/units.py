@@ -1,0 +1,546 @@
+"""What F and B compute for an array: one shard of its chain, for all of its slots.
+
+A shard's part of the model's code runs for all slots as a whole pass does (``fusion.sharded``);
+what enters and leaves it are stacked tensors. As in ``ChainUnits`` a shard's backward runs its
+forward again, with the random numbers and the buffers that the first one saw.
+
+[Note: who takes part]
+Slots whose batch has the usual layout run together. One with a batch of another layout, the
+short last one, runs by itself (``oddslots``). A slot whose
+code or data raises takes no part from then on: where a part raises, the slots are tried one by
+one, everybody with that one's batch and inputs; what was found to raise gets somebody else's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from shoal.fusion.crew import Crew
+from shoal.fusion.declined import Declined
+from shoal.fusion.fused import filled, first_line, is_out_of_memory, masked
+from shoal.fusion.idle import idle_slots, nothing_for_idle
+from shoal.fusion.outputs import put_together, taken_apart
+from shoal.fusion.sharded import Inside, Packed, ShardBackend, backward
+from shoal.fusion.streams import States
+from shoal.partition.chain import Chain
+from shoal.partition.chain import Micro as Context
+from shoal.partition.measure import private_wires
+from shoal.partition.savedset import Cell
+from shoal.partition.ties import TiedParts
+from shoal.partition.transplant import transplanted
+from shoal.partition.units import (
+    Boundary,
+    handed_on,
+    require_known_gradients,
+    wire_roots,
+)
+from shoal.partition.wires import Wire
+from shoal.program.ir import Program
+from shoal.runtime.arrays.oddslots import OddSlots
+from shoal.runtime.units import Micro
+from shoal.spill.generate import Route
+
+LOSS = "loss"
+
+
+class Result(NamedTuple):
+    """What the last shard's unit comes to: losses [N], NaN where there is none, and outputs."""
+
+    losses: Tensor
+    outputs: Sequence[Any] = ()
+    counted: Sequence[bool] = ()  # slots that took part
+
+
+@dataclass(slots=True)
+class StackedMicro(Micro):
+    """One micro-batch of all slots. ``batch``: of each slot its own, None where there is none.
+
+    Attributes:
+        active: Slots that run together.
+        apart: What is left of those that run by themselves, by slot.
+        failures: Why slots take no part any more.
+        is_last: Whether it is the last of its step.
+    """
+
+    dims: dict[Wire, int | None] = field(default_factory=dict)
+    streams: dict[int, States] = field(default_factory=dict)  # before each shard's forward
+    active: list[bool] = field(default_factory=list)
+    apart: dict[int, Micro] = field(default_factory=dict)
+    failures: dict[int, BaseException] = field(default_factory=dict)
+    is_last: bool = True
+
+    def tensors(self) -> list[Tensor]:
+        """Everything held, for the byte count."""
+        own = Micro.tensors(self)
+        return own + [tensor for micro in self.apart.values() for tensor in micro.tensors()]
+
+
+class StackedUnits:
+    """The shards of an array.
+
+    Args:
+        crew: Who is there now.
+        chain: Of a model of the members' code.
+        spans: Layers of each shard.
+        usual: Whether a batch is of the layout of those that run together.
+    """
+
+    def __init__(
+        self,
+        crew: Callable[[], Crew],
+        backend: ShardBackend,
+        chain: Chain,
+        spans: Sequence[tuple[int, int]],
+        route: Route,
+        usual: Callable[[Any], bool],
+    ) -> None:
+        self._crew, self._backend, self._chain = crew, backend, chain
+        self._spans, self._route, self._usual = spans, route, usual
+        self.num_shards = len(spans)
+        self._changing = [
+            list(dict.fromkeys(n for layer in range(*span) for n in chain.changing_buffers(layer)))
+            for span in spans
+        ]
+        self._chains: tuple[Any, Chain] | None = None  # of which template
+        self._odd = OddSlots(crew, chain, spans, route)
+        self._to_come = 1  # micro-batches of the step
+        self.scale = 1.0 / chain.recipe.accumulate
+
+    def written(self, shard: int) -> Sequence[str]:
+        """None: such models are declined."""
+        return ()
+
+    def movable(self, shard: int, micro: Micro) -> list[Cell]:
+        """Nothing: every shard recomputes."""
+        return []
+
+    def private(self, shard: int, micro: Micro) -> dict[Any, Tensor]:
+        """Of a shard's input, what no other shard reads."""
+        before, here = self._spans[shard - 1 : shard + 1]
+        return private_wires(self._chain, micro.context, before, here, micro.wires)
+
+    def restart(self, micro_batches: int) -> None:
+        """A step of so many micro-batches begins, or an evaluation of one batch."""
+        self._to_come = micro_batches
+        self._odd.restart()
+
+    def lacking(self, slot: int | None) -> AbstractSet[str]:
+        """As ``OddSlots.lacking``."""
+        return self._odd.lacking(slot)
+
+    def begin(self, batch: Sequence[Any]) -> StackedMicro:
+        """Take up a batch of each slot; None of one that waits.
+
+        A batch that cannot be taken up is its slot's failure, and no other's.
+        """
+        self._to_come -= 1
+        micro = StackedMicro(batch, context=Context(None), active=[False] * len(batch))
+        micro.is_last = self._to_come <= 0
+        for slot, one in enumerate(batch):
+            if one is not None:
+                self._take_up(slot, one, micro)
+        self._odd.ran_together(slot for slot, is_active in enumerate(micro.active) if is_active)
+        return micro
+
+    def _take_up(self, slot: int, batch: Any, micro: StackedMicro) -> None:
+        try:
+            if self._usual(batch):
+                micro.active[slot] = True
+            else:
+                micro.apart[slot] = self._odd.begin(slot, batch)
+        except (Exception, SystemExit) as error:
+            if is_out_of_memory(error):
+                raise
+            micro.failures[slot] = error
+
+    def step_program(self, micro_batches: int, clip: bool) -> Program:
+        """One optimizer step."""
+        return self._route.step(micro_batches, clip)
+
+    def evaluation_program(self) -> Program:
+        """One validation batch."""
+        return self._route.evaluation()
+
+    # -- forward ----------------------------------------------------------------------
+
+    def forward(self, shard: int, micro: StackedMicro) -> Result | None:
+        """A forward without gradients; losses and outputs when it is the last shard's."""
+        result = None
+        if any(micro.active):
+            result = self._guarded(shard, micro, lambda: self._forward(shard, micro))
+        for slot in list(micro.apart):
+            with self._by_itself(slot, micro):
+                self._odd.forward(shard, slot, micro.apart[slot])
+        return result
+
+    def _forward(self, shard: int, micro: StackedMicro) -> Result | None:
+        crew, last = self._crew(), shard == self.num_shards - 1
+        before = self._buffers_now(crew, shard)
+        if last:
+            with torch.no_grad():
+                result = self._evaluated(micro)
+            self._keep_idle(crew, micro, before)
+            return result
+        if crew.members[0].module.training:
+            micro.buffers[shard] = before
+        start, stop = self._spans[shard]
+        layers = [(start, stop)]
+        in_graphs = self._chain.skeleton.graph_kernels and crew.members[0].module.training
+        if in_graphs:  # the kernels that torch takes for gradients, a layer's graph at a time
+            layers = [(layer, layer + 1) for layer in range(start, stop)]
+        made: dict[Wire, Packed] = {}
+        given = self._given(micro, start)
+        for first, end in layers:
+            with torch.set_grad_enabled(in_graphs):
+                inside = self._as_leaves(given) if in_graphs else given
+                new = self._run(micro, first, end, inside, shard)
+            if (states := crew.streams.begun) is not None:
+                micro.streams.setdefault(shard, states)
+            new = {wire: Packed(t.detach(), dim) for wire, (t, dim) in new.items()}
+            alive = self._chain.live_wires(end, micro.context)
+            given = {wire: new[wire] if wire in new else given[wire] for wire in alive}
+        made = {wire: packed for wire, packed in given.items() if wire not in micro.wires}
+        self._note(micro, self._outside_parameters(crew, made))
+        self._keep_idle(crew, micro, before)
+        if not crew.members[0].module.training:
+            self._keep(micro, [stop])
+        return None
+
+    def _as_leaves(self, given: Mapping[Wire, Packed]) -> dict[Wire, Packed]:
+        return {
+            wire: Packed(t.detach().requires_grad_(self._chain.needs_grad(wire)), dim)
+            for wire, (t, dim) in given.items()
+        }
+
+    def _evaluated(self, micro: StackedMicro) -> Result:
+        start, _ = self._spans[-1]
+        crew = self._crew()
+        form: list[Any] = []
+        given = self._given(micro, start)
+
+        def work(inside: Inside) -> dict[Any, Tensor]:
+            loss, output = self._loss(inside, micro, start, given)
+            tensors, left = taken_apart(output)
+            form[:] = [left]
+            return {LOSS: loss, **dict(enumerate(tensors))}
+
+        made = self._part(crew, micro, self.num_shards - 1, work)
+        losses = self._by_slot(made.pop(LOSS))
+        outputs = [
+            put_together(form[0], slot, lambda index, slot=slot: made[index].row(slot))  # type: ignore[misc]
+            for slot in range(crew.width)
+        ]
+        return Result(masked(losses, micro.active), outputs)
+
+    # -- backward ---------------------------------------------------------------------
+
+    def backward(self, shard: int, micro: StackedMicro) -> Result | None:
+        """A forward with gradients and the backward; losses when it is the last shard's.
+
+        Gradients are added to those of the stacked parameters, also of slots by themselves.
+        """
+        last = shard == self.num_shards - 1
+        losses = torch.full((self._crew().width,), math.nan, dtype=torch.float64)
+        counted = set[int]()
+        if any(micro.active):
+            work = self._backward_last if last else self._backward
+            found = self._guarded(shard, micro, lambda: work(shard, micro))
+            losses = losses if found is None else found
+            counted = {slot for slot, is_active in enumerate(micro.active) if is_active}
+        for slot in list(micro.apart):
+            with self._by_itself(slot, micro):
+                mine, is_last = micro.apart[slot], micro.is_last
+                loss = self._odd.backward(shard, slot, mine, is_last=is_last)
+                if loss is not None:
+                    losses[slot] = loss
+                    counted.add(slot)
+        if micro.is_last:
+            self._odd.settle(shard)
+        if not last:
+            return None
+        return Result(losses, counted=[slot in counted for slot in range(len(losses))])
+
+    def _backward_last(self, shard: int, micro: StackedMicro) -> Tensor:
+        crew, (start, stop) = self._crew(), self._spans[shard]
+        before = self._buffers_now(crew, shard)
+        entries, given = self._entries(micro, start)
+        parts = self._parts(crew, start, stop)
+
+        def work(inside: Inside) -> dict[Any, Tensor]:
+            return {LOSS: self._loss(inside, micro, start, given)[0]}
+
+        with torch.enable_grad():
+            losses = self._by_slot(self._part(crew, micro, shard, work)[LOSS])
+        weights = torch.tensor(micro.active, dtype=losses.dtype, device=losses.device)
+        parts.arrive({})
+        with self._nothing_for_idle(shard, micro), parts:
+            backward([losses], [weights * self.scale])
+        self._hand_on(shard, micro, entries, parts)
+        self._keep_idle(crew, micro, before)
+        return masked(losses.detach(), micro.active)
+
+    def _backward(self, shard: int, micro: StackedMicro) -> None:
+        states, before = micro.streams.pop(shard, None), micro.buffers.pop(shard)
+        if not micro.grads and not micro.tied:
+            return
+        crew, (start, stop) = self._crew(), self._spans[shard]
+        streams, after = crew.streams.now(), self._buffers_now(crew, shard)
+        if states is not None:
+            crew.streams.put(states)
+        self._write_buffers(crew, before)
+        entries, given = self._entries(micro, start)
+        parts = self._parts(crew, start, stop)
+        with torch.enable_grad():
+            made = self._run(micro, start, stop, given, shard)
+        tensors = {wire: packed.tensor for wire, packed in made.items()}
+        require_known_gradients(self._chain, tensors)
+        inside = {wire: packed.tensor for wire, packed in given.items()}
+        edges = {w: get_gradient_edge(t) for w, t in (inside | tensors).items() if t.requires_grad}
+        del made, tensors, inside, given
+        parts.arrive(micro.tied)
+        roots = list(parts.roots)
+        read = self._chain.read_by(micro.context, start, stop)
+        roots += wire_roots(entries, edges, micro.grads, read)
+        micro.grads = {}
+        if roots:
+            with self._nothing_for_idle(shard, micro), parts:
+                backward([edge for edge, _ in roots], [grad for _, grad in roots])
+        self._hand_on(shard, micro, entries, parts)
+        self._write_buffers(crew, after)  # only now: batch_norm saves its statistics
+        crew.streams.put(streams)
+
+    def _nothing_for_idle(self, shard: int, micro: StackedMicro) -> AbstractContextManager[None]:
+        names, blocks = self._chain.parameters_in(*self._spans[shard]), self._crew().stacked
+        here = [blocks.parameters[name] for name in names]
+        return nothing_for_idle(here, micro.active, self.scale)
+
+    def _hand_on(
+        self, shard: int, micro: StackedMicro, entries: Mapping[Wire, Boundary], parts: TiedParts
+    ) -> None:
+        micro.grads, micro.tied = handed_on(entries), parts.carried
+        self._keep(micro, [first for first, _ in self._spans[1:shard]])
+
+    def _entries(
+        self, micro: StackedMicro, start: int
+    ) -> tuple[dict[Wire, Boundary], dict[Wire, Packed]]:
+        given = self._given(micro, start)
+        needs = self._chain.needs_grad
+        entries = {wire: Boundary(packed.tensor, needs(wire)) for wire, packed in given.items()}
+        return entries, {w: Packed(entries[w].tensor, packed.dim) for w, packed in given.items()}
+
+    def _parts(self, crew: Crew, start: int, stop: int) -> TiedParts:
+        return TiedParts(self._chain, start, stop, crew.stacked.parameters.__getitem__)
+
+    # -- a part of the model's code ---------------------------------------------------
+
+    def _given(self, micro: StackedMicro, start: int) -> dict[Wire, Packed]:
+        """What is alive where a shard starts."""
+        alive = self._chain.live_wires(start, micro.context) if start else ()
+        return {wire: Packed(micro.wires[wire], micro.dims[wire]) for wire in alive}
+
+    def _run(
+        self,
+        micro: StackedMicro,
+        start: int,
+        stop: int,
+        given: Mapping[Wire, Packed],
+        shard: int,
+    ) -> dict[Wire, Packed]:
+        def work(inside: Inside) -> dict[Any, Tensor]:
+            chain = self._chain_of(inside)
+            micro.context.batch = inside.batch
+            wires = {wire: packed.within(inside.level) for wire, packed in given.items()}
+            return dict(chain.forward(micro.context, start, stop, wires))
+
+        return self._part(self._crew(), micro, shard, work)
+
+    def _loss(
+        self, inside: Inside, micro: StackedMicro, start: int, given: Mapping[Wire, Packed]
+    ) -> tuple[Tensor, Any]:
+        chain = self._chain_of(inside)
+        micro.context.batch = inside.batch
+        wires = {wire: packed.within(inside.level) for wire, packed in given.items()}
+        return chain.loss(micro.context, start, wires)
+
+    def _part(
+        self,
+        crew: Crew,
+        micro: StackedMicro,
+        shard: int,
+        work: Callable[[Inside], Mapping[Any, Tensor]],
+    ) -> dict[Any, Packed]:
+        try:
+            batches = filled(micro.batch, micro.active)
+            return self._backend.part(crew, batches, micro.active, self._changing[shard], work)
+        finally:
+            micro.context.batch = None  # it was of the level
+
+    def _chain_of(self, inside: Inside) -> Chain:
+        """The chain with the modules of the code that runs."""
+        template = inside.template
+        if self._chains is None or self._chains[0] is not template:
+            chain = transplanted(self._chain, template.module, template.recipe)
+            self._chains = template, chain
+        return self._chains[1]
+
+    def _by_slot(self, packed: Packed) -> Tensor:
+        """[N], of a loss of no dimensions."""
+        tensor, dim = packed
+        if dim is None:
+            return tensor.unsqueeze(0).expand(self._crew().width, *tensor.shape)
+        return tensor if dim == 0 else tensor.movedim(dim, 0)
+
+    def _note(self, micro: StackedMicro, made: Mapping[Wire, Packed]) -> None:
+        for wire, (tensor, dim) in made.items():
+            micro.wires[wire], micro.dims[wire] = tensor, dim
+
+    def _outside_parameters(self, crew: Crew, made: Mapping[Wire, Packed]) -> dict[Wire, Packed]:
+        """Those that share memory with a shard's weights, which leave, as copies."""
+        owned = {p.untyped_storage().data_ptr() for p in crew.stacked.parameters.values()}
+        return {
+            wire: Packed(t.clone(), dim)
+            if t.untyped_storage().data_ptr() in owned
+            else Packed(t, dim)
+            for wire, (t, dim) in made.items()
+        }
+
+    def _keep(self, micro: StackedMicro, boundaries: Iterable[int]) -> None:
+        """Forget the wires that no shard starting at one of ``boundaries`` reads."""
+        alive = {w for layer in boundaries for w in self._chain.live_wires(layer, micro.context)}
+        micro.wires = {wire: tensor for wire, tensor in micro.wires.items() if wire in alive}
+
+    def _buffers_now(self, crew: Crew, shard: int) -> dict[str, Tensor]:
+        return {name: crew.stacked.buffers[name].clone() for name in self._changing[shard]}
+
+    def _write_buffers(self, crew: Crew, values: Mapping[str, Tensor]) -> None:
+        for name, value in values.items():
+            crew.stacked.buffers[name].data.copy_(value)
+
+    def _keep_idle(self, crew: Crew, micro: StackedMicro, before: Mapping[str, Tensor]) -> None:
+        """Slots that take no part keep their buffers."""
+        idle = idle_slots(micro.active)
+        for name, value in before.items() if idle else ():
+            for slot in idle:
+                crew.stacked.buffers[name].data[slot] = value[slot]
+
+    # -- slots that raise -------------------------------------------------------------
+
+    def _guarded(self, shard: int, micro: StackedMicro, unit: Callable[[], Any]) -> Any:
+        """Run a unit without the slots whose code or data raise.
+
+        Raises:
+            Declined: the array raises, and no slot does.
+        """
+        again = _Beginning.of(self._crew(), micro, self._changing[shard])
+        while any(micro.active):
+            try:
+                return unit()
+            except (Exception, SystemExit) as error:
+                if is_out_of_memory(error):
+                    raise
+                again.put_back(self._crew(), micro)
+                self._leave_out(shard, micro, error, again)
+        return None
+
+    def _leave_out(
+        self, shard: int, micro: StackedMicro, error: BaseException, again: _Beginning
+    ) -> None:
+        found = {}
+        for slot in (s for s, is_active in enumerate(micro.active) if is_active):
+            failure = self._error_of(shard, slot, micro)
+            again.put_back(self._crew(), micro)
+            if failure is not None:
+                found[slot] = failure
+        if not found:
+            if isinstance(error, Declined):
+                raise error
+            raise Declined(
+                "the trials run one by one and fail as one array, shard by shard: "
+                f"{type(error).__name__}: {first_line(error)}"
+            ) from error
+        for slot, failure in found.items():
+            micro.failures[slot], micro.active[slot] = failure, False
+        for slot in found if any(micro.active) else ():
+            self._note(micro, self._with_row(micro, slot, micro.active.index(True)))
+
+    def _error_of(self, shard: int, slot: int, micro: StackedMicro) -> BaseException | None:
+        """What a shard's forward raises where every slot has this one's batch and inputs."""
+        start, stop = self._spans[shard]
+        width = self._crew().width
+        probe = replace(micro, batch=[micro.batch[slot]] * width, context=replace(micro.context))
+        probe.wires, probe.dims = dict(micro.wires), dict(micro.dims)
+        probe.active = [True] * width
+        for other in range(width):
+            self._note(probe, self._with_row(probe, other, slot))
+        try:
+            with torch.no_grad():
+                if shard == self.num_shards - 1:
+                    self._evaluated(probe)
+                else:
+                    self._run(probe, start, stop, self._given(probe, start), shard)
+        except (Exception, SystemExit) as error:
+            return error
+        return None
+
+    def _with_row(self, micro: StackedMicro, slot: int, other: int) -> dict[Wire, Packed]:
+        return {
+            wire: Packed(tensor, micro.dims[wire]).with_row(slot, other)
+            for wire, tensor in micro.wires.items()
+        }
+
+    # -- slots by themselves: see ``OddSlots`` ------------------------------------------
+
+    @contextmanager
+    def _by_itself(self, slot: int, micro: StackedMicro) -> Iterator[None]:
+        """What is raised inside is the slot's failure."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            if is_out_of_memory(error):
+                raise
+            micro.failures[slot] = error
+            del micro.apart[slot]
+
+
+class _Beginning(NamedTuple):
+    """Random streams, buffers and gradients before a unit, which may have to begin again."""
+
+    streams: States
+    buffers: Mapping[str, Tensor]
+    grads: Mapping[str, Tensor | None]
+    kept: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, crew: Crew, micro: StackedMicro, changing: Sequence[str]) -> _Beginning:
+        """As it is now. Gradients are not copied: a backward that fails loses them."""
+        kept = {n: getattr(micro, n) for n in ("wires", "dims", "grads", "tied", "context")}
+        kept["context"] = replace(micro.context)
+        kept |= {n: dict(getattr(micro, n)) for n in ("wires", "dims", "streams", "buffers")}
+        return cls(
+            crew.streams.now(),
+            {name: crew.stacked.buffers[name].clone() for name in changing},
+            {name: block.grad for name, block in crew.stacked.parameters.items()},
+            kept,
+        )
+
+    def put_back(self, crew: Crew, micro: StackedMicro) -> None:
+        """As it was then."""
+        crew.streams.put(self.streams)
+        for name, value in self.buffers.items():
+            crew.stacked.buffers[name].data.copy_(value)
+        for name, block in crew.stacked.parameters.items():
+            block.grad = self.grads[name]
+        for name, value in self.kept.items():
+            copied = replace(value) if name == "context" else value
+            if name in ("wires", "dims", "streams", "buffers"):
+                copied = dict(value)
+            setattr(micro, name, copied)

@@ -1,0 +1,202 @@
+"""What an optimizer does that steps some parameters at a time: its bits, and its bytes.
+
+Both are tried on a model of the trial's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shoal.core.spec import HyperParameters, TrialSpec
+from shoal.core.units import Bytes
+from shoal.kernelstep import steps_as_its_class
+from shoal.memory.layout import TrialLayout
+from shoal.optimizers import build_optimizer_of
+from shoal.partition.track import peak_of
+from shoal.partition.visitors import parameters_on
+from shoal.recipe import Recipe, build_model, rounding_of
+from shoal.rng import seed_all
+from shoal.runtime.binding import Binding
+from shoal.runtime.measuring.counting import fill_gradients
+from shoal.several import members_of
+
+ROUNDS = 2
+ELEMENTWISE = frozenset(
+    {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop}
+    | {torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam}
+    | {torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop}
+)
+Parts = Sequence[Sequence[str]]
+
+
+class Coupling(NamedTuple):
+    """Why layers cannot step one after another, empty if they can; and whether tensors can."""
+
+    why: str
+    by_tensor: bool
+
+
+class _Stepped(NamedTuple):
+    parameters: dict[str, Tensor]
+    kept: str  # what a step left beside the optimizer's state
+    kind: str  # of optimizer
+    groups: list[dict[str, Any]]  # as the steps left their options
+
+
+def coupling_of(
+    recipe: Recipe,
+    trial: TrialSpec,
+    layers: Parts,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Coupling:
+    """Compare steps by layer, and by tensor, with steps of all at once.
+
+    ``layers`` are the parameters of each; two steps are taken, on random gradients, on the CPU.
+    Nothing is compared for an ``optimizer`` of torch's that treats each number for itself: of a
+    large model that takes minutes, and three times its memory.
+    """
+    known = type(optimizer) in ELEMENTWISE
+    if known and optimizer is not None and steps_as_its_class(optimizer):
+        return Coupling("", by_tensor=True)
+    all_at_once = [[name for names in layers for name in names]]
+
+    def step(parts: Parts) -> _Stepped:
+        return _stepped(recipe, trial, parts)
+
+    together = step(all_at_once)
+    by_layer = step(layers)
+    if by_layer.kept:
+        return Coupling(
+            f"the optimizer {by_layer.kind} keeps {by_layer.kept!r} beside its state, and each "
+            "shard would have one of its own",
+            by_tensor=False,
+        )
+    different = _different(together, by_layer)
+    if different:
+        return Coupling(
+            f"the optimizer {by_layer.kind} couples parameters across layers: stepping them a "
+            f"shard at a time changes {different[0]!r} and {len(different) - 1} others",
+            by_tensor=False,
+        )
+    if option := _changed(together, by_layer):
+        return Coupling(
+            f"the optimizer {by_layer.kind} changes {option!r} of its groups at each step, and "
+            "each shard would change it once more",
+            by_tensor=False,
+        )
+    del by_layer
+    return Coupling("", by_tensor=_by_tensor(step, layers, together))
+
+
+def _by_tensor(step: Callable[[Parts], _Stepped], layers: Parts, together: _Stepped) -> bool:
+    """An error is no reason to fail the trial: it will not be stepped so."""
+    try:
+        alone = step([[name] for names in layers for name in names])
+    except Exception:
+        return False
+    return not (alone.kept or _different(together, alone) or _changed(together, alone))
+
+
+def _stepped(recipe: Recipe, trial: TrialSpec, parts: Parts) -> _Stepped:
+    hp = HyperParameters(trial.hp)
+    seed_all(trial.seed)
+    model = build_model(recipe, hp)
+    optimizer = build_optimizer_of(recipe, model, hp)
+    rounding = rounding_of(recipe, dict(model.named_parameters()), 0)
+    binding = Binding(model, optimizer, parts, torch.device("cpu"), rounding)
+    for round_ in range(ROUNDS):
+        fill_gradients(model.parameters(), round_)
+        for index in reversed(range(len(parts))):  # as a backward comes by
+            binding.step_part(index)
+    return _Stepped(
+        dict(model.named_parameters()),
+        binding.kept_beside(),
+        _in_words(optimizer),
+        binding.groups(),
+    )
+
+
+def _in_words(optimizer: torch.optim.Optimizer) -> str:
+    """Its class, and whose hooks run with its steps."""
+    hooks = [
+        getattr(hook, "__qualname__", type(hook).__name__)
+        for one in members_of(optimizer)
+        for kept in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        for hook in getattr(one, kept, {}).values()
+    ]
+    named = f", with the step hook {', '.join(map(repr, hooks))}," if hooks else ""
+    return f"{type(optimizer).__name__}{named}"
+
+
+def _different(one: _Stepped, other: _Stepped) -> list[str]:
+    pairs = one.parameters.items()
+    return [name for name, p in pairs if not torch.equal(p, other.parameters[name])]
+
+
+def step_peaks(
+    recipe: Recipe, trial: TrialSpec, model: nn.Module, layout: TrialLayout, device: torch.device
+) -> list[Bytes]:
+    """What the step of each shard allocates: the first one, which makes state, and later.
+
+    The model may be on the host: a shard's parameters are on ``device`` while it steps.
+    """
+    owned = [[f.spec.name for f in shard.param.fields] for shard in layout.shards]
+    binding = _binding(recipe, trial, model, owned, device)
+    peaks = []
+    for index, names in enumerate(owned):
+        with parameters_on(device, model, names):
+            fill_gradients(map(model.get_parameter, names), index)
+            rounds = [peak_of(lambda i=index: binding.step_part(i)) for _ in range(3)]  # type: ignore[misc]
+            peaks.append(max(rounds))
+        for name in names:  # it would be beside the next one's
+            binding.optimizer.state.get(model.get_parameter(name), {}).clear()
+    return peaks
+
+
+def step_seconds(
+    recipe: Recipe,
+    trial: TrialSpec,
+    model: nn.Module,
+    names: Sequence[str],
+    device: torch.device,
+    clock: Callable[[], float],
+) -> float:
+    """How long a step of these parameters takes on ``device``, when their state is there."""
+    binding = _binding(recipe, trial, model, [names], device)
+    with parameters_on(device, model, names):
+        fill_gradients(map(model.get_parameter, names), 0)
+        binding.step_part(0)
+        begin = clock()
+        binding.step_part(0)
+        return clock() - begin
+
+
+def _binding(
+    recipe: Recipe,
+    trial: TrialSpec,
+    model: nn.Module,
+    owned: Sequence[Sequence[str]],
+    device: torch.device,
+) -> Binding:
+    optimizer = build_optimizer_of(recipe, model, HyperParameters(trial.hp))
+    rounding = rounding_of(recipe, dict(model.named_parameters()), 0)
+    return Binding(model, optimizer, owned, device, rounding)
+
+
+def _changed(one: _Stepped, other: _Stepped) -> str:
+    """An option of a group that steps left otherwise."""
+    for mine, theirs in zip(one.groups, other.groups, strict=True):
+        for key, value in mine.items():
+            if not _same(value, theirs.get(key)):
+                return key
+    return ""
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)

@@ -1,0 +1,135 @@
+"""A trial alone, beside which an array is timed: as the plain loop trains it, or captured."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shoal.fusion import Declined, Member
+from shoal.fusion.finish import clip_alone
+from shoal.fusion.fused import is_out_of_memory
+from shoal.fusion.likeness import copies
+from shoal.fusion.loop import lone_pass
+from shoal.kernelstep import step_whole
+from shoal.ownstep import OwnStep, own_evaluation
+from shoal.recipe import evaluate_metrics, to_device
+from shoal.runtime.capture.captured import PROOFS, CapturedUnits
+from shoal.runtime.capture.captures import Captures
+from shoal.runtime.measuring.meter import Meter
+from shoal.runtime.units import Micro
+
+
+@dataclass(slots=True)
+class LoneTrial:
+    """A trial on its device, with a step's batches, and one to evaluate, if there are any.
+
+    They are where their source has them, and go to the device in every step, as when it trains.
+    ``held_bytes`` are there between steps, ``peak_bytes`` the most in one.
+    """
+
+    member: Member
+    group: Sequence[Any]
+    valid: Any
+    device: torch.device
+    held_bytes: int = 0
+    peak_bytes: int = 0
+    units: CapturedUnits | None = None
+    own: OwnStep | None = None  # of a trial with a step of its own
+
+    def capture(self, captures: Captures) -> None:
+        """Have its passes captured from here on, where they can be and there is room for it."""
+        if self.units is None and self.member.modes is None:
+            self.units = captures.units(self.member.module, self.member.recipe)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # it trains on as ever
+                try:
+                    for _ in range(PROOFS):
+                        self.step()
+                except (torch.OutOfMemoryError, MemoryError):
+                    self.units.let_go()
+                    self.units = None
+
+    def step(self) -> None:
+        """An optimizer step as the plain loop does it."""
+        member = self.member
+        if member.modes is not None:
+            if self.own is None:  # made once, as a session makes it
+                args = member.recipe, member.module, member.optimizer, member.hp, member.modes
+                self.own = OwnStep(*args, by_kernel=True)
+            self.own(to_device(self.group[0], self.device), member.step)
+            if member.schedule:
+                member.schedule.step()
+            return
+        member.optimizer.zero_grad(set_to_none=True)
+        accumulate = member.recipe.accumulate
+        for fetched in self.group:
+            batch = to_device(fetched, self.device)
+            if self.units is not None:
+                found = self.units.backward(0, Micro(batch))
+                assert found is not None
+                float(found.detach())
+                continue
+            _, loss = lone_pass(member, batch, self.device)
+            (loss if accumulate == 1 else loss / accumulate).backward()
+            float(loss.detach())
+        clip_alone(member)
+        step_whole(member.optimizer)
+        if member.schedule:
+            member.schedule.step()
+
+    def evaluate(self) -> None:
+        """A validation batch as the plain loop does it."""
+        member, batch = self.member, to_device(self.valid, self.device)
+        member.train(False)
+        with torch.no_grad():
+            if member.recipe.evaluate is not None:
+                own_evaluation(member.recipe, member.module, batch, member.hp)
+            else:
+                output, loss = lone_pass(member, batch, self.device)
+                evaluate_metrics(member.recipe, loss, output, batch)
+        member.train()
+
+
+def one_that_can(
+    members: Sequence[Member], groups: Sequence[Sequence[Any]], valid: Sequence[Any], meter: Meter
+) -> LoneTrial | None:
+    """The first trial whose own code does not raise, on the device; None if it has no room.
+
+    All that is given is in host memory, and stays as it is.
+
+    Raises:
+        Declined: there is none.
+    """
+    for member, group, one in zip(members, groups, valid, strict=True):
+        try:
+            return _placed(member, group, one, meter)
+        except Exception as error:
+            if is_out_of_memory(error):
+                return None
+            failure = error
+    raise Declined(f"none of the trials can do a step: {type(failure).__name__}: {failure}")
+
+
+def _placed(member: Member, group: Sequence[Any], valid: Any, meter: Meter) -> LoneTrial:
+    where = meter.device
+    with meter.counting() as tracker:
+        (lone,) = on_device(copies([member]), where)
+        found = LoneTrial(lone, group, valid, where)
+        found.step()
+        found.held_bytes = tracker.current_bytes
+        found.step()
+        if valid is not None:
+            found.evaluate()
+    found.peak_bytes = tracker.peak_bytes
+    return found
+
+
+def on_device(members: Sequence[Member], device: torch.device) -> Sequence[Member]:
+    """Fresh trials, moved there; their optimizers hold the same parameter objects."""
+    for member in members:
+        member.module.to(device)
+    return members

@@ -1,0 +1,1 @@
+"""What of a trial goes into a generation, and back."""
