@@ -41,6 +41,8 @@ class CompiledBackend(TracedBackend):
     first that comes, if nothing is said.
     """
 
+    quickens = False  # the compiler does that, and knows torch's operations alone
+
     def __init__(self, constants: str = "") -> None:
         super().__init__()
         self._wanted = constants

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from shoal.bernoulli import dropout_mask_
 from shoal.fusion.declined import Untraceable
 from shoal.fusion.perslot import values_of
 from shoal.fusion.streams import SlotStreams
@@ -151,19 +152,8 @@ def draw(streams: SlotStreams, mask: Mask) -> Tensor:
         if rate in (0, 1):
             drawn[slot].fill_(1 - rate)
         elif device.type == "cpu":
-            drawn[slot].bernoulli_(1 - rate, generator=streams.generator(slot))
+            dropout_mask_(drawn[slot], rate, streams.generator(slot))
         else:
             with streams.as_default(slot):
                 drawn[slot] = torch.dropout(torch.ones_like(drawn[slot]), rate, True)
-    if device.type == "cpu":
-        _scale(drawn, rates)
     return drawn
-
-
-def _scale(drawn: Tensor, rates: tuple[float, ...]) -> None:
-    if len(set(rates)) == 1:
-        drawn.div_(1 - rates[0]) if rates[0] < 1 else None
-        return
-    for slot, rate in enumerate(rates):
-        if 0 < rate < 1:
-            drawn[slot].div_(1 - rate)

@@ -74,7 +74,10 @@ class TracedBackend(StackedBackend):
 
     Attributes:
         is_paused: It trains eagerly, and makes no graphs, for now.
+        quickens: Whether its graphs do without what they need not do.
     """
+
+    quickens = True
 
     def __init__(self, launcher: Launcher | None = None) -> None:
         super().__init__()
@@ -323,6 +326,8 @@ class TracedBackend(StackedBackend):
             return Left(losses, outside.checks, others)
 
         graph = capture(code, inputs)
+        if self.quickens:
+            graph.quicken()
         if (module := crew.members[0].module).training:  # this batch may leave them as they were
             graph.writes = tuple(dict.fromkeys((*graph.writes, *written_silently(module))))
         graph.look(inputs)

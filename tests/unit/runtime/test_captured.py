@@ -163,3 +163,25 @@ def test_no_memory_of_the_device_is_held_between_leases():
     assert not kept.replay._plain
     run(units, model)
     assert units.is_captured
+
+
+def test_an_attention_with_dropout_is_captured_with_its_parts_side_by_side():
+    """Its masks are drawn by other code, and its projection's gradients are not added up."""
+    found = []
+    for make in (captured, eager):
+        torch.manual_seed(4)
+        model = nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True)
+        units, bits = make(model), []
+        torch.manual_seed(5)
+        for seed in range(4):
+            model.zero_grad(set_to_none=True)
+            x = torch.randn(8, 16, 8, generator=torch.Generator().manual_seed(seed))
+            units.backward(0, Micro(x))
+            bits += [p.grad.clone() for p in model.parameters()] + [torch.get_rng_state()]
+        found.append(bits)
+        assert not getattr(units, "why_not", "")
+    assert all(map(torch.equal, *found))
+
+
+def eager(model):
+    return ResidentUnits(model, captured(model)._recipe, CPU)

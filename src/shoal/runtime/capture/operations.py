@@ -23,7 +23,9 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.bernoulli import bernoulli_
 from shoal.dispatched import run_operation
+from shoal.fusion.sidebyside import put_side_by_side
 from shoal.fusion.tracing import trace
 from shoal.runtime.capture.replay import Found, Pass, Untraceable, in_words
 
@@ -34,6 +36,8 @@ READS = frozenset(
     for name in ("tolist", "numpy", "__array__", "data_ptr", "untyped_storage", "storage")
 )
 """What tells Python of a tensor's values, and no operation is seen."""
+QUICKER: dict[Any, Callable[..., Any]] = {torch.ops.aten.bernoulli_.float: bernoulli_}
+"""Functions that do what an operation does, to the bit."""
 MAKES = (torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift_fresh.default)
 """What code makes of numbers it has written out, as ``torch.tensor(0.5)``."""
 
@@ -180,6 +184,7 @@ def _tidy(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is torch.ops.aten.detach.default:
             node.replace_all_uses_with(node.args[0])
+    put_side_by_side(graph)
     graph.eliminate_dead_code()
 
 
@@ -306,7 +311,9 @@ class _Source:
             self._lines.append(f"{name} = {self._text(node.args[0])}[{node.args[1]}]")
         else:
             assert node.op == "call_function", node.op
-            called = self._object(getattr(node.target, "_op", node.target))
+            target: Any = node.target
+            does = QUICKER.get(target) or getattr(target, "_op", target)
+            called = self._object(does)
             given = [self._text(value) for value in node.args]
             given += [f"{key}={self._text(value)}" for key, value in node.kwargs.items()]
             self._lines.append(f"{name} = {called}({', '.join(given)})")
