@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from torch import nn
 from workloads import WORKLOADS, Workload, loss
 
 Step = Callable[[], None]
+SPAWN = multiprocessing.get_context("spawn")
 
 
 class Cost(NamedTuple):
@@ -125,6 +127,21 @@ def several_step(
     return step
 
 
+def started(
+    serve: Callable[..., None], *args: Any, environment: Mapping[str, str] = os.environ
+) -> Connection:
+    """Our end of a pipe to a new process, which serves the other one in that environment."""
+    ours, theirs = SPAWN.Pipe()
+    here = dict(os.environ)
+    os.environ.update(environment)
+    try:
+        SPAWN.Process(target=serve, args=(theirs, *args), daemon=True).start()
+    finally:
+        os.environ.clear()
+        os.environ.update(here)
+    return ours
+
+
 class Processes:
     """The serial loop in processes, each with its share of the models and a thread of its own.
 
@@ -132,12 +149,7 @@ class Processes:
     """
 
     def __init__(self, count: int = 2, device: str = "cpu") -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipes: list[Connection] = []
-        for _ in range(count):
-            ours, theirs = context.Pipe()
-            context.Process(target=_serve, args=(theirs, device), daemon=True).start()
-            self._pipes.append(ours)
+        self._pipes = [started(_serve, device) for _ in range(count)]
 
     def take(self, name: str, width: int) -> None:
         """From now on these models, or with no name none; what was there before is freed."""

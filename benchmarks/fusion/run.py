@@ -1,25 +1,30 @@
 """A full step of N models as one array, beside loops that train them one after another.
 
 python benchmarks/fusion/run.py [--rounds 5] [--widths 4,16,64] [--only NAME] [--json FILE]
-    [--kinds eager,traced,compiled] [--serial-compiled]
+    [--kinds eager,traced,compiled] [--serial-compiled] [--plain-memory]
 
-Arrays are run in each of their ways; ``--serial-compiled`` adds a loop over compiled models.
+Arrays are run in each of their ways, in a process whose memory is set as that of shoal's workers
+is; loops in plain processes, as anybody's are. ``--plain-memory`` has the arrays in a plain one
+too. ``--serial-compiled`` adds a loop over compiled models.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from rivals import Cost, Processes, Step, batches, cost, models, rate, serial_step
+from rivals import Cost, Processes, Step, batches, cost, models, rate, serial_step, started
 from workloads import WORKLOADS, Workload, loss
 
 import common
@@ -32,6 +37,7 @@ from shoal.recipe import Recipe
 from shoal.rng import capture_rng
 from shoal.runtime.capture.captures import Captures
 from shoal.several import Models
+from shoal.workerenv import warm_up, worker_environment
 
 BEST = "serial, fused AdamW"
 SECONDS = 0.6  # of each arm in each round, about
@@ -85,11 +91,50 @@ def array_step(
     return step
 
 
+class ArrayProcess:
+    """Arrays in a process of their own, in one way after another."""
+
+    def __init__(self, *, plain_memory: bool) -> None:
+        environment = os.environ if plain_memory else worker_environment()
+        self._pipe = started(serve_arrays, environment=environment)
+
+    def take(self, name: str, width: int, kinds: Sequence[PassKind]) -> dict[str, Any]:
+        """Seconds until it ran in each way, or why it does not; what was there is freed."""
+        self._pipe.send((name, width, kinds))
+        return self._pipe.recv()
+
+    def cost(self, arm: str, repeats: int) -> Cost:
+        self._pipe.send((arm, repeats))
+        return self._pipe.recv()
+
+    def close(self) -> None:
+        self._pipe.send(None)
+
+
+def serve_arrays(pipe: Connection) -> None:
+    """What an ``ArrayProcess`` does."""
+    torch.set_num_threads(1)
+    warm_up()
+    steps: dict[str, Step] = {}
+    while (word := pipe.recv()) is not None:
+        if len(word) == 2:
+            arm, repeats = word
+            pipe.send(cost(steps[arm], repeats))
+            continue
+        name, width, kinds = word
+        steps.clear()
+        gc.collect()
+        torch.compiler.reset()
+        made, found = arrays_of(WORKLOADS[name], width, kinds)
+        steps |= made
+        pipe.send(found)
+
+
 def arrays_of(
     workload: Workload, width: int, kinds: Sequence[PassKind]
-) -> tuple[dict[str, Arm], dict[str, Any]]:
+) -> tuple[dict[str, Step], dict[str, Any]]:
     """The arms by name; for each way seconds until it ran, or why it does not."""
-    arms: dict[str, Arm] = {}
+    arms: dict[str, Step] = {}
     made: dict[str, Any] = {}
     for kind in dict.fromkeys(("eager", *kinds)):
         name = "array" if kind == "eager" else f"array, {kind}"
@@ -103,18 +148,28 @@ def arrays_of(
         except Declined as error:
             made[name] = str(error)
         else:
-            arms[name] = partial(cost, step)
+            arms[name] = step
             made[name] = time.perf_counter() - began
     return arms, made
 
 
 def measure(
-    name: str, width: int, rounds: int, kinds: Sequence[PassKind], *, serial_compiled: bool
+    name: str,
+    width: int,
+    rounds: int,
+    kinds: Sequence[PassKind],
+    *,
+    serial_compiled: bool,
+    plain_memory: bool,
 ) -> dict[str, Any]:
     """Milliseconds of each arm, and how many times the array's step the others take."""
     workload, slots = WORKLOADS[name], range(width)
     torch.compiler.reset()
-    arms, made = arrays_of(workload, width, kinds)
+    arrays = ArrayProcess(plain_memory=plain_memory)
+    made = arrays.take(name, width, kinds)
+    arms: dict[str, Arm] = {
+        arm: partial(arrays.cost, arm) for arm, took in made.items() if not isinstance(took, str)
+    }
     arms[BEST] = partial(cost, serial_step(workload, slots, fused=True))
     arms["serial, default AdamW"] = partial(cost, serial_step(workload, slots))
     if serial_compiled:
@@ -125,6 +180,7 @@ def measure(
     arms["two processes"] = processes.cost
     figures = _interleaved(arms, rounds)
     processes.close()
+    arrays.close()
     return {
         "ms_cpu": {n: common.spread([c.cpu_s * 1e3 for c in f]) for n, f in figures.items()},
         "ms_wall": {n: common.spread([c.wall_s * 1e3 for c in f]) for n, f in figures.items()},
@@ -172,10 +228,12 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--kinds", default="eager,traced,compiled")
     parser.add_argument("--serial-compiled", action="store_true")
+    parser.add_argument("--plain-memory", action="store_true")
     parser.add_argument("--json")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    result: dict[str, Any] = {"rounds": options.rounds, "workloads": {}}
+    memory = "plain" if options.plain_memory else "as shoal's workers"
+    result: dict[str, Any] = {"rounds": options.rounds, "memory": memory, "workloads": {}}
     for name, workload in WORKLOADS.items():
         if options.only not in name:
             continue
@@ -188,6 +246,7 @@ def main() -> None:
                     options.rounds,
                     options.kinds.split(","),
                     serial_compiled=options.serial_compiled,
+                    plain_memory=options.plain_memory,
                 )
                 told = [
                     f"{arm} {times['median']:.2f}"
