@@ -7,6 +7,8 @@ import sysconfig
 import traceback
 from typing import Any
 
+from shoal.core.errors import CapacityError, PlanError, SpecError, StorageError, TrialError
+
 _HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 _LIBRARIES = tuple(
     {os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib", "platlib")}
@@ -27,16 +29,44 @@ def own_traceback(error: BaseException) -> str:
     """The traceback from the first frame on that is neither shoal's nor a library's.
 
     Where there is none and a library raised it, what that library's modules were doing. All of it
-    where shoal did: then the error is its own, or of what it was given.
+    where shoal did: then the error is its own, or of what it was given. What was raised before it
+    and caught by shoal, as where an array tries its trials one by one, is no part of it.
     """
     frames = error.__traceback__
     while frames is not None and not is_users(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
     found = traceback.TracebackException(type(error), error, frames or error.__traceback__)
-    if frames is None and found.stack and not _is_shoals(found.stack[-1].filename):
+    if frames is not None:
+        _forget_tries(found)
+    elif found.stack and not _is_shoals(found.stack[-1].filename):
         some = [one for one in found.stack if not (_is_shoals(one.filename) or _is_plumbing(one))]
         found.stack = traceback.StackSummary.from_list(some or found.stack[-1:])
     return "".join(found.format())
+
+
+def _forget_tries(found: traceback.TracebackException) -> None:
+    """Of those that came before it leave those that a user's code handled."""
+    while found.__cause__ is None and (before := found.__context__) is not None:
+        if before.stack and _is_shoals(before.stack[0].filename):
+            found.__context__ = None
+            return
+        found = before
+
+
+class UsersFrames:
+    """Around what a script calls: an error of shoal's own leaves it without shoal's frames.
+
+    What is left is the line of the script, and what the error says; ``SHOAL_DEBUG`` keeps all.
+    Other errors, also those that are to be reported, keep theirs.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> None:
+        told = isinstance(error, SpecError | PlanError | CapacityError | TrialError | StorageError)
+        if error is not None and told and not os.environ.get("SHOAL_DEBUG"):
+            error.__traceback__, error.__suppress_context__ = None, error.__cause__ is None
 
 
 def raised(text: str) -> str:

@@ -25,6 +25,7 @@ from shoal.core.units import Seconds, parse_bytes, parse_seconds
 from shoal.core.values import flag, optional_whole, whole
 from shoal.execution.floor import Sink
 from shoal.execution.run import Limits
+from shoal.frames import UsersFrames
 from shoal.hardware import Hardware
 from shoal.kernelchoice import only_deterministic
 from shoal.launch.checks import (
@@ -180,7 +181,7 @@ class Study:
         given = self._hardware(hardware)
         used = given.fewer_trials(self.search.total or len(self.trials), forced)
         strict = strictly(exact, forced, fuse, self.recipe)
-        with ExitStack() as stack:
+        with UsersFrames(), ExitStack() as stack:
             stack.enter_context(only_deterministic(strict))
             pool = _pool(workers, stack)
             stack.callback(pool.release)
@@ -290,7 +291,7 @@ class Study:
         forced = technique_of(technique)
         refuse_useless(forced, self.recipe)
         strict = strictly(exact, forced, fuse, self.recipe)
-        with ExitStack() as stack:
+        with UsersFrames(), ExitStack() as stack:
             pool = _pool(workers, stack)
             request = Request(
                 hardware=self._hardware(hardware),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import shoal
 from shoal.bound import bound
 from shoal.core.errors import SpecError
 from shoal.core.spec import HyperParameters
@@ -90,3 +92,33 @@ def test_what_was_raised_is_found_behind_any_chain_of_tracebacks_and_in_a_bare_m
         text = own_traceback(error)
     assert raised(text) == "ValueError: first\nsecond\nof note"
     assert raised("worker 0 died\n") == "worker 0 died"
+
+
+TRIES = """
+def tries(function):
+    try:
+        raise RuntimeError("all of them")
+    except RuntimeError:
+        function()
+"""
+
+
+def test_what_shoal_caught_before_it_tried_again_is_no_part_of_it_and_a_users_own_is():
+    def divides():
+        return 1 // 0
+
+    def handles():
+        try:
+            raise OSError("no file")
+        except OSError:
+            return 1 // 0
+
+    own, kinds = {}, ("RuntimeError", "OSError", "ZeroDivisionError")
+    exec(compile(TRIES, str(Path(shoal.__file__).parent / "some.py"), "exec"), own)
+    for function, words in ((divides, kinds[2:]), (handles, kinds[1:])):
+        try:
+            own["tries"](function)
+        except ZeroDivisionError as error:
+            error.__traceback__ = error.__traceback__.tb_next
+            text = own_traceback(error)
+        assert tuple(kind for kind in kinds if kind in text) == words
