@@ -334,8 +334,8 @@ class DeviceLoop:
             self._dismiss(trial)  # where that ends the worker, as CUDA may, it was this trial
             self._record(None)
             self._saver.forget(trial)  # the region is what it may still be writing
-            stay.seat.session.close()
-            self._parking.refuse(trial, error)
+            (session := stay.seat.session).close()
+            self._parking.refuse(trial, session.told(error))
             self._admit_pending()
 
     def _count_work(self, waited: int = 0) -> None:

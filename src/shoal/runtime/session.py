@@ -35,20 +35,12 @@ from shoal.ownstep import (
     refuse_nonfinite,
     require_evaluation,
     require_metric,
-    summed_up,
 )
 from shoal.partition.build import clone_batch
 from shoal.partition.chain import Chain
 from shoal.partition.compiled import compiles
 from shoal.partition.narrow import UseWatch, has_hooks
-from shoal.recipe import (
-    Found,
-    Recipe,
-    build_model,
-    read_data,
-    rounding_of,
-    to_device,
-)
+from shoal.recipe import Found, Recipe, build_model, read_data, rounding_of, to_device
 from shoal.rng import RngState, capture_rng, restore_rng, seed_all
 from shoal.runtime.ahead import Ahead, Counted
 from shoal.runtime.binding import Binding
@@ -68,6 +60,7 @@ from shoal.runtime.units import (
     get,
     locate,
 )
+from shoal.runtime.validating import Validating
 from shoal.schedules import advance, build_schedule, catch_up, state_of_schedule
 from shoal.spill.generate import route_of
 
@@ -104,6 +97,7 @@ class Session:
         self.feed = self._feed(before_data, "training")
         self.valid_feed = self._feed(before_data, "validation") if self.valid is not None else None
         self.step, self.evaluated_at, self.is_best = 0, -1, False
+        self.validating = Validating()
         self.until: int | None = 0
         self._readback = readback_of(device, recipe.accumulate)
         self.begin_losses()
@@ -555,6 +549,10 @@ class Session:
             "Recipe(on_nonfinite='ignore') to train on."
         )
 
+    def told(self, error: BaseException) -> BaseException:
+        """What its code raised, which says so if that was in a validation."""
+        return self.validating.told(error, self.job.trial, self.step)
+
     def note_loss(self, loss: Tensor) -> None:
         """Keep a micro-batch's loss; a loss that is not finite fails the trial before its step."""
         self.losses.note(loss)
@@ -583,7 +581,7 @@ class Session:
         saved = capture_rng(self.device)
         self.model.eval()
         found = []
-        while (batch := self.valid_feed.next()) is not None:
+        for batch in self.validating.batches(self.valid_feed):
             task = Task(self.units.evaluation_program(), "evaluation", batches={0: batch})
             yield task
             found.append(task.metrics)
@@ -593,7 +591,7 @@ class Session:
 
     def _evaluated(self, found: Sequence[Found]) -> None:
         """A validation pass found these metrics, one mapping a batch."""
-        self.metrics = {**self.tally.take(), **summed_up(self.recipe, found)}
+        self.metrics = {**self.tally.take(), **self.validating.summed_up(self.recipe, found)}
         if self.recipe.step is not None:
             require_metric(self.settings.metric, self.metrics, has_valid=bool(self.valid_feed))
         self.advance_schedule(self.metrics)

@@ -89,4 +89,4 @@ def exit_code(error: ShoalError) -> ExitCode:
 def _tell(text: str, error: Exception) -> None:
     if os.environ.get("SHOAL_DEBUG"):
         traceback.print_exception(error)
-    print(f"shoal: {text}", file=sys.stderr)
+    print("\n".join([f"shoal: {text}", *getattr(error, "__notes__", ())]), file=sys.stderr)

@@ -186,7 +186,7 @@ class ArrayDesk:
         self.dismiss(trial)
         self._saver.forget(trial)
         session.close()
-        self._tell_failure(trial, error)
+        self._tell_failure(trial, session.told(error))
 
     def dismiss(self, trial: int) -> bool:
         """Take a trial out at once; False if it is not here."""

@@ -31,6 +31,7 @@ from shoal.runtime.house import House
 from shoal.runtime.messages import Grant, LeaseOver, Progress, Refused
 from shoal.runtime.saving import checkpoint
 from shoal.runtime.session import Session
+from shoal.runtime.validating import note
 
 
 class StageDesk:
@@ -191,6 +192,8 @@ class StageDesk:
     def _fail(self, trial: int, error: BaseException) -> None:
         """Dismiss it. The first stage tells the study, also of what a later one failed with."""
         seat = self._seats[trial]
+        if not seat.session.model.training:  # each stage puts its own into that mode
+            note(error, f"in a validation of trial {trial}")
         if seat.stage:
             cause = error if isinstance(error, ShoalError) else None
             seat.tell_failure(own_traceback(error), cause)

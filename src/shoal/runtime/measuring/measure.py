@@ -107,6 +107,7 @@ from shoal.runtime.messages import (
     TimeArray,
     TimedArray,
 )
+from shoal.runtime.validating import FIRST_BATCH, in_validation
 from shoal.schedules import build_schedule
 
 T = TypeVar("T")
@@ -273,7 +274,8 @@ class Measurer:
         batch = to_device(first, self._here)
         first_valid = None
         if valid is not None:
-            first_valid = to_device(first_batch(valid, "validation"), self._here)
+            with in_validation(FIRST_BATCH):
+                first_valid = to_device(first_batch(valid, "validation"), self._here)
         modes.train()
         self._key = key_of(model, self._recipe, batch)
         return Built(

@@ -31,6 +31,7 @@ from shoal.recipe import (
 )
 from shoal.rng import capture_rng, restore_rng, same_rng
 from shoal.runtime.binding import Binding, state_specs
+from shoal.runtime.validating import FIRST_BATCH, in_validation
 from shoal.several import members_of
 from shoal.spelled import spelled_by
 
@@ -85,7 +86,8 @@ class StepMeasure:
         evaluation, draws_evaluating = Bytes(0), False
         if valid is not None:
             before = capture_rng(self._here)
-            evaluation = peak_of(lambda: self._evaluate(valid))
+            with in_validation(FIRST_BATCH):
+                evaluation = peak_of(lambda: self._evaluate(valid))
             draws_evaluating = not same_rng(before, capture_rng(self._here))
         step_s = timed(lambda: self._call(batch, CALLS))
         self._make_all_state()

@@ -38,6 +38,7 @@ from shoal.runtime.measuring.clipping import refuse_sparse_norm
 from shoal.runtime.measuring.counting import fill_gradients, fill_missing_gradients
 from shoal.runtime.measuring.settling import changed_attributes
 from shoal.runtime.measuring.stepmeasure import OWN_STEP, StepMeasure
+from shoal.runtime.validating import FIRST_BATCH, in_validation
 
 SLOW_READ_S = 0.01
 """A batch that is read in less is not told of."""
@@ -148,7 +149,8 @@ class WholeModel:
         kept = in_words(attributes_of(model)) if changes else kept
         buffers = [buffer.clone() for buffer in model.buffers()]
         if built.valid is not None:
-            forward = max(forward, peak_of(self._evaluate, scratch))
+            with in_validation(FIRST_BATCH):
+                forward = max(forward, peak_of(self._evaluate, scratch))
         written = not all(map(same_bits, model.buffers(), buffers))
         del buffers
         backward = peak_of(self._backward, scratch)

@@ -1,0 +1,119 @@
+"""What somebody new to it does wrong, and whether what is said then leads on."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import shoal
+
+LAST = 7.0
+"""What the last validation batch is filled with."""
+
+
+def build(hp):
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+
+
+def data(hp):
+    batches = [(torch.ones(2, 4) * i, torch.ones(2, 1)) for i in (1, 2, 3)]
+    return batches, [*batches[:2], (torch.full((2, 4), LAST), torch.ones(2, 1))]
+
+
+def loss(output, batch):
+    return F.mse_loss(output, batch[1])
+
+
+def refuses_the_last(output, batch):
+    return 0.0 if batch[0][0, 0] != LAST else batch[7]
+
+
+def refuses_all(output, batch):
+    return batch[7]
+
+
+def make_recipe(**changes):
+    return shoal.Recipe(**{"model": build, "data": data, "loss": loss, **changes})
+
+
+# ---------------------------------------------------------------- in validation
+
+
+STAGES = shoal.Pipelined(stages=2)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({}, "in the validation of trial 0 after step 3: batch 2, counted from 0"),
+        ({"fuse": 2}, "in the validation of trial 0 after step 3: batch 2, counted from 0"),
+        ({"technique": STAGES, "devices": 2}, "in a validation of trial 0"),
+    ],
+    ids=["alone", "array", "pipeline"],
+)
+def test_what_a_metric_raises_says_that_it_was_in_a_validation(how, words, run_study):
+    recipe, lr = make_recipe(metrics={"odd": refuses_the_last}), shoal.choice(0.1, 0.2)
+    trial = run_study(recipe, {"lr": lr}, trials=2, epochs=2, **how).trials[0]
+    lines = trial.error.rstrip().splitlines()
+    assert lines[-2:] == ["IndexError: tuple index out of range", words]
+    assert lines[1].endswith("in refuses_the_last")
+    assert trial.error_line == "IndexError: tuple index out of range"
+
+
+def test_what_a_metric_of_the_whole_set_raises_says_so_too(run_study):
+    metric = shoal.WholeSet(lambda output, batch: output, refuses_all)
+    (trial,) = run_study(make_recipe(metrics={"odd": metric}), {"lr": 0.1}, epochs=2).trials
+    assert trial.error.endswith("in the validation of trial 0 after step 3, of all its batches\n")
+
+
+def test_what_a_metric_raises_while_a_study_is_planned_says_so_too(run_study):
+    with pytest.raises(shoal.TrialError) as caught:
+        run_study(make_recipe(metrics={"odd": refuses_all}), {"lr": 0.1}, epochs=2)
+    *_, error, where = str(caught.value).splitlines()
+    assert error == "IndexError: tuple index out of range"
+    assert where == "in validation, of its first batch, before anything was trained"
+
+
+def test_what_a_loss_raises_while_it_trains_is_of_no_validation(run_study):
+    def odd(output, batch):
+        return refuses_all(output, batch) if output.requires_grad else loss(output, batch)
+
+    with pytest.raises(shoal.TrialError) as caught:
+        run_study(make_recipe(loss=odd), {"lr": 0.1}, epochs=2)
+    assert "validation" not in str(caught.value)
+
+
+# ---------------------------------------------------------------- tracebacks
+
+
+SCRIPT = """
+    import shoal, torch
+    from torch import nn
+
+    def model(hp):
+        return nn.Linear(4, hp["width"] // 0)
+
+    def data(hp):
+        return [(torch.ones(2, 4), torch.ones(2, 1))], None
+
+    study = shoal.Study(
+        "wrong", shoal.Recipe(model=model, data=data, loss=lambda out, batch: out.mean()),
+        space={"lr": 0.1, "width": 3}, steps=2, directory="{place}",
+    )
+    study.run(hardware=shoal.Hardware.virtual(devices=1, memory="32MiB"))
+"""
+
+
+def test_a_script_whose_model_raises_shows_its_own_lines_alone(tmp_path):
+    script = tmp_path / "wrong.py"
+    script.write_text(textwrap.dedent(SCRIPT).replace("{place}", str(tmp_path)))
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    lines = [line.strip() for line in ran.stderr.splitlines()]
+    files = [line for line in lines if line.startswith("File ")]
+    assert ran.returncode == 1
+    assert files == [f'File "{script}", line {at}' for at in ("15, in <module>", "6, in model")]
+    assert lines[-1] == "ZeroDivisionError: integer division or modulo by zero"
