@@ -24,6 +24,7 @@ from shoal.observe import jsonl
 from shoal.observe.reader import read_events
 from shoal.observe.rows import TrialRow, TrialState
 from shoal.observe.snapshot import Snapshot
+from shoal.observe.states import STATES, in_order, study_state, trial_state
 from shoal.recipe import Recipe
 from shoal.resume.since import changed_since, changed_words
 
@@ -307,6 +308,7 @@ class Report:
     wall_seconds: float
     peaks: Mapping[str, Peak]
     stopped: str = ""
+    _states: Mapping[int, str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def best(self) -> TrialResult:
@@ -345,6 +347,16 @@ class Report:
     def count(self, state: TrialState | str) -> int:
         """How many trials are in ``state``."""
         return sum(trial.state == state for trial in self.trials)
+
+    def _state_of(self, trial: TrialResult) -> str:
+        """A trial's state in the word that every table has for it.
+
+        A trial that is PENDING is ``waiting`` while its study runs, and ``paused`` or ``not
+        begun`` where it stands.
+        """
+        if trial.state in (TrialState.PENDING, TrialState.RUNNING):
+            return self._states.get(trial.number, STATES[trial.state])
+        return STATES[trial.state]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain containers of everything."""
@@ -430,6 +442,7 @@ def read_report(study_dir: str | os.PathLike[str], recipe: Recipe | None = None)
             f"there is no study in {directory}: it has no {DATABASE}, or an empty one. Give the "
             "directory of a study, runs/NAME."
         )
+    state = study_state(snapshot, directory)
     origin = Origin(snapshot.study, snapshot.source, snapshot.recipe) if recipe is None else recipe
     return Report(
         study=snapshot.study,
@@ -448,6 +461,7 @@ def read_report(study_dir: str | os.PathLike[str], recipe: Recipe | None = None)
             if device.peak_bytes
         },
         stopped=snapshot.stopped,
+        _states={row.number: trial_state(row, state) for row in snapshot.trials},
     )
 
 
@@ -482,9 +496,8 @@ def _frame_row(trial: TrialResult) -> dict[str, Any]:
 
 def leaderboard(report: Report) -> str:
     """The report as text: totals, peaks, and a line per trial, best first."""
-    counts = ", ".join(
-        f"{report.count(state)} {state.lower()}" for state in TrialState if report.count(state)
-    )
+    words = [report._state_of(trial) for trial in report.trials]
+    counts = in_order({word: words.count(word) for word in words})
     lines = [
         f"study {report.study}: {counted(len(report.trials), 'trial')} ({counts}) in "
         f"{format_seconds(report.wall_seconds)}; {report.mode} {report.metric}"
@@ -496,7 +509,9 @@ def leaderboard(report: Report) -> str:
         f"predicted {format_bytes(peak.predicted_bytes)}"
         for name, peak in report.peaks.items()
     ]
-    return "\n".join([*lines, *_table(report)])
+    failed = [trial.number for trial in report.trials if trial.state is TrialState.FAILED][:1]
+    more = [f"the error in full: shoal show {report.directory} --trial {one}" for one in failed]
+    return "\n".join([*lines, *_table(report), *more])
 
 
 def _table(report: Report) -> list[str]:
@@ -507,7 +522,7 @@ def _table(report: Report) -> list[str]:
     for trial in trials:
         values: list[Scalar] = [trial.metrics.get(name, "-") for name in metrics]
         values += [trial.hp.get(name, "-") for name in settings]
-        rows.append([_cell(v) for v in (trial.number, *values, str(trial.state))])
+        rows.append([_cell(v) for v in (trial.number, *values, report._state_of(trial))])
         rows[-1].append(f"{trial.seconds:.1f}")
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows]

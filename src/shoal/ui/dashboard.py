@@ -27,9 +27,9 @@ from shoal.core.event import (
 from shoal.core.units import counted, format_bytes, format_seconds, format_value
 from shoal.observe.rows import DeviceRow, TrialRow, TrialState
 from shoal.observe.snapshot import Folder, Snapshot
+from shoal.observe.states import counts_of, state_on_record, trial_state
 from shoal.ui.lines import (
     PlainLines,
-    counts_of,
     describe_behind,
     describe_stall,
     describe_stop,
@@ -38,7 +38,6 @@ from shoal.ui.lines import (
 )
 from shoal.ui.text import (
     DASH,
-    STATES,
     format_metric,
     format_steps,
     how,
@@ -245,6 +244,7 @@ def fit(columns: list[Column], width: int) -> list[Column]:
 
 def _columns(snapshot: Snapshot, rows: list[TrialRow]) -> list[Column]:
     names = varying_names(row.hp for row in snapshot.trials)
+    study = state_on_record(snapshot)
 
     def plain(cells: list[str]) -> list[Text]:
         return [Text(cell) for cell in cells]
@@ -263,7 +263,7 @@ def _columns(snapshot: Snapshot, rows: list[TrialRow]) -> list[Column]:
         *settings,
         Column("how", plain([how(row) for row in rows]), drop=60, right=False),
         Column("device", plain([row.device or DASH for row in rows]), drop=70, right=False),
-        Column("state", [_state(row) for row in rows], drop=1, right=False),
+        Column("state", [_state(row, study) for row in rows], drop=1, right=False),
         Column("step", plain([format_steps(row.step, row.steps) for row in rows]), drop=3),
         Column("loss", plain([format_metric(row.smooth_loss) for row in rows]), drop=4),
         Column("steps/s", plain([_speed(row) for row in rows]), drop=50),
@@ -275,8 +275,8 @@ def _setting(row: TrialRow, name: str) -> str:
     return shorten(format_value(row.hp[name]), 16) if name in row.hp else DASH
 
 
-def _state(row: TrialRow) -> Text:
-    return Text(STATES[row.state], style=_STYLES[row.state])
+def _state(row: TrialRow, study: str) -> Text:
+    return Text(trial_state(row, study), style=_STYLES[row.state])
 
 
 def _speed(row: TrialRow) -> str:

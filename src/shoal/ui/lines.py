@@ -40,10 +40,10 @@ from shoal.core.event import (
 )
 from shoal.core.seats import OTHERS_PRUNED
 from shoal.core.units import Seconds, counted, format_foretold, format_seconds
-from shoal.observe.rows import TrialRow, TrialState, changes
+from shoal.observe.rows import TrialRow, changes
 from shoal.observe.snapshot import Folder, Snapshot
+from shoal.observe.states import counts_of
 from shoal.ui.text import (
-    STATES,
     format_changes,
     format_metric,
     format_steps,
@@ -151,10 +151,8 @@ class PlainLines:
         snapshot = self._folder.snapshot()
         if snapshot.runs < 2:
             return []
-        names = STATES | {TrialState.PENDING: "unfinished"}
-        counts = {word: snapshot.count(state) for state, word in names.items()}
-        words = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
-        return [f"of all {counted(snapshot.total, 'trial')} in {snapshot.runs} runs: {words}"]
+        runs = f"{counted(snapshot.total, 'trial')} in {snapshot.runs} runs"
+        return [f"of all {runs}: {counts_of(snapshot)}"]
 
     def _more(self) -> str:
         """How many evaluations went by without a line."""
@@ -322,13 +320,6 @@ def describe_behind(snapshot: Snapshot) -> list[str]:
         late.append(f"{' '.join(place)} fell behind the emulated times by {behind} of {whole}")
     advice = "these seconds are not the profile's: emulate a slower device (a larger scale)"
     return [*late, *[advice] * bool(late)]
-
-
-def counts_of(snapshot: Snapshot) -> str:
-    """How many trials are in each state that some are in."""
-    counts = {word: snapshot.count(state) for state, word in STATES.items()}
-    order = ("running", "waiting", "finished", "pruned", "stopped", "failed")
-    return ", ".join(f"{counts[word]} {word}" for word in order if counts[word]) or "no trials"
 
 
 def total_steps(snapshot: Snapshot) -> int | None:

@@ -19,7 +19,6 @@ from shoal.core.studyfiles import DATABASE, PLAN, trial_directory
 from shoal.core.units import counted, format_bytes, format_seconds, format_value
 from shoal.core.whys import unfused_counts
 from shoal.observe import (
-    is_running,
     jsonl,
     read_events,
     read_outline,
@@ -30,6 +29,7 @@ from shoal.observe import (
 )
 from shoal.observe.rows import DeviceRow, Inherited, TrialRow, TrialState
 from shoal.observe.snapshot import Folder, Snapshot
+from shoal.observe.states import study_state, trial_state
 from shoal.resume.since import two_recipes
 from shoal.ui.failures import ExitCode
 from shoal.ui.studies import find_recorded, last_written, study_directories
@@ -43,7 +43,6 @@ from shoal.ui.text import (
     plain_reason,
     shorten,
     terminal_width,
-    trial_state,
     varying_names,
     without_columns,
 )
@@ -158,26 +157,6 @@ def describe_ending(snapshot: Snapshot, place: Path) -> str:
 def _origin(snapshot: Snapshot) -> str:
     script = snapshot.recipe.get("script")
     return snapshot.source or (f"functions of {script}" if script else "an interactive session")
-
-
-def study_state(snapshot: Snapshot, place: Path) -> str:
-    """In a word: finished, stopped (it said why), paused, running, or interrupted; planning, or
-    not begun, where nothing is on record.
-
-    An interrupted study is one whose process died: nobody holds its lock.
-    """
-    if not snapshot.runs:
-        return "planning" if is_running(place) else "not begun"
-    if snapshot.is_finished:
-        return "stopped" if snapshot.stopped else "finished"
-    if snapshot.is_paused:
-        return "paused"
-    return "running" if is_running(place) or _has_ended_since(place) else "interrupted"
-
-
-def _has_ended_since(place: Path) -> bool:
-    """Whether a study that was read unfinished, and has no process now, ended in between."""
-    return Snapshot.of(read_outline(place)).is_finished
 
 
 # ---------------------------------------------------------------- show

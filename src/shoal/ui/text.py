@@ -12,27 +12,10 @@ from itertools import groupby
 from shoal.core.seats import epochs_of
 from shoal.core.spec import Scalar
 from shoal.core.units import format_value
-from shoal.observe.rows import TrialRow, TrialState
+from shoal.observe.rows import TrialRow
 
 DASH = "-"
-STATES = {
-    TrialState.PENDING: "waiting",
-    TrialState.RUNNING: "running",
-    TrialState.FINISHED: "finished",
-    TrialState.FAILED: "failed",
-    TrialState.STOPPED: "stopped",
-    TrialState.PRUNED: "pruned",
-}
 _KIND = re.compile(r"^(?:\w+\.)*[A-Z]\w*: ")
-
-
-def trial_state(row: TrialRow, study: str = "running") -> str:
-    """A trial's state in a word, where its study's is ``study``: in one that stands none waits."""
-    if row.state is TrialState.RUNNING and study == "interrupted":
-        return study
-    if row.state is TrialState.PENDING and study in ("stopped", "paused", "interrupted"):
-        return "paused" if row.step else "not begun"
-    return STATES[row.state]
 
 
 def format_metric(value: float | None) -> str:

@@ -14,10 +14,21 @@ import torch
 from torch import nn
 
 from shoal import Recipe, SpecError
+from shoal.core.event import (
+    StepFinished,
+    StudyFinished,
+    StudyPaused,
+    TrialPlanned,
+    TrialRestarted,
+    TrialStarted,
+)
+from shoal.observe import Database, Snapshot, read_events
 from shoal.observe.rows import TrialState
+from shoal.observe.states import study_state
 from shoal.report import read_report
 from shoal.rng import capture_rng, same_rng, seed_all
 from shoal.runtime.saving import checkpoint
+from shoal.ui.show import leaderboard
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "leaderboard.txt"
 
@@ -133,7 +144,9 @@ def test_a_directory_without_a_study_is_refused(tmp_path):
 
 
 def test_the_leaderboard_is_the_golden_one(make_dir):
-    assert str(read_report(make_dir())) + "\n" == GOLDEN.read_text()
+    report = read_report(make_dir())
+    words = str(report).replace(str(report.directory), "runs/digits")
+    assert words + "\n" == GOLDEN.read_text()
 
 
 def test_the_json_is_valid_for_other_readers(make_dir):
@@ -264,3 +277,39 @@ def test_a_checkpoint_of_a_trial_that_trains_on_may_have_given_way(make_dir, sta
     trial = replace(read_report(make_dir(), make_recipe()).trials[0], state=TrialState(state))
     with pytest.raises(SpecError, match="where it trains, a newer one has taken its place"):
         trial.load()
+
+
+@pytest.mark.parametrize(
+    ("ending", "words"),
+    [
+        (StudyPaused(time=50.0, reason="shoal pause"), {4: "paused", 5: "not begun"}),
+        (StudyFinished(time=50.0, finished=0, failed=0, seconds=9.0, stopped="shoal stop"),
+         {4: "paused", 5: "not begun"}),
+        (None, {4: "interrupted", 5: "not begun"}),
+    ],
+    ids=["paused", "stopped", "killed"],
+)  # fmt: skip
+def test_a_trial_that_stands_is_called_so_by_the_report_and_by_show(
+    make_dir, tmp_path, ending, words
+):
+    begun = [one for one in read_events(make_dir()) if not isinstance(one, StudyFinished)]
+    for trial in (4, 5):
+        begun.append(TrialPlanned(
+            time=9.0, trial=trial, hp={"lr": 0.5, "width": 64}, seed=trial, technique="Spilled",
+            shards=3, steps=10, peak_bytes=9, numerics={},
+        ))  # fmt: skip
+    begun.append(TrialStarted(time=30.0, trial=4, device="cpu:0"))
+    begun.append(
+        StepFinished(time=31.0, trial=4, step=1, epoch=0, loss=2.5, seconds=1.0, device="cpu:0")
+    )
+    if ending is not None:
+        begun += [TrialRestarted(time=40.0, trial=4, step=1, reason="it was parked"), ending]
+    place = tmp_path / "again"
+    with Database(place) as database:
+        database.write(begun)
+    snapshot = Snapshot.of(read_events(place))
+    shown = leaderboard(snapshot, study_state(snapshot, place))
+    for trial, word in words.items():
+        for table in (str(read_report(place)), shown):
+            (line,) = (row for row in table.splitlines() if row.split()[:1] == [str(trial)])
+            assert f" {word} " in line

@@ -176,7 +176,7 @@ def test_what_a_resumed_run_says_is_of_all_runs_and_no_trial_trains_while_it_pla
     assert abs(Snapshot.of(events).trial(0).seconds - (before + 2.0)) < 1.0
     told = stream.getvalue()
     assert f"trial 0 finished after 6 steps and {before + 2.0:.1f} s" in told
-    assert "of all 2 trials in 2 runs: 1 unfinished, 1 finished" in told
+    assert "of all 2 trials in 2 runs: 1 paused, 1 finished" in told
 
 
 def test_hyperparameters_called_as_columns_of_the_leaderboard_stay(study_events: Events) -> None:

@@ -15,6 +15,7 @@ from shoal.observe import DatabaseReader, TimelineReader
 from shoal.observe.gantt import draw_gantt
 from shoal.observe.rows import TrialRow
 from shoal.observe.snapshot import Folder, Snapshot
+from shoal.observe.states import study_state, trial_state
 from shoal.observe.timeline import read_study_timeline
 from shoal.runtime.triallog import log_path
 from shoal.ui.logs import visible
@@ -25,11 +26,10 @@ from shoal.ui.show import (
     read_summary,
     remarks,
     study_record,
-    study_state,
     trial_record,
 )
 from shoal.ui.studies import last_written, study_directories
-from shoal.ui.text import how, trial_state, varying_names
+from shoal.ui.text import how, varying_names
 
 POINTS = 300  # of a curve, at most
 CURVES = 64  # of the leaderboard's first trials, and those that run
