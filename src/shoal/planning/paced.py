@@ -10,6 +10,8 @@ from shoal.runtime.messages import Noticed, Pace
 
 _SEVERAL = 3
 """Steps that an epoch has at least, so that a count of epochs is none of steps."""
+_LASTING = ("T_max", "T_0", "total_iters")
+"""What counts a fall of the rate that is to take all of a trial, or a good part."""
 _NOTHING = 1e-6
 """A rate that is so small a part of what it was trains no more: nobody means that."""
 
@@ -74,16 +76,25 @@ def pace_warnings(
 
 
 def _means_epochs(pace: Pace, length: Length) -> bool:
+    if pace.option == "gamma":
+        return _left(pace, length) < _NOTHING
     if not 0 < pace.count <= length.epochs or length.each < _SEVERAL:
         return False
     if pace.option == "step_size":  # a small one is meant where it takes little away
         falls = length.steps // int(pace.count)
         return pace.gamma is not None and abs(pace.gamma) ** falls < _NOTHING
-    return pace.option == "T_max" or (pace.gamma is not None and pace.gamma < 1)
+    return pace.option in _LASTING or (pace.gamma is not None and pace.gamma < 1)
 
 
 def _means_steps(pace: Pace, length: Length) -> bool:
+    if pace.option == "gamma":
+        return False
     return length.epochs < length.steps <= pace.count and pace.option != "step_size"
+
+
+def _left(pace: Pace, length: Length) -> float:
+    """What part of its first one the last rate is, where each step takes a part of it."""
+    return abs(pace.count) ** length.turns if abs(pace.count) < 1 else 1.0
 
 
 def _refusal(number: int, pace: Pace, length: Length) -> str:
@@ -103,6 +114,8 @@ def _warning(number: int, pace: Pace, length: Length) -> str:
             f"epoch, {counted(length.epochs, 'time')}: {pace.option} seems to count steps. Count "
             "epochs, or leave out schedule_interval='epoch'."
         )
+    if pace.option == "gamma":
+        return _warning_of_fall(number, pace, length)
     in_steps = f"{pace.option}={pace.count} * {length.each}"
     if pace.option == "milestones":
         in_steps = f"milestones=[{length.each} * epoch for epoch in ...]"
@@ -111,6 +124,19 @@ def _warning(number: int, pace: Pace, length: Length) -> str:
         f"not after each epoch: the trial trains for {counted(length.steps, 'step')}"
         f"{_epochs(length)}. If {pace.option} counts epochs, say so with "
         f"Recipe(schedule_interval='epoch'), or multiply by the steps of one: {in_steps}."
+    )
+
+
+def _warning_of_fall(number: int, pace: Pace, length: Length) -> str:
+    root = f"{pace.count} ** (1 / {length.each})"
+    left = f"{_left(pace, length):.0e}".replace("0e+00", "nothing")
+    milder = f"take its root: gamma={root}" if length.each else "take one that is nearer to 1"
+    return (
+        f"the schedule of trial {number} is {_called(pace)}, and it is stepped after each step, "
+        f"not after each epoch: the trial trains for {counted(length.steps, 'step')}"
+        f"{_epochs(length)}, and its last rate is {left} of the first one. If "
+        "gamma is meant for an epoch, say so with Recipe(schedule_interval='epoch'), or "
+        f"{milder}."
     )
 
 

@@ -37,10 +37,27 @@ def test_what_torchs_schedules_count_is_seen_where_they_are_stepped_each_step():
     assert list(paces_of(lr_scheduler.ChainedScheduler([cosine, stairs]))) == found
     assert list(paces_of(as_one_schedule([cosine, stairs]))) == found
     assert paces_of(lr_scheduler.StepLR(sgd, 3)) == (Pace("StepLR", "step_size", 3, 0.1),)
-    assert paces_of(inside) == paces_of(None) == paces_of(object()) == ()
+    assert paces_of(inside) == (found[0],)
+    assert paces_of(None) == paces_of(object()) == ()
     (cycle,) = paces_of(lr_scheduler.OneCycleLR(sgd, 0.1, epochs=2, steps_per_epoch=4))
     assert cycle == Pace("OneCycleLR", "total_steps", 8)
     assert paces_of(lr_scheduler.StepLR(sgd, "3")) == ()
+
+
+def test_falls_that_are_to_take_all_of_a_trial_are_seen_and_warm_ups_are_not():
+    sgd, s = optimizer(), lr_scheduler
+    cycle = s.OneCycleLR(sgd, 0.1, total_steps=8)
+    found = {
+        s.ExponentialLR(sgd, 0.9): (Pace("ExponentialLR", "gamma", 0.9, 0.9),),
+        s.PolynomialLR(sgd, 8): (Pace("PolynomialLR", "total_iters", 8),),
+        s.LinearLR(sgd, 1.0, 0.1, 8): (Pace("LinearLR", "total_iters", 8),),
+        s.CosineAnnealingWarmRestarts(sgd, 8): (Pace("CosineAnnealingWarmRestarts", "T_0", 8),),
+        s.LinearLR(sgd, 0.1, 1.0, 8): (),
+        s.ConstantLR(sgd, 0.1, 8): (),
+        s.SequentialLR(sgd, [s.ConstantLR(sgd), cycle], [4]): (),
+    }
+    for schedule, paces in found.items():
+        assert paces_of(schedule) == paces
 
 
 def test_how_long_a_trial_is():
@@ -91,6 +108,21 @@ def test_a_count_of_epochs_is_warned_of_with_what_to_write():
     assert stairs.endswith("milestones=[10 * epoch for epoch in ...].")
 
 
+def test_a_rate_that_falls_to_nothing_is_warned_of_with_what_to_write():
+    pace = Pace("ExponentialLR", "gamma", 0.8, 0.8)
+    assert warned(pace) == (
+        "the schedule of trial 0 is ExponentialLR(gamma=0.8), and it is stepped after each step, "
+        "not after each epoch: the trial trains for 80 steps, 8 epochs of 10, and its last rate "
+        "is 2e-08 of the first one. If gamma is meant for an epoch, say so with "
+        "Recipe(schedule_interval='epoch'), or take its root: gamma=0.8 ** (1 / 10)."
+    )
+    assert warned(pace, Length(80, 0, 0)).endswith("or take one that is nearer to 1.")
+    assert "its last rate is nothing of the first one" in warned(pace, Length(8000, 8, 1000))
+    for_polynomial = warned(Pace("PolynomialLR", "total_iters", 8))
+    assert for_polynomial.endswith("the steps of one: total_iters=8 * 10.")
+    assert "T_0=4 * 10" in warned(Pace("CosineAnnealingWarmRestarts", "T_0", 4))
+
+
 def test_trials_that_are_alike_in_that_are_warned_of_once():
     pace, shorter = Pace("StepLR", "step_size", 3, 0.1), Pace("StepLR", "step_size", 2, 0.1)
     found = {1: Noticed(paces=(shorter,)), 0: Noticed(paces=(pace,))}
@@ -111,6 +143,10 @@ def test_trials_that_are_alike_in_that_are_warned_of_once():
         (Pace("MultiStepLR", "milestones", 60, 0.1), EIGHT),
         (Pace("MultiStepLR", "milestones", 5, 10.0), EIGHT),
         (Pace("MultiStepLR", "milestones", 0, 0.1), EIGHT),
+        (Pace("ExponentialLR", "gamma", 0.95, 0.95), EIGHT),
+        (Pace("ExponentialLR", "gamma", 0.8, 0.8), Length(80, 8, 10, by_epochs=True)),
+        (Pace("ExponentialLR", "gamma", 1.1, 1.1), EIGHT),
+        (Pace("PolynomialLR", "total_iters", 80), EIGHT),
     ],
 )
 def test_what_may_well_count_steps_is_no_matter(pace, length):
