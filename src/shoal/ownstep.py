@@ -28,6 +28,7 @@ from shoal.core.errors import SpecError, TrialError
 from shoal.core.values import as_number
 from shoal.kernelstep import steps_by_kernel
 from shoal.recipe import HP, Batch, Found, Recipe
+from shoal.recipechecks import refuse_said_twice
 from shoal.rng import seeded_host
 from shoal.several import Models, members_of, models_of, optimizers_of
 from shoal.wholeset import Part, WholeSet
@@ -266,4 +267,5 @@ def _metric(name: Any, value: Any) -> float:
             f"Recipe(evaluate=...) returned a value under {name!r}; return a scalar or a mapping "
             "name -> scalar."
         )
+    refuse_said_twice("what Recipe(evaluate=...) returned", name)
     return as_number(f"Recipe(evaluate=...) under {name!r}", value)

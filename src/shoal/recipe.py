@@ -85,9 +85,10 @@ class Recipe:
             ``step`` takes one, as that of ``ReduceLROnPlateau``; on one device. One at the end,
             where no longer training would have it, does not count.
         schedule_metric: what an evaluation found, for such a schedule.
-        metrics: name -> ``(output, batch) -> float``, averaged over the validation batches; with a
-            parameter called ``hp`` as in ``loss``. Or a ``shoal.WholeSet``, which is computed once
-            of all batches: AUC, F1, a mean that weighs a short last batch less.
+        metrics: name -> ``(output, batch) -> float``, averaged over the validation batches and
+            recorded as ``valid_<name>``; with a parameter called ``hp`` as in ``loss``. Or a
+            ``shoal.WholeSet``, which is computed once of all batches: AUC, F1, a mean that weighs
+            a short last batch less.
         clip_grad_norm: the largest global gradient norm, or None; or ``(hp) -> norm or None``, for
             each trial its own. A trial for which it says None is not clipped, but is planned as
             one that is: a spilled one begins no step before the whole backward is done.

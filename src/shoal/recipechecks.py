@@ -43,12 +43,28 @@ def check_metrics(metrics: object) -> None:
     for name, metric in metrics.items():
         if not isinstance(name, str) or not name:
             raise SpecError(f"a metric's name is a string that is not empty, got {name!r}.")
-        if name == "loss":
+        if name in ("loss", "valid_loss"):
             raise SpecError(
-                "Recipe(metrics=...) has one called 'loss', and valid_loss is the mean of the "
+                f"Recipe(metrics=...) has one called {name!r}, and valid_loss is the mean of the "
                 "recipe's loss over the validation batches. Give it another name."
             )
+        refuse_said_twice("Recipe(metrics=...)", name)
         _require_callable(f"metrics[{name!r}]", metric)
+
+
+def refuse_said_twice(what: str, name: str) -> None:
+    """Look at a name that something is found under in a validation.
+
+    Raises:
+        SpecError: it says so itself, and would be recorded as valid_valid_...
+    """
+    if name.startswith("valid_"):
+        short = name.removeprefix("valid_") or "score"
+        raise SpecError(
+            f"{what} has the name {name!r}, and what is found in a validation is recorded as "
+            f"valid_NAME, which would be {f'valid_{name}'!r}. Call it {short!r}; "
+            f"Study(metric='valid_{short}') ranks by it."
+        )
 
 
 def check_schedule(given: Mapping[str, Any]) -> None:

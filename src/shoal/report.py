@@ -392,7 +392,8 @@ class Report:
             import pandas as pd  # lazy: an extra
         except ImportError:
             raise SpecError(
-                "to_frame() needs pandas, which is not installed. Install it: pip install pandas."
+                "to_frame() needs pandas, which is not installed. Install it: pip install "
+                "'pandas>=2'."
             ) from None
         return pd.DataFrame([_frame_row(trial) for trial in self.trials])
 

@@ -117,3 +117,32 @@ def test_a_script_whose_model_raises_shows_its_own_lines_alone(tmp_path):
     assert ran.returncode == 1
     assert files == [f'File "{script}", line {at}' for at in ("15, in <module>", "6, in model")]
     assert lines[-1] == "ZeroDivisionError: integer division or modulo by zero"
+
+
+# ---------------------------------------------------------------- names
+
+
+def test_a_metric_that_says_valid_itself_is_told_its_name():
+    words = (
+        r"'valid_auc', .* would be 'valid_valid_auc'\. Call it 'auc'; Study\(metric='valid_auc'"
+    )
+    with pytest.raises(shoal.SpecError, match=words):
+        make_recipe(metrics={"valid_auc": loss})
+    with pytest.raises(shoal.SpecError, match="one called 'valid_loss', and valid_loss is the"):
+        make_recipe(metrics={"valid_loss": loss})
+
+
+def test_an_evaluation_of_ones_own_that_says_valid_itself_is_told_its_name(run_study):
+    def step(model, batch, optimizer, hp):
+        optimizer.zero_grad()
+        found = loss(model(batch[0]), batch)
+        found.backward()
+        optimizer.step()
+        return found
+
+    def evaluate(model, batch, hp):
+        return {"valid_error": loss(model(batch[0]), batch)}
+
+    recipe = shoal.Recipe(model=build, data=data, step=step, evaluate=evaluate)
+    with pytest.raises(shoal.SpecError, match=r"evaluate=.*Call it 'error'"):
+        run_study(recipe, {"lr": 0.1}, epochs=2, metric="valid_error")

@@ -14,13 +14,13 @@ nothing counts once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shoal.core.errors import SpecError
 from shoal.core.spec import Scalar
-from shoal.core.values import flag, plain
+from shoal.core.values import flag, is_number, plain
 
 RESERVED = frozenset({"trial", "number", "state", "seconds", "error", "checkpoint", "train_loss"})
 _SCALARS = (bool, int, float, str, type(None))
@@ -306,5 +306,17 @@ def _check_entry(name: str, entry: Any) -> Distribution:
         return entry
     if isinstance(entry, list | tuple | set | range):
         values = ", ".join(map(repr, entry))
-        raise SpecError(f"{name!r} is a {type(entry).__name__}; write choice({values}).")
+        between = _between([plain(value) for value in entry])
+        raise SpecError(f"{name!r} is a {type(entry).__name__}; write choice({values}){between}.")
     return Choice((to_scalar(repr(name), entry),))
+
+
+def _between(ends: Sequence[Any]) -> str:
+    """What else two values may have meant: what lies between them."""
+    if len(ends) != 2 or not all(map(is_number, ends)) or not ends[0] < ends[1]:
+        return ""
+    low, high = ends
+    kinds = ["uniform", *["log_uniform"] * (low > 0)]
+    kinds += ["integer"] * (type(low) is int and type(high) is int)
+    words = " or ".join(f"{kind}({low!r}, {high!r})" for kind in kinds)
+    return f" for one of these two, {words} for what lies between them"

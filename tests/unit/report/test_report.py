@@ -171,7 +171,7 @@ def test_the_frame_has_a_row_per_trial(make_dir):
 def test_without_pandas_the_frame_says_what_to_install(make_dir, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
 
-    with pytest.raises(SpecError, match="pip install pandas"):
+    with pytest.raises(SpecError, match="pip install 'pandas>=2'"):
         read_report(make_dir()).to_frame()
 
 

@@ -90,7 +90,15 @@ def test_a_distribution_that_cannot_be_is_refused(make, words):
     ("space", "words"),
     [
         ([("lr", 1)], "a space is a dict of distributions or grid.* got list"),
-        ({"lr": [1, 2]}, r"'lr' is a list; write choice\(1, 2\)"),
+        (
+            {"lr": [1, 2]},
+            r"'lr' is a list; write choice\(1, 2\) for one of these two, uniform\(1, 2\) or "
+            r"log_uniform\(1, 2\) or integer\(1, 2\) for what lies between them\.$",
+        ),
+        ({"x": (0, 0.5)}, r"write choice\(0, 0.5\) for one of these two, uniform\(0, 0.5\) for w"),
+        ({"x": (2, 1)}, r"'x' is a tuple; write choice\(2, 1\)\.$"),
+        ({"x": (1, 2, 3)}, r"'x' is a tuple; write choice\(1, 2, 3\)\.$"),
+        ({"x": ("a", "b")}, r"'x' is a tuple; write choice\('a', 'b'\)\.$"),
         ({"net": object()}, "'net' has a value of type object"),
         ({"x": 1j}, "'x' has a value of type complex"),
         ({"x": np.zeros(3)}, "'x' has a value of type ndarray"),
