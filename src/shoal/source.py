@@ -13,6 +13,7 @@ point where it would run that one, or the first one if none is named.
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import importlib.util
@@ -26,6 +27,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from shoal.core.errors import ShoalError, SpecError
+from shoal.core.studyfiles import DATABASE
 from shoal.frames import own_traceback
 
 # The name under which a user's file is imported. Workers do not have such a module, so
@@ -126,7 +128,7 @@ def load_study(source: str) -> LoadedStudy:
     with nullcontext() if _reading else _reading_for(asked):
         module = _import_file(place) if _is_file(place) else _import_module(place)
     studies = {name: value for name, value in vars(module).items() if is_study(value)}
-    name = _choose(place, attribute, studies)
+    name = _choose(place, attribute, studies, module)
     return LoadedStudy(studies[name], f"{_lasting(place)}:{name}")
 
 
@@ -138,8 +140,15 @@ def is_study(value: object) -> bool:
 
 def _split(source: str) -> tuple[str, str]:
     place, colon, attribute = source.rpartition(":")
-    if colon and attribute.isidentifier():
+    if colon and attribute.isidentifier() and not place.rpartition(":")[0].endswith(".py"):
         return place, attribute
+    file, colon, attribute = source.partition(".py:")
+    if colon and not Path(source).exists():
+        raise SpecError(
+            f"cannot load a study from {source!r}: after {file}.py: comes the name of a "
+            f"shoal.Study at the top level of that file, got {attribute!r}. Write "
+            f"{file}.py:study, if it is called so, or {file}.py alone if it defines one."
+        )
     return source, ""
 
 
@@ -192,11 +201,12 @@ def _lasting(place: str) -> str:
 
 def _import_file(place: str) -> ModuleType:
     path = Path(place).resolve()
-    if not path.is_file():
-        what = "is a directory" if path.is_dir() else "does not exist"
+    if not place or not path.is_file():
+        raise SpecError(f"cannot load a study from {place!r}: {_no_file(place, path)}")
+    if path.suffix == ".ipynb":
         raise SpecError(
-            f"cannot load a study from {place!r}: it {what} (looked in {Path.cwd()}). "
-            "Give the path of a Python file that defines a shoal.Study."
+            f"cannot load a study from {place!r}: it is a notebook. Call study.run() in it, or "
+            f"make a file of it: jupyter nbconvert --to script {place}."
         )
     spec = importlib.util.spec_from_file_location(MODULE_NAME, path)
     if spec is None or spec.loader is None:
@@ -222,6 +232,33 @@ def _import_file(place: str) -> ModuleType:
     return module
 
 
+def _no_file(place: str, path: Path) -> str:
+    """What stands where a file is looked for, and what to give instead."""
+    advice = "Give the path of a Python file that defines a shoal.Study."
+    if not place:
+        return f"it names no file. {advice}"
+    if (path / DATABASE).exists():
+        return f"it is the directory of a study that ran. {_onward(place)}"
+    what = "is a directory" if path.is_dir() else "does not exist"
+    return f"it {what} (looked in {Path.cwd()}). {advice}"
+
+
+def _onward(study: str) -> str:
+    return f"Look at it with shoal show {study}, go on with shoal resume {study}."
+
+
+def _no_module(place: str) -> str:
+    """What a name that is no module may have meant."""
+    if Path(f"{place}.py").is_file():
+        return f"There is a file of that name here: {place}.py."
+    if (Path("runs") / place / DATABASE).exists():
+        return f"There is a study of that name in runs. {_onward(place)}"
+    return (
+        "Give the path of a Python file that ends in .py, or the name of a module that can be "
+        "imported."
+    )
+
+
 def _import_module(place: str) -> ModuleType:
     try:
         return importlib.import_module(place)
@@ -231,28 +268,69 @@ def _import_module(place: str) -> ModuleType:
             'is imported. Put that under if __name__ == "__main__".'
         ) from None
     except ImportError as error:
+        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+            raise SpecError(
+                f"cannot load a study from {place!r}: importing the module failed.\n"
+                f"{own_traceback(error).rstrip()}"
+            ) from error
         raise SpecError(
-            f"cannot load a study from {place!r}: {error}. Give the path of a Python file "
-            "that ends in .py, or the name of a module that can be imported."
+            f"cannot load a study from {place!r}: {error}. {_no_module(place)}"
         ) from error
 
 
-def _choose(place: str, attribute: str, studies: dict[str, Any]) -> str:
+def _choose(place: str, attribute: str, studies: dict[str, Any], module: ModuleType) -> str:
     found = ", ".join(sorted(studies)) or "none"
     if attribute:
         if attribute not in studies:
             raise SpecError(
-                f"{place} defines no study named {attribute!r}; the studies there: {found}. One "
-                "that a function makes has no name: make it at the file's top level."
+                f"{place} defines no study named {attribute!r}; the studies there: "
+                f"{found}{_what_it_is(module, attribute)}. One that a function makes has no name: "
+                "make it at the file's top level."
             )
         return attribute
     distinct = {id(study): name for name, study in reversed(studies.items())}
     if not distinct:
         raise SpecError(
-            f"{place} defines no study. Make one at its top level: study = shoal.Study(...)."
+            f"{place} defines no study{_inside(module)}. Make one at its top level: study = "
+            "shoal.Study(...)."
         )
     if len(distinct) > 1:
         raise SpecError(
             f"{place} defines several studies: {found}. Choose one: {place}:{min(studies)}"
         )
     return next(iter(distinct.values()))
+
+
+def _what_it_is(module: ModuleType, attribute: str) -> str:
+    """In words, where a name stands for something else than a study."""
+    if attribute not in vars(module):
+        return ""
+    value = vars(module)[attribute]
+    kind = (
+        f"the class {value.__name__}"
+        if isinstance(value, type)
+        else f"of the type {type(value).__name__}"
+    )
+    return f", and {attribute} is {kind}"
+
+
+def _inside(module: ModuleType) -> str:
+    """In words, where the file makes a study that nobody comes to who imports it."""
+    try:
+        parsed = ast.parse(Path(str(module.__file__)).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    for statement in parsed.body:
+        is_guard = isinstance(statement, ast.If) and "__name__" in ast.dump(statement.test)
+        is_function = isinstance(statement, ast.FunctionDef)
+        calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+        made = [call for call in calls if _last_name(call.func) == "Study"]
+        if made and (is_guard or is_function):
+            name = getattr(statement, "name", "")
+            where = f"in the function {name}" if name else 'under if __name__ == "__main__"'
+            return f" where it is imported: the one of line {made[0].lineno} is made {where}"
+    return ""
+
+
+def _last_name(function: ast.expr) -> str:
+    return str(getattr(function, "attr", getattr(function, "id", "")))

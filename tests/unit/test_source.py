@@ -191,3 +191,37 @@ def test_a_study_that_nobody_runs_has_to_be_named_among_several(tmp_path: Path) 
     path = _write(tmp_path, TWO.replace("FIRST", "").replace("SECOND", ""))
     with pytest.raises(SpecError, match="several studies: first, second"):
         load_study(path)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("mine.py:x", r"named 'x'; the studies there: large, small, and x is of the type int\."),
+        ("mine.py:", r"after mine\.py: comes the name of a .* got ''\. Write mine\.py:st"),
+        ("mine.py:a:b", r"got 'a:b'"),
+        ("mine", r"There is a file of that name here: mine\.py\."),
+        ("old", r"There is a study of that name in runs\. Look at it with shoal show old, go on"),
+        ("runs/old", r"it is the directory of a study that ran\. .*resume runs/old"),
+        ("book.ipynb", r"is a notebook\. Call study\.run\(\) in it, or .* script book\.ipynb"),
+        ("", r"from '': it names no file\. Give"),
+        ("made.py", r"where it is imported: the one of line 5 is made in the function main\."),
+        ("guarded.py", r"the one of line 5 is made under if __name__ == \"__main__\"\."),
+        ("pack.age", r"the module failed\.\nTraceback[^$]*No module named 'no_such_thing'"),
+    ],
+)  # fmt: skip
+def test_what_stands_in_place_of_a_study_is_told(source, words, tmp_path, monkeypatch):
+    _write(tmp_path, "small = Study()\nlarge = Study()\nx = 3\n")
+    _write(tmp_path, "def main():\n    study = Study()\n    study.run()\n", "made.py")
+    _write(tmp_path, "if __name__ == '__main__':\n    study = Study()\n", "guarded.py")
+    (tmp_path / "book.ipynb").write_text("{}")
+    (tmp_path / "runs" / "old").mkdir(parents=True)
+    (tmp_path / "runs" / "old" / "study.db").touch()
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "age.py").write_text("import no_such_thing\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "elsewhere" if source == "mine" else tmp_path)
+    if source == "mine":
+        monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
+
+    with pytest.raises(SpecError, match=words):
+        load_study(source)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from shoal.core.errors import SpecError
-from shoal.core.spec import TrialSpec
+from shoal.core.spec import Scalar, TrialSpec
 from shoal.execution.trial import Start
 from shoal.observe.reader import read_outline
 from shoal.observe.snapshot import Snapshot
@@ -25,21 +27,39 @@ def clear(directory: str | os.PathLike[str], trial: int) -> None:
 
 
 def refuse_idle(
-    clones: Iterable[TrialSpec], starts: Mapping[int, Start], totals: Mapping[int, int | None]
+    clones: Iterable[TrialSpec],
+    starts: Mapping[int, Start],
+    totals: Mapping[int, int | None],
+    trials: Iterable[TrialSpec],
+    place: Path,
 ) -> None:
     """Refuse warm clones that would begin where trials end.
+
+    ``trials``: all of the study in ``place``.
 
     Raises:
         SpecError: one has no step left to do.
     """
+    of = {trial.number: trial.hp for trial in trials}
     for clone in clones:
         start, total = starts.get(clone.number), totals.get(clone.number)
         if start is not None and start.warm and total is not None and start.step >= total:
             raise SpecError(
                 f"a clone of trial {clone.parent} would begin after step {start.step} of {total}, "
-                "with nothing left to train: its parent is done. Clone it cold (--cold, "
-                "warm=False), or have the study train for longer before you clone it."
+                "with nothing left to train: its parent is done. One that begins anew is: "
+                f"{_cold(clone, of, place)} (in Python CloneTrial(..., warm=False)). For one that "
+                "goes on from its state raise epochs= or steps= in the study's file first."
             )
+
+
+def _cold(clone: TrialSpec, of: Mapping[int, Mapping[str, Scalar]], place: Path) -> str:
+    """What to type for the same clone from its beginning."""
+    parent = of.get(-1 if clone.parent is None else clone.parent, {})
+    words = ["shoal", "clone", str(place), str(clone.parent)]
+    for name, value in clone.hp.items():
+        if repr(value) != repr(parent.get(name)):
+            words += ["--set", f"{name}={value}"]
+    return f"{shlex.join(words)} --cold"
 
 
 def begin_warm(directory: str | os.PathLike[str], parent: int, clone: int) -> Start:
@@ -53,8 +73,9 @@ def begin_warm(directory: str | os.PathLike[str], parent: int, clone: int) -> St
     if found is None or not checkpoint.has_state(found):
         what = "only its weights were kept" if found else _why_nothing(directory, parent)
         raise SpecError(
-            f"trial {parent} has no state that a clone could begin from: {what}. Clone it cold "
-            "(--cold, warm=False), or another trial."
+            f"trial {parent} has no state that a clone could begin from: {what}. Type the same "
+            "command with --cold, which begins it anew (in Python warm=False), or clone another "
+            "trial."
         )
     clear(directory, clone)
     place = checkpoint.generations(directory, clone)

@@ -206,7 +206,8 @@ class Run:
             refuse_inexact(planned.plan)
         known = {row.number for row in case.before.trials}
         new = [trial for trial in case.todo if trial.number not in known]
-        refuse_idle(new, case.found.starts, steps_of(planned, self._settings))
+        totals = steps_of(planned, self._settings)
+        refuse_idle(new, case.found.starts, totals, case.merged.trials, case.place.path)
         todo = {trial.number for trial in case.todo}
         others = [trial.number for trial in case.merged.trials if trial.number not in todo]
         self._study.policy.check(
@@ -336,7 +337,8 @@ class Run:
             SpecError: a clone has nothing left to train.
         """
         totals = steps_of(planned, self._settings)
-        refuse_idle(specs, starts, totals)
+        them = [trial.to_spec() for trial in record.trials]
+        refuse_idle(specs, starts, totals, them, case.place.path)
         new = {spec.number for spec in specs}
         others = [trial.number for trial in record.trials if trial.number not in new]
         if self._is_strict(case):

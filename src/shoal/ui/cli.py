@@ -498,7 +498,10 @@ def clone(
         typer.Option("--set", metavar="NAME=VALUE", help="A changed hyperparameter; repeatable."),
     ] = None,
     cold: Annotated[
-        bool, typer.Option("--cold", help="Begin anew, not from the state of TRIAL.")
+        bool,
+        typer.Option(
+            "--cold", help="Begin anew, not from the state of TRIAL: also where that has finished."
+        ),
     ] = False,
     again: AddAgain = False,
     devices: Devices = None,
@@ -511,6 +514,7 @@ def clone(
 ) -> None:
     """Add a trial like another one, changed, that goes on from its state.
 
+    One that has finished has no step left to do: its clone begins anew, with --cold.
     Typed again before it has ended, it goes on with it and adds none.
     """
     from shoal.ui.control import clone_command, clone_trial

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from generating import generate, planned, steps
 
 from shoal.core.errors import SpecError
 from shoal.core.event import TrialFinished
-from shoal.launch.cloning import begin_warm, clear
+from shoal.core.spec import HyperParameters, TrialSpec
+from shoal.execution.trial import Start
+from shoal.launch.cloning import begin_warm, clear, refuse_idle
 from shoal.launch.starts import restart
 from shoal.observe import Database
 from shoal.observe.snapshot import Snapshot
@@ -53,7 +57,7 @@ def test_a_parent_without_state_is_refused_with_the_way_out(tmp_path, state):
     if state is not None:
         generate(tmp_path, 0, 4, state=state)
 
-    with pytest.raises(SpecError, match="Clone it cold"):
+    with pytest.raises(SpecError, match="with --cold, which begins it anew"):
         begin_warm(tmp_path, 0, 3)
 
 
@@ -79,3 +83,15 @@ def test_a_clone_outlives_its_parents_generations(tmp_path):
 
     assert newest is not None
     newest.verify()
+
+
+def test_a_clone_of_a_trial_that_is_done_is_told_what_to_type():
+    parent = TrialSpec(number=0, hp=HyperParameters({"lr": 0.1, "net": "a"}), seed=0)
+    clone = replace(parent, number=3, hp=HyperParameters({"lr": 1e-3, "net": "b c"}), parent=0)
+    starts = {3: Start(step=4, warm=True)}
+
+    refuse_idle([clone], starts, {3: 5}, [parent, clone], Path("runs/mine"))
+    with pytest.raises(SpecError) as caught:
+        refuse_idle([clone], starts, {3: 4}, [parent, clone], Path("runs/mine"))
+    typed = "shoal clone runs/mine 0 --set lr=0.001 --set 'net=b c' --cold (in Python"
+    assert typed in str(caught.value)
