@@ -439,10 +439,7 @@ def read_report(study_dir: str | os.PathLike[str], recipe: Recipe | None = None)
     directory = Path(study_dir)
     snapshot = Snapshot.of(read_events(directory))
     if not snapshot.runs:
-        raise SpecError(
-            f"there is no study in {directory}: it has no {DATABASE}, or an empty one. Give the "
-            "directory of a study, runs/NAME."
-        )
+        raise SpecError(f"there is no study in {directory}: {_what_is_there(directory)}")
     state = study_state(snapshot, directory)
     origin = Origin(snapshot.study, snapshot.source, snapshot.recipe) if recipe is None else recipe
     return Report(
@@ -464,6 +461,22 @@ def read_report(study_dir: str | os.PathLike[str], recipe: Recipe | None = None)
         stopped=snapshot.stopped,
         _states={row.number: trial_state(row, state) for row in snapshot.trials},
     )
+
+
+def _what_is_there(directory: Path) -> str:
+    """What stands where a study was looked for, and what to give instead."""
+    names = sorted(found.parent.name for found in directory.glob(f"*/{DATABASE}"))
+    if names:
+        some = ", ".join(names[:8]) + ", ..." * (len(names) > 8)
+        return f"it holds studies: {some}. Give the directory of one: {directory / names[0]}."
+    if (Path("runs") / directory / DATABASE).is_file():
+        return f"the one of that name is in {Path('runs') / directory}."
+    what = f"it has no {DATABASE}, or an empty one"
+    if not directory.is_dir():
+        what = (
+            "it is a file" if directory.exists() else f"it is not there (seen from {Path.cwd()})"
+        )
+    return f"{what}. Give the directory of a study, runs/NAME."
 
 
 def _result(row: TrialRow, directory: Path, recipe: Recipe | Origin) -> TrialResult:

@@ -11,6 +11,7 @@ from typing import IO
 from shoal.core.errors import SpecError
 from shoal.observe import is_running, read_outline
 from shoal.observe.snapshot import Snapshot
+from shoal.observe.states import study_state, trial_state
 from shoal.runtime.triallog import log_path
 from shoal.ui.failures import ExitCode
 from shoal.ui.studies import find_recorded, wait_while_running
@@ -78,5 +79,5 @@ def _no_log(place: Path, trial: int) -> str:
             f"study {snapshot.study} has no trial {trial}; it has {snapshot.total}, numbered "
             "from 0."
         )
-    state = snapshot.trial(trial).state.lower()
+    state = trial_state(snapshot.trial(trial), study_state(snapshot, place))
     return f"trial {trial} of {snapshot.study} is {state} and has printed nothing"

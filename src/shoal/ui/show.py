@@ -184,6 +184,11 @@ def show_study(name: str | None, trial: int | None, directory: Path, *, as_json:
 
 def describe_study(snapshot: Snapshot, place: Path) -> str:
     """A study as text: leaderboard, devices, failures."""
+    if not snapshot.runs:  # study.json is there
+        return (
+            f"study {place.name}: {study_state(snapshot, place)}, nothing that happened is on "
+            f"record in {place}. Where it does not run, its file begins it: shoal run FILE.py"
+        )
     versions = ", ".join(f"{name} {version}" for name, version in snapshot.versions.items())
     count = snapshot.count(TrialState.PRUNED)
     pruned = f"{count} pruned, " if count else ""
@@ -491,9 +496,15 @@ def trace_study(name: str | None, output: str | None, directory: Path, *, as_jso
     chart = trace.with_suffix(".svg")
     if trace.is_dir():
         trace, chart = trace / "trace.json", trace / "gantt.svg"
-    trace.parent.mkdir(parents=True, exist_ok=True)
-    write_trace(place, trace)
-    write_gantt(place, chart)
+    try:
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        write_trace(place, trace)
+        write_gantt(place, chart)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write the timeline to {error.filename or trace}: {error.strerror or error}. "
+            f"Say where it may go: shoal trace {place} --output DIR."
+        ) from error
     if as_json:
         print(jsonl.dumps({"trace": str(trace), "chart": str(chart)}))
     else:

@@ -59,7 +59,17 @@ def find_study(name: str | None, directory: Path) -> Path:
     others += f" and {len(known) - 8} more" if len(known) > 8 else ""
     raise SpecError(
         f"there is no study {name!r} in {directory.resolve()}; the studies there: {others}."
+        f"{_what_it_is(name)}"
     )
+
+
+def _what_it_is(name: str) -> str:
+    """What stands under a name that is no study's, from here."""
+    if Path(name).is_dir():
+        return f" The directory {name} is none: it has no {DATABASE}."
+    if name.endswith(".py") or Path(name).is_file():
+        return f" A study is called what its file calls it, in Study(NAME), and not {name}."
+    return ""
 
 
 def find_recorded(name: str | None, directory: Path) -> Path:

@@ -139,8 +139,22 @@ def test_where_the_pruner_left_none_the_refusal_says_where_the_others_are(make_d
 
 
 def test_a_directory_without_a_study_is_refused(tmp_path):
-    with pytest.raises(SpecError, match=r"there is no study in .*runs/NAME"):
+    with pytest.raises(SpecError, match=r"there is no study in .*: it is not there .*runs/NAME"):
         read_report(tmp_path / "nothing")
+
+
+def test_what_stands_where_a_study_was_looked_for_is_told(make_dir, tmp_path, monkeypatch):
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    make_dir().joinpath("study.db").rename(tmp_path / "runs" / "mine" / "study.db")
+    (tmp_path / "mine.py").touch()
+    monkeypatch.chdir(tmp_path)
+    for place, words in {
+        "mine": r"in mine: the one of that name is in runs/mine\.",
+        "runs": r"it holds studies: mine\. Give the directory of one: runs/mine\.",
+        "mine.py": r"it is a file\. Give",
+    }.items():
+        with pytest.raises(SpecError, match=words):
+            read_report(place)
 
 
 def test_the_leaderboard_is_the_golden_one(make_dir):

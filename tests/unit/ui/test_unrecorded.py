@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from shoal.core.errors import SpecError
+from shoal.core.errors import SpecError, StorageError
 from shoal.observe.db import Database
 from shoal.observe.lock import StudyLock
 from shoal.ui import control, export, handover, logs, rm, show, verify, watch
@@ -64,3 +64,29 @@ def test_it_is_listed_under_its_name_and_can_be_removed(runs, capsys):
     assert (listed["study"], listed["state"]) == ("gone", "not begun")
     assert rm.remove_studies(["gone"], runs, yes=True, as_json=False) == ExitCode.DONE
     assert not (runs / "gone").exists()
+
+
+def test_one_whose_database_is_lost_says_that_nothing_is_on_record(runs, capsys):
+    (runs / "gone" / "study.json").write_text("{}")
+    show.show_study("gone", None, runs, as_json=False)
+    out = capsys.readouterr().out
+    assert out.startswith("study gone: not begun, nothing that happened is on record in ")
+
+
+def test_what_a_name_is_that_is_no_studys_is_told(runs, monkeypatch):
+    monkeypatch.chdir(runs.parent)
+    for name, words in {
+        "runs": r"The directory runs is none: it has no study\.db\.",
+        "gone.py": r"there: gone\. A study is called what its file calls it, .* not gone\.py\.",
+    }.items():
+        with pytest.raises(SpecError, match=words):
+            show.show_study(name, None, runs, as_json=False)
+
+
+def test_a_timeline_that_cannot_be_written_is_told_where_it_may_go(runs, monkeypatch):
+    monkeypatch.setattr(show, "find_recorded", lambda name, directory: runs / "gone")
+    monkeypatch.setattr(
+        show, "write_trace", lambda place, out: (runs / "no" / "it").write_text("")
+    )
+    with pytest.raises(StorageError, match=r"to .*/no/it: No such file.* shoal trace .* --output"):
+        show.trace_study("gone", None, runs, as_json=False)
