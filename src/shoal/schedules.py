@@ -258,6 +258,25 @@ def state_of_schedule(schedule: Any, model: nn.Module) -> dict[str, Any] | None:
     return _without(state, known)
 
 
+def give_state(schedule: Any, state: Mapping[str, Any]) -> None:
+    """Have a schedule go on from a state of one like it.
+
+    Raises:
+        TrialError: it is another one's.
+    """
+    kind = " and ".join(type(one).__name__ for one in each_schedule(schedule))
+    try:
+        schedule.load_state_dict(state)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise TrialError(
+            f"what was saved of this trial's schedule ({', '.join(map(repr, state))}) is not "
+            f"what {kind}, which Recipe(schedule=...) returns now, can go on from: "
+            f"{type(error).__name__}: {error}. Put that schedule back (accept_recipe=True, "
+            "retry_failed=True goes on then), or train with this one from the start, in a study "
+            "of another name or as a clone --cold. What was saved stays as it is."
+        ) from error
+
+
 def kept_of_model(schedule: Any, model: nn.Module) -> frozenset[str]:
     """The attributes of a schedule that its state lacks: the model is in them."""
     known, named = _of_model(model), getattr(schedule, "__dict__", {})

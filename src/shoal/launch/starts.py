@@ -36,6 +36,7 @@ from shoal.observe.rows import TrialRow, TrialState
 from shoal.observe.snapshot import Snapshot
 from shoal.resume import TrialProgress
 from shoal.runtime.saving import checkpoint
+from shoal.runtime.saving.fitting import kind_of
 from shoal.storage.generations import Generation, Generations
 
 _STEP = re.compile(r"step-([0-9]+)")
@@ -236,6 +237,15 @@ ALONE: Mapping[str, Scalar] = {
 """What a numerics key says by leaving it out."""
 
 
+_OF_RECIPE = ("optimizer", "schedule")
+"""What another recipe changes, and no machine: whoever takes up a trial's state holds it against
+that (``runtime/saving/fitting.py``), and says so of that trial alone."""
+
+
+def _of_recipe(name: str, key: Mapping[str, Scalar]) -> Scalar:
+    return kind_of(key) if name == "optimizer" else key[name]
+
+
 def _in_full(key: Mapping[str, Scalar]) -> Mapping[str, Scalar]:
     whole: dict[str, Scalar] = {"micro_batches": key["accumulate"]} if "accumulate" in key else {}
     return {**ALONE, **whole, **bits_of(key)}
@@ -250,6 +260,8 @@ def check_numerics(plan: Plan, before: Mapping[int, Mapping[str, Scalar]]) -> li
         then = _in_full(known) if known else {}
         for name in sorted(set(then) & set(now)):
             if name == "array" and _is_on_record(then[name], now[name]):
+                continue
+            if name in _OF_RECIPE and _of_recipe(name, then) != _of_recipe(name, now):
                 continue
             if then[name] != now[name]:
                 why = next((why for why in job.why if why.startswith(UNFUSED)), "")

@@ -61,7 +61,7 @@ from shoal.runtime.units import (
     locate,
 )
 from shoal.runtime.validating import Validating
-from shoal.schedules import advance, build_schedule, catch_up, state_of_schedule
+from shoal.schedules import advance, build_schedule, catch_up, give_state, state_of_schedule
 from shoal.spill.generate import route_of
 
 
@@ -353,7 +353,7 @@ class Session:
         if not warm:
             self.binding.restore_groups(progress.groups)
             if self.schedule and progress.schedule is not None:
-                self.schedule.load_state_dict(progress.schedule)
+                give_state(self.schedule, progress.schedule)
         if reads:
             self._seek(progress)
         self.rng = progress.rng

@@ -40,6 +40,7 @@ from shoal.runtime.gangs.replicated import ReplicaSession
 from shoal.runtime.measuring.chains import Chains
 from shoal.runtime.messages import Grant, Progress, Settings
 from shoal.runtime.saving.extrastate import extra_state
+from shoal.runtime.saving.fitting import Fit
 from shoal.runtime.saving.packing import Packer, unpack
 from shoal.runtime.saving.tensorfile import read_into, read_tensors, row
 from shoal.runtime.session import Session
@@ -217,19 +218,13 @@ def restore(path: str | os.PathLike[str], layout: TrialLayout, region: Region) -
     Raises:
         StorageError: it is damaged, another model's, or holds weights only.
     """
-    generation = at(path)
-    if not has_state(generation):
-        raise StorageError(
-            f"{path} holds the weights of a finished trial and no optimizer state "
-            "(keep_finished='weights'): nothing can train on from it."
-        )
+    generation = _with_state(path)
     weights: dict[str, Tensor] = views(region.bytes, layout.buffers, layout.buffers_at)
     state = {f"buffer|{name}": place for name, place in weights.items()}
     for shard in layout.shards:
         weights |= views(region.bytes, shard.whole, shard.whole_at)
         for name, places in state_views(region.bytes, shard.state, shard.state_at).items():
             state |= {f"state|{name}|{key}": place for key, place in places.items()}
-    _check_names(generation, layout)
     read_into(generation, WEIGHTS, weights)
     read_into(generation, STATE, state)
     for shard in layout.shards:
@@ -237,6 +232,16 @@ def restore(path: str | os.PathLike[str], layout: TrialLayout, region: Region) -
             read_into(generation, WEIGHTS, {name: (whole := weight.empty())})
             weight.split(whole)
     return read_progress(generation)
+
+
+def _with_state(path: str | os.PathLike[str]) -> Generation:
+    generation = at(path)
+    if not has_state(generation):
+        raise StorageError(
+            f"{path} holds the weights of a finished trial and no optimizer state "
+            "(keep_finished='weights'): nothing can train on from it."
+        )
+    return generation
 
 
 def read_progress(generation: Generation) -> Progress:
@@ -259,18 +264,6 @@ def is_warm(generation: Generation, trial: int) -> bool:
 def _state_tensors(generation: Generation) -> dict[str, Tensor]:
     own = read_tensors(generation, OWN) if OWN in generation.manifest.files else {}
     return read_tensors(generation, STATE) | own
-
-
-def _check_names(generation: Generation, layout: TrialLayout) -> None:
-    """A generation of another model has other parameters."""
-    wanted = {f.spec.name for shard in layout.shards for f in shard.param.fields}
-    with generation.open(WEIGHTS) as file:
-        missing = wanted - set(file.entries)
-    if missing:
-        raise StorageError(
-            f"{generation.path} lacks {len(missing)} of the model's parameters, the first "
-            f"{min(missing)!r}: it was written by another model."
-        )
 
 
 def at(path: str | os.PathLike[str]) -> Generation:
@@ -329,8 +322,9 @@ def take_up(
 
     ``captures``: who captures its passes, if these are to be. ``chains``: who knows some.
     """
-    progress = grant.progress
+    progress, fit = grant.progress, None
     if grant.restore:
+        fit = _fit(grant, settings)
         progress = restore(grant.restore, grant.layout, region)
     session = parked
     if session is None or progress is None or session.step != progress.step:
@@ -343,10 +337,24 @@ def take_up(
     if progress is None:
         check_rules(session)
     else:
+        if fit is not None:
+            fit.require_groups(progress, session.binding.groups())
         if session is parked and not grant.warm:  # it has its own still
             progress = replace(progress, python={})
         session.resume(progress, warm=grant.warm)
     return session
+
+
+def _fit(grant: Grant, settings: Settings) -> Fit:
+    """Whether a trial fits its generation, whose tensors do.
+
+    Raises:
+        TrialError: they do not.
+        StorageError: it is damaged, or holds weights only.
+    """
+    fit = Fit(_with_state(grant.restore), grant, settings)
+    fit.require_tensors(WEIGHTS, STATE)
+    return fit
 
 
 def new_session(recipe: Recipe, job: Job, settings: Settings, device: torch.device) -> Session:

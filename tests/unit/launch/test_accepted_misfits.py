@@ -1,0 +1,161 @@
+"""A recipe that is accepted, and makes what no trial's saved state is of: each is told so."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import studies
+
+import shoal
+from shoal.core.event import CheckpointDamaged, StepFinished
+from shoal.report import read_report
+from shoal.source import load_study
+
+FILE = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import shoal
+
+seen = [0]
+
+
+def build(hp):
+    width = 12 if hp["lr"] > 0.05 and WIDER else 8
+    return nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
+
+
+def data(hp):
+    random = torch.Generator().manual_seed(0)
+    rows = torch.randn(16, 4, generator=random), torch.arange(16) % 2
+    rows = torch.utils.data.TensorDataset(*rows)
+    return DataLoader(rows, 4, shuffle=True), DataLoader(rows, 16)
+
+
+def loss(output, batch):
+    return nn.functional.cross_entropy(output, batch[1])
+
+
+def optimizer(named, hp):
+    named = list(named)
+    if hp["lr"] < 0.05:
+        return torch.optim.Adam([p for _, p in named], lr=hp["lr"])
+    return OTHER
+
+
+def schedule(optimizer, hp):
+    return SCHEDULE
+
+
+def sure(output, batch):
+    seen[0] += 1
+    if seen[0] > 2 and WRONG:
+        raise ValueError("late")
+    return 0.0
+
+
+recipe = shoal.Recipe(
+    model=build, data=data, loss=loss, metrics={"sure": sure}, optimizer=optimizer,
+    schedule=schedule, schedule_interval="INTERVAL",
+)
+study = shoal.Study(
+    "misfit", recipe, space=shoal.grid(lr=[0.01, 0.1]), epochs=5, directory="PLACE",
+    checkpoint_every=0,
+)
+"""
+ADAM = "torch.optim.Adam([p for _, p in named], lr=hp['lr'])"
+SGD = "torch.optim.SGD([p for _, p in named], lr=hp['lr'], momentum=0.9)"
+GROUPS = (
+    "torch.optim.Adam([{'params': [p for n, p in named if n[0] == k]} for k in '012'], "
+    "lr=hp['lr'])"
+)
+BEGUN = {"WIDER": "False", "OTHER": ADAM, "INTERVAL": "step", "WRONG": "True"}
+BEGUN["SCHEDULE"] = "torch.optim.lr_scheduler.StepLR(optimizer, 3)"
+
+
+@pytest.fixture
+def misfit(tmp_path, warm_workers):
+    """What runs the study of a file with some words in the places of others; the study."""
+    file = tmp_path / "misfit.py"
+
+    def run(**words) -> shoal.Study:
+        options = {name: words.pop(name) for name in list(words) if name.islower()}
+        text = FILE.replace("PLACE", str(tmp_path / "runs"))
+        for name, word in (BEGUN | words).items():
+            text = text.replace(name, word)
+        file.write_text(text)
+        loaded = load_study(str(file))
+        loaded.study.source = loaded.source
+        studies.run(loaded.study, warm_workers, **options)
+        return loaded.study
+
+    return run
+
+
+def go_on(misfit, **words):
+    """Both trials fail late, and go on with another recipe."""
+    misfit()
+    return misfit(WRONG="False", retry_failed=True, accept_recipe=True, **words)
+
+
+MISFITS = {
+    "optimizer": ({"OTHER": SGD}, "it was saved with the optimizer Adam, and SGD is made"),
+    "groups": (
+        {"OTHER": GROUPS},
+        r"its optimizer had groups of parameters, 1 \(6 parameters from '0.bias' on\), and has 3 "
+        r"\(2 parameters from '0.bias' on, 2 parameters from '1.bias' on, ",
+    ),
+    "shapes": (
+        {"WIDER": "True"},
+        r"'0.bias' was saved with the shape \(8,\), and the model that is made has \(12,\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MISFITS)
+def test_a_trial_whose_state_is_of_something_else_fails_and_the_other_one_goes_on(misfit, what):
+    words, said = MISFITS[what]
+
+    study = go_on(misfit, **words)
+
+    first, second = read_report(study.directory).trials
+    assert (str(first.state), str(second.state)) == ("FINISHED", "FAILED")
+    assert not studies.written(study, CheckpointDamaged)
+    assert "trial 1 cannot go on from its own state of step " in second.error
+    assert re.search(said, second.error)
+    assert "as shoal clone STUDY 1 --cold. What was saved stays as it is." in second.error
+
+    study = misfit(WRONG="False", retry_failed=True, accept_recipe=True)
+    assert str(read_report(study.directory).trials[1].state) == "FINISHED"
+    steps = [e.step for e in studies.written(study, StepFinished) if e.trial == 1]
+    assert steps == list(range(1, 21))
+
+
+SCHEDULES = {
+    "interval": (
+        {"INTERVAL": "epoch"},
+        "was stepped after each step, and is after each epoch now",
+    ),
+    "kind": (
+        {
+            "SCHEDULE": "torch.optim.lr_scheduler.SequentialLR(optimizer, ["
+            "torch.optim.lr_scheduler.StepLR(optimizer, 3), "
+            "torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)], [4])"
+        },
+        "is not what SequentialLR and StepLR and ExponentialLR, which Recipe",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SCHEDULES)
+def test_a_schedule_that_cannot_go_on_from_what_was_saved_is_called_that(misfit, what):
+    words, said = SCHEDULES[what]
+
+    study = go_on(misfit, **words)
+
+    trials = read_report(study.directory).trials
+    assert [str(trial.state) for trial in trials] == ["FAILED", "FAILED"]
+    assert all(said in trial.error for trial in trials)
+    assert all("What was saved stays as it is." in trial.error for trial in trials)
