@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shoal.core.errors import SpecError
 from shoal.core.spec import Scalar, TrialSpec
+from shoal.core.units import counted
 from shoal.execution.trial import Start
 from shoal.observe.reader import read_outline
 from shoal.observe.snapshot import Snapshot
@@ -49,6 +50,34 @@ def refuse_idle(
                 "with nothing left to train: its parent is done. One that begins anew is: "
                 f"{_cold(clone, of, place)} (in Python CloneTrial(..., warm=False)). For one that "
                 "goes on from its state raise epochs= or steps= in the study's file first."
+            )
+
+
+def refuse_other_epochs(
+    clones: Iterable[TrialSpec],
+    starts: Mapping[int, Start],
+    batches: Mapping[int, int | None],
+    counts: str,
+) -> None:
+    """Refuse warm clones whose epochs have another length than their parent's, where they count.
+
+    ``batches``: of an epoch, by trial; ``counts``: what counts epochs, in words, if anything does.
+
+    Raises:
+        SpecError: nobody could say in which epoch such a clone begins.
+    """
+    for clone in clones if counts else ():
+        start = starts.get(clone.number)
+        if start is None or not start.warm or not start.restore:
+            continue
+        then = checkpoint.at(start.restore).manifest.meta.get("batches")
+        now = batches.get(clone.number)
+        if then is not None and now is not None and then != now:
+            raise SpecError(
+                f"a clone of trial {clone.parent} would read {counted(now, 'batch', 'batches')} "
+                f"an epoch, and its parent read {then}: in which epoch it begins after step "
+                f"{start.step} nobody can say, and {counts} counts epochs. Clone it cold "
+                "(--cold, warm=False), or have the length, and the schedule, go by steps."
             )
 
 

@@ -34,7 +34,7 @@ from shoal.execution.run import Execution
 from shoal.execution.trial import Start
 from shoal.kernelchoice import EXACT, STRICT, only_deterministic
 from shoal.launch.case import Case, more_points, refuse_early, take_up
-from shoal.launch.cloning import refuse_idle
+from shoal.launch.cloning import refuse_idle, refuse_other_epochs
 from shoal.launch.commands import Commands, Door
 from shoal.launch.directory import StudyDirectory
 from shoal.launch.duration import likely_part
@@ -206,8 +206,8 @@ class Run:
             refuse_inexact(planned.plan)
         known = {row.number for row in case.before.trials}
         new = [trial for trial in case.todo if trial.number not in known]
-        totals = steps_of(planned, self._settings)
-        refuse_idle(new, case.found.starts, totals, case.merged.trials, case.place.path)
+        starts, them = case.found.starts, case.merged.trials
+        self._check_clones(new, starts, them, case.place.path, planned)
         todo = {trial.number for trial in case.todo}
         others = [trial.number for trial in case.merged.trials if trial.number not in todo]
         self._study.policy.check(
@@ -222,6 +222,24 @@ class Run:
         if not self._request.accept_numerics:
             refuse_numerics(changes)
         return changes + asked_seats(planned.plan, _recorded(case))
+
+    def _check_clones(
+        self,
+        clones: Sequence[TrialSpec],
+        starts: Mapping[int, Start],
+        trials: Sequence[TrialSpec],
+        place: Path,
+        planned: Planned,
+    ) -> Mapping[int, int | None]:
+        """Refuse warm clones that cannot go on from their parents; the steps of all trials."""
+        by_epochs = self._settings.epochs is not None
+        counts = f"Study(epochs={self._settings.epochs})" * by_epochs
+        if self._study.recipe.schedule_interval == "epoch":
+            counts = counts or "Recipe(schedule_interval='epoch')"
+        refuse_other_epochs(clones, starts, planned.num_batches, counts)
+        totals = steps_of(planned, self._settings)
+        refuse_idle(clones, starts, totals, trials, place)
+        return totals
 
     def _free(self, case: Case, plan: Plan) -> Bytes:
         """Bytes on the disk of the study's directory for other files than the trials' homes."""
@@ -336,9 +354,8 @@ class Run:
             PlanError: their state fits neither the disk nor its budget, or not the host.
             SpecError: a clone has nothing left to train.
         """
-        totals = steps_of(planned, self._settings)
         them = [trial.to_spec() for trial in record.trials]
-        refuse_idle(specs, starts, totals, them, case.place.path)
+        totals = self._check_clones(specs, starts, them, case.place.path, planned)
         new = {spec.number for spec in specs}
         others = [trial.number for trial in record.trials if trial.number not in new]
         if self._is_strict(case):

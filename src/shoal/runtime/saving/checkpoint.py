@@ -123,6 +123,7 @@ def content(
         "length": session.settings.steps or session.settings.epochs,
         "metrics": dict(session.metrics),
         "evaluated": evaluated,
+        "batches": session.feed.num_batches,
     }
     files = {WEIGHTS: weights, STATE: tensors}
     if ended and session.settings.keep_finished == "weights":
@@ -339,6 +340,8 @@ def take_up(
     else:
         if fit is not None:
             fit.require_groups(progress, session.binding.groups())
+            if grant.warm and fit.counts_otherwise(session.feed.num_batches):
+                progress = replace(progress, position=session.feed.position())
         if session is parked and not grant.warm:  # it has its own still
             progress = replace(progress, python={})
         session.resume(progress, warm=grant.warm)

@@ -49,6 +49,14 @@ class Fit:
             self._refuse(difference)
         self._require_state(beside, layout)
 
+    def counts_otherwise(self, batches: int | None) -> bool:
+        """Whether an epoch had another number of batches: a place in it means nothing then.
+
+        Of data without a length, and of what an older shoal wrote, that is not known.
+        """
+        then = self._meta.get("batches")
+        return then is not None and batches is not None and then != batches
+
     def _require_kind(self) -> None:
         """By the numerics keys of then and of now."""
         then, now = self._meta.get("numerics", {}), self._grant.job.numerics
