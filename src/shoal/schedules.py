@@ -86,6 +86,24 @@ def _refuse_asking(schedule: Any) -> None:
         )
 
 
+def require_measured(schedule: Any, *, has_valid: bool) -> None:
+    """A schedule that is told what evaluations find on validation data needs some.
+
+    Raises:
+        SpecError: there is none.
+    """
+    if has_valid or not isinstance(schedule, EachEvaluation) or not schedule.is_told:
+        return
+    if schedule.metric.startswith("valid_"):  # a step of one's own may name others
+        kind = next(type(one).__name__ for one in schedule.members.values() if _asks(one))
+        raise SpecError(
+            f"{kind}, which Recipe(schedule=...) returned, goes by {schedule.metric!r} "
+            "(schedule_metric=), which is measured on validation batches, and Recipe(data=...) "
+            "returned (train, None). Return validation batches, or a schedule that goes by steps "
+            "or epochs (schedule_interval='step' or 'epoch')."
+        )
+
+
 class Schedules:
     """Several schedules that step together."""
 
@@ -140,7 +158,12 @@ class EachEvaluation(Schedules):
 
     def __init__(self, schedule: Any, metric: str) -> None:
         super().__init__(schedule.members if isinstance(schedule, Schedules) else {"it": schedule})
-        self._metric, self._at = metric, 0
+        self.metric, self._at = metric, 0
+
+    @property
+    def is_told(self) -> bool:
+        """Whether any of them asks for the metric."""
+        return any(map(_asks, self.members.values()))
 
     def step(self) -> None:
         """Nothing: a step is no evaluation."""
@@ -162,14 +185,14 @@ class EachEvaluation(Schedules):
         """
         if step == self._at:
             return
-        self._at, asking = step, any(map(_asks, self.members.values()))
-        if asking and self._metric not in found:
+        self._at = step
+        if self.is_told and self.metric not in found:
             raise SpecError(
-                f"the schedule goes by {self._metric!r}, Recipe(schedule_metric=...), and the "
+                f"the schedule goes by {self.metric!r}, Recipe(schedule_metric=...), and the "
                 f"evaluation found {', '.join(sorted(found)) or 'nothing'}. Name one of these, or "
                 "return validation data from Recipe(data=...)."
             )
-        self.go_on(found.get(self._metric, math.nan))
+        self.go_on(found.get(self.metric, math.nan))
 
     def go_on(self, value: float) -> None:
         """Each member's own step, told the metric's value if it asks."""

@@ -482,6 +482,38 @@ def test_a_schedule_that_ends_before_its_trial_is_refused_and_others_train(
         make_study(recipe, "short", space={"lr": 0.1, "cycle": 1}).run(**how)
 
 
+def plateau(optimizer, hp):
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+
+def test_a_plateau_without_validation_data_is_refused_in_the_plan_and_others_train(
+    make_study, warm_workers
+):
+    how = {"hardware": one_device(), "workers": warm_workers}
+    recipe = make_recipe(
+        data=lambda hp: (data(hp)[0], data(hp)[0] if hp["validates"] else None),
+        schedule=plateau,
+        schedule_interval="evaluation",
+    )
+    words = (
+        "ReduceLROnPlateau, which Recipe(schedule=...) returned, goes by 'valid_loss' "
+        "(schedule_metric=), which is measured on validation batches, and Recipe(data=...) "
+        "returned (train, None). Return validation batches, or a schedule that goes by steps or "
+        "epochs"
+    )
+    space = {"lr": 0.1, "validates": shoal.grid(validates=[True, False])["validates"]}
+    study = make_study(recipe, space=space)
+    assert words in study.plan(**how).failures[1]
+    whole, without = study.run(**how).trials
+    assert (str(whole.state), str(without.state)) == ("FINISHED", "FAILED")
+    assert words in without.error
+    assert not without.history
+    alone = make_study(recipe, "alone", space={"lr": 0.1, "validates": False})
+    for refused in (alone.plan, alone.run):
+        with pytest.raises(shoal.SpecError, match=re.escape(words)):
+            refused(**how)
+
+
 def test_a_schedule_that_seems_to_count_epochs_is_warned_of(make_study, warm_workers):
     def cosine(optimizer, hp):
         return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)

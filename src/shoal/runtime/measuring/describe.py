@@ -31,6 +31,7 @@ from shoal.rng import seed_all
 from shoal.runtime.measuring.paces import paces_of
 from shoal.runtime.measuring.unread import Code, Reading, read_schedule
 from shoal.runtime.messages import Describe, Described, Noticed
+from shoal.schedules import require_measured
 from shoal.several import each_kind, members_of
 
 FEW_ROWS = 2
@@ -91,6 +92,7 @@ def _one(recipe: Recipe, trial: TrialSpec, code: Code, *, arrays: bool) -> _One:
         model = _skeleton(recipe, reading.hp, trial.seed)
     found = _Described(recipe, HyperParameters(trial.hp), reading.hp, model)
     schedule = read_schedule(recipe, found.optimizer, reading.hp, found.train)
+    require_measured(schedule, has_valid=found.valid is not None)
     ambient.here().settle()
     settings = configuration(found.recipe, found.model)
     found.batch = first_batch(found.train)  # no part of making a trial
