@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,10 +19,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.core.errors import SpecError
-from shoal.observe.reader import read_trial
+from shoal.observe.reader import read_events, read_trial
 from shoal.observe.snapshot import Snapshot
+from shoal.runtime.saving import checkpoint
+from shoal.runtime.saving.tensorfile import row
 from shoal.testing import assert_same, plain_loop
 from shoal.ui.show import describe_trial
+from shoal.ui.verify import describe_verdict
+from shoal.verify import verify_trials
 
 EPOCHS = 8
 
@@ -194,6 +199,81 @@ def test_after_kills_it_is_the_same(fuse, tmp_path):
         assert_kept(report)
     for best in report.at_best().trials:
         assert valid_loss(best.load()) == pytest.approx(best.metrics["valid_loss"], abs=1e-6)
+
+
+def verified(report, of=RECIPE):
+    """What ``shoal verify`` says of all trials, and after which step each was best."""
+    snapshot = Snapshot.of(read_events(report.directory))
+    verdicts = list(verify_trials(report.directory, snapshot.trials, recipe=of))
+    ends = [(min(rows := rows_of(t), key=rows.get), max(rows)) for t in report.trials]
+    return verdicts, [best if best < last else None for best, last in ends]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"technique": shoal.Spilled(shards=2)},
+        {"fuse": 3},
+        {"study": {"epochs": None, "steps": 33, "eval_every": 4, "keep_finished": "weights"}},
+        {
+            "study": {
+                "space": {"lr": shoal.log_uniform(1e-3, 0.3)},
+                "trials": 4,
+                "pruner": shoal.PBT(interval=2, quantile=0.25),
+            }
+        },
+    ],
+    ids=["resident", "spilled", "array", "by steps", "population"],
+)
+def test_verification_compares_it_too(options, run):
+    report = run(**options)
+    verdicts, best = verified(report)
+    assert [(v.equal, v.first_difference) for v in verdicts] == [(True, "")] * len(verdicts)
+    assert [verdict.best_step for verdict in verdicts] == best
+    assert any(best)
+    for verdict in verdicts:
+        words = f"; of its best evaluation, after step {verdict.best_step}, "
+        assert (words in describe_verdict(verdict, "")) is (verdict.best_step is not None)
+        assert bool(verdict.best_tensors) is (verdict.best_step is not None)
+
+
+def test_verification_finds_it_different_where_its_last_state_is_as_alone(run):
+    report = run()
+    (trial, best, step) = next(
+        (last, best, best.history[-1]["step"])
+        for last, best in zip(report.trials, report.at_best().trials, strict=True)
+        if last.checkpoint != best.checkpoint
+    )
+    other = plain_loop(RECIPE, trial.hp, trial.seed + 1, steps=step)
+    place = checkpoint.generations(report.directory, trial.number)
+    was = checkpoint.at(best.checkpoint)
+    with place.begin(step) as draft:
+        tensors = dict(other.model.state_dict()).items()
+        draft.tensors(checkpoint.WEIGHTS, [row(*pair) for pair in tensors])
+        draft.link(was, checkpoint.STATE)
+        draft.commit(**was.manifest.meta)
+
+    verdict = verified(report)[0][trial.number]
+
+    assert verdict.first_difference.startswith(f"its best evaluation, after step {step}: model")
+
+
+def test_verification_says_where_it_is_gone(run):
+    report = run()
+    trial, best = next(
+        (last, best)
+        for last, best in zip(report.trials, report.at_best().trials, strict=True)
+        if last.checkpoint != best.checkpoint
+    )
+    shutil.rmtree(best.checkpoint)
+
+    verdict = verified(report)[0][trial.number]
+
+    assert verdict.equal
+    (note,) = verdict.notes
+    step = best.history[-1]["step"]
+    assert note == f"of its best evaluation, after step {step}, there is no checkpoint to compare"
 
 
 def test_one_that_was_stopped_early_may_be_the_best(run):

@@ -124,12 +124,20 @@ def describe_verdict(verdict: TrialVerdict, settings: str) -> str:
     lines = [
         f"{word:9}  {trial}: {counted(verdict.steps, 'step')}, "
         f"{counted(verdict.tensors, 'tensor')}, {counted(verdict.losses, 'loss', 'losses')}, "
-        f"{counted(verdict.metrics, 'metric')}{random}; alone it took "
+        f"{counted(verdict.metrics, 'metric')}{random}{_of_best(verdict)}; alone it took "
         f"{format_seconds(verdict.plain_s)}"
     ]
     if not verdict.equal:
         lines.append(f"           first: {verdict.first_difference}")
     return "\n".join([*lines, *notes])
+
+
+def _of_best(verdict: TrialVerdict) -> str:
+    """What was compared of the state that ``Study(keep_best=True)`` kept beside the last one."""
+    if verdict.best_step is None:
+        return ""
+    tensors = counted(verdict.best_tensors, "tensor")
+    return f"; of its best evaluation, after step {verdict.best_step}, {tensors}"
 
 
 def describe_verdicts(verdicts: Sequence[TrialVerdict]) -> str:

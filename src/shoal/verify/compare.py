@@ -31,6 +31,7 @@ from shoal.resume.since import changed_since, changed_words
 from shoal.runtime.gangs.pipelined import without_versions
 from shoal.schedules import schedule_numerics
 from shoal.testing import PlainResult, PlainTrial, compare, plain_population
+from shoal.verify.best import as_of, best_of, keeps_best, step_of
 from shoal.verify.choose import skip_reason, warm_clones, with_two_recipes, without_state
 from shoal.verify.record import Curve, read_curve, recorded_recipe
 
@@ -42,9 +43,10 @@ class TrialVerdict:
     """Whether one trial ended on the bits of the plain loop.
 
     ``tensors``, ``losses`` and ``metrics`` are how many were compared, ``compared`` names
-    what of the trial was; ``first_difference`` is in words, empty when there is none.
-    ``failure`` says why it could not be trained alone, ``skipped`` why nobody tried to, and
-    ``notes`` what a reader should know.
+    what of the trial was; ``best_tensors`` how many of the state of its best evaluation, after
+    ``best_step``, where that was kept beside its last one (None: it was not).
+    ``first_difference`` is in words, empty when there is none. ``failure`` says why it could not
+    be trained alone, ``skipped`` why nobody tried to, and ``notes`` what a reader should know.
     """
 
     number: int
@@ -52,6 +54,8 @@ class TrialVerdict:
     tensors: int = 0
     losses: int = 0
     metrics: int = 0
+    best_step: int | None = None
+    best_tensors: int = 0
     first_difference: str = ""
     plain_s: float = 0.0
     compared: tuple[str, ...] = ()
@@ -87,15 +91,15 @@ def verify_trials(
     results = {trial.number: trial for trial in read_report(place, recipe).trials}
     population = {r.number: _as_plain(r) for r in snapshot.trials}
     warm, gone = warm_clones(place), without_state(place, snapshot)
-    mixed = with_two_recipes(place, snapshot)
+    mixed, has_best = with_two_recipes(place, snapshot), keeps_best(place)
     for row in rows:
         reason = skip_reason(row, warm, gone, mixed)
         if reason:
             yield TrialVerdict(number=row.number, steps=row.step, skipped=reason)
             continue
-        case = _Case(
-            row, results[row.number], recipe, read_curve(place, row), by_epochs, population
-        )
+        trial, curve = results[row.number], read_curve(place, row)
+        best = best_of(trial, snapshot, row.step) if has_best else None
+        case = _Case(row, trial, recipe, curve, by_epochs, population, best)
         verdict = case.verdict()
         number = row.recipes[-1].recipe if row.recipes else None
         if not is_given and (changed := changed_since(place, recipe, number)):
@@ -114,6 +118,7 @@ class _Case:
     curve: Curve
     by_epochs: bool
     population: Mapping[int, PlainTrial]  # of which it is one, all trials as they began
+    best: TrialResult | None  # as of its best evaluation, where that is another state to compare
 
     def verdict(self) -> TrialVerdict:
         """What came of it; an error of the trial's own is a failure, and no difference."""
@@ -134,7 +139,7 @@ class _Case:
         if weights := self.row.numerics.get("weights"):
             notes += (f"by the rule of 2bw in one process: weights {weights}",)
         try:
-            state = self._load()
+            state = _load(self.trial)
         except SpecError as error:  # nothing is there to compare
             return TrialVerdict(number=number, steps=steps, skipped=str(error))
         except ShoalError as error:
@@ -142,27 +147,44 @@ class _Case:
         started = time.monotonic()
         try:
             plain = self._train()
+            verdict = self._judge(plain, state, time.monotonic() - started, notes)
+            return self._with_best(verdict)
         except SpecError:  # of another study's recipe
             raise
         except Exception as error:
             failure, notes = _failure(error), notes + _wrong_place(error)
             return TrialVerdict(number=number, steps=steps, failure=failure, notes=notes)
-        return self._judge(plain, state, time.monotonic() - started, notes)
 
-    def _load(self) -> dict[str, Any]:
+    def _with_best(self, verdict: TrialVerdict) -> TrialVerdict:
+        """With the state of its best evaluation held against training alone up to there."""
+        if (best := self.best) is None:
+            return verdict
+        step = step_of(best)
+        if best.checkpoint is None:
+            note = f"of its best evaluation, after step {step}, there is no checkpoint to compare"
+            return replace(verdict, notes=(*verdict.notes, note))
         try:
-            return self.trial.load_state()
-        except StorageError:  # one that was let go while it was read says so the second time
-            return self.trial.load_state()
+            state = _load(best)
+        except ShoalError as error:
+            return _with_difference(verdict, step, str(error))
+        started = time.monotonic()
+        plain = self._train(until=step)
+        found = compare(plain, _filled(plain, state))
+        took = verdict.plain_s + time.monotonic() - started
+        tensors = len(state["model"]) if _has_weights_only(state) else found.tensors
+        verdict = replace(verdict, best_step=step, best_tensors=tensors, plain_s=took)
+        return _with_difference(verdict, step, found.first_difference)
 
-    def _train(self) -> PlainResult:
+    def _train(self, until: int | None = None) -> PlainResult:
+        """All of it again; or no more than ``until`` a step, after which it was evaluated."""
         row, ended = self.row, self.row.state is TrialState.FINISHED
-        epochs = row.epoch if self.by_epochs and ended and row.epoch else None
-        told: dict[str, Any] = {"epochs": epochs, "steps": None if epochs else row.step}
+        epochs = row.epoch if self.by_epochs and ended and row.epoch and not until else None
+        told: dict[str, Any] = {"epochs": epochs, "steps": None if epochs else until or row.step}
+        trials = as_of(self.population, row.number, until) if until else self.population
         told |= {"eval_every": self.curve.eval_every, **_numerics(row, self.recipe)}
         with ambient.watching(self.recipe) as here:
             try:
-                return plain_population(self.recipe, self.population, row.number, **told)
+                return plain_population(self.recipe, trials, row.number, **told)
             finally:
                 here.begin()  # for the trial after it
 
@@ -205,6 +227,21 @@ class _Case:
                         "found"
                     )
         return count, first
+
+
+def _load(trial: TrialResult) -> dict[str, Any]:
+    try:
+        return trial.load_state()
+    except StorageError:  # one that was let go while it was read says so the second time
+        return trial.load_state()
+
+
+def _with_difference(verdict: TrialVerdict, step: int, difference: str) -> TrialVerdict:
+    """With a difference of the state of its best evaluation, if nothing else differed."""
+    if not difference or verdict.first_difference:
+        return verdict
+    words = f"its best evaluation, after step {step}: {difference}"
+    return replace(verdict, first_difference=words)
 
 
 def _failure(error: Exception) -> str:
