@@ -300,8 +300,12 @@ def _wide(hp):
     return populations.nn.Linear(6, hp["width"])
 
 
+def _unmeasured(output, batch):
+    raise AssertionError("a trial was measured")
+
+
 def test_trials_of_several_shapes_are_refused_with_what_differs(tmp_path, warm_workers):
-    recipe = shoal.Recipe(model=_wide, data=populations.searches.data, loss=populations.loss)
+    recipe = shoal.Recipe(model=_wide, data=populations.searches.data, loss=_unmeasured)
     space = {"lr": shoal.log_uniform(1e-4, 1e-1), "width": shoal.choice(3, 4)}
     study = shoal.Study(
         *("k", recipe), space=space, trials=6, epochs=3, directory=tmp_path, pruner=shoal.PBT()
@@ -323,16 +327,61 @@ def _either(named, hp):
 def test_trials_of_several_optimizers_are_refused_with_the_name_that_tells_them_apart(
     tmp_path, warm_workers
 ):
-    recipe = replace(populations.searches.recipe(), optimizer=_either, model=_narrow)
+    recipe = replace(
+        populations.searches.recipe(), optimizer=_either, model=_narrow, loss=_unmeasured
+    )
     kinds = shoal.choice("sgd", "adam", when={"sgd": {"clip": shoal.uniform(0.1, 0.9)}})
     space = {"lr": shoal.log_uniform(1e-4, 1e-1), "kind": kinds}
     study = shoal.Study(
         *("k", recipe), space=space, trials=6, epochs=3, directory=tmp_path, pruner=shoal.PBT()
     )
-    words = r"'state .*optimizer of another kind.*differ in kind \('\w+' there and '\w+' here\)\. "
+    words = (
+        r"the optimizer is \w+ there and \w+ here; an optimizer of another kind.*"
+        r"differ in kind \('\w+' there and '\w+' here\)\. "
+    )
     with pytest.raises(PlanError, match=words):
         studies.run(study, warm_workers)
     assert not (tmp_path / "k").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "words"),
+    [
+        ("width", (3, 4), r"'parameter bias' is \(\d,\) there and \(\d,\) here"),
+        ("kind", ("sgd", "adam"), r"the optimizer is \w+ there and \w+ here"),
+        ("momentum", (0.0, 0.9), r"the optimizer is SGD.* there and SGD.* here"),
+    ],
+)
+def test_what_trials_that_begin_alike_may_come_to_be_is_refused_before_any_is_measured(
+    name, values, words, tmp_path, warm_workers
+):
+    recipe = shoal.Recipe(
+        model=lambda hp: populations.nn.Linear(6, hp["width"] if name == "width" else 3),
+        data=populations.searches.data,
+        loss=_unmeasured,
+        optimizer=lambda named, hp: (
+            torch.optim.SGD([p for _, p in named], lr=hp["lr"], momentum=hp["momentum"])
+            if name == "momentum"
+            else _either(named, {"kind": "sgd", **hp})
+        ),
+    )
+    space = {"lr": shoal.log_uniform(1e-4, 1e-1), name: shoal.choice(*values)}
+    options = {"trials": 2, "epochs": 3, "directory": tmp_path, "pruner": shoal.PBT(quantile=0.5)}
+    made = (shoal.Study("k", recipe, space=space, seed=seed, **options) for seed in range(20))
+    study = next(s for s in made if len({repr(t.hp[name]) for t in s.trials}) == 1)
+    for refused in (study.plan, study.run):
+        with pytest.raises(PlanError, match=rf"if {name} becomes .*: with .*{words}\. Leave "):
+            refused(hardware=studies.hardware(1), workers=warm_workers)
+    assert not (tmp_path / "k").exists()
+    named = shoal.PBT(quantile=0.5, vary=("lr",))
+    allowed = shoal.Study(
+        "k",
+        replace(recipe, loss=populations.loss),
+        space=space,
+        seed=study.seed,
+        **{**options, "pruner": named},
+    )
+    assert len(allowed.plan(hardware=studies.hardware(1), workers=warm_workers).jobs) == 2
 
 
 def test_weights_of_the_step_before_are_refused(tmp_path, warm_workers):

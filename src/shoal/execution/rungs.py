@@ -11,7 +11,7 @@ from shoal.core.technique import Pipelined
 from shoal.core.units import counted, list_some
 from shoal.execution.trial import total_steps
 from shoal.memory.layout import TrialLayout
-from shoal.planning import Planned
+from shoal.planning import Planned, apart, differing, shapes_apart
 from shoal.runtime.messages import Settings
 
 
@@ -75,37 +75,8 @@ def check_population(planned: Planned, settings: Settings) -> None:
 
 
 def _refuse(jobs: Sequence[Job], place: int, difference: str, kinds: Sequence[object]) -> None:
-    first, job = jobs[0], jobs[place]
-    changed = [n for n in {**first.hp, **job.hp} if first.hp.get(n) != job.hp.get(n)]
-    names = [
-        f"{name} ({first.hp.get(name)!r} there and {job.hp.get(name)!r} here)"
-        for name in _telling(changed, jobs, kinds) or changed
-    ]
-    why = "; an optimizer of another kind or with other options keeps other state"
-    why *= difference.startswith("'state ")
-    raise PlanError(
-        f"trial {job.trial} cannot go on from the state of trial {first.trial}, as trials of a "
-        f"population do: {difference}{why}. Their hyperparameters differ in "
-        f"{', '.join(names) or 'nothing'}. Have the space leave out what changes shapes or "
-        "lengths, and run a study for each value of it."
-    )
-
-
-def _telling(names: Sequence[str], jobs: Sequence[Job], kinds: Sequence[object]) -> list[str]:
-    """Of ``names`` those whose value says of which kind a trial is, with the fewest values.
-
-    A rate that is another one in each trial says so too, and is not what makes them differ.
-    """
-    counts = {}
-    for name in names:
-        of: dict[str, object] = {}
-        values = [repr(job.hp.get(name)) for job in jobs]
-        says = [
-            of.setdefault(value, kind) == kind for value, kind in zip(values, kinds, strict=True)
-        ]
-        if all(says):
-            counts[name] = len(of)
-    return [name for name in counts if counts[name] == min(counts.values())]
+    numbers = jobs[0].trial, jobs[place].trial
+    raise PlanError(apart(numbers, difference, differing(jobs, place, kinds)))
 
 
 Shapes = dict[str, tuple[tuple[int, ...], str]]
@@ -126,8 +97,7 @@ def _difference(one: Shapes, other: Shapes) -> str:
     """The first difference in words; empty where there is none."""
     for name in sorted(one.keys() | other.keys()):
         if one.get(name) != other.get(name):
-            shapes = [found[0] if (found := s.get(name)) else "nothing" for s in (one, other)]
-            return f"{name!r} is {shapes[0]} there and {shapes[1]} here"
+            return shapes_apart(name, one, other)
     return ""
 
 

@@ -114,6 +114,7 @@ def plan_study(
         keys={**recorded, **before},
         total=times.total,
         pins=pins.techniques,
+        varied=study.search.varied_space if study.search.varied else None,
         home_room=HomeRoom(
             hardware.host_memory if hardware.spill_dir is None else None,
             free=free_memory(),

@@ -11,6 +11,7 @@ from shoal.planning.gangs import early, technique_on_record
 from shoal.planning.homes import HomeRoom
 from shoal.planning.planned import Planned, with_homes_in_files, with_seconds, with_split_masters
 from shoal.planning.planner import Planner
+from shoal.planning.populated import apart, differing, shapes_apart
 from shoal.planning.replicating import BY_SHARDS
 from shoal.planning.reseating import array_kind, array_place, recorded_width, where_it_is
 from shoal.planning.spilling import asked_of
@@ -32,13 +33,16 @@ __all__ = [
     "WidthWish",
     "Wish",
     "agree_on_weights",
+    "apart",
     "array_kind",
     "array_place",
     "asked_of",
     "changes_of",
+    "differing",
     "early",
     "recorded_width",
     "refusal",
+    "shapes_apart",
     "technique_on_record",
     "where_it_is",
     "width_wished",

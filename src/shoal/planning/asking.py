@@ -83,10 +83,13 @@ class Asking:
         self._refusal: SpecError | None = None  # the first
         self._deaths: dict[int, int] = {}
 
-    def describe(self, trials: Sequence[TrialSpec], *, arrays: bool = False) -> Described:
+    def describe(
+        self, trials: Sequence[TrialSpec], *, arrays: bool = False, shapes: bool = False
+    ) -> Described:
         """The signatures of the trials that can be built; equal ones cost the same.
 
-        All workers build some, as they are free to. ``arrays``: also which could share an array.
+        All workers build some, as they are free to. ``arrays``: also which could share an array;
+        ``shapes``: what each makes.
 
         Raises:
             SpecError, TrialError, WorkerError: none can be built.
@@ -98,7 +101,7 @@ class Asking:
             for worker in [w for w in self._pool.workers.values() if w not in running]:
                 if waiting:
                     running[worker] = waiting.pop(0)
-                    self._ask(worker, Describe(running[worker], arrays))
+                    self._ask(worker, Describe(running[worker], arrays, shapes))
             answer = self._receive()
             if answer is None or answer[0] not in running:
                 continue

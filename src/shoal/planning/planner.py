@@ -23,6 +23,7 @@ from shoal.planning.homes import ANY_ROOM, HomeRoom
 from shoal.planning.paced import Length, length_of, pace_warnings, too_short
 from shoal.planning.pipelining import Question, early
 from shoal.planning.planned import Planned, Settled, with_homes_in_files, with_split_masters
+from shoal.planning.populated import Space, check_members, check_ways
 from shoal.planning.staleness import ALIKE, OPEN, Staleness, Way
 from shoal.planning.warned import (
     global_warnings,
@@ -52,6 +53,7 @@ class Planner:
         total: Steps of a trial, of the batches of an epoch and those of a step.
         pins: As what trials are to train, by number; the others: as ``technique``, or chosen.
         home_room: What a trial may have of the host that is not at home in a file.
+        varied: What changes while the trials train, which are a population; None: they are none.
 
     Attributes:
         why_split: Why the host keeps the float32 of what travels as bfloat16 in two parts, from
@@ -78,7 +80,9 @@ class Planner:
         total: Total = lambda batches, each: None,
         pins: Mapping[int, Technique] = MappingProxyType({}),
         home_room: HomeRoom = ANY_ROOM,
+        varied: Space | None = None,
     ) -> None:
+        self._varied = varied
         self._home_room = home_room
         self._pins, self._noticed = pins, dict[int, Noticed]()  # of all that were described
         self._host_memory, self.why_split, self.in_files = host_memory, "", False
@@ -159,9 +163,15 @@ class Planner:
         return with_homes_in_files(planned) if self.in_files else planned
 
     def _plan(self, trials: Sequence[TrialSpec], asking: Asking) -> Planned:
-        described = asking.describe(trials, arrays=self._fusing.is_wanted)
+        varied, arrays = self._varied, self._fusing.is_wanted
+        described = asking.describe(trials, arrays=arrays, shapes=varied is not None)
         lengths = self._lengths(described.noticed)
         described = asking.refuse(described, too_short(described.noticed, lengths))
+        if varied is not None:
+            check_members(trials, described.noticed)
+            first = next(t for t in trials if t.number in described.noticed)
+            check_ways(varied, first, described.noticed[first.number], asking)
+            self._varied = None  # who comes later is of no population
         if not self.in_files:
             large = self._home_room.refused(described.noticed)
             described = asking.refuse(described, large, TooLarge)

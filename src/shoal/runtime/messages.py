@@ -99,10 +99,20 @@ class Configure:
 @dataclass(frozen=True, slots=True)
 class Describe:
     """Say what shape each trial's model and batches have; ``arrays``: also which are alike enough
-    to share an array."""
+    to share an array; ``shapes``: also what each makes."""
 
     trials: tuple[TrialSpec, ...]
     arrays: bool = False
+    shapes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a trial makes: of which kind its optimizer is, by what that keeps, and shape and type
+    of each parameter and buffer."""
+
+    optimizer: str
+    shapes: Mapping[str, tuple[tuple[int, ...], str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +321,7 @@ class Noticed:
     paces: tuple[Pace, ...] = ()
     batches: int | None = None  # of an epoch, where that is known
     state_bytes: int = 0  # of its parameters, gradients and optimizer state, or less
+    made: Made | None = None  # where it was asked for
 
 
 @dataclass(frozen=True, slots=True)

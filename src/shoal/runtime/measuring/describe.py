@@ -30,7 +30,8 @@ from shoal.recipechecks import check_loss
 from shoal.rng import seed_all
 from shoal.runtime.measuring.paces import paces_of
 from shoal.runtime.measuring.unread import Code, Reading, read_schedule
-from shoal.runtime.messages import Describe, Described, Noticed
+from shoal.runtime.messages import Describe, Described, Made, Noticed
+from shoal.runtime.saving.fitting import state_of
 from shoal.schedules import require_measured
 from shoal.several import each_kind, members_of
 
@@ -39,6 +40,9 @@ FEW_ROWS = 2
 
 _WITH_MOMENTS = (torch.optim.Adam, torch.optim.AdamW)
 """Optimizers that keep two tensors for each parameter."""
+
+_KEEP_MORE = ("amsgrad", "centered", "momentum")
+"""Options of torch's optimizers with which they keep more state."""
 
 _RATE = re.compile(r"(Dropout\w*\()p=([\d.e-]+)")
 
@@ -58,7 +62,8 @@ def describe(recipe: Recipe, order: Describe, note: Callable[[int | None], None]
         note(trial.number)
         try:
             ambient.here().begin()
-            found[trial.number] = _one(recipe, trial, code, arrays=order.arrays)
+            one = _one(recipe, trial, code, arrays=order.arrays, shapes=order.shapes)
+            found[trial.number] = one
         except (Exception, SystemExit) as error:
             errors[trial.number] = own_traceback(error)
             cause = cause or own_error(error)
@@ -83,7 +88,9 @@ class _One(NamedTuple):
     constants: str = ""
 
 
-def _one(recipe: Recipe, trial: TrialSpec, code: Code, *, arrays: bool) -> _One:
+def _one(
+    recipe: Recipe, trial: TrialSpec, code: Code, *, arrays: bool, shapes: bool = False
+) -> _One:
     reading = Reading(trial.hp)
     if arrays:
         seed_all(trial.seed)
@@ -112,6 +119,7 @@ def _one(recipe: Recipe, trial: TrialSpec, code: Code, *, arrays: bool) -> _One:
         paces=paces_of(schedule),
         batches=epoch_length(found.train),
         state_bytes=_least_state(found.model, found.optimizer),
+        made=_made(found) if shapes else None,
     )
     return _One(signature, noticed, array, constants)
 
@@ -155,6 +163,32 @@ def _cost_signature(found: _Described) -> str:
     ]
     parts += [found.choices] if found.choices else []
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _made(found: _Described) -> Made:
+    named: list[tuple[str, str, Tensor]] = []
+    named += [("parameter", *one) for one in found.model.named_parameters()]
+    named += [("buffer", *one) for one in found.model.named_buffers()]
+    return Made(
+        optimizer=each_kind(found.optimizer, _kept_by),
+        shapes={
+            f"{what} {name}": (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for what, name, tensor in named
+        },
+    )
+
+
+def _kept_by(optimizer: torch.optim.Optimizer) -> str:
+    """The class of an optimizer, and with which options it keeps more than without.
+
+    AdamW keeps what Adam does, and may go on as that.
+    """
+    kind = state_of(type(optimizer).__qualname__)
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return kind  # whose options mean what they mean there
+    groups = optimizer.param_groups
+    more = [n for n in _KEEP_MORE if any(group.get(n) for group in groups)]
+    return f"{kind} with {' and '.join(more)}" if more else kind
 
 
 def _least_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:

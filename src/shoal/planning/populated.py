@@ -1,0 +1,141 @@
+"""Whether trials can go on from each other's states, as those of a population do: before any is
+measured, by what each makes.
+
+What may come of choices and whole numbers on the way is made too, one hyperparameter at a time. A
+float that changes shapes is seen where trials begin with such values; on the way it fails its
+trial.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from shoal.core.errors import PlanError
+from shoal.core.spec import Scalar, TrialSpec
+from shoal.planning.asking import Asking
+from shoal.planning.changing import MOST
+from shoal.runtime.messages import Describe, Described, Made, Noticed
+from shoal.search.space import Choice, Distribution, Integer
+
+Space = Mapping[str, Distribution]
+
+
+class Member(Protocol):
+    """A trial of a population."""
+
+    @property
+    def hp(self) -> Mapping[str, Scalar]: ...
+
+
+def check_members(trials: Sequence[TrialSpec], noticed: Mapping[int, Noticed]) -> None:
+    """Refuse trials that make optimizers of several kinds, or models of several shapes.
+
+    Raises:
+        PlanError: names the first two, what they make, and the hyperparameters that tell.
+    """
+    found = [(t, noticed[t.number].made) for t in trials if t.number in noticed]
+    members, kinds = [t for t, _ in found], [made for _, made in found]
+    for place in range(1, len(members)):
+        if words := difference(kinds[0], kinds[place]):
+            numbers = members[0].number, members[place].number
+            raise PlanError(apart(numbers, words, differing(members, place, kinds)))
+
+
+def check_ways(space: Space, trial: TrialSpec, noticed: Noticed, asking: Asking) -> None:
+    """Refuse a space of which one value changes what a trial makes.
+
+    Raises:
+        PlanError: names the hyperparameter, its two values and what is made with them.
+    """
+    for name, value in _ways(space, trial.hp):
+        asked = replace(trial, hp={**trial.hp, name: value})
+        reply = asking.answer(Describe((asked,), shapes=True))
+        other = reply.noticed.get(trial.number) if isinstance(reply, Described) else None
+        if other is not None and (words := difference(noticed.made, other.made)):
+            raise PlanError(
+                f"a trial of this population cannot go on from another's state if {name} becomes "
+                f"{value!r}: with {trial.hp[name]!r}, which trial {trial.number} has, and that, "
+                f"{words}. Leave {name} out of shoal.PBT(vary=...), and run a study for each "
+                "value of it."
+            )
+
+
+def _ways(space: Space, hp: Mapping[str, Scalar]) -> Iterator[tuple[str, Scalar]]:
+    """What each hyperparameter may become; of many whole numbers some, the ends among them."""
+    for name, entry in space.items():
+        for value in _values(entry):
+            if name in hp and repr(value) != repr(hp[name]):  # 1 and True are two values
+                yield name, value
+
+
+def _values(entry: Distribution) -> Sequence[Scalar]:
+    if isinstance(entry, Choice):
+        return entry.values[:MOST]
+    if not isinstance(entry, Integer):
+        return ()
+    stride = max(1, (entry.hi - entry.lo) // _SOME)
+    return sorted({*range(entry.lo, entry.hi, stride), entry.hi})
+
+
+_SOME = 8
+
+
+def difference(one: Made | None, other: Made | None) -> str:
+    """The first difference of what is made, in words; empty where there is none."""
+    if one is None or other is None:
+        return ""
+    if one.optimizer != other.optimizer:
+        return f"the optimizer is {one.optimizer} there and {other.optimizer} here"
+    for name in sorted(one.shapes.keys() | other.shapes.keys()):
+        if one.shapes.get(name) != other.shapes.get(name):
+            return shapes_apart(name, one.shapes, other.shapes)
+    return ""
+
+
+def shapes_apart(name: str, *both: Mapping[str, tuple[tuple[int, ...], str]]) -> str:
+    """In words what a name is in each of two."""
+    shapes = [found[0] if (found := one.get(name)) else "nothing" for one in both]
+    return f"{name!r} is {shapes[0]} there and {shapes[1]} here"
+
+
+def apart(numbers: tuple[int, int], difference: str, names: Sequence[str]) -> str:
+    """That of two trials the second cannot go on from the first one's state; by ``names``."""
+    is_kind = difference.startswith(("'state ", "the optimizer "))
+    why = "; an optimizer of another kind or with other options keeps other state" * is_kind
+    return (
+        f"trial {numbers[1]} cannot go on from the state of trial {numbers[0]}, as trials of a "
+        f"population do: {difference}{why}. Their hyperparameters differ in "
+        f"{', '.join(names) or 'nothing'}. Have the space leave out what changes shapes or "
+        "lengths, and run a study for each value of it."
+    )
+
+
+def differing(members: Sequence[Member], place: int, kinds: Sequence[object]) -> list[str]:
+    """The hyperparameters, with their values, that tell a member from the first."""
+    first, one = members[0], members[place]
+    changed = [n for n in {**first.hp, **one.hp} if first.hp.get(n) != one.hp.get(n)]
+    return [
+        f"{name} ({first.hp.get(name)!r} there and {one.hp.get(name)!r} here)"
+        for name in _telling(changed, members, kinds) or changed
+    ]
+
+
+def _telling(
+    names: Sequence[str], members: Sequence[Member], kinds: Sequence[object]
+) -> list[str]:
+    """Of ``names`` those whose value says of which kind a trial is, with the fewest values.
+
+    A rate that is another one in each trial says so too, and is not what makes them differ.
+    """
+    counts = {}
+    for name in names:
+        of: dict[str, object] = {}
+        values = [repr(one.hp.get(name)) for one in members]
+        says = [
+            of.setdefault(value, kind) == kind for value, kind in zip(values, kinds, strict=True)
+        ]
+        if all(says):
+            counts[name] = len(of)
+    return [name for name in counts if counts[name] == min(counts.values())]
