@@ -42,6 +42,7 @@ from shoal.observe.rows import (
 
 _RECENT_STEPS = 64  # speeds are over so many steps
 _SMOOTHING = 0.9  # of the exponential mean of the loss
+_REMEMBERED = 1024  # losses that show in it: of an older one less than a digit is left
 
 
 class TrialFold:
@@ -152,10 +153,21 @@ class TrialFold:
         kept = bisect_right(self.steps, step)
         del self.steps[kept:], self.losses[kept:]
         self.evaluations = [at for at in self.evaluations if at <= step]
-        self.step, self.smooth_loss = min(self.step, step), None
+        self.step = min(self.step, step)
+        self.smooth_loss = self._smoothed()
         self._disinherit(step)
         self._forget_recipes(step)
         self._keep_rows([row for row in self.history if row.step <= step], aim)
+
+    def _smoothed(self) -> float | None:
+        """The mean after the steps that are left; of an outline, which has none of them, as it was
+        last."""
+        if not self.losses and self.step:
+            return self.smooth_loss
+        mean: float | None = None
+        for loss in self.losses[-_REMEMBERED:]:
+            mean = _smooth(mean, loss)
+        return mean
 
     def inherit(self, event: TrialExploited) -> None:
         """It goes on from another one's state; done again it counts as done last."""

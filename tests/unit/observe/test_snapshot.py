@@ -307,6 +307,32 @@ def test_a_loss_that_is_not_finite_does_not_stay_in_the_mean(tell):
     assert snapshot.trial(0).smooth_loss == 3.0
 
 
+def restarted(tell, step):
+    return TrialRestarted(time=tell.time, trial=0, step=step)
+
+
+@pytest.mark.parametrize("back_to", [2, 4])
+def test_the_mean_of_a_trial_that_goes_on_is_that_of_the_step_it_goes_on_from(tell, back_to):
+    steps = [tell.step(0, n, loss=float(n)) for n in range(1, 5)]
+    events = [tell.study(), *steps, tell.study(), restarted(tell, back_to)]
+
+    found, alone = Snapshot.of(events).trial(0), Snapshot.of(events[: 1 + back_to]).trial(0)
+
+    assert found.smooth_loss == alone.smooth_loss
+    assert found.smooth_loss == pytest.approx({2: 1.1, 4: 1.561}[back_to])
+    more = tell.step(0, back_to + 1, loss=7.0)
+    assert fold(Snapshot.of(events), more).trial(0).smooth_loss == pytest.approx(
+        0.9 * found.smooth_loss + 0.7
+    )
+
+
+def test_of_an_outline_it_is_the_last_that_is_known_and_of_a_trial_begun_anew_none(tell):
+    events = [tell.study(), tell.step(0, 9, loss=3.0), tell.study()]
+
+    assert Snapshot.of([*events, restarted(tell, 8)]).trial(0).smooth_loss == 3.0
+    assert Snapshot.of([*events, restarted(tell, 0)]).trial(0).smooth_loss is None
+
+
 def test_folding_does_not_change_the_snapshot_it_starts_from(tell):
     first = Snapshot.of([tell.study(), tell.started(0), tell.step(0, 1)])
     before = repr(first)
