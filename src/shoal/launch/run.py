@@ -218,7 +218,8 @@ class Run:
             others=bytes_on_disk(case.place.path, others),
         )
         kept = keys_to_keep(case.found.numerics, case.before.trials, todo)
-        changes = check_numerics(planned.plan, kept)
+        accepted = bool(case.merged.record.older)
+        changes = check_numerics(planned.plan, kept, accepted=accepted)
         if not self._request.accept_numerics:
             refuse_numerics(changes)
         return changes + asked_seats(planned.plan, _recorded(case))

@@ -251,8 +251,13 @@ def _in_full(key: Mapping[str, Scalar]) -> Mapping[str, Scalar]:
     return {**ALONE, **whole, **bits_of(key)}
 
 
-def check_numerics(plan: Plan, before: Mapping[int, Mapping[str, Scalar]]) -> list[str]:
-    """A sentence for each entry of a numerics key that is another one now."""
+def check_numerics(
+    plan: Plan, before: Mapping[int, Mapping[str, Scalar]], *, accepted: bool = False
+) -> list[str]:
+    """A sentence for each entry of a numerics key that is another one now.
+
+    ``accepted``: another recipe was, and what it changes is no change of the machine.
+    """
     sentences = []
     for job in plan.jobs:
         known = before.get(job.trial, {})
@@ -261,7 +266,7 @@ def check_numerics(plan: Plan, before: Mapping[int, Mapping[str, Scalar]]) -> li
         for name in sorted(set(then) & set(now)):
             if name == "array" and _is_on_record(then[name], now[name]):
                 continue
-            if name in _OF_RECIPE and _of_recipe(name, then) != _of_recipe(name, now):
+            if accepted and name in _OF_RECIPE and _of_recipe(name, then) != _of_recipe(name, now):
                 continue
             if then[name] != now[name]:
                 why = next((why for why in job.why if why.startswith(UNFUSED)), "")

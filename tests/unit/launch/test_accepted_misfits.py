@@ -133,6 +133,30 @@ def test_a_trial_whose_state_is_of_something_else_fails_and_the_other_one_goes_o
     assert steps == list(range(1, 21))
 
 
+WAYS = [
+    {"fuse": 2},
+    {"technique": shoal.Spilled(shards=2)},
+    {"technique": shoal.Pipelined(stages=2, schedule="flush"), "devices": 2},
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", WAYS, ids=["array", "spilled", "pipelined"])
+@pytest.mark.parametrize("what", MISFITS)
+def test_however_it_trains(misfit, what, how):
+    misfit(**how)
+    go_on = {"WRONG": "False", "retry_failed": True, "accept_recipe": True, **how}
+
+    study = misfit(**MISFITS[what][0], **go_on)
+
+    first, second = read_report(study.directory).trials
+    assert (str(first.state), str(second.state)) == ("FINISHED", "FAILED")
+    assert "trial 1 cannot go on from its own state of step " in second.error
+    assert not studies.written(study, CheckpointDamaged)
+    study = misfit(**go_on)
+    assert str(read_report(study.directory).trials[1].state) == "FINISHED"
+
+
 SCHEDULES = {
     "interval": (
         {"INTERVAL": "epoch"},

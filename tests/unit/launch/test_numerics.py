@@ -49,6 +49,19 @@ def test_the_same_key_how_it_was_cut_and_new_trials_are_no_change():
     refuse_numerics([])
 
 
+def test_what_an_accepted_recipe_changes_is_left_to_who_takes_up_a_trial():
+    now = key_of(optimizer="SGD", schedule="each epoch")
+    changed, other = {0: {"optimizer": "foreach Adam"}}, {0: {"optimizer": "foreach SGD"}}
+
+    assert check_numerics(now, changed) == [
+        "optimizer of trial 0 was 'foreach Adam' and is 'SGD'",
+        "schedule of trial 0 was 'each step' and is 'each epoch'",
+    ]
+    assert check_numerics(now, changed, accepted=True) == []
+    (there,) = check_numerics(now, other, accepted=True)
+    assert there == "optimizer of trial 0 was 'foreach SGD' and is 'SGD'"
+
+
 NAMES = (
     *("copies", "replicas", "weights", "micro_batches"),
     *("use_cache", "loss_rows", "compiled modules"),
