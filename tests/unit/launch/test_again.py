@@ -129,8 +129,9 @@ def test_other_numerics_are_refused_by_name_until_they_are_accepted(tmp_path, ru
     run(make(tmp_path))
     real = starts.check_numerics
 
-    def other(plan, before):
-        return real(plan, {n: {**key, "torch": "1.0"} for n, key in before.items()})
+    def other(plan, before, **how):
+        old = {n: {**key, "torch": "1.0"} for n, key in before.items()}
+        return real(plan, old, **how)
 
     monkeypatch.setattr("shoal.launch.run.check_numerics", other)
     study = make(tmp_path, epochs=2)
