@@ -456,7 +456,8 @@ def test_a_warm_clone_that_is_another_model_fails_alone(bench):
     bench.orders.at(at_step(0, 20), order, "clone")
     report = bench.run(space=space)
     assert states(report) == ["FINISHED", "FAILED"]
-    assert "StorageError" in report.trials[1].error
+    words = "and the model that is made has (32,). Its hyperparameters are others than those of"
+    assert words in report.trials[1].error
     bench.check_bits(report, report.trials[:1])
 
 
