@@ -37,7 +37,7 @@ from shoal.launch.checks import (
 )
 from shoal.launch.following import hardware_of, require_its_plan
 from shoal.launch.plan import plan_study
-from shoal.launch.policy import USUAL_S, CheckpointPolicy
+from shoal.launch.policy import USUAL_S, Beside, CheckpointPolicy
 from shoal.launch.request import Request, settings_of
 from shoal.launch.run import Run
 from shoal.launch.saving import interval_of, with_interval
@@ -196,9 +196,11 @@ class Study:
                 fuse=wish_of(fuse, forced),
                 idle=given.idle(used, forced),
             )
-        words = self.search.explain(len(self.trials))
-        plan = planned.plan
-        plan = replace(plan, notes=(*plan.notes, self.policy.explain(plan)))
+        search, known, plan = self.search, len(self.trials), planned.plan
+        words = search.explain(known)
+        to_come = max(0, (search.total or 0) - known)
+        beside = Beside(to_come=to_come, waiting=search.num_waiting)
+        plan = replace(plan, notes=(*plan.notes, self.policy.explain(plan, beside)))
         plan = with_interval(plan, interval_of(self.policy, plan, self.directory))
         return replace(plan, notes=(*plan.notes, *words))
 

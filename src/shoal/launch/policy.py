@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 
 from shoal.core.errors import PlanError, SpecError
@@ -19,6 +20,25 @@ _BEST = re.compile(r"best:([1-9][0-9]{0,6})")
 _NO_BYTES = Bytes(0)
 USUAL_S = Seconds(300.0)  # between generations, where nobody names an interval
 _REST_BYTES = 128 * 2**10  # manifest, random streams, position: what is no flat tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """What of a study a plan does not say, and its disk has to hold all the same.
+
+    Attributes:
+        to_come: Trials that a search will ask for, as if they were like the plan's.
+        waiting: So many may have begun and not ended, where trials wait for each other; None
+            for all of them.
+        ended: What each trial has on disk that finished or was pruned in earlier runs.
+    """
+
+    to_come: int = 0
+    waiting: int | None = 0
+    ended: Sequence[Bytes] = ()
+
+
+_NOTHING = Beside()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,25 +94,37 @@ class CheckpointPolicy:
             "disk_budget": self.disk_budget,
         }
 
-    def running_bytes(self, plan: Plan) -> Bytes:
-        """Generations of the trials that train at one time, with one being written each.
+    @property
+    def stays(self) -> int:
+        """Generations of a trial that has ended, if any of its stay."""
+        return (1 if self.keep_finished == "weights" else self.keep) + self.keep_best
 
-        The newest one on record stays until a newer one is: with ``keep=1``, one more. Of the best
-        evaluation there is one too.
+    def running_bytes(self, plan: Plan, beside: Beside = _NOTHING) -> Bytes:
+        """Generations of the trials that have not ended, with those that are being written.
+
+        Of a trial that trains the newest one on record stays until a newer one is: with
+        ``keep=1``, one more. Of the best evaluation there is one too. Of trials that wait for
+        each other it is what they have more than when they have ended.
         """
-        at_once = plan.at_once
-        largest = sorted((generation_bytes(job) for job in plan.jobs), reverse=True)[:at_once]
-        return Bytes((max(self.keep, 2) + 1 + self.keep_best) * sum(largest))
+        jobs = sorted(_jobs(plan, beside), key=generation_bytes, reverse=True)
+        of_each = max(self.keep, 2) + self.keep_best
+        training = sum((of_each + 1) * generation_bytes(job) for job in jobs[: plan.at_once])
+        waiting = (
+            of_each * generation_bytes(job) - (0 if self.best else self._ended_bytes(job))
+            for job in jobs[plan.at_once : beside.waiting]
+        )
+        return Bytes(training + sum(waiting))
 
-    def finished_bytes(self, plan: Plan) -> Bytes:
+    def finished_bytes(self, plan: Plan, beside: Beside = _NOTHING) -> Bytes:
         """What stays when every trial has finished."""
-        only_weights = self.keep_finished == "weights"
-        sizes = [
-            (_weight_bytes(job) if only_weights else self.keep * generation_bytes(job))
-            + self.keep_best * generation_bytes(job)
-            for job in plan.jobs
-        ]
-        return Bytes(sum(sorted(sizes, reverse=True)[: self.best]))
+        sizes = [self._ended_bytes(job) for job in _jobs(plan, beside)]
+        return Bytes(sum(sorted([*sizes, *beside.ended], reverse=True)[: self.best]))
+
+    def _ended_bytes(self, job: Job) -> int:
+        """What stays of one trial."""
+        whole = generation_bytes(job)
+        last = _weight_bytes(job) if self.keep_finished == "weights" else self.keep * whole
+        return last + self.keep_best * whole
 
     def check(
         self,
@@ -102,19 +134,21 @@ class CheckpointPolicy:
         reserve: Bytes = _NO_BYTES,
         theirs: Bytes = _NO_BYTES,
         others: Bytes = _NO_BYTES,
+        beside: Beside = _NOTHING,
     ) -> None:
         """Refuse a plan whose generations cannot fit.
 
         Args:
             reserve: What a run keeps free beside them, to end well on a full disk.
             theirs: What the plan's trials have on disk from earlier runs; they replace it.
-            others: What the study's other trials have there, which stays.
+            others: What trials have there that failed or were stopped, which stays.
+            beside: The study's other trials.
 
         Raises:
             PlanError: more is needed than ``free``, or than the budget.
         """
-        running, finished = self.running_bytes(plan), self.finished_bytes(plan)
-        needed = running + finished
+        running, finished = self.running_bytes(plan, beside), self.finished_bytes(plan, beside)
+        needed, theirs = running + finished, Bytes(theirs + sum(beside.ended))
         if self.disk_budget is not None and needed + others > self.disk_budget:
             room, whose = Bytes(max(0, self.disk_budget - others)), "disk_budget allows"
         elif needed + reserve > free + theirs:
@@ -127,29 +161,43 @@ class CheckpointPolicy:
             return
         raise PlanError(
             f"the study's checkpoints need {format_bytes(needed)} on disk: "
-            f"{format_bytes(running)} while trials train (keep={self.keep}, and one that is being "
-            f"written), {format_bytes(finished)} for finished ones "
+            f"{format_bytes(running)} while trials {self._do(plan, beside)} "
+            f"(keep={self.keep}, and one that is being written), "
+            f"{format_bytes(finished)} for finished ones "
             f"(keep_finished={self.keep_finished!r}); {format_bytes(room)} {whose}. Keep less "
             "with keep_finished='weights' or 'best:3', train fewer trials, or give it more room."
         )
 
-    def explain(self, plan: Plan) -> str:
+    def explain(self, plan: Plan, beside: Beside = _NOTHING) -> str:
         """What the plan says of the disk."""
         return (
-            f"  on disk: up to {format_bytes(self.running_bytes(plan))} of generations while "
-            f"trials train, {format_bytes(self.finished_bytes(plan))} when all have finished "
+            f"  on disk: up to {format_bytes(self.running_bytes(plan, beside))} of generations "
+            f"while trials {self._do(plan, beside)}, "
+            f"{format_bytes(self.finished_bytes(plan, beside))} when all have finished "
             f"(keep={self.keep}, keep_finished={self.keep_finished!r})"
         )
 
+    def _do(self, plan: Plan, beside: Beside) -> str:
+        waiting = len(_jobs(plan, beside)[plan.at_once : beside.waiting])
+        return f"train, and {waiting} wait for others" if waiting else "train"
 
-def bytes_on_disk(directory: Path, trials: Iterable[int]) -> Bytes:
-    """What generations of ``trials`` take on disk now; what goes meanwhile counts as nothing."""
+
+def bytes_on_disk(directory: Path, trials: Iterable[int], newest: int = 0) -> Bytes:
+    """What generations of ``trials`` take on disk now; what goes meanwhile counts as nothing.
+
+    Of each the ``newest`` so many, or 0 for all.
+    """
     total = 0
     for trial in trials:
-        for generation in checkpoint.generations(directory, trial).all():
+        for generation in checkpoint.generations(directory, trial).all()[-newest:]:
             with suppress(OSError):
                 total += sum(file.stat().st_size for file in generation.path.iterdir())
     return Bytes(total)
+
+
+def _jobs(plan: Plan, beside: Beside) -> list[Job]:
+    """Those of the plan, and of the trials that are to come."""
+    return [*plan.jobs, *islice(cycle(plan.jobs), beside.to_come)]
 
 
 def generation_bytes(job: Job) -> int:

@@ -43,8 +43,8 @@ from shoal.launch.following import pins_of
 from shoal.launch.keeping import Keeper
 from shoal.launch.onrecord import keys_to_keep, place_to_follow
 from shoal.launch.plan import check_disk, check_host_memory, fits_host, plan_study, spill_place
-from shoal.launch.policy import bytes_on_disk
 from shoal.launch.request import Asked, Request, settings_of
+from shoal.launch.room import Room
 from shoal.launch.saving import interval_of, with_interval
 from shoal.launch.signals import Interrupted, Interrupts
 from shoal.launch.starts import asked_seats, check_numerics, refuse_numerics, remove_strays
@@ -69,6 +69,7 @@ class Run:
         self._door = Door(heeds_signals=Interrupts.listen_here())
         self._about_disk: tuple[str, ...] = ()
         self._spill_dir = ""  # where trials are at home in files
+        self._room: Room  # once it is planned
 
     def run(self) -> None:
         """To the end, or to where it was stopped.
@@ -210,13 +211,12 @@ class Run:
         starts, them = case.found.starts, case.merged.trials
         self._check_clones(new, starts, them, case.place.path, planned)
         todo = {trial.number for trial in case.todo}
-        others = [trial.number for trial in case.merged.trials if trial.number not in todo]
-        self._study.policy.check(
+        self._room = Room(case, self._study.policy, self._study.search.num_waiting)
+        self._room.check(
             planned.plan,
             self._free(case, planned.plan),
+            to_come=case.to_come,
             reserve=Bytes(0 if (case.place.path / RESERVE).exists() else RESERVE_BYTES),
-            theirs=bytes_on_disk(case.place.path, sorted(todo)),
-            others=bytes_on_disk(case.place.path, others),
         )
         kept = keys_to_keep(case.found.numerics, case.before.trials, todo)
         accepted = bool(case.merged.record.older)
@@ -358,15 +358,15 @@ class Run:
         """
         them = [trial.to_spec() for trial in record.trials]
         totals = self._check_clones(specs, starts, them, case.place.path, planned)
-        new = {spec.number for spec in specs}
-        others = [trial.number for trial in record.trials if trial.number not in new]
         if self._is_strict(case):
             refuse_inexact(planned.plan)
         plan = replace(planned.plan, spill_dir=self._spill_dir)
         check_disk(plan, case.place.path)
-        free, theirs = self._free(case, plan), bytes_on_disk(case.place.path, others)
-        self._study.policy.check(plan, free, others=theirs)
-        by_hand = [s.number for s in specs if record.trial(s.number).origin != "searched"]
+        origins = {spec.number: record.trial(spec.number).origin for spec in specs}
+        asked_for = sum(origin == "searched" for origin in origins.values())
+        to_come = max(0, case.to_come - asked_for)
+        self._room.check(plan, self._free(case, plan), to_come=to_come)
+        by_hand = [number for number, origin in origins.items() if origin != "searched"]
         if by_hand:  # those of a search wait until there is room
             check_host_memory(planned.plan, case.hardware.host_memory)
         case.place.settle(record)

@@ -17,7 +17,7 @@ from shoal.search.pbt import PBT, check_size, num_copies, varied
 from shoal.search.population import Population
 from shoal.search.rules import ETA, Halving, Median, Rule, likely_part, num_brackets
 from shoal.search.sampler import check_trials, specs_of, trials_of
-from shoal.search.search import Search
+from shoal.search.search import LAG, Search
 from shoal.search.space import Distribution, check_space, is_finite, size
 from shoal.search.suggest import Suggester, check_repeats, num_points
 
@@ -73,6 +73,16 @@ class Wanted:
         """
         points = num_points(self.sampler, self.space) if self.is_adaptive else None
         return min((n for n in (self.trials, points) if n is not None), default=None)
+
+    @property
+    def num_waiting(self) -> int | None:
+        """How many trials may have begun and not ended, where they wait for each other.
+
+        0 where none waits, None for all of them.
+        """
+        if self.pruner is None:
+            return 0
+        return (LAG + 1) * self.generation if self.is_adaptive else None
 
     def begin(self) -> Search | Population | None:
         """The search at its start, no trial known yet; None for a plain one."""

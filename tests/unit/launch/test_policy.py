@@ -8,7 +8,7 @@ from generating import generate
 from shoal.core.errors import PlanError, SpecError
 from shoal.core.plan import Plan
 from shoal.core.units import Bytes, Seconds
-from shoal.launch.policy import CheckpointPolicy, bytes_on_disk
+from shoal.launch.policy import Beside, CheckpointPolicy, bytes_on_disk
 from shoal.testing import make_device, make_job, make_shard
 
 MIB = 2**20
@@ -77,6 +77,40 @@ def test_finished_trials_have_what_keep_finished_says():
     assert 4 * MIB < policy(keep_finished="weights").finished_bytes(plan(4)) < 5 * MIB
 
 
+def test_trials_that_a_search_will_ask_for_count_as_if_they_were_like_the_others():
+    later = Beside(to_come=6)
+
+    for kind in ("all", "weights", "best:3"):
+        keeps = policy(keep_finished=kind)
+        assert keeps.finished_bytes(plan(4), later) == keeps.finished_bytes(plan(10))
+        assert keeps.running_bytes(plan(4, devices=5), later) == 15 * ONE
+
+
+def test_trials_that_wait_for_each_other_have_what_is_kept_until_they_end():
+    weights = policy(keep_finished="weights").finished_bytes(plan(1))
+
+    for waiting in (4, None):
+        beside = Beside(waiting=waiting)
+        assert policy(keep_finished="best:1").running_bytes(plan(4), beside) == (3 + 3 * 2) * ONE
+        of_weights = policy(keep_finished="weights").running_bytes(plan(4), beside)
+        assert of_weights == (3 + 3 * 2) * ONE - 3 * weights
+        assert policy().running_bytes(plan(4), beside) == 3 * ONE
+    some = Beside(waiting=3)
+    assert policy(keep_finished="best:1").running_bytes(plan(9), some) == (3 + 2 * 2) * ONE
+    assert "while trials train, and 2 wait for others" in policy().explain(plan(9), some)
+
+
+def test_the_best_of_earlier_runs_are_among_the_best():
+    best, all_ = policy(keep_finished="best:2"), policy()
+    ended = Beside(ended=(Bytes(2 * ONE), Bytes(2 * ONE)))
+
+    assert best.finished_bytes(plan(4), ended) == best.finished_bytes(plan(4))
+    assert all_.finished_bytes(plan(4), ended) == all_.finished_bytes(plan(6))
+    needed = Bytes(best.running_bytes(plan()) + best.finished_bytes(plan()))
+    policy(keep_finished="best:2", disk_budget=needed).check(plan(), needed, beside=ended)
+    best.check(plan(), Bytes(needed - 4 * ONE), beside=ended)  # theirs are not free
+
+
 def test_what_fits_is_not_refused():
     needed = policy().running_bytes(plan()) + policy().finished_bytes(plan())
 
@@ -135,6 +169,9 @@ def test_bytes_on_disk_are_those_of_the_trials_asked_for(tmp_path):
 
     assert 0 < one < 10**5
     assert bytes_on_disk(tmp_path, [0, 1, 7]) == 2 * one
+    generate(tmp_path, 0, 6)
+    assert bytes_on_disk(tmp_path, [0], newest=1) == one
+    assert bytes_on_disk(tmp_path, [0]) == 2 * one
 
 
 @pytest.mark.parametrize("keep", [0, -1, 2.0, "2", True, None])
