@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -32,6 +33,39 @@ def is_of(value: object, module: str, name: str) -> bool:
     """Whether ``value`` is of a class of Optuna's; who made it has imported that."""
     kind = getattr(sys.modules.get(f"optuna.{module}"), name, None)
     return isinstance(kind, type) and isinstance(value, kind)
+
+
+_PACKAGES = {
+    "CmaEsSampler": "cmaes",
+    "GPSampler": "scipy",
+    "QMCSampler": "scipy",
+    "WilcoxonPruner": "scipy",
+}
+"""What objects of Optuna's import when they first need it, which is after some trials."""
+
+
+def require_packages(what: str, value: Any) -> None:
+    """Refuse a sampler or pruner that needs what is not installed; ``what`` it is, in a word.
+
+    One that it holds (``PatientPruner(WilcoxonPruner())``) as well.
+
+    Raises:
+        SpecError: it could not go on after some trials.
+    """
+    found = [value]
+    for one in found:
+        name = type(one).__name__
+        package = _PACKAGES.get(name, "")
+        if package and importlib.util.find_spec(package) is None:
+            raise SpecError(
+                f"the {what} {name} needs the package {package}, which is not installed: "
+                f"pip install {package}"
+            )
+        for inside in getattr(one, "__dict__", {}).values():
+            is_one = is_of(inside, "samplers", "BaseSampler")
+            is_one = is_one or is_of(inside, "pruners", "BasePruner")
+            if is_one and not any(inside is known for known in found):
+                found.append(inside)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ what is on record is what counts: ``replace_last``.
 from __future__ import annotations
 
 import copy
-import importlib.util
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +16,14 @@ from typing import Any
 from shoal.core.errors import SpecError
 from shoal.core.spec import Scalar
 from shoal.search.facts import Facts
-from shoal.search.library import distributions_of, is_of, load_optuna, new_study, suggest
+from shoal.search.library import (
+    distributions_of,
+    is_of,
+    load_optuna,
+    new_study,
+    require_packages,
+    suggest,
+)
 from shoal.search.space import (
     Choice,
     Distribution,
@@ -44,7 +50,7 @@ class Suggester:
         self._optuna = load_optuna("this sampler")
         self.name = type(sampler).__name__
         self.is_over = False
-        _require_package(sampler)
+        require_packages("sampler", sampler)
         self._space = space
         self._study = new_study(self._optuna, mode, sampler=copy.deepcopy(sampler))
         self._study.stop = self._stop  # Optuna's own works in ``optimize`` alone
@@ -178,20 +184,6 @@ def num_points(sampler: Any, space: Mapping[str, Distribution]) -> int | None:
             "which has no end of them. Use choice(...) or integer(...) there, or another sampler."
         )
     return None if getattr(sampler, "_avoid_premature_stop", False) else size(space)
-
-
-_PACKAGES = {"CmaEsSampler": "cmaes", "GPSampler": "scipy", "QMCSampler": "scipy"}
-"""What samplers of Optuna's import when they are first needed, which is after some trials."""
-
-
-def _require_package(sampler: Any) -> None:
-    package = _PACKAGES.get(type(sampler).__name__, "")
-    if package and importlib.util.find_spec(package) is None:
-        name = type(sampler).__name__
-        raise SpecError(
-            f"the sampler {name} needs the package {package}, which is not installed: "
-            f"pip install {package}"
-        )
 
 
 def _has(of: Distribution | Scalar, value: Any) -> bool:

@@ -11,7 +11,7 @@ from shoal.core.spec import TrialSpec
 from shoal.core.units import counted
 from shoal.core.values import whole
 from shoal.search.judge import Judge
-from shoal.search.library import is_of, load_optuna
+from shoal.search.library import is_of, load_optuna, require_packages
 from shoal.search.parameters import parameters_of
 from shoal.search.pbt import PBT, check_size, num_copies, varied
 from shoal.search.population import Population
@@ -255,6 +255,7 @@ def _check_adaptive(wanted: Wanted) -> None:
 
 
 def _check_pruner(wanted: Wanted, metric: str) -> None:
+    require_packages("pruner", wanted.pruner)
     label = f"pruner={_name(wanted.pruner)!r}"
     if metric == "train_loss":
         raise SpecError(

@@ -199,12 +199,34 @@ def test_a_value_outside_the_space_is_refused_where_optuna_would_draw_another():
         ask(space, sampler=Stubborn({"lr": 99.0}, 0.5)).first_trials()
 
 
-def test_a_package_that_a_sampler_will_need_is_asked_for_before_the_first_trial(monkeypatch):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "cmaes" else found(n))
+@pytest.fixture
+def without(monkeypatch):
+    def lack(package):
+        found = importlib.util.find_spec
+        absent = {package: None}
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda n: absent[n] if n in absent else found(n)
+        )
+
+    return lack
+
+
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+def test_a_package_that_a_sampler_will_need_is_asked_for_before_the_first_trial(without):
+    without("cmaes")
     sampler = optuna.samplers.CmaEsSampler(seed=0)
-    with pytest.raises(SpecError, match="CmaEsSampler needs the package cmaes"):
-        ask(sampler=sampler).first_trials()
+    for one in (sampler, optuna.samplers.PartialFixedSampler({"lr": 0.1}, sampler)):
+        with pytest.raises(SpecError, match="the sampler CmaEsSampler needs the package cmaes"):
+            ask(sampler=one).first_trials()
+
+
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+def test_a_package_that_a_pruner_will_need_is_asked_for_before_the_first_trial(without):
+    without("scipy")
+    pruner = optuna.pruners.WilcoxonPruner()
+    for one in (pruner, optuna.pruners.PatientPruner(pruner, 1)):
+        with pytest.raises(SpecError, match="the pruner WilcoxonPruner needs the package scipy"):
+            ask(pruner=one)
 
 
 def test_a_value_that_is_none_of_a_choices_is_refused():
