@@ -269,9 +269,10 @@ def read_data(recipe: Recipe, hp: HP) -> tuple[Iterable[Batch], Iterable[Batch] 
     """
     data = recipe.data(hp)
     if not isinstance(data, tuple | list) or len(data) != 2:
+        several = f" of {len(data)}" if isinstance(data, tuple | list) else ""
         raise SpecError(
-            f"Recipe(data=...) returned {type(data).__name__}; return a pair (train, valid), "
-            "valid may be None."
+            f"Recipe(data=...) returned {type(data).__name__}{several}; return a pair (train, "
+            "valid), valid may be None."
         )
     for name, source in zip(("train", "valid"), data, strict=True):
         if source is None and name == "valid":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,19 @@ from torch.nn.modules import loss as losses
 
 from shoal.core.errors import SpecError
 
+_CALLS = {
+    "model": ("hp",),
+    "data": ("hp",),
+    "loss": ("output", "batch"),
+    "inputs": ("batch",),
+    "optimizer": ("named_parameters", "hp"),
+    "schedule": ("optimizer", "hp"),
+    "step": ("models", "batch", "optimizers", "hp"),
+    "evaluate": ("models", "batch", "hp"),
+}
+"""What a recipe's functions are called with."""
+_BY_NAME = {"loss": "hp", "step": "number"}
+"""What they are given by its name where they have it."""
 _OPTIONAL = ("loss", "inputs", "optimizer", "schedule", "step", "evaluate")
 
 
@@ -28,6 +42,8 @@ def check_functions(given: Mapping[str, object]) -> None:
             _require_callable(name, given[name])
     _refuse_made_model(given["model"])
     _refuse_class_of_optimizers(given["optimizer"])
+    for name, called in _CALLS.items():
+        _require_arguments(f"Recipe({name}=...)", given[name], called, _BY_NAME.get(name))
 
 
 def check_metrics(metrics: object) -> None:
@@ -50,6 +66,7 @@ def check_metrics(metrics: object) -> None:
             )
         refuse_said_twice("Recipe(metrics=...)", name)
         _require_callable(f"metrics[{name!r}]", metric)
+        _require_arguments(f"Recipe(metrics[{name!r}]=...)", metric, _CALLS["loss"], "hp")
 
 
 def refuse_said_twice(what: str, name: str) -> None:
@@ -92,6 +109,27 @@ def check_schedule(given: Mapping[str, Any]) -> None:
 def _require_callable(name: str, value: object) -> None:
     if not callable(value):
         raise SpecError(f"Recipe({name}=...) is a callable, got {type(value).__name__}: {value!r}")
+
+
+def _require_arguments(
+    what: str, function: Any, called: Sequence[str], by_name: str | None
+) -> None:
+    """Refuse a function that cannot be called so; one that does not say how is taken."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    for more in ({}, {by_name: None} if by_name else {}):
+        try:
+            signature.bind(*called, **more)
+        except TypeError:
+            continue
+        return
+    name = getattr(function, "__name__", type(function).__name__)
+    raise SpecError(
+        f"{what} is called as ({', '.join(called)}), got {name}, which takes {signature}. Write "
+        "it with these arguments."
+    )
 
 
 def _refuse_made_model(model: object) -> None:

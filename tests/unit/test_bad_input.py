@@ -187,7 +187,7 @@ WRONG = {
     ),
     "one source instead of two": (
         {"data": train_alone},
-        r"Recipe\(data=\.\.\.\) returned list; return a pair \(train, valid\)",
+        r"Recipe\(data=\.\.\.\) returned list of 1; return a pair \(train, valid\)",
     ),
     "a batch type without a rule": (
         {"data": bags},
@@ -552,7 +552,10 @@ def test_an_empty_grid_names_the_key():
         ({"clip_grad_norm": -1.0}, r"clip_grad_norm is positive or None, got -1\.0"),
         ({"precision": "fp8"}, "precision is 'fp32', 'bf16' or 'bf16-sr', got 'fp8'"),
         ({"on_nonfinite": "stop"}, "on_nonfinite is 'fail' or 'ignore', got 'stop'"),
-        ({"evaluate": loss}, r"Recipe\(evaluate=\.\.\.\) belongs to a step of one's own"),
+        (
+            {"evaluate": lambda models, batch, hp: 0},
+            r"Recipe\(evaluate=\.\.\.\) belongs to a step of one's own",
+        ),
     ],
 )
 def test_a_recipe_that_no_training_could_mean_is_refused_when_it_is_made(changes, words):

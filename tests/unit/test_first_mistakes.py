@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
+from shoal.search.space import check_space
 
 LAST = 7.0
 """What the last validation batch is filled with."""
@@ -146,3 +147,54 @@ def test_an_evaluation_of_ones_own_that_says_valid_itself_is_told_its_name(run_s
     recipe = shoal.Recipe(model=build, data=data, step=step, evaluate=evaluate)
     with pytest.raises(shoal.SpecError, match=r"evaluate=.*Call it 'error'"):
         run_study(recipe, {"lr": 0.1}, epochs=2, metric="valid_error")
+
+
+# ---------------------------------------------------------------- functions
+
+
+class Net(nn.Module):
+    def __init__(self, width, depth):
+        super().__init__()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": lambda: build(None)}, r"is called as \(hp\), got <lambda>, which takes \(\)"),
+        ({"model": Net}, r"model=.* got Net, which takes \(width, depth\)\. Write it with these"),
+        ({"schedule": lambda optimizer: None}, r"schedule=.* called as \(optimizer, hp\)"),
+        ({"loss": lambda output, x, y: 0}, r"called as \(output, batch\), .*\(output, x, y\)"),
+        ({"metrics": {"it": lambda o: 0}}, r"metrics\['it'\]=.* called as \(output, batch\)"),
+    ],
+)  # fmt: skip
+def test_a_function_that_takes_other_arguments_is_told_which_it_gets(changes, words):
+    with pytest.raises(shoal.SpecError, match=words):
+        make_recipe(**changes)
+
+
+def test_a_function_that_may_be_called_so_is_taken():
+    class Of:
+        def __call__(self, *given, scale=1):
+            return 0.0
+
+    for function in (Of(), F.mse_loss, nn.MSELoss(), lambda o, b, *, hp: 0, lambda *given: 0, max):
+        make_recipe(loss=function, metrics={"it": function})
+    make_recipe(loss=None, step=lambda models, batch, optimizers, hp, number: 0)
+
+
+def test_a_loss_that_hangs_on_no_parameter_is_told_so(run_study):
+    recipe = make_recipe(loss=lambda output, batch: loss(output.detach(), batch))
+    with pytest.raises(shoal.SpecError, match=r"the loss at .*mistakes.py:\d+ does not depend on"):
+        run_study(recipe, {"lr": 0.1}, epochs=2)
+
+
+def test_a_distribution_in_a_wrong_place_and_a_name_with_blanks_are_told_what_to_write():
+    distributions = pytest.importorskip("optuna").distributions
+    with pytest.raises(
+        shoal.SpecError, match=r"FloatDistribution of Optuna's\. Write shoal\.unif"
+    ):
+        check_space({"lr": distributions.FloatDistribution(1e-3, 1e-1)})
+    with pytest.raises(shoal.SpecError, match=r"got a uniform, .* space=\{'lr': \.\.\.\} without"):
+        shoal.grid(lr=shoal.log_uniform(1e-3, 1e-1))
+    with pytest.raises(shoal.SpecError, match=r"got 'My Study'\. Call it 'my-study', for example"):
+        shoal.Study("My Study", make_recipe(), space={"lr": 0.1}, steps=1)

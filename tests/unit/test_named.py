@@ -102,6 +102,10 @@ def test_functions_of_modules_beside_the_script_are_found(tmp_path, monkeypatch)
     assert shoal.open(place).best.load().out_features == 2
 
 
+def score(output, batch):
+    return output.mean()
+
+
 def build(hp):
     raise NotImplementedError
 
@@ -118,19 +122,19 @@ def test_what_has_no_name_is_not_recorded():
     def inside(hp):
         raise NotImplementedError
 
-    assert name_recipe(recipe(loss=build))["data"] == {"name": f"{__name__}:data"}
-    for nameless in (inside, lambda hp: None, build.__get__(1)):
-        assert name_recipe(recipe(loss=build, model=nameless)) == {}
+    assert name_recipe(recipe(loss=score))["data"] == {"name": f"{__name__}:data"}
+    for nameless in (inside, lambda hp: None, score.__get__(1)):
+        assert name_recipe(recipe(loss=score, model=nameless)) == {}
     assert Origin().recipe("/nowhere") is None
 
 
 def test_a_recipe_is_recalled_as_it_was_with_its_plain_values():
-    made = recipe(loss=build, accumulate=3, metrics={"a": build}, clip_grad_norm=0.5)
+    made = recipe(loss=score, accumulate=3, metrics={"a": score}, clip_grad_norm=0.5)
     named = name_recipe(made) | {"script": ""}
     assert recall_recipe(named, "/nowhere", "s") == made
 
 
 def test_a_function_that_is_gone_is_named():
-    named = name_recipe(recipe(loss=build)) | {"script": "", "model": {"name": f"{__name__}:old"}}
+    named = name_recipe(recipe(loss=score)) | {"script": "", "model": {"name": f"{__name__}:old"}}
     with pytest.raises(SpecError, match=r"was made with old of .*, and there is no old any more"):
         recall_recipe(named, "/nowhere", "s")

@@ -129,7 +129,11 @@ def not_finite(models, batch, optimizers, hp):
         (no_loss, SpecError, r"step=...\) returned NoneType; return the step's loss"),
         (a_vector, SpecError, r"returned shape \(3,\) under 'one'; return the step's loss"),
         (lambda *_: {}, SpecError, "returned an empty mapping"),
-        (lambda models: 0, TypeError, "positional argument"),
+        (
+            lambda models: 0,
+            SpecError,
+            r"called as \(models, batch, optimizers, hp\), got <lambda>",
+        ),
         (not_finite, TrialError, "the loss 'other' is inf in step 1. A step of one's own has"),
     ],
 )

@@ -155,7 +155,7 @@ def test_a_directory_that_brings_its_own_code_is_not_believed(tmp_path: Path) ->
 
 def test_a_module_that_runs_its_study_where_it_is_imported_says_so(tmp_path, monkeypatch):
     (tmp_path / "runs_itself.py").write_text(
-        "import shoal\nstudy = shoal.Study('mine', shoal.Recipe(model=len, data=len, loss=len),"
+        "import shoal\nstudy = shoal.Study('mine', shoal.Recipe(model=len, data=len, loss=max),"
         " space=shoal.grid(a=[1]), steps=1)\nstudy.run()\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -164,7 +164,7 @@ def test_a_module_that_runs_its_study_where_it_is_imported_says_so(tmp_path, mon
 
 
 TWO = """import shoal
-recipe = shoal.Recipe(model=len, data=len, loss=len)
+recipe = shoal.Recipe(model=len, data=len, loss=max)
 first = shoal.Study('one', recipe, space=shoal.grid(a=[1]), steps=1)
 FIRST
 second = shoal.Study('two', recipe, space=shoal.grid(a=[1]), steps=1)
@@ -199,7 +199,7 @@ def test_a_study_that_nobody_runs_has_to_be_named_among_several(tmp_path: Path) 
         ("mine.py:x", r"named 'x'; the studies there: large, small, and x is of the type int\."),
         ("mine.py:", r"after mine\.py: comes the name of a .* got ''\. Write mine\.py:st"),
         ("mine.py:a:b", r"got 'a:b'"),
-        ("mine", r"There is a file of that name here: mine\.py\."),
+        ("only_a_file", r"There is a file of that name here: only_a_file\.py\."),
         ("old", r"There is a study of that name in runs\. Look at it with shoal show old, go on"),
         ("runs/old", r"it is the directory of a study that ran\. .*resume runs/old"),
         ("book.ipynb", r"is a notebook\. Call study\.run\(\) in it, or .* script book\.ipynb"),
@@ -213,15 +213,17 @@ def test_what_stands_in_place_of_a_study_is_told(source, words, tmp_path, monkey
     _write(tmp_path, "small = Study()\nlarge = Study()\nx = 3\n")
     _write(tmp_path, "def main():\n    study = Study()\n    study.run()\n", "made.py")
     _write(tmp_path, "if __name__ == '__main__':\n    study = Study()\n", "guarded.py")
+    (tmp_path / "only_a_file.py").touch()
     (tmp_path / "book.ipynb").write_text("{}")
     (tmp_path / "runs" / "old").mkdir(parents=True)
     (tmp_path / "runs" / "old" / "study.db").touch()
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "age.py").write_text("import no_such_thing\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path / "elsewhere" if source == "mine" else tmp_path)
-    if source == "mine":
-        monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
+    if source == "pack.age":
+        monkeypatch.syspath_prepend(tmp_path)
+    else:
+        monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
 
     with pytest.raises(SpecError, match=words):
         load_study(source)

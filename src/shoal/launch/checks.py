@@ -22,8 +22,10 @@ def check_name(name: object) -> None:
         SpecError: it could not name a directory.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name) or set(name) == {"."}:
+        like = re.sub(r"[^a-z0-9._-]+", "-", str(name).lower()).strip("-.")[:64]
+        hint = f" Call it {like!r}, for example." if isinstance(name, str) and like else ""
         raise SpecError(
-            f"a study's name names its directory: it is [a-z0-9._-]{{1,64}}, got {name!r}."
+            f"a study's name names its directory: it is [a-z0-9._-]{{1,64}}, got {name!r}.{hint}"
         )
 
 

@@ -169,6 +169,11 @@ def grid(**lists: Iterable[Any]) -> dict[str, Choice]:
     space = {}
     for name, values in lists.items():
         if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+            if isinstance(values, Uniform | Integer | Choice):
+                raise SpecError(
+                    f"grid({name}=...) got a {type(values).__name__.lower()}, and a grid lists "
+                    f"its values. List some, or write space={{{name!r}: ...}} without grid."
+                )
             raise SpecError(
                 f"grid({name}={values!r}) needs a list of values. For a constant write "
                 f"grid({name}=[{values!r}])."
@@ -308,6 +313,12 @@ def _check_entry(name: str, entry: Any) -> Distribution:
         values = ", ".join(map(repr, entry))
         between = _between([plain(value) for value in entry])
         raise SpecError(f"{name!r} is a {type(entry).__name__}; write choice({values}){between}.")
+    if type(entry).__module__.startswith("optuna."):
+        raise SpecError(
+            f"{name!r} is a {type(entry).__name__} of Optuna's. Write shoal.uniform(low, high), "
+            "shoal.log_uniform(low, high), shoal.integer(low, high) or shoal.choice(...) in its "
+            "place; sampler= takes Optuna's samplers."
+        )
     return Choice((to_scalar(repr(name), entry),))
 
 

@@ -47,7 +47,7 @@ def test_what_cannot_travel_is_named() -> None:
     with pytest.raises(shoal.SpecError, match=words):
         pack_recipe(shoal.Recipe(model=len, data=len, loss=loss))
     with pytest.raises(shoal.SpecError, match="It refers to an object that lives"):
-        pack_recipe(shoal.Recipe(model=len, data=len, loss=functools.partial(len, lock)))
+        pack_recipe(shoal.Recipe(model=len, data=len, loss=functools.partial(max, lock)))
 
 
 @functools.lru_cache

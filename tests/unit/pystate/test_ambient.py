@@ -31,7 +31,7 @@ class Net(nn.Module):
         return x * RATE * self.temperature * helped()
 
 
-def helped():
+def helped(*_):
     return SETTINGS["scale"] + len(CACHE)
 
 
@@ -77,7 +77,7 @@ def ambient():
     made = Ambient(shoal.Recipe(model=model, data=data, loss=loss))
     before = RATE, Net.temperature, dict(SETTINGS), LOADED
     yield made
-    watch(shoal.Recipe(model=len, data=len, loss=len))
+    watch(shoal.Recipe(model=len, data=len, loss=max))
     globals().update(RATE=before[0], LOADED=before[3])
     Net.temperature = before[1]
     SETTINGS.clear()

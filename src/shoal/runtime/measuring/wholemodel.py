@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shoal.core.errors import SpecError
 from shoal.core.spec import NO_BYTES, HyperParameters, TrialSpec
 from shoal.core.units import Bytes, Seconds, format_seconds
-from shoal.frames import user_line
+from shoal.frames import line_of, user_line
 from shoal.fusion.sideeffects import attributes_of, in_words
 from shoal.habits import Habits
 from shoal.memory.layout import TensorSpec
@@ -203,6 +203,14 @@ class WholeModel:
         with autocast(self._recipe, self._here) as entered:
             loss = self._loss()
         self._loss_notes = loss_notes(entered)
+        if not loss.requires_grad:
+            where = line_of(self._recipe.loss)
+            raise SpecError(
+                f"the loss{where} does not depend on any parameter that is trained, so there is "
+                "nothing to go backward through. Compute it of the model's output as it is, "
+                "without detach(), torch.no_grad() or a new tensor, and leave some parameter "
+                "unfrozen."
+            )
         (loss / self._recipe.accumulate).backward()
 
     def _loss(self) -> Tensor:
