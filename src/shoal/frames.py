@@ -29,8 +29,9 @@ def own_traceback(error: BaseException) -> str:
     """The traceback from the first frame on that is neither shoal's nor a library's.
 
     Where there is none and a library raised it, what that library's modules were doing. All of it
-    where shoal did: then the error is its own, or of what it was given. What was raised before it
-    and caught by shoal, as where an array tries its trials one by one, is no part of it.
+    where shoal did: then the error is its own, or of what it was given; but of one that says all
+    there is to say of a trial, such as that its loss is nan, the last frame. What was raised
+    before it and caught by shoal, as where an array tries its trials one by one, is no part of it.
     """
     frames = error.__traceback__
     while frames is not None and not is_users(frames.tb_frame.f_code.co_filename):
@@ -41,6 +42,8 @@ def own_traceback(error: BaseException) -> str:
     elif found.stack and not _is_shoals(found.stack[-1].filename):
         some = [one for one in found.stack if not (_is_shoals(one.filename) or _is_plumbing(one))]
         found.stack = traceback.StackSummary.from_list(some or found.stack[-1:])
+    elif isinstance(error, TrialError) and not os.environ.get("SHOAL_DEBUG"):
+        found.stack = traceback.StackSummary.from_list(found.stack[-1:])
     return "".join(found.format())
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import shoal
 from shoal.bound import bound
-from shoal.core.errors import SpecError
+from shoal.core.errors import SpecError, TrialError
 from shoal.core.spec import HyperParameters
 from shoal.frames import line_of, own_traceback, raised
 from shoal.recipe import Recipe, build_model
@@ -122,3 +122,15 @@ def test_what_shoal_caught_before_it_tried_again_is_no_part_of_it_and_a_users_ow
             error.__traceback__ = error.__traceback__.tb_next
             text = own_traceback(error)
         assert tuple(kind for kind in kinds if kind in text) == words
+
+
+def test_what_shoal_says_of_a_trial_has_its_last_frame_alone(monkeypatch):
+    own = {"TrialError": TrialError}
+    code = "def inner():\n    raise TrialError('it is nan')\ndef outer():\n    inner()\n"
+    exec(compile(code, str(Path(shoal.__file__).parent / "some.py"), "exec"), own)
+    for debug, frames in (("", 1), ("1", 2)):
+        monkeypatch.setenv("SHOAL_DEBUG", debug)
+        with pytest.raises(TrialError) as caught:
+            own["outer"]()
+        caught.value.__traceback__ = caught.value.__traceback__.tb_next
+        assert own_traceback(caught.value).count("File ") == frames
