@@ -403,6 +403,10 @@ def compute_loss(recipe: Recipe, output: Output, batch: Batch) -> Tensor:
         way = "Reduce it, e.g. .mean()." if isinstance(loss, Tensor) else "Return the tensor."
         if isinstance(loss, int | float):
             way = "Return the tensor itself, without .item() or float()."
+        elif isinstance(loss, Mapping | tuple | list):
+            way = (
+                "Return one tensor, the sum of its terms; each may be one of Recipe(metrics=...)."
+            )
         raise SpecError(f"the loss{where} must be a scalar, got {found}. {way}")
     return loss
 

@@ -198,3 +198,17 @@ def test_a_distribution_in_a_wrong_place_and_a_name_with_blanks_are_told_what_to
         shoal.grid(lr=shoal.log_uniform(1e-3, 1e-1))
     with pytest.raises(shoal.SpecError, match=r"got 'My Study'\. Call it 'my-study', for example"):
         shoal.Study("My Study", make_recipe(), space={"lr": 0.1}, steps=1)
+
+
+def test_a_loss_that_takes_a_batch_for_its_target_is_told_what_it_got(run_study):
+    recipe = make_recipe(loss=lambda output, target: F.mse_loss(output, target))
+    with pytest.raises(
+        shoal.TrialError, match=r"called as \(output, batch\)\. It got .* whole batch"
+    ):
+        run_study(recipe, {"lr": 0.1}, epochs=2)
+
+
+def test_a_loss_of_several_terms_is_told_to_return_their_sum(run_study):
+    recipe = make_recipe(loss=lambda output, batch: {"one": output.mean()})
+    with pytest.raises(shoal.SpecError, match=r"got dict\. Return one tensor, the sum of its"):
+        run_study(recipe, {"lr": 0.1}, epochs=2)

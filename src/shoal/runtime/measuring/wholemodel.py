@@ -38,7 +38,7 @@ from shoal.runtime.measuring.clipping import refuse_sparse_norm
 from shoal.runtime.measuring.counting import fill_gradients, fill_missing_gradients
 from shoal.runtime.measuring.settling import changed_attributes
 from shoal.runtime.measuring.stepmeasure import OWN_STEP, StepMeasure
-from shoal.runtime.validating import FIRST_BATCH, in_validation
+from shoal.runtime.validating import FIRST_BATCH, in_validation, note
 
 SLOW_READ_S = 0.01
 """A batch that is read in less is not told of."""
@@ -222,7 +222,12 @@ class WholeModel:
             if not user_line(error):
                 error.add_note(_given(self._recipe, model, args, kwargs))
             raise
-        return compute_loss(self._recipe, output, batch)
+        try:
+            return compute_loss(self._recipe, output, batch)
+        except (TypeError, AttributeError) as error:
+            got = f"{_in_brief(output)} of the model, and the whole batch ({_in_brief(batch)})"
+            note(error, f"Recipe(loss=...) is called as (output, batch). It got {got}.")
+            raise
 
 
 def _given(
