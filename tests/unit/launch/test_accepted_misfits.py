@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -78,14 +79,15 @@ BEGUN["SCHEDULE"] = "torch.optim.lr_scheduler.StepLR(optimizer, 3)"
 @pytest.fixture
 def misfit(tmp_path, warm_workers):
     """What runs the study of a file with some words in the places of others; the study."""
-    file = tmp_path / "misfit.py"
+    file, runs = tmp_path / "misfit.py", itertools.count()
 
     def run(**words) -> shoal.Study:
         options = {name: words.pop(name) for name in list(words) if name.islower()}
         text = FILE.replace("PLACE", str(tmp_path / "runs"))
         for name, word in (BEGUN | words).items():
             text = text.replace(name, word)
-        file.write_text(text)
+        # Of another size each time: bytecode is found by a file's size and second.
+        file.write_text(text + "#" * next(runs))
         loaded = load_study(str(file))
         loaded.study.source = loaded.source
         studies.run(loaded.study, warm_workers, **options)
