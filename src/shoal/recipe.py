@@ -170,10 +170,11 @@ class Recipe:
         self._check_step()
 
     def metric_functions(self) -> Iterator[tuple[str, Callable[..., Any]]]:
-        """The functions that metrics consist of, each under its metric's name."""
+        """The functions that metrics consist of, each under a name of its own."""
         for name, metric in self.metrics.items():
             if isinstance(metric, WholeSet):
-                yield from ((name, metric.collect), (name, metric.compute))
+                yield f"{name}.collect", metric.collect
+                yield f"{name}.compute", metric.compute
             else:
                 yield name, metric
 

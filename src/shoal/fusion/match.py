@@ -13,6 +13,8 @@ from typing import NamedTuple
 from shoal.core.spec import Scalar, TrialSpec
 from shoal.core.units import counted
 
+LONG, BEFORE = 160, 40  # characters: of a fact that is told in full, and before a difference
+
 
 @dataclass(frozen=True, slots=True)
 class Signature:
@@ -40,12 +42,27 @@ def first_difference(one: Signature, other: Signature) -> str:
         if subject not in theirs:
             return f"{subject}: {fact} in one, nothing of that name in the other"
         if theirs[subject] != fact:
-            return f"{subject}: {fact} in one, {theirs[subject]} in the other"
+            here, there = _where_they_differ(fact, theirs[subject])
+            return f"{subject}: {here} in one, {there} in the other"
     mine = dict(one.facts)
     for subject, fact in other.facts:
         if subject not in mine:
             return f"{subject}: nothing of that name in one, {fact} in the other"
     return "the same facts come in another order"
+
+
+def _where_they_differ(one: str, other: str) -> tuple[str, str]:
+    """Two facts, long ones (a configuration with all its settings) from where they differ on."""
+    if max(len(one), len(other)) <= LONG:
+        return one, other
+    unlike = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    begin = max(0, next(unlike, min(len(one), len(other))) - BEFORE)
+    return _excerpt(one, begin), _excerpt(other, begin)
+
+
+def _excerpt(fact: str, begin: int) -> str:
+    end = begin + LONG // 2
+    return "... " * (begin > 0) + fact[begin:end] + " ..." * (len(fact) > end)
 
 
 def groups(signatures: Sequence[Signature]) -> tuple[tuple[int, ...], ...]:

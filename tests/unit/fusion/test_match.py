@@ -23,6 +23,19 @@ def test_the_first_difference_is_told_in_words(one, other, words):
     assert first_difference(one, other) == words
 
 
+def test_a_long_fact_is_told_from_where_it_differs():
+    settings = [f"'setting {number}': {number}" for number in range(40)]
+    asked, found = list(settings), list(settings)
+    asked[20], found[20] = "'kind': None", "'kind': 'rows'"
+    one, other = (Signature((("'config'", ", ".join(s)),)) for s in (asked, found))
+
+    words = first_difference(one, other)
+
+    assert "'kind': None, 'setting 21'" in words
+    assert "'kind': 'rows', 'setting 21'" in words
+    assert len(words) < 250
+
+
 def test_groups_are_of_equal_signatures_in_the_order_of_their_first():
     assert groups([WIDE, ONE, WIDE, ONE, MORE]) == ((0, 2), (1, 3), (4,))
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from shoal.fusion import first_difference, signature_of, told_apart
 from shoal.recipe import Recipe
+from shoal.wholeset import WholeSet
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -152,3 +153,14 @@ def test_plain_tensors_are_told_by_their_bits():
     assert "'mask' of the model: a tensor, float32 [2]" in difference(
         signature(one), signature(other)
     )
+
+
+def test_every_fact_has_a_subject_of_its_own():
+    whole = WholeSet(lambda output, batch: (output, batch[1]), lambda x, y: (x == y).float())
+
+    facts = signature(net(), metrics={"hits": whole, "mean": plain_loss}).facts
+
+    assert len(dict(facts)) == len(facts)
+    assert difference(
+        signature(net(), metrics={"hits": whole}), signature(net(5), metrics={"hits": whole})
+    ).startswith("'out_features' of module '0'")
