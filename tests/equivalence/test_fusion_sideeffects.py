@@ -3,6 +3,7 @@
 import math
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from shoal.fusion import Array, Member, dry_run
 from shoal.fusion.fused import StackedBackend
+from shoal.fusion.loop import LoopBackend
 from shoal.recipe import Recipe
 from shoal.rng import capture_rng
 
@@ -23,6 +25,7 @@ class Net(nn.Module):
         super().__init__()
         self.layer, self.other, self.does, self.number = *pair(), does, number
         self.begun, self.evaluations, self.random = False, 0, random.Random(0)
+        self.config = SimpleNamespace(kind=None, tables={})
         self.register_buffer("bank", torch.zeros(1500, 4))
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
         self.double()
@@ -56,6 +59,14 @@ def lays_up_a_mask(net, h, x):
     if not net.begun:
         net.begun, net.mask = True, torch.ones(4, dtype=h.dtype).cumsum(0)
     return h * net.mask
+
+
+def names_its_kind(net, h, x):
+    """As a classifier of transformers does with ``config.problem_type``."""
+    if net.config.kind is None:
+        net.config.kind, net.begun = "rows", True
+        net.config.tables["sum"] = net.sums = torch.ones(4, dtype=h.dtype)
+    return h * net.config.tables["sum"] * net.sums
 
 
 def hooks_a_tensor(net, h, x):
@@ -156,6 +167,22 @@ def test_the_trials_and_their_batches_are_not_touched_meanwhile():
 @pytest.mark.parametrize("does", [lays_up_a_mask, fills_a_bank_now_and_then])
 def test_what_is_alike_in_all_trials_or_a_buffer_keeps_nobody_from_an_array(does):
     assert dry_run(members(does), batches()) == ""
+
+
+@pytest.mark.parametrize("backend", [StackedBackend, LoopBackend])
+def test_a_trial_may_come_to_slots_that_ran_by_themselves(backend):
+    made = members(names_its_kind, (1.0,) * 4)
+    array = Array(made[:3], backend=backend())
+    array.step(batches())
+    array.step([batch[: 5 - slot] for slot, batch in enumerate(batches())])  # one or two alone
+    array.evaluate([batch[: 5 - slot] for slot, batch in enumerate(batches())])
+    array.retire(2)
+
+    array.refill(2, made[3])
+
+    assert not array.step(batches()).failures
+    assert not any(one.module.config.kind or one.module.config.tables for one in made)
+    assert not any(one.module.begun or hasattr(one.module, "sums") for one in made)
 
 
 # The floor holds for all of them, for one of them, and for none.

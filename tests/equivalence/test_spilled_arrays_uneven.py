@@ -61,6 +61,13 @@ def test_in_one_shard_the_norm_of_a_slot_by_itself_is_known_in_time(way, run_stu
     squads.assert_arrayed(report, report.trials, recipe, 2, **loop)
 
 
+def test_trials_come_to_slots_after_others_that_ran_by_themselves(run_study):
+    recipe, loop = uneven.short(model=uneven.named), {"epochs": 1}
+    space = shoal.grid(lr=[0.01, 0.003, 0.001, 0.03], short=["middle"])
+    report = run_study(recipe, space, **loop, fuse=2, technique=HOST)
+    squads.assert_arrayed(report, report.trials, recipe, 2, **loop)
+
+
 # -- a batch that is none -----------------------------------------------------------------
 
 

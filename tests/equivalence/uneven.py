@@ -6,6 +6,7 @@ Imported by tests and, by this name, by worker processes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import squads
 import torch
@@ -149,6 +150,24 @@ class Rooted(nn.Linear):
 
 def rooted(hp):
     layers = [Rooted(squads.INSIDE, squads.INSIDE, bias=False) for _ in range(3)]
+    return nn.Sequential(*layers, nn.Linear(squads.INSIDE, squads.CLASSES)).double()
+
+
+class Named(nn.Linear):
+    """Lays up, in its first forward, what later ones read: as a classifier of transformers."""
+
+    def __init__(self):
+        super().__init__(squads.INSIDE, squads.INSIDE)
+        self.config = SimpleNamespace(kind=None)
+
+    def forward(self, x):
+        if self.config.kind is None:
+            self.config.kind, self.factor = "rows", torch.full((1,), 0.5, dtype=x.dtype)
+        return super().forward(x).relu() * self.factor + x
+
+
+def named(hp):
+    layers = [Named() for _ in range(3)]
     return nn.Sequential(*layers, nn.Linear(squads.INSIDE, squads.CLASSES)).double()
 
 

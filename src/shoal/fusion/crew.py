@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from shoal.fusion.laidup import Holders, holders_of
 from shoal.fusion.member import Member
 from shoal.fusion.stacked import Stacked
 from shoal.fusion.streams import SlotStreams
@@ -25,10 +26,19 @@ class Crew:
     stacked: Stacked
     streams: SlotStreams
     device: torch.device
+    _holders: dict[int, tuple[nn.Module, Holders]] = field(default_factory=dict)
 
     @property
     def width(self) -> int:
         return len(self.members)
+
+    def holders(self, slot: int) -> Holders:
+        """Where the attributes of the slot's own module are."""
+        module = self.members[slot].module
+        known = self._holders.get(slot)
+        if known is None or known[0] is not module:
+            known = self._holders[slot] = (module, holders_of(module))
+        return known[1]
 
 
 class Trained(NamedTuple):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.fusion.crew import Crew, Evaluated, Steps, Trained
+from shoal.fusion.laidup import put_back
 from shoal.fusion.member import Member, in_streams
 from shoal.recipe import autocast, compute_loss, model_inputs
 from shoal.rng import RngState
@@ -69,10 +70,15 @@ def lone_pass(member: Member, batch: Any, device: torch.device) -> tuple[Any, Te
 
 
 @contextmanager
-def alone(crew: Crew, slot: int) -> Iterator[Member]:
-    """A slot's member with its random streams in place; streams and buffers stay its own."""
+def alone(crew: Crew, slot: int, *, is_whole: bool = True) -> Iterator[Member]:
+    """A slot's member with its random streams in place; streams and buffers stay its own.
+
+    What its model lays up is gone afterwards (``laidup.py``), but where it is no whole pass.
+    """
     member = crew.members[slot]
-    with torch_streams_of(crew, slot):
+    is_own = member.recipe.step is not None  # which may set what it likes
+    holders = crew.holders(slot) if is_whole and not is_own else ()
+    with torch_streams_of(crew, slot), put_back(holders):
         yield member
     crew.stacked.put_buffers(slot, member.module)
 

@@ -16,6 +16,7 @@ step, with weight decay or momentum. Rows have no place for none: what a slot la
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.fusion.crew import Crew
+from shoal.fusion.laidup import Settings
 from shoal.fusion.loop import alone
 from shoal.partition.chain import Chain
 from shoal.partition.transplant import transplanted
@@ -55,9 +57,13 @@ class OddSlots:
         self._sums: dict[int, dict[int, dict[str, Tensor]]] = {}  # by shard and slot
         self._together: set[int] = set()
         self._lacking: dict[int | None, set[str]] = {}  # by odd slot; None: of all others
+        self._before: dict[int, Settings] = {}  # by slot that is within a pass
+        self._under_way: Counter[int] = Counter()  # passes of each
 
     def restart(self) -> None:
         """A step begins."""
+        self._under_way.clear()  # a pass that failed came to no end
+        self._before.clear()
         self._sums.clear()
         self._together.clear()
         self._lacking = {}  # the host may be at the last step still
@@ -75,12 +81,24 @@ class OddSlots:
 
     def begin(self, slot: int, batch: Any) -> Micro:
         """Take up a slot's batch; what is wrong with it is raised."""
-        return self._units(slot).begin(batch)
+        micro = self._units(slot).begin(batch)
+        if not self._under_way[slot]:
+            self._before[slot] = Settings(self._crew().holders(slot))
+        self._under_way[slot] += 1
+        return micro
+
+    def _end(self, slot: int) -> None:
+        """A pass has come to its end: what the slot's module has laid up goes, as elsewhere."""
+        self._under_way[slot] -= 1
+        if not self._under_way[slot] and (before := self._before.pop(slot, None)):
+            before.put_back()
 
     def forward(self, shard: int, slot: int, micro: Micro) -> None:
         """A forward without gradients."""
         with self._placed(shard, slot):
             self._units(slot).forward(shard, micro)
+        if shard == len(self._spans) - 1:  # of an evaluation; a step ends with a backward
+            self._end(slot)
 
     def backward(self, shard: int, slot: int, micro: Micro, *, is_last: bool) -> float | None:
         """A backward; the loss when it is the last shard's.
@@ -98,6 +116,8 @@ class OddSlots:
                 if held is not None:
                     grad = held.add_(grad.to(held.device))
                 sums[name] = grad if is_last else grad.to(HOST)
+        if shard == 0:
+            self._end(slot)
         return None if loss is None else float(loss.detach())
 
     def settle(self, shard: int) -> None:
@@ -151,7 +171,7 @@ class OddSlots:
         try:
             for name, parameter in mine.items():
                 parameter.data = crew.stacked.parameters[name].data[slot]
-            with alone(crew, slot):
+            with alone(crew, slot, is_whole=False):
                 yield
         finally:
             for parameter, data in before:
