@@ -32,7 +32,7 @@ from shoal.observe.snapshot import Snapshot
 from shoal.report import Report, TrialResult
 
 WEIGHTS, HYPERPARAMETERS, METRICS = "model.safetensors", "hyperparameters.json", "metrics.json"
-PROVENANCE, README = "provenance.json", "README.md"
+PROVENANCE, README, ADAPTER = "provenance.json", "README.md", "adapter"
 FORMAT = "shoal-export-1"
 _CHUNK = 1 << 20
 
@@ -67,7 +67,8 @@ def export_trial(
 
     The weights of a plain module are ``model.safetensors``, under the module's own names, a
     shared tensor once. A Hugging Face model is the folder that ``from_pretrained`` reads. Of
-    several models each has a file of its own, "generator.safetensors".
+    several models each has a file of its own, "generator.safetensors". A model of peft has its
+    adapter, what ``PeftModel.from_pretrained(base, ...)`` reads, in a folder beside the whole.
 
     Raises:
         SpecError: no checkpoint or recipe, a directory that holds something else, or a
@@ -80,15 +81,18 @@ def export_trial(
     model = trial.load()
     several = isinstance(model, dict)
     kind = "transformers" if not several and is_pretrained(model) else "torch"
+    is_tuned = not several and has_adapter(model)
     with _published(target) as scratch:
         save = _save_several if several else _save if kind == "torch" else _save_pretrained
         call = save(model, scratch)
+        if is_tuned:
+            _save_adapter(model, scratch / ADAPTER)
         history = [dict(row) for row in trial.history if row["step"] <= step]
         _write(scratch / HYPERPARAMETERS, dict(trial.hp))
         _write(scratch / METRICS, _metrics(trial, report, history, step))
         origin = Snapshot.of(read_trial(report.directory, trial.number))
         left = trial.kept_in_python()
-        readme = _readme(trial, origin, call, changed, left)
+        readme = _readme(trial, origin, call, changed, left) + _OF_ADAPTER * is_tuned
         (scratch / README).write_text(readme, encoding="utf-8")
         digests = {name: digest(path) for name, path in _files(scratch).items()}
         provenance = _provenance(trial, origin, step) | {"kind": kind, "sha256": digests}
@@ -106,8 +110,16 @@ def export_trial(
 
 def is_pretrained(model: nn.Module) -> bool:
     """Whether ``model`` is a transformers ``PreTrainedModel``; imports nothing to tell."""
-    homes = ((kind.__module__, kind.__name__) for kind in type(model).__mro__)
-    return ("transformers.modeling_utils", "PreTrainedModel") in homes
+    return ("transformers.modeling_utils", "PreTrainedModel") in _homes(model)
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Whether ``model`` is one of peft's, an adapter around a base; imports nothing to tell."""
+    return ("peft.peft_model", "PeftModel") in _homes(model)
+
+
+def _homes(model: nn.Module) -> set[tuple[str, str]]:
+    return {(kind.__module__, kind.__name__) for kind in type(model).__mro__}
 
 
 def _save_pretrained(model: Any, scratch: Path) -> str:
@@ -122,6 +134,28 @@ def _save_pretrained(model: Any, scratch: Path) -> str:
         ) from error
     home = "transformers" if home.startswith("transformers.") else home
     return f'from {home} import {name}\n\nmodel = {name}.from_pretrained(".").eval()'
+
+
+def _save_adapter(model: Any, folder: Path) -> None:
+    """The adapter alone, as peft reads it."""
+    try:
+        model.save_pretrained(folder)
+    except (RuntimeError, ValueError) as error:
+        raise SpecError(
+            f"{type(model).__name__}.save_pretrained refuses this model: {error}\nMake its "
+            "peft_config say what the adapter is, or take it with report.best.load()."
+        ) from error
+
+
+_OF_ADAPTER = f"""
+`{ADAPTER}` has the adapter without its base:
+
+```python
+from peft import PeftModel
+
+model = PeftModel.from_pretrained(base, "{ADAPTER}").eval()
+```
+"""
 
 
 def _save(model: nn.Module, scratch: Path) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, load_model
+from safetensors.torch import load_file, load_model, save_file
 from torch import Tensor, nn
 
 import shoal
@@ -450,3 +450,54 @@ def test_a_module_that_holds_a_hugging_face_model_is_a_plain_one() -> None:
     pytest.importorskip("transformers")
 
     assert not is_pretrained(nn.ModuleDict({"body": _gpt2()}))
+
+
+# ---------------------------------------------------------------- adapters
+
+
+class Adapted(nn.Module):
+    """As peft's: saves the adapter, and nothing of the base."""
+
+    def __init__(self, error: str = "") -> None:
+        super().__init__()
+        self.base, self.adapter = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 1)
+        self.error = error
+
+    def save_pretrained(self, folder: Path) -> None:
+        if self.error:
+            raise ValueError(self.error)
+        folder.mkdir()
+        save_file(self.adapter.state_dict(), folder / "adapter_model.safetensors")
+
+
+OF_PEFT: Any = type("PeftModel", (Adapted,), {"__module__": "peft.peft_model"})
+
+
+def test_an_adapter_is_exported_by_itself_beside_the_whole_model(
+    report: Report, tmp_path: Path
+) -> None:
+    model = OF_PEFT()
+
+    done = export_trial(trained(model), report, tmp_path / "out")
+    export_trial(trained(model), report, tmp_path / "out", overwrite=True)
+
+    there = "adapter/adapter_model.safetensors"
+    assert there in done.files
+    assert_equal(load_file(tmp_path / "out" / there), model.adapter.state_dict())
+    assert_equal(load_file(tmp_path / "out" / "model.safetensors"), model.state_dict())
+    readme = (tmp_path / "out" / "README.md").read_text()
+    assert 'PeftModel.from_pretrained(base, "adapter").eval()' in readme
+    assert there in json.loads((tmp_path / "out" / "provenance.json").read_text())["sha256"]
+
+
+def test_an_adapter_that_cannot_be_saved_is_told_in_words(report: Report, tmp_path: Path) -> None:
+    with pytest.raises(
+        SpecError, match=r"PeftModel.save_pretrained refuses .*no config.*\n.*load"
+    ):
+        export_trial(trained(OF_PEFT("no config")), report, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_module_with_an_adapter_in_it_is_a_plain_one(report: Report, tmp_path: Path) -> None:
+    assert "README.md" in export_trial(trained(Adapted()), report, tmp_path / "out").files
+    assert not (tmp_path / "out" / "adapter").exists()
