@@ -116,7 +116,7 @@ def _require_arguments(
 ) -> None:
     """Refuse a function that cannot be called so; one that does not say how is taken."""
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):
         return
     for more in ({}, {by_name: None} if by_name else {}):
