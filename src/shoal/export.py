@@ -125,25 +125,24 @@ def _homes(model: nn.Module) -> set[tuple[str, str]]:
 def _save_pretrained(model: Any, scratch: Path) -> str:
     """The standard folder, as safetensors; returns how to read it, as code."""
     name, home = type(model).__name__, type(model).__module__
-    try:
-        model.save_pretrained(scratch)
-    except (RuntimeError, ValueError) as error:
-        raise SpecError(
-            f"{name}.save_pretrained refuses this model: {error}\nMake its config say what the "
-            "model is, or take it with report.best.load()."
-        ) from error
+    _write_standard(model, scratch, "config say what the model is")
     home = "transformers" if home.startswith("transformers.") else home
     return f'from {home} import {name}\n\nmodel = {name}.from_pretrained(".").eval()'
 
 
 def _save_adapter(model: Any, folder: Path) -> None:
     """The adapter alone, as peft reads it."""
+    _write_standard(model, folder, "peft_config say what the adapter is")
+
+
+def _write_standard(model: Any, folder: Path, advice: str) -> None:
+    """What the model's own library writes."""
     try:
         model.save_pretrained(folder)
     except (RuntimeError, ValueError) as error:
         raise SpecError(
             f"{type(model).__name__}.save_pretrained refuses this model: {error}\nMake its "
-            "peft_config say what the adapter is, or take it with report.best.load()."
+            f"{advice}, or take it with report.best.load()."
         ) from error
 
 
