@@ -66,7 +66,7 @@ def _replace(graph: fx.Graph, node: fx.Node, terms: Sequence[fx.Node]) -> None:
         return
     gradients = [term.args[0] for term in terms]
     with graph.inserting_before(node):
-        plain = [tuple(part) for part in parts]
+        plain = [tuple(part) for part in parts]  # what runs a graph may write them out
         new = graph.call_function(side_by_side, (gradients, plain, list(sizes), dim))
     new.meta = dict(node.meta)
     node.replace_all_uses_with(new)

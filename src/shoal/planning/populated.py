@@ -20,6 +20,8 @@ from shoal.runtime.messages import Describe, Described, Made, Noticed
 from shoal.search.space import Choice, Distribution, Integer
 
 Space = Mapping[str, Distribution]
+_SOME = 8
+"""Whole numbers of a wide range that are looked at, but for its upper end."""
 
 
 class Member(Protocol):
@@ -77,9 +79,6 @@ def _values(entry: Distribution) -> Sequence[Scalar]:
         return ()
     stride = max(1, (entry.hi - entry.lo) // _SOME)
     return sorted({*range(entry.lo, entry.hi, stride), entry.hi})
-
-
-_SOME = 8
 
 
 def difference(one: Made | None, other: Made | None) -> str:
